@@ -1,0 +1,37 @@
+# make train [CONFIG=configs/gpt2_3d.py] [WORKDIR=runs/gpt2_3d] [ARGS="--config.train.num_steps=50"]
+# make test | make lint | make setup
+PYTHON ?= python3
+CONFIG ?= configs/gpt2_3d.py
+WORKDIR ?= runs/$(basename $(notdir $(firstword $(subst :, ,$(CONFIG)))))
+ARGS ?=
+
+REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)
+PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: setup setup-test train test lint
+setup: .venv/setup.stamp
+setup-test: .venv/setup-test.stamp
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/setup.stamp: $(REQUIREMENTS) requirements-cpu.txt | .venv/bin/python
+	@echo "Installing $(REQUIREMENTS) into .venv (a few minutes the first time)"
+	$(PIP) -r $(REQUIREMENTS)
+	@touch $@
+
+.venv/setup-test.stamp: requirements-test.txt .venv/setup.stamp
+	@echo "Installing requirements-test.txt into .venv"
+	$(PIP) -r requirements-test.txt
+	@touch $@
+
+train: setup
+	.venv/bin/python -m train.main --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+
+test: setup-test
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: setup-test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/basedpyright

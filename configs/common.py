@@ -1,0 +1,76 @@
+"""The sections that every config shares, with a comment per field.
+
+A config file starts from `get_config()` and sets what it wants otherwise. Any field can be set on
+the command line: `--config.section.key=value`.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    """Returns the shared sections; the section `model` is the config file's own."""
+    config = ConfigDict()
+
+    # Devices along each mesh axis, outermost first; one axis may be -1: the devices left over.
+    config.mesh = ConfigDict()
+    config.mesh.pipeline = 1  # stages: each holds a part of the layers
+    config.mesh.data = 1  # replicas, each with a part of the batch
+    config.mesh.fsdp = 1  # as data, but parameters and optimizer state are split too
+    config.mesh.context = 1  # parts of the sequence
+    config.mesh.expert = 1  # parts of the experts
+    config.mesh.model = 1  # tensor parallelism: parts of heads, mlp and vocab
+
+    # Extra or changed rows of the table in sharding/rules.py: logical axis -> mesh axis or axes.
+    config.rules = ConfigDict()
+
+    config.pipeline = ConfigDict()
+    config.pipeline.schedule = "1f1b"  # gpipe | 1f1b
+
+    config.data = ConfigDict()
+    config.data.name = (
+        "python_stdlib"  # python_stdlib | text | a TFDS name | package.module:function
+    )
+    config.data.paths = ()  # globs of .txt and .jsonl files, for name='text'
+    config.data.text_field = "text"  # field of a .jsonl line, or feature of a TFDS set
+    config.data.tokenizer = "bpe"  # bpe (trained on the corpus) | bytes | path of a tokenizer.json
+    config.data.vocab_size = 8192  # tokens of the bpe tokenizer
+    config.data.sequence_length = 128  # tokens
+    config.data.global_batch_size = 16  # sequences a step, over all devices and microbatches
+    config.data.validation_fraction = 0.05  # where the corpus has no validation split of its own
+    config.data.cache_dir = ""  # "" is ~/.cache/taibai
+    config.data.num_threads = 2  # of each process, reading ahead
+
+    config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"  # adamw | package.module:function
+    config.optimizer.learning_rate = 1e-3  # peak
+    config.optimizer.warmup_steps = 20  # linear rise
+    config.optimizer.schedule = "cosine"  # after warm-up: cosine | linear | constant
+    config.optimizer.final_learning_rate_fraction = 0.1  # of the peak
+    config.optimizer.weight_decay = 0.1  # none on biases and norms
+    config.optimizer.clip_norm = 1.0  # of the global gradient; 0: no clipping
+    config.optimizer.beta1 = 0.9
+    config.optimizer.beta2 = 0.95
+    config.optimizer.epsilon = 1e-8
+
+    config.train = ConfigDict()
+    config.train.num_steps = 100
+    config.train.num_microbatches = 1  # pipeline and gradient accumulation; divides the batch
+    config.train.seed = 0  # of initial parameters, dropout and shuffling
+    config.train.remat = "none"  # recompute a block in its backward: none | full | all but dots
+
+    config.eval = ConfigDict()
+    config.eval.every_steps = 50  # 0: only at the end
+    config.eval.num_batches = placeholder(int)  # None: the whole validation split
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every_steps = 50  # 0: only at the end
+    config.checkpoint.max_to_keep = 3
+
+    config.precision = ConfigDict()
+    config.precision.compute = "float32"  # bfloat16 | float32 | float64
+    config.precision.params = "float32"  # master weights and optimizer state: float32 | float64
+
+    config.log = ConfigDict()
+    config.log.every_steps = 5
+    return config

@@ -1,0 +1,68 @@
+"""GPT-2 on one device, on the text of Python's own standard library.
+
+Hardware: any; by default a 2-core CPU, where it takes about TIME to a loss of about LOSS nats.
+
+    python -m train.main --config=configs/gpt2.py --workdir=runs/gpt2
+
+`--config=configs/gpt2.py:SIZE` is a published size, for accelerators: small (124 M), medium
+(350 M), large (774 M), xl (1.5 B), 2.7b, 6.7b, 13b and 175b (GPT-3).
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from configs import common
+
+#: name -> (layers, heads, embed dim, positions). The first four: Radford et al. 2019, table 2;
+#: the others: Brown et al. 2020, table 2.1.
+SIZES = {
+    "small": (12, 12, 768, 1024),
+    "medium": (24, 16, 1024, 1024),
+    "large": (36, 20, 1280, 1024),
+    "xl": (48, 25, 1600, 1024),
+    "2.7b": (32, 32, 2560, 2048),
+    "6.7b": (32, 32, 4096, 2048),
+    "13b": (40, 40, 5120, 2048),
+    "175b": (96, 96, 12288, 2048),
+}
+
+
+def get_config(size: str = "tiny") -> ConfigDict:
+    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    if size != "tiny" and size not in SIZES:
+        raise ValueError(f"gpt2 has no size {size!r}; choose from tiny, {', '.join(SIZES)}")
+    config = common.get_config()
+    config.model = ConfigDict()
+    config.model.name = "gpt2"  # or package.module:Class of a model of your own
+    config.model.vocab_size = placeholder(int)  # None: the tokenizer's
+    config.model.max_positions = placeholder(int)  # None: data.sequence_length
+    config.model.num_layers = 4
+    config.model.num_heads = 4
+    config.model.embed_dim = 128
+    config.model.dropout = 0.0
+    config.model.vocab_multiple = 128  # the vocab is padded to a multiple of this on every mesh
+    config.model.loss = "cross_entropy"  # or package.module:function, see models/losses.py
+    if size == "tiny":
+        config.data.vocab_size = 2048
+        config.optimizer.learning_rate = 3e-3
+        config.train.num_steps = 150
+        return config
+
+    layers, heads, embed, positions = SIZES[size]
+    config.model.num_layers = layers
+    config.model.num_heads = heads
+    config.model.embed_dim = embed
+    config.model.dropout = 0.1 if positions == 1024 else 0.0
+    config.data.vocab_size = 50257
+    config.data.sequence_length = positions
+    config.data.global_batch_size = 512
+    config.train.num_microbatches = 16
+    config.train.num_steps = 100_000
+    config.train.remat = "dots"
+    config.optimizer.learning_rate = 6e-4 if embed <= 768 else 2e-4
+    config.optimizer.warmup_steps = 2000
+    config.eval.every_steps = 1000
+    config.checkpoint.every_steps = 1000
+    config.precision.compute = "bfloat16"
+    config.log.every_steps = 10
+    return config

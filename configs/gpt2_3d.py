@@ -1,0 +1,24 @@
+"""GPT-2 on a 2×2×2 mesh: 2 pipeline stages × 2 data replicas × 2-way tensor parallelism.
+
+Hardware: 8 devices; on a CPU the missing ones are simulated. By default a 2-core CPU takes about
+TIME to a loss of about LOSS nats.
+
+    python -m train.main --config=configs/gpt2_3d.py --workdir=runs/gpt2_3d
+
+`--config=configs/gpt2_3d.py:SIZE` is a published size; see configs/gpt2.py.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import gpt2
+
+
+def get_config(size: str = "tiny") -> ConfigDict:
+    """Returns the config; `size` is "tiny" or a key of gpt2.SIZES."""
+    config = gpt2.get_config(size)
+    config.mesh.pipeline = 2
+    config.mesh.data = 2
+    config.mesh.model = 2
+    if size == "tiny":
+        config.train.num_microbatches = 4
+    return config

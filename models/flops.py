@@ -1,0 +1,33 @@
+"""Model FLOPs, the numerator of MFU.
+
+Convention (PaLM, arXiv:2204.02311, appendix B, with causal attention at half): a multiply-add is 2
+FLOPs; only matrix products count; the backward is twice the forward; recomputation does not count;
+causal attention counts the half of its products that is not masked; embedding lookups are free; the
+head counts the vocab without padding.
+"""
+
+
+def dense_flops(*sizes: int) -> int:
+    """Returns forward FLOPs per token of a matrix product whose kernel has these sizes."""
+    product = 2
+    for size in sizes:
+        product *= size
+    return product
+
+
+def attention_flops(sequence_length: int, num_heads: int, head_dim: int, *, is_causal: bool) -> int:
+    """Returns forward FLOPs per query token of q·kᵀ and weights·v."""
+    full = 2 * dense_flops(sequence_length, num_heads, head_dim)
+    return full // 2 if is_causal else full
+
+
+def train_flops_per_token(model: object, sequence_length: int, num_params: int) -> int:
+    """Returns forward and backward FLOPs per token.
+
+    Args:
+        model: its method `forward_flops_per_token(sequence_length)` is asked if it has one;
+            otherwise every parameter counts as one multiply-add.
+        num_params: number of parameters.
+    """
+    count = getattr(model, "forward_flops_per_token", None)
+    return 3 * (count(sequence_length) if count else dense_flops(num_params))

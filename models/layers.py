@@ -1,0 +1,96 @@
+"""Layers that several models share.
+
+B batch, T seq, D embed. A parameter's `out_sharding` metadata names its logical axes. Every layer
+computes in the dtype of its parameters, so precision is decided where parameters are cast.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+# Parameters are laid out where the train state is built, not one by one as they are made.
+nnx.use_eager_sharding(False)
+
+
+def param(init, rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str | None]) -> nnx.Param:
+    """Returns a float32 parameter with a logical axis name per dimension."""
+    return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32), out_sharding=tuple(axes))
+
+
+class Linear(nnx.Module):
+    """y = x · kernel + bias, over one or more trailing dims of x.
+
+    Args:
+      inputs: logical name -> size of the dims that are contracted, e.g. `{"embed": 64}`.
+      outputs: logical name -> size of the dims that come out, e.g. `{"heads": 4, "head_dim": 16}`.
+        A name that starts with `_` is not split over the mesh.
+      stddev: standard deviation of the kernel's normal initialisation.
+    """
+
+    def __init__(
+        self, inputs: dict[str, int], outputs: dict[str, int], *, stddev: float, rngs: nnx.Rngs
+    ):
+        axes = [None if name.startswith("_") else name for name in (*inputs, *outputs)]
+        init = jax.nn.initializers.normal(stddev)
+        self.kernel = param(init, rngs, (*inputs.values(), *outputs.values()), axes)
+        zeros = jax.nn.initializers.zeros
+        self.bias = param(zeros, rngs, tuple(outputs.values()), axes[len(inputs) :])
+        self.num_inputs = len(inputs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns `[*batch, *outputs]` for x `[*batch, *inputs]`."""
+        kernel, bias = self.kernel[...], self.bias[...]
+        batch = x.shape[: x.ndim - self.num_inputs]
+        # One flat batch dim: with two of them XLA on CPU writes a transposed copy of the
+        # cotangent for the weight gradient.
+        flat = x.reshape(math.prod(batch), *x.shape[len(batch) :])
+        contracted = tuple(range(self.num_inputs))
+        y = jax.lax.dot_general(
+            flat, kernel, ((tuple(i + 1 for i in contracted), contracted), ((), ()))
+        )
+        return (y + bias[None]).reshape(*batch, *bias.shape)
+
+
+class LayerNorm(nnx.Module):
+    """Normalisation of the last dim to mean 0 and variance 1, then scale and bias.
+
+    Source: Ba et al. 2016 (arXiv:1607.06450).
+    """
+
+    def __init__(self, features: int, *, epsilon: float, rngs: nnx.Rngs):
+        self.scale = param(jax.nn.initializers.ones, rngs, (features,), (None,))
+        self.bias = param(jax.nn.initializers.zeros, rngs, (features,), (None,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the shape and dtype of `x`; statistics are float32 or wider."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean = jnp.mean(wide, axis=-1, keepdims=True)
+        centred = wide - mean
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt(variance + self.epsilon)
+        scale, bias = self.scale[...], self.bias[...]
+        return (normal * scale + bias).astype(x.dtype)
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) -> jax.Array:
+    """Returns `x` with elements zeroed at `rate` and the rest scaled by 1 / (1 - rate).
+
+    Each example draws from its own key, so the mask depends neither on the mesh nor on how the
+    batch is cut into microbatches.
+
+    Args:
+      x: float[B, ...].
+      rate: probability of zeroing, in [0, 1).
+      keys: key[B], one per example; None switches dropout off.
+      site: number of this dropout among those that share `keys`.
+    """
+    if keys is None or rate == 0.0:
+        return x
+    keep = jax.vmap(
+        lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x.shape[1:])
+    )(keys)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

@@ -1,0 +1,131 @@
+"""Losses over a vocabulary, without the logits of the whole batch.
+
+N tokens, C tokens in a chunk, D embed, V vocab.
+"""
+
+import functools
+import pkgutil
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from sharding.logical import constrain
+
+TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def cross_entropy(logits_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
+    """Returns -log softmax(logits)[target] of every token, in nats: the dtype of the logits, [C].
+
+    The target's logit is picked by comparison, not by indexing: a vocab dim that is split over the
+    mesh then needs one scalar per token from its neighbours instead of all logits.
+    """
+    vocab = jnp.arange(logits_CV.shape[1], dtype=targets_C.dtype)
+    is_target = vocab[None, :] == targets_C[:, None]
+    target_logit = jnp.sum(jnp.where(is_target, logits_CV, 0), axis=1)
+    return jax.nn.logsumexp(logits_CV, axis=1) - target_logit
+
+
+def make_token_loss(name: str) -> TokenLoss:
+    """Returns the per-token loss that `name` stands for.
+
+    Args:
+      name: "cross_entropy", or an import path "package.module:function" of a function from
+        (logits float[C, V], targets int32[C]) to losses float[C].
+
+    Raises:
+      ValueError: the path leads to no function.
+    """
+    if name == "cross_entropy":
+        return cross_entropy
+    try:
+        loss = pkgutil.resolve_name(name)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(
+            f"model.loss={name!r} is neither 'cross_entropy' nor an import path "
+            f"'package.module:function': {error}"
+        ) from None
+    return loss
+
+
+def chunked_vocab_loss(
+    x_ND: jax.Array,
+    table_VD: jax.Array,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+    *,
+    vocab_size: int,
+    token_loss: TokenLoss = cross_entropy,
+    chunk_tokens: int = 1024,
+) -> jax.Array:
+    """Returns the weighted sum of token losses of logits `x · tableᵀ`, float32 or wider.
+
+    Logits exist for one chunk of tokens at a time, in float32. Where gradients are asked for, they
+    are computed in the same pass: the sum is linear in its own cotangent, so the backward pass
+    only scales them, and no logit is computed twice.
+
+    Args:
+      x_ND: activations.
+      table_VD: output embedding, in the dtype of `x`; rows from `vocab_size` on are padding and get no
+        probability.
+      targets_N: int32, in [0, vocab_size).
+      weights_N: float32; 0 leaves a token out.
+      chunk_tokens: tokens whose logits exist at once.
+
+    Source: the fused linear cross-entropy of Liger Kernel, Hsu et al. 2024 (arXiv:2410.10989), 3.2.
+    """
+    num_tokens = x_ND.shape[0]
+    num_chunks = -(-num_tokens // chunk_tokens)
+    size = -(-num_tokens // num_chunks)
+    pad = num_chunks * size - num_tokens
+
+    def chunks(a):
+        a = jnp.pad(a, ((0, pad), *[(0, 0)] * (a.ndim - 1))) if pad else a
+        return a.reshape(num_chunks, size, *a.shape[1:])
+
+    return _chunked(
+        (vocab_size, token_loss), chunks(x_ND), table_VD, chunks(targets_N), chunks(weights_N)
+    )
+
+
+def _chunk_loss(spec, x_CD, table_VD, targets_C, weights_C):
+    vocab_size, token_loss = spec
+    wide = jnp.promote_types(x_CD.dtype, jnp.float32)
+    logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=wide)
+    logits_CV = constrain(logits_CV, None, "vocab")
+    is_token = jnp.arange(table_VD.shape[0]) < vocab_size
+    logits_CV = jnp.where(is_token[None, :], logits_CV, jnp.finfo(wide).min)
+    return jnp.sum(token_loss(logits_CV, targets_C) * weights_C.astype(wide))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(spec, x, table, targets, weights):
+    def add(total, chunk):
+        return total + _chunk_loss(spec, chunk[0], table, *chunk[1:]), None
+
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jax.lax.scan(add, jnp.zeros((), wide), (x, targets, weights))[0]
+
+
+def _chunked_forward(spec, x, table, targets, weights):
+    def add(carry, chunk):
+        total, table_grad = carry
+        value, (x_grad, grad) = jax.value_and_grad(_chunk_loss, argnums=(1, 2))(
+            spec, chunk[0], table, *chunk[1:]
+        )
+        return (total + value, table_grad + grad.astype(table_grad.dtype)), x_grad
+
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    start = (jnp.zeros((), wide), jnp.zeros(table.shape, wide))
+    (total, table_grad), x_grad = jax.lax.scan(add, start, (x, targets, weights))
+    return total, (x_grad, table_grad.astype(table.dtype), targets, weights)
+
+
+def _chunked_backward(spec, residuals, cotangent):
+    x_grad, table_grad, targets, weights = residuals
+    scale = lambda grad: (grad * cotangent).astype(grad.dtype)  # noqa: E731
+    return scale(x_grad), scale(table_grad), None, jnp.zeros_like(weights)
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -1,0 +1,268 @@
+"""What a compiled step does that its source does not show: collectives, large arrays, memory.
+
+XLA decides where to communicate and what to keep, so promises such as "no gradient all-reduce
+inside the microbatch loop" are held by reading the compiled program:
+
+    compiled = jax.jit(train_step).lower(state, batch).compile()
+    print(format_table(summary(collectives(compiled, mesh))))
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.typing import DTypeLike
+
+from sharding import device_groups, hlo
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One communication of a compiled step.
+
+    Attributes:
+      kind: one of `KINDS`. Asynchronous forms count once, under the kind of the synchronous one; a
+        permutation that XLA split into send and receive is a 'collective-permute'.
+      axes: the mesh axes, in mesh order, along which devices of one group differ; empty if every
+        group is a single device.
+      loop_depth: number of while loops around it; a `jax.lax.scan` compiles to one.
+      trip_count: executions per step: the product of the trip counts of the loops around it, 1
+        outside loops, None where the program does not say one of them. A collective in one branch
+        of a conditional counts as if the branch were always taken.
+      bytes: bytes of its output on one device in one execution.
+      name: its name in the compiled program.
+      op_name: the traced operation it comes from, '' where unknown.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    loop_depth: int
+    trip_count: int | None
+    bytes: int
+    name: str
+    op_name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device of a compiled step; None where the backend does not tell.
+
+    Attributes:
+      argument_bytes: its arguments.
+      output_bytes: its results, donated arguments that they reuse included.
+      alias_bytes: the part of output_bytes that reuses donated arguments.
+      temp_bytes: everything it holds in between.
+    """
+
+    argument_bytes: int | None
+    output_bytes: int | None
+    alias_bytes: int | None
+    temp_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SummaryRow:
+    """The collectives of one kind, set of axes and loop depth.
+
+    Attributes:
+      kind: as in `Collective`.
+      axes: as in `Collective`.
+      loop_depth: as in `Collective`.
+      count: number of such instructions in the program.
+      bytes: bytes of output on one device when each of them is executed once.
+      bytes_per_step: the same with each as often as its loops run it; None if that is unknown.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    loop_depth: int
+    count: int
+    bytes: int
+    bytes_per_step: int | None
+
+
+def collectives(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[Collective]:
+    """The collectives of a compiled step, in the order of the program.
+
+    Args:
+      compiled: the result of `jax.jit(f).lower(...).compile()`.
+      mesh: the mesh it was compiled for.
+
+    Raises:
+      ValueError: the program spans another number of devices than the mesh.
+    """
+    return collectives_in_text(_text(compiled), mesh.shape)
+
+
+def collectives_in_text(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """The same from the program's text and the sizes of the mesh axes, in mesh order."""
+    num_devices = math.prod(mesh_shape.values())
+    found = []
+    for module in hlo.parse_modules(text):
+        if module.num_partitions not in (1, num_devices):
+            raise ValueError(
+                f"the program spans {module.num_partitions} devices but the mesh {dict(mesh_shape)}"
+                f" has {num_devices}; pass the mesh that the program was compiled for"
+            )
+        for instruction, trip_counts in module.in_loops(lambda i: _kind(i) is not None):
+            groups = device_groups.parse(instruction.attributes, num_devices)
+            known = [count for count in trip_counts if count is not None]
+            found.append(
+                Collective(
+                    kind=_kind(instruction) or "",
+                    axes=device_groups.axes_of(groups, mesh_shape),
+                    loop_depth=len(trip_counts),
+                    trip_count=math.prod(known) if len(known) == len(trip_counts) else None,
+                    bytes=sum(array.bytes for array in hlo.arrays_of(_output(instruction))),
+                    name=instruction.name,
+                    op_name=instruction.op_name,
+                )
+            )
+    return found
+
+
+def memory(compiled: jax.stages.Compiled) -> Memory:
+    """The memory of a compiled step on one device, as the compiler planned it."""
+    stats = compiled.memory_analysis()
+
+    def read(part: str) -> int | None:
+        return getattr(stats, f"{part}_size_in_bytes", None)
+
+    return Memory(
+        argument_bytes=read("argument"),
+        output_bytes=read("output"),
+        alias_bytes=read("alias"),
+        temp_bytes=read("temp"),
+    )
+
+
+def flops(compiled: jax.stages.Compiled) -> float | None:
+    """FLOPs of one device as the compiler counts them, None where the backend does not tell.
+
+    The compiler counts the body of a loop once, however often it runs, so this is too small for any
+    program that scans over layers or microbatches.
+    """
+    analysis = compiled.cost_analysis()
+    # Some backends answer with one dict per program.
+    parts = analysis if isinstance(analysis, list | tuple) else [analysis]
+    counts = [part["flops"] for part in parts if part and "flops" in part]
+    return float(sum(counts)) if counts else None
+
+
+def summary(found: Sequence[Collective]) -> list[SummaryRow]:
+    """The collectives grouped by kind, axes and loop depth, the most bytes per step first."""
+    groups: dict[tuple[str, tuple[str, ...], int], list[Collective]] = {}
+    for collective in found:
+        key = (collective.kind, collective.axes, collective.loop_depth)
+        groups.setdefault(key, []).append(collective)
+    rows = []
+    for (kind, axes, loop_depth), members in groups.items():
+        per_step = [c.bytes * c.trip_count for c in members if c.trip_count is not None]
+        rows.append(
+            SummaryRow(
+                kind=kind,
+                axes=axes,
+                loop_depth=loop_depth,
+                count=len(members),
+                bytes=sum(c.bytes for c in members),
+                bytes_per_step=sum(per_step) if len(per_step) == len(members) else None,
+            )
+        )
+    return sorted(rows, key=lambda row: (-(row.bytes_per_step or row.bytes), row.kind, row.axes))
+
+
+def format_table(rows: Sequence[SummaryRow]) -> str:
+    """The rows as an aligned table with a header line; bytes are per device."""
+    if not rows:
+        return "no collectives"
+    cells = [("collective", "axes", "loops", "count", "bytes", "bytes/step")]
+    for row in rows:
+        per_step = "unknown" if row.bytes_per_step is None else f"{row.bytes_per_step:,}"
+        axes = ",".join(row.axes) or "-"
+        cells.append(
+            (row.kind, axes, str(row.loop_depth), str(row.count), f"{row.bytes:,}", per_step)
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for line in cells:
+        left = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        lines.append("  ".join(left + right))
+    return "\n".join(lines)
+
+
+def widest_arrays(
+    compiled: jax.stages.Compiled, dtype: DTypeLike | None = None, count: int = 5
+) -> list[tuple[hlo.Array, str]]:
+    """The largest arrays that the step holds, each with the name of what yields it.
+
+    Args:
+      compiled: the compiled step.
+      dtype: list only arrays of this element type; all of them if None.
+      count: number of arrays, the largest first.
+
+    Returns:
+      Arrays with their per-device shapes. Arguments are among them; values that exist only inside a
+      fused kernel are not.
+    """
+    wanted = None if dtype is None else hlo.dtype_name(dtype)
+    found = {
+        (array, instruction.op_name or instruction.name)
+        for module in hlo.parse_modules(_text(compiled))
+        for instruction in module.materialised()
+        for array in hlo.arrays_of(instruction.type)
+        if wanted in (None, array.dtype)
+    }
+    order = sorted(found, key=lambda item: (-item[0].num_elements, item[0].shape, item[1]))
+    return order[:count]
+
+
+def has_array(compiled: jax.stages.Compiled, shape: Sequence[int], dtype: DTypeLike) -> bool:
+    """Whether a step holds an array of `dtype` at least as large as `shape` on one device.
+
+    Shapes are compared by their number of elements, as XLA reshapes freely. Arguments count, so
+    choose sizes such that no parameter has as many elements as the array looked for.
+    """
+    widest = widest_arrays(compiled, dtype, count=1)
+    return bool(widest) and widest[0][0].num_elements >= math.prod(shape)
+
+
+def _kind(instruction: hlo.Instruction) -> str | None:
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode == "send" and "source_target_pairs" in instruction.attributes:
+        return "collective-permute"
+    return opcode if opcode in KINDS else None
+
+
+def _output(instruction: hlo.Instruction) -> hlo.Type:
+    """The type of a collective's result, without the operands that asynchronous forms carry."""
+    output = instruction.type
+    if isinstance(output, hlo.Array):
+        return output
+    if instruction.opcode == "send":
+        return output[0]
+    # all-reduce-start alone yields its result directly; the others yield (operands, results, ...).
+    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
+        return output[1]
+    return output
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    text = compiled.as_text()
+    if text is None:
+        raise ValueError(
+            "the backend gives no text for this compiled program (compiled.as_text() is None);"
+            " audit it on a CPU mesh of the same shape"
+        )
+    return text

@@ -1,0 +1,251 @@
+"""Reads the text of a compiled XLA program: computations, instructions, arrays.
+
+Only what `sharding.audit` needs is parsed. The text is the one interface to a compiled program that
+all backends and JAX versions share; its spellings differ between them and are gathered here.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from jax.typing import DTypeLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of an instruction's output, as one device holds it.
+
+    Attributes:
+      dtype: XLA's name of the element type: 'f32', 'bf16', 's32', 'pred', 'f8e4m3fn', ...
+      shape: per-device size of each dim.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements on one device."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on one device; 0 for tokens and other types without data."""
+        if self.dtype == "pred":
+            return self.num_elements
+        # The first number in a type's name is its width in bits, also in 'bf16' and 'f8e4m3fn'.
+        bits = re.search(r"\d+", self.dtype)
+        return math.ceil(self.num_elements * int(bits[0]) / 8) if bits else 0
+
+
+# An instruction's output type: an array, or a tuple of types.
+Type = Array | tuple["Type", ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One instruction of a computation.
+
+    Attributes:
+      name: its name in the program, without '%'.
+      opcode: 'all-reduce', 'while', 'fusion', ...
+      type: output type.
+      attributes: the text behind the opcode, without metadata.
+      called: names of the computations it calls, in the order of the text.
+      op_name: where in the traced program it comes from, '' where XLA does not say.
+    """
+
+    name: str
+    opcode: str
+    type: Type
+    attributes: str
+    called: tuple[str, ...]
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Module:
+    """A parsed program.
+
+    Attributes:
+      entry: name of the computation that runs first.
+      num_partitions: devices that one run of the program spans, where the text says it, else 1.
+      computations: the instructions of each computation, by its name.
+    """
+
+    entry: str
+    num_partitions: int
+    computations: dict[str, list[Instruction]]
+
+    def in_loops(
+        self, is_wanted: Callable[[Instruction], bool]
+    ) -> list[tuple[Instruction, tuple[int | None, ...]]]:
+        """The wanted instructions that run, each with the trip counts of the while loops around it.
+
+        Args:
+          is_wanted: whether an instruction is wanted; what a wanted one calls is not looked at.
+
+        Returns:
+          In the order of the program; outermost loop first, None for a trip count that XLA does not
+          know. An instruction of a computation that is called twice is there twice.
+        """
+
+        @functools.cache
+        def under(name: str) -> list[tuple[Instruction, tuple[int | None, ...]]]:
+            found: list[tuple[Instruction, tuple[int | None, ...]]] = []
+            for instruction in self.computations.get(name, []):
+                if is_wanted(instruction):
+                    found.append((instruction, ()))
+                    continue
+                loops = (_trip_count(instruction),) if instruction.opcode == "while" else ()
+                for called in instruction.called:
+                    found += [(inner, loops + trips) for inner, trips in under(called)]
+            return found
+
+        return under(self.entry)
+
+    def materialised(self) -> Iterator[Instruction]:
+        """The instructions whose results are stored in memory: those inside fusions are not."""
+        seen = {self.entry}
+        waiting = [self.entry]
+        while waiting:
+            for instruction in self.computations.get(waiting.pop(), []):
+                yield instruction
+                called = set() if instruction.opcode == "fusion" else {*instruction.called} - seen
+                seen |= called
+                waiting += called
+
+
+_METADATA = re.compile(r'metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation"
+    r"|branch_computations|called_computations)=(\{[^{}]*\}|%?[\w.\-]+)"
+)
+_TYPE_TOKEN = re.compile(r"([a-z]\w*)\[([^\]]*)\]|[()]")
+
+
+def parse_modules(text: str) -> list[Module]:
+    """The programs in the text of a compiled step, which holds at least one."""
+    modules = [_parse_module(part) for part in re.split(r"(?m)^(?=HloModule )", text)]
+    modules = [module for module in modules if module is not None]
+    if not modules:
+        raise ValueError(
+            f"the text of a compiled program has an ENTRY computation, but {text[:80]!r} has none;"
+            " pass the result of jax.jit(f).lower(...).compile()"
+        )
+    return modules
+
+
+def _parse_module(text: str) -> Module | None:
+    computations: dict[str, list[Instruction]] = {}
+    entry = None
+    instructions: list[Instruction] = []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            instructions = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif parts := _INSTRUCTION.match(line):
+            instruction = _parse_instruction(parts[1], parts[2])
+            if instruction is not None:
+                instructions.append(instruction)
+    if entry is None:
+        return None
+    partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
+    return Module(
+        entry=entry,
+        num_partitions=int(partitions[1]) if partitions else 1,
+        computations=computations,
+    )
+
+
+def _parse_instruction(name: str, text: str) -> Instruction | None:
+    text = re.sub(r"/\*.*?\*/", "", text)  # XLA counts long tuples by comments: /*index=5*/
+    split = _end_of_type(text)
+    rest = re.match(r"\s*([a-z][\w\-]*)\(", text[split:])
+    if rest is None:
+        return None
+    metadata = _METADATA.search(text)
+    op_name = _OP_NAME.search(metadata[0]) if metadata else None
+    # Removed because op_name holds names chosen by users, which may look like attributes.
+    attributes = _METADATA.sub("", text[split + rest.end() :])
+    called = [
+        name.strip().lstrip("%")
+        for match in _CALLED.finditer(attributes)
+        for name in match[1].strip("{}").split(",")
+    ]
+    return Instruction(
+        name=name,
+        opcode=rest[1],
+        type=parse_type(text[:split]),
+        attributes=attributes,
+        called=tuple(name for name in called if name),
+        op_name=op_name[1] if op_name else "",
+    )
+
+
+def _end_of_type(text: str) -> int:
+    """Index behind the output type at the start of an instruction's right-hand side."""
+    if not text.startswith("("):
+        return len(text.split(maxsplit=1)[0]) if text.strip() else 0
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return index + 1
+    return len(text)
+
+
+def parse_type(text: str) -> Type:
+    """The output type in a text such as 'f32[4,16]{1,0}' or '(f32[8]{0}, (u32[], token[]))'."""
+    # Layouts go first: their tiles, {1,0:T(8,128)}, look like tuples.
+    text = re.sub(r"\{[^{}]*\}", "", text)
+    stack: list[list[Type]] = [[]]
+    for token in _TYPE_TOKEN.finditer(text):
+        if token[0] == "(":
+            stack.append([])
+        elif token[0] == ")":
+            inner = tuple(stack.pop())
+            stack[-1].append(inner)
+        else:
+            # '<=5' is a dim of at most 5, '?' one without a bound.
+            sizes = (size.strip().removeprefix("<=") for size in token[2].split(","))
+            stack[-1].append(Array(token[1], tuple(int(size) for size in sizes if size.isdigit())))
+    return stack[0][0] if stack[0] else ()
+
+
+def arrays_of(output: Type) -> Iterator[Array]:
+    """The arrays of an output type, tuples flattened."""
+    if isinstance(output, Array):
+        yield output
+    else:
+        for part in output:
+            yield from arrays_of(part)
+
+
+def _trip_count(loop: Instruction) -> int | None:
+    """How often the body of a `while` instruction runs, None where XLA does not know."""
+    found = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes)
+    return int(found[1]) if found else None
+
+
+def dtype_name(dtype: DTypeLike) -> str:
+    """XLA's name of an element type: 'f32' for float32."""
+    name = np.dtype(dtype).name
+    if name == "bool":
+        return "pred"
+    for prefix, short in (
+        ("bfloat", "bf"),
+        ("float", "f"),
+        ("uint", "u"),
+        ("int", "s"),
+        ("complex", "c"),
+    ):
+        if name.startswith(prefix):
+            return (short + name.removeprefix(prefix)).replace("_", "")
+    return name

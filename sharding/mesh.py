@@ -1,0 +1,100 @@
+"""The device mesh: six named axes, outermost to innermost.
+
+`model` is innermost, so its groups are neighbouring devices on the fastest links; `pipeline` is
+outermost, so that only the small stage-to-stage sends cross the slowest ones. With 8 devices and
+pipeline=2, data=2, model=2 the stages are [0,1,2,3] and [4,5,6,7]; in stage 0 the data groups are
+[0,2] and [1,3] and the model groups [0,1] and [2,3]. An axis of size 1 costs nothing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+
+AXES = ("pipeline", "data", "fsdp", "context", "expert", "model")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Number of devices along each mesh axis; one axis may be -1: the devices that are left."""
+
+    pipeline: int = 1
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    expert: int = 1
+    model: int = 1
+
+    def __post_init__(self):
+        for axis, size in self.sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(
+                    f"mesh.{axis}={size} must be a positive number of devices, "
+                    "or -1 for the devices that are left"
+                )
+        free = [axis for axis, size in self.sizes.items() if size == -1]
+        if len(free) > 1:
+            raise ValueError(
+                f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis can take the devices "
+                "that are left; give the other a number"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis name -> size, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the axes with a given size need (an axis of -1 counts as 1)."""
+        return math.prod(size for size in self.sizes.values() if size != -1)
+
+    def resolve(self, num_available: int) -> "MeshConfig":
+        """Returns this mesh with -1 replaced by the number of devices that are left.
+
+        Raises:
+          ValueError: more devices are asked for than are available, or -1 leaves a remainder.
+        """
+        free = [axis for axis, size in self.sizes.items() if size == -1]
+        if self.num_devices > num_available:
+            raise ValueError(
+                f"mesh {self} needs {self.num_devices} devices but {num_available} are available; "
+                f"meshes that fit: {_meshes_that_fit(self, num_available)}"
+            )
+        if not free:
+            return self
+        if num_available % self.num_devices:
+            raise ValueError(
+                f"mesh.{free[0]}=-1: the other axes of mesh {self} take {self.num_devices} devices "
+                f"at a time, which must divide the {num_available} available"
+            )
+        return dataclasses.replace(self, **{free[0]: num_available // self.num_devices})
+
+    def __str__(self) -> str:
+        shown = [f"{axis}={size}" for axis, size in self.sizes.items() if size != 1]
+        return " × ".join(shown) or "of 1 device"
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """Returns the mesh over the first `config.num_devices` devices (default: all of jax's)."""
+    devices = jax.devices() if devices is None else devices
+    config = config.resolve(len(devices))
+    return jax.make_mesh(
+        tuple(config.sizes.values()),
+        AXES,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+        devices=devices[: config.num_devices],
+    )
+
+
+def _meshes_that_fit(config: MeshConfig, num_available: int) -> str:
+    """Returns the largest meshes that shrink the asked one axis by axis, for an error message."""
+    options = [{}]
+    for axis, size in config.sizes.items():
+        sizes = [n for n in range(1, max(size, 1) + 1) if max(size, 1) % n == 0]
+        options = [{**option, axis: n} for option in options for n in sizes]
+    fitting = [MeshConfig(**option) for option in options]
+    fitting = [mesh for mesh in fitting if mesh.num_devices <= num_available]
+    most = max(mesh.num_devices for mesh in fitting)
+    return "; ".join(str(mesh) for mesh in fitting if mesh.num_devices == most)

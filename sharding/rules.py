@@ -1,0 +1,136 @@
+"""One table from logical axes to mesh axes, and the checks that come with it.
+
+A parameter carries the logical names of its dimensions; `partition_specs` turns them into
+`PartitionSpec`s for a mesh and refuses what cannot be laid out.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.logical import Rules
+from sharding.mesh import AXES
+
+#: logical axis -> mesh axes over which the dimension is split, major first.
+#: An `act_` name exists only where an activation is laid out otherwise than the weights.
+DEFAULT_RULES: Rules = {
+    "batch": ("data", "fsdp"),
+    "seq": ("context",),
+    "embed": ("fsdp",),
+    "act_embed": (),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "head_dim": (),
+    "mlp": ("model",),
+    "vocab": ("model",),
+    "layers": ("pipeline",),
+    "experts": ("expert",),
+}
+
+
+def make_rules(overrides: Mapping[str, Any] | None = None) -> Rules:
+    """Returns the table with a config's rows added or replaced.
+
+    Args:
+      overrides: logical axis -> a mesh axis, or a sequence of them.
+
+    Raises:
+      ValueError: a row names an axis that the mesh does not have.
+    """
+    rules = dict(DEFAULT_RULES)
+    for name, axes in (overrides or {}).items():
+        axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(
+                    f"rules.{name}={axes}: {axis!r} is no mesh axis; choose from {', '.join(AXES)}"
+                )
+        rules[name] = axes
+    return rules
+
+
+def to_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
+    """Returns the PartitionSpec of a tensor whose dimensions have these logical names.
+
+    Raises:
+      ValueError: a name without a rule, or two dimensions split over the same mesh axis.
+    """
+    used: dict[str, str] = {}
+    parts = []
+    for name in axes:
+        if name is not None and name not in rules:
+            raise ValueError(
+                f"logical axis {name!r} is in no rule; known: {', '.join(sorted(rules))}; "
+                f"add a row such as config.rules.{name}='model'"
+            )
+        mesh_axes = rules[name] if name is not None else ()
+        for axis in mesh_axes:
+            if axis in used:
+                raise ValueError(
+                    f"logical axes {axes}: {used[axis]!r} and {name!r} are both split over mesh "
+                    f"axis {axis!r}; a tensor can use a mesh axis once, so change one rule"
+                )
+            used[axis] = str(name)
+        parts.append(mesh_axes if len(mesh_axes) > 1 else next(iter(mesh_axes), None))
+    return PartitionSpec(*parts)
+
+
+def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: jax.sharding.Mesh) -> Any:
+    """Returns the PartitionSpec of every parameter, checked against the mesh.
+
+    Args:
+      abstract: tree of arrays or ShapeDtypeStructs.
+      logical_axes: the same tree with a tuple of logical names per leaf.
+      rules: logical axis -> mesh axes.
+      mesh: the mesh that the specs are for.
+
+    Raises:
+      ValueError: a dimension that its mesh axes do not divide, or one of `to_spec`'s reasons.
+    """
+
+    def spec_of(path, leaf, axes):
+        name = ".".join(str(getattr(key, "key", key)) for key in path)
+        try:
+            spec = to_spec(axes, rules)
+        except ValueError as error:
+            raise ValueError(f"parameter {name}: {error}") from None
+        for dim, (size, logical, part) in enumerate(zip(leaf.shape, axes, spec, strict=True)):
+            _check_divides(mesh, part, size, logical, f"dimension {dim} of {name}{leaf.shape}")
+        return spec
+
+    return jax.tree_util.tree_map_with_path(spec_of, abstract, logical_axes)
+
+
+def shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
+    """Returns the tree of PartitionSpecs as NamedShardings on `mesh`."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def unused_axes(specs: Any, rules: Rules, mesh: jax.sharding.Mesh) -> list[str]:
+    """Returns the mesh axes of more than one device that neither a parameter nor the batch uses."""
+    used = set(rules["batch"])
+    for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        used |= axes_of(spec)
+    return [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
+
+
+def axes_of(spec: PartitionSpec) -> set[str]:
+    """Returns the mesh axes that a PartitionSpec uses."""
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec if part is not None]
+    return {axis for part in parts for axis in part}
+
+
+def _check_divides(mesh, part, size: int, logical: str | None, where: str) -> None:
+    axes = part if isinstance(part, tuple) else (part,) if part else ()
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    if size % count:
+        given = " × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
+        choices = ", ".join(str(n) for n in range(1, min(size, 128) + 1) if size % n == 0)
+        raise ValueError(f"{given} must divide {logical}={size} ({where}); choose from {choices}")

@@ -1,0 +1,373 @@
+"""From a config file and command-line overrides to the frozen dataclasses that components own."""
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import pkgutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ml_collections import ConfigDict
+
+from checkpoint.manager import CheckpointConfig
+from data.config import DataConfig
+from models.stack import REMAT_POLICIES
+from sharding.mesh import MeshConfig
+from sharding.pipeline.schedule import PipelineConfig
+from train.metrics import LogConfig
+from train.optimizer import OptimizerConfig
+
+#: `model.name` -> import path of the class.
+MODELS = {"gpt2": "models.gpt2:GPT2"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length, division and randomness of a run."""
+
+    num_steps: int
+    num_microbatches: int
+    seed: int
+    remat: str
+
+    def __post_init__(self):
+        for name in ("num_steps", "num_microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.remat not in REMAT_POLICIES:
+            raise ValueError(
+                f"train.remat={self.remat!r} is unknown; choose {', '.join(REMAT_POLICIES)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When to evaluate, and on how much of the validation split."""
+
+    every_steps: int
+    num_batches: int | None
+
+    def __post_init__(self):
+        if self.every_steps < 0:
+            raise ValueError(f"eval.every_steps={self.every_steps} must not be negative")
+        if self.num_batches is not None and self.num_batches < 1:
+            raise ValueError(
+                f"eval.num_batches={self.num_batches} must be at least 1, or None for all"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Dtypes of the computation and of the master weights."""
+
+    compute: str
+    params: str
+
+    def __post_init__(self):
+        for name, dtypes in (
+            ("compute", ("bfloat16", "float32", "float64")),
+            ("params", ("float32", "float64")),
+        ):
+            if getattr(self, name) not in dtypes:
+                raise ValueError(
+                    f"precision.{name}={getattr(self, name)!r} is unknown; choose {', '.join(dtypes)}"
+                )
+        if (self.compute == "float64") != (self.params == "float64"):
+            raise ValueError(
+                f"precision.compute={self.compute!r} and precision.params={self.params!r}: "
+                "float64 must be chosen for both or for neither"
+            )
+
+
+SECTIONS = {
+    "mesh": MeshConfig,
+    "pipeline": PipelineConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "checkpoint": CheckpointConfig,
+    "precision": PrecisionConfig,
+    "log": LogConfig,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run, checked: one dataclass per section, and the config it was made from."""
+
+    mesh: MeshConfig
+    pipeline: PipelineConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    precision: PrecisionConfig
+    log: LogConfig
+    rules: Mapping[str, Any]
+    model_class: type
+    model_fields: Mapping[str, Any]
+    source: ConfigDict
+
+    def __post_init__(self):
+        mesh, batch, parts = self.mesh, self.data.global_batch_size, self.train.num_microbatches
+        if -1 in (mesh.data, mesh.fsdp):
+            return  # checked when the number of devices is known
+        if batch % (parts * mesh.data * mesh.fsdp):
+            raise ValueError(
+                f"train.num_microbatches={parts} × mesh.data={mesh.data} × mesh.fsdp={mesh.fsdp} "
+                f"must divide data.global_batch_size={batch}; the next batch size that fits is "
+                f"{-(-batch // (parts * mesh.data * mesh.fsdp)) * parts * mesh.data * mesh.fsdp}"
+            )
+        if mesh.context > 0 and self.data.sequence_length % mesh.context:
+            raise ValueError(
+                f"mesh.context={mesh.context} must divide "
+                f"data.sequence_length={self.data.sequence_length}"
+            )
+
+    def model_config(self, *, vocab_size: int) -> Any:
+        """Returns the model's own config, with what it leaves open taken from the data.
+
+        Args:
+            vocab_size: of the tokenizer.
+
+        Raises:
+            ValueError: the tokenizer has more tokens than the model.
+        """
+        fields = dict(self.model_fields)
+        known = {field.name for field in dataclasses.fields(self.model_class.Config)}
+        for name, value in (
+            ("vocab_size", vocab_size),
+            ("max_positions", self.data.sequence_length),
+        ):
+            if name in known and fields.get(name) is None:
+                fields[name] = value
+            if name in known and fields[name] < value:
+                raise ValueError(
+                    f"model.{name}={fields[name]} is less than the "
+                    + (f"tokenizer's {value} tokens" if name == "vocab_size" else "")
+                    + (f"data.sequence_length={value}" if name == "max_positions" else "")
+                )
+        return self.model_class.Config(**fields)
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
+    """Returns the config of a file with overrides applied.
+
+    Args:
+        path: `file.py`, `file.py:argument` (passed to its `get_config`), or `config.yaml`.
+        overrides: strings `section.key=value`.
+
+    Raises:
+        ValueError, FileNotFoundError: what is wrong, in one sentence.
+    """
+    file, _, argument = path.partition(":")
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"--config={path}: there is no file {file}")
+    if file.endswith((".yaml", ".yml")):
+        config = _load_yaml(file)
+    else:
+        config = _load_python(file, argument)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"--config.{override} lacks a value; write --config.{key}=value")
+        _set(config, key, text)
+    return config
+
+
+def resolve(config: ConfigDict) -> RunConfig:
+    """Returns the run that a config describes.
+
+    Raises:
+        ValueError: an unknown or missing key (with the nearest known one), a bad value.
+    """
+    fields = {name: config.get(name, ConfigDict()).to_dict() for name in config}
+    known = [*SECTIONS, "model", "rules"]
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"config.{name} is unknown{_nearest(name, known)}")
+    if "name" not in fields.get("model", {}):
+        raise ValueError(f"config.model.name is missing; choose {', '.join(MODELS)}, or a path")
+    model_class = _model_class(fields["model"].pop("name"))
+    seed = fields.get("train", {}).get("seed", 0)
+    fields["data"] = {**fields.get("data", {}), "seed": seed}
+    for name, section in SECTIONS.items():
+        fields[name] = _build(section, fields.get(name, {}), name)
+    _check_keys(model_class.Config, fields["model"], "model", required=False)
+    return RunConfig(
+        **{name: fields[name] for name in SECTIONS},
+        rules=fields.get("rules", {}),
+        model_class=model_class,
+        model_fields=fields["model"],
+        source=config,
+    )
+
+
+def overrides(arguments: Sequence[str]) -> list[str]:
+    """Returns `section.key=value` of every `--config.section.key=value` on a command line.
+
+    Raises:
+        ValueError: an argument that is none.
+    """
+    found, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--config."):
+            raise ValueError(
+                f"unknown argument {argument!r}; config keys are set as --config.section.key=value"
+            )
+        if "=" not in argument and rest and not rest[0].startswith("--"):
+            argument += "=" + rest.pop(0)
+        found.append(argument.removeprefix("--config."))
+    return found
+
+
+def shorten(config: ConfigDict) -> None:
+    """Makes the run a try: 3 steps, each logged, and one batch of evaluation."""
+    config.train.num_steps = 3
+    config.log.every_steps = 1
+    config.eval.every_steps = 0
+    config.eval.num_batches = 1
+
+
+def save_yaml(config: ConfigDict, path: Path) -> None:
+    """Writes the config so that `load` gives it back; the file appears whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(yaml.safe_dump(_plain(config.to_dict()), sort_keys=False))
+    temporary.replace(path)
+
+
+def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> list[str]:
+    """Returns a line per key below the given ones whose value differs: `key: saved -> now`."""
+    old, new = _flat(saved.to_dict()), _flat(config.to_dict())
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        for key in sorted(old | new)
+        if any(key == k or key.startswith(k + ".") for k in keys) and old.get(key) != new.get(key)
+    ]
+
+
+def _load_python(file: str, argument: str) -> ConfigDict:
+    spec = importlib.util.spec_from_file_location("run_config", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--config={file} is neither a .py nor a .yaml file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    get_config = getattr(module, "get_config", None)
+    if get_config is None:
+        raise ValueError(f"--config={file} defines no function get_config()")
+    if argument and not inspect.signature(get_config).parameters:
+        raise ValueError(f"--config={file}:{argument}: its get_config() takes no argument")
+    return get_config(argument) if argument else get_config()
+
+
+def _load_yaml(file: str) -> ConfigDict:
+    try:
+        tree = yaml.safe_load(Path(file).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config={file} is no valid YAML: {error}") from None
+    if not isinstance(tree, dict) or not all(isinstance(v, dict) for v in tree.values()):
+        raise ValueError(f"--config={file} must hold sections of keys, as a run's config.yaml does")
+    return ConfigDict(_tuples(tree))
+
+
+def _set(config: ConfigDict, key: str, text: str) -> None:
+    section, _, name = key.partition(".")
+    keys = [f"{s}.{k}" for s in config for k in config[s]]
+    if section == "rules" and name:
+        config.rules[name] = _parse(text)
+        return
+    if key not in keys:
+        raise ValueError(f"--config.{key}: unknown key{_nearest(key, keys)}")
+    default, value = config[section][name], _parse(text)
+    if isinstance(default, str):
+        value = text
+    elif isinstance(default, tuple):
+        value = tuple(text.split(",")) if isinstance(value, str) else tuple(value)
+    elif isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if default is not None and type(value) is not type(default):
+        kind = type(default).__name__
+        raise ValueError(f"--config.{key}={text}: must be of type {kind}, such as {default!r}")
+    with config.ignore_type():
+        config[section][name] = value
+
+
+def _parse(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)
+
+
+def _build(section: type, values: dict[str, Any], name: str) -> Any:
+    _check_keys(section, values, name, required=True)
+    for field in dataclasses.fields(section):
+        value, kind = values.get(field.name), field.type
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            values[field.name] = value = float(value)
+        if isinstance(kind, type) and field.name in values and type(value) is not kind:
+            if kind in (int, float, str, bool):
+                raise ValueError(f"{name}.{field.name}={value!r} must be of type {kind.__name__}")
+    return section(**values)
+
+
+def _check_keys(section: type, values: dict[str, Any], name: str, *, required: bool) -> None:
+    fields = dataclasses.fields(section)
+    known = [field.name for field in fields]
+    for key in values:
+        if key not in known:
+            keys = [f"{name}.{k}" for k in known]
+            raise ValueError(f"config.{name}.{key}: unknown key{_nearest(f'{name}.{key}', keys)}")
+    for field in fields:
+        optional = field.default is not dataclasses.MISSING
+        if required and not optional and field.name not in values:
+            raise ValueError(f"config.{name}.{field.name} is missing")
+
+
+def _model_class(name: str) -> type:
+    path = MODELS.get(name, name)
+    try:
+        model_class = pkgutil.resolve_name(path)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(
+            f"model.name={name!r} is neither {' nor '.join(MODELS)} nor an import path "
+            f"'package.module:Class': {error}"
+        ) from None
+    if not dataclasses.is_dataclass(getattr(model_class, "Config", None)):
+        raise ValueError(f"model.name={name!r}: the class has no dataclass `Config`")
+    return model_class
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    close = close or [k for k in known if k.endswith("." + key.rpartition(".")[2])][:1]
+    return f"; the nearest known key is {close[0]}" if close else ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat

@@ -1,0 +1,113 @@
+"""The story of a run: next batch, step, log, evaluate, save."""
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+from grain import DatasetIterator
+
+from checkpoint.manager import Checkpoints
+from data.text import TextCorpus, train_batches, validation_batches
+from sharding.batches import place_batch
+from train.metrics import MetricsWriter
+from train.progress import Progress
+from train.setup import Run
+from train.state import TrainState
+from train.throughput import ThroughputMeter, mfu, peak_flops_per_s
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands: at its beginning, or at the newest checkpoint of its workdir."""
+
+    step: int
+    state: TrainState
+    batches: DatasetIterator
+    checkpoints: Checkpoints
+
+
+def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
+    """Returns the newest intact checkpoint's position, or the initial one if there is none.
+
+    Raises:
+        ValueError: no checkpoint is intact, or they are those of another model.
+    """
+    checkpoints = Checkpoints(workdir / "checkpoints", run.config.checkpoint)
+    batches = train_batches(corpus, run.config.data, run.rows)
+    restored = checkpoints.restore(run.abstract)
+    if restored is None:
+        step, state = 0, run.initial_state()
+    else:
+        step, state, data_state = restored
+        batches.set_state(data_state)
+        _log.info("resuming after step %d", step)
+    return Position(step=step, state=state, batches=batches, checkpoints=checkpoints)
+
+
+def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves: bool) -> None:
+    """Trains from `start` to the last step.
+
+    Args:
+        workdir: where metrics go.
+        saves: False leaves no checkpoint behind.
+    """
+    config, num_steps, state = run.config, run.config.train.num_steps, start.state
+    is_first = jax.process_index() == 0
+    writer = MetricsWriter(workdir, resume_step=start.step, is_writer=is_first)
+    progress = Progress(num_steps, start_step=start.step, is_shown=is_first)
+    meter = ThroughputMeter(run.tokens_per_step)
+    with progress:
+        for step in range(start.step + 1, num_steps + 1):
+            state, metrics = run.train_step(state, _place(next(start.batches), run))
+            meter.step(metrics["loss"])
+            if step % config.log.every_steps == 0 or step in (start.step + 1, num_steps):
+                logged = _logged(metrics, meter, run)
+                writer.write(step, logged)
+                progress.update(step, logged)
+            if _is_due(step, config.eval.every_steps, num_steps):
+                with meter.paused():
+                    scores = evaluate(run, corpus, state)
+                writer.write(step, scores)
+                progress.evaluation(step, scores)
+            if saves and _is_due(step, config.checkpoint.every_steps, num_steps):
+                with meter.paused():
+                    start.checkpoints.save(step, state, start.batches.get_state())
+    start.checkpoints.close()
+    writer.close()
+
+
+def evaluate(run: Run, corpus: TextCorpus, state: TrainState) -> dict[str, float]:
+    """Returns `eval_loss` (nats a token), `eval_perplexity` and the head's metrics, `eval_*`."""
+    sums: dict[str, np.ndarray] = {}
+    for batch in validation_batches(corpus, run.config.data, run.rows, run.config.eval.num_batches):
+        batch.pop("index")
+        for name, value in jax.device_get(run.eval_step(state.params, _place(batch, run))).items():
+            sums[name] = sums.get(name, np.float64(0)) + value
+    weight = sums.pop("weight")
+    scores = {f"eval_{name}": float(value / weight) for name, value in sums.items()}
+    loss = scores["eval_loss"]
+    scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+    return scores
+
+
+def _place(batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:
+    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
+
+
+def _is_due(step: int, every_steps: int, num_steps: int) -> bool:
+    return step == num_steps or (every_steps > 0 and step % every_steps == 0)
+
+
+def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:
+    values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+    logged = values | meter.lap()
+    peak = peak_flops_per_s(run.mesh.devices.flat[0], run.config.precision.compute)
+    if peak and logged["tokens_per_s"]:
+        flops_per_s = run.flops_per_token * logged["tokens_per_s"]
+        logged["mfu"] = mfu(flops_per_s, run.mesh.size, peak)
+    return logged

@@ -1,0 +1,72 @@
+"""Draws the loss of one run or several over steps.
+
+python -m train.plot runs/a [runs/b ...] --out=loss.png [--title="..."]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib
+
+from train.metrics import METRICS_FILE, read_metrics
+
+matplotlib.use("Agg")  # a file, never a window
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
+    """Writes a picture of `loss` (a line) and `eval_loss` (dashed, with dots) to `out`.
+
+    Raises:
+        ValueError: if a run has no metrics, or `out` cannot be written as a picture.
+    """
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=150, layout="constrained")
+    for index, directory in enumerate(directories):
+        entries = _read(directory)
+        name = directory.name or str(directory)
+        for key, style in (("loss", "-"), ("eval_loss", "o--")):
+            points = [(entry["step"], entry[key]) for entry in entries if key in entry]
+            if points:
+                label = f"{name}: {key}" if len(directories) > 1 else key
+                dark = key == "eval_loss" and len(directories) == 1
+                color = "black" if dark else f"C{index}"
+                axes.plot(*zip(*points, strict=True), style, color=color, label=label, ms=3, lw=1.2)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(out)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--out={out} cannot be written: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def _read(directory: Path) -> list[dict]:
+    path = directory / METRICS_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; name the --workdir of a run that logged a step")
+    entries = read_metrics(path)
+    if not any("loss" in entry or "eval_loss" in entry for entry in entries):
+        raise ValueError(f"{path} has no loss in it; name a run that logged a step")
+    return entries
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command; exits with one sentence and code 1 if a run cannot be drawn."""
+    parser = argparse.ArgumentParser(prog="python -m train.plot", description=__doc__)
+    parser.add_argument("rundirs", nargs="+", type=Path, help="directories with a metrics.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="the picture's file")
+    parser.add_argument("--title", default="")
+    args = parser.parse_args(arguments)
+    try:
+        plot_losses(args.rundirs, args.out, args.title)
+    except ValueError as error:
+        sys.exit(str(error))
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()

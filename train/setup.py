@@ -1,0 +1,181 @@
+"""Where model, mesh and data meet: a config becomes compiled steps and a described state."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from data.text import TextCorpus
+from models.flops import train_flops_per_token
+from models.stack import Parts, partition
+from sharding.batches import batch_sharding, process_rows
+from sharding.logical import Rules
+from sharding.rules import make_rules, unused_axes
+from train.config import RunConfig
+from train.optimizer import make_optimizer, make_schedule
+from train.state import TrainState, abstract_state, initialise, partition_specs_of
+from train.step import StepConfig, make_eval_step, make_train_step
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """All parts of a run, checked against each other; nothing has been computed yet."""
+
+    config: RunConfig
+    mesh: jax.sharding.Mesh
+    rules: Rules
+    build: Callable[[], nnx.Module]
+    model_config: Any  # the model's own dataclass, complete
+    model: nnx.Module  # abstract
+    parts: Parts
+    optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    abstract: TrainState  # shapes, dtypes and shardings
+
+    def initial_state(self) -> TrainState:
+        """Returns the state before step 0, made on the mesh."""
+        params_dtype = self.config.precision.params
+        return initialise(self.build, self.optimizer, self.abstract, params_dtype)
+
+    @cached_property
+    def batch_sharding(self) -> NamedSharding:
+        return batch_sharding(self.mesh, self.rules)
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """The rows of each global batch that this process reads."""
+        return process_rows(self.batch_sharding, self.config.data.global_batch_size)
+
+    @cached_property
+    def num_params(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
+
+    @cached_property
+    def tokens_per_step(self) -> int:
+        return self.config.data.global_batch_size * self.config.data.sequence_length
+
+    @cached_property
+    def flops_per_token(self) -> int:
+        """Model FLOPs of a token's forward and backward; see models/flops.py."""
+        length = self.config.data.sequence_length
+        return train_flops_per_token(self.model, length, self.num_params)
+
+    @cached_property
+    def train_step(self) -> jax.stages.Compiled:
+        """The compiled `train_step(state, batch)`; the state is donated."""
+        specs = partition_specs_of(self.abstract.params)
+        step = make_train_step(
+            self.parts,
+            self.optimizer,
+            self.learning_rate,
+            self._step_config(),
+            self.mesh,
+            self.rules,
+            specs,
+        )
+        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))
+        with jax.set_mesh(self.mesh):
+            return jitted.lower(self.abstract, self._abstract_batch("index")).compile()
+
+    @cached_property
+    def eval_step(self) -> jax.stages.Compiled:
+        """The compiled `eval_step(params, batch)`."""
+        specs = partition_specs_of(self.abstract.params)
+        step = make_eval_step(self.parts, self._step_config(), self.mesh, self.rules, specs)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(step).lower(self.abstract.params, self._abstract_batch()).compile()
+
+    def _step_config(self) -> StepConfig:
+        return StepConfig(
+            schedule=self.config.pipeline.schedule,
+            num_microbatches=self.config.train.num_microbatches,
+            compute_dtype=self.config.precision.compute,
+            seed=self.config.train.seed,
+        )
+
+    def _abstract_batch(self, *per_example: str) -> dict[str, jax.ShapeDtypeStruct]:
+        batch, length = self.config.data.global_batch_size, self.config.data.sequence_length
+        arrays = {name: ((batch,), jnp.uint32) for name in per_example}
+        arrays |= {name: ((batch, length), jnp.int32) for name in ("tokens", "targets")}
+        arrays["weights"] = ((batch, length), jnp.float32)
+        return {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
+            for name, (shape, dtype) in arrays.items()
+        }
+
+
+def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> Run:
+    """Returns the run that the config describes on this mesh.
+
+    Args:
+        vocab_size: of the tokenizer.
+
+    Raises:
+        ValueError: the model, the mesh, the rules or the data do not fit each other.
+    """
+    rules = make_rules(config.rules)
+    model_config = config.model_config(vocab_size=vocab_size)
+
+    def build() -> nnx.Module:
+        return config.model_class(model_config, rngs=nnx.Rngs(config.train.seed))
+
+    schedule = make_schedule(config.optimizer, config.train.num_steps)
+    optimizer = make_optimizer(config.optimizer, schedule)
+    model = nnx.eval_shape(build)
+    parts = partition(model, remat=config.train.remat)
+    abstract = abstract_state(build, optimizer, mesh, rules, config.precision.params)
+    for axis in unused_axes(partition_specs_of(abstract.params), rules, mesh):
+        if axis not in rules["seq"]:
+            raise ValueError(
+                f"mesh.{axis}={mesh.shape[axis]}: {type(model).__name__} splits nothing over "
+                f"{axis!r}, so its devices would repeat each other's work; set mesh.{axis}=1"
+            )
+    return Run(
+        config=config,
+        mesh=mesh,
+        rules=rules,
+        build=build,
+        model_config=model_config,
+        model=model,
+        parts=parts,
+        optimizer=optimizer,
+        learning_rate=schedule,
+        abstract=abstract,
+    )
+
+
+def describe(run: Run, corpus: TextCorpus) -> str:
+    """Returns the summary of a run for its start: parameters, mesh, data and memory."""
+    memory = run.train_step.memory_analysis()
+    state = sum(
+        np.dtype(leaf.dtype).itemsize * np.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(run.abstract)
+    )
+    mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
+    lines = [
+        f"model   {type(run.model).__name__}, {run.num_params:,} parameters, "
+        f"{run.parts.num_layers} layers, {run.flops_per_token:,} FLOPs a token",
+        f"mesh    {mesh} on {run.mesh.size} {run.mesh.devices.flat[0].device_kind} device(s), "
+        f"{jax.process_count()} process(es)",
+        f"data    {run.config.data.name}: {len(corpus.train):,} training and "
+        f"{len(corpus.validation):,} validation sequences of "
+        f"{run.config.data.sequence_length} tokens, vocabulary {corpus.tokenizer.vocab_size:,}",
+        f"memory  per device: {_mib(state)} state"
+        + (f", {_mib(memory.temp_size_in_bytes)} temporaries of a step" if memory else ""),
+    ]
+    return "\n".join(lines)
+
+
+def _mib(num_bytes: Any) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,121 @@
+"""The training and the evaluation step: pure functions, jitted once."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from models.stack import Parts
+from sharding.logical import Rules, axis_rules
+from sharding.pipeline import executor, schedule
+from train.state import TrainState
+
+Tree = Any
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What a step depends on beside the model: shapes of the work, not of the data."""
+
+    schedule: str  # of the pipeline
+    num_microbatches: int
+    compute_dtype: str
+    seed: int  # of dropout
+
+
+def make_train_step(
+    parts: Parts,
+    optimizer: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+    config: StepConfig,
+    mesh: jax.sharding.Mesh,
+    rules: Rules,
+    specs: Tree,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """Returns `train_step(state, batch) -> (state, metrics)`.
+
+    Args:
+      specs: the PartitionSpec of every parameter.
+
+    The batch holds `tokens`, `targets` int32[B, T], `weights` float32[B, T] and `index` uint32[B],
+    each example's number in the run. The loss is the sum over all tokens of all microbatches and
+    devices, divided by their weight. Metrics are scalars: `loss, grad_norm, learning_rate,
+    num_skipped` and the head's, as weighted means. A step whose loss or gradients are not finite
+    changes nothing but the counters.
+    """
+    table = schedule.SCHEDULES[config.schedule](mesh.shape["pipeline"], config.num_microbatches)
+    schedule.verify(table)
+    loss_and_grad = executor.make_loss_and_grad(parts, table, mesh, parts.split(specs))
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        microbatches = _to_microbatches(_with_dropout_keys(batch, config.seed), config)
+        with axis_rules(rules):
+            params = parts.split(_cast(state.params, config.compute_dtype))
+            sums, grads = loss_and_grad(params, microbatches)
+        weight = jnp.maximum(sums.pop("weight"), 1)
+        grads = jax.tree.map(
+            lambda g, p: (g / weight).astype(p.dtype), parts.join(grads), state.params
+        )
+        metrics = {name: value / weight for name, value in sums.items()}
+        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["learning_rate"] = learning_rate(state.step - state.num_skipped)
+        state = _update(state, grads, metrics, optimizer)
+        metrics["num_skipped"] = state.num_skipped
+        return state, metrics
+
+    return train_step
+
+
+def make_eval_step(
+    parts: Parts, config: StepConfig, mesh: jax.sharding.Mesh, rules: Rules, specs: Tree
+) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
+    """Returns `eval_step(params, batch) -> sums`: `loss`, `weight` and the head's metrics, summed."""
+    table = schedule.forward_only(mesh.shape["pipeline"], config.num_microbatches)
+    evaluate = executor.make_evaluate(parts, table, mesh, parts.split(specs))
+
+    def eval_step(params: Tree, batch: Batch) -> dict[str, jax.Array]:
+        with axis_rules(rules):
+            params = parts.split(_cast(params, config.compute_dtype))
+            return evaluate(params, _to_microbatches(batch, config))
+
+    return eval_step
+
+
+def _update(state: TrainState, grads: Tree, metrics: dict, optimizer) -> TrainState:
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+
+    def keep(new, old):
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    return TrainState(
+        step=state.step + 1,
+        num_skipped=state.num_skipped + jnp.where(finite, 0, 1),
+        params=keep(params, state.params),
+        opt_state=keep(opt_state, state.opt_state),
+    )
+
+
+def _with_dropout_keys(batch: Batch, seed: int) -> Batch:
+    """Returns the batch with a key per example, from the example's number alone."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), batch["index"])
+    return {**batch, "dropout_keys": keys}
+
+
+def _to_microbatches(batch: Batch, config: StepConfig) -> Batch:
+    """Returns `[M, B/M, ...]`: row r goes to microbatch r mod M, so no row changes its device."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        count = config.num_microbatches
+        return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+
+    return {name: cut(array) for name, array in batch.items()}
+
+
+def _cast(params: Tree, dtype: str) -> Tree:
+    return jax.tree.map(lambda x: x.astype(dtype), params)
