@@ -10,6 +10,7 @@ A process finds out how it was started from its environment. `python -m launch.l
 and under SLURM's `srun` jax reads SLURM's own variables.
 """
 
+import contextlib
 import logging
 import os
 
@@ -43,11 +44,12 @@ def start(config: MeshConfig) -> jax.sharding.Mesh:
     per_process = os.environ.get("TAIBAI_DEVICES_PER_PROCESS")
     distributed = _join_processes()
     if per_process or not distributed:
-        jax.config.update("jax_num_cpu_devices", int(per_process or config.num_devices))
+        with contextlib.suppress(RuntimeError):  # jax has its devices already, as in a notebook
+            jax.config.update("jax_num_cpu_devices", int(per_process or config.num_devices))
     devices = jax.devices()
-    if devices[0].platform == "cpu" and not distributed and len(devices) > 1:
-        _log.info("simulating %d devices on this machine's CPU", len(devices))
     mesh = make_mesh(config, devices)
+    if devices[0].platform == "cpu" and not distributed and mesh.size > 1:
+        _log.info("simulating the mesh's %d devices on this machine's CPU", mesh.size)
     if mesh.size < len(devices):
         if distributed:
             raise ValueError(

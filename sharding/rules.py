@@ -42,7 +42,7 @@ def make_rules(overrides: Mapping[str, Any] | None = None) -> Rules:
     """
     rules = dict(DEFAULT_RULES)
     for name, axes in (overrides or {}).items():
-        axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        axes = () if axes is None else tuple(axes) if isinstance(axes, list | tuple) else (axes,)
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(
@@ -97,6 +97,11 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: jax.sh
             spec = to_spec(axes, rules)
         except ValueError as error:
             raise ValueError(f"parameter {name}: {error}") from None
+        if len(axes) != len(leaf.shape):
+            raise ValueError(
+                f"parameter {name}{leaf.shape} has {len(leaf.shape)} dimensions but "
+                f"{len(axes)} logical axes {axes}; name each, or write None"
+            )
         for dim, (size, logical, part) in enumerate(zip(leaf.shape, axes, spec, strict=True)):
             _check_divides(mesh, part, size, logical, f"dimension {dim} of {name}{leaf.shape}")
         return spec

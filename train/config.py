@@ -73,9 +73,8 @@ class PrecisionConfig:
             ("params", ("float32", "float64")),
         ):
             if getattr(self, name) not in dtypes:
-                raise ValueError(
-                    f"precision.{name}={getattr(self, name)!r} is unknown; choose {', '.join(dtypes)}"
-                )
+                value, choices = getattr(self, name), ", ".join(dtypes)
+                raise ValueError(f"precision.{name}={value!r} is unknown; choose {choices}")
         if (self.compute == "float64") != (self.params == "float64"):
             raise ValueError(
                 f"precision.compute={self.compute!r} and precision.params={self.params!r}: "
@@ -289,7 +288,8 @@ def _set(config: ConfigDict, key: str, text: str) -> None:
     if isinstance(default, str):
         value = text
     elif isinstance(default, tuple):
-        value = tuple(text.split(",")) if isinstance(value, str) else tuple(value)
+        parts = value if isinstance(value, tuple | list) else text.split(",")
+        value = tuple(part for part in parts if part)
     elif isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if default is not None and type(value) is not type(default):

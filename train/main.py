@@ -1,4 +1,4 @@
-"""Trains or evaluates: `python -m train.main --config=FILE --workdir=DIR [--config.key=value …]`."""
+"""Trains or evaluates: `python -m train.main --config=FILE --workdir=DIR`."""
 
 import argparse
 import dataclasses

@@ -61,7 +61,7 @@ def make_train_step(
             lambda g, p: (g / weight).astype(p.dtype), parts.join(grads), state.params
         )
         metrics = {name: value / weight for name, value in sums.items()}
-        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["grad_norm"] = optax.tree.norm(grads)
         metrics["learning_rate"] = learning_rate(state.step - state.num_skipped)
         state = _update(state, grads, metrics, optimizer)
         metrics["num_skipped"] = state.num_skipped
@@ -73,7 +73,7 @@ def make_train_step(
 def make_eval_step(
     parts: Parts, config: StepConfig, mesh: jax.sharding.Mesh, rules: Rules, specs: Tree
 ) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
-    """Returns `eval_step(params, batch) -> sums`: `loss`, `weight` and the head's metrics, summed."""
+    """Returns `eval_step(params, batch) -> sums`: `loss`, `weight` and the head's metrics."""
     table = schedule.forward_only(mesh.shape["pipeline"], config.num_microbatches)
     evaluate = executor.make_evaluate(parts, table, mesh, parts.split(specs))
 

@@ -33,17 +33,17 @@ Tree = Any
 
 
 class Parts(Protocol):
-    """A model as the executor sees it; `microbatch` is a dict of arrays with a leading batch dim."""
+    """A model as the executor sees it; arrays of `microbatch` have a leading batch dim."""
 
-    def embed(self, ends: Tree, microbatch: Tree) -> Tree:
+    def embed(self, ends: Tree, microbatch: Tree, /) -> Tree:
         """Returns the activations that enter the first layer."""
         ...
 
-    def stack(self, layers: Tree, x: Tree, microbatch: Tree, first_layer: jax.Array) -> Tree:
+    def stack(self, layers: Tree, x: Tree, microbatch: Tree, first_layer: jax.Array, /) -> Tree:
         """Returns `x` after these layers; `first_layer` is the index of the first of them."""
         ...
 
-    def head(self, ends: Tree, x: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array, dict]:
+    def head(self, ends: Tree, x: Tree, microbatch: Tree, /) -> tuple[jax.Array, jax.Array, dict]:
         """Returns (sum of losses, sum of weights, sums of further metrics), all scalars."""
         ...
 
@@ -309,6 +309,10 @@ def _plan(schedule: Schedule) -> _Plan:
         depths.append(depth)
         unused = tables[arriving] < 0
         tables[arriving][unused] = depth
+    # The last stage's forward is part of its backward: ticks with nothing else are no ticks.
+    works = tables["backward"] >= 0
+    works |= (tables["forward"] >= 0) & ((np.arange(last + 1) < last) | (last_use == FORWARD))
+    tables = {name: table[works.any(axis=1)] for name, table in tables.items()}
     return _Plan(**tables, depth=depths[0], cotangent_depth=depths[1])
 
 

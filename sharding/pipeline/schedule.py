@@ -34,7 +34,8 @@ class PipelineConfig:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             raise ValueError(
-                f"pipeline.schedule={self.schedule!r} is unknown; choose from {', '.join(SCHEDULES)}"
+                f"pipeline.schedule={self.schedule!r} is unknown; "
+                f"choose from {', '.join(SCHEDULES)}"
             )
 
 

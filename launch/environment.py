@@ -1,0 +1,160 @@
+"""The environment variables of a training process: compiler settings and distributed start.
+
+`launch.local` sets them for the processes that it starts. A batch script sets the compiler's with
+
+    eval "$(python -m launch.environment --platform=gpu)"
+
+and needs nothing for the distributed start: under srun, JAX reads SLURM's own variables. What the
+user has set already always wins, flag by flag in XLA_FLAGS.
+"""
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+# Read by `train.main`; the first three come together or not at all.
+COORDINATOR = "TAIBAI_COORDINATOR"  # host:port of process 0
+NUM_PROCESSES = "TAIBAI_NUM_PROCESSES"
+PROCESS_ID = "TAIBAI_PROCESS_ID"
+DEVICES_PER_PROCESS = "TAIBAI_DEVICES_PER_PROCESS"  # CPU devices to simulate in each process
+
+# Simulated devices share the cores, so one can reach a collective minutes after another. XLA takes
+# that for a deadlock after 40 s and aborts the process; these give it 5 minutes.
+CPU_XLA_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+    "xla_cpu_collective_call_terminate_timeout_seconds": "300",
+    "xla_cpu_collective_timeout_seconds": "300",
+}
+
+# At least the bytes of one layer, so that the gathers of a layer's parameters become one.
+_COMBINE_BYTES = str(128 * 2**20)
+
+# Without pipelined_p2p and collective_permute_decomposer_threshold: they split permutations into
+# send and receive, whose order beside collectives inside conditionals is untested.
+GPU_XLA_FLAGS = {
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    "xla_gpu_enable_pipelined_all_gather": "true",
+    "xla_gpu_enable_pipelined_reduce_scatter": "true",
+    "xla_gpu_enable_pipelined_all_reduce": "true",
+    "xla_gpu_enable_while_loop_double_buffering": "true",
+    "xla_gpu_all_gather_combine_threshold_bytes": _COMBINE_BYTES,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINE_BYTES,
+    "xla_gpu_all_reduce_combine_threshold_bytes": _COMBINE_BYTES,
+    "xla_gpu_enable_triton_gemm": "false",
+}
+
+GPU_VARIABLES = {
+    # One hardware queue keeps collectives in the order in which the scheduler started them.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # The rest is for NCCL and cuDNN, which allocate outside of JAX's pool.
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
+}
+
+PLATFORMS = ("cpu", "gpu")
+
+
+def detect_platform(user: Mapping[str, str]) -> str:
+    """The platform that JAX will choose: 'cpu' or 'gpu'.
+
+    Args:
+      user: environment variables that the user has set.
+    """
+    chosen = user.get("JAX_PLATFORMS", "").split(",")[0]
+    if chosen:
+        return "cpu" if chosen == "cpu" else "gpu"
+    return "gpu" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+
+
+def compiler_variables(platform: str, user: Mapping[str, str]) -> dict[str, str]:
+    """The variables to set for XLA and NCCL on a platform.
+
+    Args:
+      platform: 'cpu' or 'gpu'.
+      user: environment variables that the user has set; they are kept.
+    """
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform={platform!r} must be one of {', '.join(PLATFORMS)}")
+    flags, variables = (CPU_XLA_FLAGS, {}) if platform == "cpu" else (GPU_XLA_FLAGS, GPU_VARIABLES)
+    missing = {name: value for name, value in variables.items() if name not in user}
+    return missing | {"XLA_FLAGS": merge_xla_flags(flags, user.get("XLA_FLAGS", ""))}
+
+
+def merge_xla_flags(flags: Mapping[str, str], user: str) -> str:
+    """An XLA_FLAGS string of the given flags and the user's, which win.
+
+    Args:
+      flags: values by flag name, without dashes.
+      user: the XLA_FLAGS that the user has set, '' if none.
+    """
+    tokens = user.split()
+    if tokens and not tokens[0].startswith("-"):
+        return user  # XLA takes it for the name of a file of flags
+    taken = {token.lstrip("-").partition("=")[0] for token in tokens}
+    ours = [f"--{name}={value}" for name, value in flags.items() if name not in taken]
+    return " ".join(ours + ([user] if tokens else []))
+
+
+def process_variables(
+    *,
+    coordinator: str,
+    num_processes: int,
+    process_id: int,
+    devices_per_process: int | None,
+) -> dict[str, str]:
+    """The variables from which `train.main` joins its process to the others.
+
+    Args:
+      coordinator: 'host:port' on which process 0 will listen.
+      num_processes: number of processes of the run.
+      process_id: number of this process, from 0.
+      devices_per_process: CPU devices to simulate in each process; None on accelerators.
+    """
+    variables = {
+        COORDINATOR: coordinator,
+        NUM_PROCESSES: str(num_processes),
+        PROCESS_ID: str(process_id),
+    }
+    if devices_per_process is not None:
+        variables[DEVICES_PER_PROCESS] = str(devices_per_process)
+    return variables
+
+
+def gpu_variables(
+    process_id: int, num_processes: int, devices_per_process: int, user: Mapping[str, str]
+) -> dict[str, str]:
+    """The variable that gives one of the processes on this machine its own GPUs.
+
+    Raises:
+      ValueError: the processes need more GPUs than there are.
+    """
+    visible = user.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus, source = [gpu for gpu in visible.split(",") if gpu], "CUDA_VISIBLE_DEVICES lists"
+    else:
+        driver = Path("/proc/driver/nvidia/gpus")
+        count = len(list(driver.iterdir())) if driver.is_dir() else 0
+        gpus, source = [str(gpu) for gpu in range(count)], "this machine has"
+    needed = num_processes * devices_per_process
+    if needed > len(gpus):
+        raise ValueError(
+            f"--processes={num_processes} × --devices_per_process={devices_per_process} needs"
+            f" {needed} GPUs, but {source} {len(gpus)}; start fewer processes, or set"
+            " JAX_PLATFORMS=cpu to simulate devices"
+        )
+    first = process_id * devices_per_process
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + devices_per_process])}
+
+
+def main() -> None:
+    """Prints the compiler's variables as shell commands."""
+    parser = argparse.ArgumentParser(prog="python -m launch.environment", description=main.__doc__)
+    parser.add_argument("--platform", choices=PLATFORMS, default=detect_platform(os.environ))
+    platform = parser.parse_args().platform
+    for name, value in compiler_variables(platform, os.environ).items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Tokenizers give back the text they took, and refuse what is none."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from data.tokenizer import ByteTokenizer, FileTokenizer, load_bpe, load_tokenizer_file
+
+TEXTS = ["def f(x):\n    return x\n", "naïve — 数据 🙂\n\n\t", "", "<|endoftext|> is only text"]
+
+
+def word_level(*specials, **settings):
+    """Returns the JSON of a small tokenizer with these special tokens."""
+    vocab = {token: i for i, token in enumerate(["[UNK]", *specials, "a", "b"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["[UNK]", *specials])
+    for name, value in settings.items():
+        getattr(tokenizer, name)(**value)
+    return tokenizer.to_str()
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    file = tmp_path_factory.mktemp("bpe") / "bpe.json"
+    documents = [f"def function_{i}(argument): return argument" for i in range(50)]
+    return load_bpe(lambda: documents, file, 300)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_tokenizer_gives_back_its_text(kind, bpe):
+    tokenizer = ByteTokenizer() if kind == "bytes" else bpe
+    encoded = tokenizer.encode_batch(TEXTS)
+    assert [tokenizer.decode(ids) for ids in encoded] == TEXTS
+    assert all(ids.dtype == np.int32 for ids in encoded)
+    ids = np.concatenate(encoded)
+    assert ids.min() >= 0 and ids.max() < tokenizer.vocab_size
+    # Not even a text that spells the end of a document ends it.
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.eos_id < tokenizer.vocab_size
+
+
+def test_byte_tokenizer_is_utf8():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode_batch(["é!"])[0].tolist() == [0xC3, 0xA9, 0x21]
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
+    assert tokenizer.decode([65, 256, 66]) == "A<|endoftext|>B"
+
+
+def test_bpe_has_the_size_asked_for_and_merges(bpe):
+    assert bpe.vocab_size == 300
+    assert len(bpe.encode_batch(["def function_7(argument)"])[0]) < 12
+
+
+def test_bpe_is_trained_once_and_the_same_each_time(tmp_path):
+    documents = [f"word{i % 7} other{i % 5} third{i % 3}" for i in range(100)]
+    load_bpe(lambda: documents, tmp_path / "one.json", 280)
+    load_bpe(lambda: documents[::-1], tmp_path / "two.json", 280)
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+
+    def never():
+        raise AssertionError("a cached tokenizer must not ask for documents")
+
+    load_bpe(never, tmp_path / "one.json", 280)
+
+
+@pytest.mark.parametrize("eos", ["<|endoftext|>", "</s>", "<eos>", "[SEP]"])
+def test_tokenizer_file_finds_the_end_of_a_document(eos, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(word_level(eos))
+    for path in (file, tmp_path):  # The file, or the directory of a downloaded model.
+        tokenizer = load_tokenizer_file(str(path))
+        assert (tokenizer.eos_id, tokenizer.vocab_size) == (1, 4)
+        assert tokenizer.encode_batch(["a b a"])[0].tolist() == [2, 3, 2]
+
+
+def test_tokenizer_file_neither_truncates_nor_pads():
+    content = word_level("</s>", enable_truncation={"max_length": 2}, enable_padding={"length": 8})
+    encoded = FileTokenizer(content, "x").encode_batch(["a b a b", "a"])
+    assert [len(ids) for ids in encoded] == [4, 1]
+
+
+def test_tokenizer_file_size_covers_ids_with_holes():
+    content = json.loads(word_level("</s>"))
+    content["model"]["vocab"]["b"] = 99
+    assert FileTokenizer(json.dumps(content), "x").vocab_size == 100
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, FileNotFoundError, r"data\.tokenizer='.*t\.json': there is no file"),
+        (b'{"version": "1.0"', ValueError, r"data\.tokenizer='.*t\.json' is not a readable"),
+        (b"\xff\xfe", ValueError, r"data\.tokenizer='.*t\.json' cannot be read"),
+        (word_level().encode(), ValueError, r"t\.json' has none of the tokens \['<\|endoftext"),
+    ],
+)
+def test_tokenizer_file_refuses(content, error, message, tmp_path):
+    file = tmp_path / "t.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(error, match=message):
+        load_tokenizer_file(str(file))

@@ -1,0 +1,47 @@
+"""The documentation's examples run as they are printed."""
+
+import numpy as np
+
+from docs.examples import shard_a_tensor
+from tests.runs import ROOT, losses, make_run
+
+EXAMPLE = str(ROOT / "docs" / "examples" / "gated_mean_config.py")
+SHORT = (
+    "data.tokenizer=bytes",
+    "data.sequence_length=16",
+    "model.embed_dim=32",
+    "data.name=docs.examples.own_parts:poems",
+)
+
+
+def test_own_model_and_corpus_train_on_2x2x2_as_on_one_device(tmp_path):
+    short = (*SHORT, f"data.cache_dir={tmp_path}", "optimizer.learning_rate=0.01")
+    run, corpus = make_run(short, EXAMPLE)
+    assert run.mesh.size == 8
+    one = (*short, "mesh.pipeline=1", "mesh.data=1", "mesh.model=1")
+    expected = losses(*make_run(one, EXAMPLE), 10)
+    np.testing.assert_allclose(losses(run, corpus, 10), expected, rtol=1e-4)  # float32
+    assert expected[-1] < expected[0] - 0.3
+
+
+def test_own_loss_and_optimizer_change_the_training(tmp_path):
+    base = (
+        *SHORT,
+        f"data.cache_dir={tmp_path}",
+        "optimizer.learning_rate=0.1",
+        "model.num_heads=2",
+    )
+    base = (*base, "model.num_layers=2")
+    plain = losses(*make_run(base), 4)
+    path = "docs.examples.own_parts"
+    own_loss = losses(*make_run((*base, f"model.loss={path}:z_loss")), 4)
+    own_optimizer = losses(*make_run((*base, f"optimizer.name={path}:sgd")), 4)
+    # The first loss differs by the z-loss term alone: 1e-4 times about log(257) squared.
+    np.testing.assert_allclose(own_loss[0] - plain[0], 1e-4 * np.log(257) ** 2, rtol=0.1)
+    assert own_optimizer[0] == plain[0] and own_optimizer[3] != plain[3]
+
+
+def test_shard_a_tensor_splits_both_dims():
+    y = shard_a_tensor.main()
+    np.testing.assert_array_equal(y, np.arange(128.0).reshape(16, 8) + 1)
+    assert {shard.data.shape for shard in y.addressable_shards} == {(8, 4)}

@@ -1,0 +1,50 @@
+"""The variables that processes are started with: the user's win, and XLA knows all of ours."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch import environment
+from sharding import devices
+
+
+def test_merge_xla_flags_keeps_the_users():
+    ours = {"xla_a": "1", "xla_b": "2"}
+    assert environment.merge_xla_flags(ours, "") == "--xla_a=1 --xla_b=2"
+    assert environment.merge_xla_flags(ours, "--xla_b=9 --xla_c") == "--xla_a=1 --xla_b=9 --xla_c"
+    assert environment.merge_xla_flags(ours, "flags.txt") == "flags.txt"
+
+
+def test_compiler_variables_for_gpus_keep_the_users():
+    user = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    found = environment.compiler_variables("gpu", user)
+    assert set(found) == {"XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    with pytest.raises(ValueError, match="platform='tpu' must be one of cpu, gpu"):
+        environment.compiler_variables("tpu", user)
+
+
+def test_gpu_variables_share_out_what_is_visible():
+    user = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert environment.gpu_variables(1, 2, 2, user) == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    with pytest.raises(ValueError, match="needs 6 GPUs, but CUDA_VISIBLE_DEVICES lists 4"):
+        environment.gpu_variables(0, 3, 2, user)
+
+
+def test_compiler_flags_for_cpus_are_those_that_a_process_sets_itself():
+    # Written twice, as importing them would load JAX into the launcher.
+    assert environment.CPU_XLA_FLAGS == devices.CPU_XLA_FLAGS
+
+
+def test_compiler_flags_are_known_to_xla():
+    # XLA aborts the process at a flag that it does not know; flags come and go with its versions.
+    flags = environment.merge_xla_flags(environment.CPU_XLA_FLAGS | environment.GPU_XLA_FLAGS, "")
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,74 @@
+"""Small runs that several tests make: a tiny GPT-2 on a little real text."""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from data.text import TextCorpus, load_corpus, train_batches
+from sharding.batches import place_batch
+from sharding.mesh import make_mesh
+from train import config as configs
+from train.setup import Run, prepare
+
+ROOT = Path(__file__).parents[1]
+CONFIG = str(ROOT / "configs" / "gpt2.py")
+
+#: A model whose heads, layers and vocab every tested mesh divides; dropout is on.
+TINY = (
+    "data.name=text",
+    "data.tokenizer=bytes",
+    "data.sequence_length=16",
+    "data.global_batch_size=16",
+    "data.validation_fraction=0.2",
+    "model.num_layers=4",
+    "model.num_heads=4",
+    "model.embed_dim=32",
+    "model.dropout=0.1",
+    "train.num_microbatches=2",
+    "train.num_steps=20",
+    "optimizer.warmup_steps=5",
+    "optimizer.learning_rate=0.01",
+    "log.every_steps=1",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=0",
+)
+FLOAT64 = ("precision.compute=float64", "precision.params=float64")
+
+
+def write_corpus(directory: Path) -> tuple[str, ...]:
+    """Writes a little text into `directory`; returns the overrides that train on it."""
+    text = Path(json.__file__).with_name("decoder.py").read_text()
+    for i in range(10):
+        (directory / f"part_{i}.txt").write_text(text[i * 1000 : (i + 1) * 1000])
+    return (f"data.paths={directory}/*.txt", f"data.cache_dir={directory}/cache")
+
+
+def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, TextCorpus]:
+    """Returns the run on the first devices, and its corpus; `jax_enable_x64` is the caller's."""
+    resolved = configs.resolve(configs.load(config, overrides))
+    corpus = load_corpus(resolved.data)
+    mesh = make_mesh(resolved.mesh)
+    return prepare(resolved, mesh, vocab_size=corpus.tokenizer.vocab_size), corpus
+
+
+def losses(run: Run, corpus: TextCorpus, num_steps: int) -> list[float]:
+    """Returns the losses of the first steps."""
+    state, values = run.initial_state(), []
+    batches = train_batches(corpus, run.config.data, run.rows)
+    size = run.config.data.global_batch_size
+    for _ in range(num_steps):
+        batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
+        state, metrics = run.train_step(state, batch)
+        values.append(float(metrics["loss"]))
+    return values
+
+
+@functools.cache
+def reference_losses(overrides: tuple[str, ...], num_steps: int) -> list[float]:
+    """Returns the losses of a run on one device; computed once per process."""
+    run, corpus = make_run(overrides)
+    assert run.mesh.size == 1 or jax.device_count() == 1
+    return losses(run, corpus, num_steps)

@@ -1,0 +1,223 @@
+"""The audit against programs whose collectives are known, compiled for 8 simulated devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding import audit
+from sharding.mesh import MeshConfig, make_mesh
+
+ROWS, COLUMNS = 4, 16
+ARRAY_BYTES = ROWS * COLUMNS * 4  # float32
+X = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MeshConfig(pipeline=2, data=2, model=2))
+
+
+def compile_mapped(function, mesh):
+    """The compiled program of `function` run by every device on the whole of X."""
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(mapped).lower(X).compile()
+
+
+def facts(compiled, mesh):
+    """(kind, axes, loop depth, trip count, bytes) of each collective, sorted."""
+    found = audit.collectives(compiled, mesh)
+    return sorted((c.kind, c.axes, c.loop_depth, c.trip_count, c.bytes) for c in found)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ("data",),
+        ("model",),
+        ("pipeline",),
+        ("data", "model"),
+        ("pipeline", "model"),
+        ("pipeline", "data", "model"),
+    ],
+)
+def test_collectives_psum_names_its_axes_in_mesh_order(mesh, axes):
+    compiled = compile_mapped(lambda x: jax.lax.psum(x, axes[::-1]), mesh)
+    assert facts(compiled, mesh) == [("all-reduce", axes, 0, 1, ARRAY_BYTES)]
+
+
+def test_collectives_do_not_depend_on_the_order_of_devices():
+    devices = np.array(jax.devices())[[3, 1, 2, 0, 7, 6, 5, 4]].reshape(4, 2)
+    shuffled = jax.sharding.Mesh(devices, ("data", "model"))
+    compiled = compile_mapped(lambda x: jax.lax.psum(x, "data"), shuffled)
+    assert facts(compiled, shuffled) == [("all-reduce", ("data",), 0, 1, ARRAY_BYTES)]
+
+
+def test_collectives_counts_the_loops_around_each(mesh):
+    def function(x):
+        def inner(x, _):
+            return jax.lax.psum(x * 1.5, "model"), None
+
+        def outer(x, _):
+            x = jax.lax.scan(inner, x, length=3)[0]
+            return jax.lax.psum(jnp.sin(x), "data"), None
+
+        return jax.lax.psum(jax.lax.scan(outer, x, length=5)[0], "pipeline")
+
+    assert facts(compile_mapped(function, mesh), mesh) == [
+        ("all-reduce", ("data",), 1, 5, ARRAY_BYTES),
+        ("all-reduce", ("model",), 2, 15, ARRAY_BYTES),
+        ("all-reduce", ("pipeline",), 0, 1, ARRAY_BYTES),
+    ]
+
+
+def test_collectives_trip_count_is_none_where_the_loop_is_open_ended(mesh):
+    def function(x):
+        return jax.lax.while_loop(
+            lambda x: jnp.all(x < 9), lambda x: jax.lax.psum(x + 1, "data"), x
+        )
+
+    compiled = compile_mapped(function, mesh)
+    assert facts(compiled, mesh) == [("all-reduce", ("data",), 1, None, ARRAY_BYTES)]
+    (row,) = audit.summary(audit.collectives(compiled, mesh))
+    assert row.bytes == ARRAY_BYTES and row.bytes_per_step is None
+    assert "unknown" in audit.format_table([row])
+
+
+def test_collectives_are_found_in_conditionals_inside_loops(mesh):
+    def function(x):
+        def tick(x, step):
+            busy = jax.lax.axis_index("pipeline") == step % 2
+            x = jax.lax.cond(busy, lambda x: jax.lax.psum(x * 2, "model"), jnp.sin, x)
+            return jax.lax.ppermute(x, "pipeline", [(0, 1), (1, 0)]), None
+
+        return jax.lax.scan(tick, x, jnp.arange(7))[0]
+
+    compiled = compile_mapped(function, mesh)
+    assert facts(compiled, mesh) == [
+        ("all-reduce", ("model",), 1, 7, ARRAY_BYTES),
+        ("collective-permute", ("pipeline",), 1, 7, ARRAY_BYTES),
+    ]
+    names = {c.kind: c.op_name for c in audit.collectives(compiled, mesh)}
+    assert names["collective-permute"].endswith("ppermute")
+
+
+def test_collectives_gather_and_scatter_have_the_bytes_of_their_output(mesh):
+    gather = compile_mapped(lambda x: jax.lax.all_gather(x, "data"), mesh)
+    assert facts(gather, mesh) == [("all-gather", ("data",), 0, 1, 2 * ARRAY_BYTES)]
+    scatter = compile_mapped(
+        lambda x: jax.lax.psum_scatter(x, ("pipeline", "model"), tiled=True), mesh
+    )
+    assert facts(scatter, mesh) == [
+        ("reduce-scatter", ("pipeline", "model"), 0, 1, ARRAY_BYTES // 4)
+    ]
+
+
+def test_collectives_sums_the_bytes_of_a_tuple(mesh):
+    exchange = compile_mapped(lambda x: jax.lax.all_to_all(x, "data", 0, 0, tiled=True), mesh)
+    assert facts(exchange, mesh) == [("all-to-all", ("data",), 0, 1, ARRAY_BYTES)]
+
+
+def test_collectives_of_an_automatically_split_matmul(mesh):
+    def split(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    compiled = (
+        jax.jit(
+            lambda x, w: x @ w,
+            in_shardings=(split("data", "model"), split("model", None)),
+            out_shardings=split("data", None),
+        )
+        .lower(X, jax.ShapeDtypeStruct((COLUMNS, 8), jnp.float32))
+        .compile()
+    )
+    assert facts(compiled, mesh) == [("all-reduce", ("model",), 0, 1, ROWS // 2 * 8 * 4)]
+
+
+def test_collectives_none_without_communication(mesh):
+    compiled = compile_mapped(jnp.sin, mesh)
+    assert audit.collectives(compiled, mesh) == []
+    assert audit.format_table(audit.summary([])) == "no collectives"
+
+
+def test_collectives_rejects_another_mesh(mesh):
+    compiled = compile_mapped(lambda x: jax.lax.psum(x, "data"), mesh)
+    with pytest.raises(ValueError, match="spans 8 devices but the mesh .* has 2"):
+        audit.collectives(compiled, make_mesh(MeshConfig(data=2)))
+
+
+def test_summary_groups_and_multiplies_by_trip_counts(mesh):
+    def function(x):
+        def body(x, _):
+            x = jax.lax.psum(x, "model")
+            return jax.lax.psum(jnp.sin(x), "model"), None
+
+        x = jax.lax.scan(body, x, length=6)[0]
+        return jax.lax.psum(x, "data")
+
+    rows = audit.summary(audit.collectives(compile_mapped(function, mesh), mesh))
+    assert [(row.axes, row.loop_depth, row.count) for row in rows] == [
+        (("model",), 1, 2),
+        (("data",), 0, 1),
+    ]
+    assert rows[0].bytes == 2 * ARRAY_BYTES
+    assert rows[0].bytes_per_step == 12 * ARRAY_BYTES
+    table = audit.format_table(rows).splitlines()
+    assert table[0].split() == ["collective", "axes", "loops", "count", "bytes", "bytes/step"]
+    assert table[1].split() == ["all-reduce", "model", "1", "2", "512", "3,072"]
+    assert len({len(line) for line in table}) == 1
+
+
+def test_has_array_tells_whole_logits_from_chunks():
+    tokens, embed, vocab, chunks = 64, 8, 32, 8
+
+    def whole(x, w):
+        return jax.nn.logsumexp(x @ w, axis=-1)
+
+    def chunked(x, w):
+        return jax.lax.map(lambda x: whole(x, w), x.reshape(chunks, -1, embed))
+
+    arguments = (jnp.ones((tokens, embed)), jnp.ones((embed, vocab)))
+    compiled = {f: jax.jit(f).lower(*arguments).compile() for f in (whole, chunked)}
+    assert audit.has_array(compiled[whole], (tokens, vocab), jnp.float32)
+    assert not audit.has_array(compiled[chunked], (tokens, vocab), jnp.float32)
+    # A chunk of the logits is there, and so is the argument x, which is larger.
+    assert audit.has_array(compiled[chunked], (tokens // chunks, vocab), jnp.float32)
+    assert not audit.has_array(compiled[whole], (tokens, vocab), jnp.bfloat16)
+    array, _ = audit.widest_arrays(compiled[chunked], jnp.float32)[0]
+    assert array.num_elements == tokens * embed
+
+
+def test_has_array_ignores_what_only_a_fusion_computes():
+    compiled = jax.jit(lambda x: jnp.sum(jnp.sin(x)[:, None] * x)).lower(jnp.ones(64)).compile()
+    assert not audit.has_array(compiled, (64, 64), jnp.float32)
+    assert audit.has_array(compiled, (64,), jnp.float32)
+
+
+def test_memory_and_flops_per_device():
+    compiled = (
+        jax.jit(lambda x, w: (x @ w).T @ x, donate_argnums=1)
+        .lower(jnp.ones((8, 4)), jnp.ones((4, 4)))
+        .compile()
+    )
+    memory = audit.memory(compiled)
+    assert memory.argument_bytes == (8 * 4 + 4 * 4) * 4
+    assert memory.output_bytes == 4 * 4 * 4
+    assert memory.alias_bytes == 4 * 4 * 4
+    assert memory.temp_bytes is not None and memory.temp_bytes >= 8 * 4 * 4
+    assert audit.flops(compiled) == pytest.approx(2 * 2 * 8 * 4 * 4)
+
+
+def test_memory_and_flops_none_where_the_backend_is_silent():
+    class Silent:
+        def memory_analysis(self):
+            return None
+
+        def cost_analysis(self):
+            return None
+
+    silent: jax.stages.Compiled = Silent()  # type: ignore
+    assert audit.memory(silent).temp_bytes is None
+    assert audit.flops(silent) is None

@@ -1,0 +1,126 @@
+"""Spellings that only GPU programs have: asynchronous pairs, wrapped calls, tiled layouts."""
+
+import pytest
+
+from sharding import audit, hlo
+
+MESH = {"pipeline": 2, "data": 2, "model": 2}
+
+GPU_TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%wrapped (p: f32[8,16]) -> f32[4,16] {
+  %p = f32[8,16]{1,0} parameter(0)
+  ROOT %rs = f32[4,16]{1,0} reduce-scatter(%p), channel_id=7, replica_groups=[4,2]<=[8], \
+use_global_device_ids=true, dimensions={0}, to_apply=%add
+}, execution_thread="parallel"
+
+%branch_0 (q: f32[8,16]) -> f32[8,16] {
+  ROOT %q = f32[8,16]{1,0} parameter(0)
+}
+
+%branch_1 (r: f32[8,16]) -> f32[8,16] {
+  %r = f32[8,16]{1,0} parameter(0)
+  %start.1 = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[], u32[]) collective-permute-start(%r), \
+channel_id=3, source_target_pairs={{0,4},{1,5},{2,6},{3,7}}
+  ROOT %done.1 = f32[8,16]{1,0} collective-permute-done(%start.1)
+}
+
+%body (s: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %s = (s32[], /*index=1*/f32[8,16]{1,0:T(8,128)}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %v = f32[8,16]{1,0} get-tuple-element(%s), index=1
+  %k = s32[] get-tuple-element(%s), index=0
+  %c = f32[8,16]{1,0} conditional(%k, %v, %v), branch_computations={%branch_0, %branch_1}
+  %send = (f32[8,16]{1,0}, u32[], token[]) send(%c, %v), channel_id=9, \
+frontend_attributes={_xla_send_recv_source_target_pairs={{0,4},{1,5}}}
+  %send-done = token[] send-done(%send), channel_id=9
+  %rs-start = ((f32[8,16]{1,0}), f32[4,16]{1,0}, u32[]) async-start(%c), calls=%wrapped
+  %rs-done = f32[4,16]{1,0} async-done(%rs-start)
+  ROOT %t = (s32[], f32[8,16]{1,0}) tuple(%i, %c)
+}
+
+%cond (u: (s32[], f32[8,16])) -> pred[] {
+  %u = (s32[], f32[8,16]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[8,16], b: bf16[64]) -> f32[8,16] {
+  %a = f32[8,16]{1,0} parameter(0), metadata={op_name="state[\\'{replica_groups={}\\']"}
+  %b = bf16[64]{0:S(5)} parameter(1)
+  %ar-start = (f32[8,16]{1,0}, bf16[64]{0}) all-reduce-start(%a, %b), channel_id=1, \
+replica_groups={{0,2},{1,3},{4,6},{5,7}}, use_global_device_ids=true, to_apply=%add, \
+metadata={op_name="jit(step)/psum, channel_id={9}" source_file="a.py"}
+  %ar-done = (f32[8,16]{1,0}, bf16[64]{0}) all-reduce-done(%ar-start)
+  %ag-start = ((bf16[64]{0}, f32[8]{0}), (bf16[128]{0}, f32[16]{0})) all-gather-start(%b, %a), \
+channel_id=2, replica_groups=[4,2]<=[2,2,2]T(0,2,1), dimensions={0}
+  %ag-done = (bf16[128]{0}, f32[16]{0}) all-gather-done(%ag-start)
+  %sugar = ((f32[8,16]{1,0}), f32[2,16]{1,0}) reduce-scatter-start(%a), channel_id=4, \
+async_execution_thread="parallel", replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, \
+to_apply=%add
+  %sugar-done = f32[2,16]{1,0} reduce-scatter-done(%sugar)
+  %init = (s32[], f32[8,16]{1,0}) tuple(%a, %a)
+  %loop = (s32[], f32[8,16]{1,0}) while(%init), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"11"},"known_init_step":{"init":"0","step":"1"}}
+  ROOT %out = f32[8,16]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_collectives_asynchronous_forms_count_once_with_the_bytes_of_their_result():
+    found = audit.collectives_in_text(GPU_TEXT, MESH)
+    assert [(c.name, c.kind, c.axes, c.loop_depth, c.trip_count, c.bytes) for c in found] == [
+        ("ar-start", "all-reduce", ("data",), 0, 1, 8 * 16 * 4 + 64 * 2),
+        ("ag-start", "all-gather", ("data",), 0, 1, 128 * 2 + 16 * 4),
+        ("sugar", "reduce-scatter", ("data", "model"), 0, 1, 2 * 16 * 4),
+        ("start.1", "collective-permute", ("pipeline",), 1, 11, 8 * 16 * 4),
+        ("send", "collective-permute", ("pipeline",), 1, 11, 8 * 16 * 4),
+        ("rs", "reduce-scatter", ("model",), 1, 11, 4 * 16 * 4),
+    ]
+    assert found[0].op_name == "jit(step)/psum, channel_id={9}"
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [
+        ("f32[4,16]{1,0}", 256),
+        ("f32[]", 4),
+        ("pred[3]{0}", 3),
+        ("bf16[2,3]{1,0:T(8,128)(2,1)S(5)}", 12),
+        ("f8e4m3fn[10]{0}", 10),
+        ("s4[5]{0}", 3),
+        ("c128[2]{0}", 32),
+        ("f32[0,7]{1,0}", 0),
+        ("f32[<=5]{0}", 20),
+        ("(f32[2]{0}, (u32[], token[]), s8[3]{0})", 15),
+        ("()", 0),
+    ],
+)
+def test_parse_type_counts_bytes(text, bytes_):
+    assert sum(array.bytes for array in hlo.arrays_of(hlo.parse_type(text))) == bytes_
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("float32", "f32"),
+        ("bfloat16", "bf16"),
+        ("float8_e4m3fn", "f8e4m3fn"),
+        ("int32", "s32"),
+        ("uint8", "u8"),
+        ("complex64", "c64"),
+        ("bool", "pred"),
+    ],
+)
+def test_dtype_name_is_that_of_xla(dtype, name):
+    assert hlo.dtype_name(dtype) == name
+
+
+def test_parse_modules_rejects_other_text():
+    with pytest.raises(ValueError, match="'module @jit_f' has none"):
+        hlo.parse_modules("module @jit_f")

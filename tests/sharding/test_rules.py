@@ -1,0 +1,122 @@
+"""The table from logical axes to mesh axes: what it gives, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.mesh import MeshConfig, make_mesh
+from sharding.rules import (
+    DEFAULT_RULES,
+    axes_of,
+    make_rules,
+    partition_specs,
+    shardings,
+    to_spec,
+    unused_axes,
+)
+
+
+def tensor(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "axes, spec",
+    [
+        (("embed", "mlp"), PartitionSpec("fsdp", "model")),
+        (("layers", "embed", None, "heads"), PartitionSpec("pipeline", "fsdp", None, "model")),
+        (("batch", "seq", "act_embed"), PartitionSpec(("data", "fsdp"), "context", None)),
+        (("head_dim",), PartitionSpec(None)),
+        ((), PartitionSpec()),
+    ],
+    ids=str,
+)
+def test_to_spec_follows_the_table(axes, spec):
+    assert to_spec(axes, DEFAULT_RULES) == spec
+
+
+def test_to_spec_refuses_two_dims_over_one_mesh_axis_and_names_both():
+    with pytest.raises(ValueError, match="'heads' and 'mlp' are both split over mesh axis 'model'"):
+        to_spec(("heads", "embed", "mlp"), DEFAULT_RULES)
+
+
+def test_to_spec_refuses_an_unknown_name_with_the_known_ones_and_a_remedy():
+    with pytest.raises(ValueError, match=r"'colour' is in no rule; known: .*vocab.*rules\.colour="):
+        to_spec(("embed", "colour"), DEFAULT_RULES)
+
+
+def test_overrides_add_and_replace_rows_and_leave_the_table_alone():
+    before = dict(DEFAULT_RULES)
+    rules = make_rules({"colour": "expert", "embed": ["data", "fsdp"], "mlp": None})
+    assert to_spec(("colour", "embed", "mlp"), rules) == PartitionSpec(
+        "expert", ("data", "fsdp"), None
+    )
+    assert rules["heads"] == DEFAULT_RULES["heads"]
+    assert DEFAULT_RULES == before
+
+
+@pytest.mark.parametrize("axes", ["modle", ("data", "modle"), 3, ("data", 3)], ids=str)
+def test_override_with_no_mesh_axis_names_the_row_and_the_axes(axes):
+    with pytest.raises(ValueError, match=r"rules\.mlp=.*choose from pipeline, data, fsdp"):
+        make_rules({"mlp": axes})
+
+
+def test_partition_specs_keeps_the_tree():
+    mesh = make_mesh(MeshConfig(fsdp=2, model=2))
+    tree = {"a": {"kernel": tensor(4, 6)}, "b": tensor(5)}
+    axes = {"a": {"kernel": ("embed", "mlp")}, "b": (None,)}
+    assert partition_specs(tree, axes, DEFAULT_RULES, mesh) == {
+        "a": {"kernel": PartitionSpec("fsdp", "model")},
+        "b": PartitionSpec(None),
+    }
+
+
+def refusal(shape, axes, rules=DEFAULT_RULES, **mesh: int) -> str:
+    """Returns the message with which one parameter, `block.kernel`, is refused."""
+    with pytest.raises(ValueError) as caught:
+        partition_specs(
+            {"block": {"kernel": tensor(*shape)}},
+            {"block": {"kernel": axes}},
+            rules,
+            make_mesh(MeshConfig(**mesh)),
+        )
+    return str(caught.value)
+
+
+def test_indivisible_dimension_names_values_rule_place_and_choices():
+    message = refusal((5, 12), ("embed", "heads"), model=8)
+    assert message.startswith("mesh.model=8 must divide heads=12")
+    assert "dimension 1 of block.kernel(5, 12)" in message
+    assert message.endswith("choose from 1, 2, 3, 4, 6, 12")
+
+
+def test_indivisible_dimension_over_two_mesh_axes_names_both():
+    message = refusal((6,), ("embed",), make_rules({"embed": ("data", "fsdp")}), data=2, fsdp=2)
+    assert message.startswith("mesh.data=2 × mesh.fsdp=2 must divide embed=6")
+
+
+def test_collision_and_unknown_name_name_the_parameter():
+    assert "parameter block.kernel: " in refusal((4, 4), ("mlp", "heads"))
+    assert "parameter block.kernel: " in refusal((4, 4), ("mlp", "colour"))
+
+
+def test_axes_of_another_rank_name_the_parameter_and_its_shape():
+    assert "block.kernel(4, 6)" in refusal((4, 6), ("embed",))
+
+
+def test_shardings_lay_out_what_the_specs_say():
+    mesh = make_mesh(MeshConfig(data=2, model=4))
+    specs = {"x": PartitionSpec("data", "model"), "scalar": PartitionSpec()}
+    made = shardings(mesh, specs)
+    assert made["scalar"] == NamedSharding(mesh, PartitionSpec())
+    x = jax.device_put(jnp.zeros((4, 8)), made["x"])
+    assert {shard.data.shape for shard in x.addressable_shards} == {(2, 2)}
+
+
+def test_unused_axes_are_those_that_only_repeat_work():
+    mesh = make_mesh(MeshConfig(data=2, expert=2, model=2))
+    specs = {"kernel": PartitionSpec(None, ("fsdp", "model")), "bias": PartitionSpec()}
+    assert unused_axes(specs, DEFAULT_RULES, mesh) == ["expert"]
+    assert unused_axes({"bias": PartitionSpec()}, DEFAULT_RULES, mesh) == ["expert", "model"]
+    assert axes_of(specs["kernel"]) == {"fsdp", "model"}

@@ -1,0 +1,152 @@
+"""The command as a user types it: what it leaves behind, and what it says of bad input."""
+
+import json
+
+import pytest
+
+from tests.runs import CONFIG, TINY
+from train.main import main
+from train.metrics import read_metrics
+
+
+def run_main(workdir, overrides, *flags, config=CONFIG) -> int:
+    arguments = [f"--config.{override}" for override in overrides]
+    return main([f"--config={config}", f"--workdir={workdir}", *arguments, *flags])
+
+
+def error_line(capsys) -> str:
+    """Returns the one line that says what is wrong; there is no traceback around it."""
+    stderr = capsys.readouterr().err
+    assert "Traceback" not in stderr
+    (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_overrides, tmp_path_factory):
+    """A finished run of 6 steps with checkpoints after 2, 4 and 6."""
+    workdir = tmp_path_factory.mktemp("run")
+    overrides = (
+        *TINY,
+        *corpus_overrides,
+        "train.num_steps=6",
+        "checkpoint.every_steps=2",
+        "eval.every_steps=3",
+    )
+    assert run_main(workdir, overrides) == 0
+    return workdir, overrides
+
+
+def test_run_leaves_metrics_config_checkpoints_and_tensorboard(trained):
+    workdir, _ = trained
+    entries = read_metrics(workdir / "metrics.jsonl")
+    steps = [entry for entry in entries if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4, 5, 6]
+    promised = {"step", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s"}
+    assert all(promised <= entry.keys() for entry in steps)
+    evaluations = [entry for entry in entries if "eval_loss" in entry]
+    assert [entry["step"] for entry in evaluations] == [3, 6]
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "4", "6"]
+    assert list((workdir / "tensorboard").iterdir())
+
+
+def test_saved_config_replays_the_run(trained, tmp_path):
+    workdir, _ = trained
+    assert run_main(tmp_path, (), config=workdir / "config.yaml") == 0
+    losses = [
+        [entry["loss"] for entry in read_metrics(path / "metrics.jsonl") if "loss" in entry]
+        for path in (workdir, tmp_path)
+    ]
+    assert losses[0] == losses[1]
+    assert (tmp_path / "config.yaml").read_text() == (workdir / "config.yaml").read_text()
+
+
+def test_eval_mode_gives_the_last_evaluation_again(trained, capsys):
+    workdir, overrides = trained
+    assert run_main(workdir, overrides, "--mode=eval") == 0
+    last = read_metrics(workdir / "metrics.jsonl")[-1]
+    printed = capsys.readouterr().out.split()
+    assert float(printed[printed.index("eval_loss") + 1]) == pytest.approx(last["eval_loss"], 1e-5)
+
+
+def test_fast_dev_run_takes_three_steps_and_saves_nothing(corpus_overrides, tmp_path):
+    assert run_main(tmp_path, (*TINY, *corpus_overrides), "--fast_dev_run") == 0
+    entries = read_metrics(tmp_path / "metrics.jsonl")
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 3]
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+def test_longer_run_goes_on_and_another_model_is_refused(trained, tmp_path, capsys):
+    workdir, overrides = trained
+    changed = (*overrides, "model.num_layers=2", "data.sequence_length=8")
+    assert run_main(workdir, changed) == 2
+    message = error_line(capsys)
+    assert "model.num_layers: 4 -> 2" in message and "data.sequence_length: 16 -> 8" in message
+
+
+def test_damaged_checkpoint_is_passed_over(corpus_overrides, tmp_path, capsys):
+    overrides = (*TINY, *corpus_overrides, "train.num_steps=4", "checkpoint.every_steps=2")
+    assert run_main(tmp_path, overrides) == 0
+    before = [m["loss"] for m in read_metrics(tmp_path / "metrics.jsonl") if "loss" in m]
+    data = max((tmp_path / "checkpoints" / "4").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    capsys.readouterr()
+    assert run_main(tmp_path, overrides) == 0
+    log = capsys.readouterr().err
+    assert "checkpoints/4 is passed over" in log and "resuming after step 2" in log
+    after = [m["loss"] for m in read_metrics(tmp_path / "metrics.jsonl") if "loss" in m]
+    assert after == before
+
+
+BAD = {
+    "unknown key": (("train.num_step=3",), "train.num_steps"),
+    "mesh and heads": (("mesh.model=3",), "mesh.model=3 must divide"),
+    "mesh and layers": (("mesh.pipeline=3",), "mesh.pipeline=3 must divide layers=4"),
+    "mesh and batch": (("mesh.data=3",), "mesh.data=3"),
+    "mesh axis without use": (("mesh.expert=2",), "mesh.expert=2"),
+    "missing file": (("data.paths=nowhere/*.txt",), "nowhere/*.txt"),
+    "missing tokenizer": (("data.tokenizer=nowhere.json",), "nowhere.json"),
+    "schedule": (("pipeline.schedule=2f2b",), "choose from gpipe, 1f1b"),
+    "wrong type": (("train.num_steps=many",), "train.num_steps=many"),
+    "model path": (("model.name=nowhere:Model",), "model.name='nowhere:Model'"),
+    "small vocabulary": (("model.vocab_size=100",), "tokenizer's 257 tokens"),
+    "unknown corpus": (("data.name=wikki40b", "data.paths="), "wikki40b"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_without_traceback(case, corpus_overrides, tmp_path, capsys):
+    overrides, expected = BAD[case]
+    assert run_main(tmp_path / "run", (*TINY, *corpus_overrides, *overrides)) == 2
+    assert expected in error_line(capsys)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_broken_files_are_named(corpus_overrides, tmp_path, capsys):
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text('{"model": ')
+    base = (*TINY, *corpus_overrides)
+    assert run_main(tmp_path / "run", (*base, f"data.tokenizer={broken}")) == 2
+    assert str(broken) in error_line(capsys)
+    (tmp_path / "empty.txt").write_text("")
+    assert run_main(tmp_path / "run", (*base, f"data.paths={tmp_path}/empty.txt")) == 2
+    assert "empty.txt" in error_line(capsys)
+    assert run_main(tmp_path / "run", base, config=tmp_path / "nowhere.py") == 2
+    assert "nowhere.py" in error_line(capsys)
+
+
+def test_every_checkpoint_damaged_is_one_sentence(corpus_overrides, tmp_path, capsys):
+    overrides = (*TINY, *corpus_overrides, "train.num_steps=2")
+    assert run_main(tmp_path, overrides) == 0
+    for path in (tmp_path / "checkpoints").rglob("d/*"):
+        path.write_bytes(b"")
+    capsys.readouterr()
+    assert run_main(tmp_path, (*overrides, "train.num_steps=3")) == 2
+    assert "are damaged" in error_line(capsys)
+
+
+def test_metrics_are_valid_json(trained):
+    for line in (trained[0] / "metrics.jsonl").read_text().splitlines():
+        assert isinstance(json.loads(line), dict)

@@ -1,0 +1,80 @@
+"""One config, many meshes: the same initial parameters, the same losses."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests.runs import CONFIG, FLOAT64, ROOT, TINY, losses, make_run, reference_losses
+
+NUM_STEPS = 20
+MESHES = {
+    "data=8": ("mesh.data=8",),
+    "model=4": ("mesh.model=4",),
+    "pipeline=4 1f1b": ("mesh.pipeline=4", "train.num_microbatches=4"),
+    "pipeline=4 gpipe": ("mesh.pipeline=4", "pipeline.schedule=gpipe"),
+    "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2", "train.num_microbatches=4"),
+    "fsdp 2x2x2": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2"),
+    "context=2 data=2": ("mesh.context=2", "mesh.data=2"),
+    "remat": ("train.remat=full", "mesh.pipeline=2"),
+}
+#: Rounding in float64 is 1e-16 a sum; 20 steps of Adam amplify it, a bug is far above.
+FLOAT64_TOLERANCE = 1e-9
+FLOAT32_TOLERANCE = 1e-4
+
+
+def digest(params) -> str:
+    """Returns a hash of the bits of all parameters, whatever their sharding."""
+    state = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        state.update(str(path).encode())
+        state.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())
+    return state.hexdigest()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_losses_equal_one_device_float64(mesh, corpus_overrides):
+    with jax.enable_x64(True):
+        base = (*TINY, *corpus_overrides, *FLOAT64)
+        expected = reference_losses(base, NUM_STEPS)
+        run, corpus = make_run((*base, *MESHES[mesh]))
+        np.testing.assert_allclose(
+            losses(run, corpus, NUM_STEPS), expected, rtol=FLOAT64_TOLERANCE, atol=0
+        )
+        assert expected[-1] < 0.9 * expected[0]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_losses_and_initial_parameters_equal_one_device_float32(mesh, corpus_overrides):
+    base = (*TINY, *corpus_overrides)
+    run, corpus = make_run((*base, *MESHES[mesh]))
+    one, _ = make_run(base)
+    assert digest(run.initial_state().params) == digest(one.initial_state().params)
+    np.testing.assert_allclose(
+        losses(run, corpus, NUM_STEPS),
+        reference_losses(base, NUM_STEPS),
+        rtol=FLOAT32_TOLERANCE,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_two_processes_equal_one_device(precision, corpus_overrides, tmp_path):
+    base = (*TINY, *corpus_overrides, *(FLOAT64 if precision == "float64" else ()))
+    flags = [f"--config.{o}" for o in (*base, *MESHES["2x2x2"])]
+    script = [sys.executable, "-m", "launch.local", "--processes=2", "--devices_per_process=4"]
+    main = [sys.executable, "-m", "train.main", f"--config={CONFIG}", f"--workdir={tmp_path}"]
+    done = subprocess.run(
+        [*script, "--", *main, *flags], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    values = [line["loss"] for line in lines if "loss" in line]
+    with jax.enable_x64(precision == "float64"):
+        expected = reference_losses(base, NUM_STEPS)
+    tolerance = FLOAT64_TOLERANCE if precision == "float64" else FLOAT32_TOLERANCE
+    np.testing.assert_allclose(values, expected, rtol=tolerance, atol=0)

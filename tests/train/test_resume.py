@@ -1,0 +1,101 @@
+"""Stop anywhere, start again: the same losses to the bit; on another mesh, to rounding."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.runs import CONFIG, FLOAT64, ROOT, TINY, make_run
+from train import loop
+from train.metrics import read_metrics
+
+CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
+KILLED = (*TINY, *CUBE, "train.num_steps=12", "checkpoint.every_steps=3", "eval.every_steps=4")
+
+
+def command(workdir: Path, overrides) -> list[str]:
+    flags = [f"--config.{override}" for override in overrides]
+    return [
+        *(sys.executable, "-m", "train.main", f"--config={CONFIG}", f"--workdir={workdir}"),
+        *flags,
+    ]
+
+
+def run_and_kill(workdir: Path, overrides, after_step: int) -> None:
+    """Starts a run in a process and kills it as soon as it has logged `after_step`."""
+    process = subprocess.Popen(
+        command(workdir, overrides),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    metrics = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and any(m["step"] >= after_step for m in read_metrics(metrics)):
+            break
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def finish(workdir: Path, overrides) -> str:
+    done = subprocess.run(
+        command(workdir, overrides), cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def trajectory(workdir: Path) -> dict[int, tuple]:
+    """Returns step -> everything logged of it but times."""
+    steps: dict[int, tuple] = {}
+    for line in (workdir / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        kept = {k: v for k, v in entry.items() if k not in ("step_time_s", "tokens_per_s")}
+        steps[entry["step"]] = (*steps.get(entry["step"], ()), tuple(sorted(kept.items())))
+    return steps
+
+
+def test_killed_run_logs_the_same_to_the_bit(corpus_overrides, tmp_path):
+    overrides = (*KILLED, *corpus_overrides)
+    finish(tmp_path / "undisturbed", overrides)
+    killed = tmp_path / "killed"
+    run_and_kill(killed, overrides, after_step=1)  # before the first checkpoint
+    run_and_kill(killed, overrides, after_step=5)  # between two
+    run_and_kill(killed, overrides, after_step=9)  # as one is being written
+    finish(killed, overrides)
+    expected = trajectory(tmp_path / "undisturbed")
+    assert sorted(expected) == list(range(1, 13))
+    assert trajectory(killed) == expected
+
+
+def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> list[float]:
+    """Trains in this process; with `stop`, as a run of `num_steps` that ends early."""
+    run, corpus = make_run((*overrides, f"train.num_steps={num_steps}"))
+    if stop is not None:
+        shorter = make_run((*overrides, f"train.num_steps={stop}"))[0].config
+        object.__setattr__(run, "config", shorter)
+    start = loop.find_position(run, corpus, workdir)
+    loop.train(run, corpus, start, workdir, saves=True)
+    return [m["loss"] for m in read_metrics(workdir / "metrics.jsonl") if "loss" in m]
+
+
+@pytest.mark.parametrize("x64", [True, False], ids=["float64", "float32"])
+def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tmp_path):
+    base = (*TINY, *corpus_overrides, *(FLOAT64 if x64 else ()))
+    tolerance = 1e-9 if x64 else 1e-4
+    with jax.enable_x64(x64):
+        expected = train((*base, *CUBE), tmp_path / "whole", 12)
+        for name, mesh in {"one": (), "4x2": ("mesh.data=4", "mesh.model=2")}.items():
+            train((*base, *CUBE), tmp_path / name, 12, stop=5)
+            continued = train((*base, *mesh), tmp_path / name, 12)
+            np.testing.assert_allclose(continued, expected, rtol=tolerance, atol=0)
