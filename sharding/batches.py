@@ -1,5 +1,7 @@
 """Host-local rows of a global batch, and their way onto the mesh."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -18,8 +20,8 @@ def process_rows(sharding: NamedSharding, global_batch_size: int) -> list[int]:
 
     Processes whose devices differ only along other axes (pipeline, model) hold the same rows.
     """
-    indices = sharding.addressable_devices_indices_map((global_batch_size,)).values()
-    return sorted({row for (rows,) in indices for row in range(global_batch_size)[rows]})
+    held: Any = sharding.addressable_devices_indices_map((global_batch_size,))
+    return sorted({row for (rows,) in held.values() for row in range(global_batch_size)[rows]})
 
 
 def place_batch(
@@ -33,7 +35,7 @@ def place_batch(
     position = {row: i for i, row in enumerate(rows)}
 
     def place(local: np.ndarray) -> jax.Array:
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
+        def piece(index: Any) -> np.ndarray:
             wanted = range(global_batch_size)[index[0]]
             start = position[wanted[0]]
             return local[start : start + len(wanted)]

@@ -9,6 +9,7 @@ pipeline=2, data=2, model=2 the stages are [0,1,2,3] and [4,5,6,7]; in stage 0 t
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -76,7 +77,7 @@ class MeshConfig:
         return " × ".join(shown) or "of 1 device"
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """Returns the mesh over the first `config.num_devices` devices (default: all of jax's)."""
     devices = jax.devices() if devices is None else devices
     config = config.resolve(len(devices))

@@ -180,7 +180,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
     return config
 
 
-def resolve(config: ConfigDict) -> RunConfig:
+def resolve(config: Any) -> RunConfig:
     """Returns the run that a config describes.
 
     Raises:
@@ -227,7 +227,7 @@ def overrides(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def shorten(config: ConfigDict) -> None:
+def shorten(config: Any) -> None:
     """Makes the run a try: 3 steps, each logged, and one batch of evaluation."""
     config.train.num_steps = 3
     config.log.every_steps = 1
@@ -276,7 +276,7 @@ def _load_yaml(file: str) -> ConfigDict:
     return ConfigDict(_tuples(tree))
 
 
-def _set(config: ConfigDict, key: str, text: str) -> None:
+def _set(config: Any, key: str, text: str) -> None:
     section, _, name = key.partition(".")
     keys = [f"{s}.{k}" for s in config for k in config[s]]
     if section == "rules" and name:

@@ -19,7 +19,7 @@ class OptimizerConfig:
 
     name: str  # "adamw", or an import path "package.module:function"; see make_optimizer
     learning_rate: float  # its peak
-    warmup_steps: int  # linear rise from 0
+    warmup_steps: int  # linear rise; the first step's rate is learning_rate / warmup_steps
     schedule: str  # after warm-up: one of SCHEDULES
     final_learning_rate_fraction: float  # of the peak, at the last step; not for "constant"
     weight_decay: float  # decoupled, times the learning rate; none on biases and norms
@@ -36,6 +36,8 @@ class OptimizerConfig:
         for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must not be negative")
+        if self.epsilon <= 0:
+            raise ValueError(f"optimizer.epsilon={self.epsilon} must be positive")
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must lie in [0, 1)")
@@ -79,6 +81,7 @@ def make_optimizer(
     Raises:
       ValueError: the name stands for no optimizer.
     """
+    optimizer: Any
     if config.name == "adamw":
         optimizer = optax.adamw(
             schedule,
@@ -91,6 +94,8 @@ def make_optimizer(
     else:
         try:
             make = pkgutil.resolve_name(config.name)
+            if not callable(make):
+                raise ValueError(f"it names a {type(make).__name__}")
         except (ValueError, ImportError, AttributeError) as error:
             raise ValueError(
                 f"optimizer.name={config.name!r} is neither 'adamw' nor an import path "

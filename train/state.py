@@ -22,8 +22,8 @@ Tree = Any
 class TrainState:
     """All that a step changes, and all that a checkpoint holds beside the data's position."""
 
-    step: jax.Array  # int32[], steps taken, skipped ones included
-    num_skipped: jax.Array  # int32[], steps whose gradients were not finite
+    step: Any  # int32[], steps taken, skipped ones included
+    num_skipped: Any  # int32[], steps whose gradients were not finite
     params: Tree  # master weights
     opt_state: Tree
 

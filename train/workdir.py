@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -40,7 +41,7 @@ def claim(workdir: Path, run: Run) -> None:
 
 def resolved(run: Run) -> ConfigDict:
     """Returns the run's config with the values that the model took from the data filled in."""
-    config = run.config.source.copy_and_resolve_references()
+    config: Any = run.config.source.copy_and_resolve_references()
     with config.unlocked(), config.ignore_type():
         for name, value in dataclasses.asdict(run.model_config).items():
             config.model[name] = value

@@ -1,6 +1,5 @@
 """One config, many meshes: the same initial parameters, the same losses."""
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -9,7 +8,17 @@ import jax
 import numpy as np
 import pytest
 
-from tests.runs import CONFIG, FLOAT64, ROOT, TINY, losses, make_run, reference_losses
+from tests.runs import (
+    CONFIG,
+    FLOAT64,
+    ROOT,
+    TINY,
+    digest,
+    losses,
+    make_run,
+    reference_digest,
+    reference_losses,
+)
 
 NUM_STEPS = 20
 MESHES = {
@@ -25,15 +34,6 @@ MESHES = {
 #: Rounding in float64 is 1e-16 a sum; 20 steps of Adam amplify it, a bug is far above.
 FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-4
-
-
-def digest(params) -> str:
-    """Returns a hash of the bits of all parameters, whatever their sharding."""
-    state = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        state.update(str(path).encode())
-        state.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())
-    return state.hexdigest()
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -52,8 +52,7 @@ def test_losses_equal_one_device_float64(mesh, corpus_overrides):
 def test_losses_and_initial_parameters_equal_one_device_float32(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides)
     run, corpus = make_run((*base, *MESHES[mesh]))
-    one, _ = make_run(base)
-    assert digest(run.initial_state().params) == digest(one.initial_state().params)
+    assert digest(run.initial_state().params) == reference_digest(base)
     np.testing.assert_allclose(
         losses(run, corpus, NUM_STEPS),
         reference_losses(base, NUM_STEPS),
@@ -62,16 +61,31 @@ def test_losses_and_initial_parameters_equal_one_device_float32(mesh, corpus_ove
     )
 
 
+def launch(*command: str) -> str:
+    """Runs a command as 2 processes of 4 devices; returns what it printed."""
+    script = [sys.executable, "-m", "launch.local", "--processes=2", "--devices_per_process=4"]
+    done = subprocess.run(
+        [*script, "--", sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_two_processes_start_from_the_same_bits(corpus_overrides):
+    base = (*TINY, *corpus_overrides)
+    printed = launch("-m", "tests.print_digest", *base, *MESHES["2x2x2"])
+    assert f"digest {reference_digest(base)}\n" in printed
+
+
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_two_processes_equal_one_device(precision, corpus_overrides, tmp_path):
     base = (*TINY, *corpus_overrides, *(FLOAT64 if precision == "float64" else ()))
     flags = [f"--config.{o}" for o in (*base, *MESHES["2x2x2"])]
-    script = [sys.executable, "-m", "launch.local", "--processes=2", "--devices_per_process=4"]
-    main = [sys.executable, "-m", "train.main", f"--config={CONFIG}", f"--workdir={tmp_path}"]
-    done = subprocess.run(
-        [*script, "--", *main, *flags], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch("-m", "train.main", f"--config={CONFIG}", f"--workdir={tmp_path}", *flags)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     values = [line["loss"] for line in lines if "loss" in line]
     with jax.enable_x64(precision == "float64"):

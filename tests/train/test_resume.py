@@ -1,5 +1,6 @@
 """Stop anywhere, start again: the same losses to the bit; on another mesh, to rounding."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -83,7 +84,7 @@ def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> 
     run, corpus = make_run((*overrides, f"train.num_steps={num_steps}"))
     if stop is not None:
         shorter = make_run((*overrides, f"train.num_steps={stop}"))[0].config
-        object.__setattr__(run, "config", shorter)
+        run = dataclasses.replace(run, config=shorter)
     start = loop.find_position(run, corpus, workdir)
     loop.train(run, corpus, start, workdir, saves=True)
     return [m["loss"] for m in read_metrics(workdir / "metrics.jsonl") if "loss" in m]

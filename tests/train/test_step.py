@@ -50,7 +50,9 @@ def test_1f1b_memory_is_that_of_the_stages_and_gpipe_grows(corpus_overrides):
     def temporaries(schedule, count):
         overrides = (*TINY, *corpus_overrides, *CUBE, *microbatches(count))
         run, _ = make_run((*overrides, f"pipeline.schedule={schedule}", "model.embed_dim=64"))
-        return memory(run.train_step).temp_bytes
+        temp_bytes = memory(run.train_step).temp_bytes
+        assert temp_bytes is not None
+        return temp_bytes
 
     assert temporaries("1f1b", 32) <= 1.15 * temporaries("1f1b", 8)
     assert temporaries("gpipe", 32) > 1.15 * temporaries("gpipe", 8)

@@ -1,6 +1,7 @@
 """The executor against plain differentiation of the same three functions."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ SPECS = {
 }
 
 
-def inputs(num_microbatches: int, batch: int = BATCH, width: int = WIDTH, dtype=np.float64):
+def inputs(num_microbatches: int, batch: int = BATCH, width: int = WIDTH, dtype: Any = np.float64):
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(dtype)  # noqa: E731
     params = {
@@ -127,7 +128,9 @@ def test_1f1b_memory_does_not_grow_with_microbatches_and_gpipes_does():
     sizes, shape = {"pipeline": 4}, {"batch": 64, "width": 64}
 
     def temporaries(schedule, num_microbatches):
-        return memory(compiled(schedule, num_microbatches, sizes, **shape)[0]).temp_bytes
+        temp_bytes = memory(compiled(schedule, num_microbatches, sizes, **shape)[0]).temp_bytes
+        assert temp_bytes is not None
+        return temp_bytes
 
     assert temporaries("1f1b", 32) <= 1.15 * temporaries("1f1b", 8)
     assert temporaries("gpipe", 32) > 1.5 * temporaries("gpipe", 8)

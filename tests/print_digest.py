@@ -1,0 +1,19 @@
+"""Prints the digest of a run's initial parameters, gathered from all processes.
+
+python -m launch.local --processes=2 --devices_per_process=4 -- \\
+    python -m tests.print_digest section.key=value …
+"""
+
+import sys
+
+from jax.experimental import multihost_utils
+
+from sharding import devices
+from tests.runs import CONFIG, digest, make_run
+from train import config as configs
+
+if __name__ == "__main__":
+    devices.start(configs.resolve(configs.load(CONFIG, sys.argv[1:])).mesh)
+    run, _ = make_run(sys.argv[1:])
+    params = multihost_utils.process_allgather(run.initial_state().params, tiled=True)
+    print(f"digest {digest(params)}", flush=True)

@@ -1,0 +1,158 @@
+"""Learning-rate schedules, decay masks, and AdamW against PyTorch's."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from sharding.mesh import make_mesh
+from tests.runs import CONFIG
+from train import config as configs
+from train.optimizer import OptimizerConfig, decay_mask, make_optimizer, make_schedule
+from train.setup import prepare
+
+BASE = OptimizerConfig(
+    name="adamw",
+    learning_rate=0.02,
+    warmup_steps=4,
+    schedule="cosine",
+    final_learning_rate_fraction=0.1,
+    weight_decay=0.1,
+    clip_norm=1.0,
+    beta1=0.9,
+    beta2=0.95,
+    epsilon=1e-8,
+)
+
+
+def rate(step: int, num_steps: int = 24, **changes) -> float:
+    return float(make_schedule(dataclasses.replace(BASE, **changes), num_steps)(step))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_warmup_rises_by_equal_parts_to_the_peak(schedule):
+    # float32: about 1e-7 relative.
+    rates = [rate(step, schedule=schedule) for step in range(5)]
+    np.testing.assert_allclose(rates, [0.005, 0.01, 0.015, 0.02, 0.02], rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_first_update_is_at_the_peak_where_there_is_nothing_to_warm_up(warmup):
+    assert rate(0, warmup_steps=warmup) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    "schedule, middle, end",
+    [("cosine", 0.011, 0.002), ("linear", 0.011, 0.002), ("constant", 0.02, 0.02)],
+)
+def test_rate_falls_to_its_final_fraction(schedule, middle, end):
+    assert rate(14, schedule=schedule) == pytest.approx(middle)  # halfway from 4 to 24
+    assert rate(24, schedule=schedule) == pytest.approx(end)
+    assert rate(1000, schedule=schedule) == pytest.approx(end)
+
+
+def test_last_update_is_within_one_step_of_the_final_rate():
+    last, step_before = rate(23, schedule="linear"), rate(22, schedule="linear")
+    assert 0.002 <= last <= 0.002 + 1.001 * (step_before - last)
+
+
+def test_warmup_longer_than_the_run_is_no_error():
+    assert rate(2, num_steps=3) == pytest.approx(0.015)
+
+
+def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
+    config = configs.resolve(configs.load(CONFIG))
+    run = prepare(config, make_mesh(config.mesh), vocab_size=257)
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.abstract.params))
+    names = {".".join(key.key for key in path): decayed for path, decayed in mask}
+    decayed = {name for name, is_decayed in names.items() if is_decayed}
+    assert decayed == {
+        "token_embedding",
+        "position_embedding",
+        *(f"decoder.layers.attention.{name}.kernel" for name in ("qkv", "out")),
+        *(f"decoder.layers.mlp.{name}.kernel" for name in ("up", "down")),
+    }
+    kept = {name.rpartition(".")[2] for name in names.keys() - decayed}
+    assert kept == {"bias", "scale"} and len(names.keys() - decayed) == 10
+
+
+def test_adamw_equals_pytorchs():
+    """Ten steps on random gradients, the larger half of them clipped, decay on the kernel alone."""
+    schedule = make_schedule(BASE, 10)
+    rng = np.random.default_rng(0)
+    start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=(2, 3))}
+    with jax.enable_x64(True):
+        optimizer = make_optimizer(BASE, schedule)
+        params = jax.tree.map(jnp.asarray, start)
+        state = optimizer.init(params)
+        theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
+        groups = [
+            {"params": [theirs["kernel"]], "weight_decay": 0.1},
+            {"params": [theirs["bias"]], "weight_decay": 0.0},
+        ]
+        reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+        clipped = 0
+        for step in range(10):
+            grads = {k: rng.normal(size=v.shape) * 0.1 * (step + 1) / 3 for k, v in start.items()}
+            norm = np.sqrt(sum(np.square(g).sum() for g in grads.values()))
+            clipped += norm > 1.0
+            updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)
+            params = optax.apply_updates(params, updates)
+            for group in reference.param_groups:
+                group["lr"] = float(schedule(step))
+            for name, parameter in theirs.items():
+                parameter.grad = torch.tensor(grads[name] / max(norm, 1.0))
+            reference.step()
+        assert 0 < clipped < 10
+        for name, parameter in theirs.items():
+            # The learning rate is float32: 1e-7 of each step of 0.02.
+            np.testing.assert_allclose(params[name], parameter.detach().numpy(), atol=1e-8, rtol=0)
+
+
+def test_clip_norm_0_switches_clipping_off():
+    grads = {"kernel": jnp.full((2, 2), 100.0)}
+
+    def update(clip_norm: float) -> jax.Array:
+        config = dataclasses.replace(BASE, name=f"{__name__}:plain_descent", clip_norm=clip_norm)
+        optimizer = make_optimizer(config, lambda count: 1.0)
+        return optimizer.update(grads, optimizer.init(grads), grads)[0]["kernel"]
+
+    np.testing.assert_allclose(update(0.0), -100.0)
+    np.testing.assert_allclose(update(3.0), -1.5)  # four elements: each half of the norm
+
+
+def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
+    assert config.weight_decay == BASE.weight_decay
+    return optax.sgd(schedule)
+
+
+@pytest.mark.parametrize(
+    "name", ["adamv", "no_such_module:f", "optax:no_such", "json", f"{__name__}:BASE"]
+)
+def test_name_of_no_optimizer_is_refused(name):
+    config = dataclasses.replace(BASE, name=name)
+    with pytest.raises(ValueError, match=rf"optimizer\.name='{name}' is neither 'adamw' nor"):
+        make_optimizer(config, lambda count: 1.0)
+
+
+@pytest.mark.parametrize(
+    "field, value, rule",
+    [
+        ("schedule", "cosinus", "choose cosine, linear, constant"),
+        ("learning_rate", -1.0, "must not be negative"),
+        ("warmup_steps", -1, "must not be negative"),
+        ("weight_decay", -0.1, "must not be negative"),
+        ("clip_norm", -1.0, "must not be negative"),
+        ("epsilon", 0.0, "must be positive"),
+        ("beta1", 1.0, r"must lie in \[0, 1\)"),
+        ("beta2", -0.1, r"must lie in \[0, 1\)"),
+        ("final_learning_rate_fraction", 1.5, r"must lie in \[0, 1\]"),
+    ],
+)
+def test_field_out_of_range_is_refused_with_its_value_and_rule(field, value, rule):
+    with pytest.raises(ValueError, match=rf"optimizer\.{field}={value!r}.*{rule}"):
+        dataclasses.replace(BASE, **{field: value})
