@@ -45,3 +45,9 @@ def test_shard_a_tensor_splits_both_dims():
     y = shard_a_tensor.main()
     np.testing.assert_array_equal(y, np.arange(128.0).reshape(16, 8) + 1)
     assert {shard.data.shape for shard in y.addressable_shards} == {(8, 4)}
+
+
+def test_printed_model_is_the_one_that_runs():
+    code = (ROOT / "docs" / "examples" / "gated_mean.py").read_text()
+    printed = (ROOT / "docs" / "own_parts.md").read_text()
+    assert code[code.index("import dataclasses") :].rstrip() in printed
