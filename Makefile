@@ -2,7 +2,7 @@
 # make test | make lint | make setup
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
-WORKDIR ?= runs/$(basename $(notdir $(firstword $(subst :, ,$(CONFIG)))))
+WORKDIR ?= runs/$(subst .py,,$(subst :,_,$(notdir $(CONFIG))))
 ARGS ?=
 
 REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)

@@ -49,15 +49,15 @@ def get_config() -> ConfigDict:
     config.optimizer.final_learning_rate_fraction = 0.1  # of the peak
     config.optimizer.weight_decay = 0.1  # none on biases and norms
     config.optimizer.clip_norm = 1.0  # of the global gradient; 0: no clipping
-    config.optimizer.beta1 = 0.9
-    config.optimizer.beta2 = 0.95
-    config.optimizer.epsilon = 1e-8
+    config.optimizer.beta1 = 0.9  # decay of Adam's mean of gradients
+    config.optimizer.beta2 = 0.95  # decay of Adam's mean of squared gradients
+    config.optimizer.epsilon = 1e-8  # added to the root of the latter
 
     config.train = ConfigDict()
-    config.train.num_steps = 100
+    config.train.num_steps = 100  # updates, each of one global batch
     config.train.num_microbatches = 1  # pipeline and gradient accumulation; divides the batch
     config.train.seed = 0  # of initial parameters, dropout and shuffling
-    config.train.remat = "none"  # recompute a block in its backward: none | full | all but dots
+    config.train.remat = "none"  # recomputed in a block's backward: none | full | dots (all but)
 
     config.eval = ConfigDict()
     config.eval.every_steps = 50  # 0: only at the end
@@ -65,12 +65,12 @@ def get_config() -> ConfigDict:
 
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 50  # 0: only at the end
-    config.checkpoint.max_to_keep = 3
+    config.checkpoint.max_to_keep = 3  # the newest
 
     config.precision = ConfigDict()
     config.precision.compute = "float32"  # bfloat16 | float32 | float64
     config.precision.params = "float32"  # master weights and optimizer state: float32 | float64
 
     config.log = ConfigDict()
-    config.log.every_steps = 5
+    config.log.every_steps = 5  # and at the first and the last step
     return config

@@ -5,7 +5,8 @@ Hardware: any; by default a 2-core CPU, where it takes about TIME to a loss of a
     python -m train.main --config=configs/gpt2.py --workdir=runs/gpt2
 
 `--config=configs/gpt2.py:SIZE` is a published size, for accelerators: small (124 M), medium
-(350 M), large (774 M), xl (1.5 B), 2.7b, 6.7b, 13b and 175b (GPT-3).
+(350 M), large (774 M), xl (1.5 B), 2.7b, 6.7b, 13b and 175b (GPT-3). They are meant for a corpus
+and a tokenizer of their size: set `data.name` or `data.paths`, and `data.tokenizer`.
 """
 
 from ml_collections import ConfigDict
@@ -13,17 +14,17 @@ from ml_collections.config_dict import placeholder
 
 from configs import common
 
-#: name -> (layers, heads, embed dim, positions). The first four: Radford et al. 2019, table 2;
-#: the others: Brown et al. 2020, table 2.1.
+#: name -> (layers, heads, embed dim, positions, learning rate). Sizes: Radford et al. 2019,
+#: table 2, and from 2.7b on Brown et al. 2020, table 2.1, which has the learning rates too.
 SIZES = {
-    "small": (12, 12, 768, 1024),
-    "medium": (24, 16, 1024, 1024),
-    "large": (36, 20, 1280, 1024),
-    "xl": (48, 25, 1600, 1024),
-    "2.7b": (32, 32, 2560, 2048),
-    "6.7b": (32, 32, 4096, 2048),
-    "13b": (40, 40, 5120, 2048),
-    "175b": (96, 96, 12288, 2048),
+    "small": (12, 12, 768, 1024, 6e-4),
+    "medium": (24, 16, 1024, 1024, 3e-4),
+    "large": (36, 20, 1280, 1024, 2.5e-4),
+    "xl": (48, 25, 1600, 1024, 2e-4),
+    "2.7b": (32, 32, 2560, 2048, 1.6e-4),
+    "6.7b": (32, 32, 4096, 2048, 1.2e-4),
+    "13b": (40, 40, 5120, 2048, 1e-4),
+    "175b": (96, 96, 12288, 2048, 0.6e-4),
 }
 
 
@@ -48,7 +49,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
         config.train.num_steps = 150
         return config
 
-    layers, heads, embed, positions = SIZES[size]
+    layers, heads, embed, positions, learning_rate = SIZES[size]
     config.model.num_layers = layers
     config.model.num_heads = heads
     config.model.embed_dim = embed
@@ -59,7 +60,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.train.num_microbatches = 16
     config.train.num_steps = 100_000
     config.train.remat = "dots"
-    config.optimizer.learning_rate = 6e-4 if embed <= 768 else 2e-4
+    config.optimizer.learning_rate = learning_rate
     config.optimizer.warmup_steps = 2000
     config.eval.every_steps = 1000
     config.checkpoint.every_steps = 1000

@@ -35,27 +35,46 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
       *axes: a logical axis name per dimension, or None for a dimension that is not split.
 
     Raises:
-      ValueError: an unknown name, or a rank other than `len(axes)`.
+      ValueError: a rank other than `len(axes)`, or one of the reasons of `to_spec`.
     """
     rules, mesh = _active_rules.get(), jax.sharding.get_abstract_mesh()
     if rules is None or mesh.empty:
         return x
     if x.ndim != len(axes):
         raise ValueError(f"constrain{axes} names {len(axes)} axes of an array of shape {x.shape}")
-    spec = PartitionSpec(*(_mesh_axes(name, rules, mesh) for name in axes))
-    if all(part is None for part in spec):
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _mesh_axes(name: str | None, rules: Rules, mesh) -> tuple[str, ...] | None:
-    if name is None:
-        return None
-    if name not in rules:
-        raise ValueError(f"logical axis {name!r} is in no rule; known: {', '.join(sorted(rules))}")
     free = {
         axis
         for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Auto and mesh.shape[axis] > 1
     }
-    return tuple(axis for axis in rules[name] if axis in free) or None
+    parts = [part if isinstance(part, tuple) else (part,) for part in to_spec(axes, rules)]
+    parts = [tuple(axis for axis in part if axis in free) or None for part in parts]
+    if not any(parts):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*parts)))
+
+
+def to_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
+    """Returns the PartitionSpec of a tensor whose dimensions have these logical names.
+
+    Raises:
+      ValueError: a name without a rule, or two dimensions split over the same mesh axis.
+    """
+    used: dict[str, str] = {}
+    parts = []
+    for name in axes:
+        if name is not None and name not in rules:
+            raise ValueError(
+                f"logical axis {name!r} is in no rule; known: {', '.join(sorted(rules))}; "
+                f"add a row such as config.rules.{name}='model'"
+            )
+        mesh_axes = rules[name] if name is not None else ()
+        for axis in mesh_axes:
+            if axis in used:
+                raise ValueError(
+                    f"logical axes {axes}: {used[axis]!r} and {name!r} are both split over mesh "
+                    f"axis {axis!r}; a tensor can use a mesh axis once, so change one rule"
+                )
+            used[axis] = str(name)
+        parts.append(mesh_axes if len(mesh_axes) > 1 else next(iter(mesh_axes), None))
+    return PartitionSpec(*parts)

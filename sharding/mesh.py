@@ -74,7 +74,7 @@ class MeshConfig:
 
     def __str__(self) -> str:
         shown = [f"{axis}={size}" for axis, size in self.sizes.items() if size != 1]
-        return " × ".join(shown) or "of 1 device"
+        return " × ".join(shown) or "data=1"
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.logical import Rules
+from sharding.logical import Rules, to_spec
 from sharding.mesh import AXES
 
 #: logical axis -> mesh axes over which the dimension is split, major first.
@@ -52,32 +52,6 @@ def make_rules(overrides: Mapping[str, Any] | None = None) -> Rules:
     return rules
 
 
-def to_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
-    """Returns the PartitionSpec of a tensor whose dimensions have these logical names.
-
-    Raises:
-      ValueError: a name without a rule, or two dimensions split over the same mesh axis.
-    """
-    used: dict[str, str] = {}
-    parts = []
-    for name in axes:
-        if name is not None and name not in rules:
-            raise ValueError(
-                f"logical axis {name!r} is in no rule; known: {', '.join(sorted(rules))}; "
-                f"add a row such as config.rules.{name}='model'"
-            )
-        mesh_axes = rules[name] if name is not None else ()
-        for axis in mesh_axes:
-            if axis in used:
-                raise ValueError(
-                    f"logical axes {axes}: {used[axis]!r} and {name!r} are both split over mesh "
-                    f"axis {axis!r}; a tensor can use a mesh axis once, so change one rule"
-                )
-            used[axis] = str(name)
-        parts.append(mesh_axes if len(mesh_axes) > 1 else next(iter(mesh_axes), None))
-    return PartitionSpec(*parts)
-
-
 def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: jax.sharding.Mesh) -> Any:
     """Returns the PartitionSpec of every parameter, checked against the mesh.
 
@@ -103,7 +77,8 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: jax.sh
                 f"{len(axes)} logical axes {axes}; name each, or write None"
             )
         for dim, (size, logical, part) in enumerate(zip(leaf.shape, axes, spec, strict=True)):
-            _check_divides(mesh, part, size, logical, f"dimension {dim} of {name}{leaf.shape}")
+            where = f"dimension {dim} of {name}, shape {leaf.shape}"
+            _check_divides(mesh, part, size, logical, where)
         return spec
 
     return jax.tree_util.tree_map_with_path(spec_of, abstract, logical_axes)

@@ -1,4 +1,4 @@
-"""Imports run one way: launch, benchmarks → train → convert → models, data, checkpoint → sharding."""
+"""Imports run one way: from launch and benchmarks down to sharding, as the map says."""
 
 import ast
 from pathlib import Path

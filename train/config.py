@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import inspect
 import pkgutil
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from train.optimizer import OptimizerConfig
 #: `model.name` -> import path of the class.
 MODELS = {"gpt2": "models.gpt2:GPT2"}
 
+#: Keys of a model's config that may be left open (absent or None): the data gives them a value.
+FROM_DATA = ("vocab_size", "max_positions")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -38,6 +42,8 @@ class TrainConfig:
         for name in ("num_steps", "num_microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"train.seed={self.seed} must lie in 0 .. 2**32 - 1")
         if self.remat not in REMAT_POLICIES:
             raise ValueError(
                 f"train.remat={self.remat!r} is unknown; choose {', '.join(REMAT_POLICIES)}"
@@ -97,7 +103,7 @@ SECTIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run, checked: one dataclass per section, and the config it was made from."""
+    """A whole run, checked: one dataclass per section, the model's class and its fields."""
 
     mesh: MeshConfig
     pipeline: PipelineConfig
@@ -109,9 +115,9 @@ class RunConfig:
     precision: PrecisionConfig
     log: LogConfig
     rules: Mapping[str, Any]
+    model_name: str
     model_class: type
     model_fields: Mapping[str, Any]
-    source: ConfigDict
 
     def __post_init__(self):
         mesh, batch, parts = self.mesh, self.data.global_batch_size, self.train.num_microbatches
@@ -140,10 +146,8 @@ class RunConfig:
         """
         fields = dict(self.model_fields)
         known = {field.name for field in dataclasses.fields(self.model_class.Config)}
-        for name, value in (
-            ("vocab_size", vocab_size),
-            ("max_positions", self.data.sequence_length),
-        ):
+        values = (vocab_size, self.data.sequence_length)
+        for name, value in zip(FROM_DATA, values, strict=True):
             if name in known and fields.get(name) is None:
                 fields[name] = value
             if name in known and fields[name] < value:
@@ -186,25 +190,30 @@ def resolve(config: Any) -> RunConfig:
     Raises:
         ValueError: an unknown or missing key (with the nearest known one), a bad value.
     """
-    fields = {name: config.get(name, ConfigDict()).to_dict() for name in config}
     known = [*SECTIONS, "model", "rules"]
-    for name in fields:
+    for name in config:
         if name not in known:
             raise ValueError(f"config.{name} is unknown{_nearest(name, known)}")
+        if not isinstance(config[name], ConfigDict):
+            raise ValueError(f"config.{name}={config[name]!r} must be a section of keys")
+    fields = {name: config[name].to_dict() for name in config}
     if "name" not in fields.get("model", {}):
         raise ValueError(f"config.model.name is missing; choose {', '.join(MODELS)}, or a path")
-    model_class = _model_class(fields["model"].pop("name"))
-    seed = fields.get("train", {}).get("seed", 0)
-    fields["data"] = {**fields.get("data", {}), "seed": seed}
-    for name, section in SECTIONS.items():
-        fields[name] = _build(section, fields.get(name, {}), name)
-    _check_keys(model_class.Config, fields["model"], "model", required=False)
+    model_name = fields["model"].pop("name")
+    model_class = _model_class(model_name)
+    if "seed" in fields.get("data", {}):
+        raise ValueError("config.data.seed: unknown key; train.seed is that of the data too")
+    sections = {
+        name: _build(section, fields.get(name, {}), name) for name, section in SECTIONS.items()
+    }
+    sections["data"] = dataclasses.replace(sections["data"], seed=sections["train"].seed)
+    _check_fields(model_class.Config, fields["model"], "model", may_be_open=FROM_DATA)
     return RunConfig(
-        **{name: fields[name] for name in SECTIONS},
+        **sections,
         rules=fields.get("rules", {}),
+        model_name=model_name,
         model_class=model_class,
         model_fields=fields["model"],
-        source=config,
     )
 
 
@@ -278,8 +287,8 @@ def _load_yaml(file: str) -> ConfigDict:
 
 def _set(config: Any, key: str, text: str) -> None:
     section, _, name = key.partition(".")
-    keys = [f"{s}.{k}" for s in config for k in config[s]]
-    if section == "rules" and name:
+    keys = [f"{s}.{k}" for s in config if isinstance(config[s], ConfigDict) for k in config[s]]
+    if section == "rules" and name and "rules" in config:
         config.rules[name] = _parse(text)
         return
     if key not in keys:
@@ -290,9 +299,11 @@ def _set(config: Any, key: str, text: str) -> None:
     elif isinstance(default, tuple):
         parts = value if isinstance(value, tuple | list) else text.split(",")
         value = tuple(part for part in parts if part)
-    elif isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+    elif isinstance(default, float) and type(value) is int:
         value = float(value)
-    if default is not None and type(value) is not type(default):
+    numbers = section == "model" and {type(default), type(value)} == {int, float}
+    # None and the kind of number are left to `resolve`, which knows what each key takes.
+    if None not in (default, value) and type(value) is not type(default) and not numbers:
         kind = type(default).__name__
         raise ValueError(f"--config.{key}={text}: must be of type {kind}, such as {default!r}")
     with config.ignore_type():
@@ -307,28 +318,34 @@ def _parse(text: str) -> Any:
 
 
 def _build(section: type, values: dict[str, Any], name: str) -> Any:
-    _check_keys(section, values, name, required=True)
-    for field in dataclasses.fields(section):
-        value, kind = values.get(field.name), field.type
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            values[field.name] = value = float(value)
-        if isinstance(kind, type) and field.name in values and type(value) is not kind:
-            if kind in (int, float, str, bool):
-                raise ValueError(f"{name}.{field.name}={value!r} must be of type {kind.__name__}")
+    _check_fields(section, values, name)
     return section(**values)
 
 
-def _check_keys(section: type, values: dict[str, Any], name: str, *, required: bool) -> None:
-    fields = dataclasses.fields(section)
-    known = [field.name for field in fields]
+def _check_fields(
+    section: type, values: dict[str, Any], name: str, *, may_be_open: Sequence[str] = ()
+) -> None:
+    """Refuses unknown and missing keys and wrong types; whole numbers become floats in place."""
+    fields = {field.name: field for field in dataclasses.fields(section)}
     for key in values:
-        if key not in known:
-            keys = [f"{name}.{k}" for k in known]
+        if key not in fields:
+            keys = [f"{name}.{k}" for k in fields]
             raise ValueError(f"config.{name}.{key}: unknown key{_nearest(f'{name}.{key}', keys)}")
-    for field in fields:
-        optional = field.default is not dataclasses.MISSING
-        if required and not optional and field.name not in values:
-            raise ValueError(f"config.{name}.{field.name} is missing")
+    for key, field in fields.items():
+        if values.get(key) is None and key in may_be_open:
+            continue
+        if key not in values:
+            if field.default is field.default_factory is dataclasses.MISSING:
+                raise ValueError(f"config.{name}.{key} is missing")
+            continue
+        value = values[key]
+        kinds: tuple[Any, ...] = typing.get_args(field.type) or (field.type,)
+        if float in kinds and type(value) is int:
+            values[key] = value = float(value)
+        # Other annotations than these are the section's own to check.
+        if {*kinds} <= {int, float, str, bool, type(None)} and type(value) not in kinds:
+            kind = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+            raise ValueError(f"{name}.{key}={value!r} must be of type {kind}")
 
 
 def _model_class(name: str) -> type:

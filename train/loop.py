@@ -17,6 +17,7 @@ from train.progress import Progress
 from train.setup import Run
 from train.state import TrainState
 from train.throughput import ThroughputMeter, mfu, peak_flops_per_s
+from train.workdir import CHECKPOINTS
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
     Raises:
         ValueError: no checkpoint is intact, or they are those of another model.
     """
-    checkpoints = Checkpoints(workdir / "checkpoints", run.config.checkpoint)
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     batches = train_batches(corpus, run.config.data, run.rows)
     restored = checkpoints.restore(run.abstract)
     if restored is None:
@@ -45,12 +46,22 @@ def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
     else:
         step, state, data_state = restored
         batches.set_state(data_state)
-        _log.info("resuming after step %d", step)
+        done = step >= run.config.train.num_steps
+        _log.info(
+            "step %d of train.num_steps=%d is saved; %s",
+            step,
+            run.config.train.num_steps,
+            "nothing is left to train" if done else "going on from there",
+        )
+    if not len(corpus.validation):
+        _log.warning("the validation split is empty: nothing will be evaluated")
     return Position(step=step, state=state, batches=batches, checkpoints=checkpoints)
 
 
 def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves: bool) -> None:
     """Trains from `start` to the last step.
+
+    A step is evaluated before it is saved: a run that is killed in between logs both again.
 
     Args:
         workdir: where metrics go.
@@ -69,7 +80,7 @@ def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves
                 logged = _logged(metrics, meter, run)
                 writer.write(step, logged)
                 progress.update(step, logged)
-            if _is_due(step, config.eval.every_steps, num_steps):
+            if len(corpus.validation) and _is_due(step, config.eval.every_steps, num_steps):
                 with meter.paused():
                     scores = evaluate(run, corpus, state)
                 writer.write(step, scores)

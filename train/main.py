@@ -5,17 +5,18 @@ import dataclasses
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
 
-from data.text import load_corpus
+from data.text import TextCorpus, load_corpus
 from sharding import devices
 from train import config as configs
 from train import loop, workdir
-from train.setup import describe, prepare
+from train.setup import Run, describe, prepare
 
-ROOMS = ("checkpoint", "convert", "data", "models", "sharding", "train")
+ROOMS = ("checkpoint", "data", "models", "sharding", "train")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,30 +25,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument("--workdir", required=True, type=Path, help="where the run's files go")
     parser.add_argument("--mode", choices=("train", "eval"), default="train")
-    parser.add_argument("--fast_dev_run", action="store_true", help="3 steps, nothing is saved")
+    parser.add_argument("--fast_dev_run", action="store_true", help="3 steps; workdir is not used")
     args, others = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", force=True)
     for room in ROOMS:
         logging.getLogger(room).setLevel(logging.INFO)
-    try:
-        run, corpus = _set_up(args, configs.overrides(others))
-        start = loop.find_position(run, corpus, args.workdir)
-        if args.mode == "eval" and start.step == 0:
-            raise ValueError(f"--mode=eval: {args.workdir} holds no checkpoint; train first")
-    except (ValueError, OSError) as error:
-        if os.environ.get("TAIBAI_TRACEBACK"):
-            raise
-        print(f"error: {error}\n(TAIBAI_TRACEBACK=1 shows where it was raised)", file=sys.stderr)
-        return 2
-    if args.mode == "eval":
-        scores = loop.evaluate(run, corpus, start.state)
-        print(" ".join([f"step {start.step}", *(f"{k} {v:.6g}" for k, v in scores.items())]))
-    else:
-        loop.train(run, corpus, start, args.workdir, saves=not args.fast_dev_run)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) if args.fast_dev_run else args.workdir
+        try:
+            run, corpus = _set_up(args, configs.overrides(others))
+            if args.mode == "train":
+                run.compile_train_step()
+            start = loop.find_position(run, corpus, directory)
+            if args.mode == "train":
+                workdir.claim(directory, run)
+        except (ValueError, OSError) as error:
+            if os.environ.get("TAIBAI_TRACEBACK"):
+                raise
+            hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
+            print(f"error: {error}\n{hint}", file=sys.stderr)
+            return 2
+        if args.mode == "eval":
+            scores = loop.evaluate(run, corpus, start.state)
+            print(" ".join([f"step {start.step}", *(f"{k} {v:.6g}" for k, v in scores.items())]))
+        else:
+            loop.train(run, corpus, start, directory, saves=not args.fast_dev_run)
     return 0
 
 
-def _set_up(args: argparse.Namespace, overrides: list[str]):
+def _set_up(args: argparse.Namespace, overrides: list[str]) -> tuple[Run, TextCorpus]:
+    """Returns the run and its corpus, after all checks that need no computation."""
+    evaluates = args.mode == "eval"
+    if evaluates and not workdir.has_checkpoint(args.workdir):
+        raise ValueError(f"--mode=eval: --workdir={args.workdir} holds no checkpoint; train first")
     source = configs.load(args.config, overrides)
     if args.fast_dev_run:
         configs.shorten(source)
@@ -59,8 +69,10 @@ def _set_up(args: argparse.Namespace, overrides: list[str]):
         logging.disable(logging.INFO)
     corpus = load_corpus(config.data)
     run = prepare(config, mesh, vocab_size=corpus.tokenizer.vocab_size)
-    if args.mode == "train" and not args.fast_dev_run:
-        workdir.claim(args.workdir, run)
+    if evaluates and not len(corpus.validation):
+        raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation text")
+    if not args.fast_dev_run:
+        workdir.check(args.workdir, run)
     logging.getLogger("train").info("%s", describe(run, corpus))
     return run, corpus
 

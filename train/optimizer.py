@@ -51,7 +51,7 @@ class OptimizerConfig:
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Returns the learning rate of every update: int32 count -> float32."""
     peak, warmup = config.learning_rate, config.warmup_steps
-    final, rest = peak * config.final_learning_rate_fraction, max(num_steps - warmup, 1)
+    final, rest = peak * config.final_learning_rate_fraction, max(num_steps - 1 - warmup, 1)
     after = {
         "cosine": optax.cosine_decay_schedule(peak, rest, config.final_learning_rate_fraction),
         "linear": optax.linear_schedule(peak, final, rest),

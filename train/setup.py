@@ -96,6 +96,12 @@ class Run:
         with jax.set_mesh(self.mesh):
             return jax.jit(step).lower(self.abstract.params, self._abstract_batch()).compile()
 
+    def compile_train_step(self) -> None:
+        """Compiles `train_step` now, and logs the memory that a step takes beside the state."""
+        memory = self.train_step.memory_analysis()
+        if memory:
+            _log.info("        %s of a step's temporaries", mib(memory.temp_size_in_bytes))
+
     def _step_config(self) -> StepConfig:
         return StepConfig(
             schedule=self.config.pipeline.schedule,
@@ -136,7 +142,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     parts = partition(model, remat=config.train.remat)
     abstract = abstract_state(build, optimizer, mesh, rules, config.precision.params)
     for axis in unused_axes(partition_specs_of(abstract.params), rules, mesh):
-        if axis not in rules["seq"]:
+        if axis not in ("pipeline", *rules["seq"]):  # the executor checks the pipeline
             raise ValueError(
                 f"mesh.{axis}={mesh.shape[axis]}: {type(model).__name__} splits nothing over "
                 f"{axis!r}, so its devices would repeat each other's work; set mesh.{axis}=1"
@@ -156,8 +162,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
 
 
 def describe(run: Run, corpus: TextCorpus) -> str:
-    """Returns the summary of a run for its start: parameters, mesh, data and memory."""
-    memory = run.train_step.memory_analysis()
+    """Returns the summary of a run for its start: parameters, mesh, data and the state's memory."""
     state = sum(
         np.dtype(leaf.dtype).itemsize * np.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(run.abstract)
@@ -171,11 +176,10 @@ def describe(run: Run, corpus: TextCorpus) -> str:
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "
         f"{len(corpus.validation):,} validation sequences of "
         f"{run.config.data.sequence_length} tokens, vocabulary {corpus.tokenizer.vocab_size:,}",
-        f"memory  per device: {_mib(state)} state"
-        + (f", {_mib(memory.temp_size_in_bytes)} temporaries of a step" if memory else ""),
+        f"memory  {mib(state)} of parameters and optimizer state per device",
     ]
     return "\n".join(lines)
 
 
-def _mib(num_bytes: Any) -> str:
+def mib(num_bytes: Any) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"

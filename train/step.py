@@ -13,6 +13,8 @@ from sharding.logical import Rules, axis_rules
 from sharding.pipeline import executor, schedule
 from train.state import TrainState
 
+_DROPOUT_TAG = 0x0D0D
+
 Tree = Any
 Batch = dict[str, jax.Array]
 
@@ -103,7 +105,9 @@ def _update(state: TrainState, grads: Tree, metrics: dict, optimizer) -> TrainSt
 
 def _with_dropout_keys(batch: Batch, seed: int) -> Batch:
     """Returns the batch with a key per example, from the example's number alone."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), batch["index"])
+    # Folded twice, so that no key is one that an initial parameter was drawn from.
+    base = jax.random.fold_in(jax.random.key(seed), _DROPOUT_TAG)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(base, batch["index"])
     return {**batch, "dropout_keys": keys}
 
 

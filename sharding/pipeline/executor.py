@@ -1,6 +1,6 @@
 """Runs any schedule's table inside one jit, as one program that every device executes.
 
-The executor knows no model. It gets three functions (`Parts`) and a table, and returns a function
+The executor knows no model. It gets three functions (`Model`) and a table, and returns a function
 from parameters and microbatches to summed losses and gradients:
 
 - `shard_map` is manual over `pipeline`, `data` and `fsdp`, so that nothing is communicated over
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from sharding.pipeline.schedule import BACKWARD, FORWARD, Schedule
+from sharding.pipeline.schedule import BACKWARD, FORWARD, Schedule, verify
 from sharding.rules import axes_of
 
 #: Mesh axes whose communication is written out in this file.
@@ -32,7 +32,7 @@ MANUAL_AXES = ("pipeline", "data", "fsdp")
 Tree = Any
 
 
-class Parts(Protocol):
+class Model(Protocol):
     """A model as the executor sees it; arrays of `microbatch` have a leading batch dim."""
 
     def embed(self, ends: Tree, microbatch: Tree, /) -> Tree:
@@ -65,10 +65,11 @@ class _Plan:
     arriving_cotangent_slot: np.ndarray
     depth: int
     cotangent_depth: int
+    num_microbatches: int
 
 
 def make_loss_and_grad(
-    parts: Parts, schedule: Schedule, mesh: jax.sharding.Mesh, specs: dict[str, Tree]
+    parts: Model, schedule: Schedule, mesh: jax.sharding.Mesh, specs: dict[str, Tree]
 ) -> Callable[[dict[str, Tree], Tree], tuple[dict, dict[str, Tree]]]:
     """Returns `f(params, batch) -> (sums, gradients)` that runs a training schedule.
 
@@ -82,7 +83,12 @@ def make_loss_and_grad(
     `f` takes parameters of that structure and a batch whose arrays are `[M, B, ...]`; `sums` holds
     `loss`, `weight` and the head's metrics, summed over microbatches and devices; the gradients
     are those of `sums["loss"]`, in float32 or wider, laid out like the parameters.
+
+    Raises:
+      ValueError: a parameter is split over `data`, or over `pipeline` other than by layers.
     """
+    _check_specs(specs, mesh)
+    _check_schedule(schedule, mesh, has_backward=True)
     plan = _plan(schedule)
 
     def local(ends, layers, batch):
@@ -99,12 +105,14 @@ def make_loss_and_grad(
 
 
 def make_evaluate(
-    parts: Parts, schedule: Schedule, mesh: jax.sharding.Mesh, specs: dict[str, Tree]
+    parts: Model, schedule: Schedule, mesh: jax.sharding.Mesh, specs: dict[str, Tree]
 ) -> Callable[[dict[str, Tree], Tree], dict]:
     """Returns `f(params, batch) -> sums` that runs a forward-only schedule.
 
-    Arguments as for `make_loss_and_grad`.
+    Arguments and errors as for `make_loss_and_grad`.
     """
+    _check_specs(specs, mesh)
+    _check_schedule(schedule, mesh, has_backward=False)
     plan = _plan(schedule)
 
     def local(ends, layers, batch):
@@ -116,12 +124,25 @@ def make_evaluate(
     return _shard_map(local, mesh, specs, with_gradients=False)
 
 
+#: The fields of _Plan that are tables.
+_TABLES = (
+    "forward",
+    "backward",
+    "forward_slot",
+    "backward_slot",
+    "cotangent_slot",
+    "arriving_slot",
+    "arriving_cotangent_slot",
+)
+
+
 class _Stage:
     """One device's view of the run: its parameters, its batch, its column of the table."""
 
-    def __init__(self, parts: Parts, plan: _Plan, num_stages: int, ends, layers, batch):
+    def __init__(self, parts: Model, plan: _Plan, num_stages: int, ends, layers, batch):
         self.parts, self.plan, self.num_stages = parts, plan, num_stages
         self.ends, self.layers, self.batch = ends, layers, batch
+        assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
         self.index = jax.lax.axis_index("pipeline")
         layers_per_stage = jax.tree.leaves(layers)[0].shape[0]
         self.first_layer = self.index * layers_per_stage
@@ -131,8 +152,8 @@ class _Stage:
 
     def columns(self) -> dict[str, jax.Array]:
         """Returns this stage's column of every table of the plan, `int32[ticks]` each."""
-        tables = {k: v for k, v in vars(self.plan).items() if isinstance(v, np.ndarray)}
-        return {k: jnp.asarray(v, jnp.int32)[:, self.index] for k, v in tables.items()}
+        tables = {name: jnp.asarray(getattr(self.plan, name), jnp.int32) for name in _TABLES}
+        return {name: table[:, self.index] for name, table in tables.items()}
 
     def initial_carry(self, *, with_gradients: bool) -> dict[str, Tree]:
         def buffers(depth):
@@ -184,8 +205,7 @@ class _Stage:
         return {"sums": sums, "inputs": inputs}, None
 
     def microbatch(self, index: jax.Array) -> Tree:
-        take = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)  # noqa: E731
-        return jax.tree.map(take, self.batch)
+        return _read(self.batch, index)
 
     def _forward(self, inputs, row) -> tuple[Tree, Tree]:
         microbatch = self.microbatch(row["forward"])
@@ -273,15 +293,38 @@ def _shard_map(local, mesh, specs, *, with_gradients: bool):
     return lambda params, batch: mapped(params["ends"], params["layers"], batch)
 
 
+def _check_schedule(schedule: Schedule, mesh, *, has_backward: bool) -> None:
+    verify(schedule)
+    assert schedule.num_stages == mesh.shape["pipeline"]
+    assert schedule.has_backward() == has_backward
+
+
+def _check_specs(specs: dict[str, Tree], mesh) -> None:
+    """Refuses layouts for which a stage would compute with a part of a parameter."""
+    split = {axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1}
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
+        name = ".".join(str(key.key) for key in path[1:])
+        of_layers = path[0].key == "layers"
+        first = axes_of(PartitionSpec(*spec[:1]))
+        if of_layers and "pipeline" in split - first:
+            raise ValueError(
+                f"parameter {name} is laid out as {spec}: layers must be split over 'pipeline'; "
+                "set rules.layers=pipeline"
+            )
+        rest = axes_of(PartitionSpec(*spec[1:])) | (first - {"pipeline"} if of_layers else first)
+        for axis in sorted(split & rest):
+            raise ValueError(
+                f"parameter {name} is laid out as {spec}: nothing but layers can be split over "
+                f"'pipeline', and nothing but the batch over 'data'; take {axis!r} out of the "
+                "rule, or split over 'fsdp' instead"
+            )
+
+
 def _plan(schedule: Schedule) -> _Plan:
     """Returns the schedule as tables, with a buffer slot for everything that crosses stages."""
     when, last = schedule.when(), schedule.num_stages - 1
     shape = (len(schedule.ticks), schedule.num_stages)
-    tables = {
-        field.name: np.full(shape, -1)
-        for field in dataclasses.fields(_Plan)
-        if field.type is np.ndarray
-    }
+    tables = {name: np.full(shape, -1) for name in _TABLES}
     for (kind, microbatch, stage), tick in when.items():
         tables["forward" if kind == FORWARD else "backward"][tick, stage] = microbatch
 
@@ -313,7 +356,12 @@ def _plan(schedule: Schedule) -> _Plan:
     works = tables["backward"] >= 0
     works |= (tables["forward"] >= 0) & ((np.arange(last + 1) < last) | (last_use == FORWARD))
     tables = {name: table[works.any(axis=1)] for name, table in tables.items()}
-    return _Plan(**tables, depth=depths[0], cotangent_depth=depths[1])
+    return _Plan(
+        **tables,
+        depth=depths[0],
+        cotangent_depth=depths[1],
+        num_microbatches=schedule.num_microbatches,
+    )
 
 
 def _assign_slots(lifetimes: list[tuple[int, int, int]]) -> dict[tuple[int, int, int], int]:

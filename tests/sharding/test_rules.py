@@ -87,7 +87,7 @@ def refusal(shape, axes, rules=DEFAULT_RULES, **mesh: int) -> str:
 def test_indivisible_dimension_names_values_rule_place_and_choices():
     message = refusal((5, 12), ("embed", "heads"), model=8)
     assert message.startswith("mesh.model=8 must divide heads=12")
-    assert "dimension 1 of block.kernel(5, 12)" in message
+    assert "dimension 1 of block.kernel" in message and "(5, 12)" in message
     assert message.endswith("choose from 1, 2, 3, 4, 6, 12")
 
 
@@ -102,7 +102,8 @@ def test_collision_and_unknown_name_name_the_parameter():
 
 
 def test_axes_of_another_rank_name_the_parameter_and_its_shape():
-    assert "block.kernel(4, 6)" in refusal((4, 6), ("embed",))
+    message = refusal((4, 6), ("embed",))
+    assert "block.kernel" in message and "(4, 6)" in message and "('embed',)" in message
 
 
 def test_shardings_lay_out_what_the_specs_say():

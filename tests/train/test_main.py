@@ -69,11 +69,39 @@ def test_eval_mode_gives_the_last_evaluation_again(trained, capsys):
     assert float(printed[printed.index("eval_loss") + 1]) == pytest.approx(last["eval_loss"], 1e-5)
 
 
-def test_fast_dev_run_takes_three_steps_and_saves_nothing(corpus_overrides, tmp_path):
-    assert run_main(tmp_path, (*TINY, *corpus_overrides), "--fast_dev_run") == 0
-    entries = read_metrics(tmp_path / "metrics.jsonl")
-    assert [entry["step"] for entry in entries] == [1, 2, 3, 3]
-    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
+def test_fast_dev_run_takes_three_steps_and_leaves_the_workdir_alone(trained, capsys):
+    workdir, overrides = trained
+    before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
+    assert run_main(workdir, (*overrides, "model.num_layers=2"), "--fast_dev_run") == 0
+    assert {path: path.stat().st_mtime_ns for path in workdir.rglob("*")} == before
+    printed = capsys.readouterr().out
+    assert [f"step {i}/3" in printed for i in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+def test_finished_run_says_so_and_changes_nothing(trained, capsys):
+    workdir, overrides = trained
+    before = (workdir / "metrics.jsonl").read_text()
+    assert run_main(workdir, overrides) == 0
+    assert "nothing is left to train" in capsys.readouterr().err
+    assert (workdir / "metrics.jsonl").read_text() == before
+
+
+def test_empty_validation_split_is_said_and_trained_without(corpus_overrides, tmp_path, capsys):
+    overrides = (*TINY, *corpus_overrides, "data.validation_fraction=0", "train.num_steps=2")
+    assert run_main(tmp_path, overrides) == 0
+    assert "validation split is empty" in capsys.readouterr().err
+    assert [e["step"] for e in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert run_main(tmp_path, overrides, "--mode=eval") == 2
+    assert "no validation text" in error_line(capsys)
+
+
+def test_evaluation_of_what_is_not_there_or_another_run_is_refused(trained, tmp_path, capsys):
+    workdir, overrides = trained
+    assert run_main(tmp_path / "nothing", overrides, "--mode=eval") == 2
+    assert "holds no checkpoint" in error_line(capsys)
+    assert not (tmp_path / "nothing").exists()
+    assert run_main(workdir, (*overrides, "data.sequence_length=8"), "--mode=eval") == 2
+    assert "data.sequence_length: 16 -> 8" in error_line(capsys)
 
 
 def test_longer_run_goes_on_and_another_model_is_refused(trained, tmp_path, capsys):
@@ -95,7 +123,7 @@ def test_damaged_checkpoint_is_passed_over(corpus_overrides, tmp_path, capsys):
     capsys.readouterr()
     assert run_main(tmp_path, overrides) == 0
     log = capsys.readouterr().err
-    assert "checkpoints/4 is passed over" in log and "resuming after step 2" in log
+    assert "checkpoints/4 is passed over" in log and "step 2 of train.num_steps=4" in log
     after = [m["loss"] for m in read_metrics(tmp_path / "metrics.jsonl") if "loss" in m]
     assert after == before
 
@@ -108,6 +136,12 @@ BAD = {
     "mesh axis without use": (("mesh.expert=2",), "mesh.expert=2"),
     "missing file": (("data.paths=nowhere/*.txt",), "nowhere/*.txt"),
     "missing tokenizer": (("data.tokenizer=nowhere.json",), "nowhere.json"),
+    "weights over data": (("rules.mlp=data", "mesh.data=2"), "split over 'pipeline', and nothing"),
+    "layers over data": (("rules.layers=data", "mesh.data=2"), "'data'"),
+    "vocab over pipeline": (("rules.vocab=pipeline", "mesh.pipeline=2"), "'pipeline'"),
+    "layers not split": (("rules.layers=none", "mesh.pipeline=2"), "rules.layers=pipeline"),
+    "two dims on one axis": (("rules.seq=model", "mesh.model=2"), "both split over mesh axis"),
+    "loss that is none": (("model.loss=json",), "model.loss='json' is no function"),
     "schedule": (("pipeline.schedule=2f2b",), "choose from gpipe, 1f1b"),
     "wrong type": (("train.num_steps=many",), "train.num_steps=many"),
     "model path": (("model.name=nowhere:Model",), "model.name='nowhere:Model'"),

@@ -1,6 +1,7 @@
 """Learning-rate schedules, decay masks, and AdamW against PyTorch's."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,8 @@ BASE = OptimizerConfig(
 
 
 def rate(step: int, num_steps: int = 24, **changes) -> float:
-    return float(make_schedule(dataclasses.replace(BASE, **changes), num_steps)(step))
+    schedule: Any = make_schedule(dataclasses.replace(BASE, **changes), num_steps)
+    return float(schedule(step))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -50,14 +52,11 @@ def test_first_update_is_at_the_peak_where_there_is_nothing_to_warm_up(warmup):
     [("cosine", 0.011, 0.002), ("linear", 0.011, 0.002), ("constant", 0.02, 0.02)],
 )
 def test_rate_falls_to_its_final_fraction(schedule, middle, end):
-    assert rate(14, schedule=schedule) == pytest.approx(middle)  # halfway from 4 to 24
-    assert rate(24, schedule=schedule) == pytest.approx(end)
+    # The peak is update 4 and the end update 23, the last of 24: halfway lies between 13 and 14.
+    around = (rate(13, schedule=schedule) + rate(14, schedule=schedule)) / 2
+    assert around == pytest.approx(middle)
+    assert rate(23, schedule=schedule) == pytest.approx(end)
     assert rate(1000, schedule=schedule) == pytest.approx(end)
-
-
-def test_last_update_is_within_one_step_of_the_final_rate():
-    last, step_before = rate(23, schedule="linear"), rate(22, schedule="linear")
-    assert 0.002 <= last <= 0.002 + 1.001 * (step_before - last)
 
 
 def test_warmup_longer_than_the_run_is_no_error():
@@ -82,12 +81,12 @@ def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
 
 def test_adamw_equals_pytorchs():
     """Ten steps on random gradients, the larger half of them clipped, decay on the kernel alone."""
-    schedule = make_schedule(BASE, 10)
+    schedule: Any = make_schedule(BASE, 10)
     rng = np.random.default_rng(0)
     start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=(2, 3))}
     with jax.enable_x64(True):
         optimizer = make_optimizer(BASE, schedule)
-        params = jax.tree.map(jnp.asarray, start)
+        params: Any = jax.tree.map(jnp.asarray, start)
         state = optimizer.init(params)
         theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
         groups = [
@@ -116,10 +115,11 @@ def test_adamw_equals_pytorchs():
 def test_clip_norm_0_switches_clipping_off():
     grads = {"kernel": jnp.full((2, 2), 100.0)}
 
-    def update(clip_norm: float) -> jax.Array:
+    def update(clip_norm: float) -> Any:
         config = dataclasses.replace(BASE, name=f"{__name__}:plain_descent", clip_norm=clip_norm)
         optimizer = make_optimizer(config, lambda count: 1.0)
-        return optimizer.update(grads, optimizer.init(grads), grads)[0]["kernel"]
+        updates: Any = optimizer.update(grads, optimizer.init(grads), grads)[0]
+        return updates["kernel"]
 
     np.testing.assert_allclose(update(0.0), -100.0)
     np.testing.assert_allclose(update(3.0), -1.5)  # four elements: each half of the norm

@@ -44,6 +44,16 @@ def test_verify_accepts_every_schedule_that_a_name_stands_for(schedule):
 
 @given(STAGES, MICROBATCHES)
 @properties
+def test_tables_have_no_more_ticks_than_they_need(stages, microbatches):
+    ticks = {name: len(SCHEDULES[name](stages, microbatches).ticks) for name in ("1f1b", "gpipe")}
+    assert ticks == {
+        "1f1b": microbatches + 2 * (stages - 1),
+        "gpipe": 2 * (microbatches + stages - 1),
+    }
+
+
+@given(STAGES, MICROBATCHES)
+@properties
 def test_forward_only_runs_every_forward_and_no_backward(stages, microbatches):
     schedule = forward_only(stages, microbatches)
     verify(schedule)
