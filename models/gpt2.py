@@ -14,7 +14,7 @@ from flax import nnx
 
 from models.attention import attend
 from models.flops import attention_flops, dense_flops
-from models.layers import LayerNorm, Linear, dropout, param
+from models.layers import LayerNorm, Linear, dropout, linear_after, param
 from models.losses import chunked_vocab_loss, make_token_loss
 from models.stack import Stack
 from sharding.logical import constrain
@@ -53,7 +53,7 @@ class GPT2Config:
 
 
 class Attention(nnx.Module):
-    """Causal multi-head self-attention."""
+    """Causal multi-head self-attention of norm(x)."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         embed = {"embed": config.embed_dim}
@@ -61,23 +61,24 @@ class Attention(nnx.Module):
         self.qkv = Linear(embed, {"_qkv": 3, **heads}, stddev=config.init_stddev, rngs=rngs)
         self.out = Linear(heads, embed, stddev=_residual_stddev(config), rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        qkv = constrain(self.qkv(x_BTD), "batch", "seq", None, "heads", "head_dim")
+    def __call__(self, x_BTD: jax.Array, norm: LayerNorm) -> jax.Array:
+        qkv = linear_after(norm, self.qkv, x_BTD)
+        qkv = constrain(qkv, "batch", "seq", None, "heads", "head_dim")
         y_BTNH = attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
         return self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
 
 
 class MLP(nnx.Module):
-    """Two linear layers with the tanh form of gelu between them."""
+    """Two linear layers with the tanh form of gelu between them, applied to norm(x)."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.embed_dim}, {"mlp": 4 * config.embed_dim}
         self.up = Linear(embed, mlp, stddev=config.init_stddev, rngs=rngs)
         self.down = Linear(mlp, embed, stddev=_residual_stddev(config), rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = constrain(self.up(x_BTD), "batch", "seq", "mlp")
-        return self.down(jax.nn.gelu(h_BTF, approximate=True))
+    def __call__(self, x_BTD: jax.Array, norm: LayerNorm) -> jax.Array:
+        h_BTF = constrain(linear_after(norm, self.up, x_BTD), "batch", "seq", "mlp")
+        return linear_after(jax.nn.gelu, self.down, h_BTF)  # the tanh form, by default
 
 
 class Block(nnx.Module):
@@ -92,9 +93,9 @@ class Block(nnx.Module):
         self.dropout = config.dropout
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
-        branch = self.attention(self.attention_norm(x_BTD))
+        branch = self.attention(x_BTD, self.attention_norm)
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=0)
-        branch = self.mlp(self.mlp_norm(x_BTD))
+        branch = self.mlp(x_BTD, self.mlp_norm)
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=1)
         return constrain(x_BTD, "batch", "seq", "act_embed")
 

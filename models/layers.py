@@ -5,7 +5,7 @@ computes in the dtype of its parameters, so precision is decided where parameter
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,15 @@ class LayerNorm(nnx.Module):
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
         scale, bias = self.scale[...], self.bias[...]
         return (normal * scale + bias).astype(x.dtype)
+
+
+def linear_after(elementwise: Callable[[jax.Array], jax.Array], linear: Linear, x: jax.Array):
+    """Returns `linear(elementwise(x))`, of which the backward pass keeps `x` alone.
+
+    It computes `elementwise` (a norm, an activation) again, which costs less than the memory
+    to keep its result: a scan over layers would write that memory once more and read it back.
+    """
+    return jax.checkpoint(lambda x: linear(elementwise(x)), prevent_cse=False)(x)
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) -> jax.Array:

@@ -6,6 +6,7 @@ N tokens, C tokens in a chunk, D embed, V vocab.
 import functools
 import pkgutil
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +41,16 @@ def make_token_loss(name: str) -> TokenLoss:
     if name == "cross_entropy":
         return cross_entropy
     try:
-        loss = pkgutil.resolve_name(name)
+        loss: Any = pkgutil.resolve_name(name)
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(
             f"model.loss={name!r} is neither 'cross_entropy' nor an import path "
             f"'package.module:function': {error}"
         ) from None
+    if not callable(loss):
+        raise ValueError(
+            f"model.loss={name!r} is no function; it must be (logits, targets) -> losses"
+        )
     return loss
 
 
@@ -57,7 +62,7 @@ def chunked_vocab_loss(
     *,
     vocab_size: int,
     token_loss: TokenLoss = cross_entropy,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
 ) -> jax.Array:
     """Returns the weighted sum of token losses of logits `x · tableᵀ`, float32 or wider.
 
@@ -67,15 +72,18 @@ def chunked_vocab_loss(
 
     Args:
       x_ND: activations.
-      table_VD: output embedding, in the dtype of `x`; rows from `vocab_size` on are padding and get no
-        probability.
+      table_VD: output embedding, in the dtype of `x`; rows from `vocab_size` on are padding and
+        get no probability.
       targets_N: int32, in [0, vocab_size).
       weights_N: float32; 0 leaves a token out.
-      chunk_tokens: tokens whose logits exist at once.
+      chunk_tokens: tokens whose logits exist at once; None chooses by backend: on a CPU fresh
+        memory is what costs, on an accelerator each chunk's addition to the table's gradient.
 
     Source: the fused linear cross-entropy of Liger Kernel, Hsu et al. 2024 (arXiv:2410.10989), 3.2.
     """
     num_tokens = x_ND.shape[0]
+    if chunk_tokens is None:
+        chunk_tokens = 512 if jax.default_backend() == "cpu" else 1024
     num_chunks = -(-num_tokens // chunk_tokens)
     size = -(-num_tokens // num_chunks)
     pad = num_chunks * size - num_tokens
@@ -94,8 +102,9 @@ def _chunk_loss(spec, x_CD, table_VD, targets_C, weights_C):
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=wide)
     logits_CV = constrain(logits_CV, None, "vocab")
-    is_token = jnp.arange(table_VD.shape[0]) < vocab_size
-    logits_CV = jnp.where(is_token[None, :], logits_CV, jnp.finfo(wide).min)
+    if vocab_size < table_VD.shape[0]:
+        is_token = jnp.arange(table_VD.shape[0]) < vocab_size
+        logits_CV = jnp.where(is_token[None, :], logits_CV, jnp.finfo(wide).min)
     return jnp.sum(token_loss(logits_CV, targets_C) * weights_C.astype(wide))
 
 

@@ -65,7 +65,7 @@ class Parts:
         return {**parts["ends"], self.stack_name: {"layers": parts["layers"]}}
 
 
-def partition(model: nnx.Module, *, remat: str) -> Parts:
+def partition(model: Any, *, remat: str) -> Parts:
     """Returns the model's three functions; `model` may be abstract and is left as it is.
 
     Raises:
@@ -80,10 +80,16 @@ def partition(model: nnx.Module, *, remat: str) -> Parts:
     for method in ("embed", "head"):
         if not callable(getattr(model, method, None)):
             raise ValueError(f"{name} has no method {method!r}; see models/stack.py for the three")
+    for path, variable in nnx.to_flat_state(nnx.split(model)[1]):
+        if not isinstance(variable, nnx.Param):
+            raise ValueError(
+                f"{name}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a model holds "
+                "parameters alone (nnx.Param); for dropout use models.layers.dropout"
+            )
     stack_name = stacks[0]
     stack = getattr(model, stack_name)
     layer_graph = nnx.split(stack.layers)[0]
-    without_stack = nnx.merge(*nnx.split(model))
+    without_stack: Any = nnx.merge(*nnx.split(model))
     setattr(without_stack, stack_name, None)
     ends_graph = nnx.split(without_stack)[0]
 

@@ -1,0 +1,120 @@
+"""What a benchmark says beside its times: machine, versions, work; and all of it as text."""
+
+import dataclasses
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sharding import audit
+from train.setup import Run
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_PEER_PACKAGES = ("torch", "transformers")
+
+
+def versions(with_torch: bool) -> dict[str, str]:
+    """Returns the versions of Python and of the packages that matter."""
+    names = _PACKAGES + (_PEER_PACKAGES if with_torch else ())
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
+
+
+def hardware(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Returns what the step ran on."""
+    device = mesh.devices.flat[0]
+    return {
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "num_devices": mesh.size,
+        "num_processes": jax.process_count(),
+        "cpu": _cpu_name(),
+        "num_cores": num_cores(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def num_cores() -> int:
+    """Returns the CPU cores that this process may use, which is what XLA uses."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def work(run: Run) -> dict[str, Any]:
+    """Returns the sizes that decide what a step costs."""
+    config = run.config
+    return {
+        "model": type(run.model).__name__,
+        "model_config": dataclasses.asdict(run.model_config),
+        "num_params": run.num_params,
+        "flops_per_token": run.flops_per_token,
+        "tokens_per_step": run.tokens_per_step,
+        "sequence_length": config.data.sequence_length,
+        "global_batch_size": config.data.global_batch_size,
+        "num_microbatches": config.train.num_microbatches,
+        "remat": config.train.remat,
+        "precision": dataclasses.asdict(config.precision),
+        "schedule": config.pipeline.schedule,
+        "mesh": dict(run.mesh.shape),
+        "batches": "random tokens, held in memory",
+    }
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """Returns the figures of `benchmarks.step` for a reader."""
+    sizes, machine = figures["work"], figures["hardware"]
+    mesh = " × ".join(f"{axis}={size}" for axis, size in sizes["mesh"].items() if size > 1)
+    lines = [
+        f"{sizes['model']}, {sizes['num_params']:,} parameters, "
+        f"{sizes['flops_per_token']:,} FLOPs a token, {sizes['precision']['compute']}",
+        f"{sizes['global_batch_size']} sequences of {sizes['sequence_length']} random tokens a "
+        f"step, {sizes['num_microbatches']} microbatch(es), remat {sizes['remat']}",
+        f"mesh {mesh or 'of one device'}, {machine['device_kind']} ({machine['cpu']}, "
+        f"{machine['num_cores']} cores)",
+        ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
+        "",
+        f"{figures['rounds']} rounds of {figures['steps_per_round']} timed steps, in turns",
+        f"{'':14}  {'ms a step':>9}  {'quartiles':>15}  {'tokens/s':>9}  {'GFLOP/s':>9}"
+        f"  {'MFU':>6}  {'compile s':>9}",
+    ]
+    names = [name for name in ("ours", "torch_eager", "torch_compiled") if name in figures]
+    lines += [_row(name, figures[name]) for name in names]
+    lines += [
+        f"speed of ours ÷ {name}: {ratio['median']:.3f} "
+        f"(rounds from {ratio['min']:.3f} to {ratio['max']:.3f})"
+        for name, ratio in figures["speed_ratios"].items()
+    ]
+    for name, pair in figures.get("equality", {}).items():
+        lines.append(f"{name}: {pair['ours']:,} ours, {pair['peer']:,} the peer's")
+    lines += ["", "compiled step, one device:"]
+    lines += [
+        f"  {name.replace('_', ' ')}: {'unknown' if value is None else f'{value:,}'}"
+        for name, value in figures["ours"]["memory"].items()
+    ]
+    rows = [audit.SummaryRow(**row) for row in figures["ours"]["collectives"]]
+    return "\n".join([*lines, audit.format_table(rows)])
+
+
+def _row(name: str, figures: dict[str, Any]) -> str:
+    if "skipped" in figures:
+        return f"{name:14}  skipped: {figures['skipped']}"
+    times_s, mfu, compile_s = figures["step_time_s"], figures["mfu"], figures["compile_time_s"]
+    quartiles = f"{times_s['quartile_low'] * 1e3:.1f}–{times_s['quartile_high'] * 1e3:.1f}"
+    return (
+        f"{name:14}  {times_s['median'] * 1e3:9.1f}  {quartiles:>15}"
+        f"  {figures['tokens_per_s']:9,.0f}  {figures['model_flops_per_s'] / 1e9:9.1f}"
+        f"  {'-' if mfu is None else f'{mfu:.1%}':>6}"
+        f"  {'-' if compile_s is None else f'{compile_s:.1f}':>9}"
+    )
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

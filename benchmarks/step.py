@@ -1,0 +1,177 @@
+"""Measures a training step: `python -m benchmarks.step --config=FILE [--peer=torch] [--json]`.
+
+Batches are random tokens that lie in memory: a step's time does not depend on what the tokens say,
+and reading data is no part of it. Any key of the config can be set, as in train.main:
+
+    python -m benchmarks.step --config=configs/gpt2.py --peer=torch \\
+        --config.model.embed_dim=256 --config.data.sequence_length=256
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import report
+from benchmarks.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
+from sharding import audit, devices
+from sharding.batches import place_batch
+from train import config as configs
+from train.setup import Run, prepare
+from train.throughput import mfu, peak_flops_per_s
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
+    parser.add_argument("--peer", choices=("torch",), help="train the same model with this, too")
+    parser.add_argument("--no_compile", action="store_true", help="leave the compiled peer out")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps in a round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; contenders take turns")
+    args, others = parser.parse_known_args(argv)
+    try:
+        if args.steps < 1 or args.rounds < 1:
+            raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
+        if args.peer:  # both have their memory on one GPU
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        figures = measure(
+            make_run(args.config, configs.overrides(others)),
+            with_torch=args.peer == "torch",
+            with_compiled=not args.no_compile,
+            num_rounds=args.rounds,
+            num_steps=args.steps,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    arguments = sys.argv[1:] if argv is None else argv
+    figures = {"command": shlex.join(["python", "-m", "benchmarks.step", *arguments])} | figures
+    if jax.process_index() == 0:
+        print(json.dumps(figures, allow_nan=False) if args.json else report.as_text(figures))
+    return 0
+
+
+def make_run(config: str, overrides: list[str]) -> Run:
+    """Returns the run that a config describes, without its data."""
+    resolved = configs.resolve(configs.load(config, overrides))
+    jax.config.update("jax_enable_x64", resolved.precision.compute == "float64")
+    mesh = devices.start(resolved.mesh)
+    resolved = dataclasses.replace(resolved, mesh=resolved.mesh.resolve(mesh.size))
+    bytes_only = resolved.data.tokenizer == "bytes"
+    vocab_size = resolved.model_fields.get("vocab_size")
+    vocab_size = vocab_size or (257 if bytes_only else resolved.data.vocab_size)
+    return prepare(resolved, mesh, vocab_size=vocab_size)
+
+
+def measure(
+    run: Run, *, with_torch: bool, with_compiled: bool, num_rounds: int, num_steps: int
+) -> dict[str, Any]:
+    """Returns all figures of a run's step, and of the peer's, as plain numbers and strings.
+
+    Args:
+      with_torch: measure PyTorch beside ours.
+      with_compiled: and PyTorch with torch.compile, too.
+      num_rounds: turns of each.
+      num_steps: timed steps in a turn.
+
+    Raises:
+      ValueError: the peer has nothing equal to the run, or does other work than ours.
+    """
+    if with_torch:
+        from benchmarks import peers  # torch is needed for a peer only
+
+        peers.check(run)
+    batch = random_batch(run)
+    contenders = {"ours": _ours(run, batch)}
+    figures: dict[str, Any] = {
+        "versions": report.versions(with_torch),
+        "hardware": report.hardware(run.mesh),
+        "work": report.work(run),
+        "rounds": num_rounds,
+        "steps_per_round": num_steps,
+    }
+    skipped: dict[str, str] = {}
+    if with_torch:
+        figures["equality"], others, skipped = peers.torch_contenders(
+            run, batch, contenders["ours"].first_loss, with_compiled=with_compiled
+        )
+        contenders |= others
+    times = interleave(contenders, num_rounds=num_rounds, num_steps=num_steps)
+    for name, contender in contenders.items():
+        figures[name] = _speed(run, times[name].summary()) | {
+            "compile_time_s": contender.compile_time_s,
+            "first_loss": contender.first_loss,
+        }
+    figures["ours"] |= program(run)
+    figures |= {name: {"skipped": reason} for name, reason in skipped.items()}
+    others = [name for name in contenders if name != "ours"]
+    figures["speed_ratios"] = {name: ratios(times["ours"], times[name]) for name in others}
+    return figures
+
+
+def random_batch(run: Run) -> dict[str, np.ndarray]:
+    """Returns a whole global batch of random tokens, the same for every process."""
+    data, rng = run.config.data, np.random.default_rng(0)
+    shape = (data.global_batch_size, data.sequence_length)
+    high = run.model_config.vocab_size
+    return {
+        "tokens": rng.integers(high, size=shape, dtype=np.int32),
+        "targets": rng.integers(high, size=shape, dtype=np.int32),
+        "weights": np.ones(shape, np.float32),
+        "index": np.arange(shape[0], dtype=np.uint32),
+    }
+
+
+def program(run: Run) -> dict[str, Any]:
+    """Returns what the compiled step says of itself: bytes on one device, and collectives."""
+    found = audit.summary(audit.collectives(run.train_step, run.mesh))
+    return {
+        "memory": dataclasses.asdict(audit.memory(run.train_step)),
+        "collectives": [dataclasses.asdict(row) for row in found],
+    }
+
+
+def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
+    start_s = time.perf_counter()
+    train_step = run.train_step
+    compile_time_s = time.perf_counter() - start_s
+    rows, size = run.rows, run.config.data.global_batch_size
+    local = {name: array[rows] for name, array in batch.items()}
+    placed = place_batch(local, rows, run.batch_sharding, size)
+    state = run.initial_state()
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = train_step(state, placed)
+        jax.block_until_ready(state)
+        return float(metrics["loss"])
+
+    first_loss = step()
+    for _ in range(NUM_WARM_UP_STEPS):
+        step()
+    return Contender(step=step, compile_time_s=compile_time_s, first_loss=first_loss)
+
+
+def _speed(run: Run, step_time_s: dict[str, float]) -> dict[str, Any]:
+    tokens_per_s = run.tokens_per_step / step_time_s["median"]
+    flops_per_s = tokens_per_s * run.flops_per_token
+    peak = peak_flops_per_s(run.mesh.devices.flat[0], run.config.precision.compute)
+    return {
+        "step_time_s": step_time_s,
+        "tokens_per_s": tokens_per_s,
+        "model_flops_per_s": flops_per_s,
+        "mfu": mfu(flops_per_s, run.mesh.size, peak),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

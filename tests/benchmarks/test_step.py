@@ -1,0 +1,91 @@
+"""The step benchmark on a tiny model: what it promises to print, and that the peer is equal."""
+
+import json
+
+import pytest
+
+from benchmarks import step, timing
+from tests.runs import CONFIG, TINY
+
+ARGS = [
+    f"--config={CONFIG}",
+    *(f"--config.{override}" for override in TINY if not override.startswith("data.name")),
+    "--config.model.num_layers=2",
+    "--steps=2",
+    "--rounds=2",
+]
+SPEED = {"step_time_s", "tokens_per_s", "model_flops_per_s", "mfu", "compile_time_s", "first_loss"}
+
+
+def run(capsys, *args):
+    """Returns the JSON object that the benchmark prints."""
+    assert step.main([*ARGS, "--json", *args]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_promised_keys_on_a_2x2x2_mesh(capsys):
+    mesh = ("data", "model", "pipeline")
+    figures = run(capsys, *(f"--config.mesh.{axis}=2" for axis in mesh))
+    assert figures["command"].startswith("python -m benchmarks.step --config=")
+    assert figures["hardware"]["num_devices"] == 8 and figures["hardware"]["platform"] == "cpu"
+    assert {"python", "jax", "flax"} <= figures["versions"].keys()
+    assert figures["work"]["tokens_per_step"] == 16 * 16
+    ours = figures["ours"]
+    assert ours.keys() == SPEED | {"memory", "collectives"}
+    assert ours["mfu"] is None  # a CPU's peak is unknown
+    times_s = ours["step_time_s"]
+    order = ["min", "quartile_low", "median", "quartile_high", "max"]
+    assert [times_s[name] for name in order] == sorted(times_s.values())
+    assert ours["tokens_per_s"] == pytest.approx(16 * 16 / times_s["median"])
+    assert ours["memory"]["temp_bytes"] > 0 and ours["memory"]["argument_bytes"] > 0
+    found = {(row["kind"], *row["axes"]) for row in ours["collectives"]}
+    assert {("collective-permute", "pipeline"), ("all-reduce", "model")} <= found
+    assert all(row["bytes"] > 0 and row["loop_depth"] >= 0 for row in ours["collectives"])
+
+
+def test_peer_does_the_same_work_from_the_same_weights(capsys):
+    torch = pytest.importorskip("torch")
+    num_threads = torch.get_num_threads()
+    try:
+        figures = run(capsys, "--peer=torch", "--no_compile", "--config.model.dropout=0.0")
+    finally:
+        torch.set_num_threads(num_threads)
+    equality = figures["equality"]
+    for name in ("num_params", "forward_flops_per_token"):
+        assert equality[name]["ours"] == equality[name]["peer"]
+    # Float32 sums in another order; the loss is ln(257) ≈ 5.5.
+    assert equality["first_loss"]["ours"] == pytest.approx(equality["first_loss"]["peer"], abs=1e-5)
+    assert figures["torch_eager"].keys() == SPEED
+    assert figures["torch_compiled"]["skipped"]
+    ratio = figures["speed_ratios"]["torch_eager"]
+    assert len(ratio["rounds"]) == 2 and ratio["min"] <= ratio["median"] <= ratio["max"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--config.train.remat=dots", "--peer=torch"], "train.remat=dots"),
+        (["--config.model.num_head=2"], "model.num_heads"),
+        (["--steps=0"], "--steps=0"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, args, message):
+    assert step.main([*ARGS, *args]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_interleave_takes_turns_and_ratio_is_of_speeds():
+    calls = []
+
+    def contender(name):
+        def run_step():
+            calls.append(name)
+            return 0.0
+
+        return timing.Contender(step=run_step, compile_time_s=None, first_loss=0.0)
+
+    timing.interleave({"a": contender("a"), "b": contender("b")}, num_rounds=2, num_steps=2)
+    assert "".join(calls) == "aaabbb" * 2  # one untimed and two timed steps a turn
+    ours, peer = timing.Times(rounds=((1.0,), (2.0,))), timing.Times(rounds=((3.0,), (4.0,)))
+    assert timing.ratios(ours, peer)["rounds"] == [3.0, 2.0]
