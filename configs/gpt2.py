@@ -1,6 +1,7 @@
 """GPT-2 on one device, on the text of Python's own standard library.
 
-Hardware: any; by default a 2-core CPU, where it takes about TIME to a loss of about LOSS nats.
+Hardware: any; by default a 2-core CPU takes about 1.5 minutes to a validation loss of about 3.95
+nats a token (7.65 at the start).
 
     python -m train.main --config=configs/gpt2.py --workdir=runs/gpt2
 
@@ -46,7 +47,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     if size == "tiny":
         config.data.vocab_size = 2048
         config.optimizer.learning_rate = 3e-3
-        config.train.num_steps = 150
+        config.train.num_steps = 300
         return config
 
     layers, heads, embed, positions, learning_rate = SIZES[size]

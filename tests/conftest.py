@@ -2,24 +2,25 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
-    " --xla_cpu_collective_call_terminate_timeout_seconds=300"
-    " --xla_cpu_collective_timeout_seconds=300"
-)
+import jax
+import pytest
+
+from sharding.devices import CPU_XLA_FLAGS
+from tests.runs import write_corpus
+
+os.environ["XLA_FLAGS"] = " ".join(f"--{name}={value}" for name, value in CPU_XLA_FLAGS.items())
 os.environ["JAX_PLATFORMS"] = "cpu"
-
-import jax  # noqa: E402
-
+jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # now, before a test of the command line could choose another number
-
-import pytest  # noqa: E402
-
-from tests.runs import write_corpus  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def corpus_overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Overrides that train on a little text of their own, with their own cache."""
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the long tests first, so that no worker is left alone with them at the end."""
+    items.sort(key=lambda item: not item.path.stem.endswith(("resume", "parity", "main", "step")))

@@ -36,7 +36,7 @@ def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
     """Returns the newest intact checkpoint's position, or the initial one if there is none.
 
     Raises:
-        ValueError: no checkpoint is intact, or they are those of another model.
+        ValueError: no checkpoint is intact, or they are those of another model or other text.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     batches = train_batches(corpus, run.config.data, run.rows)
@@ -45,7 +45,12 @@ def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
         step, state = 0, run.initial_state()
     else:
         step, state, data_state = restored
-        batches.set_state(data_state)
+        if data_state["corpus"] != corpus.fingerprint:
+            raise ValueError(
+                f"the text of data.name={run.config.data.name!r} is not what step {step} in "
+                f"{workdir} was trained on; bring that text back, or choose another --workdir"
+            )
+        batches.set_state(data_state["batches"])
         done = step >= run.config.train.num_steps
         _log.info(
             "step %d of train.num_steps=%d is saved; %s",
@@ -87,7 +92,9 @@ def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves
                 progress.evaluation(step, scores)
             if saves and _is_due(step, config.checkpoint.every_steps, num_steps):
                 with meter.paused():
-                    start.checkpoints.save(step, state, start.batches.get_state())
+                    data_state = {"batches": start.batches.get_state()}
+                    data_state["corpus"] = corpus.fingerprint
+                    start.checkpoints.save(step, state, data_state)
     start.checkpoints.close()
     writer.close()
 

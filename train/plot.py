@@ -23,6 +23,8 @@ def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
     """
     figure, axes = plt.subplots(figsize=(7, 4), dpi=150, layout="constrained")
     for index, directory in enumerate(directories):
+        # The first is the widest: runs that agree show as lines within lines.
+        width = 1.2 + 2.4 * (len(directories) - 1 - index)
         entries = _read(directory)
         name = directory.name or str(directory)
         for key, style in (("loss", "-"), ("eval_loss", "o--")):
@@ -31,7 +33,14 @@ def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
                 label = f"{name}: {key}" if len(directories) > 1 else key
                 dark = key == "eval_loss" and len(directories) == 1
                 color = "black" if dark else f"C{index}"
-                axes.plot(*zip(*points, strict=True), style, color=color, label=label, ms=3, lw=1.2)
+                axes.plot(
+                    *zip(*points, strict=True),
+                    style,
+                    color=color,
+                    label=label,
+                    ms=2 + width,
+                    lw=width,
+                )
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)

@@ -100,7 +100,9 @@ class Run:
         """Compiles `train_step` now, and logs the memory that a step takes beside the state."""
         memory = self.train_step.memory_analysis()
         if memory:
-            _log.info("        %s of a step's temporaries", mib(memory.temp_size_in_bytes))
+            _log.info(
+                "memory  %s of a step's temporaries per device", mib(memory.temp_size_in_bytes)
+            )
 
     def _step_config(self) -> StepConfig:
         return StepConfig(

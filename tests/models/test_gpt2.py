@@ -208,7 +208,7 @@ def test_positions_matter():
     ],
 )
 def test_parameter_count_is_the_published_one_plus_padding(size, published):
-    num_layers, num_heads, embed_dim, positions = gpt2_config.SIZES[size]
+    num_layers, num_heads, embed_dim, positions, _ = gpt2_config.SIZES[size]
     config = GPT2Config(
         vocab_size=50257,
         max_positions=positions,
@@ -361,7 +361,7 @@ def test_flops_per_token_equal_a_count_by_hand():
         ({"dropout": 1.0}, r"model\.dropout=1\.0 must lie in \[0, 1\)"),
         ({"num_layers": 0}, r"model\.num_layers=0 must be at least 1"),
         ({"loss": "no_such_module:f"}, r"model\.loss='no_such_module:f' is neither"),
-        ({"loss": "json"}, r"model\.loss='json' is neither"),
+        ({"loss": "json"}, r"model\.loss='json' is no function"),
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.runs import CONFIG, TINY
+from tests.runs import CONFIG, TINY, write_corpus
 from train.main import main
 from train.metrics import read_metrics
 
@@ -179,6 +179,16 @@ def test_every_checkpoint_damaged_is_one_sentence(corpus_overrides, tmp_path, ca
     capsys.readouterr()
     assert run_main(tmp_path, (*overrides, "train.num_steps=3")) == 2
     assert "are damaged" in error_line(capsys)
+
+
+def test_run_does_not_go_on_with_other_text(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.mkdir()
+    overrides = (*TINY, *write_corpus(text), "train.num_steps=2")
+    assert run_main(tmp_path / "run", overrides) == 0
+    (text / "part_0.txt").write_text("Something else altogether. " * 50)
+    assert run_main(tmp_path / "run", (*overrides, "train.num_steps=3")) == 2
+    assert "bring that text back" in error_line(capsys)
 
 
 def test_metrics_are_valid_json(trained):
