@@ -92,8 +92,8 @@ def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves
                 progress.evaluation(step, scores)
             if saves and _is_due(step, config.checkpoint.every_steps, num_steps):
                 with meter.paused():
-                    data_state = {"batches": start.batches.get_state()}
-                    data_state["corpus"] = corpus.fingerprint
+                    batches_state = start.batches.get_state()
+                    data_state = {"batches": batches_state, "corpus": corpus.fingerprint}
                     start.checkpoints.save(step, state, data_state)
     start.checkpoints.close()
     writer.close()
