@@ -1,66 +1,19 @@
 """The story of a run: next batch, step, log, evaluate, save."""
 
-import dataclasses
-import logging
 import math
 from pathlib import Path
 
 import jax
 import numpy as np
-from grain import DatasetIterator
 
-from checkpoint.manager import Checkpoints
-from data.text import TextCorpus, train_batches, validation_batches
+from data.text import TextCorpus, validation_batches
 from sharding.batches import place_batch
 from train.metrics import MetricsWriter
 from train.progress import Progress
 from train.setup import Run
 from train.state import TrainState
 from train.throughput import ThroughputMeter, mfu, peak_flops_per_s
-from train.workdir import CHECKPOINTS
-
-_log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a run stands: at its beginning, or at the newest checkpoint of its workdir."""
-
-    step: int
-    state: TrainState
-    batches: DatasetIterator
-    checkpoints: Checkpoints
-
-
-def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
-    """Returns the newest intact checkpoint's position, or the initial one if there is none.
-
-    Raises:
-        ValueError: no checkpoint is intact, or they are those of another model or other text.
-    """
-    checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
-    batches = train_batches(corpus, run.config.data, run.rows)
-    restored = checkpoints.restore(run.abstract)
-    if restored is None:
-        step, state = 0, run.initial_state()
-    else:
-        step, state, data_state = restored
-        if data_state["corpus"] != corpus.fingerprint:
-            raise ValueError(
-                f"the text of data.name={run.config.data.name!r} is not what step {step} in "
-                f"{workdir} was trained on; bring that text back, or choose another --workdir"
-            )
-        batches.set_state(data_state["batches"])
-        done = step >= run.config.train.num_steps
-        _log.info(
-            "step %d of train.num_steps=%d is saved; %s",
-            step,
-            run.config.train.num_steps,
-            "nothing is left to train" if done else "going on from there",
-        )
-    if not len(corpus.validation):
-        _log.warning("the validation split is empty: nothing will be evaluated")
-    return Position(step=step, state=state, batches=batches, checkpoints=checkpoints)
+from train.workdir import Position
 
 
 def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves: bool) -> None:
@@ -81,7 +34,7 @@ def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves
         for step in range(start.step + 1, num_steps + 1):
             state, metrics = run.train_step(state, _place(next(start.batches), run))
             meter.step(metrics["loss"])
-            if step % config.log.every_steps == 0 or step in (start.step + 1, num_steps):
+            if step % config.log.every_steps == 0 or step in (1, num_steps):
                 logged = _logged(metrics, meter, run)
                 writer.write(step, logged)
                 progress.update(step, logged)

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             run, corpus = _set_up(args, configs.overrides(others))
             if args.mode == "train":
                 run.compile_train_step()
-            start = loop.find_position(run, corpus, directory)
+            start = workdir.find_position(run, corpus, directory)
             if args.mode == "train":
                 workdir.claim(directory, run)
         except (ValueError, OSError) as error:

@@ -1,13 +1,18 @@
-"""The run's own record of its config, and the check that a resumed run is the same run."""
+"""A run's directory: whose it is, and where the run in it stands."""
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import jax
+from grain import DatasetIterator
 from ml_collections import ConfigDict
 
+from checkpoint.manager import Checkpoints
+from data.text import TextCorpus, train_batches
 from train.config import SECTIONS, differences, load, save_yaml
 from train.setup import Run
+from train.state import TrainState
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -16,6 +21,8 @@ CHECKPOINTS = "checkpoints"
 FIXED = ("model", "data", "train.seed", "optimizer.name")
 #: Where things lie and how fast they are read may change.
 FREE = ("data.cache_dir", "data.num_threads")
+
+_log = logging.getLogger(__name__)
 
 
 def check(workdir: Path, run: Run) -> None:
@@ -54,3 +61,44 @@ def resolved(run: Run) -> ConfigDict:
     del sections["data"]["seed"]  # it is train.seed
     model = {"name": config.model_name, **dataclasses.asdict(run.model_config)}
     return ConfigDict({"model": model, **sections, "rules": dict(config.rules)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands: at its beginning, or at the newest checkpoint of its workdir."""
+
+    step: int
+    state: TrainState
+    batches: DatasetIterator
+    checkpoints: Checkpoints
+
+
+def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
+    """Returns the newest intact checkpoint's position, or the initial one if there is none.
+
+    Raises:
+        ValueError: no checkpoint is intact, or they are those of another model or other text.
+    """
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
+    batches = train_batches(corpus, run.config.data, run.rows)
+    restored = checkpoints.restore(run.abstract)
+    if restored is None:
+        step, state = 0, run.initial_state()
+    else:
+        step, state, data_state = restored
+        if data_state["corpus"] != corpus.fingerprint:
+            raise ValueError(
+                f"the text of data.name={run.config.data.name!r} is not what step {step} in "
+                f"{workdir} was trained on; bring that text back, or choose another --workdir"
+            )
+        batches.set_state(data_state["batches"])
+        done = step >= run.config.train.num_steps
+        _log.info(
+            "step %d of train.num_steps=%d is saved; %s",
+            step,
+            run.config.train.num_steps,
+            "nothing is left to train" if done else "going on from there",
+        )
+    if not len(corpus.validation):
+        _log.warning("the validation split is empty: nothing will be evaluated")
+    return Position(step=step, state=state, batches=batches, checkpoints=checkpoints)

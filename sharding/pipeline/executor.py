@@ -14,16 +14,15 @@ from parameters and microbatches to summed losses and gradients:
 - Gradients are summed over microbatches locally and reduced over `data` once, after the scan.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
-from sharding.pipeline.schedule import BACKWARD, FORWARD, Schedule, verify
+from sharding.pipeline.plan import TABLES, Plan, make_plan
+from sharding.pipeline.schedule import Schedule, verify
 from sharding.rules import axes_of
 
 #: Mesh axes whose communication is written out in this file.
@@ -48,26 +47,6 @@ class Model(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """The table as arrays [ticks, stages]; -1 stands for nothing to do.
-
-    A buffer slot holds what arrived from a neighbour until its last use. Slot `depth` is the one
-    into which arrivals that nobody uses are written.
-    """
-
-    forward: np.ndarray  # microbatch whose forward runs
-    backward: np.ndarray  # microbatch whose backward runs
-    forward_slot: np.ndarray  # where the forward's input lies
-    backward_slot: np.ndarray  # where the backward's input lies
-    cotangent_slot: np.ndarray  # where the backward's cotangent lies
-    arriving_slot: np.ndarray  # where the activation that arrives at the tick's end goes
-    arriving_cotangent_slot: np.ndarray
-    depth: int
-    cotangent_depth: int
-    num_microbatches: int
-
-
 def make_loss_and_grad(
     parts: Model, schedule: Schedule, mesh: jax.sharding.Mesh, specs: dict[str, Tree]
 ) -> Callable[[dict[str, Tree], Tree], tuple[dict, dict[str, Tree]]]:
@@ -89,7 +68,7 @@ def make_loss_and_grad(
     """
     _check_specs(specs, mesh)
     _check_schedule(schedule, mesh, has_backward=True)
-    plan = _plan(schedule)
+    plan = make_plan(schedule)
 
     def local(ends, layers, batch):
         stage = _Stage(parts, plan, mesh.shape["pipeline"], ends, layers, batch)
@@ -113,7 +92,7 @@ def make_evaluate(
     """
     _check_specs(specs, mesh)
     _check_schedule(schedule, mesh, has_backward=False)
-    plan = _plan(schedule)
+    plan = make_plan(schedule)
 
     def local(ends, layers, batch):
         stage = _Stage(parts, plan, mesh.shape["pipeline"], ends, layers, batch)
@@ -124,22 +103,10 @@ def make_evaluate(
     return _shard_map(local, mesh, specs, with_gradients=False)
 
 
-#: The fields of _Plan that are tables.
-_TABLES = (
-    "forward",
-    "backward",
-    "forward_slot",
-    "backward_slot",
-    "cotangent_slot",
-    "arriving_slot",
-    "arriving_cotangent_slot",
-)
-
-
 class _Stage:
     """One device's view of the run: its parameters, its batch, its column of the table."""
 
-    def __init__(self, parts: Model, plan: _Plan, num_stages: int, ends, layers, batch):
+    def __init__(self, parts: Model, plan: Plan, num_stages: int, ends, layers, batch):
         self.parts, self.plan, self.num_stages = parts, plan, num_stages
         self.ends, self.layers, self.batch = ends, layers, batch
         assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
@@ -152,7 +119,7 @@ class _Stage:
 
     def columns(self) -> dict[str, jax.Array]:
         """Returns this stage's column of every table of the plan, `int32[ticks]` each."""
-        tables = {name: jnp.asarray(getattr(self.plan, name), jnp.int32) for name in _TABLES}
+        tables = {name: jnp.asarray(getattr(self.plan, name), jnp.int32) for name in TABLES}
         return {name: table[:, self.index] for name, table in tables.items()}
 
     def initial_carry(self, *, with_gradients: bool) -> dict[str, Tree]:
@@ -318,64 +285,6 @@ def _check_specs(specs: dict[str, Tree], mesh) -> None:
                 f"'pipeline', and nothing but the batch over 'data'; take {axis!r} out of the "
                 "rule, or split over 'fsdp' instead"
             )
-
-
-def _plan(schedule: Schedule) -> _Plan:
-    """Returns the schedule as tables, with a buffer slot for everything that crosses stages."""
-    when, last = schedule.when(), schedule.num_stages - 1
-    shape = (len(schedule.ticks), schedule.num_stages)
-    tables = {name: np.full(shape, -1) for name in _TABLES}
-    for (kind, microbatch, stage), tick in when.items():
-        tables["forward" if kind == FORWARD else "backward"][tick, stage] = microbatch
-
-    last_use = BACKWARD if schedule.has_backward() else FORWARD
-    depths = []
-    for kind, arriving, reader, step in (
-        (FORWARD, "arriving_slot", "backward_slot", 1),
-        (BACKWARD, "arriving_cotangent_slot", "cotangent_slot", -1),
-    ):
-        depth = 0
-        for stage in range(schedule.num_stages):
-            sender = stage - step
-            if not 0 <= sender <= last or (kind == BACKWARD and last_use == FORWARD):
-                continue
-            lifetimes = [
-                (when[kind, m, sender], when[last_use, m, stage], m)
-                for m in range(schedule.num_microbatches)
-            ]
-            for (arrival, use, m), slot in _assign_slots(lifetimes).items():
-                tables[arriving][arrival, stage] = slot
-                tables[reader][use, stage] = slot
-                if kind == FORWARD:
-                    tables["forward_slot"][when[FORWARD, m, stage], stage] = slot
-                depth = max(depth, slot + 1)
-        depths.append(depth)
-        unused = tables[arriving] < 0
-        tables[arriving][unused] = depth
-    # The last stage's forward is part of its backward: ticks with nothing else are no ticks.
-    works = tables["backward"] >= 0
-    works |= (tables["forward"] >= 0) & ((np.arange(last + 1) < last) | (last_use == FORWARD))
-    tables = {name: table[works.any(axis=1)] for name, table in tables.items()}
-    return _Plan(
-        **tables,
-        depth=depths[0],
-        cotangent_depth=depths[1],
-        num_microbatches=schedule.num_microbatches,
-    )
-
-
-def _assign_slots(lifetimes: list[tuple[int, int, int]]) -> dict[tuple[int, int, int], int]:
-    """Returns a slot per (arrival, last use, id) such that no two share one while alive.
-
-    What arrives at the end of a tick may take the slot of what was last used in that tick.
-    """
-    slots: dict[tuple[int, int, int], int] = {}
-    free_from: list[int] = []
-    for arrival, use, microbatch in sorted(lifetimes):
-        slot = next((i for i, tick in enumerate(free_from) if tick <= arrival), len(free_from))
-        free_from[slot : slot + 1] = [use]
-        slots[arrival, use, microbatch] = slot
-    return slots
 
 
 def _is_spec(x) -> bool:

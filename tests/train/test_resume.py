@@ -16,6 +16,7 @@ import pytest
 from tests.runs import CONFIG, FLOAT64, ROOT, TINY, make_run
 from train import loop
 from train.metrics import read_metrics
+from train.workdir import find_position
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 KILLED = (*TINY, *CUBE, "train.num_steps=12", "checkpoint.every_steps=3", "eval.every_steps=4")
@@ -85,7 +86,7 @@ def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> 
     if stop is not None:
         shorter = make_run((*overrides, f"train.num_steps={stop}"))[0].config
         run = dataclasses.replace(run, config=shorter)
-    start = loop.find_position(run, corpus, workdir)
+    start = find_position(run, corpus, workdir)
     loop.train(run, corpus, start, workdir, saves=True)
     return [m["loss"] for m in read_metrics(workdir / "metrics.jsonl") if "loss" in m]
 
