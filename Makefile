@@ -1,5 +1,5 @@
 # make train [CONFIG=configs/gpt2_3d.py] [WORKDIR=runs/gpt2_3d] [ARGS="--config.train.num_steps=50"]
-# make test | make lint | make setup
+# make test | make lint | make setup | make setup-test
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
 WORKDIR ?= runs/$(subst .py,,$(subst :,_,$(notdir $(CONFIG))))
@@ -9,18 +9,18 @@ REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,re
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup setup-test train test lint
-setup: .venv/setup.stamp
-setup-test: .venv/setup-test.stamp
+setup: .venv/$(REQUIREMENTS).stamp
+setup-test: .venv/requirements-test.txt.stamp
 
 .venv/bin/python:
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv || (rm -rf .venv; exit 1)
 
-.venv/setup.stamp: $(REQUIREMENTS) requirements-cpu.txt | .venv/bin/python
+.venv/$(REQUIREMENTS).stamp: $(REQUIREMENTS) requirements-cpu.txt | .venv/bin/python
 	@echo "Installing $(REQUIREMENTS) into .venv (a few minutes the first time)"
 	$(PIP) -r $(REQUIREMENTS)
 	@touch $@
 
-.venv/setup-test.stamp: requirements-test.txt .venv/setup.stamp
+.venv/requirements-test.txt.stamp: requirements-test.txt .venv/$(REQUIREMENTS).stamp
 	@echo "Installing requirements-test.txt into .venv"
 	$(PIP) -r requirements-test.txt
 	@touch $@

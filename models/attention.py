@@ -47,15 +47,17 @@ def implementation(dtype: str, head_dim: int) -> Literal["cudnn", "xla", "batche
     if backend == "cpu" or dtype == "float64":
         chosen = "batched"
     elif backend == "gpu":
-        capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
+        # "9.0" on NVIDIA, a name such as "gfx942" elsewhere.
+        version = str(getattr(jax.devices()[0], "compute_capability", "0"))
+        capability = float(version) if version.replace(".", "", 1).isdigit() else 0.0
         if dtype not in ("bfloat16", "float16"):
             why = f"cuDNN flash attention has no {dtype}"
         elif head_dim % 8 or head_dim > (256 if capability >= 9 else 128):
             why = f"cuDNN flash attention has no head_dim {head_dim}"
         elif capability < 8:
-            why = f"compute capability {capability} is below 8.0"
+            why = f"compute capability {version} is not 8.0 or more"
         else:
-            chosen, why = "cudnn", f"{dtype}, head_dim {head_dim}, capability {capability}"
+            chosen, why = "cudnn", f"{dtype}, head_dim {head_dim}, capability {version}"
     logging.getLogger(__name__).info("attention: %s (%s)", chosen, why)
     return chosen
 

@@ -75,7 +75,7 @@ def chunked_vocab_loss(
       table_VD: output embedding, in the dtype of `x`; rows from `vocab_size` on are padding and
         get no probability.
       targets_N: int32, in [0, vocab_size).
-      weights_N: float32; 0 leaves a token out.
+      weights_N: float32; 0 leaves a token out. No gradient flows into them.
       chunk_tokens: tokens whose logits exist at once; None chooses by backend: on a CPU fresh
         memory is what costs, on an accelerator each chunk's addition to the table's gradient.
 

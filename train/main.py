@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=("train", "eval"), default="train")
     parser.add_argument("--fast_dev_run", action="store_true", help="3 steps; workdir is not used")
     args, others = parser.parse_known_args(argv)
+    if args.mode == "eval" and args.fast_dev_run:
+        parser.error("--fast_dev_run tries training; --mode=eval takes --config.eval.num_batches=N")
     logging.basicConfig(format="%(message)s", force=True)
     for room in ROOMS:
         logging.getLogger(room).setLevel(logging.INFO)
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             run, corpus = _set_up(args, configs.overrides(others))
             if args.mode == "train":
-                run.compile_train_step()
+                run.compile()
             start = workdir.find_position(run, corpus, directory)
             if args.mode == "train":
                 workdir.claim(directory, run)
@@ -47,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         if args.mode == "eval":
             scores = loop.evaluate(run, corpus, start.state)
-            print(" ".join([f"step {start.step}", *(f"{k} {v:.6g}" for k, v in scores.items())]))
+            if jax.process_index() == 0:
+                values = (f"{name} {value:.6g}" for name, value in scores.items())
+                print(" ".join([f"step {start.step}", *values]))
         else:
             loop.train(run, corpus, start, directory, saves=not args.fast_dev_run)
     return 0
@@ -69,6 +73,7 @@ def _set_up(args: argparse.Namespace, overrides: list[str]) -> tuple[Run, TextCo
         logging.disable(logging.INFO)
     corpus = load_corpus(config.data)
     run = prepare(config, mesh, vocab_size=corpus.tokenizer.vocab_size)
+    workdir.check_processes_agree(run, corpus)
     if evaluates and not len(corpus.validation):
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation text")
     if not args.fast_dev_run:

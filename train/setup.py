@@ -96,8 +96,9 @@ class Run:
         with jax.set_mesh(self.mesh):
             return jax.jit(step).lower(self.abstract.params, self._abstract_batch()).compile()
 
-    def compile_train_step(self) -> None:
-        """Compiles `train_step` now, and logs the memory that a step takes beside the state."""
+    def compile(self) -> None:
+        """Compiles both steps now, and logs the memory that training takes beside the state."""
+        _ = self.eval_step
         memory = self.train_step.memory_analysis()
         if memory:
             _log.info(

@@ -52,8 +52,9 @@ def abstract_state(
         params=specs,
         opt_state=optax.tree_utils.tree_map_params(
             optimizer,
-            lambda _, spec: spec,
+            lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),
             state.opt_state,
+            state.params,
             specs,
             transform_non_params=lambda _: PartitionSpec(),
         ),

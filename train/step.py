@@ -58,7 +58,8 @@ def make_train_step(
         with axis_rules(rules):
             params = parts.split(_cast(state.params, config.compute_dtype))
             sums, grads = loss_and_grad(params, microbatches)
-        weight = jnp.maximum(sums.pop("weight"), 1)
+        weight = sums.pop("weight")
+        weight = jnp.where(weight > 0, weight, 1)
         grads = jax.tree.map(
             lambda g, p: (g / weight).astype(p.dtype), parts.join(grads), state.params
         )

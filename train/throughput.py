@@ -70,7 +70,7 @@ def mfu(flops_per_s: float, num_devices: int, peak_flops_per_s: float | None) ->
 class ThroughputMeter:
     """Measures step time and tokens/s between logged steps.
 
-    The first step, which compiles, counts in no rate; nor does time inside `paused()`.
+    The first step, which also warms up, counts in no rate; nor does time inside `paused()`.
     """
 
     def __init__(self, tokens_per_step: int):
@@ -92,7 +92,7 @@ class ThroughputMeter:
     def lap(self) -> dict[str, float | None]:
         """Returns `step_time_s` and `tokens_per_s` since the last lap, once its steps are done.
 
-        With no step but the first in it, `step_time_s` is the first's, compilation included, and
+        With no step but the first in it, `step_time_s` is the first's, warming up included, and
         `tokens_per_s` is None.
         """
         jax.block_until_ready(self._result)

@@ -1,11 +1,14 @@
 """A run's directory: whose it is, and where the run in it stands."""
 
 import dataclasses
+import hashlib
 import logging
 from pathlib import Path
 
 import jax
+import numpy as np
 from grain import DatasetIterator
+from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from checkpoint.manager import Checkpoints
@@ -18,9 +21,9 @@ CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 
 #: A checkpoint fits only a run that agrees on these.
-FIXED = ("model", "data", "train.seed", "optimizer.name")
-#: Where things lie and how fast they are read may change.
-FREE = ("data.cache_dir", "data.num_threads")
+FIXED = ("model", "data", "train.seed", "optimizer.name", "precision.params")
+#: How fast things are read, and where they lie, may change; the text itself is compared by hash.
+FREE = ("data.cache_dir", "data.num_threads", "data.paths")
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +44,25 @@ def check(workdir: Path, run: Run) -> None:
             f"{workdir} holds checkpoints of another run; these keys differ (saved -> now): "
             f"{'; '.join(lines)}. Set them back, or choose another --workdir"
         )
+
+
+def check_processes_agree(run: Run, corpus: TextCorpus) -> None:
+    """Checks that all processes have one config and one text.
+
+    Raises:
+        ValueError: on all of them, if one differs from the first.
+    """
+    if jax.process_count() == 1:
+        return
+    for what, value in (("config", repr(resolved(run).to_dict())), ("text", corpus.fingerprint)):
+        own = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
+        digests = np.asarray(multihost_utils.process_allgather(own))
+        others = [i for i, digest in enumerate(digests) if (digest != digests[0]).any()]
+        if others:
+            raise ValueError(
+                f"processes {others} have another {what} than process 0; start all of them with "
+                "the same command, software and files"
+            )
 
 
 def claim(workdir: Path, run: Run) -> None:

@@ -220,6 +220,7 @@ class _Stage:
 
     def _head_sums(self, ends, x, microbatch) -> dict[str, jax.Array]:
         loss, weight, metrics = self.parts.head(ends, x, microbatch)
+        assert not {"loss", "weight"} & metrics.keys(), "a head's metric may not be named so"
         return {"loss": loss, "weight": weight, **metrics}
 
     def _is_first(self) -> jax.Array:

@@ -165,7 +165,7 @@ def test_override_of_a_rule_adds_the_row():
         ("trian.num_steps=3", "trian.num_steps: unknown key.* nearest .* train.num_steps$"),
         ("num_steps=3", "num_steps: unknown key.* nearest .* train.num_steps$"),
         ("model.layers=3", "model.layers: unknown key.* nearest .* model.num_layers$"),
-        ("train.num_steps=many", "train.num_steps=many: must be of type int, such as 150"),
+        ("train.num_steps=many", "train.num_steps=many: must be of type int, such as 300"),
         ("train.num_steps=1.5", "train.num_steps=1.5: must be of type int"),
         ("train.num_steps=True", "train.num_steps=True: must be of type int"),
         ("optimizer.clip_norm=no", "optimizer.clip_norm=no: must be of type float"),

@@ -63,6 +63,20 @@ def test_warmup_longer_than_the_run_is_no_error():
     assert rate(2, num_steps=3) == pytest.approx(0.015)
 
 
+def adafactor(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """An optimizer whose state has other shapes than the parameters."""
+    return optax.adafactor(schedule, min_dim_size_to_factor=8)
+
+
+def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
+    overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
+    config = configs.resolve(configs.load(CONFIG, overrides))
+    run = prepare(config, make_mesh(config.mesh), vocab_size=257)
+    state = run.initial_state()
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
+    assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
+
+
 def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
     config = configs.resolve(configs.load(CONFIG))
     run = prepare(config, make_mesh(config.mesh), vocab_size=257)
