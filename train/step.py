@@ -50,7 +50,6 @@ def make_train_step(
     changes nothing but the counters.
     """
     table = schedule.SCHEDULES[config.schedule](mesh.shape["pipeline"], config.num_microbatches)
-    schedule.verify(table)
     loss_and_grad = executor.make_loss_and_grad(parts, table, mesh, parts.split(specs))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
