@@ -58,7 +58,7 @@ def torch_contenders(
     Raises:
       ValueError: the peer's work differs from ours.
     """
-    params = jax.tree.map(np.asarray, run.initial_state().params)
+    params = jax.tree.map(np.asarray, run.state.initial().params)
     # As many as XLA uses on a CPU.
     torch.set_num_threads(report.num_cores())
     torch.manual_seed(run.config.train.seed)

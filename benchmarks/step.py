@@ -147,7 +147,7 @@ def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
     rows, size = run.rows, run.config.data.global_batch_size
     local = {name: array[rows] for name, array in batch.items()}
     placed = place_batch(local, rows, run.batch_sharding, size)
-    state = run.initial_state()
+    state = run.state.initial()
 
     def step() -> float:
         nonlocal state

@@ -1,16 +1,19 @@
-"""Stacks of equal blocks, and the cut of a model into embed, stack and head.
+"""Stacks of equal blocks, and the cut of a model into embed, stacks and head.
 
 A model is an `nnx.Module` with
-- `embed(batch) -> x`: tokens or patches become activations;
-- one attribute that is a `Stack` of blocks, each called as `block(x, batch, keys) -> x`;
+- `embed(batch) -> x`: tokens or patches become activations, an array or a tree of them;
+- attributes that are a `Stack` of blocks, each called as `block(x, batch, keys) -> x`; they run in
+  the order in which they were assigned;
+- for a stack that x is made ready for, such as a decoder, `before_<attribute>(x, batch) -> x`;
 - `head(x, batch) -> (loss_sum, weight_sum, metrics)`: scalars, sums over the batch's tokens.
 
-`batch` is a dict of arrays with a leading batch dim. While training, `batch["dropout_keys"]` is
-key[B], and `keys` are these folded with the layer's number; otherwise both are absent (None).
+`x` keeps its structure and shapes from `embed` to `head`. `batch` is a dict of arrays with a
+leading batch dim. While training, `batch["dropout_keys"]` is key[B], and `keys` are these folded
+with the layer's number; otherwise both are absent (None).
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -40,43 +43,53 @@ class Stack(nnx.Module):
     def __call__(self, x: jax.Array, batch: Tree) -> jax.Array:
         """Returns `x` after all blocks."""
         graph, layers = nnx.split(self.layers)
-        return _run(graph, layers, x, batch, jnp.int32(0), remat="none")
+        return run_layers(_block(graph, remat="none", first_site=1), layers, x, batch)
+
+
+def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree, first_layer: int = 0) -> Tree:
+    """Returns `x` after the blocks of `layers`, `[layers, ...]`; the first has that number."""
+
+    def body(x, layer):
+        return block(layer[0], x, batch, layer[1]), None
+
+    numbers = first_layer + jnp.arange(len(jax.tree.leaves(layers)[0]), dtype=jnp.int32)
+    return jax.lax.scan(body, x, (layers, numbers))[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A model as three pure functions of its parameters.
+    """A model as pure functions of its parameters; see sharding/pipeline/executor.py, `Model`.
 
-    `params` is the model's own tree of arrays; `split` cuts it into `ends` (all but the stack) and
-    `layers` (the stack's, with a leading layers dim), and `join` puts such two together.
+    `params` is the model's own tree of arrays; `split` cuts it into `ends` (all but the stacks) and
+    `layers` (stack -> its parameters, with a leading layers dim), and `join` puts them together.
     """
 
     embed: Callable[[Tree, Tree], Tree]
-    stack: Callable[[Tree, Tree, Tree, jax.Array], Tree]
+    blocks: Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]
+    before: Mapping[str, Callable[[Tree, Tree, Tree], Tree]]
     head: Callable[[Tree, Tree, Tree], tuple[jax.Array, jax.Array, dict]]
-    stack_name: str
-    num_layers: int
+    num_layers: Mapping[str, int]  # of every stack, in the order in which they run
 
     def split(self, params: dict[str, Tree]) -> dict[str, Tree]:
-        ends = {name: value for name, value in params.items() if name != self.stack_name}
-        return {"ends": ends, "layers": params[self.stack_name]["layers"]}
+        ends = {name: value for name, value in params.items() if name not in self.num_layers}
+        return {"ends": ends, "layers": {name: params[name]["layers"] for name in self.num_layers}}
 
     def join(self, parts: dict[str, Tree]) -> dict[str, Tree]:
-        return {**parts["ends"], self.stack_name: {"layers": parts["layers"]}}
+        stacks = {name: {"layers": layers} for name, layers in parts["layers"].items()}
+        return {**parts["ends"], **stacks}
 
 
 def partition(model: Any, *, remat: str) -> Parts:
-    """Returns the model's three functions; `model` may be abstract and is left as it is.
+    """Returns the model's functions; `model` may be abstract and is left as it is.
 
     Raises:
-      ValueError: the model has not exactly one Stack, or lacks `embed` or `head`.
+      ValueError: the model has no Stack, or lacks `embed` or `head`, or holds other state than
+        parameters.
     """
     name = type(model).__name__
-    stacks = [key for key, value in vars(model).items() if isinstance(value, Stack)]
-    if len(stacks) != 1:
-        raise ValueError(
-            f"{name} has {len(stacks)} attributes of type models.stack.Stack; it must have one"
-        )
+    stacks = {key: value for key, value in vars(model).items() if isinstance(value, Stack)}
+    if not stacks:
+        raise ValueError(f"{name} has no attribute of type models.stack.Stack; it must have one")
     for method in ("embed", "head"):
         if not callable(getattr(model, method, None)):
             raise ValueError(f"{name} has no method {method!r}; see models/stack.py for the three")
@@ -86,22 +99,26 @@ def partition(model: Any, *, remat: str) -> Parts:
                 f"{name}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a model holds "
                 "parameters alone (nnx.Param); for dropout use models.layers.dropout"
             )
-    stack_name = stacks[0]
-    stack = getattr(model, stack_name)
-    layer_graph = nnx.split(stack.layers)[0]
-    without_stack: Any = nnx.merge(*nnx.split(model))
-    setattr(without_stack, stack_name, None)
-    ends_graph = nnx.split(without_stack)[0]
+    without_stacks: Any = nnx.merge(*nnx.split(model))
+    for stack in stacks:
+        setattr(without_stacks, stack, None)
+    ends_graph = nnx.split(without_stacks)[0]
+    blocks, first_site = {}, 1
+    for key, stack in stacks.items():
+        blocks[key] = _block(nnx.split(stack.layers)[0], remat=remat, first_site=first_site)
+        first_site += stack.num_layers
 
-    def run_stack(layers, x, batch, first_layer):
-        return _run(layer_graph, layers, x, batch, first_layer, remat=remat)
+    def before(key: str):
+        return lambda ends, x, batch: getattr(nnx.merge(ends_graph, ends), f"before_{key}")(
+            x, batch
+        )
 
     return Parts(
         embed=lambda ends, batch: nnx.merge(ends_graph, ends).embed(batch),
-        stack=run_stack,
+        blocks=blocks,
+        before={key: before(key) for key in stacks if hasattr(model, f"before_{key}")},
         head=lambda ends, x, batch: nnx.merge(ends_graph, ends).head(x, batch),
-        stack_name=stack_name,
-        num_layers=stack.num_layers,
+        num_layers={key: stack.num_layers for key, stack in stacks.items()},
     )
 
 
@@ -119,17 +136,19 @@ def logical_axes(model: nnx.Module) -> Tree:
     return nnx.traversals.unflatten_mapping(axes)
 
 
-def _run(graph, layers, x, batch, first_layer, *, remat: str):
-    keys = batch.get("dropout_keys")
+def _block(graph, *, remat: str, first_site: int):
+    """Returns `block(params, x, batch, number)`.
 
-    def body(x, layer):
-        params, number = layer
-        block = nnx.merge(graph, params)
-        layer_keys = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-        return block(x, batch, layer_keys), None
+    Args:
+      first_site: what layer 0 folds into the dropout keys: a number that nothing else folds in.
+    """
+
+    def block(params, x, batch, number):
+        keys = batch.get("dropout_keys")
+        if keys is not None:
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first_site + number)
+        return nnx.merge(graph, params)(x, batch, keys)
 
     if REMAT_POLICIES[remat] is not None:
-        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
-    numbers = first_layer + 1 + jnp.arange(num_layers, dtype=jnp.int32)
-    return jax.lax.scan(body, x, (layers, numbers))[0]
+        return jax.checkpoint(block, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    return block

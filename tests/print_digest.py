@@ -15,5 +15,5 @@ from train import config as configs
 if __name__ == "__main__":
     devices.start(configs.resolve(configs.load(CONFIG, sys.argv[1:])).mesh)
     run, _ = make_run(sys.argv[1:])
-    params = multihost_utils.process_allgather(run.initial_state().params, tiled=True)
+    params = multihost_utils.process_allgather(run.state.initial().params, tiled=True)
     print(f"digest {digest(params)}", flush=True)

@@ -58,7 +58,7 @@ def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, TextC
 
 def losses(run: Run, corpus: TextCorpus, num_steps: int) -> list[float]:
     """Returns the losses of the first steps."""
-    state, values = run.initial_state(), []
+    state, values = run.state.initial(), []
     batches = train_batches(corpus, run.config.data, run.rows)
     size = run.config.data.global_batch_size
     for _ in range(num_steps):
@@ -80,7 +80,7 @@ def digest(params) -> str:
 @functools.cache
 def reference_digest(overrides: tuple[str, ...]) -> str:
     """Returns the digest of the initial parameters on one device."""
-    return digest(make_run(overrides)[0].initial_state().params)
+    return digest(make_run(overrides)[0].state.initial().params)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from checkpoint.manager import CheckpointConfig
 from data.config import DataConfig
 from models.stack import REMAT_POLICIES
 from sharding.mesh import MeshConfig
-from sharding.pipeline.schedule import PipelineConfig
+from sharding.pipeline.config import PipelineConfig
 from train.metrics import LogConfig
 from train.optimizer import OptimizerConfig
 

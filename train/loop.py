@@ -47,7 +47,7 @@ def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves
                 with meter.paused():
                     batches_state = start.batches.get_state()
                     data_state = {"batches": batches_state, "corpus": corpus.fingerprint}
-                    start.checkpoints.save(step, state, data_state)
+                    start.checkpoints.save(step, run.state.to_portable(state), data_state)
     start.checkpoints.close()
     writer.close()
 

@@ -48,7 +48,7 @@ class OptimizerConfig:
             )
 
 
-def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Returns the learning rate of every update: int32 count -> float32."""
     peak, warmup = config.learning_rate, config.warmup_steps
     final, rest = peak * config.final_learning_rate_fraction, max(num_steps - 1 - warmup, 1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,10 +18,12 @@ from models.flops import train_flops_per_token
 from models.stack import Parts, partition
 from sharding.batches import batch_sharding, process_rows
 from sharding.logical import Rules
+from sharding.pipeline.layout import Layout, cut
+from sharding.pipeline.schedule import Schedule, make_schedule
 from sharding.rules import make_rules, unused_axes
 from train.config import RunConfig
-from train.optimizer import make_optimizer, make_schedule
-from train.state import TrainState, abstract_state, initialise, partition_specs_of
+from train.optimizer import make_learning_rate, make_optimizer
+from train.state import StateLayout, partition_specs_of
 from train.step import StepConfig, make_eval_step, make_train_step
 
 _log = logging.getLogger(__name__)
@@ -40,12 +42,9 @@ class Run:
     parts: Parts
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule
-    abstract: TrainState  # shapes, dtypes and shardings
-
-    def initial_state(self) -> TrainState:
-        """Returns the state before step 0, made on the mesh."""
-        params_dtype = self.config.precision.params
-        return initialise(self.build, self.optimizer, self.abstract, params_dtype)
+    schedule: Schedule  # of the pipeline
+    layouts: Mapping[str, Layout]  # of every stack
+    state: StateLayout
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -58,7 +57,7 @@ class Run:
 
     @cached_property
     def num_params(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.state.portable.params))
 
     @cached_property
     def tokens_per_step(self) -> int:
@@ -73,28 +72,30 @@ class Run:
     @cached_property
     def train_step(self) -> jax.stages.Compiled:
         """The compiled `train_step(state, batch)`; the state is donated."""
-        specs = partition_specs_of(self.abstract.params)
+        specs = partition_specs_of(self.state.abstract.params)
         step = make_train_step(
             self.parts,
             self.optimizer,
             self.learning_rate,
+            self.schedule,
             self._step_config(),
             self.mesh,
             self.rules,
             specs,
         )
-        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.abstract)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))
         with jax.set_mesh(self.mesh):
-            return jitted.lower(self.abstract, self._abstract_batch("index")).compile()
+            return jitted.lower(self.state.abstract, self._abstract_batch("index")).compile()
 
     @cached_property
     def eval_step(self) -> jax.stages.Compiled:
         """The compiled `eval_step(params, batch)`."""
-        specs = partition_specs_of(self.abstract.params)
-        step = make_eval_step(self.parts, self._step_config(), self.mesh, self.rules, specs)
+        specs = partition_specs_of(self.state.abstract.params)
+        config = self._step_config()
+        step = make_eval_step(self.parts, self.schedule, config, self.mesh, self.rules, specs)
         with jax.set_mesh(self.mesh):
-            return jax.jit(step).lower(self.abstract.params, self._abstract_batch()).compile()
+            return jax.jit(step).lower(self.state.abstract.params, self._abstract_batch()).compile()
 
     def compile(self) -> None:
         """Compiles both steps now, and logs the memory that training takes beside the state."""
@@ -107,7 +108,8 @@ class Run:
 
     def _step_config(self) -> StepConfig:
         return StepConfig(
-            schedule=self.config.pipeline.schedule,
+            pipeline=self.config.pipeline,
+            layouts=self.layouts,
             num_microbatches=self.config.train.num_microbatches,
             compute_dtype=self.config.precision.compute,
             seed=self.config.train.seed,
@@ -139,12 +141,17 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     def build() -> nnx.Module:
         return config.model_class(model_config, rngs=nnx.Rngs(config.train.seed))
 
-    schedule = make_schedule(config.optimizer, config.train.num_steps)
-    optimizer = make_optimizer(config.optimizer, schedule)
+    learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
+    optimizer = make_optimizer(config.optimizer, learning_rate)
     model = nnx.eval_shape(build)
     parts = partition(model, remat=config.train.remat)
-    abstract = abstract_state(build, optimizer, mesh, rules, config.precision.params)
-    for axis in unused_axes(partition_specs_of(abstract.params), rules, mesh):
+    pipeline = config.pipeline
+    schedule = make_schedule(
+        pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
+    )
+    layouts = cut(parts.num_layers, schedule.placement, pipeline.layers_per_stage)
+    state = StateLayout(build, optimizer, mesh, rules, config.precision.params, layouts)
+    for axis in unused_axes(partition_specs_of(state.abstract.params), rules, mesh):
         if axis not in ("pipeline", *rules["seq"]):  # the executor checks the pipeline
             raise ValueError(
                 f"mesh.{axis}={mesh.shape[axis]}: {type(model).__name__} splits nothing over "
@@ -159,8 +166,10 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
         model=model,
         parts=parts,
         optimizer=optimizer,
-        learning_rate=schedule,
-        abstract=abstract,
+        learning_rate=learning_rate,
+        schedule=schedule,
+        layouts=layouts,
+        state=state,
     )
 
 
@@ -168,12 +177,12 @@ def describe(run: Run, corpus: TextCorpus) -> str:
     """Returns the summary of a run for its start: parameters, mesh, data and the state's memory."""
     state = sum(
         np.dtype(leaf.dtype).itemsize * np.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(run.abstract)
+        for leaf in jax.tree.leaves(run.state.abstract)
     )
     mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
     lines = [
         f"model   {type(run.model).__name__}, {run.num_params:,} parameters, "
-        f"{run.parts.num_layers} layers, {run.flops_per_token:,} FLOPs a token",
+        f"{sum(run.parts.num_layers.values())} layers, {run.flops_per_token:,} FLOPs a token",
         f"mesh    {mesh} on {run.mesh.size} {run.mesh.devices.flat[0].device_kind} device(s), "
         f"{jax.process_count()} process(es)",
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "

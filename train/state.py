@@ -1,18 +1,21 @@
 """The training state: built abstractly, laid out, then made in place on the mesh."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from models.stack import logical_axes
 from sharding.logical import Rules
-from sharding.rules import partition_specs, shardings
+from sharding.pipeline.layout import Layout
+from sharding.rules import axes_of, partition_specs
 
 Tree = Any
 
@@ -28,70 +31,182 @@ class TrainState:
     opt_state: Tree
 
 
-def abstract_state(
-    build: Callable[[], nnx.Module],
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    rules: Rules,
-    params_dtype: str,
-) -> TrainState:
-    """Returns the state as ShapeDtypeStructs with shardings on `mesh`; nothing is computed.
+class StateLayout:
+    """A run's state in its two forms, and the ways between them.
+
+    As the step takes it, a stack's arrays are `[slots, ...]`, split over the pipeline's stages; as
+    a checkpoint holds it, they are `[layers, ...]`. Without chunks or uneven stages both are one.
 
     Args:
       build: makes the model, from a fixed seed.
+      layouts: of every stack.
 
     Raises:
-      ValueError: a parameter that the mesh cannot lay out (see sharding/rules.py).
+      ValueError: a parameter that the mesh cannot lay out (see sharding/rules.py), or an optimizer
+        whose state cannot be cut by layers.
     """
-    model = nnx.eval_shape(build)
-    state = jax.eval_shape(lambda: _initial_state(build, optimizer, params_dtype))
-    specs = partition_specs(state.params, logical_axes(model), rules, mesh)
-    all_specs = TrainState(
-        step=PartitionSpec(),
-        num_skipped=PartitionSpec(),
-        params=specs,
-        opt_state=optax.tree_utils.tree_map_params(
-            optimizer,
-            lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),
-            state.opt_state,
-            state.params,
-            specs,
-            transform_non_params=lambda _: PartitionSpec(),
-        ),
-    )
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        shardings(mesh, all_specs),
-    )
 
+    def __init__(
+        self,
+        build: Callable[[], nnx.Module],
+        optimizer: optax.GradientTransformation,
+        mesh: jax.sharding.Mesh,
+        rules: Rules,
+        params_dtype: str,
+        layouts: Mapping[str, Layout],
+    ):
+        self._build, self._optimizer, self._mesh = build, optimizer, mesh
+        self._params_dtype, self._layouts = params_dtype, layouts
+        layers = jax.eval_shape(self._initial_layers)
+        self._layout_of = self._per_leaf(
+            layers, lambda path, _: layouts.get(path[0].key, _PLAIN), lambda _: _PLAIN
+        )
+        self._check_optimizer(layers)
+        slots = jax.eval_shape(self._to_slots, layers)
+        specs = partition_specs(slots.params, logical_axes(nnx.eval_shape(build)), rules, mesh)
+        specs = self._spec_tree(slots, specs)
+        portable = jax.tree.map(self._portable_spec, layers, specs, self._layout_of)
+        self.abstract: TrainState = jax.tree.map(self._on_mesh, slots, specs)
+        self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable)
 
-def initialise(
-    build: Callable[[], nnx.Module],
-    optimizer: optax.GradientTransformation,
-    abstract: TrainState,
-    params_dtype: str,
-) -> TrainState:
-    """Returns the initial state, each shard made on its own device: the same bits on every mesh."""
-    out_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = jax.jit(
-        lambda: _initial_state(build, optimizer, params_dtype), out_shardings=out_shardings
-    )
-    return make()
+    def initial(self) -> TrainState:
+        """Returns the initial state, each shard made on its own device: equal bits on any mesh."""
+
+        def make():
+            layers = self._initial_layers()
+            if not self._is_plain:
+                # Layers change places while they are whole on a device, in thin slices.
+                layers = jax.lax.with_sharding_constraint(layers, _shardings(self.portable))
+            return self._to_slots(layers)
+
+        return jax.jit(make, out_shardings=_shardings(self.abstract))()
+
+    def to_portable(self, state: TrainState) -> TrainState:
+        """Returns the state as a checkpoint holds it; what changes its form lies on the host."""
+
+        def convert(leaf, layout, target):
+            if layout.is_plain:
+                return leaf
+            layers = jax.jit(layout.to_layers, out_shardings=target.sharding)(leaf)
+            return jax.device_put(layers, target.sharding.with_memory_kind("pinned_host"))
+
+        return jax.tree.map(convert, state, self._layout_of, self.portable)
+
+    def from_portable(self, state: TrainState) -> TrainState:
+        """Returns the state as the step takes it; what changes its form is donated."""
+
+        def convert(leaf, layout, target):
+            if layout.is_plain:
+                return leaf
+            to_slots = jax.jit(layout.to_slots, out_shardings=target.sharding, donate_argnums=0)
+            return to_slots(leaf)
+
+        return jax.tree.map(convert, state, self._layout_of, self.abstract)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        return all(layout.is_plain for layout in self._layouts.values())
+
+    def _initial_layers(self) -> TrainState:
+        params = nnx.to_pure_dict(nnx.split(self._build())[1])
+        # Random bits are drawn in float32 whatever the master weights' dtype.
+        params = jax.tree.map(lambda x: x.astype(self._params_dtype), params)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            num_skipped=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self._optimizer.init(params),
+        )
+
+    def _to_slots(self, layers: TrainState) -> TrainState:
+        return jax.tree.map(lambda x, layout: layout.to_slots(x), layers, self._layout_of)
+
+    def _per_leaf(self, state: TrainState, of_param: Callable, of_other: Callable) -> TrainState:
+        """Returns a tree like the state of what `of_param(path, leaf)` or `of_other(leaf)` gives.
+
+        A leaf of the optimizer's state that belongs to a parameter has the path of that.
+        """
+        paths = jax.tree_util.tree_map_with_path(lambda path, _: _Path(path), state.params)
+        return TrainState(
+            step=of_other(state.step),
+            num_skipped=of_other(state.num_skipped),
+            params=jax.tree_util.tree_map_with_path(of_param, state.params),
+            opt_state=optax.tree_utils.tree_map_params(
+                self._optimizer,
+                lambda leaf, path: of_param(path.keys, leaf),
+                state.opt_state,
+                paths,
+                transform_non_params=of_other,
+            ),
+        )
+
+    def _spec_tree(self, state: TrainState, params: Tree) -> TrainState:
+        by_path = {
+            path: (spec, leaf.shape)
+            for (path, leaf), spec in zip(
+                jax.tree_util.tree_leaves_with_path(state.params),
+                jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, PartitionSpec)),
+                strict=True,
+            )
+        }
+
+        def of_param(path, leaf):
+            spec, shape = by_path[tuple(path)]
+            return spec if leaf.shape == shape else PartitionSpec()
+
+        return self._per_leaf(state, of_param, lambda _: PartitionSpec())
+
+    def _check_optimizer(self, layers: TrainState) -> None:
+        shapes = dict(jax.tree_util.tree_leaves_with_path(layers.params))
+
+        def check(path, leaf):
+            layout, shape = self._layouts.get(path[0].key, _PLAIN), shapes[tuple(path)].shape
+            if not layout.is_plain and leaf.shape != shape:
+                name = ".".join(str(key.key) for key in path)
+                raise ValueError(
+                    f"the optimizer keeps an array of shape {leaf.shape} for parameter "
+                    f"{name}{shape}, which cannot be cut by layers; choose even stages of one "
+                    "chunk (pipeline.layers_per_stage and pipeline.chunks), or optimizer.name=adamw"
+                )
+
+        self._per_leaf(layers, check, lambda _: None)
+
+    def _portable_spec(self, leaf, spec: PartitionSpec, layout) -> PartitionSpec:
+        """Returns `spec` with the stages' devices on another dim than that of the layers."""
+        if layout.is_plain:
+            return spec
+        parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
+        parts += [()] * (len(leaf.shape) - len(parts))
+        moved, parts[0] = parts[0], ()
+        for dim in range(1, len(parts)):
+            axes = (*parts[dim], *moved)
+            if leaf.shape[dim] % self._num_devices(axes) == 0 and axes_of(PartitionSpec(axes)):
+                parts[dim] = axes
+                break
+        return PartitionSpec(*(part or None for part in parts))
+
+    def _num_devices(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._mesh.shape[axis] for axis in axes)
+
+    def _on_mesh(self, leaf, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self._mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def partition_specs_of(abstract: Tree) -> Tree:
-    """Returns the PartitionSpec of every leaf of a tree that `abstract_state` made."""
+    """Returns the PartitionSpec of every leaf of a tree of ShapeDtypeStructs with shardings."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, abstract)
 
 
-def _initial_state(build, optimizer, params_dtype: str) -> TrainState:
-    params = nnx.to_pure_dict(nnx.split(build())[1])
-    # Random bits are drawn in float32 whatever the master weights' dtype.
-    params = jax.tree.map(lambda x: x.astype(params_dtype), params)
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        num_skipped=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=optimizer.init(params),
-    )
+@dataclasses.dataclass(frozen=True)
+class _Path:
+    """A parameter's path as a leaf of a tree."""
+
+    keys: tuple
+
+
+_PLAIN = Layout(num_layers=1, chunks=(((0, 1),),))
+
+
+def _shardings(abstract: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)

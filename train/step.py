@@ -1,7 +1,7 @@
 """The training and the evaluation step: pure functions, jitted once."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,10 @@ import optax
 
 from models.stack import Parts
 from sharding.logical import Rules, axis_rules
-from sharding.pipeline import executor, schedule
+from sharding.pipeline.config import PipelineConfig
+from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
+from sharding.pipeline.layout import Layout
+from sharding.pipeline.schedule import Schedule, forward_only
 from train.state import TrainState
 
 _DROPOUT_TAG = 0x0D0D
@@ -23,7 +26,8 @@ Batch = dict[str, jax.Array]
 class StepConfig:
     """What a step depends on beside the model: shapes of the work, not of the data."""
 
-    schedule: str  # of the pipeline
+    pipeline: PipelineConfig
+    layouts: Mapping[str, Layout]  # of every stack
     num_microbatches: int
     compute_dtype: str
     seed: int  # of dropout
@@ -33,6 +37,7 @@ def make_train_step(
     parts: Parts,
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule,
+    schedule: Schedule,
     config: StepConfig,
     mesh: jax.sharding.Mesh,
     rules: Rules,
@@ -41,6 +46,7 @@ def make_train_step(
     """Returns `train_step(state, batch) -> (state, metrics)`.
 
     Args:
+      schedule: of the pipeline; verified.
       specs: the PartitionSpec of every parameter.
 
     The batch holds `tokens`, `targets` int32[B, T], `weights` float32[B, T] and `index` uint32[B],
@@ -49,8 +55,9 @@ def make_train_step(
     num_skipped` and the head's, as weighted means. A step whose loss or gradients are not finite
     changes nothing but the counters.
     """
-    table = schedule.SCHEDULES[config.schedule](mesh.shape["pipeline"], config.num_microbatches)
-    loss_and_grad = executor.make_loss_and_grad(parts, table, mesh, parts.split(specs))
+    loss_and_grad = make_loss_and_grad(
+        parts, schedule, config.layouts, mesh, parts.split(specs), config.pipeline
+    )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         microbatches = _to_microbatches(_with_dropout_keys(batch, config.seed), config)
@@ -73,11 +80,27 @@ def make_train_step(
 
 
 def make_eval_step(
-    parts: Parts, config: StepConfig, mesh: jax.sharding.Mesh, rules: Rules, specs: Tree
+    parts: Parts,
+    schedule: Schedule,
+    config: StepConfig,
+    mesh: jax.sharding.Mesh,
+    rules: Rules,
+    specs: Tree,
 ) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
-    """Returns `eval_step(params, batch) -> sums`: `loss`, `weight` and the head's metrics."""
-    table = schedule.forward_only(mesh.shape["pipeline"], config.num_microbatches)
-    evaluate = executor.make_evaluate(parts, table, mesh, parts.split(specs))
+    """Returns `eval_step(params, batch) -> sums`: `loss`, `weight` and the head's metrics.
+
+    Args:
+      schedule: that of training; its placement of the layers is followed.
+    """
+    forwards = forward_only(
+        schedule.num_stages,
+        schedule.num_microbatches,
+        schedule.num_chunks,
+        placement=schedule.placement,
+    )
+    evaluate = make_evaluate(
+        parts, forwards, config.layouts, mesh, parts.split(specs), config.pipeline
+    )
 
     def eval_step(params: Tree, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules):

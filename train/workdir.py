@@ -103,11 +103,12 @@ def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     batches = train_batches(corpus, run.config.data, run.rows)
-    restored = checkpoints.restore(run.abstract)
+    restored = checkpoints.restore(run.state.portable)
     if restored is None:
-        step, state = 0, run.initial_state()
+        step, state = 0, run.state.initial()
     else:
-        step, state, data_state = restored
+        step, portable, data_state = restored
+        state = run.state.from_portable(portable)
         if data_state["corpus"] != corpus.fingerprint:
             raise ValueError(
                 f"the text of data.name={run.config.data.name!r} is not what step {step} in "

@@ -15,7 +15,7 @@ from configs import gpt2 as gpt2_config
 from models.flops import train_flops_per_token
 from models.gpt2 import GPT2, GPT2Config
 from models.layers import dropout
-from models.stack import Stack, partition
+from models.stack import Stack, partition, run_layers
 
 # Sizes that are no powers of two, and a vocab that padding changes: 211 -> 256.
 LAYERS, HEADS, EMBED, VOCAB, POSITIONS, BATCH, LENGTH = 3, 3, 39, 211, 24, 2, 20
@@ -70,7 +70,7 @@ def loss_of(params: dict, batch: dict) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of losses and of weights."""
     cut = parts().split(params)
     x = parts().embed(cut["ends"], batch)
-    x = parts().stack(cut["layers"], x, batch, jnp.int32(0))
+    x = run_layers(parts().blocks["decoder"], cut["layers"]["decoder"], x, batch)
     loss, weight, metrics = parts().head(cut["ends"], x, batch)
     assert metrics == {}
     return loss, weight
@@ -181,7 +181,7 @@ def test_causality():
     direction = jax.random.normal(jax.random.key(0), (EMBED,))
 
     def output(x_BTD, position):
-        y_BTD = parts().stack(cut["layers"], x_BTD, {}, jnp.int32(0))
+        y_BTD = run_layers(parts().blocks["decoder"], cut["layers"]["decoder"], x_BTD, {})
         return y_BTD[0, position] @ direction
 
     grads_PTD = jax.jit(jax.vmap(jax.grad(output), (None, 0)))(x_BTD, jnp.arange(8))[:, 0]
@@ -282,9 +282,8 @@ def draw_masks(keys: jax.Array, layers: range) -> np.ndarray:
     made = partition(model, remat="none")
     params = made.split(nnx.to_pure_dict(nnx.split(model)[1]))
     x = jnp.zeros((len(keys), 2 * len(layers), 64))
-    return np.asarray(
-        made.stack(params["layers"], x, {"dropout_keys": keys}, jnp.int32(layers.start))
-    )
+    block, batch = made.blocks["stack"], {"dropout_keys": keys}
+    return np.asarray(run_layers(block, params["layers"]["stack"], x, batch, layers.start))
 
 
 def example_keys(seed: int, examples: range) -> jax.Array:

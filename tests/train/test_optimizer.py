@@ -13,7 +13,7 @@ import torch
 from sharding.mesh import make_mesh
 from tests.runs import CONFIG
 from train import config as configs
-from train.optimizer import OptimizerConfig, decay_mask, make_optimizer, make_schedule
+from train.optimizer import OptimizerConfig, decay_mask, make_learning_rate, make_optimizer
 from train.setup import prepare
 
 BASE = OptimizerConfig(
@@ -31,7 +31,7 @@ BASE = OptimizerConfig(
 
 
 def rate(step: int, num_steps: int = 24, **changes) -> float:
-    schedule: Any = make_schedule(dataclasses.replace(BASE, **changes), num_steps)
+    schedule: Any = make_learning_rate(dataclasses.replace(BASE, **changes), num_steps)
     return float(schedule(step))
 
 
@@ -72,7 +72,7 @@ def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
     overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
     config = configs.resolve(configs.load(CONFIG, overrides))
     run = prepare(config, make_mesh(config.mesh), vocab_size=257)
-    state = run.initial_state()
+    state = run.state.initial()
     shapes = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
     assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
 
@@ -80,7 +80,7 @@ def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
 def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
     config = configs.resolve(configs.load(CONFIG))
     run = prepare(config, make_mesh(config.mesh), vocab_size=257)
-    mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.abstract.params))
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state.abstract.params))
     names = {".".join(key.key for key in path): decayed for path, decayed in mask}
     decayed = {name for name, is_decayed in names.items() if is_decayed}
     assert decayed == {
@@ -95,7 +95,7 @@ def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
 
 def test_adamw_equals_pytorchs():
     """Ten steps on random gradients, the larger half of them clipped, decay on the kernel alone."""
-    schedule: Any = make_schedule(BASE, 10)
+    schedule: Any = make_learning_rate(BASE, 10)
     rng = np.random.default_rng(0)
     start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=(2, 3))}
     with jax.enable_x64(True):

@@ -52,7 +52,7 @@ def test_losses_equal_one_device_float64(mesh, corpus_overrides):
 def test_losses_and_initial_parameters_equal_one_device_float32(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides)
     run, corpus = make_run((*base, *MESHES[mesh]))
-    assert digest(run.initial_state().params) == reference_digest(base)
+    assert digest(run.state.initial().params) == reference_digest(base)
     np.testing.assert_allclose(
         losses(run, corpus, NUM_STEPS),
         reference_losses(base, NUM_STEPS),

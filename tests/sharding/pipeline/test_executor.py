@@ -1,161 +1,155 @@
-"""The executor against plain differentiation of the same three functions."""
+"""The executor against plain differentiation of the same functions."""
 
 import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.audit import collectives, memory
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
-from sharding.pipeline.schedule import SCHEDULES, forward_only
+from sharding.pipeline.layout import cut
+from sharding.pipeline.schedule import forward_only, make_schedule
+from sharding.pipeline.table import Op, Schedule, verify
+from tests.sharding.pipeline.nets import EncoderDecoder, Net, inputs, place, plain_sums, to_layers
 
-WIDTH, NUM_LAYERS, BATCH = 8, 4, 4
-
-
-class Net:
-    """A residual MLP whose first and last parts share the `table` parameter."""
-
-    def embed(self, ends, microbatch):
-        return jnp.tanh(microbatch["x"] @ ends["table"])
-
-    def stack(self, layers, x, microbatch, first_layer):
-        def body(x, layer):
-            kernel, number = layer
-            scale = microbatch["scale"][:, None] * (1.0 + 0.1 * number.astype(x.dtype))
-            return x + jnp.tanh(x @ kernel) * scale, None
-
-        numbers = first_layer + jnp.arange(layers["kernel"].shape[0])
-        return jax.lax.scan(body, x, (layers["kernel"], numbers))[0]
-
-    def head(self, ends, x, microbatch):
-        error = jnp.square(x @ ends["table"].T - microbatch["y"]).sum(axis=1)
-        weight = microbatch["weight"]
-        return jnp.sum(error * weight), jnp.sum(weight), {"largest": jnp.sum(jnp.max(x, axis=1))}
-
-
-SPECS = {
-    "ends": {"table": PartitionSpec("fsdp", "model")},
-    "layers": {"kernel": PartitionSpec("pipeline", "fsdp", "model")},
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1, "zbv": 2}
+MESHES = {
+    "one device": {},
+    "pipeline=4": {"pipeline": 4},
+    "pipeline=2 data=2 model=2": {"pipeline": 2, "data": 2, "model": 2},
+    "pipeline=2 fsdp=2 model=2": {"pipeline": 2, "fsdp": 2, "model": 2},
 }
 
 
-def inputs(num_microbatches: int, batch: int = BATCH, width: int = WIDTH, dtype: Any = np.float64):
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(dtype)  # noqa: E731
-    params = {
-        "ends": {"table": draw(width, width)},
-        "layers": {"kernel": 0.5 * draw(NUM_LAYERS, width, width)},
-    }
-    shape = (num_microbatches, batch)
-    data = {"x": draw(*shape, width), "y": draw(*shape, width), "scale": draw(*shape)}
-    data["weight"] = (rng.random(shape) < 0.7).astype(dtype)
-    return params, data
+def check(net: Net, table: Schedule, mesh, config: PipelineConfig, counts=()):
+    """Compares sums and gradients, and the sums of evaluation, with plain differentiation."""
+    params, data = inputs(net, table.num_microbatches)
+    layouts = cut(net.num_layers, table.placement, counts)
+    differentiate = jax.value_and_grad(lambda p: plain_sums(net, p, data), has_aux=True)
+    (_, expected_sums), expected = differentiate(params)
+    run = make_loss_and_grad(net, table, layouts, mesh, net.specs(), config)
+    shape = table.num_stages, table.num_microbatches, table.num_chunks
+    forwards = forward_only(*shape, placement=table.placement)
+    evaluate = make_evaluate(net, forwards, layouts, mesh, net.specs(), config)
+    with jax.set_mesh(mesh):
+        placed = place(net, layouts, mesh, params, data)
+        sums, grads = jax.jit(run)(*placed)
+        evaluated = jax.jit(evaluate)(*placed)
 
+    def close(actual, wanted):
+        # Only the order of sums differs: rounding (1e-16) of the largest terms may show.
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-13 * np.abs(wanted).max())
 
-def plain_sums(params, data):
-    net, flat = Net(), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), data)
-    x = net.embed(params["ends"], flat)
-    x = net.stack(params["layers"], x, flat, jnp.int32(0))
-    loss, weight, metrics = net.head(params["ends"], x, flat)
-    return loss, {"loss": loss, "weight": weight, **metrics}
-
-
-def place(mesh, params, data):
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-    batch = PartitionSpec(None, ("data", "fsdp"))
-    return jax.tree.map(put, params, SPECS), jax.tree.map(lambda x: put(x, batch), data)
+    jax.tree.map(close, to_layers(layouts, grads), expected)
+    jax.tree.map(close, sums, expected_sums)
+    jax.tree.map(close, evaluated, expected_sums)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+@pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gradients_equal_plain_differentiation(mesh, schedule, remat, num_microbatches):
+    with jax.enable_x64(True):
+        devices = make_mesh(MeshConfig(**MESHES[mesh]))
+        num_stages, num_chunks = devices.shape["pipeline"], SCHEDULES[schedule]
+        table = make_schedule(schedule, num_stages, num_microbatches, num_chunks)
+        # With 3 microbatches, layers are uneven and parameters gathered one layer at a time.
+        is_uneven, config = num_microbatches == 3, PipelineConfig(remat=remat)
+        num_parts = num_stages * num_chunks
+        counts = (0, 9 - num_parts, *[1] * (num_parts - 2)) if is_uneven and num_parts > 1 else ()
+        counts = counts and (*counts[:-1], counts[-1] + 8 - sum(counts))
+        if is_uneven:
+            config = dataclasses.replace(config, gather="layer")
+        check(Net(), table, devices, config, counts)
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(
-    "sizes",
+    "schedule, chunks, sizes",
     [
-        {},
-        {"pipeline": 4},
-        {"pipeline": 2, "data": 2, "model": 2},
-        {"pipeline": 2, "fsdp": 2, "model": 2},
+        ("1f1b", 1, {}),
+        ("1f1b", 1, {"pipeline": 4}),
+        ("interleaved_1f1b", 2, {"pipeline": 2, "fsdp": 2, "model": 2}),
+        ("zero_bubble", 1, {"pipeline": 2, "data": 2}),
+        ("zbv", 2, {"pipeline": 4}),
     ],
     ids=str,
 )
-def test_gradients_equal_plain_differentiation(sizes, schedule, num_microbatches):
+def test_an_encoder_and_a_decoder_run_in_one_pipeline(schedule, chunks, sizes, remat):
     with jax.enable_x64(True):
-        params, data = inputs(num_microbatches)
-        (_, expected_sums), expected = jax.value_and_grad(plain_sums, has_aux=True)(params, data)
         mesh = make_mesh(MeshConfig(**sizes))
-        table = SCHEDULES[schedule](mesh.shape["pipeline"], num_microbatches)
-        run = make_loss_and_grad(Net(), table, mesh, SPECS)
-        evaluate = make_evaluate(
-            Net(), forward_only(mesh.shape["pipeline"], num_microbatches), mesh, SPECS
+        table = make_schedule(schedule, mesh.shape["pipeline"], 5, chunks)
+        check(EncoderDecoder(), table, mesh, PipelineConfig(remat=remat))
+
+
+def test_buffers_of_a_hand_made_table_are_told_apart():
+    """Backwards in the opposite order of forwards need buffers that no ring would give."""
+    base = make_schedule("gpipe", 2, 3, 1)
+    ticks = tuple(
+        tuple(
+            tuple(Op(op.kind, 2 - op.microbatch) if op.kind == "B" else op for op in c) for c in row
         )
-        with jax.set_mesh(mesh):
-            placed = place(mesh, params, data)
-            sums, grads = jax.jit(run)(*placed)
-            evaluated = jax.jit(evaluate)(*placed)
-        # Only the order of sums differs, so float64 rounding (1e-16) is all that may show.
-        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)  # noqa: E731
-        jax.tree.map(close, grads, expected)
-        jax.tree.map(close, sums, expected_sums)
-        jax.tree.map(close, evaluated, expected_sums)
+        for row in base.ticks
+    )
+    table = dataclasses.replace(base, ticks=ticks)
+    verify(table)
+    with jax.enable_x64(True):
+        for remat in ("full", "none"):
+            check(Net(), table, make_mesh(MeshConfig(pipeline=2)), PipelineConfig(remat=remat))
 
 
-def compiled(schedule: str, num_microbatches: int, sizes: dict[str, int], **shape):
-    params, data = inputs(num_microbatches, dtype=np.float32, **shape)
-    mesh = make_mesh(MeshConfig(**sizes))
-    table = SCHEDULES[schedule](mesh.shape["pipeline"], num_microbatches)
-    run = make_loss_and_grad(Net(), table, mesh, SPECS)
+def compiled(
+    schedule: str, num_microbatches: int, sizes: dict[str, int], remat="full", **shape: Any
+):
+    net, mesh = Net(), make_mesh(MeshConfig(**sizes))
+    params, data = inputs(net, num_microbatches, dtype=np.float32, **shape)
+    chunks = SCHEDULES[schedule]
+    table = make_schedule(schedule, mesh.shape["pipeline"], num_microbatches, chunks)
+    layouts = cut(net.num_layers, table.placement)
+    config = PipelineConfig(remat=remat)
+    run = make_loss_and_grad(net, table, layouts, mesh, net.specs(), config)
     with jax.set_mesh(mesh):
-        return jax.jit(run).lower(*place(mesh, params, data)).compile(), mesh
+        placed = place(net, layouts, mesh, params, data)
+        return jax.jit(run).lower(*placed).compile(), mesh
 
 
-def test_permutes_are_one_each_way_and_nothing_else_crosses_stages_in_the_loop():
-    step, mesh = compiled("1f1b", 4, {"pipeline": 2, "data": 2, "model": 2})
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize(
+    "schedule, num_permutes", [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 2), ("zbv", 4)]
+)
+def test_permutes_are_those_of_the_table_and_nothing_else_crosses_stages_in_the_loop(
+    schedule, num_permutes, remat
+):
+    """Forwards go one way and backwards the other; on a V each goes both ways."""
+    sizes = (
+        {"pipeline": 4, "data": 2} if schedule == "zbv" else {"pipeline": 2, "data": 2, "model": 2}
+    )
+    step, mesh = compiled(schedule, 4, sizes, remat)
     found = collectives(step, mesh)
     in_loop = [c for c in found if c.loop_depth > 0]
     permutes = [c for c in in_loop if c.axes == ("pipeline",)]
-    assert [c.kind for c in permutes] == ["collective-permute"] * 2
+    assert [c.kind for c in permutes] == ["collective-permute"] * num_permutes
+    assert {c.loop_depth for c in permutes} == {1}
     assert {axis for c in in_loop for axis in c.axes} <= {"pipeline", "model"}
     reduced = [c for c in found if c.loop_depth == 0 and "data" in c.axes]
     assert reduced and all(c.kind == "all-reduce" for c in reduced)
 
 
-def test_1f1b_memory_does_not_grow_with_microbatches_and_gpipes_does():
-    sizes, shape = {"pipeline": 4}, {"batch": 64, "width": 64}
-
-    def temporaries(schedule, num_microbatches):
-        temp_bytes = memory(compiled(schedule, num_microbatches, sizes, **shape)[0]).temp_bytes
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_memory_does_not_grow_with_microbatches_but_for_gpipe(schedule, remat):
+    def temporaries(num_microbatches):
+        step, _ = compiled(schedule, num_microbatches, {"pipeline": 4}, remat, batch=64, width=64)
+        temp_bytes = memory(step).temp_bytes
         assert temp_bytes is not None
         return temp_bytes
 
-    assert temporaries("1f1b", 32) <= 1.15 * temporaries("1f1b", 8)
-    assert temporaries("gpipe", 32) > 1.5 * temporaries("gpipe", 8)
-
-
-def test_buffers_of_a_hand_made_table_are_told_apart():
-    """Backwards in the opposite order of forwards need buffers that no ring would give."""
-    base = SCHEDULES["gpipe"](2, 3)
-    when = base.when()
-    ticks = [[[] for _ in range(2)] for _ in range(len(base.ticks))]
-    for (kind, microbatch, stage), tick in when.items():
-        swapped = microbatch if kind == "F" else 2 - microbatch
-        ticks[tick][stage].append((kind, swapped))
-    from sharding.pipeline.schedule import Op, verify
-
-    table = dataclasses.replace(
-        base, ticks=tuple(tuple(tuple(Op(*op) for op in cell) for cell in row) for row in ticks)
-    )
-    verify(table)
-    with jax.enable_x64(True):
-        params, data = inputs(3)
-        expected = jax.grad(lambda p: plain_sums(p, data)[0])(params)
-        mesh = make_mesh(MeshConfig(pipeline=2))
-        with jax.set_mesh(mesh):
-            _, grads = jax.jit(make_loss_and_grad(Net(), table, mesh, SPECS))(
-                *place(mesh, params, data)
-            )
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), grads, expected)
+    if schedule == "gpipe":
+        assert temporaries(32) > 1.5 * temporaries(8)
+    else:
+        assert temporaries(32) <= 1.1 * temporaries(8)

@@ -1,0 +1,43 @@
+"""What a run decides about its pipeline."""
+
+import dataclasses
+
+from sharding.pipeline.schedule import SCHEDULES
+
+REMAT = ("full", "none")
+GATHER = ("step", "layer")
+AUTO = ("auto",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How microbatches go through the stages, and what the stages hold."""
+
+    schedule: str = "1f1b"  # a name in schedule.SCHEDULES, or the path of a table: table.csv
+    chunks: int = 1  # runs of layers that each stage holds; more need a schedule that knows them
+    remat: str = "full"  # kept from forward to backward: full = the stage's input, none = all
+    # Layers of each chunk, in the order of the layers; () = even, ("auto",) = by their FLOPs.
+    layers_per_stage: tuple = ()
+    share_vocab: bool = False  # embedding and head are split over the stages, by vocab
+    gather: str = "step"  # parameters that fsdp splits are put together once a step, or per layer
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):
+            raise ValueError(
+                f"pipeline.schedule={self.schedule!r} is unknown; choose from "
+                f"{', '.join(SCHEDULES)}, or give the path of a table, table.csv"
+            )
+        for name, choices in (("remat", REMAT), ("gather", GATHER)):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"pipeline.{name}={getattr(self, name)!r} is unknown; "
+                    f"choose {' or '.join(choices)}"
+                )
+        if self.chunks < 1:
+            raise ValueError(f"pipeline.chunks={self.chunks} must be at least 1")
+        counts = tuple(self.layers_per_stage)
+        if counts != AUTO and not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(
+                f"pipeline.layers_per_stage={self.layers_per_stage!r} must be a number of layers "
+                "for each chunk of each stage, such as 5,7,7,5, or auto, or nothing for an even cut"
+            )

@@ -1,0 +1,256 @@
+"""What a pipeline schedule is: a table of operations, the rules that it must keep, what it holds.
+
+The layers are cut into runs, the *virtual stages* v = 0, 1, ... in the order of the layers; a stage
+holds one or more of them, its *chunks*. A table has a row per tick and a cell per stage; a cell
+holds at most one forward, then at most one backward or input gradient, then at most one weight
+gradient. What a stage makes in a tick can be used by another virtual stage from the next tick on,
+and by its own in the same cell.
+
+Pure Python: generators.py makes tables, csv_table.py reads and writes them, clocks.py times them.
+"""
+
+import dataclasses
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+#: A backward (B) is an input gradient (I) and a weight gradient (W) in one. PyTorch's letters.
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
+
+#: The order in a cell.
+_RANK = {FORWARD: 0, BACKWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 2}
+
+#: (kind, microbatch, virtual stage): names an operation of a table.
+Key = tuple[str, int, int]
+
+
+class Op(NamedTuple):
+    """One operation of a stage: a kind (F, B, I or W) on one microbatch and one of its chunks."""
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A table of operations: `ticks[t][s]` is the cell of stage s in tick t.
+
+    Attributes:
+      name: what to call it in messages.
+      num_stages: S.
+      num_chunks: V, chunks of layers per stage.
+      num_microbatches: M.
+      placement: the stage of each of the V*S virtual stages.
+      ticks: ticks × stages × operations.
+    """
+
+    name: str
+    num_stages: int
+    num_chunks: int
+    num_microbatches: int
+    placement: tuple[int, ...]
+    ticks: tuple[tuple[tuple[Op, ...], ...], ...]
+
+    def cells(self) -> Iterator[tuple[int, int, tuple[Op, ...]]]:
+        """Yields (tick, stage, cell), tick by tick."""
+        for tick, row in enumerate(self.ticks):
+            for stage, cell in enumerate(row):
+                yield tick, stage, cell
+
+    def when(self) -> dict[Key, int]:
+        """Returns (kind, microbatch, virtual stage) -> tick."""
+        chunks = self.chunks()
+        return {
+            (op.kind, op.microbatch, chunks[stage][op.chunk]): tick
+            for tick, stage, cell in self.cells()
+            for op in cell
+        }
+
+    def chunks(self) -> list[list[int]]:
+        """Returns the virtual stages of each stage, in the order of the layers."""
+        held: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for virtual, stage in enumerate(self.placement):
+            held[stage].append(virtual)
+        return held
+
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Returns the virtual stage that is this chunk of this stage."""
+        return self.chunks()[stage][chunk]
+
+    def chunk_of(self, virtual_stage: int) -> int:
+        """Returns which chunk of its stage the virtual stage is."""
+        return self.placement[:virtual_stage].count(self.placement[virtual_stage])
+
+    def has_backward(self) -> bool:
+        """Returns whether anything but forwards and weight gradients runs."""
+        return any(
+            op.kind in (BACKWARD, INPUT_GRADIENT) for _, _, cell in self.cells() for op in cell
+        )
+
+    def splits_backward(self) -> bool:
+        """Returns whether any backward runs in two parts."""
+        split = (INPUT_GRADIENT, WEIGHT_GRADIENT)
+        return any(op.kind in split for _, _, cell in self.cells() for op in cell)
+
+
+def loop_placement(num_stages: int, num_chunks: int) -> tuple[int, ...]:
+    """Returns the placement 0..S-1, again and again: the last stage sends to the first."""
+    return tuple(range(num_stages)) * num_chunks
+
+
+def v_placement(num_stages: int) -> tuple[int, ...]:
+    """Returns the placement 0..S-1, S-1..0 of two chunks: the first stage has both ends."""
+    return (*range(num_stages), *reversed(range(num_stages)))
+
+
+def needs(key: Key, ran: Container[Key], num_virtual_stages: int) -> list[Key]:
+    """Returns the operations whose results `key` uses.
+
+    Args:
+      key: the operation.
+      ran: all operations of the table; tells in which form the next backward runs.
+      num_virtual_stages: V*S.
+    """
+    kind, microbatch, virtual = key
+    if kind == FORWARD:
+        return [(FORWARD, microbatch, virtual - 1)] if virtual else []
+    if kind == WEIGHT_GRADIENT:
+        return [(INPUT_GRADIENT, microbatch, virtual)]
+    own: Key = (FORWARD, microbatch, virtual)
+    if virtual == num_virtual_stages - 1:
+        return [own]
+    split: Key = (INPUT_GRADIENT, microbatch, virtual + 1)
+    return [own, split if split in ran else (BACKWARD, microbatch, virtual + 1)]
+
+
+def verify(schedule: Schedule) -> None:
+    """Checks that every operation runs once and after all that it depends on.
+
+    Raises:
+      ValueError: names the operation, its stage and ticks, and the dependency that is broken.
+    """
+    _check_placement(schedule)
+    ran = _check_cells(schedule)
+    virtual_stages = range(len(schedule.placement))
+    split = any(kind != FORWARD for kind, _, _ in ran)
+    for microbatch in range(schedule.num_microbatches):
+        for virtual in virtual_stages:
+            _check_complete(schedule, ran, microbatch, virtual, has_backward=split)
+    for key, tick in ran.items():
+        for need in needs(key, ran, len(virtual_stages)):
+            own = need[2] == key[2]
+            if not (need in ran and ran[need] < tick + own):
+                found = f"runs in tick {ran[need]}" if need in ran else "never runs"
+                raise ValueError(
+                    f"{schedule.name}: {_label(schedule, key)} in tick {tick} needs "
+                    f"{_label(schedule, need)}, which {found}; it must run "
+                    + ("before it" if own else "in an earlier tick")
+                )
+
+
+def max_in_flight(schedule: Schedule) -> list[int]:
+    """Returns, per stage, the most chunk activations held at once.
+
+    One is held from a forward on until the backward (B), or the weight gradient (W), of the same
+    microbatch and chunk. In units of a chunk, of which num_chunks make a stage.
+    """
+    most = [0] * schedule.num_stages
+    now = [0] * schedule.num_stages
+    change = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1}
+    for _, stage, cell in schedule.cells():
+        for op in cell:
+            now[stage] += change[op.kind]
+            most[stage] = max(most[stage], now[stage])
+    return most
+
+
+def _check_placement(schedule: Schedule) -> None:
+    name, stages, chunks = schedule.name, schedule.num_stages, schedule.num_chunks
+    if min(stages, chunks, schedule.num_microbatches) < 1:
+        raise ValueError(
+            f"{name}: num_stages={stages}, num_chunks={chunks} and "
+            f"num_microbatches={schedule.num_microbatches} must be at least 1"
+        )
+    if len(schedule.placement) != stages * chunks:
+        raise ValueError(
+            f"{name}: the placement has {len(schedule.placement)} virtual stages, not "
+            f"{stages} stages × {chunks} chunks"
+        )
+    for virtual, stage in enumerate(schedule.placement):
+        if stage not in range(stages):
+            raise ValueError(
+                f"{name}: virtual stage {virtual} is placed on stage {stage}; there are {stages}"
+            )
+    for stage in range(stages):
+        if schedule.placement.count(stage) != chunks:
+            raise ValueError(
+                f"{name}: stage {stage} holds {schedule.placement.count(stage)} virtual stages; "
+                f"every stage must hold {chunks}"
+            )
+
+
+def _check_cells(schedule: Schedule) -> dict[Key, int]:
+    """Returns (kind, microbatch, virtual stage) -> tick of a table whose cells are well formed."""
+    held = schedule.chunks()
+    ran: dict[Key, int] = {}
+    for tick, row in enumerate(schedule.ticks):
+        if len(row) != schedule.num_stages:
+            raise ValueError(
+                f"{schedule.name}: tick {tick} has {len(row)} stages, not {schedule.num_stages}"
+            )
+    for tick, stage, cell in schedule.cells():
+        place = f"{schedule.name}: tick {tick}, stage {stage}"
+        for op in cell:
+            if (
+                op.kind not in _RANK
+                or op.microbatch not in range(schedule.num_microbatches)
+                or op.chunk not in range(schedule.num_chunks)
+            ):
+                raise ValueError(
+                    f"{place}: {op.kind}{op.microbatch} of chunk {op.chunk} is no operation of "
+                    f"{schedule.num_microbatches} microbatches and {schedule.num_chunks} chunks"
+                )
+            key = (op.kind, op.microbatch, held[stage][op.chunk])
+            if key in ran:
+                raise ValueError(
+                    f"{schedule.name}: {_label(schedule, key)} runs twice: in ticks {ran[key]} "
+                    f"and {tick}"
+                )
+            ran[key] = tick
+        ranks = [_RANK[op.kind] for op in cell]
+        if any(later <= earlier for earlier, later in zip(ranks, ranks[1:], strict=False)):
+            raise ValueError(
+                f"{place}: the cell {' '.join(op.kind + str(op.microbatch) for op in cell)} must "
+                "hold at most one F, then one B or I, then one W"
+            )
+    return ran
+
+
+def _check_complete(
+    schedule: Schedule, ran: dict[Key, int], microbatch: int, virtual: int, *, has_backward: bool
+) -> None:
+    """Refuses a microbatch whose forward or backward does not run once on a virtual stage."""
+    forward, backward, input_gradient, weight_gradient = (
+        (kind, microbatch, virtual) for kind in _RANK
+    )
+    missing = [forward] if forward not in ran else []
+    if has_backward:
+        parts = [part for part in (input_gradient, weight_gradient) if part in ran]
+        if backward in ran and parts:
+            raise ValueError(
+                f"{schedule.name}: {_label(schedule, backward)} in tick {ran[backward]} is a whole "
+                f"backward, but its part {_label(schedule, parts[0])} runs in tick {ran[parts[0]]};"
+                " keep either the B, or the I and the W"
+            )
+        if backward not in ran:
+            in_parts = parts or BACKWARD not in {kind for kind, _, _ in ran}
+            wanted = [input_gradient, weight_gradient] if in_parts else [backward]
+            missing += [key for key in wanted if key not in ran]
+    if missing:
+        raise ValueError(f"{schedule.name}: {_label(schedule, missing[0])} never runs")
+
+
+def _label(schedule: Schedule, key: Key) -> str:
+    kind, microbatch, virtual = key
+    chunk = f" of chunk {schedule.chunk_of(virtual)}" if schedule.num_chunks > 1 else ""
+    return f"{kind}{microbatch}{chunk} on stage {schedule.placement[virtual]}"

@@ -1,0 +1,153 @@
+"""Small models for the executor, and their plain differentiation on one device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+WIDTH, BATCH = 8, 4
+
+
+class Net:
+    """A residual MLP whose first and last parts share the `table` parameter.
+
+    Its blocks read a side input, `scale`, draw a dropout mask per example, and know their number.
+    """
+
+    num_layers = {"body": 8}
+    before: dict = {}
+
+    @property
+    def blocks(self):
+        return {"body": self.block}
+
+    def embed(self, ends, microbatch):
+        return jnp.tanh(microbatch["x"] @ ends["table"])
+
+    def block(self, params, x, microbatch, number):
+        keys = jax.vmap(jax.random.fold_in, (0, None))(microbatch["keys"], number)
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, x.shape[1:]))(keys)
+        scale = microbatch["scale"][:, None] * (1.0 + 0.1 * (number + 1).astype(x.dtype))
+        return x + jnp.where(keep, jnp.tanh(x @ params["kernel"]) * scale, 0.0)
+
+    def head(self, ends, x, microbatch):
+        error = jnp.square(x @ ends["table"].T - microbatch["y"]).sum(axis=1)
+        weight = microbatch["weight"]
+        return jnp.sum(error * weight), jnp.sum(weight), {"largest": jnp.sum(jnp.max(x, axis=1))}
+
+    def specs(self):
+        return {
+            "ends": {"table": PartitionSpec("fsdp", "model")},
+            "layers": {"body": {"kernel": PartitionSpec("pipeline", "fsdp", "model")}},
+        }
+
+    def params(self, draw, width: int):
+        layers = {"body": {"kernel": 0.5 * draw(self.num_layers["body"], width, width)}}
+        return {"ends": {"table": draw(width, width)}, "layers": layers}
+
+
+class EncoderDecoder(Net):
+    """Two stacks: the encoder's output travels with the microbatch to every decoder layer."""
+
+    num_layers = {"encoder": 3, "decoder": 5}
+
+    @property
+    def blocks(self):
+        return {"encoder": self.encode, "decoder": self.decode}
+
+    @property
+    def before(self):
+        return {"decoder": self.between}
+
+    def embed(self, ends, microbatch):
+        embedded = jnp.tanh(microbatch["x"] @ ends["table"])
+        return {"memory": embedded, "x": jnp.zeros_like(embedded)}
+
+    def encode(self, params, x, microbatch, number):
+        return x | {"memory": self.block(params, x["memory"], microbatch, number)}
+
+    def between(self, ends, x, microbatch):
+        memory = x["memory"] * ends["norm"]
+        return {"memory": memory, "x": jnp.tanh(microbatch["y"] @ ends["table"])}
+
+    def decode(self, params, x, microbatch, number):
+        read = jnp.tanh(x["memory"] @ params["cross"])
+        return x | {"x": self.block(params, x["x"] + read, microbatch, number)}
+
+    def head(self, ends, x, microbatch):
+        return super().head(ends, x["x"], microbatch)
+
+    def specs(self):
+        kernel = PartitionSpec("pipeline", "fsdp", "model")
+        return {
+            "ends": {"table": PartitionSpec("fsdp", "model"), "norm": PartitionSpec(None)},
+            "layers": {
+                "encoder": {"kernel": kernel},
+                "decoder": {"kernel": kernel, "cross": kernel},
+            },
+        }
+
+    def params(self, draw, width: int):
+        encoder, decoder = self.num_layers.values()
+        return {
+            "ends": {"table": draw(width, width), "norm": draw(width)},
+            "layers": {
+                "encoder": {"kernel": 0.5 * draw(encoder, width, width)},
+                "decoder": {
+                    "kernel": 0.5 * draw(decoder, width, width),
+                    "cross": 0.5 * draw(decoder, width, width),
+                },
+            },
+        }
+
+
+def inputs(
+    net: Net, num_microbatches: int, batch: int = BATCH, width: int = WIDTH, dtype: Any = np.float64
+):
+    """Returns parameters, with layers not yet in slots, and a batch `[M, B, ...]`."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(dtype)  # noqa: E731
+    shape = (num_microbatches, batch)
+    data: dict[str, Any] = {"x": draw(*shape, width), "y": draw(*shape, width)}
+    data["scale"] = draw(*shape)
+    data["weight"] = (rng.random(shape) < 0.7).astype(dtype)
+    data["keys"] = jax.random.split(jax.random.key(1), shape)
+    return net.params(draw, width), data
+
+
+def plain_sums(net: Net, params, data):
+    """Returns (loss, sums) of the whole batch, layer by layer."""
+    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), data)
+    x = net.embed(params["ends"], flat)
+    for name, num_layers in net.num_layers.items():
+        if name in net.before:
+            x = net.before[name](params["ends"], x, flat)
+        for i in range(num_layers):
+            layer = jax.tree.map(lambda p, i=i: p[i], params["layers"][name])
+            x = net.blocks[name](layer, x, flat, jnp.int32(i))
+    loss, weight, metrics = net.head(params["ends"], x, flat)
+    return loss, {"loss": loss, "weight": weight, **metrics}
+
+
+def place(net: Net, layouts, mesh, params, data):
+    """Returns parameters in slots and the batch, laid out on the mesh."""
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    slots = {
+        name: jax.tree.map(layouts[name].to_slots, layers)
+        for name, layers in params["layers"].items()
+    }
+    batch = PartitionSpec(None, ("data", "fsdp"))
+    placed = jax.tree.map(put, {**params, "layers": slots}, net.specs())
+    return placed, jax.tree.map(lambda x: put(x, batch), data)
+
+
+def to_layers(layouts, grads):
+    """Returns gradients on the host, with layers in their own order."""
+    grads = jax.tree.map(np.asarray, grads)
+    layers = {
+        name: jax.tree.map(layouts[name].to_layers, slots)
+        for name, slots in grads["layers"].items()
+    }
+    return {**grads, "layers": layers}
