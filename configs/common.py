@@ -25,17 +25,14 @@ def get_config() -> ConfigDict:
     config.rules = ConfigDict()
 
     config.pipeline = ConfigDict()
-    # gpipe | 1f1b | interleaved_1f1b | zero_bubble | zbv | the path of a table, table.csv
-    config.pipeline.schedule = "1f1b"
-    config.pipeline.chunks = 1  # runs of layers per stage; interleaved_1f1b takes more, zbv 2
-    # What a stage keeps of a microbatch from its forward to its backward: full recomputes all but
-    # the stage's input; none keeps all that train.remat leaves.
-    config.pipeline.remat = "full"
-    # Layers of each chunk, in the order of the layers, such as 5,7,7,5; auto balances them by
-    # FLOPs, embedding and head included; nothing cuts them evenly.
-    config.pipeline.layers_per_stage = ()
+    config.pipeline.schedule = (
+        "1f1b"  # gpipe | 1f1b | interleaved_1f1b | zero_bubble | zbv | path of a table.csv
+    )
+    config.pipeline.chunks = 1  # runs of layers per stage: 2 for zbv, any for interleaved_1f1b
+    config.pipeline.remat = "full"  # kept of a microbatch: full: its input | none: as train.remat
+    config.pipeline.layers_per_stage = ()  # of each chunk: 5,7,7,5 | auto: by FLOPs | (): even
     config.pipeline.share_vocab = False  # all stages share embedding and head, split by vocab
-    config.pipeline.gather = "step"  # what fsdp splits is gathered once a step, or once a layer
+    config.pipeline.gather = "step"  # what fsdp splits is put together once a: step | layer
 
     config.data = ConfigDict()
     config.data.name = (

@@ -6,6 +6,13 @@ causal attention counts the half of its products that is not masked; embedding l
 head counts the vocab without padding.
 """
 
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
 
 def dense_flops(*sizes: int) -> int:
     """Returns forward FLOPs per token of a matrix product whose kernel has these sizes."""
@@ -31,3 +38,24 @@ def train_flops_per_token(model: object, sequence_length: int, num_params: int) 
     """
     count = getattr(model, "forward_flops_per_token", None)
     return 3 * (count(sequence_length) if count else dense_flops(num_params))
+
+
+def traced_flops(function: Callable, *args: Any) -> int:
+    """Returns FLOPs of all matrix products that a function runs, loops counted by their length.
+
+    Args:
+      *args: its arguments, or ShapeDtypeStructs of them.
+    """
+    return _flops(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _flops(jaxpr) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            contracted = eqn.params["dimension_numbers"][0][0]
+            left, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            total += 2 * math.prod(out) * math.prod(left[dim] for dim in contracted)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += times * sum(map(_flops, jaxprs_in_params(eqn.params)))
+    return total

@@ -14,7 +14,7 @@ from flax import nnx
 
 from models.attention import attend
 from models.flops import attention_flops, dense_flops
-from models.layers import LayerNorm, Linear, dropout, linear_after, param
+from models.layers import LayerNorm, Linear, dropout, linear_after, lookup, param
 from models.losses import chunked_vocab_loss, make_token_loss
 from models.stack import Stack
 from sharding.logical import constrain
@@ -120,7 +120,7 @@ class GPT2(nnx.Module):
         """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
         tokens = batch["tokens"]
         positions = self.position_embedding[...][: tokens.shape[1]]
-        x_BTD = self.token_embedding[...][tokens] + positions[None]
+        x_BTD = lookup(self.token_embedding[...], tokens) + positions[None]
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
         return constrain(x_BTD, "batch", "seq", "act_embed")
 

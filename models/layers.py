@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sharding.logical import axes_by_hand, offset, sum_over
+
 # Parameters are laid out where the train state is built, not one by one as they are made.
 nnx.use_eager_sharding(False)
 
@@ -83,6 +85,16 @@ def linear_after(elementwise: Callable[[jax.Array], jax.Array], linear: Linear, 
     to keep its result: a scan over layers would write that memory once more and read it back.
     """
     return jax.checkpoint(lambda x: linear(elementwise(x)), prevent_cse=False)(x)
+
+
+def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the rows of `table` that the ids name, `[*ids, D]`; V is the logical axis "vocab"."""
+    if not axes_by_hand("vocab"):
+        return table_VD[ids]
+    here = ids - offset("vocab", table_VD.shape[0])
+    is_here = (here >= 0) & (here < table_VD.shape[0])
+    rows = jnp.where(is_here[..., None], table_VD[jnp.where(is_here, here, 0)], 0)
+    return sum_over("vocab", rows)
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from sharding.logical import constrain
+from sharding.logical import axes_by_hand, constrain, max_over, offset, sum_over
 
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -22,10 +22,13 @@ def cross_entropy(logits_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
     The target's logit is picked by comparison, not by indexing: a vocab dim that is split over the
     mesh then needs one scalar per token from its neighbours instead of all logits.
     """
-    vocab = jnp.arange(logits_CV.shape[1], dtype=targets_C.dtype)
+    size = logits_CV.shape[1]
+    vocab = offset("vocab", size) + jnp.arange(size, dtype=targets_C.dtype)
     is_target = vocab[None, :] == targets_C[:, None]
     target_logit = jnp.sum(jnp.where(is_target, logits_CV, 0), axis=1)
-    return jax.nn.logsumexp(logits_CV, axis=1) - target_logit
+    largest = max_over("vocab", jnp.max(logits_CV, axis=1))
+    total = sum_over("vocab", jnp.sum(jnp.exp(logits_CV - largest[:, None]), axis=1))
+    return jnp.log(total) + largest - sum_over("vocab", target_logit)
 
 
 def make_token_loss(name: str) -> TokenLoss:
@@ -73,14 +76,22 @@ def chunked_vocab_loss(
     Args:
       x_ND: activations.
       table_VD: output embedding, in the dtype of `x`; rows from `vocab_size` on are padding and
-        get no probability.
+        get no probability. Where the pipeline's stages share it, the part of its rows that is here.
       targets_N: int32, in [0, vocab_size).
       weights_N: float32; 0 leaves a token out. No gradient flows into them.
       chunk_tokens: tokens whose logits exist at once; None chooses by backend: on a CPU fresh
         memory is what costs, on an accelerator each chunk's addition to the table's gradient.
 
+    Raises:
+      ValueError: the stages share the vocab, and `token_loss` is not made for a part of it.
+
     Source: the fused linear cross-entropy of Liger Kernel, Hsu et al. 2024 (arXiv:2410.10989), 3.2.
     """
+    if token_loss is not cross_entropy and axes_by_hand("vocab"):
+        raise ValueError(
+            f"pipeline.share_vocab=True splits the vocab, and the loss {token_loss.__name__!r} "
+            "needs the whole of it; set pipeline.share_vocab=False, or model.loss=cross_entropy"
+        )
     num_tokens = x_ND.shape[0]
     if chunk_tokens is None:
         chunk_tokens = 512 if jax.default_backend() == "cpu" else 1024
@@ -102,8 +113,9 @@ def _chunk_loss(spec, x_CD, table_VD, targets_C, weights_C):
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=wide)
     logits_CV = constrain(logits_CV, None, "vocab")
-    if vocab_size < table_VD.shape[0]:
-        is_token = jnp.arange(table_VD.shape[0]) < vocab_size
+    size = table_VD.shape[0]
+    if axes_by_hand("vocab") or vocab_size < size:
+        is_token = offset("vocab", size) + jnp.arange(size) < vocab_size
         logits_CV = jnp.where(is_token[None, :], logits_CV, jnp.finfo(wide).min)
     return jnp.sum(token_loss(logits_CV, targets_C) * weights_C.astype(wide))
 
@@ -128,7 +140,7 @@ def _chunked_forward(spec, x, table, targets, weights):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     start = (jnp.zeros((), wide), jnp.zeros(table.shape, wide))
     (total, table_grad), x_grad = jax.lax.scan(add, start, (x, targets, weights))
-    return total, (x_grad, table_grad.astype(table.dtype), targets, weights)
+    return total, (sum_over("vocab", x_grad), table_grad.astype(table.dtype), targets, weights)
 
 
 def _chunked_backward(spec, residuals, cotangent):

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -53,6 +53,8 @@ class Instruction:
       name: its name in the program, without '%'.
       opcode: 'all-reduce', 'while', 'fusion', ...
       type: output type.
+      operands: names of the instructions whose results it takes.
+      operand_types: their output types.
       attributes: the text behind the opcode, without metadata.
       called: names of the computations it calls, in the order of the text.
       op_name: where in the traced program it comes from, '' where XLA does not say.
@@ -61,6 +63,8 @@ class Instruction:
     name: str
     opcode: str
     type: Type
+    operands: tuple[str, ...]
+    operand_types: tuple[Type, ...]
     attributes: str
     called: tuple[str, ...]
     op_name: str
@@ -146,14 +150,16 @@ def _parse_module(text: str) -> Module | None:
     computations: dict[str, list[Instruction]] = {}
     entry = None
     instructions: list[Instruction] = []
+    types: dict[str, Type] = {}  # of what the computation has made so far
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
-            instructions = computations.setdefault(header[2], [])
+            instructions, types = computations.setdefault(header[2], []), {}
             entry = header[2] if header[1] else entry
         elif parts := _INSTRUCTION.match(line):
-            instruction = _parse_instruction(parts[1], parts[2])
+            instruction = _parse_instruction(parts[1], parts[2], types)
             if instruction is not None:
                 instructions.append(instruction)
+                types[instruction.name] = instruction.type
     if entry is None:
         return None
     partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
@@ -164,7 +170,7 @@ def _parse_module(text: str) -> Module | None:
     )
 
 
-def _parse_instruction(name: str, text: str) -> Instruction | None:
+def _parse_instruction(name: str, text: str, types: Mapping[str, Type]) -> Instruction | None:
     text = re.sub(r"/\*.*?\*/", "", text)  # XLA counts long tuples by comments: /*index=5*/
     split = _end_of_type(text)
     rest = re.match(r"\s*([a-z][\w\-]*)\(", text[split:])
@@ -179,14 +185,31 @@ def _parse_instruction(name: str, text: str) -> Instruction | None:
         for match in _CALLED.finditer(attributes)
         for name in match[1].strip("{}").split(",")
     ]
+    operands = [operand for operand in _parse_operands(attributes) if operand in types]
     return Instruction(
         name=name,
         opcode=rest[1],
         type=parse_type(text[:split]),
+        operands=tuple(operands),
+        operand_types=tuple(types[operand] for operand in operands),
         attributes=attributes,
         called=tuple(name for name in called if name),
         op_name=op_name[1] if op_name else "",
     )
+
+
+def _parse_operands(text: str) -> list[str]:
+    """The names in an instruction's list of operands, which begins behind its '('.
+
+    An operand is written as '%name', 'name' or 'f32[8,16]{1,0} %name'.
+    """
+    depth, end = 0, len(text)
+    for index, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            end = index
+            break
+    return re.findall(r"([\w.\-]+)\s*(?:,(?![^\[\]{}]*[\]}])|$)", text[:end])
 
 
 def _end_of_type(text: str) -> int:

@@ -3,10 +3,15 @@
 A model says `x = constrain(x, "batch", "seq", "act_embed")`. Outside a mesh this does nothing;
 inside `axis_rules(rules)` each name becomes the mesh axes that the table in sharding/rules.py gives
 it. Mesh axes that the caller already handles by hand (inside a `shard_map`) are left out.
+
+What is split over such an axis is really a part: the vocab, where the pipeline's stages share the
+embedding and the head. A function over the vocab says so with `offset`, `sum_over`, `max_over` and
+`shared`; they do nothing where the whole vocab is at hand.
 """
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -52,6 +57,57 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if not any(parts):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*parts)))
+
+
+def axes_by_hand(name: str) -> tuple[str, ...]:
+    """Returns the mesh axes of this logical axis over which the caller's arrays are parts."""
+    rules, mesh = _active_rules.get(), jax.sharding.get_abstract_mesh()
+    if rules is None or mesh.empty:
+        return ()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(
+        axis for axis in rules[name] if kinds[axis] == AxisType.Manual and mesh.shape[axis] > 1
+    )
+
+
+def offset(name: str, size: int) -> jax.Array | int:
+    """Returns the number of the first of the `size` entries of a logical axis that are here."""
+    axes = axes_by_hand(name)
+    return jax.lax.axis_index(axes) * size if axes else 0
+
+
+def sum_over(name: str, x: jax.Array) -> jax.Array:
+    """Returns the sum of the parts' `x`, the same for all; each gets the gradient of the sum."""
+    axes = axes_by_hand(name)
+    return _sum(axes, x) if axes else x
+
+
+def max_over(name: str, x: jax.Array) -> jax.Array:
+    """Returns the largest of the parts' `x`; no gradient flows through it."""
+    axes, x = axes_by_hand(name), jax.lax.stop_gradient(x)
+    return jax.lax.pmax(x, axes) if axes else x
+
+
+def shared(name: str, x: jax.Array) -> jax.Array:
+    """Returns `x`, which all parts have; its gradient is the sum of what the parts yield."""
+    axes = axes_by_hand(name)
+    return _shared(axes, x) if axes else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, axes)
+
+
+_sum.defvjp(lambda axes, x: (_sum(axes, x), None), lambda axes, _, dy: (dy,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _shared(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return x
+
+
+_shared.defvjp(lambda axes, x: (x, None), lambda axes, _, dy: (jax.lax.psum(dy, axes),))
 
 
 def to_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:

@@ -31,14 +31,16 @@ DEFAULT_RULES: Rules = {
 }
 
 
-def make_rules(overrides: Mapping[str, Any] | None = None) -> Rules:
+def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool = False) -> Rules:
     """Returns the table with a config's rows added or replaced.
 
     Args:
       overrides: logical axis -> a mesh axis, or a sequence of them.
+      shares_vocab: the vocab is split over the pipeline's stages first.
 
     Raises:
-      ValueError: a row names an axis that the mesh does not have.
+      ValueError: a row names an axis that the mesh does not have, or splits something other than
+        layers over the pipeline.
     """
     rules = dict(DEFAULT_RULES)
     for name, axes in (overrides or {}).items():
@@ -48,7 +50,14 @@ def make_rules(overrides: Mapping[str, Any] | None = None) -> Rules:
                 raise ValueError(
                     f"rules.{name}={axes}: {axis!r} is no mesh axis; choose from {', '.join(AXES)}"
                 )
+            if axis == "pipeline" and name != "layers":
+                raise ValueError(
+                    f"rules.{name}={axes}: only layers are split over 'pipeline'; take it out, or "
+                    "set pipeline.share_vocab=True to split the vocab"
+                )
         rules[name] = axes
+    if shares_vocab:
+        rules["vocab"] = ("pipeline", *rules["vocab"])
     return rules
 
 

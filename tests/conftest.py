@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test, chosen before jax looks for any."""
 
+import logging
 import os
 
 import jax
@@ -19,6 +20,14 @@ jax.devices()  # now, before a test of the command line could choose another num
 def corpus_overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Overrides that train on a little text of their own, with their own cache."""
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(autouse=True)
+def log_handlers():
+    """Takes away the handlers that a command line set up: they hold on to a closed stream."""
+    before = list(logging.root.handlers)
+    yield
+    logging.root.handlers[:] = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

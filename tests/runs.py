@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 
 from data.text import TextCorpus, load_corpus, train_batches
 from sharding.batches import place_batch
@@ -89,3 +90,13 @@ def reference_losses(overrides: tuple[str, ...], num_steps: int) -> list[float]:
     run, corpus = make_run(overrides)
     assert run.mesh.size == 1
     return losses(run, corpus, num_steps)
+
+
+def squared_error(logits, targets):
+    """A token loss that needs the whole vocab."""
+    return (logits**2).sum(axis=1) - logits[:, 0] * targets
+
+
+def factored(config, schedule):
+    """An optimizer whose state has other shapes than its parameters."""
+    return optax.adafactor(schedule, min_dim_size_to_factor=2)

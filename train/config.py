@@ -298,7 +298,7 @@ def _set(config: Any, key: str, text: str) -> None:
         value = text
     elif isinstance(default, tuple):
         parts = value if isinstance(value, tuple | list) else text.split(",")
-        value = tuple(part for part in parts if part)
+        value = tuple(part for part in parts if part != "")
     elif isinstance(default, float) and type(value) is int:
         value = float(value)
     numbers = section == "model" and {type(default), type(value)} == {int, float}

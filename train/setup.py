@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from data.text import TextCorpus
 from models.flops import train_flops_per_token
 from models.stack import Parts, partition
 from sharding.batches import batch_sharding, process_rows
 from sharding.logical import Rules
+from sharding.pipeline.config import AUTO
 from sharding.pipeline.layout import Layout, cut
 from sharding.pipeline.schedule import Schedule, make_schedule
-from sharding.rules import make_rules, unused_axes
+from sharding.rules import axes_of, make_rules, unused_axes
+from train.balance import balanced_layers
 from train.config import RunConfig
 from train.optimizer import make_learning_rate, make_optimizer
 from train.state import StateLayout, partition_specs_of
@@ -116,10 +118,9 @@ class Run:
         )
 
     def _abstract_batch(self, *per_example: str) -> dict[str, jax.ShapeDtypeStruct]:
-        batch, length = self.config.data.global_batch_size, self.config.data.sequence_length
-        arrays = {name: ((batch,), jnp.uint32) for name in per_example}
-        arrays |= {name: ((batch, length), jnp.int32) for name in ("tokens", "targets")}
-        arrays["weights"] = ((batch, length), jnp.float32)
+        data = self.config.data
+        arrays = _batch_shapes(data.global_batch_size, data.sequence_length)
+        arrays |= {name: ((data.global_batch_size,), jnp.uint32) for name in per_example}
         return {
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
             for name, (shape, dtype) in arrays.items()
@@ -135,7 +136,9 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     Raises:
         ValueError: the model, the mesh, the rules or the data do not fit each other.
     """
-    rules = make_rules(config.rules)
+    pipeline = config.pipeline
+    shares_vocab = pipeline.share_vocab and mesh.shape["pipeline"] > 1
+    rules = make_rules(config.rules, shares_vocab=shares_vocab)
     model_config = config.model_config(vocab_size=vocab_size)
 
     def build() -> nnx.Module:
@@ -145,16 +148,34 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     optimizer = make_optimizer(config.optimizer, learning_rate)
     model = nnx.eval_shape(build)
     parts = partition(model, remat=config.train.remat)
-    pipeline = config.pipeline
     schedule = make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
     )
-    layouts = cut(parts.num_layers, schedule.placement, pipeline.layers_per_stage)
+    counts = pipeline.layers_per_stage
+    if counts == AUTO:
+        counts = balanced_layers(
+            parts,
+            _params_as_computed(model, config.precision.compute),
+            _one_microbatch(config, mesh),
+            len(schedule.placement),
+            recomputes=pipeline.remat == "full",
+            shares_ends=shares_vocab,
+        )
+    layouts = cut(parts.num_layers, schedule.placement, counts)
     state = StateLayout(build, optimizer, mesh, rules, config.precision.params, layouts)
-    for axis in unused_axes(partition_specs_of(state.abstract.params), rules, mesh):
+    specs = partition_specs_of(state.abstract.params)
+    name = type(model).__name__
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    ends = jax.tree.leaves(parts.split(specs)["ends"], is_leaf=is_spec)
+    if shares_vocab and not any("pipeline" in axes_of(spec) for spec in ends):
+        raise ValueError(
+            f"pipeline.share_vocab=True: no parameter of {name} outside its stacks has the logical "
+            "axis 'vocab'; set pipeline.share_vocab=False"
+        )
+    for axis in unused_axes(specs, rules, mesh):
         if axis not in ("pipeline", *rules["seq"]):  # the executor checks the pipeline
             raise ValueError(
-                f"mesh.{axis}={mesh.shape[axis]}: {type(model).__name__} splits nothing over "
+                f"mesh.{axis}={mesh.shape[axis]}: {name} splits nothing over "
                 f"{axis!r}, so its devices would repeat each other's work; set mesh.{axis}=1"
             )
     return Run(
@@ -171,6 +192,23 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
         layouts=layouts,
         state=state,
     )
+
+
+def _batch_shapes(batch: int, length: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+    ids = ((batch, length), jnp.int32)
+    return {"tokens": ids, "targets": ids, "weights": ((batch, length), jnp.float32)}
+
+
+def _one_microbatch(config: RunConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns a microbatch as one device gets it."""
+    num_parts = config.train.num_microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
+    shapes = _batch_shapes(config.data.global_batch_size // num_parts, config.data.sequence_length)
+    return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+
+
+def _params_as_computed(model: nnx.Module, dtype: str) -> Any:
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), params)
 
 
 def describe(run: Run, corpus: TextCorpus) -> str:

@@ -101,6 +101,7 @@ def make_loss_and_grad(
         }
         return psum(carry["sums"], mesh, MANUAL_AXES), grads
 
+    check_specs(specs, mesh, shares_ends=shares_ends)
     return _on_mesh(local, schedule, mesh, specs, (PartitionSpec(), manual_specs(specs)))
 
 
@@ -125,11 +126,11 @@ def make_evaluate(
         carry, _ = jax.lax.scan(stage.evaluate_tick, stage.evaluation_carry(), stage.columns())
         return psum(carry["sums"], mesh, MANUAL_AXES)
 
+    check_specs(specs, mesh, shares_ends=shares_ends)
     return _on_mesh(local, schedule, mesh, specs, PartitionSpec())
 
 
 def _on_mesh(local, schedule: Schedule, mesh: Mesh, specs: Params, out_specs):
-    check_specs(specs, mesh)
     assert schedule.num_stages == mesh.shape["pipeline"]
     manual, batch = manual_specs(specs), PartitionSpec(None, ("data", "fsdp"))
     mapped = on_shards(local, mesh, (manual["ends"], manual["layers"], batch), out_specs)

@@ -81,26 +81,32 @@ def cut(
         chunks first.
 
     Raises:
-      ValueError: numbers that do not add up, or one for other than every chunk.
+      ValueError: numbers that do not add up, or one for other than every chunk; or, where it is an
+        even cut, fewer layers than chunks.
     """
     total, num_stages = sum(num_layers.values()), max(placement) + 1
+    chunks = f"mesh.pipeline={num_stages} × pipeline.chunks={len(placement) // num_stages}"
+    if not layers_per_chunk and total < len(placement):
+        raise ValueError(
+            f"{chunks} is more than the model's {total} layers; choose fewer, or say with "
+            "pipeline.layers_per_stage which chunks stay empty"
+        )
     counts = list(layers_per_chunk) or even_cut(total, len(placement))
     if len(counts) != len(placement) or sum(counts) != total:
         raise ValueError(
             f"pipeline.layers_per_stage={tuple(counts)} has {len(counts)} numbers that add up to "
-            f"{sum(counts)}; mesh.pipeline={num_stages} × "
-            f"pipeline.chunks={len(placement) // num_stages} needs {len(placement)} numbers that "
-            f"add up to {total}, such as {tuple(even_cut(total, len(placement)))}"
+            f"{sum(counts)}; {chunks} needs {len(placement)} numbers that add up to {total}, such "
+            f"as {tuple(even_cut(total, len(placement)))}"
         )
     layouts, start = {}, 0
     for name, size in num_layers.items():
-        chunks: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+        stages: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
         first = -start  # of the chunk, counted from the stack's first layer
         for stage, count in zip(placement, counts, strict=True):
             begin, end = min(max(first, 0), size), min(max(first + count, 0), size)
-            chunks[stage].append((begin, end - begin))
+            stages[stage].append((begin, end - begin))
             first += count
-        layouts[name] = Layout(num_layers=size, chunks=tuple(map(tuple, chunks)))
+        layouts[name] = Layout(num_layers=size, chunks=tuple(map(tuple, stages)))
         start += size
     return layouts
 

@@ -18,12 +18,12 @@ MANUAL_AXES = ("pipeline", "data", "fsdp")
 Tree = Any
 
 
-def check_specs(specs: dict[str, Tree], mesh: Mesh) -> None:
+def check_specs(specs: dict[str, Tree], mesh: Mesh, *, shares_ends: bool) -> None:
     """Refuses layouts for which a stage would compute with a part of a parameter.
 
     Args:
-      specs: `ends` and `layers`, a PartitionSpec per parameter; of `ends`, the dim that is named
-        `vocab` may be split over `pipeline`.
+      specs: `ends` and `layers`, a PartitionSpec per parameter.
+      shares_ends: the stages share the ends, so these may be split over `pipeline`.
 
     Raises:
       ValueError: names the parameter.
@@ -39,7 +39,8 @@ def check_specs(specs: dict[str, Tree], mesh: Mesh) -> None:
                 "set rules.layers=pipeline"
             )
         rest = axes_of(PartitionSpec(*spec[1:])) | (first - {"pipeline"} if of_layers else first)
-        for axis in sorted(split & rest - ({"pipeline"} if not of_layers else set())):
+        rest -= {"pipeline"} if shares_ends and not of_layers else set()
+        for axis in sorted(split & rest):
             raise ValueError(
                 f"parameter {name} is laid out as {spec}: nothing but layers can be split over "
                 f"'pipeline', and nothing but the batch over 'data'; take {axis!r} out of the "

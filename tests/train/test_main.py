@@ -131,14 +131,31 @@ def test_damaged_checkpoint_is_passed_over(corpus_overrides, tmp_path, capsys):
 BAD = {
     "unknown key": (("train.num_step=3",), "train.num_steps"),
     "mesh and heads": (("mesh.model=3",), "mesh.model=3 must divide"),
-    "mesh and layers": (("mesh.pipeline=3",), "mesh.pipeline=3 must divide layers=4"),
+    "more stages than layers": (("mesh.pipeline=8",), "is more than the model's 4 layers"),
+    "layers per stage": (
+        ("mesh.pipeline=3", "pipeline.layers_per_stage=1,1,1"),
+        "needs 3 numbers that add up to 4, such as (2, 1, 1)",
+    ),
+    "chunks that a schedule has not": (("pipeline.chunks=2",), "interleaved_1f1b"),
+    "table that is not there": (("pipeline.schedule=nowhere.csv",), "nowhere.csv"),
+    "shared vocab and another loss": (
+        ("pipeline.share_vocab=true", "mesh.pipeline=2", "model.loss=tests.runs:squared_error"),
+        "pipeline.share_vocab=False",
+    ),
+    "optimizer that mixes layers": (
+        ("mesh.pipeline=3", "optimizer.name=tests.runs:factored"),
+        "cannot be cut by layers",
+    ),
     "mesh and batch": (("mesh.data=3",), "mesh.data=3"),
     "mesh axis without use": (("mesh.expert=2",), "mesh.expert=2"),
     "missing file": (("data.paths=nowhere/*.txt",), "nowhere/*.txt"),
     "missing tokenizer": (("data.tokenizer=nowhere.json",), "nowhere.json"),
     "weights over data": (("rules.mlp=data", "mesh.data=2"), "split over 'pipeline', and nothing"),
     "layers over data": (("rules.layers=data", "mesh.data=2"), "'data'"),
-    "vocab over pipeline": (("rules.vocab=pipeline", "mesh.pipeline=2"), "'pipeline'"),
+    "vocab over pipeline": (
+        ("rules.vocab=pipeline", "mesh.pipeline=2"),
+        "set pipeline.share_vocab=True",
+    ),
     "layers not split": (("rules.layers=none", "mesh.pipeline=2"), "rules.layers=pipeline"),
     "two dims on one axis": (("rules.seq=model", "mesh.model=2"), "both split over mesh axis"),
     "loss that is none": (("model.loss=json",), "model.loss='json' is no function"),
