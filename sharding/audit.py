@@ -72,6 +72,22 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """A permutation, or something that computes matrix products, in one iteration of a loop.
+
+    Attributes:
+      name: its name in the compiled program.
+      pairs: (from, to) of every transfer of a permutation; () if it is none.
+      needs: the names of those tasks of the same iteration that must end before it can begin,
+        because it uses what they yield, directly or through other instructions.
+    """
+
+    name: str
+    pairs: tuple[tuple[int, ...], ...]
+    needs: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SummaryRow:
     """The collectives of one kind, set of axes and loop depth.
 
@@ -132,6 +148,61 @@ def collectives_in_text(text: str, mesh_shape: Mapping[str, int]) -> list[Collec
     return found
 
 
+def tasks_of_loop(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, axis: str = "pipeline"
+) -> list[Task]:
+    """The permutations over a mesh axis in a loop, and the matrix products beside them.
+
+    Two tasks of which neither needs the other can run at the same time. A task is one instruction
+    of the loop's body, and may be a conditional or an inner loop with all that is in it.
+
+    Args:
+      compiled: a compiled step of which one loop permutes over the axis.
+      mesh: the mesh it was compiled for.
+      axis: the name of the mesh axis.
+
+    Returns:
+      In the order of the program.
+
+    Raises:
+      ValueError: no loop permutes over the axis, or several do.
+    """
+    return tasks_of_loop_in_text(_text(compiled), mesh.shape, axis)
+
+
+def tasks_of_loop_in_text(
+    text: str, mesh_shape: Mapping[str, int], axis: str = "pipeline"
+) -> list[Task]:
+    """The same from the program's text and the sizes of the mesh axes, in mesh order."""
+    num_devices = math.prod(mesh_shape.values())
+
+    def pairs(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
+        if _kind(instruction) != "collective-permute":
+            return ()
+        groups = device_groups.parse(instruction.attributes, num_devices)
+        return tuple(groups) if axis in device_groups.axes_of(groups, mesh_shape) else ()
+
+    bodies = [
+        (module, body)
+        for module in hlo.parse_modules(text)
+        for body in module.loop_bodies()
+        if any(map(pairs, body))
+    ]
+    if len(bodies) != 1:
+        raise ValueError(
+            f"{len(bodies)} loops of the program permute over mesh axis {axis!r}, but it must be"
+            " one; pass a pipeline's compiled step"
+        )
+    module, body = bodies[0]
+    tasks, needs = [], hlo.dependencies(body)
+    for instruction in body:
+        moved = pairs(instruction)
+        if moved or module.reaches(instruction, lambda i: hlo.matmul_flops(i) is not None):
+            tasks.append(Task(name=instruction.name, pairs=moved, needs=needs[instruction.name]))
+    names = {task.name for task in tasks}
+    return [dataclasses.replace(task, needs=task.needs & names) for task in tasks]
+
+
 def memory(compiled: jax.stages.Compiled) -> Memory:
     """The memory of a compiled step on one device, as the compiler planned it."""
     stats = compiled.memory_analysis()
@@ -158,6 +229,31 @@ def flops(compiled: jax.stages.Compiled) -> float | None:
     parts = analysis if isinstance(analysis, list | tuple) else [analysis]
     counts = [part["flops"] for part in parts if part and "flops" in part]
     return float(sum(counts)) if counts else None
+
+
+def matmul_flops(compiled: jax.stages.Compiled) -> float | None:
+    """FLOPs of matrix products and convolutions of one device in one run of a compiled step.
+
+    Unlike in `flops`, what a loop runs counts as often as it runs. Every branch of a conditional
+    counts as if it were always taken, so a pipeline's step has here the work of stages that are
+    never idle. What counts as a product is said in `hlo.matmul_flops`.
+
+    Returns:
+      The sum, None where the program does not say how often a loop around a product runs.
+    """
+    return matmul_flops_in_text(_text(compiled))
+
+
+def matmul_flops_in_text(text: str) -> float | None:
+    """The same from the program's text."""
+    total = 0.0
+    for module in hlo.parse_modules(text):
+        for product, trip_counts in module.in_loops(lambda i: hlo.matmul_flops(i) is not None):
+            known = [count for count in trip_counts if count is not None]
+            if len(known) < len(trip_counts):
+                return None
+            total += (hlo.matmul_flops(product) or 0) * math.prod(known)
+    return total
 
 
 def summary(found: Sequence[Collective]) -> list[SummaryRow]:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -111,6 +111,20 @@ class Module:
 
         return under(self.entry)
 
+    def loop_bodies(self) -> list[list[Instruction]]:
+        """The instructions of the body of each while loop."""
+        loops = [i for body in self.computations.values() for i in body if i.opcode == "while"]
+        names = dict.fromkeys(_BODY.findall(" ".join(loop.attributes for loop in loops)))
+        return [self.computations[name] for name in names if name in self.computations]
+
+    def reaches(self, instruction: Instruction, is_wanted: Callable[[Instruction], bool]) -> bool:
+        """Whether an instruction, or one of a computation that it calls, is wanted."""
+        return is_wanted(instruction) or any(
+            self.reaches(inner, is_wanted)
+            for called in instruction.called
+            for inner in self.computations.get(called, [])
+        )
+
     def materialised(self) -> Iterator[Instruction]:
         """The instructions whose results are stored in memory: those inside fusions are not."""
         seen = {self.entry}
@@ -131,6 +145,8 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation"
     r"|branch_computations|called_computations)=(\{[^{}]*\}|%?[\w.\-]+)"
 )
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_AFTER = re.compile(r"\bcontrol-predecessors=\{([^}]*)\}")
 _TYPE_TOKEN = re.compile(r"([a-z]\w*)\[([^\]]*)\]|[()]")
 
 
@@ -185,7 +201,7 @@ def _parse_instruction(name: str, text: str, types: Mapping[str, Type]) -> Instr
         for match in _CALLED.finditer(attributes)
         for name in match[1].strip("{}").split(",")
     ]
-    operands = [operand for operand in _parse_operands(attributes) if operand in types]
+    operands = _operands(attributes, types)
     return Instruction(
         name=name,
         opcode=rest[1],
@@ -198,8 +214,8 @@ def _parse_instruction(name: str, text: str, types: Mapping[str, Type]) -> Instr
     )
 
 
-def _parse_operands(text: str) -> list[str]:
-    """The names in an instruction's list of operands, which begins behind its '('.
+def _operands(text: str, known: Container[str]) -> list[str]:
+    """The known names in a list of operands, which begins behind its '('.
 
     An operand is written as '%name', 'name' or 'f32[8,16]{1,0} %name'.
     """
@@ -209,7 +225,8 @@ def _parse_operands(text: str) -> list[str]:
         if depth < 0:
             end = index
             break
-    return re.findall(r"([\w.\-]+)\s*(?:,(?![^\[\]{}]*[\]}])|$)", text[:end])
+    names = re.findall(r"[\w.\-]+", re.sub(r"\{[^{}]*\}", "", text[:end]))
+    return [name for name in names if name in known]
 
 
 def _end_of_type(text: str) -> int:
@@ -249,6 +266,70 @@ def arrays_of(output: Type) -> Iterator[Array]:
     else:
         for part in output:
             yield from arrays_of(part)
+
+
+def dependencies(body: Sequence[Instruction]) -> dict[str, frozenset[str]]:
+    """For each instruction of a computation, the names of all that must end before it begins."""
+    found: dict[str, frozenset[str]] = {}
+    for instruction in body:
+        after = _AFTER.search(instruction.attributes)
+        names = re.findall(r"[\w.\-]+", after[1]) if after else []
+        direct = [name for name in (*instruction.operands, *names) if name in found]
+        found[instruction.name] = frozenset(direct).union(*(found[name] for name in direct))
+    return found
+
+
+def matmul_flops(instruction: Instruction) -> int | None:
+    """The FLOPs of a matrix product or a convolution, None of any other instruction.
+
+    A product is two FLOPs per multiplication: 2·M·N·K per batch for a dot. Zeros that a convolution
+    pads with or puts between elements are not multiplied. Calls of cuBLAS, cuDNN's convolutions and
+    oneDNN's products count as what they stand for; fused attention of a library does not count.
+    """
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    name = target[1] if target and instruction.opcode == "custom-call" else instruction.opcode
+    operands = [next(arrays_of(t), Array("f32", ())) for t in instruction.operand_types[:2]]
+    output = next(arrays_of(instruction.type), Array("f32", ()))
+    if name == "dot" or name.startswith("__cublas$"):
+        dims = _LHS_CONTRACTING.search(instruction.attributes)
+        sizes = [operands[0].shape[int(d)] for d in re.findall(r"\d+", dims[1])] if dims else []
+        return 2 * output.num_elements * math.prod(sizes)
+    if name == "__onednn$matmul":
+        # The left side has M·K elements and the output M·N, however they are transposed.
+        return 2 * operands[0].num_elements * output.shape[-1]
+    if name == "convolution" or name.startswith("__cudnn$convForward"):
+        return _convolution_flops(instruction.attributes, operands[0], operands[1], output)
+    # A gradient of a convolution that cuDNN computes is described as the convolution itself.
+    if name == "__cudnn$convBackwardInput":
+        return _convolution_flops(instruction.attributes, output, operands[1], operands[0])
+    if name == "__cudnn$convBackwardFilter":
+        return _convolution_flops(instruction.attributes, operands[0], output, operands[1])
+    return None
+
+
+_LHS_CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)')
+
+
+def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Array) -> int:
+    """The FLOPs of a convolution: `dim_labels=b01f_01io->b01f`, `window={size=3x3 stride=2x2}`."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    assert labels is not None
+    window = re.search(r"window=\{([^}]*)\}", attributes)
+    given = dict(field.split("=") for field in window[1].split()) if window else {}
+    products = output.shape[labels[3].index("b")] * output.shape[labels[3].index("f")]
+    products *= kernel.shape[labels[2].index("i")]
+    for i, label in enumerate(sorted(set(labels[2]) - {"i", "o"})):
+        size = image.shape[labels[1].index(label)]
+        stride, image_dilation, kernel_dilation = (
+            int(given[name].split("x")[i]) if name in given else 1
+            for name in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(given["pad"].split("x")[i].split("_")[0]) if "pad" in given else 0
+        starts = np.arange(output.shape[labels[3].index(label)])[:, None] * stride - low
+        at = starts + np.arange(kernel.shape[labels[2].index(label)]) * kernel_dilation
+        inside = (at >= 0) & (at <= (size - 1) * image_dilation) & (at % image_dilation == 0)
+        products *= int(inside.sum())
+    return 2 * products
 
 
 def _trip_count(loop: Instruction) -> int | None:

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from sharding.collectives import psum
+
 Rules = Mapping[str, tuple[str, ...]]
 
 _active_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("rules", default=None)
@@ -96,7 +98,7 @@ def shared(name: str, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    return jax.lax.psum(x, axes)
+    return psum(x, axes)
 
 
 _sum.defvjp(lambda axes, x: (_sum(axes, x), None), lambda axes, _, dy: (dy,))
@@ -107,7 +109,7 @@ def _shared(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return x
 
 
-_shared.defvjp(lambda axes, x: (x, None), lambda axes, _, dy: (jax.lax.psum(dy, axes),))
+_shared.defvjp(lambda axes, x: (x, None), lambda axes, _, dy: (psum(dy, axes),))
 
 
 def to_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:

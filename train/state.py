@@ -93,13 +93,14 @@ class StateLayout:
         return jax.tree.map(convert, state, self._layout_of, self.portable)
 
     def from_portable(self, state: TrainState) -> TrainState:
-        """Returns the state as the step takes it; what changes its form is donated."""
+        """Returns the state as the step takes it; arrays that change their form are used up."""
 
         def convert(leaf, layout, target):
             if layout.is_plain:
                 return leaf
-            to_slots = jax.jit(layout.to_slots, out_shardings=target.sharding, donate_argnums=0)
-            return to_slots(leaf)
+            slots = jax.jit(layout.to_slots, out_shardings=target.sharding)(leaf)
+            leaf.delete()
+            return slots
 
         return jax.tree.map(convert, state, self._layout_of, self.abstract)
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from sharding.collectives import psum
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layers import Layers
 from sharding.pipeline.layout import Layout
@@ -30,8 +31,8 @@ from sharding.pipeline.parameters import (
     gather,
     manual_specs,
     on_shards,
-    psum,
     reduce,
+    total,
 )
 from sharding.pipeline.plan import Plan, make_plan
 from sharding.pipeline.table import Schedule
@@ -99,7 +100,7 @@ def make_loss_and_grad(
             "ends": reduce(carry["grads"]["ends"], specs["ends"], mesh, ("pipeline", "data")),
             "layers": reduce(carry["grads"]["layers"], specs["layers"], mesh, ("data",)),
         }
-        return psum(carry["sums"], mesh, MANUAL_AXES), grads
+        return total(carry["sums"], mesh, MANUAL_AXES), grads
 
     check_specs(specs, mesh, shares_ends=shares_ends)
     return _on_mesh(local, schedule, mesh, specs, (PartitionSpec(), manual_specs(specs)))
@@ -124,7 +125,7 @@ def make_evaluate(
     def local(ends, layers, batch):
         stage = _Stage(model, plan, layouts, mesh, specs, config, ends, layers, batch)
         carry, _ = jax.lax.scan(stage.evaluate_tick, stage.evaluation_carry(), stage.columns())
-        return psum(carry["sums"], mesh, MANUAL_AXES)
+        return total(carry["sums"], mesh, MANUAL_AXES)
 
     check_specs(specs, mesh, shares_ends=shares_ends)
     return _on_mesh(local, schedule, mesh, specs, PartitionSpec())
@@ -449,7 +450,7 @@ class _Stage:
     def _from(self, stage: int, x: Tree) -> Tree:
         """Returns, on every stage, what `stage` has."""
         zeros = _zeros(x)
-        return jax.lax.psum(self._only_on(stage, x, zeros), "pipeline")
+        return psum(self._only_on(stage, x, zeros), ("pipeline",))
 
     def _only_on(self, stage: int, then: Tree, otherwise: Tree) -> Tree:
         return jax.tree.map(lambda a, b: jnp.where(self.index == stage, a, b), then, otherwise)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from sharding.collectives import psum
 from sharding.rules import axes_of
 
 #: Mesh axes whose communication is written out by hand.
@@ -89,17 +90,16 @@ def reduce(grads: Tree, specs: Tree, mesh: Mesh, axes: tuple[str, ...]) -> Tree:
         dim = _fsdp_dim(spec, mesh)
         over = tuple(axis for axis in axes if axis not in axes_of(spec))
         if dim is None:
-            return psum(grad, mesh, (*over, "fsdp"))
+            return total(grad, mesh, (*over, "fsdp"))
         grad = jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dim, tiled=True)
-        return psum(grad, mesh, over)
+        return total(grad, mesh, over)
 
     return jax.tree.map(summed, grads, specs)
 
 
-def psum(tree: Tree, mesh: Mesh, axes: tuple[str, ...]) -> Tree:
+def total(tree: Tree, mesh: Mesh, axes: tuple[str, ...]) -> Tree:
     """Returns `tree` summed over those of the axes that have more than one device."""
-    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-    return jax.lax.psum(tree, axes) if axes else tree
+    return psum(tree, tuple(axis for axis in axes if mesh.shape[axis] > 1))
 
 
 def on_shards(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:

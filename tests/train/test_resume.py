@@ -101,3 +101,28 @@ def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tm
             train((*base, *CUBE), tmp_path / name, 12, stop=5)
             continued = train((*base, *mesh), tmp_path / name, 12)
             np.testing.assert_allclose(continued, expected, rtol=tolerance, atol=0)
+
+
+UNEVEN = ("mesh.pipeline=4", "train.num_microbatches=8", "pipeline.layers_per_stage=1,2,1,0")
+CHUNKS = (
+    *("mesh.pipeline=2", "mesh.fsdp=2", "pipeline.schedule=zbv", "pipeline.chunks=2"),
+    *("pipeline.share_vocab=true", "pipeline.remat=none"),
+)
+
+
+def test_checkpoint_of_uneven_stages_and_chunks_has_no_trace_of_them(corpus_overrides, tmp_path):
+    base = (*TINY, *corpus_overrides, *FLOAT64)
+    with jax.enable_x64(True):
+        expected = train(base, tmp_path / "whole", 12)
+        train((*base, *UNEVEN), tmp_path / "many", 12, stop=3)
+        train((*base, *CHUNKS), tmp_path / "many", 12, stop=6)
+        train((*base, *UNEVEN), tmp_path / "many", 12, stop=9)
+        continued = train(base, tmp_path / "many", 12)
+    np.testing.assert_allclose(continued, expected, rtol=1e-9, atol=0)
+
+
+def test_chunks_resume_to_the_bit(corpus_overrides, tmp_path):
+    base = (*TINY, *corpus_overrides, *CHUNKS)
+    expected = train(base, tmp_path / "whole", 6)
+    train(base, tmp_path / "stopped", 6, stop=3)
+    assert train(base, tmp_path / "stopped", 6) == expected
