@@ -104,6 +104,7 @@ class GPT2(nnx.Module):
     """A causal language model."""
 
     Config = GPT2Config
+    can_share_vocab = True
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(config.init_stddev)

@@ -7,6 +7,9 @@ A model is an `nnx.Module` with
 - for a stack that x is made ready for, such as a decoder, `before_<attribute>(x, batch) -> x`;
 - `head(x, batch) -> (loss_sum, weight_sum, metrics)`: scalars, sums over the batch's tokens.
 
+A model whose `embed` and `head` compute with a part of the vocab, because they use
+`models.layers.lookup` and `models.losses.chunked_vocab_loss`, says so: `can_share_vocab = True`.
+
 `x` keeps its structure and shapes from `embed` to `head`. `batch` is a dict of arrays with a
 leading batch dim. While training, `batch["dropout_keys"]` is key[B], and `keys` are these folded
 with the layer's number; otherwise both are absent (None).

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from data.text import TextCorpus, load_corpus, train_batches
+from models.gpt2 import GPT2
 from sharding.batches import place_batch
 from sharding.mesh import make_mesh
 from train import config as configs
@@ -100,3 +101,9 @@ def squared_error(logits, targets):
 def factored(config, schedule):
     """An optimizer whose state has other shapes than its parameters."""
     return optax.adafactor(schedule, min_dim_size_to_factor=2)
+
+
+class NeedsWholeVocab(GPT2):
+    """A model that says nothing of parts of the vocab."""
+
+    can_share_vocab = False

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from data.text import TextCorpus
 from models.flops import train_flops_per_token
@@ -21,7 +21,7 @@ from sharding.logical import Rules
 from sharding.pipeline.config import AUTO
 from sharding.pipeline.layout import Layout, cut
 from sharding.pipeline.schedule import Schedule, make_schedule
-from sharding.rules import axes_of, make_rules, unused_axes
+from sharding.rules import make_rules, unused_axes
 from train.balance import balanced_layers
 from train.config import RunConfig
 from train.optimizer import make_learning_rate, make_optimizer
@@ -147,6 +147,12 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
     optimizer = make_optimizer(config.optimizer, learning_rate)
     model = nnx.eval_shape(build)
+    if shares_vocab and not getattr(model, "can_share_vocab", False):
+        raise ValueError(
+            f"pipeline.share_vocab=True: {type(model).__name__} does not say that its embedding "
+            "and its loss can work with a part of the vocab (can_share_vocab = True; see "
+            "models/stack.py); set pipeline.share_vocab=False"
+        )
     parts = partition(model, remat=config.train.remat)
     schedule = make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
@@ -165,13 +171,6 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     state = StateLayout(build, optimizer, mesh, rules, config.precision.params, layouts)
     specs = partition_specs_of(state.abstract.params)
     name = type(model).__name__
-    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-    ends = jax.tree.leaves(parts.split(specs)["ends"], is_leaf=is_spec)
-    if shares_vocab and not any("pipeline" in axes_of(spec) for spec in ends):
-        raise ValueError(
-            f"pipeline.share_vocab=True: no parameter of {name} outside its stacks has the logical "
-            "axis 'vocab'; set pipeline.share_vocab=False"
-        )
     for axis in unused_axes(specs, rules, mesh):
         if axis not in ("pipeline", *rules["seq"]):  # the executor checks the pipeline
             raise ValueError(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers import LayerNorm, Linear, dropout, param
+from models.layers import LayerNorm, Linear, dropout, lookup, param
 from models.losses import chunked_vocab_loss
 from models.stack import Stack
 from sharding.logical import constrain
@@ -44,6 +44,7 @@ class Block(nnx.Module):
 
 class GatedMean(nnx.Module):
     Config = GatedMeanConfig
+    can_share_vocab = True  # by lookup and chunked_vocab_loss
 
     def __init__(self, config: GatedMeanConfig, *, rngs: nnx.Rngs):
         shape = (-(-config.vocab_size // 128) * 128, config.embed_dim)
@@ -54,7 +55,7 @@ class GatedMean(nnx.Module):
         self.vocab_size = config.vocab_size
 
     def embed(self, batch):
-        return constrain(self.table[...][batch["tokens"]], "batch", "seq", "act_embed")
+        return constrain(lookup(self.table[...], batch["tokens"]), "batch", "seq", "act_embed")
 
     def head(self, x, batch):
         x = self.norm(x).reshape(-1, x.shape[-1])

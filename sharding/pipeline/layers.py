@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sharding.pipeline.block_vjp import BlockVJP
+from sharding.pipeline.trees import wide
 
 Tree = Any
 Buffers = dict[str, list[jax.Array]]
@@ -61,14 +62,7 @@ class Layers:
 
     def gradient_shapes(self) -> Tree:
         """Returns ShapeDtypeStructs of the layers' gradients, in float32 or wider."""
-        layer = jax.eval_shape(lambda: self._layer(jnp.int32(0)))
-        count = len(self._numbers)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (count, *x.shape), jnp.promote_types(x.dtype, jnp.float32)
-            ),
-            layer,
-        )
+        return wide(jax.eval_shape(lambda: self._layer(jnp.int32(0))), len(self._numbers))
 
     def buffers(self, depths: Mapping[str, int]) -> Buffers:
         """Returns empty buffers of these depths: of `saved`, `for_weights` and `handed`."""

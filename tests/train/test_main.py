@@ -142,6 +142,13 @@ BAD = {
         ("pipeline.share_vocab=true", "mesh.pipeline=2", "model.loss=tests.runs:squared_error"),
         "pipeline.share_vocab=False",
     ),
+    "shared vocab and a model that cannot": (
+        (
+            *("pipeline.share_vocab=true", "mesh.pipeline=2"),
+            "model.name=tests.runs:NeedsWholeVocab",
+        ),
+        "can_share_vocab = True",
+    ),
     "optimizer that mixes layers": (
         ("mesh.pipeline=3", "optimizer.name=tests.runs:factored"),
         "cannot be cut by layers",

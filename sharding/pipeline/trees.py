@@ -1,0 +1,43 @@
+"""Small operations on trees of arrays, and on buffers whose leading dim is one of slots."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+
+def zeros(tree: Tree, *leading: int) -> Tree:
+    """Returns zeros of these shapes and dtypes, with `leading` dims before them."""
+    return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), tree)
+
+
+def wide(tree: Tree, *leading: int) -> Tree:
+    """Returns ShapeDtypeStructs in float32 or wider, with `leading` dims before the shapes."""
+
+    def shape(x):
+        return jax.ShapeDtypeStruct((*leading, *x.shape), jnp.promote_types(x.dtype, jnp.float32))
+
+    return jax.tree.map(shape, tree)
+
+
+def add(total: Tree, tree: Tree) -> Tree:
+    """Returns `total + tree` in the dtypes of `total`."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, tree)
+
+
+def where(predicate: jax.Array, then: Tree, otherwise: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), then, otherwise)
+
+
+def read(buffers: Tree, slot: jax.Array) -> Tree:
+    """Returns what lies in a slot."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, 0, keepdims=False), buffers)
+
+
+def write(buffers: Tree, slot: jax.Array, value: Tree) -> Tree:
+    """Returns the buffers with `value` in a slot."""
+    return jax.tree.map(
+        lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v, slot, 0), buffers, value
+    )
