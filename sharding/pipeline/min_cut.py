@@ -4,7 +4,8 @@ Source: the min-cut recomputation of AOTAutograd, He and Yu 2023 (Transcending R
 Tradeoffs in Checkpointing, MLSys), section 3.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -12,10 +13,10 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 
 def cheapest_cut(
-    sizes: Mapping[Hashable, int],
-    uses: Iterable[tuple[Hashable, Hashable]],
-    given: Iterable[Hashable],
-    wanted: Iterable[Hashable],
+    sizes: Mapping[Any, int],
+    uses: Iterable[tuple[Any, Any]],
+    given: Iterable[Any],
+    wanted: Iterable[Any],
 ) -> set:
     """Returns the values to keep so that all `wanted` ones can be had again, of least total size.
 

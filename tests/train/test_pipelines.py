@@ -104,6 +104,6 @@ def test_the_program_does_not_grow_with_the_layers(corpus_overrides):
     def instructions(num_layers):
         overrides = (*TINY, *corpus_overrides, "mesh.pipeline=4", f"model.num_layers={num_layers}")
         run, _ = make_run((*overrides, "train.num_microbatches=4", "pipeline.remat=none"))
-        return len(re.findall(r"^\s+\S+ = ", run.train_step.as_text(), flags=re.MULTILINE))
+        return len(re.findall(r"^\s+\S+ = ", str(run.train_step.as_text()), flags=re.MULTILINE))
 
     assert instructions(48) == instructions(12)
