@@ -65,18 +65,8 @@ def work(run: Run) -> dict[str, Any]:
 
 def as_text(figures: dict[str, Any]) -> str:
     """Returns the figures of `benchmarks.step` for a reader."""
-    sizes, machine = figures["work"], figures["hardware"]
-    mesh = " × ".join(f"{axis}={size}" for axis, size in sizes["mesh"].items() if size > 1)
     lines = [
-        f"{sizes['model']}, {sizes['num_params']:,} parameters, "
-        f"{sizes['flops_per_token']:,} FLOPs a token, {sizes['precision']['compute']}",
-        f"{sizes['global_batch_size']} sequences of {sizes['sequence_length']} random tokens a "
-        f"step, {sizes['num_microbatches']} microbatch(es), remat {sizes['remat']}",
-        f"mesh {mesh or 'of one device'}, {machine['device_kind']} ({machine['cpu']}, "
-        f"{machine['num_cores']} cores)",
-        ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
-        "",
-        f"{figures['rounds']} rounds of {figures['steps_per_round']} timed steps, in turns",
+        *_heading(figures),
         f"{'':14}  {'ms a step':>9}  {'quartiles':>15}  {'tokens/s':>9}  {'GFLOP/s':>9}"
         f"  {'MFU':>6}  {'compile s':>9}",
     ]
@@ -96,6 +86,81 @@ def as_text(figures: dict[str, Any]) -> str:
     ]
     rows = [audit.SummaryRow(**row) for row in figures["ours"]["collectives"]]
     return "\n".join([*lines, audit.format_table(rows)])
+
+
+def pipelines_as_text(figures: dict[str, Any]) -> str:
+    """Returns the figures of `benchmarks.pipeline` for a reader."""
+    shared = figures["cores_are_shared"]
+    lines = [
+        *_heading(figures),
+        f"{'':25}{'ms a step':>10}{'work-bound':>12}{'ratio':>8}{'synchronous':>13}"
+        f"{'bubble':>8}{'measured':>10}{'lost':>7}{'in flight':>11}{'temp MiB':>10}"
+        f"{'GFLOP':>8}{'compile s':>11}",
+    ]
+    lines += [_pipeline_row(run) for run in figures["runs"]]
+    kind = "work-bound" if shared else "synchronous"
+    lines += [
+        "",
+        f"predicted ms a step, without sends: work-bound and synchronous; ratio: measured ÷ {kind}",
+        "bubble: predicted under the synchronous clock, and measured; lost: share of the step in",
+        "which none of the table's parts runs; in flight: most microbatches on a stage; temp MiB:",
+        "of one device; GFLOP: of the matrix products of the busiest stage",
+    ]
+    if shared:
+        machine = figures["hardware"]
+        lines += [
+            f"The {machine['num_devices']} devices share {machine['num_cores']} core(s), where one "
+            "stage's idle time is another's to work, so no",
+            "bubble can be measured. The work-bound time is what a table can reach here; the other "
+            "is for",
+            "devices of their own, each as fast as this machine with one stage at work.",
+        ]
+    lines += [
+        "",
+        f"{'ms a microbatch (update: a step)':34}{'alone':>9}{'together':>10}{'GFLOP':>8}",
+    ]
+    for part in figures["parts"]:
+        layers = f", {part['layers']} layer(s)" if part["layers"] else ""
+        lines.append(
+            f"{part['part'].replace('_', ' ') + layers:34}{part['time_alone_s'] * 1e3:9.2f}"
+            f"{part['time_together_s'] * 1e3:10.2f}{_giga(part['matmul_flops']):>8}"
+        )
+    return "\n".join(lines)
+
+
+def _pipeline_row(run: dict[str, Any]) -> str:
+    name = run["schedule"] + (f"×{run['chunks']}" if run["chunks"] > 1 else "")
+    measured, temp = run["bubble_measured"], run["memory"]["temp_bytes"]
+    return (
+        f"{name + ' ' + run['remat']:25}{run['step_time_s']['median'] * 1e3:10.1f}"
+        f"{run['work_bound_time_s'] * 1e3:12.1f}{run['measured_over_predicted']['median']:8.2f}"
+        f"{run['synchronous_time_s'] * 1e3:13.1f}{run['bubble_predicted']:8.3f}"
+        f"{'n/a' if measured is None else format(measured, '.3f'):>10}"
+        f"{run['lost']:7.3f}{max(run['in_flight_per_stage']):11g}"
+        f"{'-' if temp is None else format(temp / 2**20, '.1f'):>10}"
+        f"{_giga(max(run['matmul_flops_per_stage'])):>8}{run['compile_time_s']:11.1f}"
+    )
+
+
+def _giga(count: float | None) -> str:
+    return "-" if count is None else f"{count / 1e9:.3f}"
+
+
+def _heading(figures: dict[str, Any]) -> list[str]:
+    """Returns what was measured, on what, and how often."""
+    sizes, machine = figures["work"], figures["hardware"]
+    mesh = " × ".join(f"{axis}={size}" for axis, size in sizes["mesh"].items() if size > 1)
+    return [
+        f"{sizes['model']}, {sizes['num_params']:,} parameters, "
+        f"{sizes['flops_per_token']:,} FLOPs a token, {sizes['precision']['compute']}",
+        f"{sizes['global_batch_size']} sequences of {sizes['sequence_length']} random tokens a "
+        f"step, {sizes['num_microbatches']} microbatch(es), remat {sizes['remat']}",
+        f"mesh {mesh or 'of one device'}, {machine['device_kind']} ({machine['cpu']}, "
+        f"{machine['num_cores']} cores)",
+        ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
+        "",
+        f"{figures['rounds']} rounds of {figures['steps_per_round']} timed steps, in turns",
+    ]
 
 
 def _row(name: str, figures: dict[str, Any]) -> str:

@@ -3,7 +3,10 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
 
 #: Steps that run untimed after the first, which may compile.
 NUM_WARM_UP_STEPS = 2
@@ -56,8 +59,8 @@ class Times:
 
 
 def interleave(
-    contenders: Mapping[str, Contender], *, num_rounds: int, num_steps: int
-) -> dict[str, Times]:
+    contenders: Mapping[Name, Contender], *, num_rounds: int, num_steps: int
+) -> dict[Name, Times]:
     """Returns the times of contenders that run in turns: A B C A B C ...
 
     Args:
@@ -66,7 +69,7 @@ def interleave(
       num_steps: timed steps in a turn. One more runs before them untimed, since caches and
         threads still belong to the contender before.
     """
-    rounds: dict[str, list[tuple[float, ...]]] = {name: [] for name in contenders}
+    rounds: dict[Name, list[tuple[float, ...]]] = {name: [] for name in contenders}
     for _ in range(num_rounds):
         for name, contender in contenders.items():
             contender.step()

@@ -1,7 +1,7 @@
-"""Layers per stage such that the busiest stage does least: pipeline.layers_per_stage=auto."""
+"""How much each stage has to do, and the cut of the layers with which the busiest does least."""
 
-import logging
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,55 +11,60 @@ from models.flops import traced_flops
 from models.stack import Parts
 from sharding.pipeline.layout import balanced_cut
 
-_log = logging.getLogger(__name__)
-
 Tree = Any
 
 
-def balanced_layers(
-    parts: Parts,
-    params: Tree,
-    batch: dict[str, jax.ShapeDtypeStruct],
-    num_chunks: int,
-    *,
-    recomputes: bool,
-    shares_ends: bool,
-) -> list[int]:
-    """Returns the numbers of layers per chunk, in the order of the layers.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Matrix products of one microbatch, in FLOPs, forward and backward."""
 
-    Every matrix product of embedding, blocks and head is counted as traced, forward and backward.
+    layers: tuple[int, ...]
+    embed: int
+    head: int
+
+    def of_chunks(self, counts: Sequence[int], *, shares_ends: bool) -> list[float]:
+        """Returns the work of every chunk that has so many layers, with its part of the ends."""
+        chunks, first = [], 0
+        for count in counts:
+            chunks.append(float(sum(self.layers[first : first + count])))
+            first += count
+        if shares_ends:
+            return [work + (self.embed + self.head) / len(counts) for work in chunks]
+        chunks[0] += self.embed
+        chunks[-1] += self.head
+        return chunks
+
+    def balanced(self, num_chunks: int, *, shares_ends: bool) -> list[int]:
+        """Returns the numbers of layers per chunk, in the order of the layers."""
+        ends = (0, 0) if shares_ends else (self.embed, self.head)
+        return balanced_cut(self.layers, num_chunks, ends)
+
+
+def count_work(
+    parts: Parts, params: Tree, batch: dict[str, jax.ShapeDtypeStruct], *, recomputes: bool
+) -> Work:
+    """Returns the work of a model's parts, every matrix product counted as traced.
 
     Args:
       params: the model's, in the dtype that it computes in; ShapeDtypeStructs do.
       batch: one microbatch, as the model gets it; ShapeDtypeStructs do.
-      num_chunks: of all stages together.
       recomputes: a chunk's forward runs again in its backward.
-      shares_ends: all stages share embedding and head.
     """
     cut = parts.split(params)
     x = jax.eval_shape(parts.embed, cut["ends"], batch)
-    layer_flops = []
+    layers: list[int] = []
     for name, num_layers in parts.num_layers.items():
         layer = jax.tree.map(_without_first_dim, cut["layers"][name])
         block = parts.blocks[name]
         arguments = (layer, x, batch, jax.ShapeDtypeStruct((), jnp.int32))
         count = traced_flops(_with_backward(block, 2), *arguments, x)
-        layer_flops += [count + recomputes * traced_flops(block, *arguments)] * num_layers
-    ends = (0, 0)
-    if not shares_ends:
-        head = jax.grad(lambda ends, x, batch: parts.head(ends, x, batch)[0], argnums=(0, 1))
-        ends = (
-            traced_flops(_with_backward(parts.embed, 1), cut["ends"], batch, x),
-            traced_flops(head, cut["ends"], x, batch),
-        )
-    counts = balanced_cut(layer_flops, num_chunks, ends)
-    _log.info(
-        "stages  layers %s: a layer costs %.3g FLOPs a microbatch, embedding %.3g, head %.3g",
-        ", ".join(map(str, counts)),
-        layer_flops[0],
-        *ends,
+        layers += [count + recomputes * traced_flops(block, *arguments)] * num_layers
+    head = jax.grad(lambda ends, x, batch: parts.head(ends, x, batch)[0], argnums=(0, 1))
+    return Work(
+        layers=tuple(layers),
+        embed=traced_flops(_with_backward(parts.embed, 1), cut["ends"], batch, x),
+        head=traced_flops(head, cut["ends"], x, batch),
     )
-    return counts
 
 
 def _with_backward(function: Callable, num_inputs: int) -> Callable:

@@ -22,7 +22,7 @@ from sharding.pipeline.config import AUTO
 from sharding.pipeline.layout import Layout, cut
 from sharding.pipeline.schedule import Schedule, make_schedule
 from sharding.rules import make_rules, unused_axes
-from train.balance import balanced_layers
+from train.balance import Work, count_work
 from train.config import RunConfig
 from train.optimizer import make_learning_rate, make_optimizer
 from train.state import StateLayout, partition_specs_of
@@ -159,14 +159,8 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     )
     counts = pipeline.layers_per_stage
     if counts == AUTO:
-        counts = balanced_layers(
-            parts,
-            _params_as_computed(model, config.precision.compute),
-            _one_microbatch(config, mesh),
-            len(schedule.placement),
-            recomputes=pipeline.remat == "full",
-            shares_ends=shares_vocab,
-        )
+        work = _work(config, mesh, model, parts)
+        counts = work.balanced(len(schedule.placement), shares_ends=shares_vocab)
     layouts = cut(parts.num_layers, schedule.placement, counts)
     state = StateLayout(build, optimizer, mesh, rules, config.precision.params, layouts)
     specs = partition_specs_of(state.abstract.params)
@@ -198,16 +192,42 @@ def _batch_shapes(batch: int, length: int) -> dict[str, tuple[tuple[int, ...], A
     return {"tokens": ids, "targets": ids, "weights": ((batch, length), jnp.float32)}
 
 
-def _one_microbatch(config: RunConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns a microbatch as one device gets it."""
+def _work(config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module, parts: Parts) -> Work:
+    """Returns the work of a microbatch on the devices of one replica."""
     num_parts = config.train.num_microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
     shapes = _batch_shapes(config.data.global_batch_size // num_parts, config.data.sequence_length)
-    return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    batch = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    dtype = jnp.dtype(config.precision.compute)
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),
+        nnx.to_pure_dict(nnx.split(model)[1]),
+    )
+    return count_work(parts, params, batch, recomputes=config.pipeline.remat == "full")
 
 
-def _params_as_computed(model: nnx.Module, dtype: str) -> Any:
-    params = nnx.to_pure_dict(nnx.split(model)[1])
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), params)
+def _describe_stages(run: Run) -> str:
+    """Returns how evenly the work lies on the chunks, and what would make it more even."""
+    counts = [0] * len(run.schedule.placement)
+    for layout in run.layouts.values():
+        for v, stage in enumerate(run.schedule.placement):
+            counts[v] += layout.chunks[stage][run.schedule.chunk_of(v)][1]
+    work = _work(run.config, run.mesh, run.model, run.parts)
+    shares = run.config.pipeline.share_vocab
+
+    def unevenness(counts, shares_ends):
+        chunks = work.of_chunks(counts, shares_ends=shares_ends)
+        return max(chunks) * len(chunks) / sum(chunks)
+
+    now, auto = unevenness(counts, shares), work.balanced(len(counts), shares_ends=shares)
+    ways = {"pipeline.layers_per_stage=auto": unevenness(auto, shares)}
+    if getattr(run.model, "can_share_vocab", False) and not shares:
+        even = work.balanced(len(counts), shares_ends=True)
+        ways["pipeline.share_vocab=True"] = unevenness(even, True)
+    better = [
+        f"{way} would make it {value:.2f}" for way, value in ways.items() if value < now - 0.1
+    ]
+    layers = ", ".join(map(str, counts))
+    return "; ".join([f"{layers} layers; the busiest computes {now:.2f} × the mean", *better])
 
 
 def describe(run: Run, corpus: TextCorpus) -> str:
@@ -222,6 +242,7 @@ def describe(run: Run, corpus: TextCorpus) -> str:
         f"{sum(run.parts.num_layers.values())} layers, {run.flops_per_token:,} FLOPs a token",
         f"mesh    {mesh} on {run.mesh.size} {run.mesh.devices.flat[0].device_kind} device(s), "
         f"{jax.process_count()} process(es)",
+        *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "
         f"{len(corpus.validation):,} validation sequences of "
         f"{run.config.data.sequence_length} tokens, vocabulary {corpus.tokenizer.vocab_size:,}",

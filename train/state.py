@@ -1,9 +1,9 @@
 """The training state: built abstractly, laid out, then made in place on the mesh."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -87,7 +87,7 @@ class StateLayout:
         def convert(leaf, layout, target):
             if layout.is_plain:
                 return leaf
-            layers = jax.jit(layout.to_layers, out_shardings=target.sharding)(leaf)
+            layers = _converter(layout.to_layers, target.sharding)(leaf)
             return jax.device_put(layers, target.sharding.with_memory_kind("pinned_host"))
 
         return jax.tree.map(convert, state, self._layout_of, self.portable)
@@ -95,16 +95,17 @@ class StateLayout:
     def from_portable(self, state: TrainState) -> TrainState:
         """Returns the state as the step takes it; arrays that change their form are used up."""
 
-        def convert(leaf, layout, target):
+        def convert(leaf, layout, here, target):
             if layout.is_plain:
                 return leaf
-            slots = jax.jit(layout.to_slots, out_shardings=target.sharding)(leaf)
+            layers = jax.device_put(leaf, here.sharding)  # it may lie on the host
+            slots = _converter(layout.to_slots, target.sharding)(layers)
             leaf.delete()
             return slots
 
-        return jax.tree.map(convert, state, self._layout_of, self.abstract)
+        return jax.tree.map(convert, state, self._layout_of, self.portable, self.abstract)
 
-    @cached_property
+    @functools.cached_property
     def _is_plain(self) -> bool:
         return all(layout.is_plain for layout in self._layouts.values())
 
@@ -192,6 +193,12 @@ class StateLayout:
     def _on_mesh(self, leaf, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+@functools.cache
+def _converter(convert: Callable, sharding: NamedSharding) -> Callable:
+    """Returns the compiled conversion of one array; the same one for the same layout."""
+    return jax.jit(convert, out_shardings=sharding)
 
 
 def partition_specs_of(abstract: Tree) -> Tree:

@@ -6,7 +6,7 @@ traced once, and what its backward reads is sorted:
 
 - parameters and side inputs are read again where they lie;
 - what follows from these alone is computed again, unless random bits were drawn for it;
-- the rest is `saved`.
+- the rest is `saved`; all that one loop or branch yields counts as the same here.
 
 For zero-bubble schedules the backward itself is cut in two: what the gradient of the block's input
 needs, and the rest, which yields the gradients of its parameters. What the second half reads of
@@ -50,9 +50,8 @@ class BlockVJP:
         self._forward = _flat(self._with_residuals, self._params, self._x, self._side)
         num_inputs = [len(jax.tree.leaves(tree)) for tree in (params, x, side)]
         jaxpr, num_y = self._forward.jaxpr, num_inputs[1]
-        y_shapes = [(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars[:num_y]]
-        if y_shapes != [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self._x)]:
-            raise ValueError(f"a block must return what it takes, {self._x}; it returns {y_shapes}")
+        if self._y != self._x:
+            raise ValueError(f"a block must return what it takes, {self._x}; it returns {self._y}")
         self._residuals = jaxpr.outvars[num_y:]
         x_vars = jaxpr.invars[num_inputs[0] : sum(num_inputs[:2])]
         side_vars = jaxpr.invars[sum(num_inputs[:2]) :]
@@ -132,6 +131,7 @@ class BlockVJP:
     def _with_residuals(self, params, x, side):
         y, vjp = jax.vjp(lambda params, x: self._block(params, x, side), params, x)
         residuals, self._vjp_structure = jax.tree.flatten(vjp)
+        self._y = _abstract(y)
         return y, residuals
 
     @cached_property

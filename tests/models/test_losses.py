@@ -1,12 +1,19 @@
-"""The chunked loss against the plain one, and that it never holds all logits."""
+"""The chunked loss against the plain one, whole and split by vocab, and that no logits are kept."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from models.layers import lookup
 from models.losses import chunked_vocab_loss, cross_entropy, make_token_loss
 from sharding import audit
+from sharding.logical import axis_rules
+from sharding.mesh import MeshConfig, make_mesh
+from sharding.pipeline.parameters import on_shards
+from sharding.rules import make_rules
+from tests.runs import squared_error
 
 NUM_TOKENS, EMBED, VOCAB, PADDED_VOCAB = 50, 8, 29, 32
 #: float64 rounds at 1e-16; the sums here have 50 × 32 terms near 1.
@@ -92,3 +99,116 @@ def test_make_token_loss_names_the_path_that_leads_nowhere():
     assert make_token_loss("models.losses:cross_entropy") is cross_entropy
     with pytest.raises(ValueError, match="model.loss='models.losses:nothing'"):
         make_token_loss("models.losses:nothing")
+
+
+#: Where a stage has 8 or 16 of the 32 rows, of which `model` takes its share.
+SHARED_BY = {
+    "pipeline=4": {"pipeline": 4},
+    "pipeline=2 model=2": {"pipeline": 2, "model": 2},
+}
+
+
+def on_stages(function, sizes, *arrays):
+    """Returns `function(table, *others)` whose table is split over the stages, and its gradients.
+
+    The function's value is the same on all stages. Gradients of the table come back whole, those
+    of the next argument from every stage, `[stages, ...]`.
+    """
+    mesh, rows = make_mesh(MeshConfig(**sizes)), PartitionSpec("pipeline")
+
+    def local(table, other, *rest):
+        with axis_rules(make_rules(shares_vocab=True)):
+            value, (of_table, of_other) = jax.value_and_grad(function, argnums=(0, 1))(
+                table, other, *rest
+            )
+        return value[None], of_table, of_other[None]
+
+    inputs = (rows, *[PartitionSpec()] * (len(arrays) - 1))
+    mapped = on_shards(local, mesh, inputs, (rows, rows, rows))
+    with jax.set_mesh(mesh):
+        spec = PartitionSpec(("pipeline", "model"))
+        table = jax.device_put(arrays[0], NamedSharding(mesh, spec))
+        return jax.jit(mapped)(table, *arrays[1:])
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, None])
+# With 29 tokens the last part ends in padding; with 13 a whole part of four, or more, is padding.
+@pytest.mark.parametrize("vocab", [VOCAB, 13])
+@pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
+def test_chunked_vocab_loss_of_a_shared_vocab_equals_the_whole(sizes, vocab, chunk_tokens):
+    with jax.enable_x64(True):
+        x, table, targets, weights = draw()
+        targets = targets % vocab
+
+        def loss(table, x, targets, weights):
+            return 3.0 * chunked_vocab_loss(  # a cotangent other than 1
+                x, table, targets, weights, vocab_size=vocab, chunk_tokens=chunk_tokens
+            )
+
+        expected, (of_table, of_x) = jax.value_and_grad(loss, argnums=(0, 1))(
+            table, x, targets, weights
+        )
+        values, table_grad, x_grads = on_stages(loss, sizes, table, x, targets, weights)
+        assert len(values) == sizes["pipeline"]
+        np.testing.assert_allclose(values, np.full(len(values), expected), rtol=TOLERANCE)
+        np.testing.assert_allclose(table_grad, of_table, rtol=TOLERANCE, atol=TOLERANCE)
+        assert not np.any(table_grad[vocab:])
+        for x_grad in x_grads:  # every stage has the whole of it
+            np.testing.assert_allclose(x_grad, of_x, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
+def test_cross_entropy_of_a_shared_vocab_survives_large_logits(sizes):
+    """The largest logit is that of all parts: no part's exponentials overflow or vanish."""
+    with jax.enable_x64(True):
+        x, table, targets, weights = draw()
+        table = table * jnp.linspace(1.0, 400.0, PADDED_VOCAB)[:, None]
+
+        def loss(table, x, targets, weights):
+            return chunked_vocab_loss(x, table, targets, weights, vocab_size=VOCAB)
+
+        wanted = jax.value_and_grad(loss)(table, x, targets, weights)
+        assert np.max(np.abs(x @ table.T)) > np.log(np.finfo(np.float64).max)
+        values, table_grad, _ = on_stages(loss, sizes, table, x, targets, weights)
+        np.testing.assert_allclose(values, np.full(len(values), wanted[0]), rtol=TOLERANCE)
+        np.testing.assert_allclose(table_grad, wanted[1], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
+def test_chunked_vocab_loss_of_a_shared_vocab_refuses_other_losses(sizes):
+    def loss(table, x, targets, weights):
+        return chunked_vocab_loss(
+            x, table, targets, weights, vocab_size=VOCAB, token_loss=squared_error
+        )
+
+    x, table, targets, weights = draw()
+    loss(table, x, targets, weights)  # with the whole vocab it can
+    with pytest.raises(
+        ValueError,
+        match="pipeline.share_vocab=True splits the vocab, and the loss 'squared_error' needs the "
+        "whole of it; set pipeline.share_vocab=False, or model.loss=cross_entropy",
+    ):
+        on_stages(loss, sizes, table, x, targets, weights)
+
+
+@pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
+def test_lookup_in_a_shared_table_equals_the_whole(sizes):
+    with jax.enable_x64(True):
+        _, table, _, _ = draw()
+        ids = jnp.asarray(np.random.default_rng(1).integers(PADDED_VOCAB, size=(6, 10)), jnp.int32)
+        ids = ids.at[0, :4].set(jnp.array([0, 7, 8, 31], jnp.int32))  # where parts begin and end
+        factors = jnp.asarray(np.random.default_rng(2).standard_normal((6, 10, EMBED)))
+
+        def total(table, factors, ids):
+            return jnp.sum(lookup(table, ids) * factors)
+
+        value, (of_table, of_factors) = jax.value_and_grad(total, argnums=(0, 1))(
+            table, factors, ids
+        )
+        values, table_grad, rows = on_stages(total, sizes, table, factors, ids)
+        np.testing.assert_allclose(values, np.full(len(values), value), rtol=TOLERANCE)
+        np.testing.assert_allclose(table_grad, of_table, rtol=TOLERANCE, atol=TOLERANCE)
+        # The factors' gradients are the rows that were looked up: the bits of the table.
+        np.testing.assert_array_equal(of_factors, np.asarray(table)[ids])
+        for found in rows:
+            np.testing.assert_array_equal(found, of_factors)

@@ -221,3 +221,122 @@ def test_memory_and_flops_none_where_the_backend_is_silent():
     silent: jax.stages.Compiled = Silent()  # type: ignore
     assert audit.memory(silent).temp_bytes is None
     assert audit.flops(silent) is None
+
+
+def matmul_flops(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return audit.matmul_flops(jax.jit(function).lower(*arguments).compile())
+
+
+@pytest.mark.parametrize(
+    "spec, shapes, flops",
+    [
+        ("mk,kn->mn", ((8, 5), (5, 3)), 2 * 8 * 5 * 3),
+        ("bmk,bkn->bmn", ((4, 8, 5), (4, 5, 3)), 2 * 4 * 8 * 5 * 3),
+        ("bkm,nkb->bnm", ((4, 5, 8), (3, 5, 4)), 2 * 4 * 8 * 5 * 3),
+        ("mkl,lkn->mn", ((8, 5, 7), (7, 5, 3)), 2 * 8 * 5 * 7 * 3),
+    ],
+)
+def test_matmul_flops_are_two_per_multiplication(spec, shapes, flops):
+    assert matmul_flops(lambda a, b: jnp.einsum(spec, a, b), *shapes) == flops
+
+
+def test_matmul_flops_count_loops_as_often_as_they_run():
+    def function(x, w):
+        def inner(x, _):
+            return jnp.tanh(x @ w), None
+
+        def outer(x, _):
+            x = jax.lax.scan(inner, x, length=3)[0]
+            return jnp.sin(x.T @ x @ w) + x[:1], None
+
+        return jax.lax.scan(outer, x, length=5)[0] @ w
+
+    step = 2 * 16 * 16 * 16
+    assert matmul_flops(function, (16, 16), (16, 16)) == (5 * 3 + 5 * 2 + 1) * step
+
+
+def test_matmul_flops_take_every_branch():
+    def function(runs, x, w):
+        return jax.lax.cond(runs.sum() > 0, lambda: x @ w, lambda: jnp.sin(x))
+
+    assert matmul_flops(function, (1,), (8, 8), (8, 8)) == 2 * 8 * 8 * 8
+
+
+def test_matmul_flops_are_unknown_where_an_open_ended_loop_multiplies():
+    def function(x):
+        return jax.lax.while_loop(lambda x: jnp.all(x < 9), lambda x: x @ x, x)
+
+    assert matmul_flops(function, (8, 8)) is None
+    assert matmul_flops(lambda x: jax.lax.while_loop(jnp.all, jnp.sin, x) @ x, (8, 8)) == 2 * 8**3
+
+
+def test_matmul_flops_are_those_of_one_device(mesh):
+    def split(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    step = jax.jit(
+        lambda x, w: x @ w,
+        in_shardings=(split("data", "model"), split("model", None)),
+        out_shardings=split("data", None),
+    )
+    compiled = step.lower(X, jax.ShapeDtypeStruct((COLUMNS, 8), jnp.float32)).compile()
+    assert audit.matmul_flops(compiled) == 2 * (ROWS // 2) * (COLUMNS // 2) * 8
+
+
+def convolve(x, w, **options):
+    return jax.lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+
+
+@pytest.mark.parametrize(
+    "image, kernel, options, flops",
+    [
+        # Patches: every pixel meets every filter once.
+        ((2, 8, 8, 3), (4, 4, 3, 5), dict(window_strides=(4, 4), padding="VALID"), 2 * 384 * 5),
+        # Three positions of a row of 4 see 3 + 3 + 2 + 2 pixels; groups see their own channels.
+        (
+            (1, 4, 1, 4),
+            (3, 1, 2, 6),
+            dict(window_strides=(1, 1), padding=((1, 1), (0, 0)), feature_group_count=2),
+            2 * (2 + 3 + 3 + 2) * 2 * 6,
+        ),
+    ],
+)
+def test_matmul_flops_of_convolutions_leave_padding_out(image, kernel, options, flops):
+    def forward(x, w):
+        return convolve(x, w, **options)
+
+    assert matmul_flops(forward, image, kernel) == flops
+    # Either gradient multiplies the same pairs again.
+    for argument in (0, 1):
+        gradient = jax.grad(lambda x, w: jnp.sum(forward(x, w) ** 2), argument)
+        assert matmul_flops(gradient, image, kernel) == 2 * flops
+
+
+def test_tasks_of_loop_say_what_each_needs(mesh):
+    def function(x):
+        def tick(carry, _):
+            x, arrived = carry
+            y = jnp.tanh(x @ x.T @ x)
+            sent = jax.lax.ppermute(y, "pipeline", [(0, 1)])
+            beside = jnp.sin(arrived @ arrived.T @ arrived)
+            behind = jax.lax.ppermute(sent @ sent.T @ x, "pipeline", [(1, 0)])
+            return (behind, beside + sent), None
+
+        return jax.lax.scan(tick, (x, x), length=4)[0][1]
+
+    tasks = {t.name: t for t in audit.tasks_of_loop(compile_mapped(function, mesh), mesh)}
+    sends = [task for task in tasks.values() if task.pairs]
+    forward, back = sorted(sends, key=lambda task: len(task.needs))
+    assert forward.pairs == tuple((i, i + 4) for i in range(4))
+    assert back.pairs == tuple((i + 4, i) for i in range(4))
+    assert not any(tasks[name].pairs for name in forward.needs)
+    assert forward.needs < back.needs and forward.name in back.needs
+    beside = tasks.keys() - {forward.name, back.name} - back.needs
+    assert beside and not any(tasks[name].needs & {forward.name, back.name} for name in beside)
+
+
+def test_tasks_of_loop_rejects_a_program_without_such_a_loop(mesh):
+    compiled = compile_mapped(lambda x: jax.lax.ppermute(x, "pipeline", [(0, 1)]), mesh)
+    with pytest.raises(ValueError, match="0 loops .* 'pipeline', but it must be one"):
+        audit.tasks_of_loop(compiled, mesh)

@@ -85,6 +85,62 @@ def test_collectives_asynchronous_forms_count_once_with_the_bytes_of_their_resul
     assert found[0].op_name == "jit(step)/psum, channel_id={9}"
 
 
+LIBRARY_TEXT = """HloModule jit_step, is_scheduled=true
+
+%body (s: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %s = (s32[], f32[8,16]{1,0}) parameter(0)
+  %v = f32[8,16]{1,0} get-tuple-element((s32[], f32[8,16]{1,0:T(8,128)}) %s), index=1
+  %w = f32[16,32]{1,0} constant({...})
+  %gemm = (f32[8,32]{1,0}, s8[4194304]{0}) custom-call(f32[8,16]{1,0} %v, f32[16,32]{1,0} %w), \
+custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"alpha_real":1,\
+"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],\
+"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"epilogue":"DEFAULT"}}
+  %u = f32[8,32]{1,0} get-tuple-element(%gemm), index=0
+  %start = (f32[8,32]{1,0}, f32[8,32]{1,0}) collective-permute-start(%u), \
+source_target_pairs={{0,1}}
+  %late = f32[8,8]{1,0} custom-call(%v, %v), custom_call_target="__onednn$matmul", \
+control-predecessors={%start}, backend_config={"onednn_matmul_config":{"transpose_b":true}}
+  %done = f32[8,32]{1,0} collective-permute-done(%start)
+  %dot = f32[8,16]{1,0} dot(%done, %w), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %other = f32[8]{0} custom-call(%dot), custom_call_target="TopK"
+  ROOT %t = (s32[], f32[8,16]{1,0}) tuple(%s, %dot)
+}
+
+ENTRY %main (a: f32[8,16], i: f32[1,32,9,9], k: f32[32,32,3,3]) -> f32[8,16] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %image = f32[1,32,9,9]{3,2,1,0} parameter(1)
+  %kernel = f32[64,32,3,3]{3,2,1,0} parameter(2)
+  %conv = (f32[1,64,7,7]{3,2,1,0}, u8[0]{0}) custom-call(%image, %kernel), window={size=3x3}, \
+dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$convForward"
+  %dy = f32[1,64,7,7]{3,2,1,0} get-tuple-element(%conv), index=0
+  %dx = (f32[1,32,9,9]{3,2,1,0}, u8[0]{0}) custom-call(%dy, %kernel), window={size=3x3}, \
+dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$convBackwardInput"
+  %dk = (f32[64,32,3,3]{3,2,1,0}, u8[0]{0}) custom-call(%image, %dy), window={size=3x3}, \
+dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$convBackwardFilter"
+  %init = (s32[], f32[8,16]{1,0}) tuple(%a, %a)
+  %loop = (s32[], f32[8,16]{1,0}) while(%init), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"11"}}
+  ROOT %out = f32[8,16]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_matmul_flops_count_what_libraries_compute():
+    convolution = 2 * 64 * 7 * 7 * 32 * 3 * 3
+    in_loop = 2 * 8 * 16 * 32 + 2 * 8 * 8 * 16 + 2 * 8 * 32 * 16
+    assert audit.matmul_flops_in_text(LIBRARY_TEXT) == 3 * convolution + 11 * in_loop
+
+
+def test_tasks_of_loop_of_asynchronous_permutations():
+    tasks = audit.tasks_of_loop_in_text(LIBRARY_TEXT, {"pipeline": 2})
+    assert [(task.name, task.pairs, sorted(task.needs)) for task in tasks] == [
+        ("gemm", (), []),
+        ("start", ((0, 1),), ["gemm"]),
+        ("late", (), ["gemm", "start"]),
+        ("dot", (), ["gemm", "start"]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "bytes_"),
     [

@@ -1,4 +1,4 @@
-"""`constrain` wherever a model may call it: without a mesh, in a jit, in a shard_map."""
+"""`constrain` and sums of parts wherever a model may call them: alone, in a jit, in a shard_map."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding.logical import axis_rules, constrain
+from sharding.logical import (
+    axes_by_hand,
+    axis_rules,
+    constrain,
+    max_over,
+    offset,
+    shared,
+    sum_over,
+)
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.pipeline.parameters import on_shards
 from sharding.rules import DEFAULT_RULES, make_rules
 
 
@@ -102,3 +111,116 @@ def test_inside_a_wholly_manual_shard_map_nothing_happens():
     spec = PartitionSpec("data", "model")
     with jax.set_mesh(mesh):
         jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)).lower(x(8, 8))
+
+
+#: Parts of the vocab by hand, over all of the rule's axes that are manual and not of size 1.
+SHARED = make_rules(shares_vocab=True)
+SPLITS = {
+    "pipeline=4": ({"pipeline": 4}, 4),
+    "pipeline=2 model=2": ({"pipeline": 2, "model": 2}, 2),
+    "pipeline=2 data=2": ({"pipeline": 2, "data": 2}, 2),
+}
+
+
+def over_parts(function, mesh, rules=SHARED):
+    """Returns `function` of an array split over the stages and one that all have; stacked."""
+    split, whole = PartitionSpec("pipeline"), PartitionSpec()
+
+    def local(part, other):
+        with axis_rules(rules):
+            return jax.tree.map(lambda a: jnp.asarray(a)[None], function(part, other))
+
+    return jax.jit(on_shards(local, mesh, (split, whole), split))
+
+
+@pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
+def test_offset_numbers_the_entries_of_a_split_axis(sizes, num_parts):
+    mesh = make_mesh(MeshConfig(**sizes))
+    with jax.set_mesh(mesh):
+        found = over_parts(lambda part, _: offset("vocab", len(part)), mesh)(x(8), x(1))
+    # Only what is split by hand counts: `model` splits the dim behind the program's back.
+    np.testing.assert_array_equal(found, np.arange(num_parts) * 8 // num_parts)
+
+
+@pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
+def test_sum_over_gives_all_parts_the_sum_and_its_gradient(sizes, num_parts):
+    """Every part goes on with the same sum and has the whole gradient of it: no other is added."""
+    mesh = make_mesh(MeshConfig(**sizes))
+
+    def function(part, scale):
+        return jax.value_and_grad(lambda part: scale[0] * sum_over("vocab", jnp.sum(part**2)))(part)
+
+    with jax.set_mesh(mesh):
+        values, gradients = over_parts(function, mesh)(x(8), jnp.array([3.0]))
+    np.testing.assert_array_equal(values, np.full(num_parts, 3.0 * np.sum(np.arange(8) ** 2)))
+    np.testing.assert_array_equal(gradients.reshape(8), 3.0 * 2.0 * np.arange(8))
+
+
+@pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
+def test_max_over_gives_all_parts_the_largest_and_no_gradient(sizes, num_parts):
+    mesh = make_mesh(MeshConfig(**sizes))
+
+    def function(part, _):
+        return jax.value_and_grad(lambda part: max_over("vocab", jnp.max(part)) + 2 * part[0])(part)
+
+    data = jnp.array([0.0, 5.0, -1.0, 2.0, 7.0, 3.0, -4.0, 1.0])
+    with jax.set_mesh(mesh):
+        values, gradients = over_parts(function, mesh)(data, x(1))
+    firsts = data[:: 8 // num_parts]
+    np.testing.assert_array_equal(values, 7.0 + 2 * firsts)
+    wanted = np.zeros((num_parts, 8 // num_parts))
+    wanted[:, 0] = 2.0
+    np.testing.assert_array_equal(gradients, wanted)
+
+
+@pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
+def test_shared_sums_the_gradients_of_all_parts(sizes, num_parts):
+    mesh = make_mesh(MeshConfig(**sizes))
+
+    def function(part, common):
+        return jax.value_and_grad(lambda c: jnp.sum(shared("vocab", c)) * jnp.sum(part))(common)
+
+    with jax.set_mesh(mesh):
+        values, gradients = over_parts(function, mesh)(x(8), jnp.array([2.0, 3.0]))
+    sums = np.arange(8.0).reshape(num_parts, -1).sum(axis=1)
+    np.testing.assert_array_equal(values, 5.0 * sums)
+    np.testing.assert_array_equal(gradients, np.full((num_parts, 2), 28.0))
+
+
+def test_parts_are_the_whole_outside_a_mesh_and_without_rules():
+    array = x(4)
+    assert offset("vocab", 4) == 0
+    assert sum_over("vocab", array) is array and shared("vocab", array) is array
+    np.testing.assert_array_equal(max_over("vocab", array), array)
+    with axis_rules(SHARED):
+        assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
+    with jax.set_mesh(make_mesh(MeshConfig(pipeline=4))):
+        assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
+        with axis_rules(SHARED):  # here the pipeline is not handled by hand
+            assert axes_by_hand("vocab") == () and shared("vocab", array) is array
+            assert offset("vocab", 4) == 0
+
+
+@pytest.mark.parametrize(
+    "sizes, rules",
+    [({"pipeline": 4}, DEFAULT_RULES), ({"model": 4}, SHARED), ({"data": 4}, SHARED)],
+    ids=["not shared", "one stage", "one stage of four replicas"],
+)
+def test_parts_are_the_whole_where_no_stage_shares_the_vocab(sizes, rules):
+    mesh = make_mesh(MeshConfig(**sizes))
+
+    def function(part, common):
+        assert axes_by_hand("vocab") == ()
+        assert sum_over("vocab", part) is part and shared("vocab", part) is part
+        return jax.value_and_grad(
+            lambda p: (
+                jnp.sum(shared("vocab", sum_over("vocab", p)) ** 2)
+                + jnp.sum(max_over("vocab", p))
+                + offset("vocab", 8)
+            )
+        )(part)
+
+    with jax.set_mesh(mesh):
+        values, gradients = over_parts(function, mesh, rules)(x(4), x(1))
+    np.testing.assert_array_equal(np.sum(values), 14.0 + 6.0)
+    np.testing.assert_array_equal(gradients.reshape(4), 2.0 * np.arange(4))

@@ -1,0 +1,594 @@
+"""Measures pipeline schedules beside what their tables predict: `python -m benchmarks.pipeline`.
+
+    python -m benchmarks.pipeline --config=configs/gpt2.py --schedules=1f1b,zero_bubble --stages=4
+
+What a table is made of (a stage's forward, backward and its halves, embedding, head, update) is
+compiled and timed too, in turns with the steps: on one device alone, and on all stages at the same
+time. Put into the table that gives two predictions of the step's time, neither with sends:
+
+- *synchronous*: a tick lasts as long as its slowest stage. This is what real devices should reach.
+- *work-bound*: where devices are simulated on shared cores, stages do not run at the same time. A
+  tick then lasts as long as all its work does while all stages are at work, but no less than its
+  slowest stage alone. With devices that share nothing this is the synchronous time again.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import report
+from benchmarks.step import make_run, random_batch
+from benchmarks.timing import NUM_WARM_UP_STEPS, Contender, Times, interleave, ratios
+from sharding import audit, devices
+from sharding.batches import place_batch
+from sharding.mesh import MeshConfig
+from sharding.pipeline.config import REMAT
+from sharding.pipeline.layers import Layers
+from sharding.pipeline.schedule import SCHEDULES
+from sharding.pipeline.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op, max_in_flight
+from train import config as configs
+from train.setup import Run
+
+DEFAULT_STAGES = 4
+#: Chunks of a stage, where not one.
+CHUNKS = {"interleaved_1f1b": 2, "zbv": 2}
+#: Keys of the config that flags set.
+_SET_BY = {
+    "pipeline.schedule": "--schedules",
+    "pipeline.chunks": "--schedules",
+    "pipeline.remat": "nothing: both are measured",
+    "mesh.pipeline": "--stages",
+    "train.num_microbatches": "--microbatches",
+}
+
+Tree = Any
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, with commas")
+    parser.add_argument("--stages", type=int, help="default: the accelerators, or 4 on a CPU")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--steps", type=int, default=1, help="timed steps in a round")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds; contenders take turns")
+    args, others = parser.parse_known_args(argv)
+    try:
+        if args.steps < 1 or args.rounds < 1:
+            raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
+        runs = make_runs(
+            args.config,
+            configs.overrides(others),
+            [name for name in args.schedules.split(",") if name],
+            num_stages=_default_stages() if args.stages is None else args.stages,
+            num_microbatches=args.microbatches,
+        )
+        figures = measure(runs, num_rounds=args.rounds, num_steps=args.steps)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    arguments = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "benchmarks.pipeline", *arguments])
+    figures = {"command": command} | figures
+    as_text = report.pipelines_as_text
+    print(json.dumps(figures, allow_nan=False) if args.json else as_text(figures))
+    return 0
+
+
+def make_runs(
+    config: str,
+    overrides: Sequence[str],
+    schedules: Sequence[str],
+    *,
+    num_stages: int,
+    num_microbatches: int,
+) -> dict[tuple[str, str], Run]:
+    """Returns a run per (schedule, remat) that differs from the others in nothing else.
+
+    Raises:
+      ValueError: something that this benchmark does not measure, or that a run refuses.
+    """
+    for key in (override.partition("=")[0] for override in overrides):
+        if key in _SET_BY:
+            raise ValueError(f"--config.{key} cannot be set here; it is set by {_SET_BY[key]}")
+    if not schedules:
+        raise ValueError(f"--schedules names none; choose from {', '.join(SCHEDULES)}")
+    if num_stages < 2:
+        raise ValueError(
+            f"--stages={num_stages}: a pipeline has at least 2; where there are fewer accelerators "
+            "simulate them on the CPU with JAX_PLATFORMS=cpu"
+        )
+    runs = {}
+    for schedule in schedules:
+        for remat in REMAT:
+            own = {
+                "mesh.pipeline": num_stages,
+                "train.num_microbatches": num_microbatches,
+                "pipeline.schedule": schedule,
+                "pipeline.chunks": CHUNKS.get(schedule, 1),
+                "pipeline.remat": remat,
+            }
+            settings = [*overrides, *(f"{key}={value}" for key, value in own.items())]
+            runs[schedule, remat] = run = make_run(config, settings)
+            _check(run)
+    return runs
+
+
+def measure(
+    runs: Mapping[tuple[str, str], Run], *, num_rounds: int, num_steps: int
+) -> dict[str, Any]:
+    """Returns all figures of the runs, as plain numbers and strings.
+
+    Args:
+      runs: those of `make_runs`.
+      num_rounds: turns of each run, and of each part of a table.
+      num_steps: timed steps in a turn.
+    """
+    some = next(iter(runs.values()))
+    wanted = sorted({part for run in runs.values() for part in parts_of_step(run)})
+    alone = _Parts(some, list(some.mesh.devices.flat[:1]))
+    together = _Parts(some, list(some.mesh.devices.flat))
+    batch, states = random_batch(some), {}
+    contenders = {run: _step(runs[run], batch, states) for run in runs}
+    parts = {(group, part): group.contender(part) for group in (alone, together) for part in wanted}
+    everything: dict[Any, Contender] = {**parts, **contenders}
+    times = interleave(everything, num_rounds=num_rounds, num_steps=num_steps)
+    costs = [
+        tuple(
+            {part: times[group, part].round_medians_s[i] / group.repeats(part) for part in wanted}
+            for group in (alone, together)
+        )
+        for i in range(num_rounds)
+    ]
+    flops = {part: alone.flops(part) for part in wanted}
+    return {
+        "versions": report.versions(with_torch=False),
+        "hardware": report.hardware(some.mesh),
+        "cores_are_shared": some.mesh.devices.flat[0].platform == "cpu",
+        "work": {k: v for k, v in report.work(some).items() if k != "schedule"},
+        "rounds": num_rounds,
+        "steps_per_round": num_steps,
+        "parts": [
+            {
+                "part": name,
+                "layers": num_layers,
+                "time_alone_s": statistics.median(cost[0][name, num_layers] for cost in costs),
+                "time_together_s": statistics.median(cost[1][name, num_layers] for cost in costs),
+                "matmul_flops": flops[name, num_layers],
+            }
+            for name, num_layers in wanted
+        ],
+        "runs": [
+            {"schedule": schedule, "remat": remat}
+            | _figures(run, times[schedule, remat], contenders[schedule, remat], costs, flops)
+            for (schedule, remat), run in runs.items()
+        ],
+    }
+
+
+# The parts of a table.
+
+#: (name, layers): something that a stage computes for one microbatch, or once a step (update).
+Part = tuple[str, int]
+
+
+def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
+    """Returns what one operation of a run's table computes; see sharding/pipeline/executor.py."""
+    (layout,) = run.layouts.values()
+    virtual = run.schedule.virtual_stage(stage, op.chunk)
+    is_first, is_last = virtual == 0, virtual == len(run.schedule.placement) - 1
+    num_layers = layout.chunks[stage][op.chunk][1]
+    recomputes = run.config.pipeline.remat == "full"
+    if op.kind == FORWARD:
+        if recomputes and is_last:
+            return []  # its backward computes it
+        names, ends = ["evaluate" if recomputes else "forward"], ["embed"] * is_first
+    elif op.kind in (BACKWARD, INPUT_GRADIENT):
+        names = ["forward"] * recomputes
+        names += ["backward" if op.kind == BACKWARD else "input_gradient"]
+        ends = ["head_gradient"] * is_last
+        ends += (["embed"] * recomputes + ["embed_gradient"]) * is_first
+    else:
+        names, ends = ["weight_gradient"], []
+    return [(name, num_layers) for name in names if num_layers] + [(end, 0) for end in ends]
+
+
+def parts_of_step(run: Run) -> list[Part]:
+    """Returns all that the stages of a run compute in a step, one after another."""
+    parts = [
+        part
+        for _, stage, cell in run.schedule.cells()
+        for op in cell
+        for part in parts_of_op(run, op, stage)
+    ]
+    return parts + [_update_of(run)] * run.schedule.num_stages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a table says of a step, sends left out.
+
+    Attributes:
+      synchronous_s: the step's time if a tick lasts as long as its slowest stage.
+      work_bound_s: the same if all stages share the hardware.
+      work_s: the step's time if no stage were ever idle, at the speed of all stages together.
+      bubble: share of the stages' time in which they compute nothing, by synchronous_s.
+    """
+
+    synchronous_s: float
+    work_bound_s: float
+    work_s: float
+    bubble: float
+
+
+def predict(run: Run, alone: Mapping[Part, float], together: Mapping[Part, float]) -> Prediction:
+    """Returns the prediction of a run's step from the times of its parts, in seconds.
+
+    Args:
+      alone: on one device while the others do nothing.
+      together: on each device while all of them do the same.
+    """
+    num_stages, update = run.schedule.num_stages, _update_of(run)
+    synchronous_s, work_bound_s = alone[update], max(alone[update], together[update])
+    for row in run.schedule.ticks:
+        cells = [
+            [part for op in cell for part in parts_of_op(run, op, stage)]
+            for stage, cell in enumerate(row)
+        ]
+        slowest_s = max(sum(alone[part] for part in cell) for cell in cells)
+        all_s = sum(together[part] for cell in cells for part in cell) / num_stages
+        synchronous_s += slowest_s
+        work_bound_s += max(slowest_s, all_s)
+    parts = parts_of_step(run)
+    busy_s = sum(alone[part] for part in parts)
+    return Prediction(
+        synchronous_s=synchronous_s,
+        work_bound_s=work_bound_s,
+        work_s=sum(together[part] for part in parts) / num_stages,
+        bubble=1 - busy_s / (num_stages * synchronous_s),
+    )
+
+
+class _Parts:
+    """The parts of a table, compiled for these devices, all of which do the same.
+
+    Arrays have a leading dim of devices; each device has its own.
+    """
+
+    def __init__(self, run: Run, on: Sequence[Any]):
+        self._run, self._mesh = run, Mesh(np.array(on), ("stage",))
+        self._num_microbatches = count = run.config.train.num_microbatches
+        (self._stack,) = run.parts.num_layers
+        self._shapes = run.parts.split(run.state.portable.params)
+        self._dtype = run.config.precision.compute
+        microbatches = _microbatches(run)
+        ends = jax.tree.map(lambda p: _random(p.shape, self._dtype), self._shapes["ends"])
+        self._microbatch = jax.tree.map(lambda x: x[0], microbatches)
+        self._x = jax.eval_shape(run.parts.embed, ends, self._microbatch)
+        # Activations, or their gradients.
+        xs = jax.tree.map(lambda x: _random((count, *x.shape), x.dtype, stddev=1.0), self._x)
+        self._inputs = self._copied((microbatches, xs))
+        self._ends = self._copied(ends)
+        self._params: dict[int, Tree] = {}  # of so many layers
+        self._compiled: dict[tuple, Any] = {}
+        self._flops: dict[Part, float | None] = {}
+
+    def repeats(self, part: Part) -> int:
+        """Returns how many microbatches one step of the contender is for."""
+        return 1 if part[0] == "update" else self._num_microbatches
+
+    def flops(self, part: Part) -> float | None:
+        """Returns those of matrix products on one device for one microbatch, None if unknown."""
+        total = self._flops[part]
+        return None if total is None else total / self.repeats(part)
+
+    def contender(self, part: Part) -> Contender:
+        """Returns the part as a contender: all microbatches one after another, on all devices."""
+        name, num_layers = part
+        if name == "update":
+            compiled, carry, fixed = self._update(num_layers)
+        elif num_layers:
+            compiled, carry, fixed = self._of_layers(name, num_layers)
+        else:
+            compiled, carry, fixed = self._of_ends(name)
+        self._flops[part] = audit.matmul_flops(compiled)
+
+        def step() -> float:
+            nonlocal carry
+            carry, outputs = compiled(carry, *fixed)
+            jax.block_until_ready((carry, outputs))
+            return 0.0
+
+        for _ in range(1 + NUM_WARM_UP_STEPS):
+            step()
+        return Contender(step=step, compile_time_s=None, first_loss=0.0)
+
+    def _of_ends(self, name: str) -> tuple[Any, Tree, Tree]:
+        """Returns (compiled, carry, further arguments) of a part of embedding or head."""
+        model = self._run.parts
+
+        def embed(carry, m, microbatch, ends, x):
+            return carry, model.embed(ends, microbatch)
+
+        def embed_gradient(grads, m, microbatch, ends, dx):
+            _, vjp = jax.vjp(lambda ends: model.embed(ends, microbatch), ends)
+            return _add(grads, vjp(dx)[0]), None
+
+        def head_gradient(grads, m, microbatch, ends, x):
+            of_head = lambda ends, x: model.head(ends, x, microbatch)[0]  # noqa: E731
+            loss, (gradient, dx) = jax.value_and_grad(of_head, argnums=(0, 1))(ends, x)
+            return _add(grads, gradient), (loss, dx)
+
+        body = {"embed": embed, "embed_gradient": embed_gradient, "head_gradient": head_gradient}
+        carry = {} if name == "embed" else jax.tree.map(_accumulator, self._ends)
+        fixed = (self._ends, *self._inputs)
+        return self._compile((name,), self._scanned(body[name]), carry, fixed), carry, fixed
+
+    def _of_layers(self, name: str, num_layers: int) -> tuple[Any, Tree, Tree]:
+        """Returns the same of layers, run as in the executor; buffers have two slots, in turns."""
+        splits = name in ("input_gradient", "weight_gradient")
+        block, chunk = self._run.parts.blocks[self._stack], jnp.int32(0)
+        here = (jnp.int32(0), self._x, self._microbatch)
+        numbers = np.arange(num_layers)[None]
+
+        def layers(params):
+            return Layers(block, params, lambda x: x, numbers, here, 1, splits=splits)
+
+        def slots(m):
+            return dict.fromkeys(("saved", "for_weights", "handed"), m % 2)
+
+        def evaluate(carry, m, microbatch, params, x):
+            return carry, layers(params).evaluate(chunk, x, microbatch)
+
+        def forward(carry, m, microbatch, params, x):
+            grads, kept = carry
+            y, saved = layers(params).forward(chunk, x, microbatch, kept, slots(m))
+            return (grads, kept | saved), y
+
+        def backward(carry, m, microbatch, params, dx):
+            grads, kept = carry
+            args = (chunk, dx, microbatch, kept, slots(m), grads)
+            dx, grads = layers(params).backward(*args)
+            return (grads, kept), dx
+
+        def input_gradient(carry, m, microbatch, params, dx):
+            grads, kept = carry
+            args = (chunk, dx, microbatch, kept, slots(m), grads)
+            dx, grads, handed = layers(params).input_gradient(*args)
+            return (grads, kept | {"handed": handed}), dx
+
+        def weight_gradient(carry, m, microbatch, params, x):
+            grads, kept = carry
+            args = (chunk, microbatch, kept, slots(m), grads)
+            return (layers(params).weight_gradient(*args), kept), None
+
+        bodies = [evaluate, forward, backward, input_gradient, weight_gradient]
+        body = {body.__name__: body for body in bodies}
+        params = self._layers(num_layers)
+        fixed = (params, *self._inputs)
+
+        def compiled(name, carry):
+            key = (name, num_layers, splits)
+            return self._compile(key, self._scanned(body[name]), carry, fixed)
+
+        if name == "evaluate":
+            return compiled(name, {}), {}, fixed
+        depths = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
+        first = jax.tree.map(lambda x: x[0], params)
+        kept = self._copied(layers(first).buffers(depths))
+        carry = (jax.tree.map(_accumulator, params), kept)
+        # What a backward reads must be there, for it not to multiply zeros.
+        before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
+        for earlier in before.get(name, ["forward"]):
+            carry = compiled(earlier, carry)(carry, *fixed)[0]
+        return compiled(name, carry), carry, fixed
+
+    def _update(self, num_layers: int) -> tuple[Any, Tree, Tree]:
+        """Returns the same of the optimizer's update of the parameters that a stage holds."""
+        optimizer, dtype = self._run.optimizer, self._run.config.precision.params
+        layers = {self._stack: self._layers(num_layers)}
+        params = self._run.parts.join({"ends": self._ends, "layers": layers})
+        # Others read these arrays too, so what is donated must be a copy.
+        params = jax.tree.map(lambda p: jnp.array(p, dtype, copy=True), params)
+        grads = jax.tree.map(jnp.copy, params)
+
+        def update(carry, grads):
+            params, opt_state = carry
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), optax.tree.norm(grads)
+
+        opt_state = self._copied(optimizer.init(jax.tree.map(lambda p: p[0], params)))
+        carry = (params, opt_state)
+        return self._compile(("update", num_layers), update, carry, (grads,)), carry, (grads,)
+
+    def _layers(self, num_layers: int) -> Tree:
+        if num_layers not in self._params:
+            shapes = self._shapes["layers"][self._stack]
+            self._params[num_layers] = self._copied(
+                jax.tree.map(lambda p: _random((num_layers, *p.shape[1:]), self._dtype), shapes)
+            )
+        return self._params[num_layers]
+
+    def _scanned(self, body: Callable) -> Callable:
+        def scanned(carry, params, microbatches, xs):
+            def step(carry, row):
+                m, microbatch, x = row
+                return body(carry, m, microbatch, params, x)
+
+            numbers = jnp.arange(self._num_microbatches, dtype=jnp.int32)
+            return jax.lax.scan(step, carry, (numbers, microbatches, xs))
+
+        return scanned
+
+    def _compile(self, key: tuple, function: Callable, carry: Tree, fixed: tuple) -> Any:
+        """Returns the compiled function that each device runs on its own arrays."""
+
+        def local(carry, *fixed):
+            carry, fixed = jax.tree.map(lambda x: x[0], (carry, fixed))
+            return jax.tree.map(lambda x: x[None], function(carry, *fixed))
+
+        if key not in self._compiled:
+            spec = PartitionSpec("stage")
+            mapped = jax.shard_map(
+                local, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
+            jitted = jax.jit(mapped, donate_argnums=0)
+            self._compiled[key] = jitted.lower(carry, *fixed).compile()
+        return self._compiled[key]
+
+    def _copied(self, tree: Tree) -> Tree:
+        """Returns a copy for each device."""
+        copy = lambda x: jnp.broadcast_to(x, (self._mesh.size, *x.shape))  # noqa: E731
+        sharding = NamedSharding(self._mesh, PartitionSpec("stage"))
+        return jax.jit(lambda tree: jax.tree.map(copy, tree), out_shardings=sharding)(tree)
+
+
+# Runs.
+
+
+def _step(run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any]) -> Contender:
+    """Returns a run's step as a contender; runs whose states are laid out alike share one."""
+    start_s = time.perf_counter()
+    train_step = run.train_step
+    compile_time_s = time.perf_counter() - start_s
+    placed = place_batch(
+        {name: array[run.rows] for name, array in batch.items()},
+        run.rows,
+        run.batch_sharding,
+        run.config.data.global_batch_size,
+    )
+    leaves = jax.tree.leaves(run.state.abstract)
+    key = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+    first, metrics = train_step(run.state.initial(), placed)
+    states.setdefault(key, first)
+
+    def step() -> float:
+        states[key], metrics = train_step(states[key], placed)
+        jax.block_until_ready(states[key])
+        return float(metrics["loss"])
+
+    for _ in range(NUM_WARM_UP_STEPS):
+        step()
+    return Contender(step=step, compile_time_s=compile_time_s, first_loss=float(metrics["loss"]))
+
+
+def _figures(
+    run: Run,
+    times: Times,
+    contender: Contender,
+    costs: Sequence[tuple[Mapping[Part, float], ...]],
+    flops: Mapping[Part, float | None],
+) -> dict[str, Any]:
+    """Returns the figures of one run; predictions are made in every round, from its own times."""
+    predictions = [predict(run, alone, together) for alone, together in costs]
+
+    def predicted(name: str) -> Times:
+        return Times(rounds=tuple((getattr(p, name),) for p in predictions))
+
+    shared = run.mesh.devices.flat[0].platform == "cpu"
+    work_s = predicted("work_s")
+    lost = [
+        1 - work / step
+        for work, step in zip(work_s.round_medians_s, times.round_medians_s, strict=True)
+    ]
+    per_stage = [0.0] * run.schedule.num_stages
+    for _, stage, cell in run.schedule.cells():
+        for part in (part for op in cell for part in parts_of_op(run, op, stage)):
+            per_stage[stage] += flops[part] or 0.0
+    chunks = run.schedule.num_chunks
+    return {
+        "chunks": chunks,
+        "step_time_s": times.summary(),
+        "synchronous_time_s": predicted("synchronous_s").median_s,
+        "work_bound_time_s": predicted("work_bound_s").median_s,
+        # How many times as long as predicted the step takes.
+        "measured_over_predicted": ratios(
+            predicted("work_bound_s" if shared else "synchronous_s"), times
+        ),
+        "bubble_predicted": statistics.median(p.bubble for p in predictions),
+        "bubble_measured": None if shared else statistics.median(lost),
+        "lost": statistics.median(lost),
+        "in_flight_per_stage": [count / chunks for count in max_in_flight(run.schedule)],
+        "memory": dataclasses.asdict(audit.memory(run.train_step)),
+        "matmul_flops_per_stage": per_stage,
+        "matmul_flops_if_never_idle": audit.matmul_flops(run.train_step),
+        "compile_time_s": contender.compile_time_s,
+        "first_loss": contender.first_loss,
+    }
+
+
+def _check(run: Run) -> None:
+    """Refuses what the predictions do not know."""
+    others = {axis: n for axis, n in run.mesh.shape.items() if axis != "pipeline" and n > 1}
+    for axis, size in others.items():
+        raise ValueError(
+            f"mesh.{axis}={size}: this benchmark splits a model over pipeline alone; "
+            f"set mesh.{axis}=1"
+        )
+    if run.config.pipeline.share_vocab:
+        raise ValueError(
+            "pipeline.share_vocab=True: this benchmark predicts embedding and head on one stage "
+            "each; set pipeline.share_vocab=False"
+        )
+    if len(run.parts.num_layers) > 1 or run.parts.before:
+        raise ValueError(
+            f"{type(run.model).__name__} has the stacks {', '.join(run.parts.num_layers)}; this "
+            "benchmark predicts models of one stack"
+        )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{jax.process_count()} processes: this benchmark runs in one; start it by itself"
+        )
+
+
+def _default_stages() -> int:
+    with contextlib.suppress(ValueError):  # too few accelerators: the caller says so
+        devices.start(MeshConfig(pipeline=DEFAULT_STAGES))
+    found = jax.devices()
+    return DEFAULT_STAGES if found[0].platform == "cpu" else len(found)
+
+
+def _update_of(run: Run) -> Part:
+    (layout,) = run.layouts.values()
+    return "update", len(layout.layer_of_slot) // run.schedule.num_stages
+
+
+def _microbatches(run: Run) -> dict[str, Any]:
+    """Returns random microbatches, `[M, B, ...]`, with keys for dropout."""
+    count = run.config.train.num_microbatches
+    batch = random_batch(run)
+    size = len(batch.pop("index")) // count
+    keys = jax.random.split(jax.random.key(0), (count, size))
+    arrays = {name: array.reshape(count, size, -1) for name, array in batch.items()}
+    return arrays | {"dropout_keys": keys}
+
+
+def _random(shape: tuple[int, ...], dtype: Any, stddev: float = 0.02) -> jax.Array:
+    return (stddev * jax.random.normal(jax.random.key(0), shape)).astype(dtype)
+
+
+def _accumulator(x: jax.Array) -> jax.Array:
+    return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _add(total: Tree, tree: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, tree)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

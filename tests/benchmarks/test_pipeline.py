@@ -1,0 +1,131 @@
+"""The pipeline benchmark on a tiny model: what it predicts from, and what it promises to print."""
+
+import json
+
+import pytest
+
+from benchmarks import pipeline, report
+from sharding.pipeline.clocks import Times, bubble_fraction, synchronous_time
+from tests.runs import CONFIG, TINY
+
+OVERRIDES = [
+    *(o for o in TINY if not o.startswith(("data.name", "train.num_microbatches"))),
+    "model.embed_dim=16",
+    "model.dropout=0.0",
+]
+ARGS = [f"--config={CONFIG}", *(f"--config.{override}" for override in OVERRIDES)]
+
+
+def make_runs(*schedules, **counts):
+    counts = {"num_stages": 4, "num_microbatches": 8} | counts
+    return pipeline.make_runs(CONFIG, OVERRIDES, schedules, **counts)
+
+
+def costs(run, **seconds):
+    """Returns a time for every part of a run: that given for a layer or an end; 0 if none is."""
+    parts = pipeline.parts_of_step(run)
+    return {(name, n): seconds.get(name, 0.0) * max(n, 1) for name, n in parts}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_prediction_is_that_of_the_clocks_where_stages_are_equal(schedule):
+    run = make_runs(schedule, num_stages=2)[schedule, "none"]
+    times = Times(forward=2.0, backward=5.0, input_gradient=2.5, weight_gradient=1.5)
+    alone = costs(run, forward=1.0, backward=2.5, input_gradient=1.25, weight_gradient=0.75)
+    prediction = pipeline.predict(run, alone, alone)
+    assert prediction.synchronous_s == pytest.approx(synchronous_time(run.schedule, times))
+    bubble = bubble_fraction(run.schedule, times, clock=synchronous_time)
+    assert prediction.bubble == pytest.approx(bubble)
+    # Devices that do not slow each other: nothing but the table binds.
+    assert prediction.work_bound_s == pytest.approx(prediction.synchronous_s)
+    assert prediction.work_s == pytest.approx((1 - bubble) * prediction.synchronous_s)
+    # Devices that share one core: a step takes as long as the work of all of them.
+    together = {part: 2 * time_s for part, time_s in alone.items()}
+    shared = pipeline.predict(run, alone, together)
+    work = sum(alone[part] for part in pipeline.parts_of_step(run))
+    assert shared.work_bound_s == pytest.approx(work)
+    assert shared.synchronous_s == prediction.synchronous_s
+
+
+def test_prediction_has_embedding_head_and_update_where_they_run():
+    run = make_runs("1f1b")["1f1b", "none"]
+    head = costs(run, head_gradient=1.0)
+    assert pipeline.predict(run, head, head).synchronous_s == pytest.approx(8)
+    update = costs(run, update=1.0)
+    assert pipeline.predict(run, update, update).synchronous_s == pytest.approx(1)
+    assert pipeline.predict(run, update, update).bubble == pytest.approx(0)
+    # Recomputation: the first stage embeds twice, and the last has no forward of its own.
+    parts = pipeline.parts_of_step(make_runs("1f1b")["1f1b", "full"])
+    counts = {name: [n for n, _ in parts].count(name) for name in {n for n, _ in parts}}
+    assert counts == {
+        "evaluate": 3 * 8,
+        "forward": 4 * 8,
+        "backward": 4 * 8,
+        "embed": 2 * 8,
+        "embed_gradient": 8,
+        "head_gradient": 8,
+        "update": 4,
+    }
+
+
+def test_figures_are_complete_and_agree_with_the_compiled_steps(capsys, monkeypatch):
+    monkeypatch.setattr(pipeline, "REMAT", ("full",))  # it runs every part; halves the time
+    args = ["--stages=2", "--microbatches=4", "--steps=1", "--rounds=2", "--json"]
+    args += ["--schedules=1f1b,zero_bubble", "--config.model.num_layers=2"]
+    assert pipeline.main([*ARGS, *args]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["command"].startswith("python -m benchmarks.pipeline --config=")
+    assert figures["work"]["num_microbatches"] == 4 and figures["work"]["mesh"]["pipeline"] == 2
+    assert figures["cores_are_shared"] and "jax" in figures["versions"]
+    runs = {(run["schedule"], run["remat"]): run for run in figures["runs"]}
+    assert runs.keys() == {("1f1b", "full"), ("zero_bubble", "full")}
+    # All do the same work from the same parameters; float32 sums in another order.
+    losses = [run["first_loss"] for run in runs.values()]
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)
+    for (schedule, _), run in runs.items():
+        assert run["bubble_measured"] is None and 0 < run["bubble_predicted"] < 1
+        assert 0 < run["work_bound_time_s"] and 0 < run["synchronous_time_s"]
+        assert len(run["measured_over_predicted"]["rounds"]) == 2
+        assert run["lost"] < 1 and run["compile_time_s"] > 0
+        assert run["memory"]["temp_bytes"] > 0
+        assert run["in_flight_per_stage"] == {"1f1b": [3, 1], "zero_bubble": [3, 2]}[schedule]
+
+    parts = {part["part"]: part for part in figures["parts"]}
+    assert all(part["time_alone_s"] > 0 < part["time_together_s"] for part in parts.values())
+    flops = {name: part["matmul_flops"] for name, part in parts.items()}
+    # The halves of a backward do its work, and may do some of it twice.
+    halves = flops["input_gradient"] + flops["weight_gradient"]
+    assert flops["backward"] <= halves <= 1.5 * flops["backward"]
+    # 4 microbatches pass both stages, the last one's forward in its backward; in each of the 6
+    # ticks a stage may run a forward and a backward.
+    backward, head = flops["forward"] + flops["backward"], flops["head_gradient"]
+    run = runs["1f1b", "full"]
+    first = 4 * (flops["evaluate"] + backward)
+    assert run["matmul_flops_per_stage"] == [first, 4 * (backward + head)]
+    # In one program XLA may share a product between the forward and the backward of a microbatch.
+    never_idle = 6 * (flops["evaluate"] + backward + head)
+    assert 0.95 * never_idle < run["matmul_flops_if_never_idle"] <= never_idle
+
+    text = report.pipelines_as_text(figures)
+    assert "zero_bubble full" in text and "n/a" in text and "bubble can be measured" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--stages=1"], "--stages=1"),
+        (["--stages=64"], "64 devices"),
+        (["--microbatches=3"], "train.num_microbatches=3"),
+        (["--schedules=gpipe,gpip"], "'gpip'"),
+        (["--schedules="], "--schedules"),
+        (["--rounds=0"], "--rounds=0"),
+        (["--config.mesh.model=2"], "mesh.model=2"),
+        (["--config.pipeline.remat=full"], "pipeline.remat"),
+        (["--config.pipeline.share_vocab=True"], "share_vocab"),
+        (["--config.model.num_head=2"], "model.num_heads"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, args, message):
+    assert pipeline.main([*ARGS, "--stages=2", "--schedules=1f1b", *args]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -1,0 +1,187 @@
+"""Layers and slots: any cut of any placement, there and back."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharding.pipeline.layout import Layout, balanced_cut, cut, even_cut
+from sharding.pipeline.table import loop_placement, v_placement
+from tests.sharding.pipeline.tables import properties
+
+LOOP_4 = loop_placement(4, 1)
+
+
+@st.composite
+def cuts(draw):
+    """(layers of every stack, placement, layers per chunk); chunks and stacks may be empty."""
+    S, V = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    placement = v_placement(S) if draw(st.booleans()) else loop_placement(S, V)
+    counts = draw(st.lists(st.integers(0, 4), min_size=len(placement), max_size=len(placement)))
+    counts[draw(st.integers(0, len(counts) - 1))] += 1  # a model has a layer
+    stops = sorted(draw(st.lists(st.integers(1, sum(counts)), max_size=2, unique=True)))
+    stops = [*(stop for stop in stops if stop < sum(counts)), sum(counts)]
+    sizes = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
+    return {f"stack_{i}": size for i, size in enumerate(sizes)}, placement, counts
+
+
+def stage_of_every_layer(placement, counts) -> list[tuple[int, int]]:
+    """Returns the (stage, chunk of the stage) of all layers of all stacks, in order."""
+    return [
+        (stage, placement[:v].count(stage))
+        for v, (stage, count) in enumerate(zip(placement, counts, strict=True))
+        for _ in range(count)
+    ]
+
+
+@given(cuts())
+@properties
+def test_layout_puts_every_layer_where_the_cut_says(example):
+    num_layers, placement, counts = example
+    layouts, places = cut(num_layers, placement, counts), stage_of_every_layer(placement, counts)
+    assert list(layouts) == list(num_layers)
+    num_stages, num_chunks = max(placement) + 1, placement.count(0)
+    for name, size in num_layers.items():
+        layout, of_stack, places = layouts[name], places[:size], places[size:]
+        assert layout.num_layers == size
+        longest = max(of_stack.count(place) for place in of_stack)
+        slots = layout.layer_of_slot.reshape(num_stages, num_chunks, longest)
+        for stage, chunk in itertools.product(range(num_stages), range(num_chunks)):
+            here = [layer for layer, place in enumerate(of_stack) if place == (stage, chunk)]
+            # In their order, and padded behind.
+            assert slots[stage, chunk].tolist() == here + [-1] * (longest - len(here))
+        assert layout.layer_of_slot[layout.slot_of_layer].tolist() == list(range(size))
+
+
+@given(cuts(), st.sampled_from([(), (3,)]), st.sampled_from(["float32", "int32", "bool"]))
+@settings(properties, max_examples=25)  # each compiles anew
+def test_to_layers_undoes_to_slots_and_padding_is_zero(example, shape, dtype):
+    num_layers, placement, counts = example
+    for name, layout in cut(num_layers, placement, counts).items():
+        layers = np.ones((num_layers[name], *shape))
+        if dtype != "bool":
+            layers = 1 + np.arange(layers.size).reshape(layers.shape)  # no layer is zero
+        layers = jnp.asarray(layers.astype(dtype))
+        slots = layout.to_slots(layers)
+        assert slots.dtype == layers.dtype
+        assert slots.shape == (len(layout.layer_of_slot), *shape)
+        np.testing.assert_array_equal(layout.to_layers(slots), layers)
+        found, wanted = np.asarray(slots), np.asarray(layers)
+        for slot, layer in enumerate(layout.layer_of_slot):
+            np.testing.assert_array_equal(found[slot], wanted[layer] if layer >= 0 else 0)
+
+
+@given(cuts())
+@properties
+def test_layout_is_plain_exactly_when_slots_are_layers(example):
+    num_layers, placement, counts = example
+    for name, layout in cut(num_layers, placement, counts).items():
+        size = num_layers[name]
+        assert layout.is_plain == (layout.layer_of_slot.tolist() == list(range(size)))
+        if layout.is_plain:
+            layers = np.arange(size)
+            assert layout.to_slots(layers) is layers  # and costs nothing
+            assert layout.to_layers(layers) is layers
+
+
+def test_layouts_of_one_even_chunk_per_stage_are_plain_and_others_not():
+    layers = {"decoder": 8}
+    assert cut(layers, LOOP_4)["decoder"].is_plain
+    assert not cut(layers, LOOP_4, (3, 2, 2, 1))["decoder"].is_plain
+    assert not cut(layers, loop_placement(4, 2))["decoder"].is_plain
+    assert not cut(layers, v_placement(4))["decoder"].is_plain
+    assert not cut({"decoder": 7}, LOOP_4)["decoder"].is_plain
+
+
+def test_to_slots_carries_gradients_to_layers_alone():
+    layout = cut({"decoder": 3}, LOOP_4[:2])["decoder"]
+    gradient = jax.grad(lambda x: jnp.sum(layout.to_slots(x) * jnp.arange(1.0, 5.0)))(jnp.ones(3))
+    np.testing.assert_array_equal(gradient, [1, 2, 3])
+
+
+def test_cut_of_several_stacks_leaves_empty_chunks():
+    layouts = cut({"encoder": 3, "decoder": 5}, LOOP_4)
+    assert layouts["encoder"] == Layout(
+        num_layers=3, chunks=(((0, 2),), ((2, 1),), ((3, 0),), ((3, 0),))
+    )
+    assert layouts["decoder"].layer_of_slot.tolist() == [-1, -1, 0, -1, 1, 2, 3, 4]
+
+
+def test_cut_with_an_empty_chunk_holds_all_layers_on_the_others():
+    layout = cut({"decoder": 4}, LOOP_4, (0, 2, 0, 2))["decoder"]
+    assert layout.layer_of_slot.tolist() == [-1, -1, 0, 1, -1, -1, 2, 3]
+
+
+def test_cut_of_fewer_layers_than_chunks_says_so_unless_chunks_are_said_to_be_empty():
+    with pytest.raises(
+        ValueError, match=r"mesh.pipeline=4 × pipeline.chunks=2 is more than the model's 7 layers"
+    ):
+        cut({"encoder": 3, "decoder": 4}, loop_placement(4, 2))
+    cut({"encoder": 3, "decoder": 4}, loop_placement(4, 2), (1, 1, 1, 0, 1, 1, 1, 1))
+
+
+def test_cut_with_another_number_of_counts_names_both():
+    with pytest.raises(
+        ValueError,
+        match=r"layers_per_stage=\(4, 4\) has 2 numbers that add up to 8; mesh.pipeline=4 × "
+        r"pipeline.chunks=1 needs 4 numbers that add up to 8, such as \(2, 2, 2, 2\)",
+    ):
+        cut({"decoder": 8}, LOOP_4, (4, 4))
+
+
+def test_cut_with_another_sum_names_both():
+    with pytest.raises(
+        ValueError,
+        match=r"layers_per_stage=\(3, 3, 2, 2\) has 4 numbers that add up to 10; .* needs 4 "
+        r"numbers that add up to 9, such as \(3, 2, 2, 2\)",
+    ):
+        cut({"decoder": 9}, LOOP_4, (3, 3, 2, 2))
+
+
+@given(st.integers(0, 50), st.integers(1, 12))
+@properties
+def test_even_cut_differs_by_one_at_most_with_the_larger_first(total, num_parts):
+    counts = even_cut(total, num_parts)
+    assert len(counts) == num_parts and sum(counts) == total
+    assert max(counts) - min(counts) <= 1 and counts == sorted(counts, reverse=True)
+
+
+def largest_cost(costs, ends, counts) -> int:
+    stops = list(itertools.accumulate(counts, initial=0))
+    sums = [sum(costs[a:b]) for a, b in itertools.pairwise(stops)]
+    sums[0] += ends[0]
+    sums[-1] += ends[1]
+    return max(sums)
+
+
+# Whole numbers, so that sums are exact whatever their order.
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=7),
+    st.integers(1, 4),
+    st.tuples(st.integers(0, 40), st.integers(0, 40)),
+)
+@properties
+def test_balanced_cut_is_the_best_of_all_cuts(costs, num_chunks, ends):
+    counts = balanced_cut(costs, num_chunks, ends)
+    every = [
+        c
+        for c in itertools.product(range(len(costs) + 1), repeat=num_chunks)
+        if sum(c) == len(costs)
+    ]
+    assert tuple(counts) in every
+    best = min(largest_cost(costs, ends, c) for c in every)
+    assert largest_cost(costs, ends, counts) == best
+
+
+def test_balanced_cut_of_equal_layers_without_ends_is_as_good_as_even():
+    assert max(balanced_cut([1.0] * 10, 4, (0, 0))) == 3
+    assert balanced_cut([1.0] * 8, 4, (0, 0)) == [2, 2, 2, 2]
+
+
+def test_balanced_cut_gives_a_costly_head_fewer_layers():
+    assert balanced_cut([1.0] * 8, 2, (0, 2.0)) == [5, 3]
+    assert balanced_cut([1.0] * 4, 2, (0, 9.0)) == [4, 0]
