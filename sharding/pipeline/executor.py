@@ -193,7 +193,7 @@ class _Stage:
         }
 
     def evaluate_tick(self, carry: dict[str, Tree], row: dict[str, jax.Array]):
-        carry = self._embed_together(carry, row)
+        carry = self._read_arrived(self._embed_together(carry, row), row)
 
         def forward():
             microbatch = self._microbatch(row["F.microbatch"])
@@ -217,7 +217,7 @@ class _Stage:
         return self._receive(carry | {"sums": added}, row, arrivals), None
 
     def train_tick(self, carry: dict[str, Tree], row: dict[str, jax.Array]):
-        carry = self._embed_together(carry, row)
+        carry = self._read_arrived(self._embed_together(carry, row), row)
         arrivals = {}
         if self.plan.runs("F") is not False:
             y, changed = self._operate("F", self._forward, carry, row)
@@ -230,7 +230,6 @@ class _Stage:
         carry = self._embed_gradient_together(carry, row, dx)
         if self.plan.runs("W") is not False:
             carry |= self._operate("W", self._weight_gradient, carry, row)[1]
-        carry.pop("dy", None)
         return self._receive(carry, row, arrivals), None
 
     # One stage's operations: each returns what it gives out, and what it changes of the carry.
@@ -277,8 +276,7 @@ class _Stage:
             return add(carry["sums"], sums), add(carry["grads"]["ends"], ends), dy
 
         def from_next_chunk():
-            dy = read(carry["cotangent"], row["B.cotangent"])
-            return carry["sums"], carry["grads"]["ends"], dy
+            return carry["sums"], carry["grads"]["ends"], carry["arrived"]["B.cotangent"]
 
         sums, ends, dx = self._if("B", "is_last", row, from_head, from_next_chunk)
         grads = carry["grads"] | {"ends": ends}
@@ -296,7 +294,7 @@ class _Stage:
         return zeros(self.x), {"grads": self.chunks.weight_gradient(*args)}
 
     def _input(self, carry, row, kind: str, microbatch) -> Tree:
-        arrived = lambda: read(carry["input"], row[f"{kind}.input"])  # noqa: E731
+        arrived = lambda: carry["arrived"][f"{kind}.input"]  # noqa: E731
         if self.shares_ends:
             return arrived()
         embedded = lambda: self.ends.embed(microbatch)  # noqa: E731
@@ -376,11 +374,25 @@ class _Stage:
 
         return {c.name: moved(c) for c in self.plan.channels if c.kind == kind}
 
+    def _read_arrived(self, carry: dict, row) -> dict:
+        """Returns the carry with what this tick's operations take from other chunks.
+
+        It is read ahead of the branches, so that these do not take whole buffers.
+        """
+        buffers = {name: carry[name] for name in ("input", "cotangent") if name in carry}
+        arrived = {}
+        for name in ("F.input", "B.input", "B.cotangent"):
+            buffer = buffers.get(name.split(".")[1])
+            if name in row and jax.tree.leaves(buffer)[0].size:
+                arrived[name] = read(buffer, row[name])
+        return carry | {"arrived": arrived}
+
     def _receive(self, carry: dict, row, arrivals: dict[str, Tree]) -> dict:
+        """Returns the carry for the next tick, with what has arrived in its slots."""
         for name, x in arrivals.items():
             buffer = "input" if name.startswith("F") else "cotangent"
             carry = carry | {buffer: write(carry[buffer], row[name], x)}
-        return carry
+        return {name: value for name, value in carry.items() if name not in ("arrived", "dy")}
 
 
 def _cond(known: bool | None, predicate: jax.Array, then, otherwise) -> Tree:
