@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.audit import memory
+from models.flops import attention_flops, dense_flops
+from sharding.audit import matmul_flops, memory
 from tests.runs import (
     FLOAT64,
     TINY,
@@ -96,6 +97,25 @@ def test_memory_does_not_grow_with_microbatches(schedule, remat, corpus_override
         return temp_bytes
 
     assert temporaries(32) <= 1.1 * temporaries(8)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_remat_costs_one_forward_of_the_stage_in_every_tick(schedule, corpus_overrides):
+    def compiled(remat):
+        overrides = (*TINY, *corpus_overrides, *microbatches(8), "mesh.pipeline=4")
+        pipeline = (f"pipeline.schedule={schedule}", f"pipeline.remat={remat}")
+        return make_run((*overrides, *pipeline, "model.num_layers=8"))[0]
+
+    full, none = compiled("full"), compiled("none")
+    products = {"full": matmul_flops(full.train_step), "none": matmul_flops(none.train_step)}
+    assert products["full"] is not None and products["none"] is not None
+    # A stage has two layers, and a microbatch 2 sequences; branches count as if taken.
+    batch, length, embed, num_heads = 2, 16, 32, 4
+    kernels = dense_flops(embed, 3 * embed) + dense_flops(embed, embed)
+    kernels += 2 * dense_flops(embed, 4 * embed)
+    scores = attention_flops(length, num_heads, embed // num_heads, is_causal=False)
+    forward = 2 * batch * length * (kernels + scores)
+    assert products["full"] - products["none"] == len(full.schedule.ticks) * forward
 
 
 def test_the_program_does_not_grow_with_the_layers(corpus_overrides):

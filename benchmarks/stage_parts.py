@@ -1,0 +1,234 @@
+"""What the stages of a pipeline compute, part by part, compiled to be timed.
+
+A part is a stage's forward, backward or one of its halves, the embedding, the head, or the
+optimizer's update. Layers run as they do in the executor, by sharding/pipeline/layers.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.step import random_batch
+from benchmarks.timing import NUM_WARM_UP_STEPS, Contender
+from sharding import audit
+from sharding.pipeline.layers import Layers
+from sharding.pipeline.trees import add, wide, zeros
+from train.setup import Run
+
+Tree = Any
+
+#: (name, layers): something that a stage computes for one microbatch, or once a step (update).
+Part = tuple[str, int]
+
+
+class StageParts:
+    """The parts of a table, compiled for these devices, all of which do the same.
+
+    Arrays have a leading dim of devices; each device has its own.
+    """
+
+    def __init__(self, run: Run, on: Sequence[Any]):
+        self._run, self._mesh = run, Mesh(np.array(on), ("stage",))
+        self._num_microbatches = count = run.config.train.num_microbatches
+        (self._stack,) = run.parts.num_layers
+        self._shapes = run.parts.split(run.state.portable.params)
+        self._dtype = run.config.precision.compute
+        microbatches = _microbatches(run)
+        ends = jax.tree.map(lambda p: _random(p.shape, self._dtype), self._shapes["ends"])
+        self._microbatch = jax.tree.map(lambda x: x[0], microbatches)
+        self._x = jax.eval_shape(run.parts.embed, ends, self._microbatch)
+        # Activations, or their gradients.
+        xs = jax.tree.map(lambda x: _random((count, *x.shape), x.dtype, stddev=1.0), self._x)
+        self._inputs = self._copied((microbatches, xs))
+        self._ends = self._copied(ends)
+        self._params: dict[int, Tree] = {}  # of so many layers
+        self._compiled: dict[tuple, Any] = {}
+        self._flops: dict[Part, float | None] = {}
+
+    def repeats(self, part: Part) -> int:
+        """Returns how many microbatches one step of the contender is for."""
+        return 1 if part[0] == "update" else self._num_microbatches
+
+    def flops(self, part: Part) -> float | None:
+        """Returns those of matrix products on one device for one microbatch, None if unknown."""
+        total = self._flops[part]
+        return None if total is None else total / self.repeats(part)
+
+    def contender(self, part: Part) -> Contender:
+        """Returns the part as a contender: all microbatches one after another, on all devices."""
+        name, num_layers = part
+        if name == "update":
+            compiled, carry, fixed = self._update(num_layers)
+        elif num_layers:
+            compiled, carry, fixed = self._of_layers(name, num_layers)
+        else:
+            compiled, carry, fixed = self._of_ends(name)
+        self._flops[part] = audit.matmul_flops(compiled)
+
+        def step() -> float:
+            nonlocal carry
+            carry, outputs = compiled(carry, *fixed)
+            jax.block_until_ready((carry, outputs))
+            return 0.0
+
+        for _ in range(1 + NUM_WARM_UP_STEPS):
+            step()
+        return Contender(step=step, compile_time_s=None, first_loss=0.0)
+
+    def _of_ends(self, name: str) -> tuple[Any, Tree, Tree]:
+        """Returns (compiled, carry, further arguments) of a part of embedding or head."""
+        model = self._run.parts
+
+        def embed(carry, m, microbatch, ends, x):
+            return carry, model.embed(ends, microbatch)
+
+        def embed_gradient(grads, m, microbatch, ends, dx):
+            _, vjp = jax.vjp(lambda ends: model.embed(ends, microbatch), ends)
+            return add(grads, vjp(dx)[0]), None
+
+        def head_gradient(grads, m, microbatch, ends, x):
+            of_head = lambda ends, x: model.head(ends, x, microbatch)[0]  # noqa: E731
+            loss, (gradient, dx) = jax.value_and_grad(of_head, argnums=(0, 1))(ends, x)
+            return add(grads, gradient), (loss, dx)
+
+        body = {"embed": embed, "embed_gradient": embed_gradient, "head_gradient": head_gradient}
+        carry = {} if name == "embed" else zeros(wide(self._ends))
+        fixed = (self._ends, *self._inputs)
+        return self._compile((name,), self._scanned(body[name]), carry, fixed), carry, fixed
+
+    def _of_layers(self, name: str, num_layers: int) -> tuple[Any, Tree, Tree]:
+        """Returns the same of layers, run as in the executor; buffers have two slots, in turns."""
+        splits = name in ("input_gradient", "weight_gradient")
+        block, chunk = self._run.parts.blocks[self._stack], jnp.int32(0)
+        here = (jnp.int32(0), self._x, self._microbatch)
+        numbers = np.arange(num_layers)[None]
+
+        def layers(params):
+            return Layers(block, params, lambda x: x, numbers, here, 1, splits=splits)
+
+        def slots(m):
+            return dict.fromkeys(("saved", "for_weights", "handed"), m % 2)
+
+        def evaluate(carry, m, microbatch, params, x):
+            return carry, layers(params).evaluate(chunk, x, microbatch)
+
+        def forward(carry, m, microbatch, params, x):
+            grads, kept = carry
+            y, saved = layers(params).forward(chunk, x, microbatch, kept, slots(m))
+            return (grads, kept | saved), y
+
+        def backward(carry, m, microbatch, params, dx):
+            grads, kept = carry
+            args = (chunk, dx, microbatch, kept, slots(m), grads)
+            dx, grads = layers(params).backward(*args)
+            return (grads, kept), dx
+
+        def input_gradient(carry, m, microbatch, params, dx):
+            grads, kept = carry
+            args = (chunk, dx, microbatch, kept, slots(m), grads)
+            dx, grads, handed = layers(params).input_gradient(*args)
+            return (grads, kept | {"handed": handed}), dx
+
+        def weight_gradient(carry, m, microbatch, params, x):
+            grads, kept = carry
+            args = (chunk, microbatch, kept, slots(m), grads)
+            return (layers(params).weight_gradient(*args), kept), None
+
+        bodies = [evaluate, forward, backward, input_gradient, weight_gradient]
+        body = {body.__name__: body for body in bodies}
+        params = self._layers(num_layers)
+        fixed = (params, *self._inputs)
+
+        def compiled(name, carry):
+            key = (name, num_layers, splits)
+            return self._compile(key, self._scanned(body[name]), carry, fixed)
+
+        if name == "evaluate":
+            return compiled(name, {}), {}, fixed
+        depths = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
+        first = jax.tree.map(lambda x: x[0], params)
+        kept = self._copied(layers(first).buffers(depths))
+        carry = (zeros(wide(params)), kept)
+        # What a backward reads must be there, for it not to multiply zeros.
+        before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
+        for earlier in before.get(name, ["forward"]):
+            carry = compiled(earlier, carry)(carry, *fixed)[0]
+        return compiled(name, carry), carry, fixed
+
+    def _update(self, num_layers: int) -> tuple[Any, Tree, Tree]:
+        """Returns the same of the optimizer's update of the parameters that a stage holds."""
+        optimizer, dtype = self._run.optimizer, self._run.config.precision.params
+        layers = {self._stack: self._layers(num_layers)}
+        params = self._run.parts.join({"ends": self._ends, "layers": layers})
+        # Others read these arrays too, so what is donated must be a copy.
+        params = jax.tree.map(lambda p: jnp.array(p, dtype, copy=True), params)
+        grads = jax.tree.map(jnp.copy, params)
+
+        def update(carry, grads):
+            params, opt_state = carry
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), optax.tree.norm(grads)
+
+        opt_state = self._copied(optimizer.init(jax.tree.map(lambda p: p[0], params)))
+        carry = (params, opt_state)
+        return self._compile(("update", num_layers), update, carry, (grads,)), carry, (grads,)
+
+    def _layers(self, num_layers: int) -> Tree:
+        if num_layers not in self._params:
+            shapes = self._shapes["layers"][self._stack]
+            self._params[num_layers] = self._copied(
+                jax.tree.map(lambda p: _random((num_layers, *p.shape[1:]), self._dtype), shapes)
+            )
+        return self._params[num_layers]
+
+    def _scanned(self, body: Callable) -> Callable:
+        def scanned(carry, params, microbatches, xs):
+            def step(carry, row):
+                m, microbatch, x = row
+                return body(carry, m, microbatch, params, x)
+
+            numbers = jnp.arange(self._num_microbatches, dtype=jnp.int32)
+            return jax.lax.scan(step, carry, (numbers, microbatches, xs))
+
+        return scanned
+
+    def _compile(self, key: tuple, function: Callable, carry: Tree, fixed: tuple) -> Any:
+        """Returns the compiled function that each device runs on its own arrays."""
+
+        def local(carry, *fixed):
+            carry, fixed = jax.tree.map(lambda x: x[0], (carry, fixed))
+            return jax.tree.map(lambda x: x[None], function(carry, *fixed))
+
+        if key not in self._compiled:
+            spec = PartitionSpec("stage")
+            mapped = jax.shard_map(
+                local, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
+            jitted = jax.jit(mapped, donate_argnums=0)
+            self._compiled[key] = jitted.lower(carry, *fixed).compile()
+        return self._compiled[key]
+
+    def _copied(self, tree: Tree) -> Tree:
+        """Returns a copy for each device."""
+        copy = lambda x: jnp.broadcast_to(x, (self._mesh.size, *x.shape))  # noqa: E731
+        sharding = NamedSharding(self._mesh, PartitionSpec("stage"))
+        return jax.jit(lambda tree: jax.tree.map(copy, tree), out_shardings=sharding)(tree)
+
+
+def _microbatches(run: Run) -> dict[str, Any]:
+    """Returns random microbatches, `[M, B, ...]`, with keys for dropout."""
+    count = run.config.train.num_microbatches
+    batch = random_batch(run)
+    size = len(batch.pop("index")) // count
+    keys = jax.random.split(jax.random.key(0), (count, size))
+    arrays = {name: array.reshape(count, size, -1) for name, array in batch.items()}
+    return arrays | {"dropout_keys": keys}
+
+
+def _random(shape: tuple[int, ...], dtype: Any, stddev: float = 0.02) -> jax.Array:
+    return (stddev * jax.random.normal(jax.random.key(0), shape)).astype(dtype)

@@ -1,0 +1,108 @@
+"""A model of two stacks, cut into parts and run through a pipeline."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from models.layers import Linear
+from models.stack import Stack, partition, run_layers
+from sharding.mesh import MeshConfig, make_mesh
+from sharding.pipeline.config import PipelineConfig
+from sharding.pipeline.executor import make_loss_and_grad
+from sharding.pipeline.layout import cut
+from sharding.pipeline.schedule import make_schedule
+
+WIDTH, BATCH, MICROBATCHES = 8, 2, 4
+
+
+class Encode(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = Linear({"embed": WIDTH}, {"embed": WIDTH}, stddev=0.5, rngs=rngs)
+
+    def __call__(self, x, batch, keys):
+        return x | {"memory": x["memory"] + jnp.tanh(self.linear(x["memory"]))}
+
+
+class Decode(Encode):
+    def __call__(self, x, batch, keys):
+        read = self.linear(x["memory"]) * batch["mask"][:, None]
+        return x | {"x": x["x"] + jnp.tanh(read + x["x"])}
+
+
+class EncoderDecoder(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.table = Linear({"embed": WIDTH}, {"embed": WIDTH}, stddev=0.5, rngs=rngs)
+        self.encoder = Stack(lambda rngs: Encode(rngs=rngs), 2, rngs=rngs)
+        self.decoder = Stack(lambda rngs: Decode(rngs=rngs), 3, rngs=rngs)
+
+    def embed(self, batch):
+        return {"memory": self.table(batch["source"]), "x": jnp.zeros_like(batch["target"])}
+
+    def before_decoder(self, x, batch):
+        return {"memory": jnp.tanh(x["memory"]), "x": self.table(batch["target"])}
+
+    def head(self, x, batch):
+        loss = jnp.sum(jnp.square(x["x"] - batch["target"]))
+        return loss, jnp.sum(batch["mask"]), {}
+
+
+def test_stacks_are_found_in_the_order_in_which_they_run():
+    model = nnx.eval_shape(lambda: EncoderDecoder(rngs=nnx.Rngs(0)))
+    parts = partition(model, remat="none")
+    assert dict(parts.num_layers) == {"encoder": 2, "decoder": 3}
+    assert list(parts.before) == ["decoder"]
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    assert parts.join(parts.split(params)).keys() == params.keys()
+
+
+@pytest.mark.parametrize(
+    "schedule, chunks, stages", [("1f1b", 1, 1), ("interleaved_1f1b", 2, 2), ("zbv", 2, 2)]
+)
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, stages, remat):
+    with jax.enable_x64(True):
+        model = EncoderDecoder(rngs=nnx.Rngs(0))
+        parts = partition(model, remat="none")
+        params = jax.tree.map(
+            lambda x: x.astype("float64"), parts.split(nnx.to_pure_dict(nnx.split(model)[1]))
+        )
+        rng = np.random.default_rng(0)
+        shape = (MICROBATCHES, BATCH)
+        batch = {name: rng.normal(size=(*shape, WIDTH)) for name in ("source", "target")}
+        batch["mask"] = rng.integers(2, size=shape).astype(np.float64)
+
+        def plain(params):
+            flat = {name: jnp.asarray(a.reshape(-1, *a.shape[2:])) for name, a in batch.items()}
+            x = parts.embed(params["ends"], flat)
+            x = run_layers(parts.blocks["encoder"], params["layers"]["encoder"], x, flat)
+            x = parts.before["decoder"](params["ends"], x, flat)
+            x = run_layers(parts.blocks["decoder"], params["layers"]["decoder"], x, flat)
+            return parts.head(params["ends"], x, flat)[0]
+
+        expected_loss, expected = jax.value_and_grad(plain)(params)
+        mesh = make_mesh(MeshConfig(pipeline=stages))
+        table = make_schedule(schedule, stages, MICROBATCHES, chunks)
+        layouts = cut(parts.num_layers, table.placement)
+        slots = {
+            name: jax.tree.map(layouts[name].to_slots, layers)
+            for name, layers in params["layers"].items()
+        }
+        specs = {
+            "ends": jax.tree.map(lambda _: PartitionSpec(), params["ends"]),
+            "layers": jax.tree.map(lambda _: PartitionSpec("pipeline"), slots),
+        }
+        config = PipelineConfig(remat=remat)
+        run = make_loss_and_grad(parts, table, layouts, mesh, specs, config)
+        with jax.set_mesh(mesh):
+            sums, grads = jax.jit(run)({"ends": params["ends"], "layers": slots}, batch)
+        layers = {
+            name: jax.tree.map(layouts[name].to_layers, jax.tree.map(np.asarray, tree))
+            for name, tree in grads["layers"].items()
+        }
+        # Sums in another order: rounding of float64.
+        np.testing.assert_allclose(sums["loss"], expected_loss, rtol=1e-12)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)  # noqa: E731
+        jax.tree.map(close, {"ends": grads["ends"], "layers": layers}, expected)
