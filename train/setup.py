@@ -1,9 +1,10 @@
 """Where model, mesh and data meet: a config becomes compiled steps and a described state."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ class Run:
     schedule: Schedule  # of the pipeline
     layouts: Mapping[str, Layout]  # of every stack
     state: StateLayout
+    work: Callable[[], Work]  # of a microbatch; counted when first asked for
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -79,7 +81,6 @@ class Run:
             self.parts,
             self.optimizer,
             self.learning_rate,
-            self.schedule,
             self._step_config(),
             self.mesh,
             self.rules,
@@ -94,8 +95,7 @@ class Run:
     def eval_step(self) -> jax.stages.Compiled:
         """The compiled `eval_step(params, batch)`."""
         specs = partition_specs_of(self.state.abstract.params)
-        config = self._step_config()
-        step = make_eval_step(self.parts, self.schedule, config, self.mesh, self.rules, specs)
+        step = make_eval_step(self.parts, self._step_config(), self.mesh, self.rules, specs)
         with jax.set_mesh(self.mesh):
             return jax.jit(step).lower(self.state.abstract.params, self._abstract_batch()).compile()
 
@@ -111,8 +111,8 @@ class Run:
     def _step_config(self) -> StepConfig:
         return StepConfig(
             pipeline=self.config.pipeline,
+            schedule=self.schedule,
             layouts=self.layouts,
-            num_microbatches=self.config.train.num_microbatches,
             compute_dtype=self.config.precision.compute,
             seed=self.config.train.seed,
         )
@@ -157,10 +157,10 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     schedule = make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
     )
+    work = functools.cache(partial(_work, config, mesh, model, parts))
     counts = pipeline.layers_per_stage
     if counts == AUTO:
-        work = _work(config, mesh, model, parts)
-        counts = work.balanced(len(schedule.placement), shares_ends=shares_vocab)
+        counts = work().balanced(len(schedule.placement), shares_ends=shares_vocab)
     layouts = cut(parts.num_layers, schedule.placement, counts)
     state = StateLayout(build, optimizer, mesh, rules, config.precision.params, layouts)
     specs = partition_specs_of(state.abstract.params)
@@ -184,6 +184,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
         schedule=schedule,
         layouts=layouts,
         state=state,
+        work=work,
     )
 
 
@@ -211,7 +212,7 @@ def _describe_stages(run: Run) -> str:
     for layout in run.layouts.values():
         for v, stage in enumerate(run.schedule.placement):
             counts[v] += layout.chunks[stage][run.schedule.chunk_of(v)][1]
-    work = _work(run.config, run.mesh, run.model, run.parts)
+    work = run.work()
     shares = run.config.pipeline.share_vocab
 
     def unevenness(counts, shares_ends):

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models.stack import logical_axes
 from sharding.logical import Rules
 from sharding.pipeline.layout import Layout
-from sharding.rules import axes_of, partition_specs
+from sharding.rules import partition_specs
 
 Tree = Any
 
@@ -58,13 +58,22 @@ class StateLayout:
         self._build, self._optimizer, self._mesh = build, optimizer, mesh
         self._params_dtype, self._layouts = params_dtype, layouts
         layers = jax.eval_shape(self._initial_layers)
-        self._layout_of = self._per_leaf(
-            layers, lambda path, _: layouts.get(path[0].key, _PLAIN), lambda _: _PLAIN
+        layout_of_param = jax.tree_util.tree_map_with_path(
+            lambda path, _: layouts.get(path[0].key, _PLAIN), layers.params
         )
-        self._check_optimizer(layers)
+        self._layout_of = self._per_leaf(
+            layers, lambda _, layout: layout, lambda _: _PLAIN, layout_of_param
+        )
+        self._check_optimizer(layers, layout_of_param)
         slots = jax.eval_shape(self._to_slots, layers)
         specs = partition_specs(slots.params, logical_axes(nnx.eval_shape(build)), rules, mesh)
-        specs = self._spec_tree(slots, specs)
+        specs = self._per_leaf(
+            slots,
+            lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),
+            lambda _: PartitionSpec(),
+            slots.params,
+            specs,
+        )
         portable = jax.tree.map(self._portable_spec, layers, specs, self._layout_of)
         self.abstract: TrainState = jax.tree.map(self._on_mesh, slots, specs)
         self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable)
@@ -123,55 +132,42 @@ class StateLayout:
     def _to_slots(self, layers: TrainState) -> TrainState:
         return jax.tree.map(lambda x, layout: layout.to_slots(x), layers, self._layout_of)
 
-    def _per_leaf(self, state: TrainState, of_param: Callable, of_other: Callable) -> TrainState:
-        """Returns a tree like the state of what `of_param(path, leaf)` or `of_other(leaf)` gives.
+    def _per_leaf(
+        self, state: TrainState, of_param: Callable, of_other: Callable, *like_params: Tree
+    ) -> TrainState:
+        """Returns a tree like the state: `of_param(leaf, *values)`, or `of_other(leaf)`.
 
-        A leaf of the optimizer's state that belongs to a parameter has the path of that.
+        The values are those of the trees `like_params`; a leaf of the optimizer's state that
+        belongs to a parameter gets the parameter's.
         """
-        paths = jax.tree_util.tree_map_with_path(lambda path, _: _Path(path), state.params)
         return TrainState(
             step=of_other(state.step),
             num_skipped=of_other(state.num_skipped),
-            params=jax.tree_util.tree_map_with_path(of_param, state.params),
+            params=jax.tree.map(of_param, state.params, *like_params),
             opt_state=optax.tree_utils.tree_map_params(
                 self._optimizer,
-                lambda leaf, path: of_param(path.keys, leaf),
+                of_param,
                 state.opt_state,
-                paths,
+                *like_params,
                 transform_non_params=of_other,
             ),
         )
 
-    def _spec_tree(self, state: TrainState, params: Tree) -> TrainState:
-        by_path = {
-            path: (spec, leaf.shape)
-            for (path, leaf), spec in zip(
-                jax.tree_util.tree_leaves_with_path(state.params),
-                jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, PartitionSpec)),
-                strict=True,
-            )
-        }
+    def _check_optimizer(self, layers: TrainState, layout_of_param: Tree) -> None:
+        names = jax.tree_util.tree_map_with_path(
+            lambda path, _: ".".join(str(key.key) for key in path), layers.params
+        )
 
-        def of_param(path, leaf):
-            spec, shape = by_path[tuple(path)]
-            return spec if leaf.shape == shape else PartitionSpec()
-
-        return self._per_leaf(state, of_param, lambda _: PartitionSpec())
-
-    def _check_optimizer(self, layers: TrainState) -> None:
-        shapes = dict(jax.tree_util.tree_leaves_with_path(layers.params))
-
-        def check(path, leaf):
-            layout, shape = self._layouts.get(path[0].key, _PLAIN), shapes[tuple(path)].shape
-            if not layout.is_plain and leaf.shape != shape:
-                name = ".".join(str(key.key) for key in path)
+        def check(leaf, param, layout, name):
+            if not layout.is_plain and leaf.shape != param.shape:
                 raise ValueError(
                     f"the optimizer keeps an array of shape {leaf.shape} for parameter "
-                    f"{name}{shape}, which cannot be cut by layers; choose even stages of one "
-                    "chunk (pipeline.layers_per_stage and pipeline.chunks), or optimizer.name=adamw"
+                    f"{name}{param.shape}, which cannot be cut by layers; choose even stages of "
+                    "one chunk (pipeline.layers_per_stage and pipeline.chunks), or "
+                    "optimizer.name=adamw"
                 )
 
-        self._per_leaf(layers, check, lambda _: None)
+        self._per_leaf(layers, check, lambda _: None, layers.params, layout_of_param, names)
 
     def _portable_spec(self, leaf, spec: PartitionSpec, layout) -> PartitionSpec:
         """Returns `spec` with the stages' devices on another dim than that of the layers."""
@@ -182,13 +178,10 @@ class StateLayout:
         moved, parts[0] = parts[0], ()
         for dim in range(1, len(parts)):
             axes = (*parts[dim], *moved)
-            if leaf.shape[dim] % self._num_devices(axes) == 0 and axes_of(PartitionSpec(axes)):
+            if leaf.shape[dim] % math.prod(self._mesh.shape[axis] for axis in axes) == 0:
                 parts[dim] = axes
                 break
         return PartitionSpec(*(part or None for part in parts))
-
-    def _num_devices(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self._mesh.shape[axis] for axis in axes)
 
     def _on_mesh(self, leaf, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, spec)
@@ -204,13 +197,6 @@ def _converter(convert: Callable, sharding: NamedSharding) -> Callable:
 def partition_specs_of(abstract: Tree) -> Tree:
     """Returns the PartitionSpec of every leaf of a tree of ShapeDtypeStructs with shardings."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, abstract)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Path:
-    """A parameter's path as a leaf of a tree."""
-
-    keys: tuple
 
 
 _PLAIN = Layout(num_layers=1, chunks=(((0, 1),),))

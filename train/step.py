@@ -27,8 +27,8 @@ class StepConfig:
     """What a step depends on beside the model: shapes of the work, not of the data."""
 
     pipeline: PipelineConfig
+    schedule: Schedule  # of the pipeline; verified
     layouts: Mapping[str, Layout]  # of every stack
-    num_microbatches: int
     compute_dtype: str
     seed: int  # of dropout
 
@@ -37,7 +37,6 @@ def make_train_step(
     parts: Parts,
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule,
-    schedule: Schedule,
     config: StepConfig,
     mesh: jax.sharding.Mesh,
     rules: Rules,
@@ -46,7 +45,6 @@ def make_train_step(
     """Returns `train_step(state, batch) -> (state, metrics)`.
 
     Args:
-      schedule: of the pipeline; verified.
       specs: the PartitionSpec of every parameter.
 
     The batch holds `tokens`, `targets` int32[B, T], `weights` float32[B, T] and `index` uint32[B],
@@ -56,7 +54,7 @@ def make_train_step(
     changes nothing but the counters.
     """
     loss_and_grad = make_loss_and_grad(
-        parts, schedule, config.layouts, mesh, parts.split(specs), config.pipeline
+        parts, config.schedule, config.layouts, mesh, parts.split(specs), config.pipeline
     )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -81,17 +79,13 @@ def make_train_step(
 
 def make_eval_step(
     parts: Parts,
-    schedule: Schedule,
     config: StepConfig,
     mesh: jax.sharding.Mesh,
     rules: Rules,
     specs: Tree,
 ) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
-    """Returns `eval_step(params, batch) -> sums`: `loss`, `weight` and the head's metrics.
-
-    Args:
-      schedule: that of training; its placement of the layers is followed.
-    """
+    """Returns `eval_step(params, batch) -> sums`: `loss`, `weight` and the head's metrics."""
+    schedule = config.schedule
     forwards = forward_only(
         schedule.num_stages,
         schedule.num_microbatches,
@@ -138,7 +132,7 @@ def _to_microbatches(batch: Batch, config: StepConfig) -> Batch:
     """Returns `[M, B/M, ...]`: row r goes to microbatch r mod M, so no row changes its device."""
 
     def cut(x: jax.Array) -> jax.Array:
-        count = config.num_microbatches
+        count = config.schedule.num_microbatches
         return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
 
     return {name: cut(array) for name, array in batch.items()}

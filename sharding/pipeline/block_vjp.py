@@ -71,8 +71,7 @@ class BlockVJP:
         """Returns (gradients of params, gradient of x)."""
         jaxpr = self._forward.jaxpr
         inputs = [*jax.tree.leaves(params), *jax.tree.leaves(self._x), *jax.tree.leaves(side)]
-        env = dict(zip(jaxpr.invars, inputs, strict=True))
-        env |= dict(zip(jaxpr.constvars, self._forward.consts, strict=True))
+        env = _environment(self._forward, inputs)
         env |= dict(zip(self._saved, saved, strict=True))
         needed = _needed(jaxpr.eqns, self._residuals, known=set(env))
         _run([jaxpr.eqns[i] for i in needed], env)
@@ -199,9 +198,7 @@ class _Cut:
 
     def environment(self, inputs: tuple) -> dict:
         is_none = lambda leaf: leaf is None  # noqa: E731
-        leaves = jax.tree.leaves(inputs, is_leaf=is_none)
-        env = dict(zip(self.jaxpr.jaxpr.invars, leaves, strict=True))
-        return env | dict(zip(self.jaxpr.jaxpr.constvars, self.jaxpr.consts, strict=True))
+        return _environment(self.jaxpr, jax.tree.leaves(inputs, is_leaf=is_none))
 
 
 def _following(jaxpr, variables: Iterable) -> set:
@@ -239,6 +236,12 @@ def _needed(eqns: Sequence, outputs: Iterable, *, known: set) -> list[int]:
     return needed[::-1]
 
 
+def _environment(closed, inputs: Sequence) -> dict:
+    """Returns the values of a closed jaxpr's inputs and constants, by variable."""
+    env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+    return env | dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+
 def _run(eqns: Sequence, env: dict) -> None:
     """Evaluates equations; variables are read from and written to `env`."""
     for eqn in eqns:
@@ -257,9 +260,7 @@ def _flat(function: Callable, *args: Tree):
 
 def _run_flat(closed, args: Sequence) -> list:
     """Evaluates a closed jaxpr with the calls in it opened."""
-    jaxpr = closed.jaxpr
-    env = dict(zip(jaxpr.invars, args, strict=True))
-    env |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    jaxpr, env = closed.jaxpr, _environment(closed, args)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _CALLS:
             inner = eqn.params["jaxpr"]

@@ -92,8 +92,7 @@ def make_loss_and_grad(
       ValueError: a parameter is split over `data`, or over `pipeline` other than by layers.
     """
     assert schedule.has_backward()
-    shares_ends = config.share_vocab and mesh.shape["pipeline"] > 1
-    plan = make_plan(schedule, remat=config.remat, shares_ends=shares_ends)
+    plan = _plan(schedule, mesh, config)
 
     def local(params, batch):
         stage = _Stage(model, plan, layouts, mesh, specs, config, params, batch)
@@ -104,8 +103,7 @@ def make_loss_and_grad(
         }
         return total(carry["sums"], mesh, MANUAL_AXES), grads
 
-    check_specs(specs, mesh, shares_ends=shares_ends)
-    return _on_mesh(local, schedule, mesh, specs, (PartitionSpec(), manual_specs(specs)))
+    return _on_mesh(local, plan, mesh, specs, (PartitionSpec(), manual_specs(specs)))
 
 
 def make_evaluate(
@@ -121,20 +119,24 @@ def make_evaluate(
     Arguments and errors as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    shares_ends = config.share_vocab and mesh.shape["pipeline"] > 1
-    plan = make_plan(schedule, shares_ends=shares_ends)
+    plan = _plan(schedule, mesh, config)
 
     def local(params, batch):
         stage = _Stage(model, plan, layouts, mesh, specs, config, params, batch)
         carry, _ = jax.lax.scan(stage.evaluate_tick, stage.evaluation_carry(), stage.columns())
         return total(carry["sums"], mesh, MANUAL_AXES)
 
-    check_specs(specs, mesh, shares_ends=shares_ends)
-    return _on_mesh(local, schedule, mesh, specs, PartitionSpec())
+    return _on_mesh(local, plan, mesh, specs, PartitionSpec())
 
 
-def _on_mesh(local, schedule: Schedule, mesh: Mesh, specs: Params, out_specs):
+def _plan(schedule: Schedule, mesh: Mesh, config: PipelineConfig) -> Plan:
     assert schedule.num_stages == mesh.shape["pipeline"]
+    shares_ends = config.share_vocab and schedule.num_stages > 1
+    return make_plan(schedule, remat=config.remat, shares_ends=shares_ends)
+
+
+def _on_mesh(local, plan: Plan, mesh: Mesh, specs: Params, out_specs):
+    check_specs(specs, mesh, shares_ends=plan.shares_ends)
     batch = PartitionSpec(None, ("data", "fsdp"))
     return on_shards(local, mesh, (manual_specs(specs), batch), out_specs)
 
@@ -144,8 +146,6 @@ class _Stage:
 
     def __init__(self, model, plan: Plan, layouts, mesh, specs, config, params, batch):
         self.plan, self.batch = plan, batch
-        self.shares_ends = config.share_vocab and mesh.shape["pipeline"] > 1
-        self.recomputes = config.remat == "full"
         assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
         self.index = jax.lax.axis_index("pipeline")
         ends = gather(params["ends"], specs["ends"], mesh)
@@ -210,7 +210,7 @@ class _Stage:
         y = self._if_runs("F", row, forward, lambda: zeros(self.x))
         arrivals = self._send("F", y)
         unchanged = lambda: carry["sums"]  # noqa: E731
-        if self.shares_ends:
+        if self.plan.shares_ends:
             added = jax.lax.cond(row["head"] >= 0, together, unchanged)
         else:
             added = self._if("F", "is_last", row, lambda: sums(y, "F.microbatch"), unchanged)
@@ -245,7 +245,7 @@ class _Stage:
     def _forward(self, carry, row) -> tuple[Tree, dict]:
         microbatch, chunk = self._microbatch(row["F.microbatch"]), row["F.chunk"]
         x, changed = self._input(carry, row, "F", microbatch), {"kept": carry["kept"]}
-        if self.recomputes:
+        if self.plan.recomputes:
             y = self.chunks.evaluate(chunk, x, microbatch)
         else:
             slots = self._slots("F", row)
@@ -259,7 +259,7 @@ class _Stage:
     def _backward(self, carry, row) -> tuple[Tree, dict]:
         microbatch, chunk = self._microbatch(row["B.microbatch"]), row["B.chunk"]
         kept, slots, y = carry["kept"], self._slots("B", row), None
-        if self.recomputes:
+        if self.plan.recomputes:
             x = self._input(carry, row, "B", microbatch)
             # What lives no longer than this operation has a buffer of one slot, made here.
             scratch = self.chunks.kept({"saved": 1})
@@ -270,7 +270,7 @@ class _Stage:
             y = read(carry["head_input"], row["B.head_input"])
 
         def from_head():
-            if self.shares_ends:
+            if self.plan.shares_ends:
                 return carry["sums"], carry["grads"]["ends"], carry["dy"]
             sums, ends, dy = self.ends.head_gradient(y, microbatch)
             return add(carry["sums"], sums), add(carry["grads"]["ends"], ends), dy
@@ -281,7 +281,7 @@ class _Stage:
         sums, ends, dx = self._if("B", "is_last", row, from_head, from_next_chunk)
         grads = carry["grads"] | {"ends": ends}
         dx, grads, kept = self.chunks.backward(chunk, dx, microbatch, kept, slots, grads)
-        if not self.shares_ends:
+        if not self.plan.shares_ends:
             embedded = lambda: add(grads["ends"], self.ends.embed_gradient(dx, microbatch))  # noqa: E731
             ends = self._if("B", "is_first", row, embedded, lambda: grads["ends"])
             grads = grads | {"ends": ends}
@@ -295,7 +295,7 @@ class _Stage:
 
     def _input(self, carry, row, kind: str, microbatch) -> Tree:
         arrived = lambda: carry["arrived"][f"{kind}.input"]  # noqa: E731
-        if self.shares_ends:
+        if self.plan.shares_ends:
             return arrived()
         embedded = lambda: self.ends.embed(microbatch)  # noqa: E731
         return self._if(kind, "is_first", row, embedded, arrived)
@@ -303,7 +303,7 @@ class _Stage:
     # What all stages do together, where they share the ends: each returns the carry after it.
 
     def _embed_together(self, carry, row) -> dict:
-        if not self.shares_ends:
+        if not self.plan.shares_ends:
             return dict(carry)
 
         def embed():
@@ -315,7 +315,7 @@ class _Stage:
 
     def _head_together(self, carry, row) -> dict:
         """Adds what the head yields, and `dy`, the gradient of its input."""
-        if not self.shares_ends:
+        if not self.plan.shares_ends:
             return carry
         last, grads = self.plan.last_stage, carry["grads"]
 
@@ -330,7 +330,7 @@ class _Stage:
         return carry | {"sums": sums, "grads": grads | {"ends": ends}, "dy": dy}
 
     def _embed_gradient_together(self, carry, row, dx) -> dict:
-        if not self.shares_ends:
+        if not self.plan.shares_ends:
             return carry
         first, grads = self.plan.first_stage, carry["grads"]
 

@@ -74,6 +74,8 @@ class Plan:
     last_stage: int
     splits_backward: bool
     folds_last_forward: bool
+    recomputes: bool  # a chunk's forward runs again in its backward
+    shares_ends: bool  # all stages work on embedding and head together
 
     def runs(self, kind: str) -> bool | None:
         """Returns whether an operation of this kind runs in every cell; None: in some."""
@@ -141,6 +143,8 @@ class _Planner:
             last_stage=self.schedule.placement[-1],
             splits_backward=self.splits,
             folds_last_forward=self.folds,
+            recomputes=self.trains and not self.keeps_all,
+            shares_ends=self.shares_ends,
         )
 
     def _table_of_operations(self, kind: str) -> None:
