@@ -4,9 +4,9 @@ A model says `x = constrain(x, "batch", "seq", "act_embed")`. Outside a mesh thi
 inside `axis_rules(rules)` each name becomes the mesh axes that the table in sharding/rules.py gives
 it. Mesh axes that the caller already handles by hand (inside a `shard_map`) are left out.
 
-What is split over such an axis is really a part: the vocab, where the pipeline's stages share the
-embedding and the head. A function over the vocab says so with `offset`, `sum_over`, `max_over` and
-`shared`; they do nothing where the whole vocab is at hand.
+What is split over the pipeline's stages is really a part: the vocab, where they share the embedding
+and the head. A function over the vocab says so with `offset`, `sum_over` and `max_over`; they do
+nothing where the whole vocab is at hand.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from sharding.collectives import psum
 Rules = Mapping[str, tuple[str, ...]]
 
 _active_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("rules", default=None)
+_alone: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default="")
 
 
 @contextlib.contextmanager
@@ -61,15 +62,38 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*parts)))
 
 
+@contextlib.contextmanager
+def runs_alone(function: str) -> Iterator[None]:
+    """Makes it an error to ask other stages for their parts: they do not run this function."""
+    token = _alone.set(function)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
 def axes_by_hand(name: str) -> tuple[str, ...]:
-    """Returns the mesh axes of this logical axis over which the caller's arrays are parts."""
+    """Returns the mesh axes of this logical axis over which the caller's arrays are parts.
+
+    That is the pipeline, if any: over the other axes that are handled by hand the executor puts
+    parameters together before use, and devices hold other examples.
+
+    Raises:
+      ValueError: the other stages do not run what asks; see `runs_alone`.
+    """
     rules, mesh = _active_rules.get(), jax.sharding.get_abstract_mesh()
-    if rules is None or mesh.empty:
+    if rules is None or mesh.empty or "pipeline" not in rules.get(name, ()):
         return ()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(
-        axis for axis in rules[name] if kinds[axis] == AxisType.Manual and mesh.shape[axis] > 1
-    )
+    if kinds["pipeline"] != AxisType.Manual or mesh.shape["pipeline"] == 1:
+        return ()
+    if _alone.get():
+        raise ValueError(
+            f"{_alone.get()} uses the {name}, of which pipeline.share_vocab=True gives every stage "
+            "a part, and one stage alone runs it; use it in embed or head, or set "
+            "pipeline.share_vocab=False"
+        )
+    return ("pipeline",)
 
 
 def offset(name: str, size: int) -> jax.Array | int:
@@ -90,26 +114,12 @@ def max_over(name: str, x: jax.Array) -> jax.Array:
     return jax.lax.pmax(x, axes) if axes else x
 
 
-def shared(name: str, x: jax.Array) -> jax.Array:
-    """Returns `x`, which all parts have; its gradient is the sum of what the parts yield."""
-    axes = axes_by_hand(name)
-    return _shared(axes, x) if axes else x
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return psum(x, axes)
 
 
 _sum.defvjp(lambda axes, x: (_sum(axes, x), None), lambda axes, _, dy: (dy,))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _shared(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    return x
-
-
-_shared.defvjp(lambda axes, x: (x, None), lambda axes, _, dy: (psum(dy, axes),))
 
 
 def to_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:

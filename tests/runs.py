@@ -12,6 +12,7 @@ import optax
 
 from data.text import TextCorpus, load_corpus, train_batches
 from models.gpt2 import GPT2
+from models.layers import lookup
 from sharding.batches import place_batch
 from sharding.mesh import make_mesh
 from train import config as configs
@@ -101,6 +102,22 @@ def squared_error(logits, targets):
 def factored(config, schedule):
     """An optimizer whose state has other shapes than its parameters."""
     return optax.adafactor(schedule, min_dim_size_to_factor=2)
+
+
+class OwnHead(GPT2):
+    """A model that takes "can share vocab" over from one with another head."""
+
+    def head(self, x_BTD, batch):
+        return super().head(x_BTD, batch)
+
+
+class LooksUpLate(GPT2):
+    """A model that reads a table which the stages share where one stage runs alone."""
+
+    can_share_vocab = True
+
+    def before_decoder(self, x_BTD, batch):
+        return x_BTD + lookup(self.token_embedding[...], batch["tokens"])
 
 
 class NeedsWholeVocab(GPT2):

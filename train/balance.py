@@ -1,6 +1,7 @@
 """How much each stage has to do, and the cut of the layers with which the busiest does least."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,25 +20,32 @@ class Work:
     """Matrix products of one microbatch, in FLOPs, forward and backward."""
 
     layers: tuple[int, ...]
+    recomputed: tuple[int, ...]  # of every layer, beside that: 0 where nothing runs again
     embed: int
     head: int
 
     def of_chunks(self, counts: Sequence[int], *, shares_ends: bool) -> list[float]:
         """Returns the work of every chunk that has so many layers, with its part of the ends."""
-        chunks, first = [], 0
-        for count in counts:
-            chunks.append(float(sum(self.layers[first : first + count])))
-            first += count
-        if shares_ends:
-            return [work + (self.embed + self.head) / len(counts) for work in chunks]
-        chunks[0] += self.embed
-        chunks[-1] += self.head
-        return chunks
+        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+        cost = self._cost(len(counts), shares_ends)
+        return [cost(chunk, first, stop) for chunk, (first, stop) in enumerate(bounds)]
 
     def balanced(self, num_chunks: int, *, shares_ends: bool) -> list[int]:
         """Returns the numbers of layers per chunk, in the order of the layers."""
-        ends = (0, 0) if shares_ends else (self.embed, self.head)
-        return balanced_cut(self.layers, num_chunks, ends)
+        return balanced_cut(len(self.layers), num_chunks, self._cost(num_chunks, shares_ends))
+
+    def _cost(self, num_chunks: int, shares_ends: bool) -> Callable[[int, int, int], float]:
+        def cost(chunk: int, first: int, stop: int) -> float:
+            is_last = chunk == num_chunks - 1
+            work = float(sum(self.layers[first:stop]))
+            if shares_ends:
+                work += (self.embed + self.head) / num_chunks
+            else:
+                work += self.embed * (chunk == 0) + self.head * is_last
+            # A stage that has the head to itself runs the last forward once, in the backward.
+            return work + (not is_last or shares_ends) * sum(self.recomputed[first:stop])
+
+        return cost
 
 
 def count_work(
@@ -53,15 +61,17 @@ def count_work(
     cut = parts.split(params)
     x = jax.eval_shape(parts.embed, cut["ends"], batch)
     layers: list[int] = []
+    recomputed: list[int] = []
     for name, num_layers in parts.num_layers.items():
         layer = jax.tree.map(_without_first_dim, cut["layers"][name])
         block = parts.blocks[name]
         arguments = (layer, x, batch, jax.ShapeDtypeStruct((), jnp.int32))
-        count = traced_flops(_with_backward(block, 2), *arguments, x)
-        layers += [count + recomputes * traced_flops(block, *arguments)] * num_layers
+        layers += [traced_flops(_with_backward(block, 2), *arguments, x)] * num_layers
+        recomputed += [recomputes * traced_flops(block, *arguments)] * num_layers
     head = jax.grad(lambda ends, x, batch: parts.head(ends, x, batch)[0], argnums=(0, 1))
     return Work(
         layers=tuple(layers),
+        recomputed=tuple(recomputed),
         embed=traced_flops(_with_backward(parts.embed, 1), cut["ends"], batch, x),
         head=traced_flops(head, cut["ends"], x, batch),
     )

@@ -297,7 +297,8 @@ def _set(config: Any, key: str, text: str) -> None:
     if isinstance(default, str):
         value = text
     elif isinstance(default, tuple):
-        parts = value if isinstance(value, tuple | list) else text.split(",")
+        parts = text.split(",") if isinstance(value, str) else value
+        parts = parts if isinstance(parts, tuple | list) else (parts,)
         value = tuple(part for part in parts if part != "")
     elif isinstance(default, float) and type(value) is int:
         value = float(value)

@@ -27,7 +27,7 @@ from sharding.pipeline.min_cut import cheapest_cut
 Tree = Any
 
 #: Primitives that only call a jaxpr; looked into when a backward is cut in two.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+_CALLS = ("jit", "remat2")
 #: Primitives that draw random bits: what they yield is saved rather than drawn again.
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "random_gamma")
 #: Primitives that are not run twice, as are not loops, branches and kernels: all with a jaxpr.

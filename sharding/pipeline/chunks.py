@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from sharding.logical import runs_alone
 from sharding.pipeline.layers import Layers
 from sharding.pipeline.trees import add, read, write, zeros
 
@@ -37,7 +38,8 @@ class Chunks:
         *,
         splits: bool,
     ):
-        self._layers, self._before, self._begins = dict(layers), before, begins
+        self._layers, self._begins = dict(layers), begins
+        self._before = {name: _alone(name, function) for name, function in before.items()}
         self._ends, self._x, self._splits = ends, x, splits
 
     def gradient_shapes(self) -> dict[str, Tree]:
@@ -117,3 +119,13 @@ class Chunks:
             return add(ends, gradient), dx_before
 
         return jax.lax.cond(self._begins[name][chunk], through, lambda: (ends, dx))
+
+
+def _alone(stack: str, before: Callable[[Tree, Tree, Tree], Tree]) -> Callable:
+    """Returns `before`, which the stage runs where the stack begins, and no other."""
+
+    def run(ends: Tree, x: Tree, microbatch: Tree) -> Tree:
+        with runs_alone(f"before_{stack}"):
+            return before(ends, x, microbatch)
+
+    return run

@@ -32,9 +32,9 @@ def read_csv(path: str | Path) -> Schedule:
                 )
     if not stage_of:
         raise ValueError(f"{path} has no operations; write cells such as 0F0")
-    absent = [virtual for virtual in range(max(stage_of)) if virtual not in stage_of]
-    if absent or len(stage_of) % len(rows):
-        gap = f"; virtual stage {absent[0]} is in no row" if absent else ""
+    absent = next((v for v in range(max(stage_of)) if v not in stage_of), None)
+    if absent is not None or len(stage_of) % len(rows):
+        gap = "" if absent is None else f"; virtual stage {absent} is in no row"
         raise ValueError(
             f"{path} has {len(stage_of)} virtual stages in {len(rows)} rows{gap}; every row must "
             "have the same number of them, and they must count from 0"

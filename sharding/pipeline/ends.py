@@ -70,5 +70,4 @@ class Ends:
 
     def _sums(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         loss, weight, metrics = self._model.head(params, x, microbatch)
-        assert not {"loss", "weight"} & metrics.keys(), "a head's metric may not be named so"
-        return {"loss": jnp.asarray(loss), "weight": weight, **metrics}
+        return jax.tree.map(jnp.asarray, {"loss": loss, "weight": weight, **metrics})

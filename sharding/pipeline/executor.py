@@ -153,7 +153,7 @@ class _Stage:
         self.ends = Ends(model, ends, self.index, is_split)
         example = self._microbatch(jnp.int32(0))
         self.x = jax.eval_shape(self.ends.embed, example)
-        self.sums = jax.eval_shape(self.ends.sums, self.x, example)
+        self.sums = wide(jax.eval_shape(self.ends.sums, self.x, example))
         layers: dict[str, Layers] = {}
         begins: dict[str, jax.Array] = {}
         for name, layout in layouts.items():
@@ -229,14 +229,19 @@ class _Stage:
         arrivals |= self._send("B", dx)
         carry = self._embed_gradient_together(carry, row, dx)
         if self.plan.runs("W") is not False:
-            carry |= self._operate("W", self._weight_gradient, carry, row)[1]
+            grads = carry["grads"]
+            added = self._if_runs(
+                "W", row, lambda: self._weight_gradient(carry, row), lambda: grads
+            )
+            carry |= {"grads": added}
         return self._receive(carry, row, arrivals), None
 
-    # One stage's operations: each returns what it gives out, and what it changes of the carry.
+    # One stage's operations. F and B return what they give out, and what they change of the carry;
+    # W returns the gradients.
 
     def _operate(self, kind: str, operation: Callable, carry, row) -> tuple[Tree, dict]:
         """Returns what the operation does, or zeros and no change if none of its kind runs."""
-        names = {"F": ("kept", "head_input"), "B": ("sums", "grads", "kept"), "W": ("grads",)}
+        names = {"F": ("kept", "head_input"), "B": ("sums", "grads", "kept")}
         changed = {name: carry[name] for name in names[kind] if name in carry}
         return self._if_runs(
             kind, row, lambda: operation(carry, row), lambda: (zeros(self.x), changed)
@@ -288,10 +293,10 @@ class _Stage:
         kept = {n: {b: kept[n][b] for b in carry["kept"][n]} for n in kept}
         return dx, {"sums": sums, "grads": grads, "kept": kept}
 
-    def _weight_gradient(self, carry, row) -> tuple[Tree, dict]:
+    def _weight_gradient(self, carry, row) -> dict[str, Tree]:
         microbatch, slots = self._microbatch(row["W.microbatch"]), self._slots("W", row)
         args = (row["W.chunk"], microbatch, carry["kept"], slots, carry["grads"])
-        return zeros(self.x), {"grads": self.chunks.weight_gradient(*args)}
+        return self.chunks.weight_gradient(*args)
 
     def _input(self, carry, row, kind: str, microbatch) -> Tree:
         arrived = lambda: carry["arrived"][f"{kind}.input"]  # noqa: E731

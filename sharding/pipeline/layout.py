@@ -7,7 +7,7 @@ Where every stage holds one chunk of the same length, slots and layers are the s
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import jax
@@ -117,22 +117,15 @@ def even_cut(total: int, num_parts: int) -> list[int]:
 
 
 def balanced_cut(
-    layer_costs: Sequence[float], num_chunks: int, ends: tuple[float, float]
+    num_layers: int, num_chunks: int, cost: Callable[[int, int, int], float]
 ) -> list[int]:
     """Returns the numbers of layers per chunk whose most loaded chunk costs least.
 
     Args:
-      layer_costs: of every layer, in any one unit.
       num_chunks: of all stages together.
-      ends: what embedding and head cost; they are on the first and the last chunk.
+      cost: (chunk, first layer, the layer after its last) -> what the chunk costs.
     """
-    total = len(layer_costs)
-    sums = np.concatenate([[0.0], np.cumsum(layer_costs)])
-
-    def cost(chunk: int, first: int, last: int) -> float:
-        extra = ends[0] * (chunk == 0) + ends[1] * (chunk == num_chunks - 1)
-        return float(sums[last] - sums[first]) + extra
-
+    total = num_layers
     # best[n]: (largest cost, numbers so far) of the first chunks with n layers in them.
     best = {0: (0.0, ())}
     for chunk in range(num_chunks):

@@ -39,6 +39,11 @@ def check_specs(specs: dict[str, Tree], mesh: Mesh, *, shares_ends: bool) -> Non
                 f"parameter {name} is laid out as {spec}: layers must be split over 'pipeline'; "
                 "set rules.layers=pipeline"
             )
+        if of_layers and "fsdp" in first and mesh.shape["fsdp"] > 1:
+            raise ValueError(
+                f"parameter {name} is laid out as {spec}: layers can be split over 'pipeline' "
+                "alone; set rules.layers=pipeline, and split another dim over 'fsdp'"
+            )
         rest = axes_of(PartitionSpec(*spec[1:])) | (first - {"pipeline"} if of_layers else first)
         rest -= {"pipeline"} if shares_ends and not of_layers else set()
         for axis in sorted(split & rest):

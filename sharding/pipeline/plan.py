@@ -163,8 +163,8 @@ class _Planner:
     def _allocate_all(self) -> None:
         every = range(self.last + 1)
         first_arrival = 0 if self.shares_ends else 1
-        last_read = BACKWARD if self.trains and not self.keeps_all else FORWARD
-        readers = (FORWARD, BACKWARD) if last_read == BACKWARD else (FORWARD,)
+        recomputes = self.trains and not self.keeps_all
+        readers = (FORWARD, BACKWARD) if recomputes else (FORWARD,)
         self._allocate("input", every[first_arrival:], self._input_written, readers)
         if not self.trains:
             return

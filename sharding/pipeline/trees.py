@@ -14,10 +14,12 @@ def zeros(tree: Tree, *leading: int) -> Tree:
 
 
 def wide(tree: Tree, *leading: int) -> Tree:
-    """Returns ShapeDtypeStructs in float32 or wider, with `leading` dims before the shapes."""
+    """Returns ShapeDtypeStructs, floats in float32 or wider, with `leading` dims before."""
 
     def shape(x):
-        return jax.ShapeDtypeStruct((*leading, *x.shape), jnp.promote_types(x.dtype, jnp.float32))
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        dtype = jnp.promote_types(x.dtype, jnp.float32) if is_float else x.dtype
+        return jax.ShapeDtypeStruct((*leading, *x.shape), dtype)
 
     return jax.tree.map(shape, tree)
 

@@ -12,7 +12,6 @@ from sharding.logical import (
     constrain,
     max_over,
     offset,
-    shared,
     sum_over,
 )
 from sharding.mesh import MeshConfig, make_mesh
@@ -173,31 +172,17 @@ def test_max_over_gives_all_parts_the_largest_and_no_gradient(sizes, num_parts):
     np.testing.assert_array_equal(gradients, wanted)
 
 
-@pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
-def test_shared_sums_the_gradients_of_all_parts(sizes, num_parts):
-    mesh = make_mesh(MeshConfig(**sizes))
-
-    def function(part, common):
-        return jax.value_and_grad(lambda c: jnp.sum(shared("vocab", c)) * jnp.sum(part))(common)
-
-    with jax.set_mesh(mesh):
-        values, gradients = over_parts(function, mesh)(x(8), jnp.array([2.0, 3.0]))
-    sums = np.arange(8.0).reshape(num_parts, -1).sum(axis=1)
-    np.testing.assert_array_equal(values, 5.0 * sums)
-    np.testing.assert_array_equal(gradients, np.full((num_parts, 2), 28.0))
-
-
 def test_parts_are_the_whole_outside_a_mesh_and_without_rules():
     array = x(4)
     assert offset("vocab", 4) == 0
-    assert sum_over("vocab", array) is array and shared("vocab", array) is array
+    assert sum_over("vocab", array) is array
     np.testing.assert_array_equal(max_over("vocab", array), array)
     with axis_rules(SHARED):
         assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
     with jax.set_mesh(make_mesh(MeshConfig(pipeline=4))):
         assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
         with axis_rules(SHARED):  # here the pipeline is not handled by hand
-            assert axes_by_hand("vocab") == () and shared("vocab", array) is array
+            assert axes_by_hand("vocab") == ()
             assert offset("vocab", 4) == 0
 
 
@@ -211,10 +196,10 @@ def test_parts_are_the_whole_where_no_stage_shares_the_vocab(sizes, rules):
 
     def function(part, common):
         assert axes_by_hand("vocab") == ()
-        assert sum_over("vocab", part) is part and shared("vocab", part) is part
+        assert sum_over("vocab", part) is part
         return jax.value_and_grad(
             lambda p: (
-                jnp.sum(shared("vocab", sum_over("vocab", p)) ** 2)
+                jnp.sum(sum_over("vocab", p) ** 2)
                 + jnp.sum(max_over("vocab", p))
                 + offset("vocab", 8)
             )

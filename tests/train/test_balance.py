@@ -118,7 +118,9 @@ def head_flops(vocab: int) -> int:
 def busiest(counts, vocab: int, *, recomputes: bool, shares_ends: bool) -> int:
     """Returns the FLOPs of the busiest stage."""
     stages = [count * layer_flops(recomputes=recomputes) for count in counts]
-    stages[-1] += 0 if shares_ends else head_flops(vocab)
+    if not shares_ends:
+        # The last forward runs in its backward, once.
+        stages[-1] = counts[-1] * layer_flops(recomputes=False) + head_flops(vocab)
     return max(stages)
 
 
@@ -169,6 +171,14 @@ def test_layer_flops_of_the_formula_are_those_traced():
     assert forward == layer_flops(recomputes=True) - layer_flops(recomputes=False)
     found = traced_flops(backward, layer, x, batch, number, x)
     assert found == layer_flops(recomputes=False)
+
+
+def test_work_of_chunks_counts_recomputation_where_it_runs():
+    work = count_work(*gpt2(8), recomputes=True)
+    alone, shared = (work.of_chunks([3, 3], shares_ends=s) for s in (False, True))
+    once, twice = (layer_flops(recomputes=r) for r in (False, True))
+    assert alone == [3 * twice, 3 * once + head_flops(8)]
+    assert shared == [3 * twice + head_flops(8) / 2] * 2
 
 
 def test_work_of_chunks_counts_the_ends_where_they_are():

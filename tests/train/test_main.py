@@ -149,6 +149,14 @@ BAD = {
         ),
         "can_share_vocab = True",
     ),
+    "shared vocab and a head of its own": (
+        ("pipeline.share_vocab=true", "mesh.pipeline=2", "model.name=tests.runs:OwnHead"),
+        "can_share_vocab = True",
+    ),
+    "shared vocab where one stage runs alone": (
+        ("pipeline.share_vocab=true", "mesh.pipeline=2", "model.name=tests.runs:LooksUpLate"),
+        "before_decoder uses the vocab",
+    ),
     "optimizer that mixes layers": (
         ("mesh.pipeline=3", "optimizer.name=tests.runs:factored"),
         "cannot be cut by layers",
@@ -162,6 +170,10 @@ BAD = {
     "vocab over pipeline": (
         ("rules.vocab=pipeline", "mesh.pipeline=2"),
         "set pipeline.share_vocab=True",
+    ),
+    "layers over fsdp": (
+        ("rules.layers=['fsdp', 'pipeline']", "rules.embed=none", "mesh.pipeline=2", "mesh.fsdp=2"),
+        "layers can be split over 'pipeline' alone",
     ),
     "layers not split": (("rules.layers=none", "mesh.pipeline=2"), "rules.layers=pipeline"),
     "two dims on one axis": (("rules.seq=model", "mesh.model=2"), "both split over mesh axis"),

@@ -27,6 +27,12 @@ MESHES = {
     "pipeline=4 1f1b": ("mesh.pipeline=4", "train.num_microbatches=4"),
     "pipeline=4 gpipe": ("mesh.pipeline=4", "pipeline.schedule=gpipe"),
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2", "train.num_microbatches=4"),
+    "vocab over fsdp": (
+        "mesh.fsdp=2",
+        "mesh.model=2",
+        "rules.vocab=['model', 'fsdp']",
+        "rules.embed=none",
+    ),
     "fsdp 2x2x2": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2"),
     "context=2 data=2": ("mesh.context=2", "mesh.data=2"),
     "remat": ("train.remat=full", "mesh.pipeline=2"),

@@ -394,10 +394,12 @@ def test_gpt2_block_equals_jax_vjp_and_saves_activations_alone(remat, uses_dropo
         saved, handed = check(example)
         # Everything has a batch and a sequence; a weight or a causal mask has not.
         for array in (*saved, *handed):
-            rows, head_rows = B * T, (B, N, T)
+            # Keys and values have a row for each head, queries for each head and its group.
+            rows, head_rows = B * T, ((B, N, T), (B, N, 1, T))
             assert (
                 array.shape[:2] == (B, T)
-                or array.shape[:3] == head_rows
+                or array.shape[:3] in head_rows
+                or array.shape[:4] in head_rows
                 or (array.shape[0] == rows)
             ), array.shape
         # Random bits are in no way saved but as masks; what is computed again draws them again.

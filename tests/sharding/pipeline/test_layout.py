@@ -158,6 +158,16 @@ def largest_cost(costs, ends, counts) -> int:
     return max(sums)
 
 
+def cost_of(costs, num_chunks, ends):
+    """Returns a chunk's cost by (chunk, first layer, the layer after its last)."""
+
+    def cost(chunk, first, stop):
+        at_ends = ends[0] * (chunk == 0) + ends[1] * (chunk == num_chunks - 1)
+        return sum(costs[first:stop]) + at_ends
+
+    return cost
+
+
 # Whole numbers, so that sums are exact whatever their order.
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=7),
@@ -166,7 +176,7 @@ def largest_cost(costs, ends, counts) -> int:
 )
 @properties
 def test_balanced_cut_is_the_best_of_all_cuts(costs, num_chunks, ends):
-    counts = balanced_cut(costs, num_chunks, ends)
+    counts = balanced_cut(len(costs), num_chunks, cost_of(costs, num_chunks, ends))
     every = [
         c
         for c in itertools.product(range(len(costs) + 1), repeat=num_chunks)
@@ -178,10 +188,10 @@ def test_balanced_cut_is_the_best_of_all_cuts(costs, num_chunks, ends):
 
 
 def test_balanced_cut_of_equal_layers_without_ends_is_as_good_as_even():
-    assert max(balanced_cut([1.0] * 10, 4, (0, 0))) == 3
-    assert balanced_cut([1.0] * 8, 4, (0, 0)) == [2, 2, 2, 2]
+    assert max(balanced_cut(10, 4, cost_of([1] * 10, 4, (0, 0)))) == 3
+    assert balanced_cut(8, 4, cost_of([1] * 8, 4, (0, 0))) == [2, 2, 2, 2]
 
 
 def test_balanced_cut_gives_a_costly_head_fewer_layers():
-    assert balanced_cut([1.0] * 8, 2, (0, 2.0)) == [5, 3]
-    assert balanced_cut([1.0] * 4, 2, (0, 9.0)) == [4, 0]
+    assert balanced_cut(8, 2, cost_of([1] * 8, 2, (0, 2))) == [5, 3]
+    assert balanced_cut(4, 2, cost_of([1] * 4, 2, (0, 9))) == [4, 0]
