@@ -12,6 +12,7 @@ import torch
 from benchmarks import report, torch_gpt2
 from benchmarks.timing import NUM_WARM_UP_STEPS, Contender
 from models.gpt2 import GPT2Config
+from models.language import padded_vocab
 from train.setup import Run
 
 
@@ -96,10 +97,10 @@ def _equality(
     run: Run, peer: torch_gpt2.TorchGPT2, ours: float, theirs: float
 ) -> dict[str, dict[str, float]]:
     """Returns pairs of figures; raises ValueError where a pair differs."""
-    model: Any = run.model
     config = run.model_config
-    padding = (config.padded_vocab_size - config.vocab_size) * config.embed_dim
-    flops = model.forward_flops_per_token(run.config.data.sequence_length)
+    rows = padded_vocab(config.vocab_size, config.vocab_multiple)
+    padding = (rows - config.vocab_size) * config.embed_dim
+    flops = run.flops_per_token // 3
     pairs: dict[str, tuple[float, float]] = {
         "num_params": (run.num_params - padding, peer.num_params),
         "forward_flops_per_token": (flops, round(peer.forward_flops_per_token())),

@@ -31,8 +31,7 @@ SIZES = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Returns the config; `size` is "tiny" or a key of SIZES."""
-    if size != "tiny" and size not in SIZES:
-        raise ValueError(f"gpt2 has no size {size!r}; choose from tiny, {', '.join(SIZES)}")
+    common.choose("gpt2", size, SIZES)
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "gpt2"  # or package.module:Class of a model of your own
@@ -55,16 +54,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.num_heads = heads
     config.model.embed_dim = embed
     config.model.dropout = 0.1 if positions == 1024 else 0.0
-    config.data.vocab_size = 50257
-    config.data.sequence_length = positions
-    config.data.global_batch_size = 512
-    config.train.num_microbatches = 16
-    config.train.num_steps = 100_000
-    config.train.remat = "dots"
-    config.optimizer.learning_rate = learning_rate
-    config.optimizer.warmup_steps = 2000
-    config.eval.every_steps = 1000
-    config.checkpoint.every_steps = 1000
-    config.precision.compute = "bfloat16"
-    config.log.every_steps = 10
+    common.at_scale(
+        config, sequence_length=positions, vocab_size=50257, learning_rate=learning_rate
+    )
     return config

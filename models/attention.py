@@ -1,9 +1,11 @@
 """Scaled dot-product attention.
 
-B batch, T query seq, S key seq, N heads, H head_dim.
-Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1.
+B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
+Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; grouped queries: Ainslie et al. 2023
+(arXiv:2305.13245); sliding window: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1.
 """
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -17,21 +19,48 @@ import jax.numpy as jnp
 #: compute (n + 1) / 2n of the full products, but matrix products of few rows are slow.
 _BLOCK_QUERIES, _MAX_BLOCKS = 128, 8
 
+Segments = tuple[jax.Array, jax.Array]
+
 
 def attend(
-    q_BTNH: jax.Array, k_BSNH: jax.Array, v_BSNH: jax.Array, *, is_causal: bool
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    is_causal: bool,
+    window: int | None = None,
+    segments: Segments | None = None,
+    bias_BNTS: jax.Array | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
-    """Returns softmax(q·kᵀ / √H)·v, `[B, T, N, H]` in the dtype of `q`.
+    """Returns softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
 
     Args:
-      q_BTNH, k_BSNH, v_BSNH: one floating dtype.
+      q_BTNH, k_BSKH, v_BSKH: one floating dtype; K divides N: head n has key-value head n // G.
       is_causal: position t sees positions 0..t only.
+      window: position t sees the `window` positions that end with t, of those that it sees else.
+      segments: int32[B, T] and int32[B, S]; a query sees the keys of its own segment only.
+      bias_BNTS: added to the logits; a dim of size 1 stands for all.
+      scale: 1 / √H by default.
     """
+    if window is not None and not is_causal:
+        raise ValueError(f"window={window} needs is_causal=True")
     chosen = implementation(q_BTNH.dtype.name, q_BTNH.shape[-1])
+    scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
     if chosen == "batched":
-        return _attend_batched(q_BTNH, k_BSNH, v_BSNH, is_causal=is_causal)
+        sight = _Sight(is_causal, window)
+        return _attend_batched(sight, q_BTNH * scale, k_BSKH, v_BSKH, segments, bias_BNTS)
+    mask_B1TS = None if segments is None else _same(segments)[:, None]
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSNH, v_BSNH, is_causal=is_causal, implementation=chosen
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        bias=bias_BNTS,
+        mask=mask_B1TS,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=chosen,
     )
 
 
@@ -62,81 +91,143 @@ def implementation(dtype: str, head_dim: int) -> Literal["cudnn", "xla", "batche
     return chosen
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sight:
+    """Which keys a query can see by their positions."""
+
+    is_causal: bool
+    window: int | None
+
+    def blocks(self, num_queries: int, num_keys: int) -> list[tuple[slice, slice]]:
+        """Returns (queries, the keys that they can see) of every block."""
+        count = min(-(-num_queries // _BLOCK_QUERIES), _MAX_BLOCKS) if self.is_causal else 1
+        bounds = [num_queries * i // count for i in range(count + 1)]
+        return [(slice(*rows), self._keys(*rows, num_keys)) for rows in itertools.pairwise(bounds)]
+
+    def _keys(self, start: int, stop: int, num_keys: int) -> slice:
+        if not self.is_causal:
+            return slice(0, num_keys)
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        return slice(min(first, num_keys - 1), min(stop, num_keys))
+
+    def visible(self, rows: slice, keys: slice) -> jax.Array | None:
+        """Returns bool[T, S] of a block, or None where all of it is visible."""
+        if not self.is_causal:
+            return None
+        distance_TS = jnp.arange(rows.start, rows.stop)[:, None] - jnp.arange(keys.start, keys.stop)
+        if self.window is None:
+            return distance_TS >= 0
+        return (distance_TS >= 0) & (distance_TS < self.window)
+
+
 def _attend_batched(
-    q_BTNH: jax.Array, k_BSNH: jax.Array, v_BSNH: jax.Array, *, is_causal: bool
+    sight: _Sight,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segments: Segments | None,
+    bias_BNTS: jax.Array | None,
 ) -> jax.Array:
-    """Attention as matmuls that are batched over leading (B, N), the layout CPUs are fast in."""
-    scale = 1.0 / math.sqrt(q_BTNH.shape[-1])
-    q_BNTH = jnp.swapaxes(q_BTNH * scale, 1, 2)
-    y_BNTH: Any = _batched(is_causal, q_BNTH, k_BSNH.swapaxes(1, 2), v_BSNH.swapaxes(1, 2))
-    return jnp.swapaxes(y_BNTH, 1, 2)
+    """Attention as matmuls that are batched over leading (B, K), the layout CPUs are fast in."""
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BSKH.shape[2]
+    q_BKGTH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    bias_BKGTS = None
+    if bias_BNTS is not None:
+        groups = (num_kv_heads, -1) if bias_BNTS.shape[1] == num_heads else (1, 1)
+        bias_BKGTS = bias_BNTS.reshape(bias_BNTS.shape[0], *groups, *bias_BNTS.shape[2:])
+    y_BKGTH: Any = _batched(
+        sight, q_BKGTH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), bias_BKGTS, segments
+    )
+    return y_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _batched(is_causal: bool, q_BNTH: jax.Array, k_BNSH: jax.Array, v_BNSH: jax.Array) -> jax.Array:
-    """softmax(q·kᵀ)·v, a block of queries at a time, against the keys that the block can see.
+def _batched(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+    """softmax(q·kᵀ + bias)·v, a block of queries at a time, against the keys that it can see.
 
     The backward pass computes the weights again from their log-sum, so nothing of the size `[T, S]`
     lives from one pass to the other: a few more FLOPs cost less than fresh memory.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
     """
-    return _batched_forward(is_causal, q_BNTH, k_BNSH, v_BNSH)[0]
+    return _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
 
 
-def _batched_forward(is_causal, q_BNTH, k_BNSH, v_BNSH):
+def _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     outputs, log_sums = [], []
-    for rows, keys in _blocks(is_causal, q_BNTH.shape[2], k_BNSH.shape[2]):
-        logits_BNTS = _logits(is_causal, q_BNTH, k_BNSH, rows, keys)
-        largest_BNT1 = jnp.max(logits_BNTS, axis=-1, keepdims=True)
-        weights_BNTS = jnp.exp(logits_BNTS - largest_BNT1)
-        sum_BNT1 = jnp.sum(weights_BNTS, axis=-1, keepdims=True)
-        weights_BNTS = weights_BNTS.astype(v_BNSH.dtype)
-        y_BNTH = _einsum("BNTS,BNSH->BNTH", weights_BNTS, v_BNSH[:, :, keys]) / sum_BNT1
-        outputs.append(y_BNTH.astype(v_BNSH.dtype))
-        log_sums.append(largest_BNT1 + jnp.log(sum_BNT1))
-    y_BNTH, log_sum_BNT1 = jnp.concatenate(outputs, axis=2), jnp.concatenate(log_sums, axis=2)
-    return y_BNTH, (q_BNTH, k_BNSH, v_BNSH, y_BNTH, log_sum_BNT1)
+    for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
+        logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
+        largest_BKGT1 = jnp.max(logits_BKGTS, axis=-1, keepdims=True)
+        weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1)
+        sum_BKGT1 = jnp.sum(weights_BKGTS, axis=-1, keepdims=True)
+        weights_BKGTS = weights_BKGTS.astype(v_BKSH.dtype)
+        y_BKGTH = _einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH[:, :, keys]) / sum_BKGT1
+        outputs.append(y_BKGTH.astype(v_BKSH.dtype))
+        log_sums.append(largest_BKGT1 + jnp.log(sum_BKGT1))
+    y_BKGTH, log_sum_BKGT1 = jnp.concatenate(outputs, axis=3), jnp.concatenate(log_sums, axis=3)
+    return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, log_sum_BKGT1)
 
 
-def _batched_backward(is_causal, residuals, dy_BNTH):
-    q_BNTH, k_BNSH, v_BNSH, y_BNTH, log_sum_BNT1 = residuals
-    dtype, wide = q_BNTH.dtype, log_sum_BNT1.dtype
+def _batched_backward(sight, residuals, dy_BKGTH):
+    q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, log_sum_BKGT1 = residuals
+    dtype, wide = q_BKGTH.dtype, log_sum_BKGT1.dtype
     # The part of every logit's gradient that the softmax's normalisation brings.
-    shift_BNT1 = jnp.sum(dy_BNTH.astype(wide) * y_BNTH, axis=-1, keepdims=True)
-    dq, dk_BNSH, dv_BNSH = [], jnp.zeros(k_BNSH.shape, wide), jnp.zeros(v_BNSH.shape, wide)
-    for rows, keys in _blocks(is_causal, q_BNTH.shape[2], k_BNSH.shape[2]):
-        q, dy = q_BNTH[:, :, rows], dy_BNTH[:, :, rows]
-        logits_BNTS = _logits(is_causal, q_BNTH, k_BNSH, rows, keys)
-        weights_BNTS = jnp.exp(logits_BNTS - log_sum_BNT1[:, :, rows])
-        dweights_BNTS = _einsum("BNTH,BNSH->BNTS", dy, v_BNSH[:, :, keys])
-        dlogits_BNTS = (weights_BNTS * (dweights_BNTS - shift_BNT1[:, :, rows])).astype(dtype)
-        dq.append(_einsum("BNTS,BNSH->BNTH", dlogits_BNTS, k_BNSH[:, :, keys]).astype(dtype))
-        dk = _einsum("BNTS,BNTH->BNSH", dlogits_BNTS, q)
-        dv = _einsum("BNTS,BNTH->BNSH", weights_BNTS.astype(dtype), dy)
-        dk_BNSH, dv_BNSH = dk_BNSH.at[:, :, keys].add(dk), dv_BNSH.at[:, :, keys].add(dv)
-    return jnp.concatenate(dq, axis=2), dk_BNSH.astype(dtype), dv_BNSH.astype(dtype)
+    shift_BKGT1 = jnp.sum(dy_BKGTH.astype(wide) * y_BKGTH, axis=-1, keepdims=True)
+    dq, dk_BKSH, dv_BKSH = [], jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
+    dbias_BKGTS = None if bias_BKGTS is None else jnp.zeros(bias_BKGTS.shape, wide)
+    for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
+        q, dy = q_BKGTH[:, :, :, rows], dy_BKGTH[:, :, :, rows]
+        logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
+        weights_BKGTS = jnp.exp(logits_BKGTS - log_sum_BKGT1[:, :, :, rows])
+        dweights_BKGTS = _einsum("BKGTH,BKSH->BKGTS", dy, v_BKSH[:, :, keys])
+        dlogits_BKGTS = weights_BKGTS * (dweights_BKGTS - shift_BKGT1[:, :, :, rows])
+        if dbias_BKGTS is not None:
+            part = (..., *_block_of(dbias_BKGTS, rows, keys))
+            dbias_BKGTS = dbias_BKGTS.at[part].add(_summed_like(dbias_BKGTS[part], dlogits_BKGTS))
+        dlogits_BKGTS = dlogits_BKGTS.astype(dtype)
+        dq.append(_einsum("BKGTS,BKSH->BKGTH", dlogits_BKGTS, k_BKSH[:, :, keys]).astype(dtype))
+        dk = _einsum("BKGTS,BKGTH->BKSH", dlogits_BKGTS, q)
+        dv = _einsum("BKGTS,BKGTH->BKSH", weights_BKGTS.astype(dtype), dy)
+        dk_BKSH, dv_BKSH = dk_BKSH.at[:, :, keys].add(dk), dv_BKSH.at[:, :, keys].add(dv)
+    dq_BKGTH = jnp.concatenate(dq, axis=3)
+    if dbias_BKGTS is not None and bias_BKGTS is not None:
+        dbias_BKGTS = dbias_BKGTS.astype(bias_BKGTS.dtype)
+    return dq_BKGTH, dk_BKSH.astype(dtype), dv_BKSH.astype(dtype), dbias_BKGTS, None
 
 
 _batched.defvjp(_batched_forward, _batched_backward)
 
 
-def _blocks(is_causal: bool, num_queries: int, num_keys: int) -> list[tuple[slice, slice]]:
-    """Returns (queries, the keys that they can see) of every block."""
-    count = min(-(-num_queries // _BLOCK_QUERIES), _MAX_BLOCKS) if is_causal else 1
-    bounds = [num_queries * i // count for i in range(count + 1)]
-    return [
-        (slice(start, stop), slice(0, min(stop, num_keys) if is_causal else num_keys))
-        for start, stop in itertools.pairwise(bounds)
-    ]
+def _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice) -> jax.Array:
+    logits_BKGTS = _einsum("BKGTH,BKSH->BKGTS", q_BKGTH[:, :, :, rows], k_BKSH[:, :, keys])
+    if bias_BKGTS is not None:
+        logits_BKGTS += bias_BKGTS[..., *_block_of(bias_BKGTS, rows, keys)]
+    hidden = jnp.finfo(logits_BKGTS.dtype).min
+    visible_TS = sight.visible(rows, keys)
+    if visible_TS is not None:
+        logits_BKGTS = jnp.where(visible_TS[None, None, None], logits_BKGTS, hidden)
+    if segments is not None:
+        same_BTS = _same((segments[0][:, rows], segments[1][:, keys]))
+        logits_BKGTS = jnp.where(same_BTS[:, None, None], logits_BKGTS, hidden)
+    return logits_BKGTS
 
 
-def _logits(is_causal, q_BNTH, k_BNSH, rows: slice, keys: slice) -> jax.Array:
-    logits_BNTS = _einsum("BNTH,BNSH->BNTS", q_BNTH[:, :, rows], k_BNSH[:, :, keys])
-    if not is_causal:
-        return logits_BNTS
-    visible_TS = jnp.arange(rows.start, rows.stop)[:, None] >= jnp.arange(keys.stop)[None, :]
-    return jnp.where(visible_TS[None, None], logits_BNTS, jnp.finfo(logits_BNTS.dtype).min)
+def _same(segments: Segments) -> jax.Array:
+    """Returns bool[B, T, S]: whether query and key are of one segment."""
+    return segments[0][:, :, None] == segments[1][:, None, :]
+
+
+def _block_of(bias_BKGTS: jax.Array, rows: slice, keys: slice) -> tuple[slice, slice]:
+    """Returns where a block lies in a bias whose dims of size 1 stand for all."""
+    *_, num_queries, num_keys = bias_BKGTS.shape
+    return rows if num_queries > 1 else slice(None), keys if num_keys > 1 else slice(None)
+
+
+def _summed_like(target: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x` summed over the dims that have size 1 in `target`."""
+    dims = [dim for dim, size in enumerate(target.shape) if size == 1]
+    return jnp.sum(x, axis=dims, keepdims=True)
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

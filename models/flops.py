@@ -7,7 +7,7 @@ head counts the vocab without padding.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,22 +22,40 @@ def dense_flops(*sizes: int) -> int:
     return product
 
 
-def attention_flops(sequence_length: int, num_heads: int, head_dim: int, *, is_causal: bool) -> int:
-    """Returns forward FLOPs per query token of q·kᵀ and weights·v."""
-    full = 2 * dense_flops(sequence_length, num_heads, head_dim)
-    return full // 2 if is_causal else full
-
-
-def train_flops_per_token(model: object, sequence_length: int, num_params: int) -> int:
-    """Returns forward and backward FLOPs per token.
+def attention_flops(
+    num_keys: int, num_heads: int, head_dim: int, *, is_causal: bool, window: int | None = None
+) -> int:
+    """Returns forward FLOPs per query token of q·kᵀ and weights·v.
 
     Args:
-        model: its method `forward_flops_per_token(sequence_length)` is asked if it has one;
-            otherwise every parameter counts as one multiply-add.
+        num_keys: S; also T, the queries, if `is_causal`.
+        window: a query sees at most so many keys, if `is_causal`.
+    """
+    full = 2 * dense_flops(num_keys, num_heads, head_dim)
+    if not is_causal:
+        return full
+    seen = num_keys if window is None else min(window, num_keys)
+    # Of T² products, those of a triangle of side `seen` above the band are masked, as are all
+    # beyond the band; as everywhere here, a diagonal counts half.
+    return full * (2 * num_keys - seen) * seen // (2 * num_keys**2)
+
+
+def train_flops(model: object, shapes: Mapping[str, Any], num_params: int) -> int:
+    """Returns forward and backward FLOPs of a batch.
+
+    Args:
+        model: its method `forward_flops(shapes)` is asked if it has one; otherwise every parameter
+            counts as one multiply-add of each token.
+        shapes: the batch's arrays, or ShapeDtypeStructs of them, by name.
         num_params: number of parameters.
     """
-    count = getattr(model, "forward_flops_per_token", None)
-    return 3 * (count(sequence_length) if count else dense_flops(num_params))
+    count = getattr(model, "forward_flops", None)
+    return 3 * (count(shapes) if count else dense_flops(num_params, num_tokens(shapes)))
+
+
+def num_tokens(shapes: Mapping[str, Any]) -> int:
+    """Returns how many tokens a batch feeds to a model, padding included."""
+    return sum(leaf.size for name, leaf in shapes.items() if name.endswith("tokens"))
 
 
 def traced_flops(function: Callable, *args: Any) -> int:

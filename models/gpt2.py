@@ -9,14 +9,23 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import attend
+from models.attention import Segments, attend
 from models.flops import attention_flops, dense_flops
-from models.layers import LayerNorm, Linear, dropout, linear_after, lookup, param
-from models.losses import chunked_vocab_loss, make_token_loss
+from models.language import (
+    learned_positions,
+    padded_vocab,
+    positions_by_index,
+    segments,
+    text_batch,
+    vocab_logits,
+    vocab_loss,
+)
+from models.layers import LayerNorm, Linear, after, dropout, lookup, param
+from models.losses import make_token_loss
 from models.stack import Stack
+from models.transformer import MLP, check_activation
 from sharding.logical import constrain
 
 
@@ -30,6 +39,8 @@ class GPT2Config:
     num_heads: int
     embed_dim: int
     dropout: float  # of embeddings and residual branches, in [0, 1)
+    mlp_dim: int | None = None  # 4 × embed_dim if None
+    activation: str = "gelu_tanh"  # of the MLP; see models/transformer.py
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     layer_norm_epsilon: float = 1e-5
     init_stddev: float = 0.02
@@ -45,11 +56,8 @@ class GPT2Config:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout} must lie in [0, 1)")
+        check_activation(self.activation)
         make_token_loss(self.loss)
-
-    @property
-    def padded_vocab_size(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 class Attention(nnx.Module):
@@ -61,24 +69,12 @@ class Attention(nnx.Module):
         self.qkv = Linear(embed, {"_qkv": 3, **heads}, stddev=config.init_stddev, rngs=rngs)
         self.out = Linear(heads, embed, stddev=_residual_stddev(config), rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, norm: LayerNorm) -> jax.Array:
-        qkv = linear_after(norm, self.qkv, x_BTD)
+    def __call__(self, x_BTD: jax.Array, norm: LayerNorm, segments: Segments | None) -> jax.Array:
+        qkv = after(norm, self.qkv, x_BTD)
         qkv = constrain(qkv, "batch", "seq", None, "heads", "head_dim")
-        y_BTNH = attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+        q_BTNH, k_BTNH, v_BTNH = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        y_BTNH = attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
         return self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
-
-
-class MLP(nnx.Module):
-    """Two linear layers with the tanh form of gelu between them, applied to norm(x)."""
-
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        embed, mlp = {"embed": config.embed_dim}, {"mlp": 4 * config.embed_dim}
-        self.up = Linear(embed, mlp, stddev=config.init_stddev, rngs=rngs)
-        self.down = Linear(mlp, embed, stddev=_residual_stddev(config), rngs=rngs)
-
-    def __call__(self, x_BTD: jax.Array, norm: LayerNorm) -> jax.Array:
-        h_BTF = constrain(linear_after(norm, self.up, x_BTD), "batch", "seq", "mlp")
-        return linear_after(jax.nn.gelu, self.down, h_BTF)  # the tanh form, by default
 
 
 class Block(nnx.Module):
@@ -89,11 +85,18 @@ class Block(nnx.Module):
         self.attention_norm = LayerNorm(config.embed_dim, **norm)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = LayerNorm(config.embed_dim, **norm)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(
+            config.embed_dim,
+            config.mlp_dim or 4 * config.embed_dim,
+            activation=config.activation,
+            use_bias=True,
+            stddevs=(config.init_stddev, _residual_stddev(config)),
+            rngs=rngs,
+        )
         self.dropout = config.dropout
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
-        branch = self.attention(x_BTD, self.attention_norm)
+        branch = self.attention(x_BTD, self.attention_norm, segments(batch))
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=0)
         branch = self.mlp(x_BTD, self.mlp_norm)
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=1)
@@ -108,7 +111,8 @@ class GPT2(nnx.Module):
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(config.init_stddev)
-        vocab, embed = config.padded_vocab_size, config.embed_dim
+        embed = config.embed_dim
+        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
         self.token_embedding = param(normal, rngs, (vocab, embed), ("vocab", "embed"))
         self.position_embedding = param(
             normal, rngs, (config.max_positions, embed), (None, "embed")
@@ -119,40 +123,39 @@ class GPT2(nnx.Module):
 
     def embed(self, batch: dict) -> jax.Array:
         """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
-        tokens = batch["tokens"]
-        positions = self.position_embedding[...][: tokens.shape[1]]
-        x_BTD = lookup(self.token_embedding[...], tokens) + positions[None]
+        x_BTD = lookup(self.token_embedding[...], batch["tokens"])
+        x_BTD += learned_positions(self.position_embedding[...], positions_by_index(batch))
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
-        x_BTD = self.final_norm(x_BTD)
-        loss = chunked_vocab_loss(
-            x_BTD.reshape(-1, x_BTD.shape[-1]),
-            self.token_embedding[...],
-            batch["targets"].reshape(-1),
-            batch["weights"].reshape(-1),
-            vocab_size=self.config.vocab_size,
-            token_loss=make_token_loss(self.config.loss),
+        config, table_VD = self.config, self.token_embedding[...]
+        sums = vocab_loss(
+            self.final_norm(x_BTD), table_VD, batch, vocab_size=config.vocab_size, loss=config.loss
         )
-        return loss, jnp.sum(batch["weights"], dtype=loss.dtype), {}
+        return *sums, {}
 
-    def forward_flops_per_token(self, sequence_length: int) -> int:
-        """Returns matrix-product FLOPs of one token's forward pass; see models/flops.py."""
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, embed = self.config, self.config.embed_dim
+        batch, length = shapes["tokens"].shape
         kernels = dense_flops(embed, 3 * embed) + dense_flops(embed, embed)
-        kernels += 2 * dense_flops(embed, 4 * embed)
+        kernels += 2 * dense_flops(embed, config.mlp_dim or 4 * embed)
         heads, head_dim = config.num_heads, embed // config.num_heads
-        scores = attention_flops(sequence_length, heads, head_dim, is_causal=True)
-        return config.num_layers * (kernels + scores) + dense_flops(embed, config.vocab_size)
+        scores = attention_flops(length, heads, head_dim, is_causal=True)
+        head = dense_flops(embed, config.vocab_size)
+        return batch * length * (config.num_layers * (kernels + scores) + head)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns logits, float32[B, T, V] (V without padding), of int32[B, T]."""
-        batch = {"tokens": tokens}
+    def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
+        """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
+
+        Args:
+          attention_mask: [B, T], 0 at padding.
+        """
+        batch = text_batch(tokens, attention_mask)
         x_BTD = self.final_norm(self.decoder(self.embed(batch), batch))
-        table = self.token_embedding[...][: self.config.vocab_size]
-        return jnp.einsum("BTD,VD->BTV", x_BTD, table, preferred_element_type=jnp.float32)
+        return vocab_logits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
 
 
 def _residual_stddev(config: GPT2Config) -> float:

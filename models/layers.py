@@ -30,21 +30,28 @@ class Linear(nnx.Module):
       outputs: logical name -> size of the dims that come out, e.g. `{"heads": 4, "head_dim": 16}`.
         A name that starts with `_` is not split over the mesh.
       stddev: standard deviation of the kernel's normal initialisation.
+      use_bias: whether there is a bias.
     """
 
     def __init__(
-        self, inputs: dict[str, int], outputs: dict[str, int], *, stddev: float, rngs: nnx.Rngs
+        self,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        stddev: float,
+        use_bias: bool = True,
+        rngs: nnx.Rngs,
     ):
         axes = [None if name.startswith("_") else name for name in (*inputs, *outputs)]
         init = jax.nn.initializers.normal(stddev)
         self.kernel = param(init, rngs, (*inputs.values(), *outputs.values()), axes)
-        zeros = jax.nn.initializers.zeros
-        self.bias = param(zeros, rngs, tuple(outputs.values()), axes[len(inputs) :])
+        zeros, sizes = jax.nn.initializers.zeros, tuple(outputs.values())
+        self.bias = param(zeros, rngs, sizes, axes[len(inputs) :]) if use_bias else None
         self.num_inputs = len(inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns `[*batch, *outputs]` for x `[*batch, *inputs]`."""
-        kernel, bias = self.kernel[...], self.bias[...]
+        kernel = self.kernel[...]
         batch = x.shape[: x.ndim - self.num_inputs]
         # One flat batch dim: with two of them XLA on CPU writes a transposed copy of the
         # cotangent for the weight gradient.
@@ -53,7 +60,9 @@ class Linear(nnx.Module):
         y = jax.lax.dot_general(
             flat, kernel, ((tuple(i + 1 for i in contracted), contracted), ((), ()))
         )
-        return (y + bias[None]).reshape(*batch, *bias.shape)
+        if self.bias is not None:
+            y = y + self.bias[...][None]
+        return y.reshape(*batch, *y.shape[1:])
 
 
 class LayerNorm(nnx.Module):
@@ -78,13 +87,30 @@ class LayerNorm(nnx.Module):
         return (normal * scale + bias).astype(x.dtype)
 
 
-def linear_after(elementwise: Callable[[jax.Array], jax.Array], linear: Linear, x: jax.Array):
-    """Returns `linear(elementwise(x))`, of which the backward pass keeps `x` alone.
+class RMSNorm(nnx.Module):
+    """Division of the last dim by its root mean square, then scale.
+
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+
+    def __init__(self, features: int, *, epsilon: float, rngs: nnx.Rngs):
+        self.scale = param(jax.nn.initializers.ones, rngs, (features,), (None,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the shape and dtype of `x`; statistics are float32 or wider."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]).astype(x.dtype)
+
+
+def after(elementwise: Callable[[jax.Array], jax.Array], function: Callable, x: jax.Array):
+    """Returns `function(elementwise(x))`, of which the backward pass keeps `x` alone.
 
     It computes `elementwise` (a norm, an activation) again, which costs less than the memory
     to keep its result: a scan over layers would write that memory once more and read it back.
     """
-    return jax.checkpoint(lambda x: linear(elementwise(x)), prevent_cse=False)(x)
+    return jax.checkpoint(lambda x: function(elementwise(x)), prevent_cse=False)(x)
 
 
 def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:

@@ -64,10 +64,11 @@ def chunked_vocab_loss(
     weights_N: jax.Array,
     *,
     vocab_size: int,
+    bias_V: jax.Array | None = None,
     token_loss: TokenLoss = cross_entropy,
     chunk_tokens: int | None = None,
 ) -> jax.Array:
-    """Returns the weighted sum of token losses of logits `x · tableᵀ`, float32 or wider.
+    """Returns the weighted sum of token losses of logits `x · tableᵀ + bias`, float32 or wider.
 
     Logits exist for one chunk of tokens at a time, in float32. Where gradients are asked for, they
     are computed in the same pass: the sum is linear in its own cotangent, so the backward pass
@@ -79,6 +80,7 @@ def chunked_vocab_loss(
         get no probability. Where the pipeline's stages share it, the part of its rows that is here.
       targets_N: int32, in [0, vocab_size).
       weights_N: float32; 0 leaves a token out. No gradient flows into them.
+      bias_V: added to the logits; a part of it where the table is one.
       chunk_tokens: tokens whose logits exist at once; None chooses by backend: on a CPU fresh
         memory is what costs, on an accelerator each chunk's addition to the table's gradient.
 
@@ -103,15 +105,18 @@ def chunked_vocab_loss(
         a = jnp.pad(a, ((0, pad), *[(0, 0)] * (a.ndim - 1))) if pad else a
         return a.reshape(num_chunks, size, *a.shape[1:])
 
+    output = (table_VD, bias_V)
     return _chunked(
-        (vocab_size, token_loss), chunks(x_ND), table_VD, chunks(targets_N), chunks(weights_N)
+        (vocab_size, token_loss), chunks(x_ND), output, chunks(targets_N), chunks(weights_N)
     )
 
 
-def _chunk_loss(spec, x_CD, table_VD, targets_C, weights_C):
-    vocab_size, token_loss = spec
+def _chunk_loss(spec, x_CD, output, targets_C, weights_C):
+    (vocab_size, token_loss), (table_VD, bias_V) = spec, output
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=wide)
+    if bias_V is not None:
+        logits_CV += bias_V[None]
     logits_CV = constrain(logits_CV, None, "vocab")
     size = table_VD.shape[0]
     if axes_by_hand("vocab") or vocab_size < size:
@@ -121,32 +126,37 @@ def _chunk_loss(spec, x_CD, table_VD, targets_C, weights_C):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(spec, x, table, targets, weights):
+def _chunked(spec, x, output, targets, weights):
     def add(total, chunk):
-        return total + _chunk_loss(spec, chunk[0], table, *chunk[1:]), None
+        return total + _chunk_loss(spec, chunk[0], output, *chunk[1:]), None
 
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jax.lax.scan(add, jnp.zeros((), wide), (x, targets, weights))[0]
 
 
-def _chunked_forward(spec, x, table, targets, weights):
-    def add(carry, chunk):
-        total, table_grad = carry
-        value, (x_grad, grad) = jax.value_and_grad(_chunk_loss, argnums=(1, 2))(
-            spec, chunk[0], table, *chunk[1:]
-        )
-        return (total + value, table_grad + grad.astype(table_grad.dtype)), x_grad
-
+def _chunked_forward(spec, x, output, targets, weights):
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    start = (jnp.zeros((), wide), jnp.zeros(table.shape, wide))
-    (total, table_grad), x_grad = jax.lax.scan(add, start, (x, targets, weights))
-    return total, (sum_over("vocab", x_grad), table_grad.astype(table.dtype), targets, weights)
+
+    def add(carry, chunk):
+        total, output_grad = carry
+        value, (x_grad, grad) = jax.value_and_grad(_chunk_loss, argnums=(1, 2))(
+            spec, chunk[0], output, *chunk[1:]
+        )
+        output_grad = jax.tree.map(lambda total, part: total + part.astype(wide), output_grad, grad)
+        return (total + value, output_grad), x_grad
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide), output)
+    (total, output_grad), x_grad = jax.lax.scan(
+        add, (jnp.zeros((), wide), zeros), (x, targets, weights)
+    )
+    output_grad = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), output_grad, output)
+    return total, (sum_over("vocab", x_grad), output_grad, targets, weights)
 
 
 def _chunked_backward(spec, residuals, cotangent):
-    x_grad, table_grad, targets, weights = residuals
+    x_grad, output_grad, targets, weights = residuals
     scale = lambda grad: (grad * cotangent).astype(grad.dtype)  # noqa: E731
-    return scale(x_grad), scale(table_grad), None, jnp.zeros_like(weights)
+    return scale(x_grad), jax.tree.map(scale, output_grad), None, jnp.zeros_like(weights)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -1,7 +1,7 @@
 """Stacks of equal blocks, and the cut of a model into embed, stacks and head.
 
 A model is an `nnx.Module` with
-- `embed(batch) -> x`: tokens or patches become activations, an array or a tree of them;
+- `embed(batch) -> x`: tokens or patches become activations;
 - attributes that are a `Stack` of blocks, each called as `block(x, batch, keys) -> x`; they run in
   the order in which they were assigned;
 - for a stack that x is made ready for, such as a decoder, `before_<attribute>(x, batch) -> x`;
@@ -9,10 +9,12 @@ A model is an `nnx.Module` with
 
 A model whose `embed` and `head` compute with a part of the vocab, because they use
 `models.layers.lookup` and `models.losses.chunked_vocab_loss`, says so: `can_share_vocab = True`.
+A class that changes either says it again.
 
-`x` keeps its structure and shapes from `embed` to `head`. `batch` is a dict of arrays with a
-leading batch dim. While training, `batch["dropout_keys"]` is key[B], and `keys` are these folded
-with the layer's number; otherwise both are absent (None).
+`x` is an array or a tree of arrays, all floating, and keeps its structure, shapes and dtypes from
+`embed` to `head`. `batch` is a dict of arrays with a leading batch dim. While training,
+`batch["dropout_keys"]` is key[B], and `keys` are these folded with the layer's number; otherwise
+both are absent (None).
 """
 
 import dataclasses
@@ -33,6 +35,10 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 
 
+#: What the step itself measures; see train/step.py.
+RESERVED_METRICS = {"loss", "weight", "grad_norm", "learning_rate", "num_skipped"}
+
+
 class Stack(nnx.Module):
     """`num_layers` equal blocks whose parameters are stacked on a leading `layers` axis."""
 
@@ -43,19 +49,19 @@ class Stack(nnx.Module):
         self.layers = nnx.split_rngs(splits=num_layers)(make)(rngs)
         self.num_layers = num_layers
 
-    def __call__(self, x: jax.Array, batch: Tree) -> jax.Array:
+    def __call__(self, x: Any, batch: Tree) -> Any:
         """Returns `x` after all blocks."""
         graph, layers = nnx.split(self.layers)
         return run_layers(_block(graph, remat="none", first_site=1), layers, x, batch)
 
 
-def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree, first_layer: int = 0) -> Tree:
-    """Returns `x` after the blocks of `layers`, `[layers, ...]`; the first has that number."""
+def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:
+    """Returns `x` after the blocks of `layers`, `[layers, ...]`."""
 
     def body(x, layer):
         return block(layer[0], x, batch, layer[1]), None
 
-    numbers = first_layer + jnp.arange(len(jax.tree.leaves(layers)[0]), dtype=jnp.int32)
+    numbers = jnp.arange(len(jax.tree.leaves(layers)[0]), dtype=jnp.int32)
     return jax.lax.scan(body, x, (layers, numbers))[0]
 
 
@@ -123,6 +129,66 @@ def partition(model: Any, *, remat: str) -> Parts:
         head=lambda ends, x, batch: nnx.merge(ends_graph, ends).head(x, batch),
         num_layers={key: stack.num_layers for key, stack in stacks.items()},
     )
+
+
+def check(parts: Parts, params: Tree, batch: Tree) -> None:
+    """Checks that the model's functions fit each other.
+
+    Args:
+      params: the model's, in the dtype that it computes in; ShapeDtypeStructs do.
+      batch: as the model gets it; ShapeDtypeStructs do.
+
+    Raises:
+      ValueError: activations are not floating or change on their way, the head's sums are no
+        scalars, or a metric has a name that is taken.
+    """
+    cut = parts.split(params)
+    x = jax.eval_shape(parts.embed, cut["ends"], batch)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"embed returns {leaf.dtype}{list(leaf.shape)} at x{jax.tree_util.keystr(path)}; "
+                "activations must be floating, and what is not belongs in the batch"
+            )
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    for stack, block in parts.blocks.items():
+        layer = jax.tree.map(_without_layers, cut["layers"][stack])
+        found = {f"a block of {stack}": jax.eval_shape(block, layer, x, batch, number)}
+        if stack in parts.before:
+            made_ready = jax.eval_shape(parts.before[stack], cut["ends"], x, batch)
+            found[f"before_{stack}"] = made_ready
+        for name, y in found.items():
+            if _shapes(y) != _shapes(x):
+                raise ValueError(
+                    f"{name} takes activations {_shapes(x)} and returns {_shapes(y)}; "
+                    "structure, shapes and dtypes must stay"
+                )
+    loss, weight, metrics = jax.eval_shape(parts.head, cut["ends"], x, batch)
+    for name, value in {"loss": loss, "weight": weight, **metrics}.items():
+        if value.shape:
+            raise ValueError(
+                f"head's {name} has the shape {value.shape}; it must be a sum: a scalar"
+            )
+    for name in sorted(RESERVED_METRICS & metrics.keys()):
+        raise ValueError(f"head's metric {name!r} has a name that the step itself uses; rename it")
+
+
+def can_share_vocab(model: Any) -> bool:
+    """Returns whether the class whose `embed` and `head` the model has says that they can."""
+    for cls in type(model).__mro__:
+        if "can_share_vocab" in vars(cls):
+            return cls.can_share_vocab
+        if {"embed", "head"} & vars(cls).keys():
+            return False
+    return False
+
+
+def _shapes(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
+
+
+def _without_layers(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
 def logical_axes(model: nnx.Module) -> Tree:

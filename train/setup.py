@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from data.text import TextCorpus
-from models.flops import train_flops_per_token
-from models.stack import Parts, partition
+from models.flops import num_tokens, train_flops
+from models.stack import Parts, can_share_vocab, check, partition
 from sharding.batches import batch_sharding, process_rows
 from sharding.logical import Rules
 from sharding.pipeline.config import AUTO
@@ -65,13 +65,13 @@ class Run:
 
     @cached_property
     def tokens_per_step(self) -> int:
-        return self.config.data.global_batch_size * self.config.data.sequence_length
+        return num_tokens(self._abstract_batch())
 
     @cached_property
     def flops_per_token(self) -> int:
         """Model FLOPs of a token's forward and backward; see models/flops.py."""
-        length = self.config.data.sequence_length
-        return train_flops_per_token(self.model, length, self.num_params)
+        flops = train_flops(self.model, self._abstract_batch(), self.num_params)
+        return flops // self.tokens_per_step
 
     @cached_property
     def train_step(self) -> jax.stages.Compiled:
@@ -147,13 +147,14 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
     optimizer = make_optimizer(config.optimizer, learning_rate)
     model = nnx.eval_shape(build)
-    if shares_vocab and not getattr(model, "can_share_vocab", False):
+    if shares_vocab and not can_share_vocab(model):
         raise ValueError(
             f"pipeline.share_vocab=True: {type(model).__name__} does not say that its embedding "
             "and its loss can work with a part of the vocab (can_share_vocab = True; see "
             "models/stack.py); set pipeline.share_vocab=False"
         )
     parts = partition(model, remat=config.train.remat)
+    check(parts, *_microbatch(config, mesh, model))
     schedule = make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
     )
@@ -193,8 +194,10 @@ def _batch_shapes(batch: int, length: int) -> dict[str, tuple[tuple[int, ...], A
     return {"tokens": ids, "targets": ids, "weights": ((batch, length), jnp.float32)}
 
 
-def _work(config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module, parts: Parts) -> Work:
-    """Returns the work of a microbatch on the devices of one replica."""
+def _microbatch(
+    config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module
+) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+    """Returns parameters and a microbatch as the devices of one replica get them."""
     num_parts = config.train.num_microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
     shapes = _batch_shapes(config.data.global_batch_size // num_parts, config.data.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
@@ -203,7 +206,13 @@ def _work(config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module, parts: 
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),
         nnx.to_pure_dict(nnx.split(model)[1]),
     )
-    return count_work(parts, params, batch, recomputes=config.pipeline.remat == "full")
+    return params, batch
+
+
+def _work(config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module, parts: Parts) -> Work:
+    """Returns the work of a microbatch on the devices of one replica."""
+    recomputes = config.pipeline.remat == "full"
+    return count_work(parts, *_microbatch(config, mesh, model), recomputes=recomputes)
 
 
 def _describe_stages(run: Run) -> str:
@@ -221,7 +230,7 @@ def _describe_stages(run: Run) -> str:
 
     now, auto = unevenness(counts, shares), work.balanced(len(counts), shares_ends=shares)
     ways = {"pipeline.layers_per_stage=auto": unevenness(auto, shares)}
-    if getattr(run.model, "can_share_vocab", False) and not shares:
+    if can_share_vocab(run.model) and not shares:
         even = work.balanced(len(counts), shares_ends=True)
         ways["pipeline.share_vocab=True"] = unevenness(even, True)
     better = [

@@ -12,8 +12,9 @@ from transformers import GPT2Config as HFConfig
 from transformers import GPT2LMHeadModel
 
 from configs import gpt2 as gpt2_config
-from models.flops import train_flops_per_token
+from models.flops import train_flops
 from models.gpt2 import GPT2, GPT2Config
+from models.language import padded_vocab
 from models.layers import dropout
 from models.stack import Stack, partition, run_layers
 
@@ -220,15 +221,13 @@ def test_parameter_count_is_the_published_one_plus_padding(size, published):
     params = nnx.split(nnx.eval_shape(lambda: build(config)))[1]
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     padding = 50304 - 50257  # rows of the token embedding up to a multiple of 128
-    assert config.padded_vocab_size == 50304
+    assert padded_vocab(config.vocab_size, config.vocab_multiple) == 50304
     assert count == published + padding * config.embed_dim
 
 
 @pytest.mark.parametrize("vocab, multiple, padded", [(256, 128, 256), (257, 128, 384), (5, 1, 5)])
 def test_padded_vocab_size_is_the_next_multiple(vocab, multiple, padded):
-    fields = {"max_positions": 8, "num_layers": 1, "num_heads": 1, "embed_dim": 8, "dropout": 0.0}
-    config = GPT2Config(vocab_size=vocab, vocab_multiple=multiple, **fields)
-    assert config.padded_vocab_size == padded
+    assert padded_vocab(vocab, multiple) == padded
 
 
 def test_initial_deviations_are_gpt2s():
@@ -283,7 +282,10 @@ def draw_masks(keys: jax.Array, layers: range) -> np.ndarray:
     params = made.split(nnx.to_pure_dict(nnx.split(model)[1]))
     x = jnp.zeros((len(keys), 2 * len(layers), 64))
     block, batch = made.blocks["stack"], {"dropout_keys": keys}
-    return np.asarray(run_layers(block, params["layers"]["stack"], x, batch, layers.start))
+    for i, number in enumerate(layers):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]["stack"])
+        x = block(layer, x, batch, jnp.int32(number))
+    return np.asarray(x)
 
 
 def example_keys(seed: int, examples: range) -> jax.Array:
@@ -341,7 +343,7 @@ def test_model_drops_embeddings_and_both_branches_of_a_block():
         assert abs(np.mean(jnp.abs(part) < 1e-6) - 0.5) < 4 * 0.011
 
 
-def test_flops_per_token_equal_a_count_by_hand():
+def test_flops_equal_a_count_by_hand():
     config = GPT2Config(
         vocab_size=10, max_positions=4, num_layers=2, num_heads=2, embed_dim=8, dropout=0.0
     )
@@ -349,8 +351,9 @@ def test_flops_per_token_equal_a_count_by_hand():
     kernels = 2 * (8 * 24 + 8 * 8 + 8 * 32 + 32 * 8)  # qkv, out, up, down: 1536
     scores = 2 * (4 * 8 + 4 * 8) // 2  # q·k and weights·v over 4 positions, half masked: 64
     head = 2 * 8 * 10  # without padding
-    assert model.forward_flops_per_token(4) == 2 * (kernels + scores) + head == 3360
-    assert train_flops_per_token(model, 4, num_params=0) == 3 * 3360
+    shapes = {"tokens": jax.ShapeDtypeStruct((3, 4), jnp.int32)}
+    assert model.forward_flops(shapes) == 12 * (2 * (kernels + scores) + head) == 12 * 3360
+    assert train_flops(model, shapes, num_params=0) == 3 * 12 * 3360
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models.layers import Linear
-from models.stack import Stack, partition, run_layers
+from models.stack import Stack, can_share_vocab, check, partition, run_layers
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.executor import make_loss_and_grad
@@ -106,3 +106,84 @@ def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, st
         np.testing.assert_allclose(sums["loss"], expected_loss, rtol=1e-12)
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)  # noqa: E731
         jax.tree.map(close, {"ends": grads["ends"], "layers": layers}, expected)
+
+
+class Misfit(EncoderDecoder):
+    """An encoder-decoder of which one method's result is changed."""
+
+    def __init__(self, **changes):
+        super().__init__(rngs=nnx.Rngs(0))
+        self.changes = changes
+
+    def embed(self, batch):
+        return self._changed("embed", super().embed(batch))
+
+    def before_decoder(self, x, batch):
+        return self._changed("before", super().before_decoder(x, batch))
+
+    def head(self, x, batch):
+        return self._changed("head", super().head(x, batch))
+
+    def _changed(self, method, result):
+        return self.changes.get(method, lambda result: result)(result)
+
+
+def inputs_of(model):
+    """Returns (parameters, batch)."""
+    batch = {name: jnp.zeros((2, WIDTH)) for name in ("source", "target")} | {"mask": jnp.ones(2)}
+    return nnx.to_pure_dict(nnx.split(model)[1]), batch
+
+
+@pytest.mark.parametrize(
+    "method, change, message",
+    [
+        ("embed", lambda x: x | {"m": jnp.zeros(2, bool)}, r"embed returns bool\[2\] at x\['m'\]"),
+        ("before", lambda x: x | {"x": x["x"].astype("bfloat16")}, "before_decoder takes"),
+        ("before", lambda x: {"x": x["x"]}, "before_decoder takes"),
+        ("head", lambda h: (jnp.zeros(2), h[1], {}), r"head's loss has the shape \(2,\)"),
+        ("head", lambda h: (*h[:2], {"hits": jnp.zeros(1)}), r"head's hits has the shape \(1,\)"),
+        ("head", lambda h: (*h[:2], {"grad_norm": h[0]}), "'grad_norm' has a name that the step"),
+        ("head", lambda h: (*h[:2], {"loss": h[0]}), "'loss' has a name that the step itself"),
+    ],
+)
+def test_check_refuses_functions_that_do_not_fit(method, change, message):
+    model = Misfit(**{method: change})
+    with pytest.raises(ValueError, match=message):
+        check(partition(model, remat="none"), *inputs_of(model))
+
+
+def test_check_refuses_a_block_that_changes_its_dtype():
+    class Narrow(Encode):
+        def __call__(self, x, batch, keys):
+            return jax.tree.map(lambda leaf: leaf.astype("bfloat16"), x)
+
+    model = EncoderDecoder(rngs=nnx.Rngs(0))
+    model.encoder = Stack(lambda rngs: Narrow(rngs=rngs), 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="a block of encoder takes activations .*bfloat16"):
+        check(partition(model, remat="none"), *inputs_of(model))
+
+
+def test_check_takes_sums_that_are_plain_numbers():
+    model = Misfit(head=lambda sums: (sums[0], 3, {"rows": 2}))
+    check(partition(model, remat="none"), *inputs_of(model))
+
+
+def test_can_share_vocab_is_said_by_the_class_of_embed_and_head():
+    class Says:
+        can_share_vocab = True
+
+        def head(self):
+            return None
+
+    class Inherits(Says):
+        pass
+
+    class Changes(Says):
+        def head(self):
+            return None
+
+    class SaysAgain(Changes):
+        can_share_vocab = True
+
+    said = [can_share_vocab(cls()) for cls in (Says, Inherits, Changes, SaysAgain, object)]
+    assert said == [True, True, False, True, False]

@@ -1,0 +1,33 @@
+"""RoBERTa on one device: masked tokens of full sentences of Python's own standard library.
+
+Hardware: any; the default is for a 2-core CPU.
+
+    python -m train.main --config=configs/roberta.py --workdir=runs/roberta
+
+`--config=configs/roberta.py:SIZE` is a published size, for accelerators: base or large. They are
+meant for a corpus and a tokenizer of their size.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import bert, common
+
+#: name -> (size of BERT, learning rate). Liu et al. 2019 (arXiv:1907.11692), table 9.
+SIZES = {"base": ("base", 6e-4), "large": ("large", 4e-4)}
+
+
+def get_config(size: str = "tiny") -> ConfigDict:
+    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    common.choose("roberta", size, SIZES)
+    of_bert, learning_rate = SIZES.get(size, ("tiny", None))
+    config = bert.get_config(of_bert)
+    config.data.objective = "masked_lm"
+    config.model.head = "masked_lm"
+    config.model.num_token_types = 1
+    config.model.layer_norm_epsilon = 1e-5
+    if learning_rate is not None:
+        config.data.vocab_size = 50265
+        config.optimizer.learning_rate = learning_rate
+        config.optimizer.beta2 = 0.98
+        config.optimizer.epsilon = 1e-6
+    return config

@@ -1,0 +1,81 @@
+"""T5 on one device: spans cut out of the text of Python's own standard library.
+
+Hardware: any; the default is for a 2-core CPU.
+
+    python -m train.main --config=configs/t5.py --workdir=runs/t5
+
+`--config=configs/t5.py:SIZE` is a published size, for accelerators: small, base, large, 3b and 11b,
+the same with v1.1- before them (v1.1-small to v1.1-xxl), and mt5- likewise. They are meant for a
+corpus and a tokenizer of their size.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from configs import common
+
+#: name -> (layers of each side, heads, head dim, embed dim, mlp dim). Raffel et al. 2019
+#: (arXiv:1910.10683), section 3.7, and of version 1.1 the published config.json.
+ORIGINAL = {
+    "small": (6, 8, 64, 512, 2048),
+    "base": (12, 12, 64, 768, 3072),
+    "large": (24, 16, 64, 1024, 4096),
+    "3b": (24, 32, 128, 1024, 16384),
+    "11b": (24, 128, 128, 1024, 65536),
+}
+GATED = {
+    "small": (8, 6, 64, 512, 1024),
+    "base": (12, 12, 64, 768, 2048),
+    "large": (24, 16, 64, 1024, 2816),
+    "xl": (24, 32, 64, 2048, 5120),
+    "xxl": (24, 64, 64, 4096, 10240),
+}
+SIZES = (
+    ORIGINAL
+    | {f"v1.1-{name}": sizes for name, sizes in GATED.items()}
+    | {f"mt5-{name}": sizes for name, sizes in GATED.items()}
+)
+
+
+def get_config(size: str = "tiny") -> ConfigDict:
+    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    common.choose("t5", size, SIZES)
+    config = common.get_config()
+    config.data.objective = "span_corruption"
+    config.model = ConfigDict()
+    config.model.name = "t5"
+    config.model.vocab_size = placeholder(int)  # None: the tokenizer's
+    config.model.num_layers = 3  # of the encoder
+    config.model.num_decoder_layers = 3
+    config.model.num_heads = 4
+    config.model.head_dim = 32
+    config.model.embed_dim = 128
+    config.model.mlp_dim = 344
+    config.model.dropout = 0.0
+    config.model.activation = "gelu_tanh"
+    config.model.is_gated = True
+    config.model.tie_embeddings = False
+    config.model.scale_outputs = False  # by 1 / √embed_dim before the head
+    config.model.loss = "cross_entropy"  # or package.module:function, see models/losses.py
+    if size == "tiny":
+        config.data.vocab_size = 2048
+        config.optimizer.learning_rate = 3e-3
+        config.train.num_steps = 300
+        return config
+
+    layers, heads, head_dim, embed, mlp = SIZES[size]
+    config.model.num_layers = layers
+    config.model.num_decoder_layers = layers
+    config.model.num_heads = heads
+    config.model.head_dim = head_dim
+    config.model.embed_dim = embed
+    config.model.mlp_dim = mlp
+    if size in ORIGINAL:
+        config.model.activation = "relu"
+        config.model.is_gated = False
+        config.model.tie_embeddings = True
+        config.model.scale_outputs = True
+        config.model.dropout = 0.1
+    vocab_size = 250112 if size.startswith("mt5-") else 32128
+    common.at_scale(config, sequence_length=512, vocab_size=vocab_size, learning_rate=1e-3)
+    return config

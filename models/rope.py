@@ -1,0 +1,172 @@
+"""Rotary position embeddings, and their published ways to longer sequences.
+
+B batch, T seq, N heads, H head_dim.
+Source: Su et al. 2021 (arXiv:2104.09864), section 3.2.2; the two halves of a head are rotated
+against each other, as in the files of Hugging Face.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Scaling = Mapping[str, Any]
+
+#: `rope_type` -> (keys it needs, further keys it may have).
+_KEYS = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor", "original_max_position_embeddings"),
+        ("factor", "attention_factor"),
+    ),
+    "llama3": (
+        (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+        (),
+    ),
+}
+
+
+def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: np.ndarray, factor: float):
+    """Returns `x` with each pair of features turned by position · frequency, in its dtype.
+
+    Args:
+      x_BTNH: queries or keys; features i and i + H/2 are a pair.
+      positions_BT: int32.
+      frequencies: float64[H/2], radians a position; see `rope_frequencies`.
+      factor: multiplies the result.
+    """
+    wide = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+    angles_BTH = positions_BT.astype(wide)[..., None] * jnp.asarray(frequencies, wide)[None, None]
+    cos, sin = jnp.cos(angles_BTH)[:, :, None] * factor, jnp.sin(angles_BTH)[:, :, None] * factor
+    first, second = jnp.split(x_BTNH.astype(wide), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+
+
+def check_scaling(scaling: Scaling | None, head_dim: int) -> None:
+    """Checks a model's `rope_scaling`.
+
+    Raises:
+      ValueError: its type is unknown, or a key is missing, unknown or no number.
+    """
+    if head_dim % 2:
+        raise ValueError(f"model.head_dim={head_dim} must be even: features are rotated in pairs")
+    if scaling is None:
+        return
+    kind = scaling.get("rope_type")
+    if kind not in _KEYS:
+        raise ValueError(
+            f"model.rope_scaling: rope_type={kind!r} is unknown; choose {', '.join(_KEYS)}"
+        )
+    needed, further = _KEYS[kind]
+    missing = [key for key in needed if scaling.get(key) is None]
+    unknown = [key for key in scaling if key not in (*needed, *further, "rope_type")]
+    if missing or unknown:
+        raise ValueError(
+            f"model.rope_scaling with rope_type={kind!r} lacks {missing or 'nothing'} and does "
+            f"not know {unknown or 'nothing'}; it takes {', '.join((*needed, *further))}"
+        )
+    for key in ("short_factor", "long_factor"):
+        if key in needed and len(scaling[key]) != head_dim // 2:
+            raise ValueError(
+                f"model.rope_scaling.{key} has {len(scaling[key])} numbers, but must have "
+                f"model.head_dim / 2 = {head_dim // 2}"
+            )
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: Scaling | None, *, num_positions: int, max_positions: int
+) -> tuple[np.ndarray, float]:
+    """Returns (float64[H/2] radians a position, the factor of `rotate`).
+
+    Args:
+      head_dim: H, even.
+      theta: base of the wavelengths.
+      scaling: checked by `check_scaling`; its keys are those of Hugging Face's `rope_scaling`.
+      num_positions: T; "dynamic" and "longrope" depend on it.
+      max_positions: longest sequence that the model is made for.
+
+    Source: "linear": Chen et al. 2023 (arXiv:2306.15595); "dynamic" and "yarn": Peng et al. 2023
+    (arXiv:2309.00071), sections 3.1 to 3.4; "longrope": Ding et al. 2024 (arXiv:2402.13753);
+    "llama3": Grattafiori et al. 2024 (arXiv:2407.21783), section 3.4.
+    """
+    scaling = scaling or {}
+    kind = scaling.get("rope_type", "default")
+    if kind == "dynamic" and num_positions > max_positions:
+        stretch = scaling["factor"] * num_positions / max_positions - (scaling["factor"] - 1)
+        theta *= stretch ** (head_dim / (head_dim - 2))
+    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
+    if kind == "linear":
+        return frequencies / scaling["factor"], 1.0
+    if kind == "yarn":
+        return _yarn(frequencies, theta, scaling)
+    if kind == "longrope":
+        return _longrope(frequencies, scaling, num_positions, max_positions)
+    if kind == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    return frequencies, 1.0
+
+
+def _yarn(frequencies: np.ndarray, theta: float, scaling: Scaling) -> tuple[np.ndarray, float]:
+    """Slow features are interpolated, fast ones are left, those between are mixed."""
+    dim, factor = 2 * len(frequencies), scaling["factor"]
+
+    def dim_of_turns(turns: float) -> float:
+        length = scaling["original_max_position_embeddings"]
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dim_of_turns(scaling.get("beta_fast") or 32)
+    high = dim_of_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0.0
+    interpolated = np.clip((np.arange(len(frequencies)) - low) / (high - low), 0, 1)
+    mixed = frequencies / factor * interpolated + frequencies * (1 - interpolated)
+    return mixed, _yarn_factor(scaling)
+
+
+def _yarn_factor(scaling: Scaling) -> float:
+    def mscale(weight: float) -> float:
+        factor = scaling["factor"]
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _longrope(frequencies, scaling: Scaling, num_positions: int, max_positions: int):
+    length = scaling["original_max_position_embeddings"]
+    key = "long_factor" if num_positions > length else "short_factor"
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        factor = scaling.get("factor") or max_positions / length
+        attention_factor = (
+            1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+        )
+    return frequencies / np.asarray(scaling[key], np.float64), attention_factor
+
+
+def _llama3(frequencies: np.ndarray, scaling: Scaling) -> np.ndarray:
+    """Wavelengths beyond the old context are stretched, short ones left, those between mixed."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    unscaled = np.clip((turns - low) / (high - low), 0, 1)
+    return frequencies / scaling["factor"] * (1 - unscaled) + frequencies * unscaled
