@@ -4,8 +4,6 @@ A config file starts from `get_config()` and sets what it wants otherwise. Any f
 the command line: `--config.section.key=value`.
 """
 
-from collections.abc import Iterable
-
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
@@ -13,6 +11,9 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     """Returns the shared sections; the section `model` is the config file's own."""
     config = ConfigDict()
+
+    # A Hugging Face model, or a run's directory, that the parameters start from; "": from nothing.
+    config.init_from = ""
 
     # Devices along each mesh axis, outermost first; one axis may be -1: the devices left over.
     config.mesh = ConfigDict()
@@ -38,13 +39,25 @@ def get_config() -> ConfigDict:
 
     config.data = ConfigDict()
     config.data.name = (
-        "python_stdlib"  # python_stdlib | text | a TFDS name | package.module:function
+        "python_stdlib"  # python_stdlib | text | megatron | mixture | a TFDS name | module:function
     )
-    config.data.paths = ()  # globs of .txt and .jsonl files, for name='text'
+    config.data.paths = ()  # globs of .txt and .jsonl files (text), or token files (megatron)
+    config.data.mixture = ()  # for name='mixture': 0.7 wiki40b/en,0.3 my_texts/*.txt
     config.data.text_field = "text"  # field of a .jsonl line, or feature of a TFDS set
+    config.data.objective = (
+        "causal_lm"  # or masked_lm | masked_lm_pairs | span_corruption | seq2seq | classification
+    )
+    config.data.isolate_documents = False  # tokens see their own document only
+    config.data.mask_fraction = 0.15  # of the tokens, for masked_lm* and span_corruption
+    config.data.whole_words = False  # masked_lm* hides all tokens of a word or none
+    config.data.mean_span_length = 3.0  # tokens, for span_corruption
+    config.data.target_length = placeholder(int)  # of the decoder; None: what spans need, or T
+    config.data.target_field = "target"  # field of a .jsonl line, for seq2seq
+    config.data.pair_field = placeholder(str)  # of a second text, for classification; None: none
+    config.data.label_field = "label"  # for classification
     config.data.tokenizer = "bpe"  # bpe (trained on the corpus) | bytes | path of a tokenizer.json
     config.data.vocab_size = 8192  # tokens of the bpe tokenizer
-    config.data.sequence_length = 128  # tokens
+    config.data.sequence_length = 128  # T, tokens; of the encoder, if there is a decoder
     config.data.global_batch_size = 16  # sequences a step, over all devices and microbatches
     config.data.validation_fraction = 0.05  # where the corpus has no validation split of its own
     config.data.cache_dir = ""  # "" is ~/.cache/taibai
@@ -83,31 +96,3 @@ def get_config() -> ConfigDict:
     config.log = ConfigDict()
     config.log.every_steps = 5  # and at the first and the last step
     return config
-
-
-def at_scale(
-    config: ConfigDict, *, sequence_length: int, vocab_size: int, learning_rate: float
-) -> None:
-    """Sets what the published sizes of a model share: a long run on accelerators."""
-    config.data.vocab_size = vocab_size
-    config.data.sequence_length = sequence_length
-    config.data.global_batch_size = 512
-    config.train.num_microbatches = 16
-    config.train.num_steps = 100_000
-    config.train.remat = "dots"
-    config.optimizer.learning_rate = learning_rate
-    config.optimizer.warmup_steps = 2000
-    config.eval.every_steps = 1000
-    config.checkpoint.every_steps = 1000
-    config.precision.compute = "bfloat16"
-    config.log.every_steps = 10
-
-
-def choose(model: str, size: str, sizes: Iterable[str]) -> None:
-    """Checks that `size` is "tiny" or one of a model's published sizes.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if size != "tiny" and size not in sizes:
-        raise ValueError(f"{model} has no size {size!r}; choose from tiny, {', '.join(sizes)}")

@@ -4,31 +4,79 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.blend import parse_mixture
+
+#: What is learnt from the text: see docs/data.md.
+STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
+RECORD_OBJECTIVES = ("seq2seq", "classification")
+OBJECTIVES = (*STREAM_OBJECTIVES, *RECORD_OBJECTIVES)
+# The objectives that a field is for, where it is not for all of them.
+_READ_WITH = {
+    "isolate_documents": ("causal_lm", "masked_lm"),
+    "whole_words": ("masked_lm", "masked_lm_pairs"),
+    "target_length": ("span_corruption", "seq2seq"),
+    "pair_field": ("classification",),
+}
+# Shorter sequences have no room for a token of each text beside the special ones.
+_SHORTEST = {
+    "masked_lm": 3,
+    "masked_lm_pairs": 6,
+    "span_corruption": 3,
+    "seq2seq": 2,
+    "classification": 3,
+}
+# What 'bytes' and 'bpe' know besides text: see data/special_tokens.py.
+_MIN_VOCAB_SIZE, _MIN_VOCAB_SIZE_WITH_SPECIAL = 257, 361
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """A text corpus, its tokenizer and the shape of its batches; checked when built.
+    """A text corpus, its tokenizer, what is learnt of it and the shape of its batches.
 
     Raises:
         ValueError: A field is out of range; the message names key, value, rule and remedy.
     """
 
     # The corpus: 'python_stdlib' (the sources of this machine's Python), 'text' (the files of
-    # `paths`), a TFDS name such as 'wiki40b/en', or 'package.module:function' of your own that
-    # returns {'train': documents, 'validation': documents}, each a sequence of str.
+    # `paths`), 'megatron' (token files, `paths`), 'mixture' (several of these), a TFDS name such
+    # as 'wiki40b/en', or 'package.module:function' of your own that returns {'train': documents,
+    # 'validation': documents}, each a sequence of str.
     name: str = "python_stdlib"
     # Globs of .txt and .jsonl files, for name='text'. A .jsonl line is one document; a .txt file
-    # is cut into documents of about 32 KiB at line ends.
+    # is cut into documents of about 32 KiB at line ends. For name='megatron', the paths of token
+    # files without their endings .bin and .idx.
     paths: tuple[str, ...] = ()
+    # For name='mixture': 'WEIGHT SOURCE' each, the source a name as above, a glob of .txt or
+    # .jsonl files, or a token file's .bin.
+    mixture: tuple[str, ...] = ()
     # The field of a .jsonl line, or the feature of a TFDS set, that holds the text.
     text_field: str = "text"
+    # What is learnt: 'causal_lm', 'masked_lm', 'masked_lm_pairs', 'span_corruption', 'seq2seq' or
+    # 'classification'; the last two read .jsonl lines as examples.
+    objective: str = "causal_lm"
+    # Tokens see their own document only, and positions begin anew in each.
+    isolate_documents: bool = False
+    # The part of the tokens to be restored, for the masked_lm objectives and span_corruption.
+    mask_fraction: float = 0.15
+    # Mask all tokens of a word or none.
+    whole_words: bool = False
+    # Tokens of a span, on average, for span_corruption.
+    mean_span_length: float = 3.0
+    # Tokens of the decoder's sequence; None: what the spans need, or sequence_length.
+    target_length: int | None = None
+    # The field that holds what to answer, for seq2seq.
+    target_field: str = "target"
+    # The field that holds a second text, for classification; None: there is none.
+    pair_field: str | None = None
+    # The field that holds the label, a str or an int, for classification.
+    label_field: str = "label"
     # 'bytes', 'bpe' (trained from the train split on first use, then cached), or the path of a
     # tokenizer.json.
     tokenizer: str = "bpe"
-    # Tokens of the 'bpe' tokenizer, end-of-document token included. The other tokenizers bring
-    # their own size.
+    # Tokens of the 'bpe' tokenizer, special tokens included. The other tokenizers bring their own
+    # size.
     vocab_size: int = 8192
-    # Tokens a sequence (T).
+    # Tokens a sequence (T); of the encoder, where there is a decoder too.
     sequence_length: int
     # Sequences a step, summed over all processes and microbatches.
     global_batch_size: int
@@ -38,44 +86,39 @@ class DataConfig:
     # Where built data sets, tokenizers and token files are kept;
     # '' means $XDG_CACHE_HOME/taibai, or ~/.cache/taibai.
     cache_dir: str = ""
-    # Seed of the shuffling, 0 to 2**32 - 1.
+    # Seed of the shuffling and masking, 0 to 2**32 - 1.
     seed: int = 0
     # Threads of each process that read batches ahead of the step.
     num_threads: int = 2
 
     def __post_init__(self) -> None:
-        for key in ("name", "text_field", "tokenizer"):
+        for key in ("name", "text_field", "tokenizer", "target_field", "label_field"):
             _require(
                 isinstance(getattr(self, key), str) and getattr(self, key) != "",
                 f"data.{key}={getattr(self, key)!r} must be a non-empty string; "
                 f"the default is {getattr(DataConfig, key)!r}",
             )
-        _require(
-            isinstance(self.paths, tuple) and all(isinstance(p, str) and p for p in self.paths),
-            f"data.paths={self.paths!r} must be a tuple of non-empty strings; "
-            "write ('my_texts/*.txt',)",
-        )
-        _require(
-            self.name != "text" or self.paths,
-            "data.name='text' needs at least one glob in data.paths=(); "
-            "set data.paths=('my_texts/*.txt',)",
-        )
-        _require(
-            self.name == "text" or not self.paths,
-            f"data.paths={self.paths!r} is read only with data.name='text', but "
-            f"data.name={self.name!r}; set data.name='text' or leave data.paths empty",
-        )
+        self._check_sources()
+        self._check_objective()
         for key in ("sequence_length", "global_batch_size", "num_threads"):
             value = getattr(self, key)
             _require(
                 _is_int(value) and value >= 1,
                 f"data.{key}={value!r} must be an integer of at least 1; choose 1 or more",
             )
+        self._check_lengths()
         # 256 bytes and the end-of-document token are always in the vocabulary.
         _require(
-            _is_int(self.vocab_size) and 257 <= self.vocab_size < 2**31,
+            _is_int(self.vocab_size) and _MIN_VOCAB_SIZE <= self.vocab_size < 2**31,
             f"data.vocab_size={self.vocab_size!r} must be an integer from 257 (256 bytes and the "
             "end of a document) to 2**31 - 1; choose for example 8192",
+        )
+        _require(
+            not (self.tokenizer == "bpe" and self.has_special_tokens)
+            or self.vocab_size >= _MIN_VOCAB_SIZE_WITH_SPECIAL,
+            f"data.vocab_size={self.vocab_size} must be at least {_MIN_VOCAB_SIZE_WITH_SPECIAL} "
+            f"with data.objective={self.objective!r} (256 bytes and 105 special tokens); "
+            "choose for example 8192",
         )
         _require(
             isinstance(self.validation_fraction, float | int)
@@ -91,6 +134,93 @@ class DataConfig:
             _is_int(self.seed) and 0 <= self.seed < 2**32,
             f"data.seed={self.seed!r} must be an integer from 0 to 2**32 - 1; choose for example 0",
         )
+
+    def _check_sources(self) -> None:
+        for key, example in (("paths", "my_texts/*.txt"), ("mixture", "0.7 wiki40b/en")):
+            value = getattr(self, key)
+            _require(
+                isinstance(value, tuple) and all(isinstance(v, str) and v for v in value),
+                f"data.{key}={value!r} must be a tuple of non-empty strings; write ('{example}',)",
+            )
+        _require(
+            self.name != "text" or self.paths,
+            "data.name='text' needs at least one glob in data.paths=(); "
+            "set data.paths=('my_texts/*.txt',)",
+        )
+        _require(
+            self.name != "megatron" or self.paths,
+            "data.name='megatron' needs the path of a token file in data.paths=(); "
+            "set data.paths=('my_tokens',) to read my_tokens.bin and my_tokens.idx",
+        )
+        _require(
+            self.name != "megatron" or self.tokenizer != "bpe",
+            "data.tokenizer='bpe' is trained from text, but data.name='megatron' reads token ids; "
+            "set data.tokenizer to the tokenizer.json that the token files were written with",
+        )
+        _require(
+            self.name in ("text", "megatron") or not self.paths,
+            f"data.paths={self.paths!r} is read only with data.name='text' or 'megatron', but "
+            f"data.name={self.name!r}; set data.name='text' or leave data.paths empty",
+        )
+        _require(
+            bool(self.mixture) == (self.name == "mixture"),
+            f"data.mixture={self.mixture!r} goes with data.name='mixture' and with no other, but "
+            f"data.name={self.name!r}; set both, such as data.mixture=('0.7 wiki40b/en', "
+            "'0.3 python_stdlib'), or leave data.mixture empty",
+        )
+        parse_mixture(self.mixture)
+
+    def _check_objective(self) -> None:
+        _require(
+            self.objective in OBJECTIVES,
+            f"data.objective={self.objective!r} is unknown; choose {', '.join(OBJECTIVES)}",
+        )
+        for key, objectives in _READ_WITH.items():
+            value = getattr(self, key)
+            default = getattr(DataConfig, key)
+            _require(
+                value == default or self.objective in objectives,
+                f"data.{key}={value!r} is read only with data.objective="
+                f"{' or '.join(map(repr, objectives))}, but it is {self.objective!r}; "
+                f"set data.{key}={default!r}",
+            )
+        _require(
+            self.objective in STREAM_OBJECTIVES or self.name == "text",
+            f"data.objective={self.objective!r} reads examples from .jsonl files, but "
+            f"data.name={self.name!r}; set data.name='text' and data.paths=('my_examples.jsonl',)",
+        )
+        _require(
+            isinstance(self.mask_fraction, float | int) and 0.0 < self.mask_fraction < 1.0,
+            f"data.mask_fraction={self.mask_fraction!r} must be more than 0 and less than 1; "
+            "choose for example 0.15",
+        )
+        _require(
+            isinstance(self.mean_span_length, float | int) and self.mean_span_length >= 1,
+            f"data.mean_span_length={self.mean_span_length!r} must be at least 1; "
+            "choose for example 3",
+        )
+        _require(
+            self.pair_field is None or (isinstance(self.pair_field, str) and self.pair_field),
+            f"data.pair_field={self.pair_field!r} must be a non-empty string, or None for none",
+        )
+
+    def _check_lengths(self) -> None:
+        shortest = 6 if self.pair_field else _SHORTEST.get(self.objective, 1)
+        _require(
+            self.sequence_length >= shortest,
+            f"data.sequence_length={self.sequence_length} must be at least {shortest} with "
+            f"data.objective={self.objective!r}, for special tokens and text; choose more",
+        )
+        _require(
+            self.target_length is None or (_is_int(self.target_length) and self.target_length >= 2),
+            f"data.target_length={self.target_length!r} must be an integer of at least 2, or None; "
+            "leave it None for the default",
+        )
+
+    @property
+    def has_special_tokens(self) -> bool:
+        """Whether 'bytes' and 'bpe' know more special tokens than the end of a document."""
+        return self.objective != "causal_lm"
 
     @property
     def cache_path(self) -> Path:

@@ -5,9 +5,11 @@ import hashlib
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from data import text_files, tfds_text
+from data import text_files, tfds_text, token_files
+from data.chained import Chained
 from data.config import DataConfig
 
 SPLITS = ("train", "validation")
@@ -22,13 +24,15 @@ class Corpus:
     Attributes:
         key: Changes when a document, or the split of the documents, does.
         open: Returns the documents of each split; may read the whole corpus once.
+        is_encoded: Documents are arrays of token ids, not str.
     """
 
     key: str
-    open: Callable[[], dict[str, Sequence[str]]]
+    open: Callable[[], dict[str, Sequence[Any]]]
+    is_encoded: bool = False
 
 
-def open_documents(config: DataConfig) -> dict[str, Sequence[str]]:
+def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
     """Returns the corpus's documents as {'train': ..., 'validation': ...}, read on access.
 
     Raises:
@@ -47,12 +51,14 @@ def find_corpus(config: DataConfig) -> Corpus:
     """
     if config.name == "text":
         found = _find_text_files(config)
+    elif config.name == "megatron":
+        found = _find_token_files(config)
     elif _IMPORT_PATH.fullmatch(config.name):
         found = _find_user_corpus(config.name)
     else:
         found = _find_tfds(config)
 
-    def open_checked() -> dict[str, Sequence[str]]:
+    def open_checked() -> dict[str, Sequence[Any]]:
         documents = found.open()
         if len(documents["train"]) == 0:
             raise ValueError(
@@ -61,7 +67,7 @@ def find_corpus(config: DataConfig) -> Corpus:
             )
         return documents
 
-    return Corpus(key=found.key, open=open_checked)
+    return replace(found, open=open_checked)
 
 
 def _find_text_files(config: DataConfig) -> Corpus:
@@ -76,6 +82,24 @@ def _find_text_files(config: DataConfig) -> Corpus:
             files, config.text_field, config.validation_fraction
         ),
     )
+
+
+def _find_token_files(config: DataConfig) -> Corpus:
+    files = [path for prefix in config.paths for path in token_files.token_file_paths(prefix)]
+
+    def open_files() -> dict[str, Sequence[Any]]:
+        parts = [token_files.open_token_file(prefix) for prefix in config.paths]
+        positions = range(sum(map(len, parts)))
+        # The last ones, as Megatron does; at least one where any is asked for.
+        num_held = max(round(len(positions) * config.validation_fraction), 1)
+        num_train = len(positions) - (num_held if config.validation_fraction else 0)
+        return {
+            "train": Chained(parts, positions[: max(num_train, 0)]),
+            "validation": Chained(parts, positions[max(num_train, 0) :]),
+        }
+
+    key = f"megatron {config.validation_fraction} {text_files.files_key(files)}"
+    return Corpus(key=key, open=open_files, is_encoded=True)
 
 
 def _find_tfds(config: DataConfig) -> Corpus:

@@ -1,4 +1,4 @@
-"""A text corpus as batches of packed sequences that do not depend on who reads them.
+"""A text corpus as batches of rows that do not depend on who reads them.
 
 R: rows of the global batch that this process supplies, T: tokens a sequence.
 """
@@ -6,65 +6,25 @@ R: rows of the global batch that this process supplies, T: tokens a sequence.
 import functools
 import hashlib
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import grain
 import numpy as np
 
-from data.config import DataConfig
-from data.corpora import Corpus, find_corpus
-from data.token_store import load_tokens
+from data.batches import check_rows, iterate
+from data.blend import parse_mixture
+from data.chained import Chained
+from data.config import RECORD_OBJECTIVES, DataConfig
+from data.corpora import find_corpus
+from data.examples import TRAIN, Batch, Example, Examples, Joined
+from data.labelled import Answers, Labelled
+from data.mixture import mixed_order, sources
+from data.objectives import batch_shapes, make_examples, num_tokens_needed
+from data.records import Label, RecordTexts, check_labels, open_records, scan
+from data.token_store import TokenStore, load_tokens
 from data.tokenizer import ByteTokenizer, Tokenizer, load_bpe, load_tokenizer_file
-
-# Batches read ahead of the step: enough to hide one slow read of a network disk.
-_PREFETCHED_BATCHES = 8
-
-Batch = dict[str, np.ndarray]
-
-
-class Windows(Sequence[Batch]):
-    """A token array cut into sequences: window i predicts tokens i*T+1 to i*T+T.
-
-    Args:
-        tokens: uint16 or uint32 [number of tokens].
-        sequence_length: T.
-        keep_partial: Keep a last window that is shorter than T, padded with weight 0.
-    """
-
-    def __init__(self, tokens: np.ndarray, sequence_length: int, *, keep_partial: bool):
-        self.tokens, self.sequence_length = tokens, sequence_length
-        num_targets = max(len(tokens) - 1, 0)
-        self._length = (
-            -(-num_targets // sequence_length) if keep_partial else num_targets // sequence_length
-        )
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        return {key: value[0] for key, value in self.gather([index]).items()}
-
-    def gather(self, indices: Sequence[int]) -> Batch:
-        """Returns the windows as rows; an index past the last window gives a row of weight 0.
-
-        Returns:
-            tokens: int32[R, T], targets: int32[R, T], weights: float32[R, T].
-        """
-        length = self.sequence_length
-        packed = np.zeros((len(indices), length + 1), np.int32)
-        weights = np.zeros((len(indices), length), np.float32)
-        for row, index in enumerate(indices):
-            window = self.tokens[index * length : index * length + length + 1]
-            packed[row, : len(window)] = window
-            weights[row, : max(len(window) - 1, 0)] = 1.0
-        return {
-            "tokens": np.ascontiguousarray(packed[:, :-1]),
-            "targets": np.ascontiguousarray(packed[:, 1:]),
-            "weights": weights,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,54 +33,108 @@ class TextCorpus:
 
     Attributes:
         tokenizer: What made the tokens.
-        train: Full windows of the train split.
-        validation: All windows of the validation split, the last one perhaps partial; empty
-            where nothing is held out.
+        train: Rows of the train split; only full ones of a stream.
+        validation: All rows of the validation split, the last one perhaps partial; empty where
+            nothing is held out.
         fingerprint: A hash of all tokens. Processes whose fingerprints differ would train on
             different text.
+        labels: Of classification, in the order of `targets`; empty with other objectives.
     """
 
     tokenizer: Tokenizer
-    train: Windows
-    validation: Windows
+    train: Examples
+    validation: Examples
     fingerprint: str
+    labels: tuple[Label, ...] = ()
 
 
 def load_corpus(config: DataConfig) -> TextCorpus:
     """Returns the corpus in tokens, built on first use and read from the cache afterwards.
 
     Raises:
-        ValueError: The corpus or the tokenizer is unknown, broken, or too small for one window.
-        FileNotFoundError: A glob or the tokenizer file is not there.
+        ValueError: The corpus or the tokenizer is unknown, broken, unfit for the objective, or too
+            small for one row.
+        FileNotFoundError: A glob, a token file or the tokenizer file is not there.
     """
-    try:
-        config.cache_path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={config.cache_dir!r}: {config.cache_path} cannot be created "
-            f"({error.strerror}); set data.cache_dir to a directory that you may write"
-        ) from error
-    # A file of the user's is checked before the corpus is downloaded or read.
-    tokenizer = _load_fixed_tokenizer(config.tokenizer)
-    corpus = find_corpus(config)
-    open_once = functools.cache(corpus.open)
-    if tokenizer is None:
-        file = config.cache_path / _bpe_file_name(corpus, config.vocab_size)
-        tokenizer = load_bpe(lambda: open_once()["train"], file, config.vocab_size)
-    store = load_tokens(open_once, tokenizer, corpus_key=corpus.key, directory=config.cache_path)
-    length = config.sequence_length
-    train = Windows(store.splits["train"], length, keep_partial=False)
+    if config.objective in RECORD_OBJECTIVES:
+        return _load_records(config)
+    tokenizer, stores = load_stores(config)
+    parts = [
+        _make_corpus(store, each, tokenizer)
+        for store, each in zip(stores, sources(config), strict=True)
+    ]
+    return parts[0] if config.name != "mixture" else _mixed(parts, config)
+
+
+def load_stores(config: DataConfig) -> tuple[Tokenizer, list[TokenStore]]:
+    """Returns the tokenizer and the tokens of each source of an objective of STREAM_OBJECTIVES.
+
+    Raises:
+        ValueError: A source or the tokenizer is unknown or broken.
+        FileNotFoundError: A glob, a token file or the tokenizer file is not there.
+    """
+    _make_cache(config)
+    # A file of the user's is checked before a corpus is downloaded or read.
+    tokenizer = load_fixed_tokenizer(config)
+    corpora = [find_corpus(source) for source in sources(config)]
+    corpora = [replace(corpus, open=functools.cache(corpus.open)) for corpus in corpora]
+    tokenizer = tokenizer or _load_bpe(
+        config,
+        "\0".join(corpus.key for corpus in corpora),
+        lambda: Chained([corpus.open()["train"] for corpus in corpora]),
+    )
+    directory = config.cache_path
+    return tokenizer, [load_tokens(corpus, tokenizer, directory=directory) for corpus in corpora]
+
+
+def _make_corpus(store: TokenStore, config: DataConfig, tokenizer: Tokenizer) -> TextCorpus:
+    train, validation = (
+        make_examples(store.splits[split], config, tokenizer, keep_partial=split != "train")
+        for split in ("train", "validation")
+    )
     if len(train) == 0:
         raise ValueError(
-            f"data.sequence_length={length} needs {length + 1} tokens for one sequence, but the "
-            f"train split of data.name={config.name!r} has {len(train.tokens)}; "
-            "shorten data.sequence_length or add text"
+            f"data.sequence_length={config.sequence_length} needs {num_tokens_needed(config)} "
+            f"tokens for one sequence, but the train split of data.name={config.name!r} has "
+            f"{len(store.splits['train'])}; shorten data.sequence_length or add text"
         )
     return TextCorpus(
+        tokenizer=tokenizer, train=train, validation=validation, fingerprint=store.fingerprint
+    )
+
+
+def _mixed(parts: Sequence[TextCorpus], config: DataConfig) -> TextCorpus:
+    shares = [share for share, _ in parse_mixture(config.mixture)]
+    keyed = " ".join(map(str, [*shares, *(part.fingerprint for part in parts)]))
+    return TextCorpus(
+        tokenizer=parts[0].tokenizer,
+        train=Joined([part.train for part in parts]),
+        validation=Joined([part.validation for part in parts]),
+        fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),
+    )
+
+
+def _load_records(config: DataConfig) -> TextCorpus:
+    _make_cache(config)
+    tokenizer = load_fixed_tokenizer(config)
+    splits = open_records(config)
+    fingerprint, found = scan(splits)
+    tokenizer = tokenizer or _load_bpe(
+        config, f"records {fingerprint}", lambda: RecordTexts(splits["train"])
+    )
+    labels: tuple[Label, ...] = ()
+    if config.objective == "classification":
+        labels = check_labels(found, splits, config)
+        rows = [Labelled(records, labels, config, tokenizer) for records in splits.values()]
+    else:
+        rows = [Answers(records, config, tokenizer) for records in splits.values()]
+    keyed = f"{fingerprint} {tokenizer.fingerprint}"
+    return TextCorpus(
         tokenizer=tokenizer,
-        train=train,
-        validation=Windows(store.splits["validation"], length, keep_partial=True),
-        fingerprint=store.fingerprint,
+        train=rows[0],
+        validation=rows[1],
+        fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),
+        labels=labels,
     )
 
 
@@ -134,22 +148,22 @@ def train_batches(
     state saved by one process continues any number of them.
 
     Args:
-        corpus: Where the windows come from.
+        corpus: Where the rows come from.
         config: Batch size, seed and threads.
         rows: Which rows of the global batch, 0 to global_batch_size - 1, in the wanted order.
 
     Returns:
-        Batches of tokens, targets: int32[R, T]; weights: float32[R, T]; and index: uint32[R], the
+        Batches of what `batch_shapes(config)` tells, with R rows of each, and index: uint32[R], the
         element's number modulo 2**32, which tells one example from the next in any order.
     """
-    _check_rows(rows, config.global_batch_size)
-    # Grain adds the epoch to the seed; hashing keeps seed 1 from being seed 0 an epoch later.
-    seed = int(np.random.SeedSequence(config.seed).generate_state(1)[0])
-    order = grain.MapDataset.range(len(corpus.train)).shuffle(seed=seed).repeat()
-    num_batches = sys.maxsize // config.global_batch_size
-    return _iterate(
-        _Batches(corpus.train, order, config.global_batch_size, rows, num_batches), config
-    )
+    check_rows(rows, config.global_batch_size)
+    examples, order = corpus.train, _order(corpus.train, config)
+
+    def read(element: int) -> Example:
+        # Masks and spans hang on seed and element alone, and so differ from epoch to epoch.
+        return examples.example(order(element), (TRAIN, config.seed, element))
+
+    return iterate(read, config, rows, sys.maxsize // config.global_batch_size)
 
 
 def validation_batches(
@@ -157,84 +171,69 @@ def validation_batches(
 ) -> grain.DatasetIterator[Batch]:
     """Returns an iterator over this process's rows of the validation batches, in order, once.
 
-    Every window comes exactly once; rows of weight 0 fill the last batch.
+    Every row comes exactly once; rows of weight 0 fill the last batch.
 
     Args:
-        corpus: Where the windows come from; an empty validation split gives no batches.
+        corpus: Where the rows come from; an empty validation split gives no batches.
         config: Batch size and threads.
         rows: Which rows of the global batch, 0 to global_batch_size - 1, in the wanted order.
         num_batches: At most so many; all of them by default.
 
     Returns:
-        Batches as those of `train_batches`, their `index` the window's number.
+        Batches as those of `train_batches`, their `index` the row's number.
     """
-    _check_rows(rows, config.global_batch_size)
-    windows, size = corpus.validation, config.global_batch_size
-    all_batches = -(-len(windows) // size)
+    check_rows(rows, config.global_batch_size)
+    examples, size = corpus.validation, config.global_batch_size
+    empty = {name: np.zeros(shape, dtype) for name, (shape, dtype) in batch_shapes(config).items()}
+
+    def read(element: int) -> Example:
+        return examples[element] if element < len(examples) else empty
+
+    all_batches = -(-len(examples) // size)
     num_batches = all_batches if num_batches is None else min(num_batches, all_batches)
-    order = range(num_batches * size)
-    return _iterate(_Batches(windows, order, size, rows, num_batches), config)
+    return iterate(read, config, rows, num_batches)
 
 
-class _Batches(Sequence[Batch]):
-    """This process's rows of batch k, by k.
+def _order(examples: Examples, config: DataConfig) -> Callable[[int], int]:
+    """Returns what tells the row that each element of the endless stream is."""
+    # Grain adds the epoch to the seed; hashing keeps seed 1 from being seed 0 an epoch later.
+    seed = int(np.random.SeedSequence(config.seed).generate_state(1)[0])
 
-    Args:
-        windows: Where the rows come from.
-        order: The number of the window that each element is.
-        global_batch_size: Elements a batch.
-        rows: Which of them to supply.
-        num_batches: The length.
-    """
+    def shuffled(length: int) -> Callable[[int], int]:
+        order = grain.MapDataset.range(length).shuffle(seed=seed).repeat()
+        return cast(Callable[[int], int], order.__getitem__)
 
-    def __init__(
-        self,
-        windows: Windows,
-        order: "Sequence[int] | grain.MapDataset[int]",
-        global_batch_size: int,
-        rows: Sequence[int],
-        num_batches: int,
-    ):
-        self._windows, self._order = windows, order
-        self._rows = tuple(int(row) for row in rows)
-        self._global_batch_size, self._num_batches = global_batch_size, num_batches
-
-    def __len__(self) -> int:
-        return self._num_batches
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        elements = [index * self._global_batch_size + row for row in self._rows]
-        batch = self._windows.gather([self._order[element] for element in elements])
-        batch["index"] = np.array([element % 2**32 for element in elements], np.uint32)
-        return batch
+    if isinstance(examples, Joined):
+        orders = [shuffled(len(part)) for part in examples.parts]
+        return mixed_order(config, orders, examples.offsets)
+    return shuffled(len(examples))
 
 
-def _iterate(batches: Sequence[Batch], config: DataConfig) -> grain.DatasetIterator[Batch]:
-    options = grain.ReadOptions(
-        num_threads=config.num_threads, prefetch_buffer_size=_PREFETCHED_BATCHES
-    )
-    return iter(grain.MapDataset.source(batches).to_iter_dataset(options))
-
-
-def _check_rows(rows: Sequence[int], global_batch_size: int) -> None:
-    if (
-        len(rows) == 0
-        or len(set(rows)) != len(rows)
-        or not 0 <= min(rows) <= max(rows) < global_batch_size
-    ):
+def _make_cache(config: DataConfig) -> None:
+    try:
+        config.cache_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         raise ValueError(
-            f"rows={list(rows)} must be different numbers from 0 to data.global_batch_size - 1 = "
-            f"{global_batch_size - 1}, at least one; pass the rows that this process holds"
-        )
+            f"data.cache_dir={config.cache_dir!r}: {config.cache_path} cannot be created "
+            f"({error.strerror}); set data.cache_dir to a directory that you may write"
+        ) from error
 
 
-def _load_fixed_tokenizer(name: str) -> Tokenizer | None:
+def load_fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
     """Returns the tokenizer, or None if it has to be trained from the corpus."""
-    if name == "bytes":
-        return ByteTokenizer()
-    return None if name == "bpe" else load_tokenizer_file(name)
+    if config.tokenizer == "bytes":
+        return ByteTokenizer(has_special_tokens=config.has_special_tokens)
+    return None if config.tokenizer == "bpe" else load_tokenizer_file(config.tokenizer)
 
 
-def _bpe_file_name(corpus: Corpus, vocab_size: int) -> str:
-    key = hashlib.sha256(corpus.key.encode()).hexdigest()[:16]
-    return f"bpe-{vocab_size}-{key}.json"
+def _load_bpe(
+    config: DataConfig, corpus_key: str, open_documents: Callable[[], Sequence[str]]
+) -> Tokenizer:
+    key = hashlib.sha256(corpus_key.encode()).hexdigest()[:16]
+    kind = "-special" if config.has_special_tokens else ""
+    return load_bpe(
+        open_documents,
+        config.cache_path / f"bpe-{config.vocab_size}-{key}{kind}.json",
+        config.vocab_size,
+        has_special_tokens=config.has_special_tokens,
+    )

@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # A .txt file is cut into documents of about this size, so that memory stays bounded and a single
 # file is enough for a train and a validation split.
@@ -22,23 +23,20 @@ class FileDocuments(Sequence[str]):
         text_field: The field of a .jsonl line that holds its text.
     """
 
-    def __init__(self, files: list[Path], spans: "_Spans", text_field: str):
+    def __init__(self, files: list[Path], spans: "Spans", text_field: str):
         self._files, self._spans, self._text_field = files, spans, text_field
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        file_number, start, stop, line = self._spans[index]
-        file = self._files[file_number]
-        with open(file, "rb") as stream:
-            stream.seek(start)
-            content = stream.read(stop - start)
-        text = _decode(content, file, start)
-        return _field_of_json(text, file, line, self._text_field) if _is_jsonl(file) else text
+        content, file, line = self._spans.read(index, self._files)
+        if not _is_jsonl(file):
+            return content
+        return record_of_json(content, file, line, self._text_field)[self._text_field]
 
 
-class _Spans:
+class Spans:
     """A compact list of span tuples: 32 bytes each, since a corpus can have 10^8 documents."""
 
     def __init__(self) -> None:
@@ -55,6 +53,15 @@ class _Spans:
             raise IndexError(f"document {index} of {len(self)}")
         first = index % len(self) * 4
         return tuple(self._numbers[first : first + 4])  # pyright: ignore[reportReturnType]
+
+    def read(self, index: int, files: list[Path]) -> tuple[str, Path, int]:
+        """Returns a document's content, its file and its line."""
+        file_number, start, stop, line = self[index]
+        file = files[file_number]
+        with open(file, "rb") as stream:
+            stream.seek(start)
+            content = stream.read(stop - start)
+        return _decode(content, file, start), file, line
 
     def pop(self, index: int) -> tuple[int, int, int, int]:
         span = self[index]
@@ -101,13 +108,25 @@ def open_text_files(
 ) -> dict[str, Sequence[str]]:
     """Returns the documents of the files in two splits, after one pass that finds where they are.
 
+    Raises:
+        ValueError: The files hold too few documents for the splits, or a file cannot be read.
+    """
+    return {
+        split: FileDocuments(files, spans, text_field)
+        for split, spans in split_files(files, validation_fraction).items()
+    }
+
+
+def split_files(files: list[Path], validation_fraction: float) -> dict[str, Spans]:
+    """Returns where the documents of the files are, in two splits.
+
     A document goes to validation by a hash of its bytes, so duplicates share a split, and adding
     files moves no document from one split to the other.
 
     Raises:
         ValueError: The files hold too few documents for the splits, or a file cannot be read.
     """
-    train, validation = _Spans(), _Spans()
+    train, validation = Spans(), Spans()
     # The document nearest to being held out, should chance hold out none.
     nearest_hash, nearest_index = 2**64, 0
     for file_number, file in enumerate(files):
@@ -120,10 +139,7 @@ def open_text_files(
     if validation_fraction and not len(validation) and len(train) > 1:
         validation.append(train.pop(nearest_index))
     _require_documents(files, validation_fraction, len(train), len(validation))
-    return {
-        "train": FileDocuments(files, train, text_field),
-        "validation": FileDocuments(files, validation, text_field),
-    }
+    return {"train": train, "validation": validation}
 
 
 def _require_documents(files: list[Path], fraction: float, num_train: int, num_held: int) -> None:
@@ -181,7 +197,12 @@ def _decode(content: bytes, file: Path, start: int) -> str:
         ) from error
 
 
-def _field_of_json(content: str, file: Path, line: int, text_field: str) -> str:
+def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict[str, Any]:
+    """Returns the JSON object of a line, which has a string in `text_field`.
+
+    Raises:
+        ValueError: The line is none, or has none.
+    """
     try:
         record = json.loads(content)
     except ValueError as error:
@@ -196,4 +217,7 @@ def _field_of_json(content: str, file: Path, line: int, text_field: str) -> str:
             f"data.text_field={text_field!r}; name the field that holds the text"
         )
     # JSON can spell half a surrogate pair, which no tokenizer takes.
-    return record[text_field].encode("utf-8", "replace").decode("utf-8")
+    return {
+        key: value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
+        for key, value in record.items()
+    }

@@ -1,5 +1,6 @@
 """A corpus as one memory-mapped array of token ids per split, tokenised once and kept."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -8,10 +9,12 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import filelock
 import numpy as np
 
+from data.corpora import Corpus
 from data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -22,6 +25,8 @@ _REVISION = 1
 # enough that memory stays small.
 _BATCH_CHARACTERS = 2**22
 _BATCH_DOCUMENTS = 4096
+# Tokens looked through at once.
+_SEARCHED_TOKENS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,25 +43,18 @@ class TokenStore:
     fingerprint: str
 
 
-def load_tokens(
-    open_documents: Callable[[], dict[str, Sequence[str]]],
-    tokenizer: Tokenizer,
-    *,
-    corpus_key: str,
-    directory: Path,
-) -> TokenStore:
+def load_tokens(corpus: Corpus, tokenizer: Tokenizer, *, directory: Path) -> TokenStore:
     """Returns the corpus's tokens from the cache, tokenising it first if they are not there.
 
     Processes that start together tokenise once, and none sees half-written files: they are
     written under another name and renamed when complete.
 
     Args:
-        open_documents: Returns the documents by split; called only if the tokens are not cached.
-        tokenizer: Turns a document into ids.
-        corpus_key: Changes when the documents do.
+        corpus: Of the documents; opened only if the tokens are not cached.
+        tokenizer: Turns a document into ids, unless it is ids already.
         directory: The cache directory.
     """
-    keyed = f"{_REVISION}\0{corpus_key}\0{tokenizer.fingerprint}"
+    keyed = f"{_REVISION}\0{corpus.key}\0{tokenizer.fingerprint}"
     final = directory / f"tokens-{hashlib.sha256(keyed.encode()).hexdigest()[:16]}"
     store = _open(final)
     if store is not None:
@@ -70,21 +68,33 @@ def load_tokens(
             for left_over in (temporary, final):
                 shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir()
-            _build(open_documents(), tokenizer, temporary)
+            _build(corpus, tokenizer, temporary)
             os.rename(temporary, final)
             store = _open(final)
             assert store is not None, final
     return store
 
 
-def _build(documents: dict[str, Sequence[str]], tokenizer: Tokenizer, directory: Path) -> None:
+def document_ends(tokens: np.ndarray, eos_id: int) -> np.ndarray:
+    """Returns where ends of documents stand in a split, int64, without a copy of all tokens."""
+    found = [
+        np.flatnonzero(tokens[first : first + _SEARCHED_TOKENS] == eos_id) + first
+        for first in range(0, len(tokens), _SEARCHED_TOKENS)
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *found])
+
+
+def _build(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
+    encode = tokenizer.encode_batch
+    if corpus.is_encoded:
+        encode = functools.partial(_checked_ids, tokenizer)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     digest = hashlib.sha256(str(dtype).encode())
     num_tokens = {}
-    for split, texts in documents.items():
-        logger.info("Tokenising %d documents of the %s split", len(texts), split)
+    for split, documents in corpus.open().items():
+        logger.info("Tokenising %d documents of the %s split", len(documents), split)
         with open(directory / f"{split}.bin", "wb") as stream:
-            for tokens in _token_chunks(texts, tokenizer):
+            for tokens in _token_chunks(documents, encode, tokenizer.eos_id):
                 content = tokens.astype(dtype).tobytes()
                 stream.write(content)
                 digest.update(content)
@@ -94,19 +104,41 @@ def _build(documents: dict[str, Sequence[str]], tokenizer: Tokenizer, directory:
     (directory / "meta.json").write_text(json.dumps(meta))
 
 
-def _token_chunks(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def _token_chunks(
+    documents: Sequence[Any], encode: Callable[[list], list[np.ndarray]], eos_id: int
+) -> Iterator[np.ndarray]:
     """Yields the split's tokens in order, a batch of documents at a time."""
-    end = np.array([tokenizer.eos_id], np.int32)
+    end = np.array([eos_id], np.int32)
     # With an end of document before the first token too, every token of the text is predicted.
     yield end
     batch, num_characters = [], 0
-    for index in range(len(texts)):
-        batch.append(texts[index])
+    for index in range(len(documents)):
+        batch.append(documents[index])
         num_characters += len(batch[-1])
         full = num_characters >= _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS
-        if full or index == len(texts) - 1:
-            yield np.concatenate([p for ids in tokenizer.encode_batch(batch) for p in (ids, end)])
+        if full or index == len(documents) - 1:
+            yield np.concatenate([p for ids in encode(batch) for p in (ids, end)])
             batch, num_characters = [], 0
+
+
+def _checked_ids(tokenizer: Tokenizer, documents: list[np.ndarray]) -> list[np.ndarray]:
+    """Returns documents of ids without their end, which the store adds to every document.
+
+    Raises:
+        ValueError: The tokenizer has no such id.
+    """
+    checked = []
+    for ids in documents:
+        ids = ids.astype(np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+            bad = ids[(ids < 0) | (ids >= tokenizer.vocab_size)][0]
+            raise ValueError(
+                f"data.name='megatron': the token id {bad} must be at least 0 and less than the "
+                f"tokenizer's {tokenizer.vocab_size} tokens; set data.tokenizer to the one that "
+                "the token files were written with"
+            )
+        checked.append(ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids)
+    return checked
 
 
 def _open(directory: Path) -> TokenStore | None:

@@ -28,6 +28,44 @@ GOOD = DataConfig(sequence_length=8, global_batch_size=2)
         ({"validation_fraction": -0.1}, r"data\.validation_fraction=-0\.1 must be at least 0"),
         ({"seed": -1}, r"data\.seed=-1 must be an integer from 0 to 2\*\*32 - 1"),
         ({"cache_dir": None}, r"data\.cache_dir=None must be a string"),
+        ({"objective": "mlm"}, r"data\.objective='mlm' is unknown; choose causal_lm, masked_lm"),
+        ({"mask_fraction": 0.0}, r"data\.mask_fraction=0\.0 must be more than 0 and less than 1"),
+        ({"mask_fraction": 1.0}, r"data\.mask_fraction=1\.0 must be more than 0 and less than 1"),
+        ({"mean_span_length": 0.5}, r"data\.mean_span_length=0\.5 must be at least 1"),
+        ({"whole_words": True}, r"whole_words=True is read only with .*'masked_lm_pairs', but it"),
+        ({"target_length": 9}, r"target_length=9 is read only with .*'seq2seq'.*=None"),
+        (
+            {"pair_field": "b"},
+            r"pair_field='b' is read only with .*'classification', but it is 'c",
+        ),
+        (
+            {"objective": "span_corruption", "isolate_documents": True},
+            r"isolate_documents=True is read only with data\.objective='causal_lm' or 'masked_lm'",
+        ),
+        (
+            {"objective": "span_corruption", "target_length": 1},
+            r"data\.target_length=1 must be an integer of at least 2, or None",
+        ),
+        ({"objective": "seq2seq"}, r"reads examples from \.jsonl files, but data\.name='python_st"),
+        ({"objective": "masked_lm", "sequence_length": 2}, r"sequence_length=2 must be at least 3"),
+        (
+            {"objective": "masked_lm_pairs", "sequence_length": 5},
+            r"sequence_length=5 must be at least 6 with data\.objective='masked_lm_pairs'",
+        ),
+        (
+            {"objective": "masked_lm", "vocab_size": 360},
+            r"vocab_size=360 must be at least 361 w",
+        ),
+        ({"target_field": ""}, r"data\.target_field='' must be a non-empty string.*'target'"),
+        ({"label_field": ""}, r"data\.label_field='' must be a non-empty string.*'label'"),
+        ({"mixture": ("1 ag_news_subset",)}, r"goes with data\.name='mixture' and with no other"),
+        ({"name": "mixture"}, r"data\.mixture=\(\) goes with data\.name='mixture'.*set both"),
+        ({"name": "mixture", "mixture": "1 a"}, r"data\.mixture='1 a' must be a tuple"),
+        ({"name": "megatron"}, r"data\.name='megatron' needs the path .*'my_tokens'"),
+        (
+            {"name": "megatron", "paths": ("t",)},
+            r"data\.tokenizer='bpe' is trained from text, but data\.name='megatron'",
+        ),
     ],
 )
 def test_data_config_refuses(changes, message):

@@ -12,6 +12,7 @@ import pytest
 
 from data.config import DataConfig
 from data.text import load_corpus, train_batches, validation_batches
+from tests.data.corpora import tokens_of
 
 EOS = 256
 DOCUMENTS = [f"document {i}: " + "abcdefgh"[: i % 8] * (i % 5) + "é" for i in range(60)]
@@ -72,13 +73,13 @@ def test_windows_are_the_concatenated_documents(config, corpus):
     documents = split_documents(config)
     for windows, split in ((corpus.train, "train"), (corpus.validation, "validation")):
         expected = reference_tokens(documents[split])
-        np.testing.assert_array_equal(windows.tokens, expected)
-        assert windows.tokens.dtype == np.uint16
+        np.testing.assert_array_equal(tokens_of(windows), expected)
+        assert tokens_of(windows).dtype == np.uint16
         for i in range((len(expected) - 1) // 16):
             np.testing.assert_array_equal(windows[i]["tokens"], expected[i * 16 : i * 16 + 16])
             np.testing.assert_array_equal(windows[i]["targets"], expected[i * 16 + 1 : i * 16 + 17])
             assert (windows[i]["weights"] == 1).all()
-    assert len(corpus.train) == (len(corpus.train.tokens) - 1) // 16
+    assert len(corpus.train) == (len(tokens_of(corpus.train)) - 1) // 16
 
 
 def test_large_vocabulary_is_kept_whole(tmp_path):
@@ -92,7 +93,7 @@ def test_large_vocabulary_is_kept_whole(tmp_path):
         tmp_path, ["high high"] * 20, tokenizer=str(tmp_path), validation_fraction=0.0
     )
     windows = load_corpus(config).train
-    assert windows.tokens.dtype == np.uint32
+    assert tokens_of(windows).dtype == np.uint32
     assert windows[0]["tokens"][:4].tolist() == [0, 70_000, 70_000, 0]
 
 
@@ -249,7 +250,7 @@ def test_damaged_cache_is_built_again(damage, tmp_path):
     corpus = load_corpus(config)
     assert corpus.fingerprint == fingerprint
     expected = reference_tokens(split_documents(config)["train"])
-    np.testing.assert_array_equal(corpus.train.tokens, expected)
+    np.testing.assert_array_equal(tokens_of(corpus.train), expected)
 
 
 COUNTED_CORPUS = """

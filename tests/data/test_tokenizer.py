@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 
 from data.tokenizer import ByteTokenizer, FileTokenizer, load_bpe, load_tokenizer_file
+from tests.data.corpora import byte_level, sentence_piece, word_piece
 
 TEXTS = ["def f(x):\n    return x\n", "naïve — 数据 🙂\n\n\t", "", "<|endoftext|> is only text"]
 
@@ -103,3 +104,52 @@ def test_tokenizer_file_refuses(content, error, message, tmp_path):
         file.write_bytes(content)
     with pytest.raises(error, match=message):
         load_tokenizer_file(str(file))
+
+
+def test_special_tokens_leave_the_ids_of_text_alone(bpe, tmp_path):
+    plain, special = ByteTokenizer(), ByteTokenizer(has_special_tokens=True)
+    assert special.encode_batch(TEXTS)[1].tolist() == plain.encode_batch(TEXTS)[1].tolist()
+    assert (special.vocab_size, special.eos_id) == (361, 256)
+    assert special.special_ids == {"pad": 257, "cls": 258, "sep": 259, "mask": 260}
+    assert special.sentinel_ids == tuple(range(360, 260, -1))
+    assert special.decode([65, 260, 360]) == "A[MASK]<extra_id_0>"
+    assert (plain.special_ids, plain.sentinel_ids) == ({}, ())
+    assert (bpe.special_ids, bpe.sentinel_ids) == ({}, ())
+
+
+def test_bpe_with_special_tokens_has_all_of_them_within_its_size(tmp_path):
+    documents = [f"def function_{i}(argument): return argument" for i in range(50)]
+    tokenizer = load_bpe(lambda: documents, tmp_path / "bpe.json", 400, has_special_tokens=True)
+    assert tokenizer.vocab_size == 400
+    ids = [*tokenizer.special_ids.values(), tokenizer.eos_id, *tokenizer.sentinel_ids]
+    assert len(set(ids)) == 105 and max(ids) < 400
+    assert list(tokenizer.sentinel_ids) == sorted(tokenizer.sentinel_ids)[::-1]
+    encoded = tokenizer.encode_batch(["[MASK] <extra_id_0> <|endoftext|>", *TEXTS])
+    assert tokenizer.decode(encoded[0]) == "[MASK] <extra_id_0> <|endoftext|>"
+    assert tokenizer.is_text()[np.concatenate(encoded)].all()
+    assert not tokenizer.is_text()[ids].any() and tokenizer.is_text().sum() == 400 - 105
+
+
+@pytest.mark.parametrize(
+    ("make", "eos", "unknown", "special_ids", "num_sentinels", "has_token_types"),
+    [
+        (word_piece, 3, 1, {"pad": 0, "cls": 2, "sep": 3, "mask": 4}, 0, True),
+        (byte_level, 2, 3, {"pad": 1, "cls": 0, "sep": 2, "mask": 4}, 0, False),
+        (sentence_piece, 1, 2, {"pad": 0, "sep": 1}, 5, True),
+    ],
+)
+def test_special_tokens_of_published_kinds_are_found(
+    make, eos, unknown, special_ids, num_sentinels, has_token_types, tmp_path
+):
+    tokenizer = load_tokenizer_file(make(tmp_path))
+    assert tokenizer.eos_id == eos and tokenizer.special_ids == special_ids
+    assert len(tokenizer.sentinel_ids) == num_sentinels
+    assert tokenizer.has_token_types == has_token_types
+    special = {eos, unknown, *special_ids.values(), *tokenizer.sentinel_ids}
+    assert not tokenizer.is_text()[list(special)].any()
+    ids = tokenizer.encode_batch(["the quick brown foxes jumped"])[0]
+    starts = tokenizer.starts_word()[ids]
+    pieces = [tokenizer.decode([i]) for i in ids]
+    assert tokenizer.is_text()[ids].all() and len(ids) > 5
+    # Byte-level vocabularies mark no word at the beginning of a text.
+    assert starts[1:].sum() == 4 and starts[0] == (make is not byte_level), pieces

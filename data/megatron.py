@@ -1,0 +1,107 @@
+"""Token files of Megatron-LM and LiBai: `python -m data.megatron write | show | read`.
+
+    python -m data.megatron write my_tokens --data.name=text --data.paths='my_texts/*.txt' \
+        --data.tokenizer=my_model/tokenizer.json
+    python -m data.megatron show my_tokens
+    python -m data.megatron read my_tokens --data.tokenizer=my_model/tokenizer.json
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from data.config import DataConfig
+from data.text import load_fixed_tokenizer, load_stores
+from data.token_files import TokenFile, open_token_file, write_token_file
+from data.token_store import TokenStore, document_ends
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after an error, said in one sentence."""
+    args = vars(_parser().parse_args(argv))
+    command, path = args.pop("command"), args.pop("path")
+    first, count, split = (args.pop(key, None) for key in ("first", "count", "split"))
+    fields = {key.removeprefix("data."): v for key, v in args.items() if v is not None}
+    try:
+        # What rows are made of the tokens does not matter here.
+        config = DataConfig(sequence_length=1, global_batch_size=1, **fields)
+        if command == "write":
+            print(_write(path, config, split))
+        elif command == "show":
+            print(_show(path, open_token_file(path)))
+        else:
+            for line in _read(open_token_file(path), config, first, count):
+                print(line)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    def texts(value: str) -> tuple[str, ...]:
+        return tuple(part for part in value.split(",") if part)
+
+    parser = argparse.ArgumentParser(prog="python -m data.megatron", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    write = commands.add_parser("write", help="tokenise a corpus, as config.data describes it")
+    show = commands.add_parser("show", help="print what a token file holds")
+    read = commands.add_parser("read", help="print documents of a token file as text")
+    for command in (write, show, read):
+        command.add_argument("path", help="of the .bin and .idx, without the ending")
+    for key in ("name", "text_field", "tokenizer", "cache_dir"):
+        write.add_argument(f"--data.{key}")
+    for key in ("paths", "mixture"):
+        write.add_argument(f"--data.{key}", type=texts, help="separated by commas")
+    write.add_argument("--data.vocab_size", type=int)
+    write.add_argument("--data.validation_fraction", type=float)
+    write.add_argument("--split", choices=("train", "validation"), default="train")
+    read.add_argument("--data.tokenizer", required=True, help="that the file was written with")
+    read.add_argument("--first", type=int, default=0, help="number of the first document")
+    read.add_argument("--count", type=int, default=3, help="of documents")
+    return parser
+
+
+def _write(path: str, config: DataConfig, split: str) -> str:
+    """Writes a split of the corpus; returns what was written."""
+    tokenizer, stores = load_stores(config)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
+    write_token_file(path, _documents(stores, split, tokenizer.eos_id), dtype)
+    written = _show(path, open_token_file(path))
+    return f"{written}; read them with data.tokenizer={tokenizer.source}"
+
+
+def _documents(stores: list[TokenStore], split: str, eos_id: int) -> Iterator[np.ndarray]:
+    """Yields the documents of the sources, each with its end."""
+    for store in stores:
+        ends = document_ends(store.splits[split], eos_id)
+        for before, end in zip(ends[:-1], ends[1:], strict=True):
+            yield store.splits[split][before + 1 : end + 1]
+
+
+def _show(path: str, file: TokenFile) -> str:
+    sizes = np.diff(file.bounds)
+    mean = sizes.mean() if len(sizes) else 0.0
+    return (
+        f"{path}: {file.kind}, {file.tokens.dtype}, {len(file):,} documents in "
+        f"{file.num_sequences:,} sequences, {len(file.tokens):,} tokens, {mean:,.1f} a document"
+    )
+
+
+def _read(file: TokenFile, config: DataConfig, first: int, count: int) -> Iterator[str]:
+    tokenizer = load_fixed_tokenizer(config)
+    if tokenizer is None:
+        raise ValueError(
+            "data.tokenizer='bpe' is trained from text; set data.tokenizer to the tokenizer.json "
+            "that the token file was written with"
+        )
+    if not 0 <= first < len(file):
+        raise ValueError(f"--first={first} must be a document, 0 to {len(file) - 1}; choose one")
+    for number in range(first, min(first + count, len(file))):
+        yield f"--- document {number}, {len(file[number])} tokens\n{tokenizer.decode(file[number])}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Token files of Megatron-LM and LiBai, memory mapped; those of fairseq are read too.
+
+PREFIX.bin holds the tokens of all sequences one after another; PREFIX.idx, little-endian: the magic
+b'MMIDIDX\\0\\0', u64 version 1, u8 code of the dtype, u64 number of sequences N, u64 number of
+document bounds D (not in fairseq's), int32[N] tokens of each sequence, int64[N] first byte of each,
+int64[D] the sequence that each document begins with, N last (not in fairseq's, where every
+sequence is a document).
+Source: megatron/core/datasets/indexed_dataset.py; fairseq/data/indexed_dataset.py.
+"""
+
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_MAGIC, _VERSION = b"MMIDIDX\0\0", 1
+_HEADER = struct.Struct("<9sQBQ")
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
+_WRITTEN_DTYPES = {np.dtype("<u2"): 8, np.dtype("<i4"): 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile(Sequence[np.ndarray]):
+    """The documents of a token file, each an array of ids, read on access.
+
+    Attributes:
+        tokens: Of all documents, one after another, memory mapped.
+        bounds: int64[number of documents + 1]: where each begins among the tokens.
+        num_sequences: Parts of documents, such as sentences, that the file tells apart.
+        kind: 'Megatron' or 'fairseq'.
+    """
+
+    tokens: np.ndarray
+    bounds: np.ndarray
+    num_sequences: int
+    kind: str
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        return self.tokens[self.bounds[index] : self.bounds[index + 1]]
+
+
+def token_file_paths(prefix: str) -> tuple[Path, Path]:
+    """Returns the paths of the .bin and the .idx; the prefix may end with either.
+
+    Raises:
+        FileNotFoundError: One is not there.
+    """
+    stem = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
+    paths = Path(stem + ".bin"), Path(stem + ".idx")
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"data.paths: there is no file {path} (in {Path.cwd()}); give the path of a token "
+                "file without its ending, such as 'my_tokens' for my_tokens.bin and my_tokens.idx"
+            )
+    return paths
+
+
+def open_token_file(prefix: str) -> TokenFile:
+    """Returns the documents of a token file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is damaged, or of another kind.
+    """
+    bin_path, idx_path = token_file_paths(prefix)
+    dtype, sizes, pointers, document_starts, kind = _read_index(idx_path)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    num_tokens = int(ends[-1]) if len(ends) else 0
+    num_bytes = bin_path.stat().st_size
+    _require(
+        num_bytes == num_tokens * dtype.itemsize,
+        bin_path,
+        f"has {num_bytes} bytes, and {idx_path.name} tells of {num_tokens} tokens of "
+        f"{dtype.itemsize} bytes",
+    )
+    starts = np.concatenate([np.zeros(1, np.int64), ends])
+    _require(
+        len(sizes) == 0 or (sizes >= 0).all() and (pointers == starts[:-1] * dtype.itemsize).all(),
+        idx_path,
+        "has sequences that do not lie one after another",
+    )
+    _require(
+        len(document_starts) > 0
+        and document_starts[0] == 0
+        and document_starts[-1] == len(sizes)
+        and (np.diff(document_starts) >= 0).all(),
+        idx_path,
+        f"has document bounds that do not rise from 0 to its {len(sizes)} sequences",
+    )
+    # An empty file cannot be mapped.
+    tokens = np.memmap(bin_path, dtype, mode="r") if num_tokens else np.zeros(0, dtype)
+    return TokenFile(
+        tokens=tokens, bounds=starts[document_starts], num_sequences=len(sizes), kind=kind
+    )
+
+
+def write_token_file(prefix: str, documents: Iterable[np.ndarray], dtype: np.dtype) -> None:
+    """Writes documents as a token file, a sequence each; it appears whole or not at all.
+
+    Args:
+        prefix: Its path without ending.
+        documents: Ids, int[number of tokens], each ending with the end of a document.
+        dtype: uint16 or int32, which all programs that read such files know.
+    """
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    sizes = []
+    with open(f"{prefix}.bin.tmp", "wb") as stream:
+        for document in documents:
+            stream.write(document.astype(dtype).tobytes())
+            sizes.append(len(document))
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+    with open(f"{prefix}.idx.tmp", "wb") as stream:
+        stream.write(_HEADER.pack(_MAGIC, _VERSION, _WRITTEN_DTYPES[dtype], len(sizes)))
+        stream.write(struct.pack("<Q", len(sizes) + 1))
+        stream.write(np.array(sizes, "<i4").tobytes())
+        stream.write((starts[:-1] * dtype.itemsize).astype("<i8").tobytes())
+        stream.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+    for ending in ("bin", "idx"):
+        os.replace(f"{prefix}.{ending}.tmp", f"{prefix}.{ending}")
+
+
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, str]:
+    """Returns the dtype, sizes, pointers and document bounds of an .idx file, and whose it is."""
+    content = path.read_bytes()
+    _require(len(content) >= _HEADER.size, path, f"ends within its {_HEADER.size} bytes of header")
+    magic, version, code, num_sequences = _HEADER.unpack_from(content)
+    _require(magic == _MAGIC, path, f"begins with {magic!r} instead of {_MAGIC!r}")
+    _require(version == _VERSION, path, f"has version {version}, and only {_VERSION} can be read")
+    _require(code in _DTYPES, path, f"has dtype code {code}, and ids have one of {[*_DTYPES]}")
+    first, rest = _HEADER.size, len(content) - _HEADER.size - 12 * num_sequences
+    is_fairseq = rest == 0
+    num_bounds = 0
+    if not is_fairseq:
+        _require(
+            rest >= 8, path, f"has {len(content)} bytes, too few for {num_sequences} sequences"
+        )
+        (num_bounds,) = struct.unpack_from("<Q", content, first)
+        first += 8
+        _require(
+            rest == 8 + 8 * num_bounds,
+            path,
+            f"has {len(content)} bytes, which are not those of {num_sequences} sequences and "
+            f"{num_bounds} document bounds",
+        )
+    sizes = np.frombuffer(content, "<i4", num_sequences, first)
+    pointers = np.frombuffer(content, "<i8", num_sequences, first + 4 * num_sequences)
+    bounds = np.frombuffer(content, "<i8", num_bounds, first + 12 * num_sequences)
+    if is_fairseq:
+        return np.dtype(_DTYPES[code]), sizes, pointers, np.arange(num_sequences + 1), "fairseq"
+    return np.dtype(_DTYPES[code]), sizes, pointers, bounds, "Megatron"
+
+
+def _require(holds: object, path: Path, what: str) -> None:
+    if not holds:
+        raise ValueError(
+            f"data.paths: {path} {what}: it is no intact token file of Megatron or fairseq; copy "
+            "or write it again"
+        )

@@ -1,0 +1,137 @@
+"""Mixtures keep their weights at every prefix, and each source its own order."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.blend import Blend, parse_mixture
+from data.text import load_corpus, train_batches, validation_batches
+from tests.data.corpora import documents, jsonl_config
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    weights=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    start=st.integers(0, 10**12),
+)
+def test_shares_hold_at_every_prefix_to_less_than_one_element(weights, start):
+    shares = [Fraction(weight, sum(weights)) for weight in weights]
+    blend = Blend(shares)
+    counts = [0] * len(shares)
+    for element in range(2 * sum(weights) + 3):
+        source, number = blend[element]
+        assert number == counts[source]
+        counts[source] += 1
+        for count, share in zip(counts, shares, strict=True):
+            assert abs(count - (element + 1) * share) < 1
+    # Far elements are found without those before them, and continue the same counts.
+    source, number = blend[start]
+    assert abs(number - start * shares[source]) < 1
+
+
+def test_weights_are_relative_and_exact():
+    assert parse_mixture(("0.7 wiki40b/en", " 0.3  python_stdlib ")) == [
+        (Fraction(7, 10), "wiki40b/en"),
+        (Fraction(3, 10), "python_stdlib"),
+    ]
+    assert [share for share, _ in parse_mixture(("2 a", "1 my texts/*.txt", "1. c"))] == [
+        Fraction(1, 2),
+        Fraction(1, 4),
+        Fraction(1, 4),
+    ]
+
+
+def mixture_config(directory, **changes):
+    paths = []
+    for name, count in (("one", 80), ("two", 25)):
+        texts = [f"{name}: {text}" for text in documents(count)]
+        (directory / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+        paths.append(str(directory / f"{name}.jsonl"))
+    fields = {
+        "name": "mixture",
+        "paths": (),
+        "mixture": (f"0.3 {paths[0]}", f"0.7 {paths[1]}"),
+    }
+    return jsonl_config(directory, ["unread"], **{**fields, **changes})
+
+
+def alone(directory, source, **changes):
+    config = mixture_config(directory)
+    path = config.mixture[source].split(maxsplit=1)[1]
+    return mixture_config(directory, name="text", mixture=(), paths=(path,), **changes)
+
+
+@pytest.mark.parametrize("objective", ["causal_lm", "masked_lm"])
+def test_mixture_takes_from_each_source_in_that_sources_own_order(objective, tmp_path):
+    config = mixture_config(tmp_path, objective=objective)
+    corpus = load_corpus(config)
+    singles = [alone(tmp_path, i, objective=objective) for i in range(2)]
+    originals = "tokens" if objective == "causal_lm" else "targets"
+
+    def stream(corpus, config, steps):
+        batches = train_batches(corpus, config, range(6))
+        return [row.tobytes() for _ in range(steps) for row in next(batches)[originals]]
+
+    mixed = stream(corpus, config, 60)
+    orders = [iter(stream(load_corpus(each), each, 60)) for each in singles]
+    blend = Blend([Fraction(3, 10), Fraction(7, 10)])
+    for element, row in enumerate(mixed):
+        assert row == next(orders[blend[element][0]])
+
+
+def test_mixture_validates_on_its_sources_one_after_another(tmp_path):
+    config = mixture_config(tmp_path, objective="masked_lm")
+    singles = [load_corpus(alone(tmp_path, i, objective="masked_lm")) for i in range(2)]
+    expected = [part.validation[i] for part in singles for i in range(len(part.validation))]
+    corpus = load_corpus(config)
+    assert len(corpus.validation) == len(expected)
+    batches = list(validation_batches(corpus, config, range(6)))
+    for key in ("tokens", "targets", "weights"):
+        rows = np.concatenate([batch[key] for batch in batches])
+        np.testing.assert_array_equal(rows[: len(expected)], [row[key] for row in expected])
+        assert not rows[len(expected) :].any()
+    assert corpus.fingerprint not in {part.fingerprint for part in singles}
+    (tmp_path / "moved").mkdir()
+    assert load_corpus(mixture_config(tmp_path / "moved")).fingerprint == corpus.fingerprint
+
+
+def test_mixture_resumes_on_any_number_of_processes(tmp_path):
+    config = mixture_config(tmp_path)
+    corpus = load_corpus(config)
+    whole = train_batches(corpus, config, range(6))
+    expected = [next(whole) for _ in range(12)][7:]
+    iterator = train_batches(corpus, config, [2])
+    for _ in range(7):
+        next(iterator)
+    resumed = train_batches(corpus, config, [5, 0, 1])
+    resumed.set_state(json.loads(json.dumps(iterator.get_state())))
+    for batch in expected:
+        found = next(resumed)
+        for key in batch:
+            np.testing.assert_array_equal(found[key], batch[key][[5, 0, 1]])
+
+
+def test_mixture_trains_one_tokenizer_from_all_sources(tmp_path):
+    config = mixture_config(tmp_path, tokenizer="bpe", vocab_size=400)
+    tokenizer = load_corpus(config).tokenizer
+    for text in ("one:", "two:"):
+        assert len(tokenizer.encode_batch([text])[0]) < 3
+
+
+@pytest.mark.parametrize(
+    ("mixture", "message"),
+    [
+        (("python_stdlib",), r"'python_stdlib' must be a weight above 0, a space and a source"),
+        (("0 a",), r"'0 a' must be a weight above 0"),
+        (("-1 a",), r"'-1 a' must be a weight above 0"),
+        (("1e9 a",), r"'1e9 a' must be a weight above 0"),
+        (("0.1234567 a", "1 b"), r"whole multiples of 1/n of their sum .* 100,000; round them"),
+    ],
+)
+def test_mixtures_refuse(mixture, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        mixture_config(tmp_path, mixture=mixture)
