@@ -36,7 +36,7 @@ from sharding.mesh import MeshConfig
 from sharding.pipeline.config import REMAT
 from sharding.pipeline.schedule import SCHEDULES
 from sharding.pipeline.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op, max_in_flight
-from train import config as configs
+from train import config_files
 from train.setup import Run
 
 DEFAULT_STAGES = 4
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
         runs = make_runs(
             args.config,
-            configs.overrides(others),
+            config_files.overrides(others),
             [name for name in args.schedules.split(",") if name],
             num_stages=_default_stages() if args.stages is None else args.stages,
             num_microbatches=args.microbatches,

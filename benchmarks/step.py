@@ -23,7 +23,8 @@ from benchmarks import report
 from benchmarks.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
 from sharding import audit, devices
 from sharding.batches import place_batch
-from train import config as configs
+from train import config_files
+from train.config import resolve
 from train.setup import Run, prepare
 from train.throughput import mfu, peak_flops_per_s
 
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.peer:  # both have their memory on one GPU
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         figures = measure(
-            make_run(args.config, configs.overrides(others)),
+            make_run(args.config, config_files.overrides(others)),
             with_torch=args.peer == "torch",
             with_compiled=not args.no_compile,
             num_rounds=args.rounds,
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_run(config: str, overrides: list[str]) -> Run:
     """Returns the run that a config describes, without its data."""
-    resolved = configs.resolve(configs.load(config, overrides))
+    resolved = resolve(config_files.load(config, overrides))
     jax.config.update("jax_enable_x64", resolved.precision.compute == "float64")
     mesh = devices.start(resolved.mesh)
     resolved = dataclasses.replace(resolved, mesh=resolved.mesh.resolve(mesh.size))

@@ -11,7 +11,7 @@ and large. They are meant for a corpus and a tokenizer of their size.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from configs import common
+from configs import common, sizes
 
 #: name -> (layers, heads, embed dim). Devlin et al. 2018 (arXiv:1810.04805), section 3, and the
 #: smaller ones Turc et al. 2019 (arXiv:1908.08962), table 1.
@@ -26,7 +26,7 @@ SIZES = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Returns the config; `size` is "tiny" or a key of SIZES."""
-    common.choose("bert", size, SIZES)
+    sizes.choose("bert", size, SIZES)
     config = common.get_config()
     config.data.objective = "masked_lm_pairs"
     config.model = ConfigDict()
@@ -55,5 +55,5 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.dropout = 0.1
     config.optimizer.schedule = "linear"
     config.optimizer.final_learning_rate_fraction = 0.0
-    common.at_scale(config, sequence_length=512, vocab_size=30522, learning_rate=1e-4)
+    sizes.at_scale(config, sequence_length=512, vocab_size=30522, learning_rate=1e-4)
     return config

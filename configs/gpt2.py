@@ -13,7 +13,7 @@ and a tokenizer of their size: set `data.name` or `data.paths`, and `data.tokeni
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from configs import common
+from configs import common, sizes
 
 #: name -> (layers, heads, embed dim, positions, learning rate). Sizes: Radford et al. 2019,
 #: table 2, and from 2.7b on Brown et al. 2020, table 2.1, which has the learning rates too.
@@ -31,7 +31,7 @@ SIZES = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Returns the config; `size` is "tiny" or a key of SIZES."""
-    common.choose("gpt2", size, SIZES)
+    sizes.choose("gpt2", size, SIZES)
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "gpt2"  # or package.module:Class of a model of your own
@@ -54,7 +54,5 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.num_heads = heads
     config.model.embed_dim = embed
     config.model.dropout = 0.1 if positions == 1024 else 0.0
-    common.at_scale(
-        config, sequence_length=positions, vocab_size=50257, learning_rate=learning_rate
-    )
+    sizes.at_scale(config, sequence_length=positions, vocab_size=50257, learning_rate=learning_rate)
     return config

@@ -14,7 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from configs import common
+from configs import common, sizes
 
 _LLAMA1 = {"vocab_size": 32000, "max_positions": 2048}
 _LLAMA2 = {"vocab_size": 32000, "max_positions": 4096}
@@ -64,7 +64,7 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, float, dict[str, Any]]] = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Returns the config; `size` is "tiny" or a key of SIZES."""
-    common.choose("llama", size, SIZES)
+    sizes.choose("llama", size, SIZES)
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "llama"
@@ -99,7 +99,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.mlp_dim = mlp
     config.model.update(rest)
     vocab_size, positions = rest["vocab_size"], min(rest["max_positions"], 8192)
-    common.at_scale(
+    sizes.at_scale(
         config, sequence_length=positions, vocab_size=vocab_size, learning_rate=learning_rate
     )
     return config

@@ -11,7 +11,7 @@ Hardware: any; the default is for a 2-core CPU.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from configs import common
+from configs import common, sizes
 
 #: name -> (layers, heads, embed dim, learning rate). Zhang et al. 2022 (arXiv:2205.01068), table 1.
 SIZES = {
@@ -29,7 +29,7 @@ SIZES = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Returns the config; `size` is "tiny" or a key of SIZES."""
-    common.choose("opt", size, SIZES)
+    sizes.choose("opt", size, SIZES)
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "opt"
@@ -58,5 +58,5 @@ def get_config(size: str = "tiny") -> ConfigDict:
     if size == "350m":
         config.model.token_embed_dim = 512
         config.model.norm_first = False
-    common.at_scale(config, sequence_length=2048, vocab_size=50272, learning_rate=learning_rate)
+    sizes.at_scale(config, sequence_length=2048, vocab_size=50272, learning_rate=learning_rate)
     return config

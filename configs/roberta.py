@@ -10,7 +10,7 @@ meant for a corpus and a tokenizer of their size.
 
 from ml_collections import ConfigDict
 
-from configs import bert, common
+from configs import bert, sizes
 
 #: name -> (size of BERT, learning rate). Liu et al. 2019 (arXiv:1907.11692), table 9.
 SIZES = {"base": ("base", 6e-4), "large": ("large", 4e-4)}
@@ -18,7 +18,7 @@ SIZES = {"base": ("base", 6e-4), "large": ("large", 4e-4)}
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Returns the config; `size` is "tiny" or a key of SIZES."""
-    common.choose("roberta", size, SIZES)
+    sizes.choose("roberta", size, SIZES)
     of_bert, learning_rate = SIZES.get(size, ("tiny", None))
     config = bert.get_config(of_bert)
     config.data.objective = "masked_lm"

@@ -12,7 +12,7 @@ corpus and a tokenizer of their size.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from configs import common
+from configs import common, sizes
 
 #: name -> (layers of each side, heads, head dim, embed dim, mlp dim). Raffel et al. 2019
 #: (arXiv:1910.10683), section 3.7, and of version 1.1 the published config.json.
@@ -32,14 +32,14 @@ GATED = {
 }
 SIZES = (
     ORIGINAL
-    | {f"v1.1-{name}": sizes for name, sizes in GATED.items()}
-    | {f"mt5-{name}": sizes for name, sizes in GATED.items()}
+    | {f"v1.1-{name}": size for name, size in GATED.items()}
+    | {f"mt5-{name}": size for name, size in GATED.items()}
 )
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Returns the config; `size` is "tiny" or a key of SIZES."""
-    common.choose("t5", size, SIZES)
+    sizes.choose("t5", size, SIZES)
     config = common.get_config()
     config.data.objective = "span_corruption"
     config.model = ConfigDict()
@@ -77,5 +77,5 @@ def get_config(size: str = "tiny") -> ConfigDict:
         config.model.scale_outputs = True
         config.model.dropout = 0.1
     vocab_size = 250112 if size.startswith("mt5-") else 32128
-    common.at_scale(config, sequence_length=512, vocab_size=vocab_size, learning_rate=1e-3)
+    sizes.at_scale(config, sequence_length=512, vocab_size=vocab_size, learning_rate=1e-3)
     return config

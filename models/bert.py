@@ -18,6 +18,7 @@ from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.language import (
+    check_has_loss,
     check_sizes,
     learned_positions,
     padded_vocab,
@@ -33,9 +34,15 @@ from models.stack import Stack
 from models.transformer import ACTIVATIONS, MLP, Attention, check_activation
 from sharding.logical import constrain
 
-#: `model.head`: masked tokens; masked tokens and whether two texts follow each other; a label of a
-#: row; a label of each token; none, for activations.
-HEADS = ("masked_lm", "pretraining", "sequence", "token", "none")
+#: `model.head` -> what it learns: masked tokens; these, and whether two texts follow each other; a
+#: label of a row; a label of each token; nothing, it gives activations.
+HEADS = {
+    "masked_lm": ("masked_lm", "masked_lm_pairs"),
+    "pretraining": ("masked_lm_pairs",),
+    "sequence": ("classification",),
+    "token": ("token_classification",),
+    "none": (),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +141,7 @@ class Bert(nnx.Module):
     can_share_vocab = True
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
-        self.config = config
+        self.config, self.objectives = config, HEADS[config.head]
         embed, stddev = config.embed_dim, config.init_stddev
         normal = jax.nn.initializers.normal(stddev)
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
@@ -171,8 +178,7 @@ class Bert(nnx.Module):
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Returns (sum of weighted losses, sum of weights, sums of the head's metrics)."""
         config = self.config
-        if config.head == "none":
-            raise ValueError("model.head='none' gives activations and no loss; choose another")
+        check_has_loss(config)
         if self.masked_lm is None:
             logits = self._label_logits(x_BTD, batch)
             return label_loss(logits, batch["targets"], batch["weights"])

@@ -14,6 +14,8 @@ from flax import nnx
 from models.attention import Segments, attend
 from models.flops import attention_flops, dense_flops
 from models.language import (
+    check_has_loss,
+    check_head,
     learned_positions,
     padded_vocab,
     positions_by_index,
@@ -45,6 +47,7 @@ class GPT2Config:
     layer_norm_epsilon: float = 1e-5
     init_stddev: float = 0.02
     loss: str = "cross_entropy"  # or an import path; see models/losses.py
+    head: str = "lm"  # lm | none, for activations
 
     def __post_init__(self):
         for name in ("vocab_size", "max_positions", "num_layers", "num_heads", "vocab_multiple"):
@@ -58,6 +61,7 @@ class GPT2Config:
             raise ValueError(f"model.dropout={self.dropout} must lie in [0, 1)")
         check_activation(self.activation)
         make_token_loss(self.loss)
+        check_head(self.head)
 
 
 class Attention(nnx.Module):
@@ -108,6 +112,7 @@ class GPT2(nnx.Module):
 
     Config = GPT2Config
     can_share_vocab = True
+    objectives = ("causal_lm",)
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(config.init_stddev)
@@ -130,6 +135,7 @@ class GPT2(nnx.Module):
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        check_has_loss(self.config)
         config, table_VD = self.config, self.token_embedding[...]
         sums = vocab_loss(
             self.final_norm(x_BTD), table_VD, batch, vocab_size=config.vocab_size, loss=config.loss
@@ -150,11 +156,15 @@ class GPT2(nnx.Module):
     def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
         """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
 
+        For `head="none"` it returns activations `[B, T, D]`.
+
         Args:
           attention_mask: [B, T], 0 at padding.
         """
         batch = text_batch(tokens, attention_mask)
         x_BTD = self.final_norm(self.decoder(self.embed(batch), batch))
+        if self.config.head == "none":
+            return x_BTD
         return vocab_logits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
 
 

@@ -106,6 +106,18 @@ def vocab_logits(
     return logits if bias_V is None else logits + bias_V[None, None, :vocab_size]
 
 
+def check_head(name: str) -> None:
+    """Raises a ValueError if `name` is no `model.head` of a causal language model."""
+    if name not in ("lm", "none"):
+        raise ValueError(f"model.head={name!r} is unknown; choose lm, or none for activations")
+
+
+def check_has_loss(config: Any) -> None:
+    """Raises a ValueError if the model has no head that gives a loss."""
+    if config.head == "none":
+        raise ValueError("model.head='none' gives activations and no loss; choose another")
+
+
 def padded_vocab(vocab_size: int, multiple: int) -> int:
     """Returns the rows of an embedding whose vocab is padded to a multiple, so that it splits."""
     return -(-vocab_size // multiple) * multiple

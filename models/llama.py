@@ -17,6 +17,8 @@ from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.language import (
+    check_has_loss,
+    check_head,
     check_sizes,
     padded_vocab,
     positions_by_index,
@@ -27,7 +29,7 @@ from models.language import (
 )
 from models.layers import RMSNorm, lookup, param
 from models.losses import make_token_loss
-from models.rope import check_scaling, rope_frequencies, rotate
+from models.rope import HashableScaling, check_scaling, rope_frequencies, rotate
 from models.stack import Stack
 from models.transformer import MLP, Attention
 from sharding.logical import constrain
@@ -58,6 +60,7 @@ class LlamaConfig:
     rms_norm_epsilon: float = 1e-5
     init_stddev: float = 0.02
     loss: str = "cross_entropy"  # or an import path; see models/losses.py
+    head: str = "lm"  # lm | none, for activations
 
     def __post_init__(self):
         check_sizes(self)
@@ -78,7 +81,10 @@ class LlamaConfig:
                 f"model.num_layers={self.num_layers}"
             )
         check_scaling(self.rope_scaling, self.head_dim)
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", HashableScaling(self.rope_scaling))
         make_token_loss(self.loss)
+        check_head(self.head)
 
 
 class Block(nnx.Module):
@@ -136,7 +142,9 @@ class Llama(nnx.Module):
     """A causal language model."""
 
     Config = LlamaConfig
+    stacks = ("decoder", "windowed_decoder")
     can_share_vocab = True
+    objectives = ("causal_lm",)
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -153,7 +161,8 @@ class Llama(nnx.Module):
         self.decoder = stack(num_full or config.num_layers, None if num_full else window)
         self.windowed_decoder = stack(config.num_layers - num_full if num_full else 0, window)
         self.final_norm = RMSNorm(config.embed_dim, epsilon=config.rms_norm_epsilon, rngs=rngs)
-        self.output_embedding = None if config.tie_embeddings else param(normal, rngs, *table)
+        has_own_table = config.head == "lm" and not config.tie_embeddings
+        self.output_embedding = param(normal, rngs, *table) if has_own_table else None
 
     def embed(self, batch: dict) -> jax.Array:
         """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
@@ -162,6 +171,7 @@ class Llama(nnx.Module):
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        check_has_loss(self.config)
         x_BTD, (vocab_size, loss) = (
             self.final_norm(x_BTD),
             (self.config.vocab_size, self.config.loss),
@@ -186,6 +196,8 @@ class Llama(nnx.Module):
     def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
         """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
 
+        For `head="none"` it returns activations `[B, T, D]`.
+
         Args:
           attention_mask: [B, T], 0 at padding.
         """
@@ -194,6 +206,8 @@ class Llama(nnx.Module):
         for stack in (self.decoder, self.windowed_decoder):
             x_BTD = x_BTD if stack is None else stack(x_BTD, batch)
         x_BTD = self.final_norm(x_BTD)
+        if self.config.head == "none":
+            return x_BTD
         return vocab_logits(x_BTD, self._table(), vocab_size=self.config.vocab_size)
 
     def _table(self) -> jax.Array:

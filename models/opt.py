@@ -12,6 +12,8 @@ from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.language import (
+    check_has_loss,
+    check_head,
     check_sizes,
     learned_positions,
     padded_vocab,
@@ -49,6 +51,7 @@ class OPTConfig:
     layer_norm_epsilon: float = 1e-5
     init_stddev: float = 0.02
     loss: str = "cross_entropy"  # or an import path; see models/losses.py
+    head: str = "lm"  # lm | none, for activations
 
     def __post_init__(self):
         check_sizes(self)
@@ -58,6 +61,7 @@ class OPTConfig:
             )
         check_activation(self.activation)
         make_token_loss(self.loss)
+        check_head(self.head)
 
 
 class Block(nnx.Module):
@@ -102,6 +106,7 @@ class OPT(nnx.Module):
 
     Config = OPTConfig
     can_share_vocab = True
+    objectives = ("causal_lm",)
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -134,6 +139,7 @@ class OPT(nnx.Module):
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        check_has_loss(self.config)
         config, table = self.config, self.token_embedding[...]
         vocab_size, loss = config.vocab_size, config.loss
         sums = vocab_loss(self._outputs(x_BTD), table, batch, vocab_size=vocab_size, loss=loss)
@@ -154,11 +160,15 @@ class OPT(nnx.Module):
     def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
         """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
 
+        For `head="none"` it returns activations `[B, T, D]`.
+
         Args:
           attention_mask: [B, T], 0 at padding.
         """
         batch = text_batch(tokens, attention_mask)
         x_BTD = self._outputs(self.decoder(self.embed(batch), batch))
+        if self.config.head == "none":
+            return x_BTD
         return vocab_logits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
 
     def _outputs(self, x_BTD: jax.Array) -> jax.Array:

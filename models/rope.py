@@ -57,6 +57,16 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: np.ndarray, 
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
 
 
+class HashableScaling(dict):
+    """A dict of numbers, strings and lists of numbers that is not changed, and can be hashed.
+
+    A model with one can be an argument of `nnx.jit`.
+    """
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(repr(sorted(self.items())))
+
+
 def check_scaling(scaling: Scaling | None, head_dim: int) -> None:
     """Checks a model's `rope_scaling`.
 
@@ -67,6 +77,11 @@ def check_scaling(scaling: Scaling | None, head_dim: int) -> None:
         raise ValueError(f"model.head_dim={head_dim} must be even: features are rotated in pairs")
     if scaling is None:
         return
+    if not isinstance(scaling, Mapping):
+        raise ValueError(
+            f"model.rope_scaling={scaling!r} must be a mapping such as "
+            "{'rope_type': 'linear', 'factor': 2.0}, or None"
+        )
     kind = scaling.get("rope_type")
     if kind not in _KEYS:
         raise ValueError(

@@ -2,14 +2,16 @@
 
 A model is an `nnx.Module` with
 - `embed(batch) -> x`: tokens or patches become activations;
-- attributes that are a `Stack` of blocks, each called as `block(x, batch, keys) -> x`; they run in
-  the order in which they were assigned;
+- attributes that are a `Stack` of blocks, each called as `block(x, batch, keys) -> x`; a model with
+  several names them in the order in which they run: `stacks = ("encoder", "decoder")`;
 - for a stack that x is made ready for, such as a decoder, `before_<attribute>(x, batch) -> x`;
 - `head(x, batch) -> (loss_sum, weight_sum, metrics)`: scalars, sums over the batch's tokens.
 
 A model whose `embed` and `head` compute with a part of the vocab, because they use
 `models.layers.lookup` and `models.losses.chunked_vocab_loss`, says so: `can_share_vocab = True`.
 A class that changes either says it again.
+
+A model for certain `data.objective` alone names them: `objectives = ("causal_lm",)`.
 
 `x` is an array or a tree of arrays, all floating, and keeps its structure, shapes and dtypes from
 `embed` to `head`. `batch` is a dict of arrays with a leading batch dim. While training,
@@ -92,13 +94,11 @@ def partition(model: Any, *, remat: str) -> Parts:
     """Returns the model's functions; `model` may be abstract and is left as it is.
 
     Raises:
-      ValueError: the model has no Stack, or lacks `embed` or `head`, or holds other state than
-        parameters.
+      ValueError: the model has no Stack, or several in no order, or lacks `embed` or `head`, or
+        holds other state than parameters.
     """
     name = type(model).__name__
-    stacks = {key: value for key, value in vars(model).items() if isinstance(value, Stack)}
-    if not stacks:
-        raise ValueError(f"{name} has no attribute of type models.stack.Stack; it must have one")
+    stacks = _stacks(model)
     for method in ("embed", "head"):
         if not callable(getattr(model, method, None)):
             raise ValueError(f"{name} has no method {method!r}; see models/stack.py for the three")
@@ -129,6 +129,23 @@ def partition(model: Any, *, remat: str) -> Parts:
         head=lambda ends, x, batch: nnx.merge(ends_graph, ends).head(x, batch),
         num_layers={key: stack.num_layers for key, stack in stacks.items()},
     )
+
+
+def _stacks(model: Any) -> dict[str, Stack]:
+    """Returns the model's stacks in the order in which they run."""
+    name = type(model).__name__
+    found = {key: value for key, value in vars(model).items() if isinstance(value, Stack)}
+    if not found:
+        raise ValueError(f"{name} has no attribute of type models.stack.Stack; it must have one")
+    # Not the order of assignment: NNX sorts the attributes of what it puts together.
+    order = getattr(model, "stacks", tuple(found) if len(found) == 1 else ())
+    unnamed = sorted(found.keys() - set(order))
+    if unnamed:
+        raise ValueError(
+            f"{name} has the stacks {', '.join(sorted(found))}, and {', '.join(unnamed)} not in "
+            f"{name}.stacks={order}; name all there, in the order in which they run"
+        )
+    return {key: found[key] for key in order if key in found}
 
 
 def check(parts: Parts, params: Tree, batch: Tree) -> None:

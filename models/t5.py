@@ -134,7 +134,9 @@ class T5(nnx.Module):
     """A sequence-to-sequence model."""
 
     Config = T5Config
+    stacks = ("encoder", "decoder")
     can_share_vocab = True
+    objectives = ("span_corruption", "seq2seq")
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -156,7 +158,8 @@ class T5(nnx.Module):
         self.decoder = stack(config.num_decoder_layers, True)
         self.decoder_norm = RMSNorm(config.embed_dim, **norm)
         tied = config.tie_embeddings
-        self.output_embedding = None if tied else param(normal(1.0), rngs, table, axes)
+        # A tied table is scaled down before the head instead.
+        self.output_embedding = None if tied else param(normal(stddev), rngs, table, axes)
 
     def embed(self, batch: dict) -> dict:
         """Returns what `Block` is given, of `tokens` and `decoder_tokens`."""

@@ -10,10 +10,11 @@ from jax.experimental import multihost_utils
 
 from sharding import devices
 from tests.runs import CONFIG, digest, make_run
-from train import config as configs
+from train.config import resolve
+from train.config_files import load
 
 if __name__ == "__main__":
-    devices.start(configs.resolve(configs.load(CONFIG, sys.argv[1:])).mesh)
+    devices.start(resolve(load(CONFIG, sys.argv[1:])).mesh)
     run, _ = make_run(sys.argv[1:])
     params = multihost_utils.process_allgather(run.state.initial().params, tiled=True)
     print(f"digest {digest(params)}", flush=True)

@@ -15,7 +15,8 @@ from models.gpt2 import GPT2
 from models.layers import lookup
 from sharding.batches import place_batch
 from sharding.mesh import make_mesh
-from train import config as configs
+from train.config import resolve
+from train.config_files import load
 from train.setup import Run, prepare
 
 ROOT = Path(__file__).parents[1]
@@ -53,10 +54,11 @@ def write_corpus(directory: Path) -> tuple[str, ...]:
 
 def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, TextCorpus]:
     """Returns the run on the first devices, and its corpus; `jax_enable_x64` is the caller's."""
-    resolved = configs.resolve(configs.load(config, overrides))
+    resolved = resolve(load(config, overrides))
     corpus = load_corpus(resolved.data)
     mesh = make_mesh(resolved.mesh)
-    return prepare(resolved, mesh, vocab_size=corpus.tokenizer.vocab_size), corpus
+    vocab_size, num_labels = corpus.tokenizer.vocab_size, len(corpus.labels) or None
+    return prepare(resolved, mesh, vocab_size=vocab_size, num_labels=num_labels), corpus
 
 
 def losses(run: Run, corpus: TextCorpus, num_steps: int) -> list[float]:

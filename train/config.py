@@ -1,17 +1,12 @@
-"""From a config file and command-line overrides to the frozen dataclasses that components own."""
+"""From a config to the frozen dataclasses that the components own."""
 
-import ast
 import dataclasses
 import difflib
-import importlib.util
-import inspect
 import pkgutil
 import typing
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import yaml
 from ml_collections import ConfigDict
 
 from checkpoint.manager import CheckpointConfig
@@ -23,10 +18,20 @@ from train.metrics import LogConfig
 from train.optimizer import OptimizerConfig
 
 #: `model.name` -> import path of the class.
-MODELS = {"gpt2": "models.gpt2:GPT2"}
+MODELS = {
+    "gpt2": "models.gpt2:GPT2",
+    "opt": "models.opt:OPT",
+    "llama": "models.llama:Llama",
+    "bert": "models.bert:Bert",
+    "t5": "models.t5:T5",
+}
 
-#: Keys of a model's config that may be left open (absent or None): the data gives them a value.
-FROM_DATA = ("vocab_size", "max_positions")
+#: Keys of a model's config that may be left open (absent or None) -> what the data has of them.
+FROM_DATA = {
+    "vocab_size": "the tokenizer's {} tokens",
+    "max_positions": "data.sequence_length={}",
+    "num_labels": "the {} labels of the data",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +120,7 @@ class RunConfig:
     precision: PrecisionConfig
     log: LogConfig
     rules: Mapping[str, Any]
+    init_from: str  # a checkpoint that the parameters start from; "" is none
     model_name: str
     model_class: type
     model_fields: Mapping[str, Any]
@@ -135,53 +141,29 @@ class RunConfig:
                 f"data.sequence_length={self.data.sequence_length}"
             )
 
-    def model_config(self, *, vocab_size: int) -> Any:
+    def model_config(self, *, vocab_size: int, num_labels: int | None = None) -> Any:
         """Returns the model's own config, with what it leaves open taken from the data.
 
         Args:
             vocab_size: of the tokenizer.
+            num_labels: that the data has, if it has labels.
 
         Raises:
-            ValueError: the tokenizer has more tokens than the model.
+            ValueError: the data has more tokens, positions or labels than the model.
         """
         fields = dict(self.model_fields)
         known = {field.name for field in dataclasses.fields(self.model_class.Config)}
-        values = (vocab_size, self.data.sequence_length)
-        for name, value in zip(FROM_DATA, values, strict=True):
-            if name in known and fields.get(name) is None:
-                fields[name] = value
-            if name in known and fields[name] < value:
-                raise ValueError(
-                    f"model.{name}={fields[name]} is less than the "
-                    + (f"tokenizer's {value} tokens" if name == "vocab_size" else "")
-                    + (f"data.sequence_length={value}" if name == "max_positions" else "")
-                )
+        values = (vocab_size, self.data.sequence_length, num_labels)
+        for (name, what), value in zip(FROM_DATA.items(), values, strict=True):
+            if name not in known:
+                continue
+            if fields.get(name) is None:
+                fields.pop(name, None)
+                fields |= {} if value is None else {name: value}
+            elif value is not None and fields[name] < value:
+                less = f"model.{name}={fields[name]} is less than "
+                raise ValueError(less + what.format(value))
         return self.model_class.Config(**fields)
-
-
-def load(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
-    """Returns the config of a file with overrides applied.
-
-    Args:
-        path: `file.py`, `file.py:argument` (passed to its `get_config`), or `config.yaml`.
-        overrides: strings `section.key=value`.
-
-    Raises:
-        ValueError, FileNotFoundError: what is wrong, in one sentence.
-    """
-    file, _, argument = path.partition(":")
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"--config={path}: there is no file {file}")
-    if file.endswith((".yaml", ".yml")):
-        config = _load_yaml(file)
-    else:
-        config = _load_python(file, argument)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ValueError(f"--config.{override} lacks a value; write --config.{key}=value")
-        _set(config, key, text)
-    return config
 
 
 def resolve(config: Any) -> RunConfig:
@@ -190,13 +172,16 @@ def resolve(config: Any) -> RunConfig:
     Raises:
         ValueError: an unknown or missing key (with the nearest known one), a bad value.
     """
-    known = [*SECTIONS, "model", "rules"]
+    known = [*SECTIONS, "model", "rules", "init_from"]
     for name in config:
         if name not in known:
-            raise ValueError(f"config.{name} is unknown{_nearest(name, known)}")
-        if not isinstance(config[name], ConfigDict):
+            raise ValueError(f"config.{name} is unknown{nearest(name, known)}")
+        if name != "init_from" and not isinstance(config[name], ConfigDict):
             raise ValueError(f"config.{name}={config[name]!r} must be a section of keys")
-    fields = {name: config[name].to_dict() for name in config}
+    fields = {name: config[name].to_dict() for name in config if name != "init_from"}
+    init_from = config.get("init_from", "")
+    if not isinstance(init_from, str):
+        raise ValueError(f"config.init_from={init_from!r} must be a path, or '' for none")
     if "name" not in fields.get("model", {}):
         raise ValueError(f"config.model.name is missing; choose {', '.join(MODELS)}, or a path")
     model_name = fields["model"].pop("name")
@@ -211,111 +196,11 @@ def resolve(config: Any) -> RunConfig:
     return RunConfig(
         **sections,
         rules=fields.get("rules", {}),
+        init_from=init_from,
         model_name=model_name,
         model_class=model_class,
         model_fields=fields["model"],
     )
-
-
-def overrides(arguments: Sequence[str]) -> list[str]:
-    """Returns `section.key=value` of every `--config.section.key=value` on a command line.
-
-    Raises:
-        ValueError: an argument that is none.
-    """
-    found, rest = [], list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--config."):
-            raise ValueError(
-                f"unknown argument {argument!r}; config keys are set as --config.section.key=value"
-            )
-        if "=" not in argument and rest and not rest[0].startswith("--"):
-            argument += "=" + rest.pop(0)
-        found.append(argument.removeprefix("--config."))
-    return found
-
-
-def shorten(config: Any) -> None:
-    """Makes the run a try: 3 steps, each logged, and one batch of evaluation."""
-    config.train.num_steps = 3
-    config.log.every_steps = 1
-    config.eval.every_steps = 0
-    config.eval.num_batches = 1
-
-
-def save_yaml(config: ConfigDict, path: Path) -> None:
-    """Writes the config so that `load` gives it back; the file appears whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(yaml.safe_dump(_plain(config.to_dict()), sort_keys=False))
-    temporary.replace(path)
-
-
-def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> list[str]:
-    """Returns a line per key below the given ones whose value differs: `key: saved -> now`."""
-    old, new = _flat(saved.to_dict()), _flat(config.to_dict())
-    return [
-        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
-        for key in sorted(old | new)
-        if any(key == k or key.startswith(k + ".") for k in keys) and old.get(key) != new.get(key)
-    ]
-
-
-def _load_python(file: str, argument: str) -> ConfigDict:
-    spec = importlib.util.spec_from_file_location("run_config", file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"--config={file} is neither a .py nor a .yaml file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    get_config = getattr(module, "get_config", None)
-    if get_config is None:
-        raise ValueError(f"--config={file} defines no function get_config()")
-    if argument and not inspect.signature(get_config).parameters:
-        raise ValueError(f"--config={file}:{argument}: its get_config() takes no argument")
-    return get_config(argument) if argument else get_config()
-
-
-def _load_yaml(file: str) -> ConfigDict:
-    try:
-        tree = yaml.safe_load(Path(file).read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config={file} is no valid YAML: {error}") from None
-    if not isinstance(tree, dict) or not all(isinstance(v, dict) for v in tree.values()):
-        raise ValueError(f"--config={file} must hold sections of keys, as a run's config.yaml does")
-    return ConfigDict(_tuples(tree))
-
-
-def _set(config: Any, key: str, text: str) -> None:
-    section, _, name = key.partition(".")
-    keys = [f"{s}.{k}" for s in config if isinstance(config[s], ConfigDict) for k in config[s]]
-    if section == "rules" and name and "rules" in config:
-        config.rules[name] = _parse(text)
-        return
-    if key not in keys:
-        raise ValueError(f"--config.{key}: unknown key{_nearest(key, keys)}")
-    default, value = config[section][name], _parse(text)
-    if isinstance(default, str):
-        value = text
-    elif isinstance(default, tuple):
-        parts = text.split(",") if isinstance(value, str) else value
-        parts = parts if isinstance(parts, tuple | list) else (parts,)
-        value = tuple(part for part in parts if part != "")
-    elif isinstance(default, float) and type(value) is int:
-        value = float(value)
-    numbers = section == "model" and {type(default), type(value)} == {int, float}
-    # None and the kind of number are left to `resolve`, which knows what each key takes.
-    if None not in (default, value) and type(value) is not type(default) and not numbers:
-        kind = type(default).__name__
-        raise ValueError(f"--config.{key}={text}: must be of type {kind}, such as {default!r}")
-    with config.ignore_type():
-        config[section][name] = value
-
-
-def _parse(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)
 
 
 def _build(section: type, values: dict[str, Any], name: str) -> Any:
@@ -324,14 +209,14 @@ def _build(section: type, values: dict[str, Any], name: str) -> Any:
 
 
 def _check_fields(
-    section: type, values: dict[str, Any], name: str, *, may_be_open: Sequence[str] = ()
+    section: type, values: dict[str, Any], name: str, *, may_be_open: Collection[str] = ()
 ) -> None:
     """Refuses unknown and missing keys and wrong types; whole numbers become floats in place."""
     fields = {field.name: field for field in dataclasses.fields(section)}
     for key in values:
         if key not in fields:
             keys = [f"{name}.{k}" for k in fields]
-            raise ValueError(f"config.{name}.{key}: unknown key{_nearest(f'{name}.{key}', keys)}")
+            raise ValueError(f"config.{name}.{key}: unknown key{nearest(f'{name}.{key}', keys)}")
     for key, field in fields.items():
         if values.get(key) is None and key in may_be_open:
             continue
@@ -355,7 +240,7 @@ def _model_class(name: str) -> type:
         model_class = pkgutil.resolve_name(path)
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(
-            f"model.name={name!r} is neither {' nor '.join(MODELS)} nor an import path "
+            f"model.name={name!r} is none of {', '.join(MODELS)} and no import path "
             f"'package.module:Class': {error}"
         ) from None
     if not dataclasses.is_dataclass(getattr(model_class, "Config", None)):
@@ -363,29 +248,8 @@ def _model_class(name: str) -> type:
     return model_class
 
 
-def _nearest(key: str, known: Sequence[str]) -> str:
+def nearest(key: str, known: Sequence[str]) -> str:
+    """Returns the end of a message about an unknown key: the nearest known one, if any."""
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
     close = close or [k for k in known if k.endswith("." + key.rpartition(".")[2])][:1]
     return f"; the nearest known key is {close[0]}" if close else ""
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
-    return flat

@@ -53,7 +53,7 @@ def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves
 
 
 def evaluate(run: Run, corpus: TextCorpus, state: TrainState) -> dict[str, float]:
-    """Returns `eval_loss` (nats a token), `eval_perplexity` and the head's metrics, `eval_*`."""
+    """Returns `eval_loss` (nats) and the head's metrics, `eval_*`; for tokens `eval_perplexity`."""
     sums: dict[str, np.ndarray] = {}
     for batch in validation_batches(corpus, run.config.data, run.rows, run.config.eval.num_batches):
         batch.pop("index")
@@ -61,8 +61,9 @@ def evaluate(run: Run, corpus: TextCorpus, state: TrainState) -> dict[str, float
             sums[name] = sums.get(name, np.float64(0)) + value
     weight = sums.pop("weight")
     scores = {f"eval_{name}": float(value / weight) for name, value in sums.items()}
-    loss = scores["eval_loss"]
-    scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+    if not corpus.labels:
+        loss = scores.get("eval_mlm_loss", scores["eval_loss"])
+        scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
     return scores
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import jax
 
+from convert.source import Source, read_source
 from data.text import TextCorpus, load_corpus
 from sharding import devices
-from train import config as configs
-from train import loop, workdir
+from train import config_files, loop, workdir
+from train.config import resolve
+from train.init_from import take_over
 from train.setup import Run, describe, prepare
 
 ROOMS = ("checkpoint", "data", "models", "sharding", "train")
@@ -35,12 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) if args.fast_dev_run else args.workdir
         try:
-            run, corpus = _set_up(args, configs.overrides(others))
+            run, corpus, source = _set_up(args, config_files.overrides(others))
             if args.mode == "train":
                 run.compile()
-            start = workdir.find_position(run, corpus, directory)
+            start = workdir.find_position(run, corpus, directory, source)
             if args.mode == "train":
-                workdir.claim(directory, run)
+                workdir.claim(directory, run, corpus, source)
         except (ValueError, OSError) as error:
             if os.environ.get("TAIBAI_TRACEBACK"):
                 raise
@@ -57,29 +59,39 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _set_up(args: argparse.Namespace, overrides: list[str]) -> tuple[Run, TextCorpus]:
-    """Returns the run and its corpus, after all checks that need no computation."""
+def _set_up(
+    args: argparse.Namespace, overrides: list[str]
+) -> tuple[Run, TextCorpus, Source | None]:
+    """Returns the run, its corpus and what it starts from, after checks that compute nothing."""
     evaluates = args.mode == "eval"
-    if evaluates and not workdir.has_checkpoint(args.workdir):
-        raise ValueError(f"--mode=eval: --workdir={args.workdir} holds no checkpoint; train first")
-    source = configs.load(args.config, overrides)
+    given = config_files.load(args.config, overrides)
+    if evaluates and not (given.get("init_from") or workdir.has_checkpoint(args.workdir)):
+        raise ValueError(
+            f"--mode=eval: --workdir={args.workdir} holds no checkpoint; train first, or set "
+            "--config.init_from"
+        )
     if args.fast_dev_run:
-        configs.shorten(source)
-    config = configs.resolve(source)
+        config_files.shorten(given)
+    source = read_source(given.init_from) if given.get("init_from") else None
+    if source is not None:
+        take_over(given, source, overrides)
+    config = resolve(given)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     mesh = devices.start(config.mesh)
     config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
     if jax.process_index() > 0:
         logging.disable(logging.INFO)
     corpus = load_corpus(config.data)
-    run = prepare(config, mesh, vocab_size=corpus.tokenizer.vocab_size)
+    num_labels = len(corpus.labels) or None
+    vocab_size = corpus.tokenizer.vocab_size
+    run = prepare(config, mesh, vocab_size=vocab_size, num_labels=num_labels)
     workdir.check_processes_agree(run, corpus)
     if evaluates and not len(corpus.validation):
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation text")
     if not args.fast_dev_run:
         workdir.check(args.workdir, run)
     logging.getLogger("train").info("%s", describe(run, corpus))
-    return run, corpus
+    return run, corpus, source
 
 
 if __name__ == "__main__":

@@ -73,9 +73,10 @@ class Progress:
             self._print_line(step, [*_parts(metrics), eta])
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Prints a line that stays, with `eval_loss` and `eval_perplexity`."""
-        loss, perplexity = metrics["eval_loss"], metrics["eval_perplexity"]
-        self._print_line(step, [f"eval_loss {loss:.4f}", f"eval_perplexity {perplexity:.2f}"])
+        """Prints a line that stays, with every metric."""
+        digits = {"eval_perplexity": 2}
+        parts = [f"{name} {value:.{digits.get(name, 4)}f}" for name, value in metrics.items()]
+        self._print_line(step, parts)
 
     def _print_line(self, step: int, parts: list[str]) -> None:
         if self._is_shown:

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from data.objectives import batch_shapes
 from data.text import TextCorpus
 from models.flops import num_tokens, train_flops
 from models.stack import Parts, can_share_vocab, check, partition
@@ -118,20 +119,20 @@ class Run:
         )
 
     def _abstract_batch(self, *per_example: str) -> dict[str, jax.ShapeDtypeStruct]:
-        data = self.config.data
-        arrays = _batch_shapes(data.global_batch_size, data.sequence_length)
-        arrays |= {name: ((data.global_batch_size,), jnp.uint32) for name in per_example}
-        return {
-            name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
-            for name, (shape, dtype) in arrays.items()
-        }
+        size = self.config.data.global_batch_size
+        batch = _batch(self.config, size)
+        batch |= {name: jax.ShapeDtypeStruct((size,), jnp.uint32) for name in per_example}
+        return {name: leaf.update(sharding=self.batch_sharding) for name, leaf in batch.items()}
 
 
-def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> Run:
+def prepare(
+    config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int, num_labels: int | None = None
+) -> Run:
     """Returns the run that the config describes on this mesh.
 
     Args:
         vocab_size: of the tokenizer.
+        num_labels: that the data has, if it has labels.
 
     Raises:
         ValueError: the model, the mesh, the rules or the data do not fit each other.
@@ -139,7 +140,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     pipeline = config.pipeline
     shares_vocab = pipeline.share_vocab and mesh.shape["pipeline"] > 1
     rules = make_rules(config.rules, shares_vocab=shares_vocab)
-    model_config = config.model_config(vocab_size=vocab_size)
+    model_config = config.model_config(vocab_size=vocab_size, num_labels=num_labels)
 
     def build() -> nnx.Module:
         return config.model_class(model_config, rngs=nnx.Rngs(config.train.seed))
@@ -154,7 +155,14 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
             "models/stack.py); set pipeline.share_vocab=False"
         )
     parts = partition(model, remat=config.train.remat)
-    check(parts, *_microbatch(config, mesh, model))
+    _check_objective(config, model)
+    try:
+        check(parts, *_microbatch(config, mesh, model))
+    except KeyError as error:
+        raise ValueError(
+            f"{type(model).__name__} reads {error} of the batch, in which "
+            f"data.objective={config.data.objective!r} puts {', '.join(batch_shapes(config.data))}"
+        ) from None
     schedule = make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
     )
@@ -189,9 +197,20 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int) -> R
     )
 
 
-def _batch_shapes(batch: int, length: int) -> dict[str, tuple[tuple[int, ...], Any]]:
-    ids = ((batch, length), jnp.int32)
-    return {"tokens": ids, "targets": ids, "weights": ((batch, length), jnp.float32)}
+def _batch(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns a batch of `size` examples as the data makes them."""
+    shapes = batch_shapes(config.data)
+    return {name: jax.ShapeDtypeStruct((size, *s), dtype) for name, (s, dtype) in shapes.items()}
+
+
+def _check_objective(config: RunConfig, model: nnx.Module) -> None:
+    objectives = getattr(model, "objectives", None)
+    if objectives is not None and config.data.objective not in objectives:
+        choices = " or ".join(objectives) or "another model.head: this one learns nothing"
+        raise ValueError(
+            f"data.objective={config.data.objective!r} does not fit model.name="
+            f"{config.model_name!r} with its head; choose {choices}"
+        )
 
 
 def _microbatch(
@@ -199,8 +218,7 @@ def _microbatch(
 ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
     """Returns parameters and a microbatch as the devices of one replica get them."""
     num_parts = config.train.num_microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
-    shapes = _batch_shapes(config.data.global_batch_size // num_parts, config.data.sequence_length)
-    batch = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    batch = _batch(config, config.data.global_batch_size // num_parts)
     dtype = jnp.dtype(config.precision.compute)
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),

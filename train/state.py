@@ -78,17 +78,21 @@ class StateLayout:
         self.abstract: TrainState = jax.tree.map(self._on_mesh, slots, specs)
         self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable)
 
-    def initial(self) -> TrainState:
-        """Returns the initial state, each shard made on its own device: equal bits on any mesh."""
+    def initial(self, params: Tree | None = None) -> TrainState:
+        """Returns the initial state, each shard made on its own device: equal bits on any mesh.
 
-        def make():
-            layers = self._initial_layers()
+        Args:
+          params: what to start from, as in `portable`; used up. The model's own start by default.
+        """
+
+        def make(params):
+            layers = self._initial_layers(params)
             if not self._is_plain:
                 # Layers change places while they are whole on a device, in thin slices.
                 layers = jax.lax.with_sharding_constraint(layers, _shardings(self.portable))
             return self._to_slots(layers)
 
-        return jax.jit(make, out_shardings=_shardings(self.abstract))()
+        return jax.jit(make, out_shardings=_shardings(self.abstract), donate_argnums=0)(params)
 
     def to_portable(self, state: TrainState) -> TrainState:
         """Returns the state as a checkpoint holds it; what changes its form lies on the host."""
@@ -118,8 +122,8 @@ class StateLayout:
     def _is_plain(self) -> bool:
         return all(layout.is_plain for layout in self._layouts.values())
 
-    def _initial_layers(self) -> TrainState:
-        params = nnx.to_pure_dict(nnx.split(self._build())[1])
+    def _initial_layers(self, start: Tree | None = None) -> TrainState:
+        params: Any = nnx.to_pure_dict(nnx.split(self._build())[1]) if start is None else start
         # Random bits are drawn in float32 whatever the master weights' dtype.
         params = jax.tree.map(lambda x: x.astype(self._params_dtype), params)
         return TrainState(

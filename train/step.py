@@ -47,9 +47,10 @@ def make_train_step(
     Args:
       specs: the PartitionSpec of every parameter.
 
-    The batch holds `tokens`, `targets` int32[B, T], `weights` float32[B, T] and `index` uint32[B],
-    each example's number in the run. The loss is the sum over all tokens of all microbatches and
-    devices, divided by their weight. Metrics are scalars: `loss, grad_norm, learning_rate,
+    The batch holds what the model's `embed` and `head` read, `weights` among it, and `index`
+    uint32[B], each example's number in the run. The loss is the sum over all microbatches and
+    devices, divided by the sum of `weights`; those of further losses, `*_weights`, are first
+    brought to that sum. Metrics are scalars: `loss, grad_norm, learning_rate,
     num_skipped` and the head's, as weighted means. A step whose loss or gradients are not finite
     changes nothing but the counters.
     """
@@ -58,7 +59,8 @@ def make_train_step(
     )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        microbatches = _to_microbatches(_with_dropout_keys(batch, config.seed), config)
+        batch = _with_dropout_keys(_with_even_weights(batch), config.seed)
+        microbatches = _to_microbatches(batch, config)
         with axis_rules(rules):
             params = parts.split(_cast(state.params, config.compute_dtype))
             sums, grads = loss_and_grad(params, microbatches)
@@ -99,7 +101,7 @@ def make_eval_step(
     def eval_step(params: Tree, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules):
             params = parts.split(_cast(params, config.compute_dtype))
-            return evaluate(params, _to_microbatches(batch, config))
+            return evaluate(params, _to_microbatches(_with_even_weights(batch), config))
 
     return eval_step
 
@@ -118,6 +120,20 @@ def _update(state: TrainState, grads: Tree, metrics: dict, optimizer) -> TrainSt
         params=keep(params, state.params),
         opt_state=keep(opt_state, state.opt_state),
     )
+
+
+def _with_even_weights(batch: Batch) -> Batch:
+    """Returns the batch with the weights of a head's further losses as heavy as `weights`.
+
+    Every `*_weights` is scaled so that its sum is that of `weights`: divided by that, as all sums
+    of a head are, each loss is a mean over what has a weight in it.
+    """
+
+    def scaled(weights: jax.Array) -> jax.Array:
+        total = jnp.sum(weights)
+        return weights * (jnp.sum(batch["weights"]) / jnp.where(total > 0, total, 1))
+
+    return {name: scaled(a) if name.endswith("_weights") else a for name, a in batch.items()}
 
 
 def _with_dropout_keys(batch: Batch, seed: int) -> Batch:

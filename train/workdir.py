@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import json
 import logging
+import shutil
 from pathlib import Path
 
 import jax
@@ -12,18 +14,22 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from checkpoint.manager import Checkpoints
+from convert.from_hf import keep_hf_files
+from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
+from convert.source import Source
 from data.text import TextCorpus, train_batches
-from train.config import SECTIONS, differences, load, save_yaml
+from train.config import SECTIONS
+from train.config_files import differences, load, save_yaml
+from train.init_from import start_params
 from train.setup import Run
 from train.state import TrainState
 
-CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
+LABELS_FILE = "labels.json"
 
 #: A checkpoint fits only a run that agrees on these.
 FIXED = ("model", "data", "train.seed", "optimizer.name", "precision.params")
 #: How fast things are read, and where they lie, may change; the text itself is compared by hash.
-FREE = ("data.cache_dir", "data.num_threads", "data.paths")
+FREE = ("data.cache_dir", "data.mixture", "data.num_threads", "data.paths")
 
 _log = logging.getLogger(__name__)
 
@@ -65,11 +71,24 @@ def check_processes_agree(run: Run, corpus: TextCorpus) -> None:
             )
 
 
-def claim(workdir: Path, run: Run) -> None:
-    """Writes `workdir/config.yaml`."""
-    if jax.process_index() == 0:
-        workdir.mkdir(parents=True, exist_ok=True)
-        save_yaml(resolved(run), workdir / CONFIG_FILE)
+def claim(workdir: Path, run: Run, corpus: TextCorpus, source: Source | None = None) -> None:
+    """Writes `workdir/config.yaml`, and beside it what `python -m convert.to_hf` needs.
+
+    That is in `hf/`: the tokenizer, the labels of a classifier, and what is known of the model
+    that the run starts from.
+    """
+    if jax.process_index() > 0:
+        return
+    hf = workdir / HF_FILES
+    hf.mkdir(parents=True, exist_ok=True)
+    save_yaml(resolved(run), workdir / CONFIG_FILE)
+    tokenizer = Path(corpus.tokenizer.source)
+    if source is not None:
+        keep_hf_files(source, workdir)
+    elif tokenizer.is_file():
+        shutil.copyfile(tokenizer, hf / "tokenizer.json")
+    if corpus.labels:
+        (hf / LABELS_FILE).write_text(json.dumps(corpus.labels) + "\n")
 
 
 def has_checkpoint(workdir: Path) -> bool:
@@ -82,7 +101,14 @@ def resolved(run: Run) -> ConfigDict:
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
     del sections["data"]["seed"]  # it is train.seed
     model = {"name": config.model_name, **dataclasses.asdict(run.model_config)}
-    return ConfigDict({"model": model, **sections, "rules": dict(config.rules)})
+    return ConfigDict(
+        {
+            "init_from": config.init_from,
+            "model": model,
+            **sections,
+            "rules": dict(config.rules),
+        }
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +121,13 @@ class Position:
     checkpoints: Checkpoints
 
 
-def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
+def find_position(
+    run: Run, corpus: TextCorpus, workdir: Path, source: Source | None = None
+) -> Position:
     """Returns the newest intact checkpoint's position, or the initial one if there is none.
+
+    Args:
+        source: what the initial parameters are; None leaves them to the model.
 
     Raises:
         ValueError: no checkpoint is intact, or they are those of another model or other text.
@@ -105,7 +136,8 @@ def find_position(run: Run, corpus: TextCorpus, workdir: Path) -> Position:
     batches = train_batches(corpus, run.config.data, run.rows)
     restored = checkpoints.restore(run.state.portable)
     if restored is None:
-        step, state = 0, run.state.initial()
+        params = None if source is None else start_params(run, source)
+        step, state = 0, run.state.initial(params)
     else:
         step, portable, data_state = restored
         state = run.state.from_portable(portable)

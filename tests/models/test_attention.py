@@ -1,4 +1,6 @@
-"""Attention against a plain float64 reference, and that no position sees what follows it."""
+"""Attention against a plain float64 reference, and that no position sees what it must not."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,3 +91,135 @@ def test_attend_passes_nan_on():
     assert (
         np.all(np.isnan(y[0, 3:])) and np.all(np.isfinite(y[0, :3])) and np.all(np.isfinite(y[1]))
     )
+
+
+def general_reference(
+    q, k, v, dy, *, is_causal=False, window=None, segments=None, bias=None, scale
+):
+    """Returns the output and the gradients of q, k, v and the bias, in numpy, head by head."""
+    num_groups = q.shape[2] // k.shape[2]
+    k_all, v_all = np.repeat(k, num_groups, axis=2), np.repeat(v, num_groups, axis=2)
+    bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
+    logits = np.einsum("BTNH,BSNH->BNTS", q, k_all) * scale + bias
+    distance = np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])[None]
+    visible = np.ones_like(logits, bool)
+    if is_causal:
+        visible &= (distance >= 0)[None, None]
+    if window is not None:
+        visible &= (distance < window)[None, None]
+    if segments is not None:
+        visible &= (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
+    logits = np.where(visible, logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    y = np.einsum("BNTS,BSNH->BTNH", weights, v_all)
+    dweights = np.einsum("BTNH,BSNH->BNTS", dy, v_all)
+    dlogits = weights * (dweights - (weights * dweights).sum(-1, keepdims=True))
+
+    def of_kv_heads(x_BSNH):
+        return x_BSNH.reshape(*k.shape[:3], num_groups, -1).sum(axis=3)
+
+    dq = np.einsum("BNTS,BSNH->BTNH", dlogits, k_all) * scale
+    dk = of_kv_heads(np.einsum("BNTS,BTNH->BSNH", dlogits, q) * scale)
+    dv = of_kv_heads(np.einsum("BNTS,BTNH->BSNH", weights, dy))
+    summed = tuple(dim for dim, size in enumerate(bias.shape) if size == 1)
+    return y, (dq, dk, dv, dlogits.sum(axis=summed, keepdims=True))
+
+
+def packed(length: int) -> np.ndarray:
+    """Returns segment ids of 2 rows: padding at one side each, and two texts between."""
+    ids = np.ones((2, length), np.int32)
+    ids[0, length // 2 :] = 2
+    ids[0, -2:] = 0
+    ids[1, :3] = 0
+    return ids
+
+
+GENERAL = {
+    "groups": {"is_causal": True},
+    "groups, all visible": {},
+    "scale": {"is_causal": True, "scale": 1.0},
+    "window of 1": {"is_causal": True, "window": 1},
+    "window": {"is_causal": True, "window": 7},
+    "window beyond a block": {"is_causal": True, "window": 140},
+    "segments": {"segments": True},
+    "segments, causal": {"is_causal": True, "segments": True},
+    "segments, window": {"is_causal": True, "segments": True, "window": 5},
+    "bias": {"bias": (1, 6, None, None)},
+    "bias, causal": {"is_causal": True, "bias": (1, 6, None, None)},
+    "bias of each example": {"bias": (2, 6, None, None)},
+    "bias of all heads": {"bias": (2, 1, None, None)},
+    "bias of keys": {"bias": (2, 1, 1, None), "is_causal": True},
+    "all": {"is_causal": True, "segments": True, "window": 20, "bias": (1, 6, None, None)},
+}
+
+
+@pytest.mark.parametrize("length", [9, 300])
+@pytest.mark.parametrize("case", GENERAL)
+def test_attend_in_general_equals_reference_with_gradients(case, length):
+    """6 heads read 2 key-value heads; 300 queries make three blocks."""
+    options = dict(GENERAL[case])
+    rng = np.random.default_rng(0)
+    draw = lambda heads: rng.standard_normal((2, length, heads, 8))  # noqa: E731
+    q, k, v, dy = draw(6), draw(2), draw(2), draw(6)
+    scale = options.pop("scale", 8**-0.5)
+    segments: Any = (packed(length), packed(length)) if options.pop("segments", False) else None
+    shape = options.pop("bias", None)
+    bias = (
+        None if shape is None else rng.standard_normal([length if n is None else n for n in shape])
+    )
+    y, grads = general_reference(q, k, v, dy, scale=scale, segments=segments, bias=bias, **options)
+    with jax.enable_x64(True):
+
+        def ours(q, k, v, bias):
+            return attention.attend(
+                *(q, k, v),
+                is_causal=options.get("is_causal", False),
+                window=options.get("window"),
+                segments=segments,
+                bias_BNTS=bias,
+                scale=scale,
+            )
+
+        arrays = [None if x is None else jnp.asarray(x) for x in (q, k, v, bias)]
+        found, vjp = jax.vjp(ours, *arrays)
+        np.testing.assert_allclose(found, y, rtol=TOLERANCE, atol=TOLERANCE)
+        for gradient, expected in zip(vjp(jnp.asarray(dy)), grads, strict=True):
+            if gradient is not None:
+                np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-11)
+
+
+def test_attend_to_another_sequence_equals_reference():
+    rng = np.random.default_rng(0)
+    q, dy = rng.standard_normal((2, 2, 5, 4, 8))
+    k, v = rng.standard_normal((2, 2, 9, 4, 8))
+    segments: Any = (np.ones((2, 5), np.int32), packed(9) != 0)
+    y, grads = general_reference(q, k, v, dy, segments=segments, scale=8**-0.5)
+    with jax.enable_x64(True):
+        found, vjp = jax.vjp(
+            lambda *a: attention.attend(*a, is_causal=False, segments=segments),
+            *map(jnp.asarray, (q, k, v)),
+        )
+        np.testing.assert_allclose(found, y, rtol=TOLERANCE, atol=TOLERANCE)
+        for gradient, expected in zip(vjp(jnp.asarray(dy)), grads[:3], strict=True):
+            np.testing.assert_allclose(gradient, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_attend_implementations_agree(monkeypatch):
+    """What accelerators run, `jax.nn.dot_product_attention`, is given the same to see."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((2, 20, 6, 8)), jnp.float32)
+    k, v = jnp.asarray(rng.standard_normal((2, 2, 20, 2, 8)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal((1, 6, 20, 20)), jnp.float32)
+    ids = jnp.asarray(packed(20))
+    options = {"is_causal": True, "window": 6, "segments": (ids, ids), "bias_BNTS": bias}
+    ours = attention.attend(q, k, v, **options, scale=0.7)
+    monkeypatch.setattr(attention, "implementation", lambda *_: "xla")
+    theirs = attention.attend(q, k, v, **options, scale=0.7)
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+def test_attend_with_a_window_needs_causality():
+    q, k, v, _ = draw(4, 4)
+    with pytest.raises(ValueError, match="window=3 needs is_causal=True"):
+        attention.attend(*map(jnp.asarray, (q, k, v)), is_causal=False, window=3)

@@ -33,6 +33,8 @@ class Decode(Encode):
 
 
 class EncoderDecoder(nnx.Module):
+    stacks = ("encoder", "decoder")
+
     def __init__(self, *, rngs: nnx.Rngs):
         self.table = Linear({"embed": WIDTH}, {"embed": WIDTH}, stddev=0.5, rngs=rngs)
         self.encoder = Stack(lambda rngs: Encode(rngs=rngs), 2, rngs=rngs)
@@ -49,10 +51,11 @@ class EncoderDecoder(nnx.Module):
         return loss, jnp.sum(batch["mask"]), {}
 
 
-def test_stacks_are_found_in_the_order_in_which_they_run():
-    model = nnx.eval_shape(lambda: EncoderDecoder(rngs=nnx.Rngs(0)))
+@pytest.mark.parametrize("make", [nnx.eval_shape, lambda build: build()], ids=["abstract", "real"])
+def test_stacks_are_found_in_the_order_in_which_they_run(make):
+    model = make(lambda: EncoderDecoder(rngs=nnx.Rngs(0)))
     parts = partition(model, remat="none")
-    assert dict(parts.num_layers) == {"encoder": 2, "decoder": 3}
+    assert list(parts.num_layers.items()) == [("encoder", 2), ("decoder", 3)]
     assert list(parts.before) == ["decoder"]
     params = nnx.to_pure_dict(nnx.split(model)[1])
     assert parts.join(parts.split(params)).keys() == params.keys()
@@ -65,7 +68,8 @@ def test_stacks_are_found_in_the_order_in_which_they_run():
 def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, stages, remat):
     with jax.enable_x64(True):
         model = EncoderDecoder(rngs=nnx.Rngs(0))
-        parts = partition(model, remat="none")
+        # As in training: of an abstract model.
+        parts = partition(nnx.eval_shape(lambda: EncoderDecoder(rngs=nnx.Rngs(0))), remat="none")
         params = jax.tree.map(
             lambda x: x.astype("float64"), parts.split(nnx.to_pure_dict(nnx.split(model)[1]))
         )
@@ -106,6 +110,18 @@ def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, st
         np.testing.assert_allclose(sums["loss"], expected_loss, rtol=1e-12)
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)  # noqa: E731
         jax.tree.map(close, {"ends": grads["ends"], "layers": layers}, expected)
+
+
+@pytest.mark.parametrize("stacks", [("encoder",), ()])
+def test_stacks_in_no_order_are_refused(stacks):
+    class Unordered(EncoderDecoder):
+        pass
+
+    Unordered.stacks = stacks
+    with pytest.raises(
+        ValueError, match=r"Unordered has the stacks decoder, encoder, and .*decoder"
+    ):
+        partition(Unordered(rngs=nnx.Rngs(0)), remat="none")
 
 
 class Misfit(EncoderDecoder):

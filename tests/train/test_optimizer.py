@@ -12,7 +12,8 @@ import torch
 
 from sharding.mesh import make_mesh
 from tests.runs import CONFIG
-from train import config as configs
+from train.config import resolve
+from train.config_files import load
 from train.optimizer import OptimizerConfig, decay_mask, make_learning_rate, make_optimizer
 from train.setup import prepare
 
@@ -70,7 +71,7 @@ def adafactor(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradie
 
 def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
     overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
-    config = configs.resolve(configs.load(CONFIG, overrides))
+    config = resolve(load(CONFIG, overrides))
     run = prepare(config, make_mesh(config.mesh), vocab_size=257)
     state = run.state.initial()
     shapes = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
@@ -78,7 +79,7 @@ def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
 
 
 def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
-    config = configs.resolve(configs.load(CONFIG))
+    config = resolve(load(CONFIG))
     run = prepare(config, make_mesh(config.mesh), vocab_size=257)
     mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state.abstract.params))
     names = {".".join(key.key for key in path): decayed for path, decayed in mask}

@@ -1,0 +1,114 @@
+"""30 steps beside `transformers` and torch's AdamW: the same weights, batches and losses."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from convert.source import read_source
+from data.text import load_corpus, train_batches
+from sharding.batches import place_batch
+from sharding.mesh import make_mesh
+from tests.hugging_face import save_model
+from tests.runs import ROOT, write_corpus
+from train.config import resolve
+from train.config_files import load
+from train.init_from import start_params, take_over
+from train.setup import prepare
+
+NUM_STEPS, LEARNING_RATE, WEIGHT_DECAY = 30, 2e-3, 0.1
+#: Float32 in another order: Adam's division amplifies it from step to step.
+TOLERANCE = 1e-3
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS = {
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {
+            **{"n_layer": 2, "n_head": 2, "n_embd": 24, "n_positions": 32},
+            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        },
+        (),
+    ),
+    "bert": (
+        "BertForMaskedLM",
+        {
+            **{"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 24},
+            **{"intermediate_size": 40, "max_position_embeddings": 32, **NO_DROPOUT},
+        },
+        ("model.head=masked_lm", "data.objective=masked_lm"),
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            **{"num_layers": 2, "num_heads": 2, "d_model": 24, "d_kv": 8, "d_ff": 40},
+            **{"feed_forward_proj": "gated-gelu", "dropout_rate": 0.0},
+            **{"decoder_start_token_id": 0, "pad_token_id": 0},
+        },
+        (),
+    ),
+}
+SHARED = (
+    *("data.name=text", "data.sequence_length=24", "data.global_batch_size=8"),
+    *("data.validation_fraction=0.2", "train.num_microbatches=2", f"train.num_steps={NUM_STEPS}"),
+    *(f"optimizer.learning_rate={LEARNING_RATE}", f"optimizer.weight_decay={WEIGHT_DECAY}"),
+    *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.clip_norm=1.0"),
+)
+
+
+def torch_step(model, optimizer, batch):
+    """Returns the loss of a step of `transformers` on our batch."""
+    tensors = {name: torch.tensor(array) for name, array in batch.items() if name != "index"}
+    inputs = {"input_ids": tensors["tokens"]}
+    for ours, theirs in (
+        ("segment_ids", "attention_mask"),
+        ("decoder_tokens", "decoder_input_ids"),
+        ("decoder_segment_ids", "decoder_attention_mask"),
+    ):
+        if ours in tensors:
+            inputs[theirs] = tensors[ours]
+    logits = model(**inputs).logits.flatten(0, 1)
+    targets, weights = tensors["targets"].long().flatten(), tensors["weights"].flatten()
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    loss = (losses * weights).sum() / weights.sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_of_30_steps_are_those_of_torch(name, tmp_path):
+    class_name, settings, changes = MODELS[name]
+    model = save_model(tmp_path / "model", class_name, **settings).train()
+    overrides = (
+        *(*SHARED, *write_corpus(tmp_path), *changes),
+        f"init_from={tmp_path / 'model'}",
+    )
+    config = load(str(ROOT / "configs" / f"{name}.py"), overrides)
+    source = read_source(tmp_path / "model")
+    take_over(config, source, overrides)
+    resolved = resolve(config)
+    corpus = load_corpus(resolved.data)
+    mesh = make_mesh(resolved.mesh)
+    run = prepare(resolved, mesh, vocab_size=corpus.tokenizer.vocab_size)
+    state = run.state.initial(start_params(run, source))
+
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        betas=(resolved.optimizer.beta1, resolved.optimizer.beta2),
+        eps=resolved.optimizer.epsilon,
+    )
+    batches, ours, theirs = train_batches(corpus, resolved.data, run.rows), [], []
+    for _ in range(NUM_STEPS):
+        batch = next(batches)
+        theirs.append(torch_step(model, optimizer, batch))
+        placed = place_batch(batch, run.rows, run.batch_sharding, len(run.rows))
+        state, metrics = run.train_step(state, placed)
+        ours.append(float(jax.device_get(metrics["loss"])))
+    np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
+    assert ours[-1] < ours[0] - 0.3

@@ -1,0 +1,157 @@
+"""Runs that start from Hugging Face's weights, as a user types them."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from convert.from_hf import load as load_model
+from convert.source import read_source
+from data.text import load_corpus, validation_batches
+from sharding.mesh import make_mesh
+from tests.hugging_face import save_model
+from tests.runs import ROOT, write_corpus
+from tests.train.models_on_meshes import write_labelled
+from tests.train.test_main import error_line, run_main
+from train.config import resolve
+from train.config_files import load
+from train.init_from import start_params, take_over
+from train.metrics import read_metrics
+from train.setup import prepare
+
+OPT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "word_embed_proj_dim": 16,
+    "ffn_dim": 24,
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+}
+BERT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
+SHORT = (
+    *("data.sequence_length=16", "data.global_batch_size=8"),
+    *("train.num_steps=3", "log.every_steps=1"),
+)
+FINETUNE, CLASSIFY = (str(ROOT / "configs" / f"{n}.py") for n in ("opt_finetune", "bert_classify"))
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory):
+    """(directory, model) of an OPT."""
+    directory = tmp_path_factory.mktemp("opt")
+    return directory, save_model(directory, "OPTForCausalLM", **OPT)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """The directory of a BERT with a head for masked tokens."""
+    directory = tmp_path_factory.mktemp("bert")
+    save_model(directory, "BertForMaskedLM", **BERT)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("text")
+    overrides = write_corpus(directory)
+    write_labelled(directory)
+    return directory, (*overrides, "data.name=text")
+
+
+def losses_of(workdir):
+    return [entry["loss"] for entry in read_metrics(workdir / "metrics.jsonl") if "loss" in entry]
+
+
+def test_evaluation_of_a_checkpoint_is_that_of_transformers(opt, text, tmp_path, capsys):
+    directory, model = opt
+    overrides = (*text[1], *SHORT, f"init_from={directory}", "data.validation_fraction=0.3")
+    assert run_main(tmp_path, overrides, "--mode=eval", config=FINETUNE) == 0
+    printed = capsys.readouterr().out.split()
+    found = float(printed[printed.index("eval_loss") + 1])
+
+    config = load(FINETUNE, overrides)
+    take_over(config, read_source(directory), overrides)
+    resolved = resolve(config)
+    total = weight = 0.0
+    corpus = load_corpus(resolved.data)
+    for batch in validation_batches(corpus, resolved.data, range(8)):
+        with torch.no_grad():
+            logits = model(torch.tensor(batch["tokens"])).logits
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.tensor(batch["targets"]).long().flatten(), reduction="none"
+        )
+        total += float((losses.numpy() * batch["weights"].reshape(-1)).sum())
+        weight += float(batch["weights"].sum())
+    # Both sum in float32; what is printed has 6 digits.
+    assert found == pytest.approx(total / weight, rel=1e-5)
+
+
+def test_finetuning_is_the_same_on_any_mesh_and_goes_on(opt, text, tmp_path):
+    overrides = (*text[1], *SHORT, f"init_from={opt[0]}", "train.num_microbatches=2")
+    mesh = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
+    assert run_main(tmp_path / "one", overrides, config=FINETUNE) == 0
+    assert run_main(tmp_path / "many", (*overrides, *mesh), config=FINETUNE) == 0
+    one, many = losses_of(tmp_path / "one"), losses_of(tmp_path / "many")
+    np.testing.assert_allclose(one, many, rtol=1e-5)
+    assert (tmp_path / "one" / "hf" / "config.json").exists()
+    longer = (*overrides, "train.num_steps=5")
+    assert run_main(tmp_path / "one", longer, config=FINETUNE) == 0
+    assert len(losses_of(tmp_path / "one")) == 5
+
+
+def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
+    overrides = (f"data.paths={text[0]}/labelled.jsonl", *SHORT, f"init_from={bert}")
+    config, source = load(CLASSIFY, (*overrides, "mesh.fsdp=2")), read_source(bert)
+    take_over(config, source, overrides)
+    resolved = resolve(config)
+    vocab_size = resolved.model_fields["vocab_size"]
+    run = prepare(resolved, make_mesh(resolved.mesh), vocab_size=vocab_size, num_labels=2)
+    params, plain = start_params(run, source), nnx.to_pure_dict(nnx.split(load_model(bert))[1])
+    assert params.keys() - plain.keys() == {"pooler", "classifier"}
+    assert plain.keys() - params.keys() == {"masked_lm"}
+    for name in params.keys() & plain.keys():
+        jax.tree.map(np.testing.assert_array_equal, params[name], plain[name])
+    fresh = run.state.initial().params["classifier"]
+    jax.tree.map(np.testing.assert_array_equal, params["classifier"], fresh)
+
+
+def test_classifier_trains_from_published_weights(bert, text, tmp_path):
+    where = (f"data.paths={text[0]}/labelled.jsonl", f"data.cache_dir={text[0]}/cache")
+    overrides = (*where, *SHORT, f"init_from={bert}", "mesh.fsdp=2", "mesh.model=2")
+    assert run_main(tmp_path, overrides, config=CLASSIFY) == 0
+    assert len(losses_of(tmp_path)) >= 1
+    evaluations = [e for e in read_metrics(tmp_path / "metrics.jsonl") if "eval_loss" in e]
+    assert 0 <= evaluations[-1]["eval_accuracy"] <= 1
+
+
+def test_any_config_of_the_model_takes_its_sizes_from_the_checkpoint(opt, text, tmp_path, capsys):
+    config = str(ROOT / "configs" / "opt.py")
+    overrides = (*text[1], *SHORT, f"init_from={opt[0]}")
+    assert run_main(tmp_path / "run", overrides, "--fast_dev_run", config=config) == 0
+    by_hand = (*overrides, "model.embed_dim=8")
+    assert run_main(tmp_path / "run", by_hand, config=config) == 2
+    assert "--config.model.embed_dim=8, but in init_from=" in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("model.name=gpt2", "config.model.name='gpt2', but init_from="),
+        ("init_from=nowhere", "nowhere holds neither a config.json nor a checkpoint"),
+        ("data.sequence_length=64", "model.max_positions=32 is less than data.sequence_length=64"),
+        ("data.objective=masked_lm", "data.objective='masked_lm' does not fit"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(change, message, opt, text, tmp_path, capsys):
+    overrides = (*text[1], *SHORT, f"init_from={opt[0]}", change)
+    assert run_main(tmp_path / "run", overrides, config=FINETUNE) == 2
+    assert message in error_line(capsys)
+    assert not (tmp_path / "run").exists()

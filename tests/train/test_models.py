@@ -1,0 +1,29 @@
+"""Every model trains alike on every mesh, and the docs say so with measured figures."""
+
+import pytest
+
+from tests.train import models_on_meshes as measured
+
+#: Rounding in float64 is 1e-16 a sum; 5 steps of Adam amplify it, a bug is far above.
+TOLERANCE = 1e-9
+
+
+@pytest.mark.parametrize("mesh", measured.MESHES)
+@pytest.mark.parametrize("model", measured.MODELS)
+def test_losses_equal_those_of_one_device(model, mesh):
+    assert measured.deviation(model, mesh) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model", measured.MODELS)
+def test_losses_change_from_step_to_step(model):
+    losses = measured.losses_on(model, ())
+    assert len(set(losses)) == measured.NUM_STEPS
+
+
+def test_table_of_the_docs_has_all_models_and_meshes():
+    text = measured.DOCS.read_text()
+    rows = text.partition(measured.START)[2].partition(measured.END)[0].strip().splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert cells[0] == ["model", *measured.MESHES]
+    assert [row[0] for row in cells[2:]] == list(measured.MODELS)
+    assert all(float(value) <= TOLERANCE for row in cells[2:] for value in row[1:])

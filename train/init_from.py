@@ -1,0 +1,104 @@
+"""A run that starts from the parameters of a checkpoint: `init_from`."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from convert.source import Source, load_params
+from train.setup import Run
+
+#: Keys of `model` that the run decides, whatever the checkpoint was trained with.
+OF_THE_RUN = ("dropout", "head", "loss", "num_labels", "vocab_multiple")
+#: `data.tokenizer`: the checkpoint's.
+INIT_FROM = "init_from"
+
+Tree = Any
+
+_log = logging.getLogger(__name__)
+
+
+def take_over(config: Any, source: Source, overrides: Sequence[str]) -> None:
+    """Sets the model's sizes and the tokenizer to those of a checkpoint.
+
+    Args:
+        config: a ConfigDict; changed in place. What a config file says of the model gives way.
+        overrides: `section.key=value` from the command line; they do not give way.
+
+    Raises:
+        ValueError: the command line asks for what the checkpoint is not, or the config is for
+            another model, or the checkpoint has no tokenizer.
+    """
+    by_hand = {override.partition("=")[0] for override in overrides}
+    if "model" not in config:
+        with config.unlocked():
+            config.model = ConfigDict()
+    model = config.model
+    name = model.get("name")
+    if name not in (None, source.model):
+        raise ValueError(
+            f"config.model.name={name!r}, but init_from={config.init_from!r} holds a "
+            f"{source.model}; take a config for that, or leave model.name out"
+        )
+    of_checkpoint = {"name": source.model, **dataclasses.asdict(source.config)}
+    for key, value in of_checkpoint.items():
+        own = model.get(key)
+        if key in OF_THE_RUN and own is not None:
+            continue
+        if f"model.{key}" in by_hand and own != value:
+            raise ValueError(
+                f"--config.model.{key}={own!r}, but in init_from={config.init_from!r} it is "
+                f"{value!r}; leave it out"
+            )
+        with config.unlocked(), config.ignore_type():
+            model[key] = value
+    if "data.tokenizer" in by_hand and config.data.tokenizer != INIT_FROM:
+        return
+    if source.tokenizer is None:
+        raise ValueError(
+            f"init_from={config.init_from!r} holds no tokenizer.json; set data.tokenizer to the "
+            "path of the one that the model was trained with"
+        )
+    config.data.tokenizer = str(source.tokenizer)
+
+
+def start_params(run: Run, source: Source) -> Tree:
+    """Returns the parameters to start from, as `run.state.portable.params` lays them out.
+
+    They are the checkpoint's; those of a head that it lacks are new.
+
+    Raises:
+        ValueError: the checkpoint has other parameters or shapes.
+    """
+    wanted = _flat(run.state.portable.params)
+    there = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    heads = [getattr(config, "head", None) for config in (source.config, run.model_config)]
+    new = [] if heads[0] == heads[1] else sorted(wanted.keys() - there)
+    left_out = sorted(there.keys() - wanted)
+    for what, paths in (("new", new), ("left out", left_out)):
+        if paths:
+            _log.info("init_from: %s: %s", what, ", ".join(".".join(path) for path in paths))
+    old = {path: leaf for path, leaf in wanted.items() if path not in new}
+    params = _flat(load_params(source, nnx.traversals.unflatten_mapping(old)))
+    if new:
+        params |= _fresh(run, new)
+    return nnx.traversals.unflatten_mapping(params)
+
+
+def _fresh(run: Run, paths: Sequence[tuple]) -> dict[tuple, jax.Array]:
+    """Returns what the run would start with of these parameters, without a checkpoint."""
+    wanted = _flat(run.state.portable.params)
+
+    def make():
+        params = _flat(nnx.to_pure_dict(nnx.split(run.build())[1]))
+        return {path: params[path].astype(wanted[path].dtype) for path in paths}
+
+    return jax.jit(make, out_shardings={path: wanted[path].sharding for path in paths})()
+
+
+def _flat(params: Tree) -> dict[tuple, Any]:
+    return dict(nnx.traversals.flatten_mapping(params))
