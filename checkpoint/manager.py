@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from checkpoint.checksums import find_damage, write_checksums
+from checkpoint.lazy import LazyArray, LazyHandler, save_args
 
 _TMP_SUFFIX = ".orbax-checkpoint-tmp"
 
@@ -67,7 +68,7 @@ class Checkpoints:
             # Trained weights shrink by under a tenth; the training loop needs the cores more.
             use_compression=False,
             type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                (jax.Array, arrays)
+                (jax.Array, arrays), (LazyArray, LazyHandler())
             ),
         )
         self._manager = ocp.CheckpointManager(
@@ -92,7 +93,8 @@ class Checkpoints:
 
         Args:
             step: the number of steps that `state` has behind it.
-            state: any pytree of jax.Arrays, each sharded as it may be.
+            state: any pytree of jax.Arrays, each sharded as it may be, or of LazyArrays, which
+                must stay readable until `wait` returns.
             data_state: what can be written as JSON: the position in the data. The first
                 process's is written, so it must be the same on all of them.
         """
@@ -104,7 +106,7 @@ class Checkpoints:
         return self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(state),
+                state=ocp.args.PyTreeSave(state, save_args=jax.tree.map(save_args, state)),
                 data_state=ocp.args.JsonSave(dict(data_state)),
             ),
             force=True,

@@ -24,6 +24,10 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.data.objective = "masked_lm"
     config.model.head = "masked_lm"
     config.model.num_token_types = 1
+    # Positions count the tokens that are not padding, which is token 1: of RoBERTa's tokenizer, and
+    # of the project's own.
+    config.model.pad_id = 1
+    config.model.first_position = 2
     config.model.layer_norm_epsilon = 1e-5
     if learning_rate is not None:
         config.data.vocab_size = 50265

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from checkpoint.manager import Checkpoints
 from convert.from_hf import keep_hf_files
-from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
+from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES, LABELS_FILE
 from convert.source import Source
 from data.text import TextCorpus, train_batches
 from train.config import SECTIONS
@@ -23,8 +23,6 @@ from train.config_files import differences, load, save_yaml
 from train.init_from import start_params
 from train.setup import Run
 from train.state import TrainState
-
-LABELS_FILE = "labels.json"
 
 #: A checkpoint fits only a run that agrees on these.
 FIXED = ("model", "data", "train.seed", "optimizer.name", "precision.params")

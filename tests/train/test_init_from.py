@@ -3,11 +3,14 @@
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from flax import nnx
 
 from convert.from_hf import load as load_model
 from convert.source import read_source
+from convert.to_hf import convert as to_hf
 from data.text import load_corpus, validation_batches
 from sharding.mesh import make_mesh
 from tests.hugging_face import save_model
@@ -130,6 +133,32 @@ def test_classifier_trains_from_published_weights(bert, text, tmp_path):
     assert len(losses_of(tmp_path)) >= 1
     evaluations = [e for e in read_metrics(tmp_path / "metrics.jsonl") if "eval_loss" in e]
     assert 0 <= evaluations[-1]["eval_accuracy"] <= 1
+    to_hf(tmp_path, tmp_path / "hugging_face")
+    theirs = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "hugging_face")
+    assert theirs.config.id2label == {0: "colon", 1: "none"}
+    tokens = np.random.default_rng(0).integers(105, 361, (2, 12))
+    with torch.no_grad():
+        logits = theirs.eval()(torch.tensor(tokens)).logits
+    # Float32 in another order.
+    np.testing.assert_allclose(load_model(tmp_path)(jax.numpy.asarray(tokens)), logits, atol=1e-5)
+
+
+def test_run_from_nothing_goes_to_hugging_face_with_its_tokenizer(text, tmp_path, caplog):
+    sizes = ("model.num_layers=2", "model.embed_dim=16", "model.num_heads=2")
+    overrides = (*text[1], *SHORT, *sizes, "data.vocab_size=300", "mesh.pipeline=2")
+    config = str(ROOT / "configs" / "gpt2.py")
+    assert run_main(tmp_path, overrides, config=config) == 0
+    to_hf(tmp_path, tmp_path / "hugging_face")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hugging_face").eval()
+    assert theirs.config.eos_token_id == 0 and not caplog.records
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "hugging_face" / "tokenizer.json"))
+    ids = tokenizer.encode("def f(x):").ids
+    with torch.no_grad():
+        logits = theirs(torch.tensor([ids])).logits
+    np.testing.assert_allclose(load_model(tmp_path)(jax.numpy.asarray([ids])), logits, atol=1e-5)
+    # And it is where a further run starts.
+    again = (*overrides, f"init_from={tmp_path}")
+    assert run_main(tmp_path / "again", again, config=config) == 0
 
 
 def test_any_config_of_the_model_takes_its_sizes_from_the_checkpoint(opt, text, tmp_path, capsys):
@@ -155,3 +184,17 @@ def test_what_does_not_fit_is_refused_in_one_sentence(change, message, opt, text
     assert run_main(tmp_path / "run", overrides, config=FINETUNE) == 2
     assert message in error_line(capsys)
     assert not (tmp_path / "run").exists()
+
+
+def test_example_of_the_docs_trains(opt):
+    """The ten lines of Python in docs/models.md, as they stand there."""
+    text = (ROOT / "docs" / "models.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    tokens = jax.numpy.asarray(np.random.default_rng(0).integers(105, 361, (1, 12)))
+    names = {"PATH": str(opt[0]), "tokens": tokens}
+    exec(compile(code, "docs/models.md", "exec"), names)
+    before, after = load_model(opt[0])(tokens), names["model"](tokens)
+    assert float(np.abs(before - after).max()) > 1e-4
+    trained, start = names["loss"](names["model"]), names["loss"](load_model(opt[0]))
+    assert float(trained) < float(start)

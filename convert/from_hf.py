@@ -1,0 +1,194 @@
+"""Hugging Face models as ours: `load`, or `python -m convert.from_hf SRC DST`."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import yaml
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from checkpoint.manager import CheckpointConfig, Checkpoints
+from convert.base import Source, shapes_of
+from convert.directories import new_directory
+from convert.keys import plain
+from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
+from convert.source import load_params, read_source
+from models.stack import logical_axes
+from sharding.mesh import AXES, MeshConfig
+from sharding.rules import make_rules, partition_specs
+
+#: Files of a Hugging Face model that are kept beside its config.json.
+KEPT_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+_log = logging.getLogger("convert")  # whatever name this file runs under
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    harmless: Sequence[str] = (),
+    allow_pickle_weights: bool = False,
+) -> Any:
+    """Returns the model at `path`, ready to be called, on the current mesh.
+
+    The mesh is that of `jax.set_mesh`, over which parameters are laid out as in training; without
+    one they lie on the first device. Each device's part is read from the files by itself.
+
+    Args:
+      path: a Hugging Face model, a run's directory (its newest intact checkpoint), or a checkpoint.
+      dtype: of the parameters, in which the model computes: float32, bfloat16 or float64.
+      harmless, allow_pickle_weights: see `convert.source.read_source`.
+
+    Raises:
+      ValueError: see `convert.source.read_source`; or the mesh cannot lay out the model.
+    """
+    source = read_source(path, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
+    model = source.abstract()
+    graph, state = nnx.split(model)
+    params = nnx.to_pure_dict(state)
+    shardings = _shardings(model, params, jax.sharding.get_mesh())
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, jnp.dtype(dtype), sharding=sharding
+        ),
+        params,
+        shardings,
+    )
+    return nnx.merge(graph, load_params(source, abstract))
+
+
+def convert(
+    src: Path,
+    dst: Path,
+    *,
+    mesh: MeshConfig | None = None,
+    harmless: Sequence[str] = (),
+    allow_pickle_weights: bool = False,
+) -> None:
+    """Writes a Hugging Face model as a run's directory that holds its parameters as step 0.
+
+    Args:
+      src: the model.
+      dst: what to write: `checkpoints/0/`, `config.yaml` with the section `model`, and `hf/` with
+        the files that `python -m convert.to_hf` needs to write the model as it was.
+      mesh: checks that this mesh can lay out the model; nothing of it is written.
+      harmless, allow_pickle_weights: see `convert.source.read_source`.
+
+    Raises:
+      ValueError: see `convert.source.read_source`; or the mesh cannot lay out the model, or `dst`
+        is there already.
+    """
+    with new_directory(dst) as directory:
+        source = read_source(src, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
+        if source.hf_files != src:
+            raise ValueError(f"{src} is a run of ours, not a Hugging Face model; give one")
+        model = source.abstract()
+        params = nnx.to_pure_dict(nnx.split(model)[1])
+        if mesh is not None:
+            abstract_mesh = jax.sharding.AbstractMesh(tuple(mesh.sizes.values()), AXES)
+            _shardings(model, params, abstract_mesh)
+        arrays = source.open(shapes_of(params))
+        tree = nnx.traversals.unflatten_mapping({tuple(k.split(".")): v for k, v in arrays.items()})
+        config = CheckpointConfig(every_steps=0, max_to_keep=1)
+        with contextlib.closing(Checkpoints(directory / CHECKPOINTS, config)) as checkpoints:
+            checkpoints.save(0, {"params": tree}, {})
+            checkpoints.wait()
+        section = {"name": source.model, **plain(dataclasses.asdict(source.config))}
+        (directory / CONFIG_FILE).write_text(yaml.safe_dump({"model": section}, sort_keys=False))
+        keep_hf_files(source, directory)
+        num_params = sum(array.size for array in arrays.values())
+    _log.info("%s: %s parameters of a %s", dst, f"{num_params:,}", source.model_class.__name__)
+
+
+def keep_hf_files(source: Source, workdir: Path) -> None:
+    """Copies what else is known of a Hugging Face model to `workdir/hf/`, for `convert.to_hf`."""
+    if source.hf_files is None:
+        return
+    target = workdir / HF_FILES
+    target.mkdir(parents=True, exist_ok=True)
+    if source.hf_config is not None:
+        (target / "config.json").write_text(json.dumps(source.hf_config, indent=2) + "\n")
+        (target / DTYPES_FILE).write_text(json.dumps(dict(source.dtypes), indent=1) + "\n")
+    for name in KEPT_FILES:
+        if (source.hf_files / name).exists():
+            shutil.copyfile(source.hf_files / name, target / name)
+
+
+def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:
+    """Returns each parameter's sharding on a mesh of any of our axes, or none of them."""
+    if mesh.empty:
+        device = SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda _: device, params)
+    rules = {
+        name: tuple(axis for axis in axes if axis in mesh.shape)
+        for name, axes in make_rules().items()
+    }
+    specs = partition_specs(params, logical_axes(model), rules, mesh)
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after an error, said in one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m convert.from_hf", allow_abbrev=False)
+    parser.add_argument("src", type=Path, help="directory of a Hugging Face model")
+    parser.add_argument("dst", type=Path, help="directory to write")
+    parser.add_argument("--harmless", default="", help="keys of config.json to pass over: a,b")
+    parser.add_argument("--allow_pickle_weights", action="store_true", help="open .bin files")
+    for axis in AXES:
+        parser.add_argument(
+            f"--config.mesh.{axis}",
+            type=int,
+            default=None,
+            dest=axis,
+            help="check that a mesh can lay out the model",
+        )
+    args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # an accelerator would only lend its memory
+    logging.basicConfig(format="%(message)s", force=True)
+    logging.getLogger("convert").setLevel(logging.INFO)
+    try:
+        sizes = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
+        convert(
+            args.src,
+            args.dst,
+            mesh=MeshConfig(**sizes) if sizes else None,
+            harmless=[name for name in args.harmless.split(",") if name],
+            allow_pickle_weights=args.allow_pickle_weights,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

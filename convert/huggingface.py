@@ -1,0 +1,129 @@
+"""Hugging Face models on disk."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from checkpoint.lazy import Index, LazyArray
+from convert.base import Shapes, Source, check_known, shapes_of
+from convert.families import Architecture, find
+from convert.keys import read
+from convert.names import Place, match
+from convert.tensor_files import Tensor, open_tensors, read_json, same_values
+
+_log = logging.getLogger(__name__)
+
+
+def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weights: bool) -> Source:
+    """Returns the Hugging Face model in a directory; see `convert.source.read_source`."""
+    hf = read_json(path / "config.json")
+    architecture = find(hf)
+    fields = read(hf, architecture.keys, harmless=(*architecture.harmless, *harmless))
+    fields |= architecture.fields
+    tensors = open_tensors(path, allow_pickle_weights=allow_pickle_weights)
+    if architecture.look is not None:
+        fields |= architecture.look(tensors, hf)
+    tokenizer = path / "tokenizer.json"
+    source = Source(
+        path=path,
+        model=architecture.model,
+        model_class=architecture.model_class,
+        architecture=architecture,
+        fields=fields,
+        hf_files=path,
+        hf_config=hf,
+        tokenizer=tokenizer if tokenizer.exists() else None,
+        open=lambda shapes: {},
+        dtypes={},
+    )
+    model_shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    places = architecture.places(model_shapes, vocab_size=fields["vocab_size"])
+    by_name = _tensors_of(architecture, places, tensors)
+
+    def open_arrays(shapes: Shapes) -> Mapping[str, LazyArray]:
+        check_known(path, shapes, model_shapes)
+        places = architecture.places({**model_shapes, **shapes}, vocab_size=fields["vocab_size"])
+        parts: dict[str, list[tuple[Place, Tensor]]] = {name: [] for name in shapes}
+        for place in places:
+            if place.ours in shapes:
+                _check_shape(place, by_name[place.theirs])
+                parts[place.ours].append((place, by_name[place.theirs]))
+        return {name: _ConvertedArray(shapes[name], part) for name, part in parts.items()}
+
+    dtypes = {name: tensor.dtype.name for name, tensor in by_name.items()}
+    return dataclasses.replace(source, open=open_arrays, dtypes=dtypes)
+
+
+def _tensors_of(
+    architecture: Architecture, places: Sequence[Place], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the tensor of each place by its name there."""
+    names, left_out = match(
+        tensors,
+        places,
+        prefix=architecture.prefix,
+        buffers=architecture.buffers,
+        other_heads=architecture.other_heads,
+    )
+    if left_out:
+        _log.warning(
+            "Left out, as %s has none of them: %s.", architecture.name, ", ".join(left_out)
+        )
+    by_name = {name: tensors[theirs] for name, theirs in names.items()}
+    return {place.theirs: _tensor_at(place, by_name) for place in places}
+
+
+def _tensor_at(place: Place, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns the tensor of a place, which may be there under several names."""
+    found = [tensors[name] for name in (place.theirs, *place.tied) if name in tensors]
+    for tensor in found:
+        _check_shape(place, tensor)
+    for tensor in found[1:]:
+        if not same_values(found[0], tensor):
+            raise ValueError(
+                f"tensors {found[0].name} and {tensor.name} differ, but this model has one weight "
+                "for both; set tie_word_embeddings to false in config.json if the model's class "
+                "has that"
+            )
+    return found[0]
+
+
+def _check_shape(place: Place, tensor: Tensor) -> None:
+    if tensor.dtype == np.dtype(np.void):
+        tensor.map()  # says why
+    if tensor.shape != place.their_shape:
+        raise ValueError(
+            f"tensor {tensor.name} in {tensor.file} has the shape {list(tensor.shape)}, but "
+            f"{list(place.their_shape)} is expected for {place.ours}; weights and config must be "
+            "of one model"
+        )
+
+
+class _ConvertedArray(LazyArray):
+    """A parameter of ours, of the tensors that it is made of."""
+
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[Place, Tensor]]):
+        self._parts = parts
+        self.shape = shape
+        dtype = parts[0][1].dtype
+        for _, tensor in parts:
+            dtype = jnp.promote_types(dtype, tensor.dtype)
+        self.dtype = np.dtype(dtype)
+
+    def read(self, index: Index) -> np.ndarray:
+        if self._parts[0][0].layer is None:
+            return self._read(0, index)
+        sizes = [part.stop - part.start for part in index]
+        values = np.empty(sizes, self.dtype)
+        for number in range(sizes[0]):
+            values[number] = self._read(index[0].start + number, index[1:])
+        return values
+
+    def _read(self, number: int, index: Index) -> np.ndarray:
+        place, tensor = self._parts[number]
+        return place.read(tensor.map(), index).astype(self.dtype, copy=False)

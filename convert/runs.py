@@ -1,0 +1,130 @@
+"""Runs of ours on disk: a directory with `config.yaml`, `checkpoints/` and perhaps `hf/`."""
+
+import logging
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import yaml
+from flax import nnx
+
+from checkpoint.checksums import find_damage
+from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
+from convert.base import Shapes, Source, check_known
+from convert.families import architectures, find
+from convert.tensor_files import read_json
+from models.stack import logical_axes
+
+CONFIG_FILE, CHECKPOINTS, HF_FILES = "config.yaml", "checkpoints", "hf"
+#: In HF_FILES: the names of a classifier's labels, in order.
+LABELS_FILE = "labels.json"
+#: Beside the original config.json: the dtype of each tensor.
+DTYPES_FILE = "dtypes.json"
+
+_log = logging.getLogger(__name__)
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """Returns the newest intact checkpoint of a run's directory, or `path` if it is one.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if path.name.isdigit() and (path / "state").is_dir():
+        candidates = [path]
+    else:
+        steps = [step for step in (path / CHECKPOINTS).glob("*") if step.name.isdigit()]
+        candidates = sorted(steps, key=lambda step: int(step.name), reverse=True)
+    for step in candidates:
+        damage = find_damage(step)
+        if damage is None:
+            return step
+        _log.warning("Checkpoint %s is passed over: %s.", step, damage)
+    what = "only damaged checkpoints" if candidates else "neither a config.json nor a checkpoint"
+    raise ValueError(
+        f"{path} holds {what}; give the directory of a Hugging Face model, of a run, or of a "
+        "run's checkpoint"
+    )
+
+
+def open_run(path: Path, step: Path) -> Source:
+    """Returns the model of a checkpoint `step`, which was asked for as `path`.
+
+    Raises:
+      ValueError: the run has no config.yaml.
+    """
+    workdir = step.parent.parent
+    try:
+        fields = dict(yaml.safe_load((workdir / CONFIG_FILE).read_text())["model"])
+        name = fields.pop("name")
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        raise ValueError(f"{workdir / CONFIG_FILE} is missing or has no section 'model'") from None
+    files = workdir / HF_FILES
+    has_config = (files / "config.json").exists()
+    hf = read_json(files / "config.json") if has_config else None
+    dtypes, tokenizer = files / DTYPES_FILE, files / "tokenizer.json"
+    source = Source(
+        path=path,
+        model=name,
+        model_class=_model_class(name),
+        architecture=None if hf is None else find(hf),
+        fields=fields,
+        hf_files=files if files.is_dir() else None,
+        hf_config=hf,
+        tokenizer=tokenizer if tokenizer.exists() else None,
+        open=lambda shapes: _open_checkpoint(source, step, shapes),
+        dtypes=read_json(dtypes) if dtypes.exists() else {},
+    )
+    return source
+
+
+def _model_class(name: str) -> type:
+    classes = {a.model: a.model_class for a in architectures().values()}
+    try:
+        return classes[name] if name in classes else pkgutil.resolve_name(name)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(
+            f"config.yaml has model.name={name!r}, which is neither {', '.join(classes)} nor an "
+            f"import path 'package.module:Class': {error}"
+        ) from None
+
+
+class _PaddedArray(LazyArray):
+    """A parameter whose first dim is the vocab, padded as `shape` says."""
+
+    def __init__(self, array: StoredArray, shape: tuple[int, ...]):
+        self._array, self.shape, self.dtype = array, shape, array.dtype
+        self.chunk_shape = array.chunk_shape
+
+    def read(self, index: Index) -> np.ndarray:
+        rows, stored = index[0], self._array.shape[0]
+        there = slice(min(rows.start, stored), min(rows.stop, stored))
+        missing = rows.stop - rows.start - (there.stop - there.start)
+        part = self._array.read((there, *index[1:]))
+        return np.pad(part, [(0, missing), *[(0, 0)] * (part.ndim - 1)])
+
+
+def _open_checkpoint(source: Source, step: Path, shapes: Shapes) -> Mapping[str, LazyArray]:
+    stored = stored_arrays(step)
+    stored = {k.removeprefix("params."): v for k, v in stored.items() if k.startswith("params.")}
+    check_known(step, shapes, {name: array.shape for name, array in stored.items()})
+    arrays: dict[str, LazyArray] = {}
+    for name, shape in shapes.items():
+        array = arrays[name] = stored[name]
+        if array.shape == shape:
+            continue
+        holds_vocab = name in _vocab_params(source) and shape[0] >= source.config.vocab_size
+        if not holds_vocab or array.shape[1:] != shape[1:]:
+            raise ValueError(
+                f"checkpoint {step} is of another model: {name} has the shape "
+                f"{list(array.shape)} there and {list(shape)} here"
+            )
+        arrays[name] = _PaddedArray(array, shape)
+    return arrays
+
+
+def _vocab_params(source: Source) -> set[str]:
+    """Returns the paths of the parameters whose first dim is the vocab."""
+    axes = nnx.traversals.flatten_mapping(logical_axes(source.abstract()))
+    return {".".join(map(str, path)) for path, names in axes.items() if names[:1] == ("vocab",)}

@@ -1,0 +1,256 @@
+"""The files that hold a Hugging Face model's tensors, read and written a tensor at a time.
+
+A file in the format safetensors is the header's length (8 bytes, little-endian), the header (JSON:
+name -> dtype, shape and where the bytes lie) and the bytes.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_PICKLE_INDEX, _PICKLE_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+
+#: Name in a file -> dtype; models have no others.
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor in a file. `map` returns its values, which are read when they are looked at."""
+
+    name: str
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    map: Callable[[], np.ndarray]
+
+
+def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict[str, Tensor]:
+    """Returns the tensors of the model in a directory, by name.
+
+    Raises:
+      ValueError: there are none, a file is damaged or missing, or it is a pickle, and these are
+        not allowed.
+    """
+    if (directory / INDEX_FILE).exists() or (directory / SINGLE_FILE).exists():
+        files, read = _files(directory, INDEX_FILE, SINGLE_FILE), _open_safetensors
+    elif (directory / _PICKLE_INDEX).exists() or (directory / _PICKLE_FILE).exists():
+        files, read = _files(directory, _PICKLE_INDEX, _PICKLE_FILE), _open_pickle
+        if not allow_pickle_weights:
+            raise ValueError(
+                f"{files[0]} is a pickle, which can run code when it is opened; save the model as "
+                "safetensors, or, if you trust it, pass --allow_pickle_weights"
+            )
+    else:
+        raise ValueError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for tensor in read(file):
+            if tensor.name in tensors:
+                first = tensors[tensor.name].file
+                raise ValueError(f"{first} and {file} both hold a tensor {tensor.name}")
+            tensors[tensor.name] = tensor
+    return tensors
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns what is in a JSON file.
+
+    Raises:
+      ValueError: that is no object.
+    """
+    try:
+        content = json.loads(file.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is damaged: it holds no JSON object")
+    return content
+
+
+def same_values(a: Tensor, b: Tensor, block_rows: int = 1024) -> bool:
+    """Returns whether two tensors have the same dtype, shape and bits."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    left, right = (np.atleast_1d(tensor.map()).view(np.uint8) for tensor in (a, b))
+    starts = range(0, len(left), block_rows)  # few rows are in memory at a time
+    return all((left[i : i + block_rows] == right[i : i + block_rows]).all() for i in starts)
+
+
+class ShardWriter:
+    """Writes tensors, in the order in which they are announced, into numbered files and an index.
+
+    Args:
+      directory: where the files go.
+      tensors: (name, dtype, shape) of all of them.
+      max_shard_bytes: a file takes no further tensor beyond this.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]],
+        *,
+        max_shard_bytes: int,
+    ):
+        self._directory = directory
+        self._shards: list[list[tuple[str, np.dtype, tuple[int, ...]]]] = [[]]
+        self._total = filled = 0
+        for tensor in tensors:
+            num_bytes = _num_bytes(*tensor[1:])
+            if self._shards[-1] and filled + num_bytes > max_shard_bytes:
+                self._shards.append([])
+                filled = 0
+            self._shards[-1].append(tensor)
+            filled += num_bytes
+            self._total += num_bytes
+
+    def write(self, read: Callable[[str], np.ndarray]) -> None:
+        """Writes all tensors; `read(name)` returns the values of one, and is called once each."""
+        count, weight_map = len(self._shards), {}
+        for number, shard in enumerate(self._shards, 1):
+            file = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            weight_map |= {name: file for name, _, _ in shard}
+            with open(self._directory / file, "wb") as stream:
+                stream.write(_header(shard))
+                for name, dtype, shape in shard:
+                    values = read(name)
+                    assert values.dtype == dtype and values.shape == shape, name
+                    stream.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            (self._directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _header(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + _num_bytes(dtype, shape)
+        offsets = [offset, end]
+        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _files(directory: Path, index: str, single: str) -> list[Path]:
+    if not (directory / index).exists():
+        return [directory / single]
+    weight_map = read_json(directory / index).get("weight_map")
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        raise ValueError(f"{directory / index} has no 'weight_map' of tensors to files")
+    files = [directory / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if file.resolve().parent != directory.resolve() and file.parent != directory:
+            raise ValueError(f"{directory / index} names the file {file.name} outside {directory}")
+        if not file.exists():
+            raise ValueError(f"{file} is missing, but {directory / index} names it")
+    return files
+
+
+def _open_safetensors(file: Path) -> Iterator[Tensor]:
+    header, start = _read_header(file)
+    size, end = file.stat().st_size - start, 0
+    for name, dtype_name, shape, (begin, stop) in sorted(header, key=lambda entry: entry[3]):
+        dtype = DTYPES.get(dtype_name)
+        if begin != end or (dtype and stop - begin != _num_bytes(dtype, shape)):
+            raise ValueError(f"{file} is damaged: the bytes of {name} are not where they should be")
+        end = stop
+        if dtype is None:
+            yield _opaque(file, name, dtype_name, shape)
+            continue
+        read = _mapper(file, dtype, shape, start + begin)
+        yield Tensor(name=name, file=file, dtype=dtype, shape=shape, map=read)
+    if end != size:
+        raise ValueError(
+            f"{file} is damaged: it holds {size:,} bytes of tensors, and its header says {end:,}"
+        )
+
+
+_Entry = tuple[str, str, tuple[int, ...], tuple[int, int]]
+
+
+def _read_header(file: Path) -> tuple[list[_Entry], int]:
+    """Returns (name, dtype, shape, bounds of the bytes) of each tensor, and where bytes begin."""
+    with open(file, "rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < length <= file.stat().st_size - 8:
+            raise ValueError(f"{file} is damaged: it is cut off before the end of its header")
+        text = stream.read(length)
+    try:
+        entries = [
+            (name, entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"]))
+            for name, entry in json.loads(text).items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{file} is damaged: its header does not list tensors") from None
+    return entries, 8 + length
+
+
+def _mapper(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int):
+    def map_values() -> np.ndarray:
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        # Unmapped as soon as the array goes, or every page ever read would count as ours.
+        return np.asarray(np.memmap(file, dtype, mode="r", offset=offset, shape=shape))
+
+    return map_values
+
+
+def _opaque(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    def refuse() -> np.ndarray:
+        raise ValueError(
+            f"tensor {name} in {file} is {dtype}; weights must be {', '.join(DTYPES)}: "
+            "quantised models must be saved unquantised"
+        )
+
+    return Tensor(name=name, file=file, dtype=np.dtype(np.void), shape=shape, map=refuse)
+
+
+def _open_pickle(file: Path) -> Iterator[Tensor]:
+    import torch
+
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{file} cannot be read as weights alone: {reason}") from None
+    if not all(isinstance(values, torch.Tensor) for values in state.values()):
+        raise ValueError(f"{file} holds other things than tensors; save the model's weights alone")
+    for name, values in state.items():
+        if values.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            yield _opaque(file, name, str(values.dtype), tuple(values.shape))
+            continue
+        if values.dtype == torch.bfloat16:
+            array = values.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        else:
+            array = values.numpy()
+        yield Tensor(
+            name=name,
+            file=file,
+            dtype=array.dtype,
+            shape=array.shape,
+            map=lambda array=array: array,
+        )
+
+
+def _num_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,202 @@
+"""Our models as Hugging Face's: `python -m convert.to_hf CKPT DST`."""
+
+import argparse
+import dataclasses
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from checkpoint.lazy import blocks
+from convert.base import Source, shapes_of
+from convert.directories import new_directory
+from convert.families import Architecture, architectures
+from convert.from_hf import KEPT_FILES
+from convert.keys import plain, read, write
+from convert.names import Place
+from convert.runs import LABELS_FILE, newest_checkpoint
+from convert.source import read_source
+from convert.tensor_files import DTYPES, ShardWriter
+from data.tokenizer import load_tokenizer_file
+
+#: What our configs say and Hugging Face's cannot, and need not.
+_OURS_ALONE = ("vocab_multiple", "loss")
+
+_DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
+
+_log = logging.getLogger("convert")  # whatever name this file runs under
+
+
+def convert(
+    checkpoint: Path, dst: Path, *, dtype: str | None = None, max_shard_bytes: int = 2**30
+) -> None:
+    """Writes a run's parameters as a Hugging Face model.
+
+    Args:
+      checkpoint: a run's directory (its newest intact checkpoint), or one of its checkpoints.
+      dst: what to write: safetensors, config.json, and the files that `hf/` holds of the tokenizer.
+      dtype: of all tensors; by default each has that of the model that `hf/` is of, or float32.
+      max_shard_bytes: of a file, unless it holds one tensor alone.
+
+    Raises:
+      ValueError: there is no intact checkpoint; no Hugging Face model is like this one; or a value
+        is too large for `dtype`.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"--dtype={dtype} is unknown; choose {', '.join(_DTYPES)}")
+    step = newest_checkpoint(checkpoint)
+    source = read_source(step)
+    with new_directory(dst) as directory:
+        architecture, hf = describe(source)
+        hf, default = _with_dtype({**hf, **_token_ids(source), **_labels(source)}, dtype)
+        shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+        arrays = source.open(shapes)
+        places = {
+            place.theirs: place
+            for place in architecture.places(shapes, vocab_size=source.config.vocab_size)
+        }
+        dtypes = {} if dtype is not None else source.dtypes
+        tensors = [
+            (name, _DTYPES[dtypes.get(name, default)], place.their_shape)
+            for name, place in places.items()
+        ]
+        dtype_of = {name: dtype for name, dtype, _ in tensors}
+        writer = ShardWriter(directory, tensors, max_shard_bytes=max_shard_bytes)
+        writer.write(lambda name: _tensor(places[name], arrays[places[name].ours], dtype_of[name]))
+        (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+        for name in KEPT_FILES:
+            if source.hf_files is not None and (source.hf_files / name).exists():
+                shutil.copyfile(source.hf_files / name, directory / name)
+    _log.info("%s: %s of %s", dst, architecture.name, step)
+
+
+def describe(source: Source) -> tuple[Architecture, dict[str, Any]]:
+    """Returns the architecture that a model has, and its config.json.
+
+    Raises:
+      ValueError: there is none; it is said what the nearest cannot express.
+    """
+    original = source.hf_config
+    candidates = [a for a in architectures().values() if a.model == source.model]
+    if source.architecture is not None:
+        candidates.insert(0, source.architecture)
+    if not candidates:
+        raise ValueError(f"model.name={source.model!r} has no counterpart in Hugging Face's models")
+    differences: list[list[str]] = []
+    for candidate in candidates:
+        keep = original if original and original.get("model_type") == candidate.model_type else {}
+        hf = _config(candidate, source, keep)
+        differences.append(list(_differences(candidate, source, hf)))
+        if not differences[-1]:
+            return candidate, hf
+    nearest = min(range(len(candidates)), key=lambda i: len(differences[i]))
+    raise ValueError(
+        f"no Hugging Face model is like this one: {candidates[nearest].name} cannot have "
+        f"{', '.join(differences[nearest])}"
+    )
+
+
+def _config(
+    architecture: Architecture, source: Source, original: Mapping[str, Any]
+) -> dict[str, Any]:
+    fields = dataclasses.asdict(source.config)
+    hf = write(fields, architecture.keys, original, harmless=list(original))
+    names = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    return {**names, **hf, **names}
+
+
+def _differences(
+    architecture: Architecture, source: Source, hf: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yields the fields that a config.json does not say as the model has them."""
+    wanted = dataclasses.asdict(source.config)
+    said = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
+    said |= {name: wanted[name] for name in (*architecture.looked, *_OURS_ALONE)}
+    try:
+        back = dataclasses.asdict(source.model_class.Config(**said))
+    except ValueError as error:
+        yield str(error)
+        return
+    for name, value in wanted.items():
+        if plain(back[name]) != plain(value):
+            yield f"model.{name}={value!r}"
+
+
+def _labels(source: Source) -> dict[str, Any]:
+    """Returns the keys of config.json that name the labels that a run was trained on."""
+    file = None if source.hf_files is None else source.hf_files / LABELS_FILE
+    if file is None or not file.exists():
+        return {}
+    labels = [str(label) for label in json.loads(file.read_text())]
+    if len(labels) != source.config.num_labels:
+        return {}
+    return {
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
+
+
+def _token_ids(source: Source) -> dict[str, int]:
+    """Returns the keys of config.json that name the special tokens of a run's own tokenizer."""
+    if source.hf_config is not None or source.tokenizer is None:
+        return {}
+    tokenizer = load_tokenizer_file(str(source.tokenizer))
+    end, pad = tokenizer.eos_id, tokenizer.special_ids.get("pad", tokenizer.eos_id)
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": pad}
+    has_decoder = hasattr(source.config, "num_decoder_layers")
+    return {**ids, "decoder_start_token_id": pad} if has_decoder else ids
+
+
+def _with_dtype(hf: dict[str, Any], dtype: str | None) -> tuple[dict[str, Any], str]:
+    """Returns config.json with its dtype, and the dtype of tensors of which none is known."""
+    name = "torch_dtype" if "torch_dtype" in hf else "dtype"
+    chosen = dtype or (hf[name] if hf.get(name) in _DTYPES else "float32")
+    return {**hf, name: chosen}, chosen
+
+
+def _tensor(place: Place, array: Any, dtype: np.dtype) -> np.ndarray:
+    """Returns a tensor of theirs, put together of the chunks on disk."""
+    values = np.empty(place.their_shape, dtype)
+    first = () if place.layer is None else (slice(place.layer, place.layer + 1),)
+    for index in blocks(place.shape, array.chunk_shape[len(first) :]):
+        part = array.read((*first, *index))
+        place.write(values, index, _cast(part[0] if first else part, dtype, place.theirs))
+    return values
+
+
+def _cast(part: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = part.astype(dtype, copy=False)
+    if cast is not part and not np.array_equal(np.isfinite(cast), np.isfinite(part)):
+        raise ValueError(f"tensor {name} has values too large for {dtype}; choose another --dtype")
+    return cast
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after an error, said in one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m convert.to_hf", allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="a run's directory, or one checkpoint of it")
+    parser.add_argument("dst", type=Path, help="directory to write")
+    parser.add_argument("--dtype", default=None, help="of all tensors; as in the original if unset")
+    parser.add_argument("--max_shard_bytes", type=int, default=2**30, help="of a file")
+    args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # an accelerator would only lend its memory
+    logging.basicConfig(format="%(message)s", force=True)
+    logging.getLogger("convert").setLevel(logging.INFO)
+    try:
+        convert(args.checkpoint, args.dst, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""Tiny Hugging Face models of every family and variant, and how to run them and ours."""
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers as hf
+from flax import nnx
+from safetensors.torch import load_file, save_file
+
+from convert.from_hf import load
+
+hf.utils.logging.disable_progress_bar()
+
+VOCAB, LENGTH, PAD = 211, 14, 1
+
+_GPT2 = {"vocab_size": VOCAB, "n_positions": 24, "n_layer": 3, "n_head": 3, "n_embd": 39}
+_OPT = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "hidden_size": 39,
+    "ffn_dim": 50,
+}
+_LLAMA = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "hidden_size": 36,
+    "intermediate_size": 44,
+    "rms_norm_eps": 1e-5,
+}
+_BERT = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "hidden_size": 39,
+    "intermediate_size": 50,
+}
+_LABELS = {"id2label": {i: f"L{i}" for i in range(5)}, "label2id": {f"L{i}": i for i in range(5)}}
+_T5 = {
+    "vocab_size": VOCAB,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 3,
+    "d_kv": 7,
+    "d_model": 38,
+    "d_ff": 50,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 11,
+}
+
+
+def _rope(**scaling: Any) -> dict[str, Any]:
+    return {**_LLAMA, "rope_parameters": {"rope_theta": 500.0, **scaling}}
+
+
+_LLAMA3 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 12,
+}
+_LONG = {
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0],
+    "factor": 2.0,
+    "original_max_position_embeddings": 12,
+}
+
+#: name -> (class of Hugging Face, its config).
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {**_GPT2, "n_inner": 50, "activation_function": "gelu"}),
+    "gpt2_base": ("GPT2Model", _GPT2),
+    "opt": ("OPTForCausalLM", _OPT),
+    "opt_350m": (
+        "OPTForCausalLM",
+        {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 22},
+    ),
+    "opt_base": ("OPTModel", _OPT),
+    "llama": ("LlamaForCausalLM", _LLAMA),
+    "llama_biases": (
+        "LlamaForCausalLM",
+        {**_LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama_base": ("LlamaModel", _LLAMA),
+    "llama_llama3": ("LlamaForCausalLM", _rope(rope_type="llama3", **_LLAMA3)),
+    "llama_linear": ("LlamaForCausalLM", _rope(rope_type="linear", factor=3.0)),
+    "llama_dynamic": (
+        "LlamaForCausalLM",
+        {**_rope(rope_type="dynamic", factor=3.0), "max_position_embeddings": 8},
+    ),
+    "llama_yarn": (
+        "LlamaForCausalLM",
+        _rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=12),
+    ),
+    "llama_longrope": ("LlamaForCausalLM", _rope(rope_type="longrope", **_LONG)),
+    "mistral": ("MistralForCausalLM", {**_LLAMA, "sliding_window": 5}),
+    "mistral_full": ("MistralForCausalLM", {**_LLAMA, "sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {**_LLAMA, "head_dim": 6, "tie_word_embeddings": True}),
+    "qwen2_windowed": (
+        "Qwen2ForCausalLM",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 3,
+            "head_dim": 6,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3": ("Qwen3ForCausalLM", _LLAMA),
+    "qwen3_base": ("Qwen3Model", {**_LLAMA, "attention_bias": True}),
+    "bert_pretraining": ("BertForPreTraining", _BERT),
+    "bert_mlm": ("BertForMaskedLM", {**_BERT, "hidden_act": "gelu_new"}),
+    "bert_sequence": ("BertForSequenceClassification", {**_BERT, **_LABELS}),
+    "bert_token": ("BertForTokenClassification", {**_BERT, **_LABELS}),
+    "bert_base": ("BertModel", _BERT),
+    "roberta_mlm": (
+        "RobertaForMaskedLM",
+        {**_BERT, "pad_token_id": PAD, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    ),
+    "roberta_sequence": ("RobertaForSequenceClassification", {**_BERT, **_LABELS}),
+    "roberta_token": ("RobertaForTokenClassification", {**_BERT, "num_labels": 3}),
+    "roberta_base": ("RobertaModel", _BERT),
+    "t5": ("T5ForConditionalGeneration", _T5),
+    "t5_v1.1": (
+        "T5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "mt5": (
+        "MT5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+}
+#: Sizes that 2 devices can share.
+EVEN = {
+    "gpt2_even": ("GPT2LMHeadModel", {**_GPT2, "n_head": 4, "n_embd": 40}),
+    "bert_sequence_even": (
+        "BertForSequenceClassification",
+        {**_BERT, "num_attention_heads": 2, "hidden_size": 36},
+    ),
+    "t5_v1.1_even": (
+        "T5ForConditionalGeneration",
+        {**_T5, "num_heads": 4, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+}
+#: Their head has a weight of its own, which the library unties with a warning when it loads them.
+UNTIED_T5 = ("t5_v1.1", "mt5", "t5_v1.1_even")
+
+
+@functools.cache
+def make(name: str) -> Any:
+    """Returns the model of a case, all of its weights random: biases and norms too."""
+    class_name, fields = {**CASES, **EVEN}[name]
+    model_class = getattr(hf, class_name)
+    config = model_class.config_class(**fields, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    if name in UNTIED_T5:
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            is_scale = weight.ndim == 1 and key.endswith("weight")
+            torch.nn.init.normal_(weight, mean=1.0 if is_scale else 0.0, std=0.2)
+    return model
+
+
+def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:
+    """Writes the model of a case, in another dtype if one is given."""
+    model = make(name)
+    if dtype is not None:
+        model = type(model)(model.config).to(dtype)
+        if name in UNTIED_T5:
+            model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
+        model.load_state_dict(make(name).state_dict())
+        model.config.dtype = dtype
+    model.save_pretrained(directory)
+    return directory
+
+
+def inputs(name: str) -> dict[str, np.ndarray]:
+    """Returns tokens and masks: a whole row, one padded on the right, and one on the left.
+
+    Models that read a row's first token have no padding on the left.
+    """
+    rng = np.random.default_rng(0)
+    mask = np.ones((3, LENGTH), np.int32)
+    mask[1, 9:] = 0
+    if name.endswith("sequence"):
+        mask[2, 6:] = 0
+    else:
+        mask[2, :4] = 0
+    tokens = np.where(mask, rng.integers(2, VOCAB, mask.shape, dtype=np.int32), PAD)
+    batch = {"tokens": tokens, "attention_mask": mask}
+    if "t5" in name:
+        decoder_mask = np.roll(mask, 1, axis=0)[:, : LENGTH - 2]
+        decoder_tokens = rng.integers(2, VOCAB, decoder_mask.shape, dtype=np.int32)
+        batch |= {"decoder_tokens": decoder_tokens, "decoder_attention_mask": decoder_mask}
+    if name.startswith("bert"):
+        batch["token_types"] = rng.integers(0, 2, mask.shape, dtype=np.int32)
+    return batch
+
+
+def weights(name: str) -> np.ndarray:
+    """Returns what a case's outputs count: nothing at padding."""
+    batch = inputs(name)
+    if name.endswith("sequence"):
+        return np.ones(3, np.float32)
+    return batch.get("decoder_attention_mask", batch["attention_mask"]).astype(np.float32)
+
+
+def their_outputs(model: Any, name: str) -> torch.Tensor:
+    """Returns logits, or the activations of a model without a head."""
+    names = {
+        "tokens": "input_ids",
+        "decoder_tokens": "decoder_input_ids",
+        "token_types": "token_type_ids",
+    }
+    batch = {names.get(k, k): torch.from_numpy(v).long() for k, v in inputs(name).items()}
+    output = model(**batch)
+    if name == "bert_pretraining":
+        return output.prediction_logits
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def log_loss(outputs: Any, name: str, log_softmax: Any) -> Any:
+    """Returns the mean of -log softmax(outputs)[target], for both libraries' arrays."""
+    weight = weights(name)
+    size = outputs.shape[-1]
+    targets = np.eye(size, dtype=np.float32)[
+        np.random.default_rng(2).integers(0, size, outputs.shape[:-1])
+    ]
+    factor = targets * weight[..., None] / weight.sum()
+    factor = torch.from_numpy(factor) if isinstance(outputs, torch.Tensor) else jnp.asarray(factor)
+    return -(log_softmax(outputs) * factor).sum()
+
+
+class Warnings(logging.Handler):
+    """Collects what a library says at the level WARNING or above."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def parameters(path: Path, **options: Any) -> dict:
+    """Returns the tree of parameters that is loaded from a directory."""
+    return nnx.to_pure_dict(nnx.split(load(path, **options))[1])
+
+
+def edit(directory: Path, change: Callable[[dict], Any]) -> None:
+    """Rewrites a model's tensors as `change` leaves the dict of them."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors")
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def add(**new: torch.Tensor) -> Callable[[dict], None]:
+    """Returns a change that adds tensors; `__` stands for a dot in their names."""
+    return lambda tensors: tensors.update({k.replace("__", "."): v for k, v in new.items()})

@@ -1,0 +1,205 @@
+"""What is refused: in one sentence, and with nothing left behind."""
+
+import json
+import struct
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from convert import from_hf, to_hf
+from convert.from_hf import load
+from convert.names import Place
+from tests.convert import cases
+
+
+def drop(name):
+    return lambda directory: cases.edit(directory, lambda t: t.pop(name))
+
+
+def reshape(directory):
+    name = "transformer.h.1.mlp.c_fc.weight"
+    cases.edit(directory, lambda t: t.update({name: t[name].T.contiguous()}))
+
+
+def add_layer(directory):
+    cases.edit(directory, cases.add(transformer__h__3__ln_1__bias=torch.ones(39)))
+
+
+def truncate(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def truncate_header(directory):
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", 900) + b"{}")
+
+
+def garble_header(directory):
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
+
+
+def overlap(directory):
+    header = {n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}
+    text = json.dumps(header).encode()
+    content = struct.pack("<Q", len(text)) + text + bytes(8)
+    (directory / "model.safetensors").write_bytes(content)
+
+
+def remove_shard(directory):
+    index = {"weight_map": {"transformer.wte.weight": "model-00001-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def leave_directory(directory):
+    index = {"weight_map": {"transformer.wte.weight": "../x.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pickle_weights(directory):
+    (directory / "model.safetensors").unlink()
+    torch.save(cases.make("gpt2").state_dict(), directory / "pytorch_model.bin")
+
+
+def quantise(directory):
+    name = "transformer.ln_f.weight"
+    cases.edit(directory, lambda t: t.update({name: t[name].to(torch.int8)}))
+
+
+def untie(directory):
+    cases.edit(directory, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}))
+
+
+REFUSED = {
+    "missing": (
+        drop("transformer.h.2.ln_1.bias"),
+        r"lacks 1 tensor.*transformer\.h\.2\.ln_1\.bias",
+    ),
+    "extra": (
+        lambda d: cases.edit(d, cases.add(transformer__h__3__x=torch.ones(1))),
+        r"unknown 1.*h\.3\.x",
+    ),
+    "shape": (reshape, r"h\.1\.mlp\.c_fc\.weight .*\[50, 39\].*\[39, 50\]"),
+    "truncated": (truncate, r"model\.safetensors is damaged: it holds"),
+    "truncated header": (truncate_header, r"damaged: it is cut off"),
+    "garbled header": (garble_header, r"damaged: its header"),
+    "overlap": (overlap, r"damaged: the bytes of b"),
+    "no shard": (remove_shard, r"model-00001-of-00002\.safetensors is missing"),
+    "outside": (leave_directory, r"outside"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"holds neither"),
+    "no config": (lambda d: (d / "config.json").unlink(), r"neither a config\.json"),
+    "config no JSON": (lambda d: (d / "config.json").write_text("{"), r"config\.json is damaged"),
+    "pickle": (pickle_weights, r"is a pickle.*--allow_pickle_weights"),
+    "quantised": (quantise, r"transformer\.ln_f\.weight.* is I8"),
+    "untied": (untie, r"transformer\.wte\.weight and lm_head\.weight differ"),
+    "architecture": (
+        lambda d: cases.edit_config(d, architectures=["FalconForCausalLM"], model_type="falcon"),
+        r"FalconForCausalLM.*cannot be converted.*GPT2LMHeadModel",
+    ),
+    "sizes": (lambda d: cases.edit_config(d, n_head=4), r"num_heads=4 must divide"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_wrong_is_said_and_nothing_is_left_behind(what, tmp_path, capsys):
+    spoil, expected = REFUSED[what]
+    cases.save("gpt2", tmp_path / "theirs")
+    spoil(tmp_path / "theirs")
+    with pytest.raises(ValueError, match=expected):
+        load(tmp_path / "theirs")
+    assert from_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_pickles_are_read_if_they_are_allowed(tmp_path):
+    cases.save("gpt2", tmp_path / "plain")
+    cases.save("gpt2", tmp_path / "theirs")
+    pickle_weights(tmp_path / "theirs")
+    found = cases.parameters(tmp_path / "theirs", allow_pickle_weights=True)
+    jax.tree.map(np.testing.assert_array_equal, found, cases.parameters(tmp_path / "plain"))
+
+
+class _Payload:
+    def __reduce__(self):
+        return (open, ("payload_ran", "w"))
+
+
+def test_pickles_that_run_code_are_refused_even_then(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cases.save("gpt2", tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    torch.save({"x": _Payload()}, tmp_path / "theirs" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="cannot be read as weights alone"):
+        load(tmp_path / "theirs", allow_pickle_weights=True)
+    assert not (tmp_path / "payload_ran").exists()
+
+
+def test_an_unlayable_mesh_is_refused_before_anything_is_written(tmp_path, capsys):
+    cases.save("gpt2", tmp_path / "theirs")
+    args = [str(tmp_path / "theirs"), str(tmp_path / "ours"), "--config.mesh.model=2"]
+    assert from_hf.main(args) == 2
+    assert "mesh.model=2 must divide" in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+
+
+def test_what_is_there_is_not_overwritten(tmp_path, capsys):
+    cases.save("gpt2", tmp_path / "theirs")
+    before = sorted((tmp_path / "theirs").iterdir())
+    assert from_hf.main([str(tmp_path / "theirs")] * 2) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert sorted((tmp_path / "theirs").iterdir()) == before
+
+
+@pytest.mark.parametrize("spoil", ["state", "config.yaml", "name", "none"])
+def test_to_hf_refuses_what_is_no_intact_run(spoil, tmp_path, capsys):
+    cases.save("gpt2", tmp_path / "theirs")
+    run = tmp_path / "ours"
+    from_hf.convert(tmp_path / "theirs", run)
+    if spoil == "state":
+        file = max(run.glob("checkpoints/0/state/**/*"), key=lambda path: path.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif spoil == "config.yaml":
+        (run / "config.yaml").unlink()
+    elif spoil == "name":
+        text = (run / "config.yaml").read_text().replace("name: gpt2", "name: gpt7")
+        (run / "config.yaml").write_text(text)
+    source = tmp_path / "theirs" if spoil == "none" else run
+    assert to_hf.main([str(source), str(tmp_path / "back")]) == 2
+    said = {
+        "state": "damaged",
+        "config.yaml": "config.yaml is missing",
+        "name": "model.name='gpt7'",
+        "none": "holds neither",
+    }
+    assert said[spoil] in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+
+
+def test_to_hf_refuses_values_that_a_dtype_cannot_hold(tmp_path, capsys):
+    cases.save("gpt2", tmp_path / "theirs")
+    name = "transformer.ln_f.weight"
+    cases.edit(tmp_path / "theirs", lambda t: t.update({name: t[name] + 1e6}))
+    from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
+    args = [str(tmp_path / "ours"), str(tmp_path / "back"), "--dtype=float16"]
+    assert to_hf.main(args) == 2
+    assert f"{name} has values too large for float16" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_failure_in_the_middle_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    def fail(self, theirs, index):
+        if "mlp" in self.ours:
+            raise OSError("the disk is gone")
+        return read(self, theirs, index)
+
+    read = Place.read
+    monkeypatch.setattr(Place, "read", fail)
+    cases.save("gpt2", tmp_path / "theirs")
+    assert from_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 2
+    assert "error: the disk is gone" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

@@ -1,0 +1,218 @@
+"""config.json: keys in older forms, and those that are refused."""
+
+import json
+
+import numpy as np
+import pytest
+import transformers
+
+from convert import from_hf, to_hf
+from convert.families import architectures
+from convert.from_hf import load
+from convert.keys import REQUIRED, Key, read, write
+from models.llama import LlamaConfig
+from tests.convert import cases
+
+
+def fields_of(name: str, class_name: str | None = None, /, **changes) -> dict:
+    """Returns the fields of ours that a case's config.json says, with keys changed."""
+    class_name = class_name or cases.CASES[name][0]
+    config = json.loads(cases.make(name).config.to_json_string())
+    for key, value in changes.items():
+        config.pop(key, None)
+        if value is not ...:
+            config[key] = value
+    architecture = architectures()[class_name]
+    fields = read(config, architecture.keys, harmless=architecture.harmless)
+    return {**fields, **architecture.fields}
+
+
+REFUSED = [
+    ("gpt2", {"activation_function": "mish"}, "activation_function='mish'.*'gelu_new'"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+    ("gpt2", {"n_head": ...}, "no 'n_head'"),
+    ("gpt2", {"scale_attn_weights": None}, "scale_attn_weights=None"),
+    ("opt", {"do_layer_norm_before": None}, "no 'do_layer_norm_before'"),
+    ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads=.*--harmless=pruned_heads"),
+    ("opt", {"enable_bias": False}, "enable_bias=False.*Galactica"),
+    ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+    ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial"),
+    ("llama", {"rope_parameters": {"full_attention": {}}}, "must not vary by layer"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantised"),
+    ("llama", {"sliding_window": 9}, "sliding_window=9"),
+    ("mistral", {"attention_bias": True}, "attention_bias=True"),
+    (
+        "qwen2_windowed",
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "layer_types=.*must come after",
+    ),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=None"),
+    ("bert_mlm", {"position_embedding_type": "relative_key"}, "position_embedding_type="),
+    ("bert_mlm", {"is_decoder": True}, "is_decoder=True"),
+    ("bert_sequence", {"problem_type": "regression"}, "problem_type='regression'"),
+    ("roberta_mlm", {"pad_token_id": None}, "no pad_token_id"),
+    (
+        "t5",
+        {"feed_forward_proj": "gated-mish", "dense_act_fn": ...},
+        "feed_forward_proj='gated-mish'",
+    ),
+    ("t5", {"is_decoder": True}, "is_decoder=True"),
+]
+
+
+@pytest.mark.parametrize("name, changes, expected", REFUSED)
+def test_keys_that_change_the_computation_are_refused(name, changes, expected):
+    with pytest.raises(ValueError, match=expected):
+        fields_of(name, **changes)
+
+
+def test_unknown_keys_pass_where_they_say_nothing_or_are_called_harmless(tmp_path):
+    assert fields_of("gpt2", new_feature=False) == fields_of("gpt2")
+    directory = cases.save("gpt2", tmp_path / "theirs")
+    cases.edit_config(directory, new_feature="on", other=3)
+    with pytest.raises(ValueError, match="new_feature='on'"):
+        load(directory)
+    args = [str(directory), str(tmp_path / "ours"), "--harmless=new_feature,other"]
+    assert from_hf.main(args) == 0
+    to_hf.convert(tmp_path / "ours", tmp_path / "back")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["new_feature"] == "on"
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 12,
+}
+
+
+@pytest.mark.parametrize(
+    "changes, theta, scaling",
+    [
+        ({"rope_theta": 7.0}, 7.0, None),
+        ({"rope_theta": 7.0, "rope_scaling": None}, 7.0, None),
+        ({}, 10000.0, None),
+        (
+            {"rope_theta": 7.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            7.0,
+            {"rope_type": "llama3", **LLAMA3},
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            10000.0,
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {"rope_theta": 7.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            7.0,
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
+    ],
+)
+def test_rope_is_read_in_old_and_new_forms(changes, theta, scaling):
+    fields = fields_of("llama", **{"rope_parameters": ..., **changes})
+    assert (fields["rope_theta"], fields["rope_scaling"]) == (theta, scaling)
+    LlamaConfig(**{k: v for k, v in fields.items()})
+
+
+@pytest.mark.parametrize(
+    "name, changes, expected",
+    [
+        ("llama", {"head_dim": ...}, {"head_dim": 6}),
+        ("llama", {"num_key_value_heads": ...}, {"num_kv_heads": 6}),
+        ("llama", {"head_dim": None}, {"head_dim": 6, "num_kv_heads": 2}),
+        ("mistral", {"sliding_window": ...}, {"sliding_window": 4096}),
+        ("qwen3", {"head_dim": ...}, {"head_dim": 128}),
+        ("qwen2", {"sliding_window": 9}, {"sliding_window": None, "first_windowed_layer": 0}),
+        (
+            "qwen2_windowed",
+            {"layer_types": ...},
+            {"sliding_window": 4, "first_windowed_layer": 1},
+        ),
+        ("bert_sequence", {"id2label": ..., "num_labels": 4}, {"num_labels": 4}),
+        ("bert_sequence", {"id2label": ...}, {"num_labels": 2}),
+        ("opt", {"word_embed_proj_dim": ...}, {"token_embed_dim": None}),
+        ("t5", {"num_decoder_layers": ...}, {"num_decoder_layers": 3}),
+        (
+            "t5",
+            {"scale_decoder_outputs": ..., "tie_word_embeddings": False},
+            {"scale_outputs": False},
+        ),
+        (
+            "t5",
+            {"feed_forward_proj": "gated-silu", "dense_act_fn": ..., "is_gated_act": ...},
+            {"is_gated": True, "activation": "silu"},
+        ),
+    ],
+)
+def test_absent_keys_mean_what_the_library_takes_them_for(name, changes, expected):
+    fields = fields_of(name, **changes)
+    assert {key: fields[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_defaults_are_those_of_the_library(name):
+    """A config.json may leave out what its class sets by default, sizes of ours aside."""
+    class_name = cases.CASES[name][0]
+    config = json.loads(getattr(transformers, class_name).config_class().to_json_string(False))
+    architecture = architectures()[class_name]
+    full = read(config, architecture.keys, harmless=architecture.harmless)
+    required = [k.theirs for k in architecture.keys if isinstance(k, Key) and k.default is REQUIRED]
+    brief = {key: config[key] for key in required}
+    assert read(brief, architecture.keys, harmless=architecture.harmless) == full
+
+
+def test_write_changes_only_what_our_config_changed():
+    architecture = architectures()["LlamaForCausalLM"]
+    original = json.loads(cases.make("llama_llama3").config.to_json_string())
+    fields = fields_of("llama_llama3")
+    harmless = architecture.harmless
+    assert write(fields, architecture.keys, original, harmless=harmless) == original
+    changed = write({**fields, "max_positions": 99}, architecture.keys, original, harmless=harmless)
+    assert changed == {**original, "max_position_embeddings": 99}
+    plain = write(
+        {**fields, "rope_scaling": None, "rope_theta": 3.0},
+        architecture.keys,
+        original,
+        harmless=harmless,
+    )
+    assert "rope_parameters" not in plain
+    assert (plain["rope_theta"], plain["rope_scaling"]) == (3.0, None)
+
+
+def test_models_that_no_architecture_can_express_are_refused(tmp_path, capsys):
+    cases.save("llama", tmp_path / "theirs")
+    from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
+    config = (tmp_path / "ours" / "config.yaml").read_text()
+    assert "qkv_bias: false" in config
+    changed = config.replace("out_bias: false", "out_bias: true")
+    (tmp_path / "ours" / "config.yaml").write_text(changed)
+    assert to_hf.main([str(tmp_path / "ours"), str(tmp_path / "back")]) == 2
+    assert "LlamaForCausalLM cannot have model.out_bias=True" in capsys.readouterr().err
+
+
+def test_a_model_with_another_head_gets_another_architecture(tmp_path):
+    """As after fine-tuning: hf/ is of the model that training began with."""
+    cases.save("bert_mlm", tmp_path / "began_with")
+    cases.save("bert_sequence", tmp_path / "became")
+    from_hf.convert(tmp_path / "began_with", tmp_path / "first")
+    from_hf.convert(tmp_path / "became", tmp_path / "second")
+    kept = json.loads((tmp_path / "first" / "hf" / "config.json").read_text())
+    config = {**kept, "hidden_act": "gelu", "custom": "kept"}
+    (tmp_path / "second" / "hf" / "config.json").write_text(json.dumps(config))
+    to_hf.convert(tmp_path / "second", tmp_path / "back")
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["architectures"] == ["BertForSequenceClassification"]
+    assert len(written["id2label"]) == 5 and written["custom"] == "kept"
+    np.testing.assert_array_equal(
+        cases.parameters(tmp_path / "back", harmless=["custom"])["classifier"]["kernel"],
+        cases.parameters(tmp_path / "became")["classifier"]["kernel"],
+    )

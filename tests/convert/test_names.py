@@ -1,0 +1,173 @@
+"""Names in the forms in which they are published, and parameters read in part."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from convert import from_hf
+from convert.base import shapes_of
+from convert.families import architectures, find
+from convert.from_hf import load
+from convert.keys import read
+from convert.source import load_params, read_source
+from tests.convert import cases
+
+
+def rename(tensors: dict, new_name) -> None:
+    for name in list(tensors):
+        tensors[new_name(name)] = tensors.pop(name)
+
+
+#: What is published -> (case, a change of its tensors that means nothing).
+HARMLESS = {
+    "no prefix": ("gpt2", lambda t: rename(t, lambda n: n.removeprefix("transformer."))),
+    "needless prefix": ("llama_base", lambda t: rename(t, lambda n: f"model.{n}")),
+    "needless prefix and head": (
+        "bert_base",
+        lambda t: (
+            rename(t, lambda n: f"bert.{n}"),
+            t.update({"cls.predictions.bias": torch.ones(cases.VOCAB)}),
+        ),
+    ),
+    "gamma and beta": (
+        "bert_mlm",
+        lambda t: rename(
+            t,
+            lambda n: n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            ),
+        ),
+    ),
+    "buffers": (
+        "gpt2",
+        cases.add(
+            transformer__h__0__attn__bias=torch.ones(1, 1, 9, 9, dtype=torch.uint8),
+            transformer__h__1__attn__masked_bias=torch.tensor(-1e4),
+        ),
+    ),
+    "positions": ("bert_mlm", cases.add(bert__embeddings__position_ids=torch.arange(9)[None])),
+    "frequencies": (
+        "llama",
+        cases.add(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(5)),
+    ),
+    "tied twice": ("opt", lambda t: t.update(_tied(t, "model.decoder.embed_tokens.weight"))),
+    "tied under the other name": (
+        "gpt2",
+        lambda t: t.update({"lm_head.weight": t.pop("transformer.wte.weight")}),
+    ),
+    "tied four times": (
+        "t5",
+        lambda t: t.update(
+            {**_tied(t, "shared.weight"), "encoder.embed_tokens.weight": t["shared.weight"]}
+        ),
+    ),
+    "another head": (
+        "bert_mlm",
+        cases.add(
+            bert__pooler__dense__weight=torch.ones(39, 39),
+            bert__pooler__dense__bias=torch.ones(39),
+            cls__seq_relationship__bias=torch.ones(2),
+        ),
+    ),
+    "unread bias": (
+        "t5",
+        cases.add(
+            decoder__block__0__layer__1__EncDecAttention__relative_attention_bias__weight=(
+                torch.ones(8, 3)
+            )
+        ),
+    ),
+}
+
+
+def _tied(tensors: dict, name: str) -> dict:
+    return {"lm_head.weight": tensors[name]}
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_published_forms_of_names_are_read(what, tmp_path):
+    case, change = HARMLESS[what]
+    cases.save(case, tmp_path / "plain")
+    cases.save(case, tmp_path / "changed")
+    cases.edit(tmp_path / "changed", change)
+    expected, found = cases.parameters(tmp_path / "plain"), cases.parameters(tmp_path / "changed")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "bert_mlm", "roberta_mlm", "t5"])
+def test_a_config_without_architectures_is_of_the_usual_one(name, tmp_path):
+    directory = cases.save(name, tmp_path / "theirs")
+    cases.edit_config(directory, architectures=None)
+    architecture = read_source(directory).architecture
+    assert architecture is not None and architecture.name == cases.CASES[name][0]
+
+
+def test_pooler_is_left_out_where_the_file_has_none(tmp_path):
+    cases.save("bert_base", tmp_path / "theirs")
+    cases.edit(tmp_path / "theirs", lambda t: [t.pop(n) for n in list(t) if n.startswith("pooler")])
+    assert load(tmp_path / "theirs").pooler is None
+
+
+def test_t5_is_tied_as_its_files_say(tmp_path):
+    """They are what the library goes by, whatever the config says."""
+    cases.save("t5_v1.1", tmp_path / "untied")
+    assert load(tmp_path / "untied").output_embedding is not None
+    cases.edit(tmp_path / "untied", lambda t: t.pop("lm_head.weight"))
+    assert load(tmp_path / "untied").output_embedding is None
+
+
+def test_parameters_can_be_read_in_part_and_with_another_padding(tmp_path):
+    """As a run does that has another head, or pads its vocab otherwise."""
+    cases.save("bert_mlm", tmp_path / "theirs")
+    from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    shapes = {"token_embedding": (224, 39), "embedding_norm": {"bias": (39,)}}
+    abstract = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    expected = cases.make("bert_mlm").bert.embeddings.word_embeddings.weight.detach().numpy()
+    for path in (tmp_path / "theirs", tmp_path / "ours"):
+        params = load_params(read_source(path), abstract)
+        table = np.asarray(params["token_embedding"])
+        np.testing.assert_array_equal(table[: cases.VOCAB], expected)
+        assert not table[cases.VOCAB :].any()
+        assert params["token_embedding"].sharding == sharding
+        abstract_wrong = {"embedding_norm": {"bias": jax.ShapeDtypeStruct((40,), np.float32)}}
+        with pytest.raises(ValueError, match=r"\[39\].*\[40\]|\[40\].*\[39\]"):
+            load_params(read_source(path), abstract_wrong)
+        with pytest.raises(ValueError, match="it has no pooler.bias"):
+            load_params(
+                read_source(path), {"pooler": {"bias": jax.ShapeDtypeStruct((39,), np.float32)}}
+            )
+
+
+@functools.cache
+def known_parameters() -> dict[type, set[str]]:
+    """Returns the paths of all parameters that the cases have, by class of ours."""
+    found: dict[type, set[str]] = {}
+    for name in cases.CASES:
+        hf = json.loads(cases.make(name).config.to_json_string(use_diff=False))
+        architecture = find({**hf, "architectures": [cases.CASES[name][0]]})
+        fields = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
+        fields |= {"tie_embeddings": name not in cases.UNTIED_T5} if "t5" in name else {}
+        cls = architecture.model_class
+        config = cls.Config(**fields)
+        model = nnx.eval_shape(lambda cls=cls, config=config: cls(config, rngs=nnx.Rngs(0)))
+        found.setdefault(cls, set()).update(shapes_of(nnx.to_pure_dict(nnx.split(model)[1])))
+    return found
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_every_row_is_of_a_parameter_that_some_model_has(name):
+    """A row with a slip of the pen would go unnoticed: it would pass for one of another variant."""
+    architecture = architectures()[name]
+    # Both stacks of a LLaMA have the same rows.
+    wanted = {row.ours.removeprefix("windowed_") for row in architecture.rows}
+    assert wanted <= known_parameters()[architecture.model_class]

@@ -1,0 +1,90 @@
+"""Our models, loaded from Hugging Face's files, compute what Hugging Face's compute."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from convert.from_hf import load
+from convert.source import read_source
+from tests.convert import cases
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Returns the directory of a case's files."""
+    return functools.cache(lambda name: cases.save(name, tmp_path_factory.mktemp("hf")))
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_loaded_model_has_their_outputs_and_gradients(name, saved):
+    theirs, ours = cases.make(name), load(saved(name))
+    graph, params = nnx.split(ours)
+    params = nnx.to_pure_dict(params)
+
+    def loss(params):
+        outputs = nnx.merge(graph, params)(**cases.inputs(name))
+        return cases.log_loss(
+            outputs, name, functools.partial(jax.nn.log_softmax, axis=-1)
+        ), outputs
+
+    # The compiler's own work is most of the time here, and what it gains is not needed.
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    gradients, outputs = jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(params)
+    theirs.zero_grad()
+    expected = cases.their_outputs(theirs, name)
+    cases.log_loss(expected, name, functools.partial(torch.log_softmax, dim=-1)).backward()
+    counts = cases.weights(name) > 0
+    # 1e-4 is float32 rounding, summed in another order over the layers.
+    np.testing.assert_allclose(
+        np.asarray(outputs)[counts], expected.detach().numpy()[counts], rtol=0, atol=1e-4
+    )
+    compare_gradients(saved(name), theirs, gradients)
+
+
+def compare_gradients(directory, theirs, gradients) -> None:
+    """Compares through the name map that the weights came by."""
+    source = read_source(directory)
+    flat = {
+        ".".join(map(str, path)): value
+        for path, value in nnx.traversals.flatten_mapping(gradients).items()
+    }
+    expected = dict(theirs.named_parameters())
+    shapes = {path: value.shape for path, value in flat.items()}
+    assert source.architecture is not None
+    for place in source.architecture.places(shapes, vocab_size=cases.VOCAB):
+        found = np.empty(place.their_shape, np.float32)
+        ours = np.asarray(flat[place.ours])
+        ours = ours if place.layer is None else ours[place.layer]
+        place.write(found, tuple(slice(0, size) for size in place.shape), ours)
+        gradient = expected[place.theirs].grad
+        if gradient is None:  # their last layers of a model that is read without its pooler
+            assert not found.any(), place.theirs
+            continue
+        gradient = gradient.numpy()
+        if place.ours == "token_embedding":  # theirs learns nothing about padding
+            pads = theirs.config.pad_token_id
+            found, gradient = (
+                np.delete(x, [] if pads is None else pads, 0) for x in (found, gradient)
+            )
+        scale = np.linalg.norm(gradient)
+        if np.linalg.norm(found) < 1e-6 and scale < 1e-6:
+            continue  # zero but for rounding, such as that of a key's bias
+        assert np.linalg.norm(found - gradient) < 1e-3 * scale, place.theirs
+
+
+def test_loaded_model_can_be_jitted_with_scaled_positions(saved):
+    model = load(saved("llama_llama3"))
+    tokens = cases.inputs("llama_llama3")["tokens"]
+    found = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    np.testing.assert_allclose(found, model(tokens), rtol=0, atol=1e-4)  # float32 rounding
+
+
+@pytest.mark.parametrize("name", ["gpt2_base", "opt_base", "llama_base", "bert_base"])
+def test_model_without_a_head_has_no_loss(name, saved):
+    model = load(saved(name))
+    with pytest.raises(ValueError, match="model.head='none' gives activations and no loss"):
+        model.head(np.zeros((1, 2, model.config.embed_dim), np.float32), {})
