@@ -1,6 +1,7 @@
 """OPT on one device, on the text of Python's own standard library.
 
-Hardware: any; the default is for a 2-core CPU.
+Hardware: any; by default a 2-core CPU takes about 1 minute to a validation loss of about 4.60
+nats a token (7.64 at the start).
 
     python -m train.main --config=configs/opt.py --workdir=runs/opt
 

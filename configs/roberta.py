@@ -1,6 +1,7 @@
 """RoBERTa on one device: masked tokens of full sentences of Python's own standard library.
 
-Hardware: any; the default is for a 2-core CPU.
+Hardware: any; by default a 2-core CPU takes about 3 minutes to a validation loss of about 5.48
+nats a masked token (7.6 at the start).
 
     python -m train.main --config=configs/roberta.py --workdir=runs/roberta
 

