@@ -42,6 +42,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.embed_dim = 128
     config.model.dropout = 0.0
     config.model.vocab_multiple = 128  # the vocab is padded to a multiple of this on every mesh
+    config.model.head = "lm"  # none gives activations, and has nothing to train
     config.model.loss = "cross_entropy"  # or package.module:function, see models/losses.py
     if size == "tiny":
         config.data.vocab_size = 2048

@@ -22,11 +22,12 @@ _LLAMA2 = {"vocab_size": 32000, "max_positions": 4096}
 _LLAMA3 = {"vocab_size": 128256, "max_positions": 8192, "rope_theta": 500000.0}
 _QWEN2 = {
     "vocab_size": 151936,
-    "max_positions": 32768,
+    "max_positions": 131072,
     "rope_theta": 1000000.0,
     "rms_norm_epsilon": 1e-6,
     "qkv_bias": True,
 }
+_QWEN25 = _QWEN2 | {"vocab_size": 152064, "rms_norm_epsilon": 1e-5}
 _QWEN3 = _QWEN2 | {"max_positions": 40960, "qkv_bias": False, "qk_norm": True}
 _MISTRAL = {"vocab_size": 32000, "max_positions": 32768, "sliding_window": 4096}
 _TIED = {"tie_embeddings": True}
@@ -56,7 +57,7 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, float, dict[str, Any]]] = {
     "qwen2-0.5b": (24, 14, 2, 64, 896, 4864, 3e-4, _QWEN2 | _TIED),
     "qwen2-1.5b": (28, 12, 2, 128, 1536, 8960, 3e-4, _QWEN2 | _TIED),
     "qwen2-7b": (28, 28, 4, 128, 3584, 18944, 3e-4, _QWEN2 | {"vocab_size": 152064}),
-    "qwen2.5-32b": (64, 40, 8, 128, 5120, 27648, 1.5e-4, _QWEN2 | {"vocab_size": 152064}),
+    "qwen2.5-32b": (64, 40, 8, 128, 5120, 27648, 1.5e-4, _QWEN25),
     "qwen3-0.6b": (28, 16, 8, 128, 1024, 3072, 3e-4, _QWEN3 | _TIED),
     "qwen3-8b": (36, 32, 8, 128, 4096, 12288, 3e-4, _QWEN3),
     "qwen3-32b": (64, 64, 8, 128, 5120, 25600, 1.5e-4, _QWEN3),
@@ -84,6 +85,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.sliding_window = placeholder(int)  # tokens that a token sees; None: all before it
     config.model.tie_embeddings = False
     config.model.rms_norm_epsilon = 1e-5
+    config.model.head = "lm"  # none gives activations, and has nothing to train
     config.model.loss = "cross_entropy"  # or package.module:function, see models/losses.py
     if size == "tiny":
         config.data.vocab_size = 2048

@@ -43,6 +43,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.token_embed_dim = placeholder(int)  # None: embed_dim
     config.model.norm_first = True  # False: norms after the residual sums, as 350m
     config.model.dropout = 0.0
+    config.model.head = "lm"  # none gives activations, and has nothing to train
     config.model.loss = "cross_entropy"  # or package.module:function, see models/losses.py
     if size == "tiny":
         config.data.vocab_size = 2048

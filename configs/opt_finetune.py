@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
     config.model = ConfigDict()
     config.model.name = placeholder(str)  # None: that of init_from, as all that is not here
     config.model.dropout = placeholder(float)
+    config.model.head = "lm"  # which a checkpoint of the base model alone has not
     config.data.tokenizer = "init_from"
     config.data.sequence_length = 512
     config.data.global_batch_size = 8

@@ -1,6 +1,7 @@
 """A model on disk: what it is, and its parameters, which are read as they are asked for."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from convert.families import Architecture
 
 Tree = Any
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+#: Among `hf_files`: the names of a classifier's labels, in order.
+LABELS_FILE = "labels.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,19 @@ class Source:
     tokenizer: Path | None
     open: Callable[[Shapes], Mapping[str, LazyArray]]
     dtypes: Mapping[str, str]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of a classifier's labels, in order; empty if they have none."""
+        file = None if self.hf_files is None else self.hf_files / LABELS_FILE
+        if file is not None and file.exists():
+            names = [str(label) for label in json.loads(file.read_text())]
+        else:
+            by_id = (self.hf_config or {}).get("id2label") or {}
+            names = [str(by_id[i]) for i in sorted(by_id, key=int)]
+        has_names = [name for i, name in enumerate(names) if name != f"LABEL_{i}"]
+        wanted = getattr(self.config, "num_labels", None)
+        return tuple(names) if has_names and len(names) == wanted else ()
 
     @property
     def config(self) -> Any:

@@ -17,8 +17,6 @@ from convert.tensor_files import read_json
 from models.stack import logical_axes
 
 CONFIG_FILE, CHECKPOINTS, HF_FILES = "config.yaml", "checkpoints", "hf"
-#: In HF_FILES: the names of a classifier's labels, in order.
-LABELS_FILE = "labels.json"
 #: Beside the original config.json: the dtype of each tensor.
 DTYPES_FILE = "dtypes.json"
 

@@ -21,7 +21,7 @@ from convert.families import Architecture, architectures
 from convert.from_hf import KEPT_FILES
 from convert.keys import plain, read, write
 from convert.names import Place
-from convert.runs import LABELS_FILE, newest_checkpoint
+from convert.runs import newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
 from data.tokenizer import load_tokenizer_file
@@ -131,11 +131,8 @@ def _differences(
 
 def _labels(source: Source) -> dict[str, Any]:
     """Returns the keys of config.json that name the labels that a run was trained on."""
-    file = None if source.hf_files is None else source.hf_files / LABELS_FILE
-    if file is None or not file.exists():
-        return {}
-    labels = [str(label) for label in json.loads(file.read_text())]
-    if len(labels) != source.config.num_labels:
+    labels = source.labels
+    if not labels:
         return {}
     return {
         "id2label": {str(i): label for i, label in enumerate(labels)},

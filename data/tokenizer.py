@@ -135,6 +135,10 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = True
         token_to_id = self._tokenizer.token_to_id
         found = [name for name in EOS_NAMES if token_to_id(name) is not None]
+        # RoBERTa's and OPT's have GPT-2's end as a token like any other, and an end of their own.
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        found.sort(key=lambda name: name not in special)
         if not found:
             raise ValueError(
                 f"data.tokenizer={source!r} has none of the tokens {list(EOS_NAMES)}, and one "

@@ -45,7 +45,8 @@ def attend(
     """
     if window is not None and not is_causal:
         raise ValueError(f"window={window} needs is_causal=True")
-    chosen = implementation(q_BTNH.dtype.name, q_BTNH.shape[-1])
+    is_even = q_BTNH.shape[1] % 2 == k_BSKH.shape[1] % 2 == 0
+    chosen = implementation(q_BTNH.dtype.name, q_BTNH.shape[-1], is_even=is_even)
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
     if chosen == "batched":
         sight = _Sight(is_causal, window)
@@ -65,8 +66,10 @@ def attend(
 
 
 @functools.cache
-def implementation(dtype: str, head_dim: int) -> Literal["cudnn", "xla", "batched"]:
-    """Returns which attention runs for such heads on this backend.
+def implementation(
+    dtype: str, head_dim: int, *, is_even: bool = True
+) -> Literal["cudnn", "xla", "batched"]:
+    """Returns which attention runs for such heads, and sequences of even length or not.
 
     "cudnn" is flash attention and "xla" the plain form, both `jax.nn.dot_product_attention`;
     "batched" is ours, for CPUs and for float64, which the other two round to float32.
@@ -83,6 +86,8 @@ def implementation(dtype: str, head_dim: int) -> Literal["cudnn", "xla", "batche
             why = f"cuDNN flash attention has no {dtype}"
         elif head_dim % 8 or head_dim > (256 if capability >= 9 else 128):
             why = f"cuDNN flash attention has no head_dim {head_dim}"
+        elif not is_even:
+            why = "cuDNN flash attention has no gradient for sequences of odd length"
         elif capability < 8:
             why = f"compute capability {version} is not 8.0 or more"
         else:
@@ -146,7 +151,7 @@ def _attend_batched(
 def _batched(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     """softmax(q·kᵀ + bias)·v, a block of queries at a time, against the keys that it can see.
 
-    The backward pass computes the weights again from their log-sum, so nothing of the size `[T, S]`
+    The backward pass computes the weights again from their sums, so nothing of the size `[T, S]`
     lives from one pass to the other: a few more FLOPs cost less than fresh memory.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
@@ -155,7 +160,7 @@ def _batched(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
 
 
 def _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
-    outputs, log_sums = [], []
+    outputs, largest, scales = [], [], []
     for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
         logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
         largest_BKGT1 = jnp.max(logits_BKGTS, axis=-1, keepdims=True)
@@ -164,14 +169,16 @@ def _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
         weights_BKGTS = weights_BKGTS.astype(v_BKSH.dtype)
         y_BKGTH = _einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH[:, :, keys]) / sum_BKGT1
         outputs.append(y_BKGTH.astype(v_BKSH.dtype))
-        log_sums.append(largest_BKGT1 + jnp.log(sum_BKGT1))
-    y_BKGTH, log_sum_BKGT1 = jnp.concatenate(outputs, axis=3), jnp.concatenate(log_sums, axis=3)
-    return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, log_sum_BKGT1)
+        largest.append(largest_BKGT1)
+        scales.append(1 / sum_BKGT1)
+    # Not their log-sum in one: where nothing is visible, the largest would swallow the rest.
+    y_BKGTH, *normal = (jnp.concatenate(parts, axis=3) for parts in (outputs, largest, scales))
+    return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, *normal)
 
 
 def _batched_backward(sight, residuals, dy_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, log_sum_BKGT1 = residuals
-    dtype, wide = q_BKGTH.dtype, log_sum_BKGT1.dtype
+    q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals
+    dtype, wide = q_BKGTH.dtype, scale_BKGT1.dtype
     # The part of every logit's gradient that the softmax's normalisation brings.
     shift_BKGT1 = jnp.sum(dy_BKGTH.astype(wide) * y_BKGTH, axis=-1, keepdims=True)
     dq, dk_BKSH, dv_BKSH = [], jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
@@ -179,9 +186,14 @@ def _batched_backward(sight, residuals, dy_BKGTH):
     for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
         q, dy = q_BKGTH[:, :, :, rows], dy_BKGTH[:, :, :, rows]
         logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
-        weights_BKGTS = jnp.exp(logits_BKGTS - log_sum_BKGT1[:, :, :, rows])
+        weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1[:, :, :, rows])
+        weights_BKGTS *= scale_BKGT1[:, :, :, rows]
         dweights_BKGTS = _einsum("BKGTH,BKSH->BKGTS", dy, v_BKSH[:, :, keys])
         dlogits_BKGTS = weights_BKGTS * (dweights_BKGTS - shift_BKGT1[:, :, :, rows])
+        if segments is not None:
+            # Where a query sees nothing all weights are alike, but no logit has a part in them.
+            is_hidden = logits_BKGTS == jnp.finfo(logits_BKGTS.dtype).min
+            dlogits_BKGTS = jnp.where(is_hidden, 0, dlogits_BKGTS)
         if dbias_BKGTS is not None:
             part = (..., *_block_of(dbias_BKGTS, rows, keys))
             dbias_BKGTS = dbias_BKGTS.at[part].add(_summed_like(dbias_BKGTS[part], dlogits_BKGTS))

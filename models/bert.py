@@ -29,18 +29,18 @@ from models.language import (
     vocab_loss,
 )
 from models.layers import LayerNorm, Linear, dropout, lookup, param
-from models.losses import cross_entropy, make_token_loss
+from models.losses import make_token_loss
 from models.stack import Stack
 from models.transformer import ACTIVATIONS, MLP, Attention, check_activation
 from sharding.logical import constrain
 
 #: `model.head` -> what it learns: masked tokens; these, and whether two texts follow each other; a
-#: label of a row; a label of each token; nothing, it gives activations.
+#: label of a row; nothing yet, a label of each token; nothing, it gives activations.
 HEADS = {
     "masked_lm": ("masked_lm", "masked_lm_pairs"),
     "pretraining": ("masked_lm_pairs",),
     "sequence": ("classification",),
-    "token": ("token_classification",),
+    "token": (),
     "none": (),
 }
 
@@ -267,8 +267,9 @@ def label_loss(
       targets: int32[...], in [0, C).
       weights: float32[...]; 0 leaves one out.
     """
-    num_labels = logits.shape[-1]
-    losses = cross_entropy(logits.reshape(-1, num_labels), targets.reshape(-1))
+    # Not the cross-entropy of models/losses.py: labels are no part of a vocab, whoever shares that.
+    flat = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
+    losses = -jnp.take_along_axis(flat, targets.reshape(-1, 1), axis=1)[:, 0]
     weights = weights.reshape(-1).astype(losses.dtype)
     hits = (jnp.argmax(logits, axis=-1) == targets).reshape(-1)
     right = jnp.sum(jnp.where(hits, weights, 0))

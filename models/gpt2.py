@@ -16,6 +16,7 @@ from models.flops import attention_flops, dense_flops
 from models.language import (
     check_has_loss,
     check_head,
+    check_sizes,
     learned_positions,
     padded_vocab,
     positions_by_index,
@@ -50,15 +51,11 @@ class GPT2Config:
     head: str = "lm"  # lm | none, for activations
 
     def __post_init__(self):
-        for name in ("vocab_size", "max_positions", "num_layers", "num_heads", "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
-        if self.embed_dim < 1 or self.embed_dim % self.num_heads:
+        check_sizes(self)
+        if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} must divide model.embed_dim={self.embed_dim}"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout={self.dropout} must lie in [0, 1)")
         check_activation(self.activation)
         make_token_loss(self.loss)
         check_head(self.head)

@@ -172,10 +172,8 @@ class Llama(nnx.Module):
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
         check_has_loss(self.config)
-        x_BTD, (vocab_size, loss) = (
-            self.final_norm(x_BTD),
-            (self.config.vocab_size, self.config.loss),
-        )
+        vocab_size, loss = self.config.vocab_size, self.config.loss
+        x_BTD = self.final_norm(x_BTD)
         return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
 
     def forward_flops(self, shapes: dict) -> int:

@@ -182,8 +182,15 @@ def resolve(config: Any) -> RunConfig:
     init_from = config.get("init_from", "")
     if not isinstance(init_from, str):
         raise ValueError(f"config.init_from={init_from!r} must be a path, or '' for none")
-    if "name" not in fields.get("model", {}):
-        raise ValueError(f"config.model.name is missing; choose {', '.join(MODELS)}, or a path")
+    if not fields.get("model", {}).get("name"):
+        raise ValueError(
+            f"config.model.name is missing; choose {', '.join(MODELS)}, or a path, or set "
+            "config.init_from to a checkpoint"
+        )
+    if fields.get("data", {}).get("tokenizer") == "init_from":
+        raise ValueError(
+            "data.tokenizer='init_from' needs config.init_from, the checkpoint to start from"
+        )
     model_name = fields["model"].pop("name")
     model_class = _model_class(model_name)
     if "seed" in fields.get("data", {}):

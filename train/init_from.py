@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -14,6 +15,8 @@ from train.setup import Run
 
 #: Keys of `model` that the run decides, whatever the checkpoint was trained with.
 OF_THE_RUN = ("dropout", "head", "loss", "num_labels", "vocab_multiple")
+#: The layer whose outputs are a task's labels.
+_OF_A_TASK = "classifier"
 #: `data.tokenizer`: the checkpoint's.
 INIT_FROM = "init_from"
 
@@ -45,6 +48,8 @@ def take_over(config: Any, source: Source, overrides: Sequence[str]) -> None:
             f"{source.model}; take a config for that, or leave model.name out"
         )
     of_checkpoint = {"name": source.model, **dataclasses.asdict(source.config)}
+    if model.get("head") not in (None, of_checkpoint.get("head")):
+        of_checkpoint.pop("num_labels", None)  # Those of another task.
     for key, value in of_checkpoint.items():
         own = model.get(key)
         if key in OF_THE_RUN and own is not None:
@@ -66,18 +71,22 @@ def take_over(config: Any, source: Source, overrides: Sequence[str]) -> None:
     config.data.tokenizer = str(source.tokenizer)
 
 
-def start_params(run: Run, source: Source) -> Tree:
+def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tree:
     """Returns the parameters to start from, as `run.state.portable.params` lays them out.
 
-    They are the checkpoint's; those of a head that it lacks are new.
+    They are the checkpoint's; those of a head that it lacks, or has for another task, are new.
+
+    Args:
+        labels: those of the data, in order; a classifier's are brought to this order.
 
     Raises:
-        ValueError: the checkpoint has other parameters or shapes.
+        ValueError: the checkpoint has other parameters, shapes or labels.
     """
     wanted = _flat(run.state.portable.params)
     there = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
     heads = [getattr(config, "head", None) for config in (source.config, run.model_config)]
-    new = [] if heads[0] == heads[1] else sorted(wanted.keys() - there)
+    new = [path for path in sorted(wanted) if path not in there or path[0] == _OF_A_TASK]
+    new = [] if heads[0] == heads[1] else new
     left_out = sorted(there.keys() - wanted)
     for what, paths in (("new", new), ("left out", left_out)):
         if paths:
@@ -86,7 +95,24 @@ def start_params(run: Run, source: Source) -> Tree:
     params = _flat(load_params(source, nnx.traversals.unflatten_mapping(old)))
     if new:
         params |= _fresh(run, new)
+    elif labels and source.labels:
+        order = _order(labels, source)
+        for path in params.keys() & {(_OF_A_TASK, "kernel"), (_OF_A_TASK, "bias")}:
+            sharding = wanted[path].sharding
+            params[path] = jax.device_put(params[path][..., order], sharding)
     return nnx.traversals.unflatten_mapping(params)
+
+
+def _order(labels: Sequence[object], source: Source) -> np.ndarray:
+    """Returns the number in the checkpoint of each label of the data."""
+    known, own = list(source.labels), [str(label) for label in labels]
+    if sorted(known) != sorted(own):
+        raise ValueError(
+            f"init_from={source.path} tells the labels {', '.join(known)} from each other, and the "
+            f"data has {', '.join(own)}; rename the data's, or set config.model.head to another "
+            "and train a new classifier from the checkpoint before this one"
+        )
+    return np.array([known.index(label) for label in own])
 
 
 def _fresh(run: Run, paths: Sequence[tuple]) -> dict[tuple, jax.Array]:

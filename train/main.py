@@ -16,7 +16,7 @@ from sharding import devices
 from train import config_files, loop, workdir
 from train.config import resolve
 from train.init_from import take_over
-from train.setup import Run, describe, prepare
+from train.setup import Run, check_tokenizer, describe, prepare
 
 ROOMS = ("checkpoint", "data", "models", "sharding", "train")
 
@@ -85,6 +85,7 @@ def _set_up(
     num_labels = len(corpus.labels) or None
     vocab_size = corpus.tokenizer.vocab_size
     run = prepare(config, mesh, vocab_size=vocab_size, num_labels=num_labels)
+    check_tokenizer(run, corpus.tokenizer)
     workdir.check_processes_agree(run, corpus)
     if evaluates and not len(corpus.validation):
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation text")

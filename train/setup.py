@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from data.objectives import batch_shapes
 from data.text import TextCorpus
+from data.tokenizer import Tokenizer
 from models.flops import num_tokens, train_flops
 from models.stack import Parts, can_share_vocab, check, partition
 from sharding.batches import batch_sharding, process_rows
@@ -210,6 +211,28 @@ def _check_objective(config: RunConfig, model: nnx.Module) -> None:
         raise ValueError(
             f"data.objective={config.data.objective!r} does not fit model.name="
             f"{config.model_name!r} with its head; choose {choices}"
+        )
+
+
+def check_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
+    """Checks that the model counts with the tokenizer's special tokens.
+
+    Raises:
+        ValueError: it takes another token for padding, or knows one text a row where there are two.
+    """
+    model, pad = run.model_config, tokenizer.special_ids.get("pad")
+    pad_id = getattr(model, "pad_id", None)
+    if pad_id is not None and pad is not None and pad_id != pad:
+        raise ValueError(
+            f"model.pad_id={pad_id}, but padding is token {pad} of data.tokenizer="
+            f"{run.config.data.tokenizer!r}; set model.pad_id={pad} and "
+            f"model.first_position={pad + 1}"
+        )
+    has_types = tokenizer.has_token_types and "token_types" in batch_shapes(run.config.data)
+    if has_types and getattr(model, "num_token_types", 2) < 2:
+        raise ValueError(
+            f"model.num_token_types={model.num_token_types}, but data.objective="
+            f"{run.config.data.objective!r} puts two texts into a row; set model.num_token_types=2"
         )
 
 

@@ -14,8 +14,9 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from checkpoint.manager import Checkpoints
+from convert.base import LABELS_FILE
 from convert.from_hf import keep_hf_files
-from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES, LABELS_FILE
+from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
 from data.text import TextCorpus, train_batches
 from train.config import SECTIONS
@@ -25,7 +26,7 @@ from train.setup import Run
 from train.state import TrainState
 
 #: A checkpoint fits only a run that agrees on these.
-FIXED = ("model", "data", "train.seed", "optimizer.name", "precision.params")
+FIXED = ("init_from", "model", "data", "train.seed", "optimizer.name", "precision.params")
 #: How fast things are read, and where they lie, may change; the text itself is compared by hash.
 FREE = ("data.cache_dir", "data.mixture", "data.num_threads", "data.paths")
 
@@ -134,7 +135,7 @@ def find_position(
     batches = train_batches(corpus, run.config.data, run.rows)
     restored = checkpoints.restore(run.state.portable)
     if restored is None:
-        params = None if source is None else start_params(run, source)
+        params = None if source is None else start_params(run, source, corpus.labels)
         step, state = 0, run.state.initial(params)
     else:
         step, portable, data_state = restored

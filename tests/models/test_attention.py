@@ -214,7 +214,7 @@ def test_attend_implementations_agree(monkeypatch):
     ids = jnp.asarray(packed(20))
     options = {"is_causal": True, "window": 6, "segments": (ids, ids), "bias_BNTS": bias}
     ours = attention.attend(q, k, v, **options, scale=0.7)
-    monkeypatch.setattr(attention, "implementation", lambda *_: "xla")
+    monkeypatch.setattr(attention, "implementation", lambda *_, **__: "xla")
     theirs = attention.attend(q, k, v, **options, scale=0.7)
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
@@ -223,3 +223,16 @@ def test_attend_with_a_window_needs_causality():
     q, k, v, _ = draw(4, 4)
     with pytest.raises(ValueError, match="window=3 needs is_causal=True"):
         attention.attend(*map(jnp.asarray, (q, k, v)), is_causal=False, window=3)
+
+
+def test_attend_of_a_query_that_sees_no_key_is_the_mean_with_gradients():
+    """As `jax.nn.dot_product_attention` has it; such rows are padding of another sequence."""
+    rng = np.random.default_rng(0)
+    q, k, v, dy = jnp.asarray(rng.standard_normal((4, 1, 4, 2, 8)), jnp.float32)
+    ids = jnp.array([[1, 1, 7, 7]], jnp.int32), jnp.array([[1, 1, 1, 0]], jnp.int32)
+    mask = (ids[0][:, :, None] == ids[1][:, None, :])[:, None]
+    ours = lambda *a: attention.attend(*a, is_causal=False, segments=ids)  # noqa: E731
+    theirs = lambda *a: jax.nn.dot_product_attention(*a, mask=mask)  # noqa: E731
+    (y, vjp), (expected, their_vjp) = jax.vjp(ours, q, k, v), jax.vjp(theirs, q, k, v)
+    for found, wanted in zip((y, *vjp(dy)), (expected, *their_vjp(dy)), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-6)

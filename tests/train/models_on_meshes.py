@@ -62,6 +62,7 @@ MESHES = {
     "fsdp=4": ("mesh.fsdp=4",),
     "model=2": ("mesh.model=2",),
     "pipeline=2": ("mesh.pipeline=2",),
+    "pipeline=2, vocab shared": ("mesh.pipeline=2", "pipeline.share_vocab=true"),
     "2×2×2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
 }
 

@@ -126,6 +126,42 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     jax.tree.map(np.testing.assert_array_equal, params["classifier"], fresh)
 
 
+def run_from(directory, text, labels):
+    """Returns (run, source) of a classifier of so many labels."""
+    overrides = (f"data.paths={text[0]}/labelled.jsonl", *SHORT, f"init_from={directory}")
+    config, source = load(CLASSIFY, overrides), read_source(directory)
+    take_over(config, source, overrides)
+    resolved = resolve(config)
+    sizes = {"vocab_size": resolved.model_fields["vocab_size"], "num_labels": labels}
+    return prepare(resolved, make_mesh(resolved.mesh), **sizes), source
+
+
+def test_classifier_is_new_where_the_checkpoint_has_one_of_another_task(text, tmp_path):
+    save_model(tmp_path, "BertForPreTraining", **BERT)
+    for num_labels in (2, 3):
+        run, source = run_from(tmp_path, text, num_labels)
+        assert run.model_config.num_labels == num_labels
+        params = start_params(run, source)
+        fresh = run.state.initial().params["classifier"]
+        jax.tree.map(np.testing.assert_array_equal, params["classifier"], fresh)
+        theirs = nnx.to_pure_dict(nnx.split(load_model(tmp_path))[1])
+        jax.tree.map(np.testing.assert_array_equal, params["pooler"], theirs["pooler"])
+
+
+def test_labels_of_a_published_classifier_keep_their_meaning(text, tmp_path):
+    names = {"id2label": {0: "none", 1: "colon"}, "label2id": {"none": 0, "colon": 1}}
+    save_model(tmp_path, "BertForSequenceClassification", **BERT, **names)
+    run, source = run_from(tmp_path, text, 2)
+    theirs = nnx.to_pure_dict(nnx.split(load_model(tmp_path))[1])["classifier"]
+    ours = start_params(run, source, ("colon", "none"))["classifier"]
+    for name in ("kernel", "bias"):
+        np.testing.assert_array_equal(ours[name], theirs[name][..., ::-1])
+    with pytest.raises(
+        ValueError, match="labels none, colon from each other, and the data has a, b"
+    ):
+        start_params(run, source, ("a", "b"))
+
+
 def test_classifier_trains_from_published_weights(bert, text, tmp_path):
     where = (f"data.paths={text[0]}/labelled.jsonl", f"data.cache_dir={text[0]}/cache")
     overrides = (*where, *SHORT, f"init_from={bert}", "mesh.fsdp=2", "mesh.model=2")
@@ -168,6 +204,21 @@ def test_any_config_of_the_model_takes_its_sizes_from_the_checkpoint(opt, text, 
     by_hand = (*overrides, "model.embed_dim=8")
     assert run_main(tmp_path / "run", by_hand, config=config) == 2
     assert "--config.model.embed_dim=8, but in init_from=" in error_line(capsys)
+
+
+def test_configs_for_a_checkpoint_say_that_they_need_one(text, tmp_path, capsys):
+    for config in (FINETUNE, CLASSIFY):
+        assert run_main(tmp_path / "run", (*text[1], *SHORT), config=config) == 2
+        assert "config.init_from" in error_line(capsys)
+
+
+def test_padding_of_another_tokenizer_is_refused(text, tmp_path, capsys):
+    config = str(ROOT / "configs" / "roberta.py")
+    overrides = (*text[1], *SHORT, "data.tokenizer=bytes")
+    assert run_main(tmp_path / "run", overrides, config=config) == 2
+    assert "model.pad_id=1, but padding is token 257 of data.tokenizer='bytes'" in error_line(
+        capsys
+    )
 
 
 @pytest.mark.parametrize(
