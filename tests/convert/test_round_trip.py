@@ -40,7 +40,9 @@ def read_back(directory):
     config = json.loads((directory / "config.json").read_text())
     model_class = getattr(transformers, config["architectures"][0])
     heard, logger = cases.Warnings(), logging.getLogger("transformers")
+    level = logger.level
     logger.addHandler(heard)
+    logger.setLevel(logging.WARNING)  # Another test may have made the library quiet.
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -49,6 +51,7 @@ def read_back(directory):
             )
     finally:
         logger.removeHandler(heard)
+        logger.setLevel(level)
     messages = [*heard.messages, *(str(w.message) for w in caught)]
     return model.eval(), [*messages, *(f"{k}: {v}" for k, v in info.items() if v)]
 
