@@ -67,7 +67,7 @@ def attend(
 
 @functools.cache
 def implementation(
-    dtype: str, head_dim: int, *, is_even: bool = True
+    dtype: str, head_dim: int, *, is_even: bool
 ) -> Literal["cudnn", "xla", "batched"]:
     """Returns which attention runs for such heads, and sequences of even length or not.
 

@@ -19,7 +19,9 @@ from flax import nnx
 from models.flops import attention_flops, dense_flops
 from models.language import (
     check_has_loss,
+    check_heads_divide,
     check_sizes,
+    count_positions,
     learned_positions,
     padded_vocab,
     positions_by_index,
@@ -70,10 +72,7 @@ class BertConfig:
 
     def __post_init__(self):
         check_sizes(self)
-        if self.embed_dim % self.num_heads:
-            raise ValueError(
-                f"model.num_heads={self.num_heads} must divide model.embed_dim={self.embed_dim}"
-            )
+        check_heads_divide(self)
         if self.head not in HEADS:
             raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
         check_activation(self.activation)
@@ -244,8 +243,7 @@ class Bert(nnx.Module):
     def _positions(self, batch: dict) -> jax.Array:
         if self.config.pad_id is None or "positions" in batch:
             return positions_by_index(batch)
-        is_token = (batch["tokens"] != self.config.pad_id).astype(jnp.int32)
-        return jnp.cumsum(is_token, axis=1) * is_token - 1
+        return count_positions(batch["tokens"] != self.config.pad_id)
 
     def _label_logits(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         assert self.classifier is not None

@@ -16,6 +16,7 @@ from models.flops import attention_flops, dense_flops
 from models.language import (
     check_has_loss,
     check_head,
+    check_heads_divide,
     check_sizes,
     learned_positions,
     padded_vocab,
@@ -52,10 +53,7 @@ class GPT2Config:
 
     def __post_init__(self):
         check_sizes(self)
-        if self.embed_dim % self.num_heads:
-            raise ValueError(
-                f"model.num_heads={self.num_heads} must divide model.embed_dim={self.embed_dim}"
-            )
+        check_heads_divide(self)
         check_activation(self.activation)
         make_token_loss(self.loss)
         check_head(self.head)

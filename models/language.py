@@ -27,9 +27,9 @@ def text_batch(tokens: jax.Array, attention_mask: jax.Array | None) -> dict[str,
     return {"tokens": tokens, "segment_ids": attention_mask.astype(jnp.int32)}
 
 
-def segments(batch: dict) -> Segments | None:
+def segments(batch: dict, name: str = "segment_ids") -> Segments | None:
     """Returns the argument `segments` of `attend` for a sequence that attends to itself."""
-    ids = batch.get("segment_ids")
+    ids = batch.get(name)
     return None if ids is None else (ids, ids)
 
 
@@ -47,7 +47,12 @@ def positions_by_count(batch: dict) -> jax.Array:
     """
     if "positions" in batch or "segment_ids" not in batch:
         return positions_by_index(batch)
-    is_token = (batch["segment_ids"] != 0).astype(jnp.int32)
+    return count_positions(batch["segment_ids"] != 0)
+
+
+def count_positions(is_token: jax.Array) -> jax.Array:
+    """Returns int32[B, T]: how many tokens stand before each, -1 at padding, of bool[B, T]."""
+    is_token = is_token.astype(jnp.int32)
     return jnp.cumsum(is_token, axis=1) * is_token - 1
 
 
@@ -104,6 +109,14 @@ def vocab_logits(
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD[:vocab_size], preferred_element_type=wide)
     return logits if bias_V is None else logits + bias_V[None, None, :vocab_size]
+
+
+def check_heads_divide(config: Any) -> None:
+    """Raises a ValueError if the heads do not divide the embedding's dim evenly."""
+    if config.embed_dim % config.num_heads:
+        raise ValueError(
+            f"model.num_heads={config.num_heads} must divide model.embed_dim={config.embed_dim}"
+        )
 
 
 def check_head(name: str) -> None:

@@ -169,7 +169,7 @@ def check(parts: Parts, params: Tree, batch: Tree) -> None:
             )
     number = jax.ShapeDtypeStruct((), jnp.int32)
     for stack, block in parts.blocks.items():
-        layer = jax.tree.map(_without_layers, cut["layers"][stack])
+        layer = one_layer(cut["layers"][stack])
         found = {f"a block of {stack}": jax.eval_shape(block, layer, x, batch, number)}
         if stack in parts.before:
             made_ready = jax.eval_shape(parts.before[stack], cut["ends"], x, batch)
@@ -204,8 +204,9 @@ def _shapes(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
 
 
-def _without_layers(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+def one_layer(layers: Tree) -> Tree:
+    """Returns ShapeDtypeStructs of one layer of a stack's parameters."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
 
 def logical_axes(model: nnx.Module) -> Tree:

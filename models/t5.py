@@ -106,7 +106,7 @@ class Block(nnx.Module):
             is_causal=is_decoder,
             max_distance=config.max_distance,
         )
-        ids = _decoder_segments(batch) if is_decoder else segments(batch)
+        ids = segments(batch, "decoder_segment_ids" if is_decoder else "segment_ids")
         branch = self.attention(
             x_BTD,
             self.attention_norm,
@@ -271,8 +271,3 @@ def _buckets(
     ratio /= np.float32(math.log(max_distance / exact))
     large = exact + (ratio * np.float32(num_buckets - exact)).astype(np.int64)
     return first + np.where(distances < exact, distances, np.minimum(large, num_buckets - 1))
-
-
-def _decoder_segments(batch: dict) -> tuple[jax.Array, jax.Array] | None:
-    ids = batch.get("decoder_segment_ids")
-    return None if ids is None else (ids, ids)

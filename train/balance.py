@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from models.flops import traced_flops
-from models.stack import Parts
+from models.stack import Parts, one_layer
 from sharding.pipeline.layout import balanced_cut
 
 Tree = Any
@@ -63,7 +63,7 @@ def count_work(
     layers: list[int] = []
     recomputed: list[int] = []
     for name, num_layers in parts.num_layers.items():
-        layer = jax.tree.map(_without_first_dim, cut["layers"][name])
+        layer = one_layer(cut["layers"][name])
         block = parts.blocks[name]
         arguments = (layer, x, batch, jax.ShapeDtypeStruct((), jnp.int32))
         layers += [traced_flops(_with_backward(block, 2), *arguments, x)] * num_layers
@@ -85,7 +85,3 @@ def _with_backward(function: Callable, num_inputs: int) -> Callable:
         return jax.vjp(lambda *inputs: function(*inputs, *rest), *inputs)[1](dy)
 
     return run
-
-
-def _without_first_dim(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

@@ -85,8 +85,9 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     wanted = _flat(run.state.portable.params)
     there = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
     heads = [getattr(config, "head", None) for config in (source.config, run.model_config)]
-    new = [path for path in sorted(wanted) if path not in there or path[0] == _OF_A_TASK]
-    new = [] if heads[0] == heads[1] else new
+    new = []
+    if heads[0] != heads[1]:
+        new = [path for path in sorted(wanted) if path not in there or path[0] == _OF_A_TASK]
     left_out = sorted(there.keys() - wanted)
     for what, paths in (("new", new), ("left out", left_out)):
         if paths:
