@@ -49,6 +49,13 @@ def _look_for_pooler(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any
     return {"use_pooler": any(name.endswith("pooler.dense.weight") for name in tensors)}
 
 
+def _look_for_pairs(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
+    """Finds the heads of BERT's own training, which published files hold whatever they are named."""
+    both = ("pooler.dense.weight", "seq_relationship.weight")
+    has_both = all(any(name.endswith(end) for name in tensors) for end in both)
+    return {"head": "pretraining"} if has_both else {}
+
+
 _NUM_LABELS = Keys(
     ("id2label", "label2id", "num_labels"),
     lambda hf: {"num_labels": len(hf.get("id2label") or ()) or hf.get("num_labels") or 2},
@@ -107,6 +114,7 @@ _BERT_MLM = (
     Row("masked_lm.bias", "cls.predictions.bias", "vocab", tied=("cls.predictions.decoder.bias",)),
 )
 _BERT_POOLER = _linear("pooler", "bert.pooler.dense")
+_BERT_PAIRS = (*_BERT_POOLER, *_linear("classifier", "cls.seq_relationship"))
 _ROBERTA_POOLER = _linear("pooler", "roberta.pooler.dense")
 
 _BERT = Architecture(
@@ -115,7 +123,7 @@ _BERT = Architecture(
     model="bert",
     model_class=Bert,
     keys=_BERT_KEYS,
-    rows=_BERT_MLM,
+    rows=(*_BERT_MLM, *_BERT_PAIRS),
     prefix="bert.",
     fields={"head": "masked_lm"},
     harmless=(
@@ -131,9 +139,10 @@ _BERT = Architecture(
     ),
     buffers=(r"\.position_ids$",),
     other_heads=(r"(bert\.)?pooler\.", r"cls\.seq_relationship\."),
+    look=_look_for_pairs,
 )
 _BERT_LABELS = dataclasses.replace(
-    _BERT, keys=(*_BERT_KEYS, *_LABEL_KEYS), other_heads=(r"(bert\.)?pooler\.", r"cls\.")
+    _BERT, look=None, keys=(*_BERT_KEYS, *_LABEL_KEYS), other_heads=(r"(bert\.)?pooler\.", r"cls\.")
 )
 _ROBERTA = dataclasses.replace(
     _BERT,
@@ -160,8 +169,8 @@ ARCHITECTURES = (
     dataclasses.replace(
         _BERT,
         name="BertForPreTraining",
-        rows=(*_BERT_MLM, *_BERT_POOLER, *_linear("classifier", "cls.seq_relationship")),
         fields={"head": "pretraining"},
+        look=None,
         other_heads=(),
     ),
     dataclasses.replace(

@@ -42,7 +42,13 @@ def check(workdir: Path, run: Run) -> None:
     path = workdir / CONFIG_FILE
     if not path.exists() or not has_checkpoint(workdir):
         return
-    lines = differences(load(str(path)), resolved(run), FIXED)
+    saved = load(str(path))
+    if "train" not in saved:
+        raise ValueError(
+            f"{workdir} holds a converted model and no run; start from it with "
+            f"--config.init_from={workdir}, and choose another --workdir"
+        )
+    lines = differences(_completed(saved, run), resolved(run), FIXED)
     lines = [line for line in lines if line.partition(":")[0] not in FREE]
     if lines:
         raise ValueError(
@@ -92,6 +98,16 @@ def claim(workdir: Path, run: Run, corpus: TextCorpus, source: Source | None = N
 
 def has_checkpoint(workdir: Path) -> bool:
     return any(path.name.isdigit() for path in (workdir / CHECKPOINTS).glob("*"))
+
+
+def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
+    """Returns a saved config in which keys that came to be later have their defaults."""
+    completed = {"init_from": "", **saved.to_dict()}
+    for name, section in {**SECTIONS, "model": type(run.model_config)}.items():
+        fields = [f for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING]
+        completed[name] = {f.name: f.default for f in fields} | completed.get(name, {})
+    completed["data"].pop("seed", None)
+    return ConfigDict(completed)
 
 
 def resolved(run: Run) -> ConfigDict:

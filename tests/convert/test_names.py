@@ -15,6 +15,7 @@ from convert.families import architectures, find
 from convert.from_hf import load
 from convert.keys import read
 from convert.source import load_params, read_source
+from convert.to_hf import describe
 from tests.convert import cases
 
 
@@ -111,6 +112,17 @@ def test_pooler_is_left_out_where_the_file_has_none(tmp_path):
     cases.save("bert_base", tmp_path / "theirs")
     cases.edit(tmp_path / "theirs", lambda t: [t.pop(n) for n in list(t) if n.startswith("pooler")])
     assert load(tmp_path / "theirs").pooler is None
+
+
+def test_a_bert_that_holds_more_than_it_is_named_for_is_read_whole(tmp_path):
+    """As the first published ones: named for masked tokens, and the head for pairs is there."""
+    whole = cases.save("bert_pretraining", tmp_path / "whole")
+    named = cases.save("bert_pretraining", tmp_path / "named")
+    cases.edit_config(named, architectures=["BertForMaskedLM"])
+    expected, found = cases.parameters(whole), cases.parameters(named)
+    assert "pooler" in found
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert describe(read_source(named))[0].name == "BertForPreTraining"
 
 
 def test_t5_is_tied_as_its_files_say(tmp_path):

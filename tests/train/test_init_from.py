@@ -8,6 +8,7 @@ import torch
 import transformers
 from flax import nnx
 
+from convert.from_hf import convert as from_hf
 from convert.from_hf import load as load_model
 from convert.source import read_source
 from convert.to_hf import convert as to_hf
@@ -51,6 +52,16 @@ def opt(tmp_path_factory):
     """(directory, model) of an OPT."""
     directory = tmp_path_factory.mktemp("opt")
     return directory, save_model(directory, "OPTForCausalLM", **OPT)
+
+
+def test_converted_model_is_started_from_and_is_no_run(opt, text, tmp_path, capsys):
+    from_hf(opt[0], tmp_path / "converted")
+    overrides = (*text[1], *SHORT, f"init_from={tmp_path / 'converted'}")
+    assert run_main(tmp_path / "converted", overrides, config=FINETUNE) == 2
+    assert "holds a converted model and no run; start from it" in error_line(capsys)
+    assert run_main(tmp_path / "ours", overrides, config=FINETUNE) == 0
+    assert run_main(tmp_path / "theirs", (*overrides, f"init_from={opt[0]}"), config=FINETUNE) == 0
+    assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "theirs")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,10 @@
 """The command as a user types it: what it leaves behind, and what it says of bad input."""
 
 import json
+import shutil
 
 import pytest
+import yaml
 
 from tests.runs import CONFIG, TINY, write_corpus
 from train.main import main
@@ -110,6 +112,17 @@ def test_longer_run_goes_on_and_another_model_is_refused(trained, tmp_path, caps
     assert run_main(workdir, changed) == 2
     message = error_line(capsys)
     assert "model.num_layers: 4 -> 2" in message and "data.sequence_length: 16 -> 8" in message
+
+
+def test_run_goes_on_whose_config_was_saved_before_a_key_was_known(trained, tmp_path, capsys):
+    workdir, overrides = trained
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del saved["init_from"], saved["data"]["objective"], saved["model"]["head"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert run_main(tmp_path, overrides) == 0
+    assert run_main(tmp_path, (*overrides, "data.objective=masked_lm")) == 2
+    assert "data.objective" in error_line(capsys)
 
 
 def test_damaged_checkpoint_is_passed_over(corpus_overrides, tmp_path, capsys):
