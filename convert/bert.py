@@ -50,7 +50,7 @@ def _look_for_pooler(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any
 
 
 def _look_for_pairs(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
-    """Finds the heads of BERT's own training, which published files hold whatever they are named."""
+    """Finds the heads of BERT's own training, which published files hold under other names."""
     both = ("pooler.dense.weight", "seq_relationship.weight")
     has_both = all(any(name.endswith(end) for name in tensors) for end in both)
     return {"head": "pretraining"} if has_both else {}
