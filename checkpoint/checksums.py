@@ -46,12 +46,9 @@ def find_damage(directory: Path, part: int = 0, num_parts: int = 1) -> str | Non
         num_parts: the number of shares.
     """
     try:
-        head, *lines = (directory / CHECKSUMS_FILE).read_text().splitlines()
-        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
-    except (OSError, ValueError):
-        return f"{CHECKSUMS_FILE} is missing or cannot be read"
-    if head != f"# {len(expected)} files":
-        return f"{CHECKSUMS_FILE} is not what was written (it lists {len(expected)} files)"
+        expected = _read_list(directory)
+    except ValueError as error:
+        return str(error)
     names = sorted(expected)[part::num_parts]
     for name, digest in zip(names, _digests(directory, names), strict=True):
         if digest is None:
@@ -59,6 +56,34 @@ def find_damage(directory: Path, part: int = 0, num_parts: int = 1) -> str | Non
         if digest != expected[name]:
             return f"{name} is not what was written (its SHA-256 differs)"
     return None
+
+
+def find_missing(directory: Path) -> str | None:
+    """Returns one sentence that names the first missing file, or None; it reads none but the list.
+
+    Args:
+        directory: a checkpoint, as `write_checksums` left it.
+    """
+    try:
+        names = sorted(_read_list(directory))
+    except ValueError as error:
+        return str(error)
+    missing = (name for name in names if not (directory / name).is_file())
+    return next((f"{name} is missing" for name in missing), None)
+
+
+def _read_list(directory: Path) -> dict[str, str]:
+    """Returns name -> SHA-256; raises ValueError, which says it all, if the list is damaged."""
+    try:
+        head, *lines = (directory / CHECKSUMS_FILE).read_text().splitlines()
+        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    except (OSError, ValueError):
+        raise ValueError(f"{CHECKSUMS_FILE} is missing or cannot be read") from None
+    if head != f"# {len(expected)} files":
+        raise ValueError(
+            f"{CHECKSUMS_FILE} is not what was written (it lists {len(expected)} files)"
+        )
+    return expected
 
 
 def _digests(directory: Path, names: Sequence[str]) -> list[str | None]:

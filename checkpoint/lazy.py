@@ -111,7 +111,9 @@ def stored_arrays(directory: str | Path) -> Mapping[str, StoredArray]:
       directory: a checkpoint, `<step>/`.
     """
     state = Path(directory).absolute() / "state"
-    tree = ocp.PyTreeCheckpointHandler(use_zarr3=True).metadata(epath.Path(state)).tree
+    # Without this Orbax would ask which devices there are.
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, enable_pinned_host_transfer=False)
+    tree = handler.metadata(epath.Path(state)).tree
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
     names = [".".join(str(_key(key)) for key in path) for path, _ in leaves]
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})

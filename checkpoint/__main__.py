@@ -1,0 +1,151 @@
+"""Looks at a run's checkpoints, and changes nothing.
+
+python -m checkpoint ls WORKDIR
+python -m checkpoint verify WORKDIR [--step=N]
+python -m checkpoint show WORKDIR [--step=N]
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from checkpoint.checksums import CHECKSUMS_FILE, find_damage, find_missing
+from checkpoint.layout import TMP_SUFFIX, best_steps, read_data_state, read_metrics, steps_in
+
+
+def find_directory(workdir: Path) -> Path:
+    """Returns the directory of a run's checkpoints, which may be `workdir` itself.
+
+    Raises:
+        ValueError: there are none.
+    """
+    for directory in (workdir / "checkpoints", workdir):
+        if directory.is_dir() and steps_in(directory):
+            return directory
+    raise ValueError(
+        f"{workdir} holds no checkpoint; give the directory of a run, or its checkpoints/"
+    )
+
+
+def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
+    """Prints a table of the checkpoints; returns 0."""
+    steps = steps_in(directory)
+    metrics = {step: read_metrics(directory / str(step)) for step in steps}
+    scores = {step: metrics[step].get(best_metric) for step in steps}
+    best = best_steps(scores, num_best=1, best_is_max=best_is_max)
+    rows = [("step", "size", "saved", "", "metrics")]
+    for step in steps:
+        path = directory / str(step)
+        gap = find_missing(path)
+        marks = ["newest"] * (step == steps[-1]) + ["best"] * (step in best)
+        marks += [] if gap is None else [f"incomplete: {gap}"]
+        values = "  ".join(f"{name} {value:.5g}" for name, value in metrics[step].items())
+        rows.append((str(step), _size(path), _saved(path), ", ".join(marks), values))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for step, size, *rest in rows:
+        cells = [step.rjust(widths[0]), size.rjust(widths[1])]
+        cells += [cell.ljust(width) for cell, width in zip(rest, widths[2:], strict=True)]
+        print("  ".join(cells).rstrip())
+    for path in sorted(directory.glob(f"*{TMP_SUFFIX}*")):
+        print(f"{path.name} is being written, or was when its process was killed")
+    return 0
+
+
+def verify(directory: Path, step: int | None) -> int:
+    """Prints which checkpoints are intact, one a line; returns 0, or 1 if one is not."""
+    steps = steps_in(directory) if step is None else [_chosen(directory, step)]
+    code = 0
+    for number in steps:
+        path = directory / str(number)
+        damage = find_damage(path)
+        num_files = sum(file.is_file() for file in path.rglob("*"))
+        intact = f"intact, {num_files} files, {_size(path)}"
+        print(f"step {number}: {intact if damage is None else f'damaged: {damage}'}", flush=True)
+        code = code if damage is None else 1
+    return code
+
+
+def show(directory: Path, step: int | None) -> int:
+    """Prints the arrays of a checkpoint, the newest by default, and the data's state; returns 0."""
+    from checkpoint.lazy import stored_arrays  # here, because ls and verify need neither library
+
+    number = _chosen(directory, step)
+    path = directory / str(number)
+    try:
+        arrays, data_state = stored_arrays(path), read_data_state(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"step {number} cannot be read ({reason}); `verify` says what is damaged"
+        ) from error
+    width = max((len(name) for name in arrays), default=0)
+    for name, array in arrays.items():
+        shape = f"{array.dtype.name}{list(array.shape)}"
+        print(f"{name:<{width}}  {shape:<28}  {array.nbytes:>15,} bytes".rstrip())
+    num_params = sum(array.size for array in arrays.values())
+    num_bytes = sum(array.nbytes for array in arrays.values())
+    print(f"{len(arrays)} arrays, {num_params:,} numbers, {_in_words(num_bytes)}")
+    print(f"data_state: {json.dumps(data_state)}")
+    return 0
+
+
+def _chosen(directory: Path, step: int | None) -> int:
+    steps = steps_in(directory)
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        raise ValueError(f"--step={step} is not in {directory}; choose one of {there}")
+    return steps[-1] if step is None else step
+
+
+def _size(path: Path) -> str:
+    return _in_words(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+
+
+def _in_words(num_bytes: int) -> str:
+    power = min(int(math.log2(max(num_bytes, 1)) // 10), 4)
+    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{num_bytes / 1024**power:.{min(power, 1)}f} {unit}"
+
+
+def _saved(path: Path) -> str:
+    """Returns when the checkpoint was complete: its checksums are written last."""
+    last = path / CHECKSUMS_FILE
+    saved = time.localtime((last if last.exists() else path).stat().st_mtime)
+    return time.strftime("%Y-%m-%d %H:%M:%S", saved)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 if `verify` found damage, or 2 after an error."""
+    parser = argparse.ArgumentParser(prog="python -m checkpoint", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="ls|verify|show")
+
+    def command(name: str, function: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.set_defaults(function=function)
+        added.add_argument("workdir", type=Path, help="a run's directory, or its checkpoints/")
+        return added
+
+    lister = command("ls", ls, "list the checkpoints")
+    lister.add_argument("--best_metric", default="eval_loss", help="by which one is the best")
+    lister.add_argument("--best_is_max", action="store_true", help="large values of it are good")
+    for name, function, text, default in (
+        ("verify", verify, "check every file against its checksum", "all"),
+        ("show", show, "list the arrays of a checkpoint", "the newest"),
+    ):
+        added = command(name, function, text)
+        added.add_argument("--step", type=int, default=None, help=f"which one; {default} if unset")
+    options = vars(parser.parse_args(argv))
+    function, workdir = options.pop("function"), options.pop("workdir")
+    try:
+        return function(find_directory(workdir), **options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Words between the processes of a run that do not go over the devices.
+
+They go through the service that `jax.distributed` started, so a thread may exchange them while the
+devices compute. A collective there would meet the training step's own, in an order that no two
+processes agree on.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax._src import distributed
+
+#: A process that says nothing for so long counts as failed. Writing a checkpoint must be faster.
+TIMEOUT_S = 1200
+
+T = TypeVar("T")
+
+_numbers = itertools.count()
+
+
+class Exchange:
+    """A conversation of all processes.
+
+    All of them open it, and call the same methods in the same order; of one process, one thread at
+    a time. With one process nothing is sent.
+    """
+
+    def __init__(self):
+        self._process, self._num_processes = jax.process_index(), jax.process_count()
+        self._name = f"taibai/checkpoint/{next(_numbers)}"
+        self._round = 0
+        self._told: list[str] = []  # what the first process may delete once all have read it
+
+    def gather(self, problem: str | None) -> str | None:
+        """Returns, on the first process, what is wrong on any of them, or None if nothing is.
+
+        Args:
+          problem: what is wrong here, in a few words, or None.
+        """
+        self._round += 1
+        if self._num_processes == 1:
+            return problem
+        if self._process > 0:
+            self._client.key_value_set(self._key(self._process), json.dumps(problem))
+            return None
+        deadline = time.monotonic() + TIMEOUT_S
+        answers = [self._answer(i, deadline) for i in range(1, self._num_processes)]
+        problems = [problem, *answers]
+        for key in self._told:
+            self._client.key_value_delete(key)
+        self._told = []
+        found = [f"process {i}: {text}" for i, text in enumerate(problems) if text is not None]
+        return "; ".join(found) or None
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Returns what `action` returns on the first process, which alone calls it.
+
+        Args:
+          action: what it returns must be known to JSON.
+
+        Raises:
+          OSError: on all of them, if `action` failed, or if the first process does not answer.
+        """
+        self._round += 1
+        if self._process > 0:
+            told = json.loads(self._get(self._key(0), 2 * TIMEOUT_S, 0))
+            if "problem" in told:
+                raise OSError(told["problem"])
+            return told["result"]
+        told: dict[str, Any] = {"problem": "process 0 failed (its log says how)"}
+        try:
+            result = action()
+            told = {"result": result}
+            return result
+        except OSError as error:
+            told = {"problem": str(error)}
+            raise
+        finally:
+            if self._num_processes > 1:
+                self._client.key_value_set(self._key(0), json.dumps(told))
+                self._told.append(self._key(0))
+
+    def agree(self, problem: str | None) -> str | None:
+        """Returns, on all processes, what is wrong on any of them, or None if nothing is."""
+        problems = self.gather(problem)
+        return self.on_first(lambda: problems)
+
+    @property
+    def _client(self) -> Any:
+        return distributed.global_state.client
+
+    def _key(self, process: int) -> str:
+        return f"{self._name}/{self._round}/{process}"
+
+    def _answer(self, process: int, deadline: float) -> str | None:
+        key = self._key(process)
+        try:
+            answer = json.loads(self._get(key, max(deadline - time.monotonic(), 1), process))
+        except TimeoutError as error:
+            return str(error)
+        self._client.key_value_delete(key)
+        return answer
+
+    def _get(self, key: str, timeout_s: float, process: int) -> str:
+        try:
+            return self._client.blocking_key_value_get(key, int(1000 * timeout_s))
+        except jax.errors.JaxRuntimeError as error:
+            raise TimeoutError(f"process {process} did not answer in time") from error
