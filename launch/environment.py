@@ -4,7 +4,7 @@
 
     eval "$(python -m launch.environment --platform=gpu)"
 
-and needs nothing for the distributed start: under srun, JAX reads SLURM's own variables. What the
+and needs nothing for the distributed start: under srun, SLURM's own variables are read. What the
 user has set already always wins, flag by flag in XLA_FLAGS.
 """
 

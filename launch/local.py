@@ -4,8 +4,9 @@
 
 Process 0 writes straight to the terminal, so its progress bars work; the lines of the others begin
 with their number, as in `[1] ...`. If a process fails, the others are stopped, one line says which
-failed and how, and the exit code is its own, or 128 + the signal that killed it. Ctrl-C and SIGTERM
-stop them all.
+failed and how, and the exit code is its own, or 128 + the signal that killed it; with
+`--max_restarts=N` all are started again, up to N times. Ctrl-C and SIGTERM are passed on to all: a
+training run then saves and ends with code 75, and whoever starts it again goes on from there.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import NoReturn
 
 from launch import environment
 from launch.processes import Event, Processes
+from train.exit_codes import FINAL, STOPPED
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -53,14 +55,20 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--grace_s",
         type=_seconds,
-        default=10.0,
-        help="seconds between SIGTERM and SIGKILL for processes that must stop (default: 10)",
+        default=60.0,
+        help="seconds between SIGTERM and SIGKILL for processes that must stop (default: 60)",
+    )
+    parser.add_argument(
+        "--max_restarts",
+        type=_count,
+        default=0,
+        help="how often to start all processes again when one fails (default: 0)",
     )
     options, unknown = parser.parse_known_args(argv[:end])
     if unknown:
         parser.error(
-            f"unknown option {unknown[0]!r}; the options are --processes, --devices_per_process and"
-            " --grace_s, and the command to start comes behind --"
+            f"unknown option {unknown[0]!r}; the options are --processes, --devices_per_process,"
+            " --grace_s and --max_restarts, and the command to start comes behind --"
         )
     if not command:
         parser.error("no command to start: put one behind --, as in -- python -m train.main ...")
@@ -75,6 +83,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
     return int(text)
 
 
@@ -109,12 +123,7 @@ def environments(
       ValueError: more GPUs are needed than there are.
     """
     platform = environment.detect_platform(user)
-    shared = {
-        # JAX's preemption service catches SIGTERM: each stop would take the whole grace time.
-        "JAX_ENABLE_PREEMPTION_SERVICE": "false",
-        **user,
-        **environment.compiler_variables(platform, user),
-    }
+    shared = {**user, **environment.compiler_variables(platform, user)}
     coordinator = f"127.0.0.1:{free_port()}"
     result = []
     for process_id in range(num_processes):
@@ -132,11 +141,12 @@ def environments(
     return result
 
 
-def run(processes: Processes, grace_s: float) -> int:
-    """The exit code of the run, once none of its processes is left."""
+def run(processes: Processes, grace_s: float) -> tuple[int, bool]:
+    """The exit code of the run, once none of its processes is left, and whether one failed."""
     while processes.running:
         event = processes.next_event()
-        if event is None or event[1] == 0:
+        # Those that stop have agreed to, and one may still be saving for all.
+        if event is None or event[1] in (0, STOPPED):
             continue
         who, code = event
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -148,29 +158,36 @@ def run(processes: Processes, grace_s: float) -> int:
         with contextlib.suppress(OSError):  # whoever read this may be gone; stopping matters more
             print(f"{start}launch.local: {what}{rest}", file=sys.stderr, flush=True)
         processes.stop(grace_s)
-        return code if code > 0 else 128 - code
-    return 0
+        if who is None and set(processes.codes.values()) == {STOPPED}:
+            return STOPPED, False
+        return code if code > 0 else 128 - code, who is not None and code not in FINAL
+    return max(processes.codes.values()), False
 
 
 def main(argv: Sequence[str]) -> int:
     """Starts the processes that the arguments ask for and returns the launcher's exit code."""
     options, command = parse_arguments(argv)
-    try:
-        variables = environments(options.processes, options.devices_per_process, os.environ)
-    except ValueError as error:
-        print(f"launch.local: {error}", file=sys.stderr)
-        return 2
     # Simple, because a handler writes to it that may interrupt a read of it.
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     for number in _STOPPING:
         # What nohup ignores stays ignored. What a script's background jobs ignore does not: SIGINT.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: events.put((None, -number)))
-    processes = Processes(command, variables, events)
-    try:
-        return run(processes, options.grace_s)
-    finally:
-        processes.stop(options.grace_s)
+    for restarts_left in reversed(range(options.max_restarts + 1)):
+        try:  # each time anew, as the coordinator needs a free port
+            variables = environments(options.processes, options.devices_per_process, os.environ)
+        except ValueError as error:
+            print(f"launch.local: {error}", file=sys.stderr)
+            return 2
+        processes = Processes(command, variables, events)
+        try:
+            code, has_failed = run(processes, options.grace_s)
+        finally:
+            processes.stop(options.grace_s)
+        if not has_failed or not restarts_left:
+            break
+        print(f"launch.local: starting again ({restarts_left} left)", file=sys.stderr, flush=True)
+    return code
 
 
 if __name__ == "__main__":

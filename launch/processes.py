@@ -39,6 +39,7 @@ class Processes:
           events: where the end of each process is reported; a signal handler may write here too.
         """
         self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.codes: dict[int, int] = {}  # return codes of those that have ended
         self._events = events
         self._writing = threading.Lock()
         try:
@@ -56,6 +57,7 @@ class Processes:
             return None
         if event[0] is not None:
             del self.running[event[0]]
+            self.codes[event[0]] = event[1]
         return event
 
     def stop(self, grace_s: float) -> None:

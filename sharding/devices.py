@@ -7,16 +7,20 @@ A process finds out how it was started from its environment. `python -m launch.l
     TAIBAI_PROCESS_ID          0 .. TAIBAI_NUM_PROCESSES - 1
     TAIBAI_DEVICES_PER_PROCESS CPU devices that each process simulates
 
-and under SLURM's `srun` jax reads SLURM's own variables.
+and under SLURM's `srun` SLURM's own variables say as much.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
+import re
+from collections.abc import Mapping
 
 import jax
 
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.roll_call import Process, call_roll
 
 #: Simulated devices on few, busy cores can miss XLA's default time-outs and abort the process.
 CPU_XLA_FLAGS = {
@@ -28,21 +32,31 @@ CPU_XLA_FLAGS = {
 _log = logging.getLogger(__name__)
 
 
-def start(config: MeshConfig) -> jax.sharding.Mesh:
+def start(
+    config: MeshConfig, *, start_timeout_s: float = 60.0, failure_timeout_s: float = 100.0
+) -> jax.sharding.Mesh:
     """Joins the other processes, if there are any, and returns the mesh.
 
     Must run before anything else asks jax for its devices: on CPU the devices that the mesh needs
     and the machine lacks are simulated, and one line says so.
 
+    Args:
+      start_timeout_s: seconds to wait for the other processes.
+      failure_timeout_s: twice so long, and 10 s, without a sign of another process ends this one.
+
     Raises:
-      ValueError: an accelerator backend, or a set of CPU processes, has too few devices.
+      ValueError: processes are missing or do not fit each other, or an accelerator backend, or a
+        set of CPU processes, has too few devices.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     extra = [f"--{name}={value}" for name, value in CPU_XLA_FLAGS.items() if name not in flags]
     os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
 
     per_process = os.environ.get("TAIBAI_DEVICES_PER_PROCESS")
-    distributed = _join_processes()
+    how = how_started(os.environ)
+    if how is not None:
+        _join(how, start_timeout_s, failure_timeout_s)
+    distributed = how is not None
     if per_process or not distributed:
         with contextlib.suppress(RuntimeError):  # jax has its devices already, as in a notebook
             jax.config.update("jax_num_cpu_devices", int(per_process or config.num_devices))
@@ -61,19 +75,52 @@ def start(config: MeshConfig) -> jax.sharding.Mesh:
     return mesh
 
 
-def _join_processes() -> bool:
-    """Returns whether this is one of several processes; if so, they are connected."""
-    env = os.environ
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """How this process was started, if it is one of several."""
+
+    coordinator: str  # host:port
+    num_processes: int
+    process_id: int
+    local_device_ids: list[int] | None  # None: all that the process sees
+
+
+def how_started(env: Mapping[str, str]) -> Start | None:
+    """Returns what the environment says; None if the process is alone."""
     if int(env.get("TAIBAI_NUM_PROCESSES", "1")) > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            coordinator_address=env["TAIBAI_COORDINATOR"],
+        return Start(
+            coordinator=env["TAIBAI_COORDINATOR"],
             num_processes=int(env["TAIBAI_NUM_PROCESSES"]),
             process_id=int(env["TAIBAI_PROCESS_ID"]),
+            local_device_ids=None,
         )
-        return True
-    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize()
-        return True
-    return False
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) <= 1:
+        return None
+    # Of "n[01-03,7]" or "n01,m7", the first host; a port that no other job's step has.
+    host = "".join(re.findall(r"^([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])[0])
+    step = int(env["SLURM_JOB_ID"]) * 8 + int(env.get("SLURM_STEP_ID", "0"))
+    # Several processes on a host, each of which sees all GPUs: one for each.
+    shares_host = not re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    sees_one = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
+    return Start(
+        coordinator=f"{host}:{61440 + step % 4096}",
+        num_processes=int(env["SLURM_STEP_NUM_TASKS"]),
+        process_id=int(env["SLURM_PROCID"]),
+        local_device_ids=[int(env["SLURM_LOCALID"])] if shares_host and not sees_one else None,
+    )
+
+
+def _join(start: Start, start_timeout_s: float, failure_timeout_s: float) -> None:
+    own = Process(process_id=start.process_id, num_processes=start.num_processes)
+    call_roll(own, start.coordinator, start_timeout_s)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It would catch SIGTERM, which is the run's own to answer.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        coordinator_address=start.coordinator,
+        num_processes=start.num_processes,
+        process_id=start.process_id,
+        local_device_ids=start.local_device_ids,
+        # The watchdog comes first, as it says more.
+        heartbeat_timeout_seconds=round(2 * failure_timeout_s) + 10,
+    )

@@ -227,6 +227,30 @@ def test_run_stops_all_processes_when_the_launcher_is_stopped(tmp_path, number):
     wait_until_gone(pids)
 
 
+def test_run_waits_for_all_that_stop_and_says_so(tmp_path):
+    script = "time.sleep(2 * rank); print('saved'); sys.exit(75)"
+    done = launch(tmp_path, script, "--processes=2", "--grace_s=0")
+    assert done.returncode == 75
+    assert "[1] saved" in done.stdout and "launch.local" not in done.stderr
+
+
+def test_run_starts_all_again_after_a_failure_and_only_then(tmp_path):
+    script = f"""
+    path = f"{str(tmp_path)}/starts{{rank}}"
+    with open(path, "a") as file:
+        file.write("x")
+    if rank == 0:
+        sys.exit([1, 1, 0][os.path.getsize(path) - 1])
+    """
+    options = ("--processes=2", "--max_restarts=5")
+    done = launch(tmp_path, script, *options)
+    assert done.returncode == 0
+    assert (tmp_path / "starts0").read_text() == "xxx"
+    assert "launch.local: starting again (5 left)\n" in done.stderr
+    refused = launch(tmp_path, "sys.exit(2)", *options)
+    assert refused.returncode == 2 and "starting again" not in refused.stderr
+
+
 def test_run_stops_all_processes_when_nobody_reads_the_output(tmp_path):
     script = f"""
     with open(f"{str(tmp_path)}/leader{{rank}}", "w") as file:

@@ -1,0 +1,166 @@
+"""A roll call of all processes before they join: who is missing, and who does not fit, is named.
+
+Joining by itself waits in silence for a process that never comes, takes processes that count
+themselves differently for complete, and ends all with an abort. Here process 0 listens where it
+will coordinate; each process sends one line of JSON about itself, and all get the same answer.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+
+#: Of which all processes must have one version.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_RETRY_S = 0.2
+
+
+def software() -> dict[str, str]:
+    """Returns the versions of Python and of PACKAGES."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """What a process says of itself."""
+
+    process_id: int
+    num_processes: int  # as it was told
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    software: Mapping[str, str] = field(default_factory=software)
+
+    def __str__(self) -> str:
+        return f"process {self.process_id} on {self.host}"
+
+
+def call_roll(own: Process, coordinator: str, timeout_s: float) -> None:
+    """Returns when all processes are there and fit each other.
+
+    Args:
+        own: this process; the one with id 0 listens.
+        coordinator: host:port of process 0.
+        timeout_s: seconds to wait for others; hosts may take long to start.
+
+    Raises:
+        ValueError: on all processes that are there: some are missing, do not fit, or process 0
+            cannot be reached; all of them are named.
+    """
+    deadline = time.monotonic() + timeout_s
+    if own.process_id == 0:
+        error = _listen(own, coordinator, deadline, timeout_s)
+    else:
+        error = _report(own, coordinator, deadline, timeout_s)
+    if error:
+        raise ValueError(error)
+
+
+def problems(present: Sequence[Process]) -> str | None:
+    """Returns in a sentence what keeps these from being the processes of one run, None if nothing.
+
+    Args:
+        present: process 0 first.
+    """
+    first = present[0]
+    for other in present[1:]:
+        if other.num_processes != first.num_processes:
+            return (
+                f"{other} was started as one of {other.num_processes} processes, and {first} as "
+                f"one of {first.num_processes}; start all with one command"
+            )
+        same = [p for p in present if p.process_id == other.process_id]
+        if len(same) > 1:
+            where = " and ".join(f"on {p.host} (pid {p.pid})" for p in same)
+            return f"process {other.process_id} was started twice, {where}; give each its own id"
+        differing = [
+            name
+            for name in sorted({*first.software, *other.software})
+            if first.software.get(name) != other.software.get(name)
+        ]
+        if differing:
+            theirs, ours = (
+                ", ".join(f"{name} {p.software.get(name, 'missing')}" for name in differing)
+                for p in (other, first)
+            )
+            return f"{other} has {theirs}, and {first} has {ours}; install the same on all hosts"
+    return None
+
+
+def _listen(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
+    """Returns what is wrong, after telling it to all that are there."""
+    port = int(coordinator.rpartition(":")[2])
+    connections, present = [], [own]
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(socket.create_server(("", port), backlog=4096))
+        except OSError as error:
+            return (
+                f"process 0 on {own.host} cannot listen on port {port} ({error.strerror}), where "
+                "the others will look for it; is another run coordinated there?"
+            )
+        error = None
+        while len(present) < own.num_processes and error is None:
+            left = deadline - time.monotonic()
+            server.settimeout(max(left, 0.01))
+            try:
+                connection = stack.enter_context(server.accept()[0])
+                connection.settimeout(max(left, 1))
+                present.append(Process(**json.loads(_read_line(connection))))
+            except TimeoutError:
+                error = _missing(present, timeout_s)
+            except (OSError, ValueError, TypeError):
+                continue  # a port scanner, or a process that died meanwhile
+            else:
+                connections.append(connection)
+                error = problems(present)
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(json.dumps({"error": error}).encode() + b"\n")
+        return error
+
+
+def _report(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
+    """Returns what process 0 says is wrong."""
+    host, _, port = coordinator.rpartition(":")
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            # Process 0 answers when the last is there; it waits no longer than this one.
+            with socket.create_connection((host, int(port)), timeout=max(left, 0.01)) as connection:
+                connection.settimeout(max(left, 0) + 5)
+                connection.sendall(json.dumps(asdict(own)).encode() + b"\n")
+                return json.loads(_read_line(connection))["error"]
+        except (OSError, ValueError, KeyError) as error:
+            if left <= 0:
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                return (
+                    f"{own} cannot reach process 0 at {coordinator} for {timeout_s:.0f} s "
+                    f"({reason}); does process 0 run there, and do both hosts see each other?"
+                )
+        time.sleep(_RETRY_S)
+
+
+def _missing(present: Sequence[Process], timeout_s: float) -> str:
+    ids = {process.process_id for process in present}
+    num = present[0].num_processes
+    missing = [str(i) for i in range(num) if i not in ids]
+    listed = ", ".join(missing[:20]) + (" and more" if len(missing) > 20 else "")
+    hosts = ", ".join(sorted({process.host for process in present}))
+    return (
+        f"{len(missing)} of {num} processes are missing after {timeout_s:.0f} s: {listed}; those "
+        f"that came are on {hosts}; look at what the missing ones printed"
+    )
+
+
+def _read_line(connection: socket.socket) -> str:
+    with connection.makefile("r", encoding="utf-8") as file:
+        return file.readline(2**20)

@@ -1,0 +1,197 @@
+"""A real SLURM of two nodes on this machine: a controller, two slurmd, munge, and no container.
+
+python -m tests.launch.slurm install    # Debian's slurm-wlm and munge, as root
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+NODES = ("n1", "n2")
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
+_PACKAGES = ("slurm-wlm", "munge")
+
+_CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.socket
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool.%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+KillWait=60
+SlurmdTimeout=30
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+
+def install() -> str | None:
+    """Installs SLURM and gives its nodes names; returns why that is not possible, or None."""
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+    if os.geteuid() != 0:
+        return "SLURM's daemons must be started by root"
+    if missing and shutil.which("apt-get") is None:
+        return f"{', '.join(missing)} are not installed, and there is no apt-get"
+    if missing:
+        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for command in (
+            ["apt-get", "update", "-qq"],
+            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *_PACKAGES],
+        ):
+            done = subprocess.run(
+                command, env=quiet, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            )
+            if done.returncode:
+                return f"{' '.join(command)} failed: {(done.stderr or done.stdout)[-300:]}"
+    # Process 0 is found by the name of its node.
+    unknown = [node for node in NODES if not _resolves(node)]
+    if unknown:
+        with open("/etc/hosts", "a") as file:
+            file.write(f"127.0.0.1 {' '.join(unknown)}\n")
+    return None
+
+
+def _resolves(name: str) -> bool:
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(name).startswith("127.")
+    return False
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A SLURM that runs, to be asked by its own commands."""
+
+    directory: Path
+
+    def __call__(self, *command: str) -> str:
+        """Returns what a command of SLURM's prints."""
+        variables = {**os.environ, "SLURM_CONF": str(self.directory / "slurm.conf")}
+        return subprocess.run(
+            command, env=variables, check=True, capture_output=True, text=True
+        ).stdout
+
+    def submit(self, *arguments: str, directory: Path, **variables: str) -> "Job":
+        """Submits the arguments of an `sbatch --parsable`, in `directory`."""
+        chosen = [f"{name}={value}" for name, value in variables.items()]
+        number = self("env", *chosen, "sbatch", "--parsable", f"--chdir={directory}", *arguments)
+        return Job(self, int(number))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted."""
+
+    cluster: Cluster
+    number: int
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What SLURM says of the job: JobState, Restarts, ExitCode and others."""
+        words = self.cluster("scontrol", "show", "job", "-o", str(self.number)).split()
+        pairs = [word.partition("=") for word in words]
+        return {name: value for name, _, value in pairs}
+
+    @property
+    def has_ended(self) -> bool:
+        return self.fields["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+
+    def requeue(self) -> None:
+        self.cluster("scontrol", "requeue", str(self.number))
+
+    def start_now(self) -> None:
+        """Lets a job that was queued again start at once, where SLURM would wait two minutes."""
+        if self.fields["JobState"] == "PENDING":
+            self.cluster("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+
+
+@contextlib.contextmanager
+def start(directory: Path) -> Iterator[Cluster]:
+    """Runs a cluster within the block, and nothing of it afterwards."""
+    config, key = directory / "slurm.conf", directory / "munge.key"
+    config.write_text(
+        _CONFIG.format(directory=directory, host=socket.gethostname(), ports=_free_ports(3))
+    )
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    for name in ("state", *(f"spool.{node}" for node in NODES)):
+        (directory / name).mkdir()
+    munge = [f"--{name}={directory}/munge.{name}" for name in ("socket", "log-file", "pid-file")]
+    munge += [f"--key-file={key}", f"--seed-file={directory}/munge.seed"]
+    cluster = Cluster(directory)
+    commands = [
+        ["munged", "--foreground", "--force", *munge],
+        ["slurmctld", "-D", "-f", str(config)],
+        *(["slurmd", "-D", "-N", node, "-f", str(config)] for node in NODES),
+    ]
+    daemons: list[subprocess.Popen] = []
+    try:
+        for command in commands:
+            with open(directory / f"{command[0]}.{len(daemons)}.out", "wb") as out:
+                daemons.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                    )
+                )
+            if command[0] == "munged":
+                wait_until((directory / "munge.socket").exists, "munge's socket")
+        wait_until(lambda: _are_idle(cluster), "two idle nodes")
+        yield cluster
+    finally:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            cluster("scancel", "--full", "--signal=KILL", "--user=root")
+        for daemon in reversed(daemons):
+            daemon.send_signal(signal.SIGKILL)
+            daemon.wait()
+
+
+def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+    """Returns when `is_so()` is; AssertionError after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.2)
+
+
+def _are_idle(cluster: Cluster) -> bool:
+    with contextlib.suppress(subprocess.CalledProcessError):  # it has not begun to listen
+        return cluster("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(NODES)
+    return False
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["install"]:
+        sys.exit(__doc__)
+    sys.exit(install())

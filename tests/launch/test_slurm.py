@@ -1,0 +1,135 @@
+"""launch/train.sbatch on a real SLURM: two nodes with a process of four simulated devices each."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import slurm
+from tests.runs import ROOT, TINY, write_corpus
+from train.metrics import METRICS_FILE, read_metrics
+
+NUM_STEPS = 200
+OVERRIDES = (
+    *TINY,
+    f"train.num_steps={NUM_STEPS}",
+    "checkpoint.every_steps=50",
+    "train.failure_timeout_s=60",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    reason = slurm.install()
+    if reason is not None:
+        pytest.skip(f"SLURM cannot be installed: {reason}")
+    with slurm.start(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def submit(cluster, corpus, workdir, *options, changes=()):
+    """Submits a run of NUM_STEPS on mesh 2×2×2."""
+    overrides = [f"--config.{override}" for override in (*OVERRIDES, *corpus, *changes)]
+    return cluster.submit(
+        *("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--gpu-bind=none"),
+        f"--output={workdir}.log",
+        *options,
+        str(ROOT / "launch" / "train.sbatch"),
+        f"--config={ROOT}/configs/gpt2_3d.py",
+        f"--workdir={workdir}",
+        *overrides,
+        directory=ROOT,
+        TAIBAI_PYTHON=sys.executable,
+        TAIBAI_DEVICES_PER_PROCESS="4",
+        JAX_PLATFORMS="cpu",
+    )
+
+
+def steps(workdir: Path) -> list[tuple[int, float]]:
+    path = workdir / METRICS_FILE
+    entries = read_metrics(path) if path.exists() else []
+    return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+
+
+def finish(job, workdir: Path) -> str:
+    """Returns the log of a job, once it has ended well."""
+
+    def has_ended():
+        job.start_now()
+        return job.has_ended
+
+    log = Path(f"{workdir}.log")
+    try:
+        slurm.wait_until(has_ended, "the end of the job", timeout_s=400)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job.fields}\n{log.read_text()[-3000:]}") from None
+    assert job.fields["JobState"] == "COMPLETED", log.read_text()[-3000:]
+    return log.read_text()
+
+
+def wait_for_step(workdir: Path, step: int) -> None:
+    slurm.wait_until(lambda: steps(workdir)[-1:] >= [(step, -math.inf)], f"step {step}", 200)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, corpus, tmp_path_factory):
+    """The losses of a run that nothing happens to."""
+    workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    log = finish(submit(cluster, corpus, workdir), workdir)
+    assert "on 8 cpu device(s), 2 process(es)" in log
+    losses = steps(workdir)
+    assert [step for step, _ in losses] == list(range(1, NUM_STEPS + 1))
+    assert losses[-1][1] < losses[0][1]
+    return losses
+
+
+def test_requeued_job_goes_on_with_the_same_losses(cluster, corpus, undisturbed, tmp_path):
+    workdir = tmp_path / "run"
+    job = submit(cluster, corpus, workdir)
+    wait_for_step(workdir, 5)
+    job.requeue()
+    log = finish(job, workdir)
+    assert job.fields["Restarts"] == "1"
+    assert "SIGTERM: finishing this step, saving, and stopping" in log
+    assert steps(workdir) == undisturbed
+
+
+def test_job_killed_in_mid_step_starts_again_by_itself(cluster, corpus, undisturbed, tmp_path):
+    workdir = tmp_path / "run"
+    job = submit(cluster, corpus, workdir)
+    wait_for_step(workdir, 60)
+    assert kill(f"train.main.*--workdir={workdir}", most=1)
+    log = finish(job, workdir)
+    assert "starting again from the last checkpoint" in log
+    assert steps(workdir) == undisturbed
+
+
+def test_time_limit_saves_and_queues_the_job_again(cluster, corpus, undisturbed, tmp_path):
+    workdir = tmp_path / "run"
+    limit = ("--time=2", "--signal=TERM@80")  # it comes up to a minute earlier
+    slow = ("eval.every_steps=1",)
+    job = submit(cluster, corpus, workdir, *limit, changes=slow)
+    log = finish(job, workdir)
+    assert int(job.fields["Restarts"]) >= 1
+    assert "taibai: stopped and saved; to be queued again" in log
+    assert steps(workdir) == undisturbed
+    evaluated = [m["step"] for m in read_metrics(workdir / METRICS_FILE) if "eval_loss" in m]
+    assert evaluated == list(range(1, NUM_STEPS + 1))
+
+
+def kill(pattern: str, most: int) -> list[int]:
+    """Kills processes with SIGKILL; returns their numbers."""
+    found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
+    own = [int(p) for p in found if "python" in Path(f"/proc/{p}/comm").read_text()][:most]
+    for pid in own:
+        os.kill(pid, signal.SIGKILL)
+    return own
