@@ -38,7 +38,9 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 
 
 #: What the step itself measures; see train/step.py.
-RESERVED_METRICS = {"loss", "weight", "grad_norm", "learning_rate", "num_skipped"}
+RESERVED_METRICS = {
+    *("loss", "weight", "grad_norm", "learning_rate", "num_skipped", "num_nonfinite_in_a_row")
+}
 
 
 class Stack(nnx.Module):

@@ -32,4 +32,5 @@ def log_handlers():
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the long tests first, so that no worker is left alone with them at the end."""
-    items.sort(key=lambda item: not item.path.stem.endswith(("resume", "parity", "main", "step")))
+    long = ("slurm", "stopping", "resume", "parity", "main", "step")
+    items.sort(key=lambda item: not item.path.stem.endswith(long))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import pkgutil
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +27,9 @@ MODELS = {
     "t5": "models.t5:T5",
 }
 
+#: What `train.max_nonfinite_steps` in a row lead to; see train/divergence.py.
+ON_NONFINITE = ("stop", "rollback")
+
 #: Keys of a model's config that may be left open (absent or None) -> what the data has of them.
 FROM_DATA = {
     "vocab_size": "the tokenizer's {} tokens",
@@ -42,9 +46,15 @@ class TrainConfig:
     num_microbatches: int
     seed: int
     remat: str
+    start_timeout_s: float = 60.0
+    failure_timeout_s: float = 600.0
+    compilation_cache: bool = True
+    max_nonfinite_steps: int = 10
+    on_nonfinite: str = "stop"
+    skip_spikes: float | None = None
 
     def __post_init__(self):
-        for name in ("num_steps", "num_microbatches"):
+        for name in ("num_steps", "num_microbatches", "start_timeout_s", "failure_timeout_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.seed < 2**32:
@@ -52,6 +62,21 @@ class TrainConfig:
         if self.remat not in REMAT_POLICIES:
             raise ValueError(
                 f"train.remat={self.remat!r} is unknown; choose {', '.join(REMAT_POLICIES)}"
+            )
+        if self.max_nonfinite_steps < 0:
+            raise ValueError(
+                f"train.max_nonfinite_steps={self.max_nonfinite_steps} must not be negative; "
+                "choose a number of steps in a row, or 0 to go on whatever happens"
+            )
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ValueError(
+                f"train.on_nonfinite={self.on_nonfinite!r} is unknown; choose "
+                f"{', '.join(ON_NONFINITE)}"
+            )
+        if self.skip_spikes is not None and not 1 < self.skip_spikes < math.inf:
+            raise ValueError(
+                f"train.skip_spikes={self.skip_spikes} must be more than 1, a multiple of the mean "
+                "gradient norm; choose for example 5, or None to skip none"
             )
 
 
@@ -134,6 +159,13 @@ class RunConfig:
                 f"train.num_microbatches={parts} × mesh.data={mesh.data} × mesh.fsdp={mesh.fsdp} "
                 f"must divide data.global_batch_size={batch}; the next batch size that fits is "
                 f"{-(-batch // (parts * mesh.data * mesh.fsdp)) * parts * mesh.data * mesh.fsdp}"
+            )
+        checkpoint = self.checkpoint
+        if checkpoint.keep_best and not (checkpoint.every_steps and self.eval.every_steps):
+            raise ValueError(
+                f"checkpoint.keep_best={checkpoint.keep_best} compares what is saved and evaluated "
+                f"at the same step, but checkpoint.every_steps={checkpoint.every_steps} and "
+                f"eval.every_steps={self.eval.every_steps}; set both"
             )
         if mesh.context > 0 and self.data.sequence_length % mesh.context:
             raise ValueError(

@@ -1,78 +1,130 @@
 """The story of a run: next batch, step, log, evaluate, save."""
 
-import math
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from data.text import TextCorpus, validation_batches
+from data.text import TextCorpus
 from sharding.batches import place_batch
+from train.divergence import Patience
+from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
+from train.exit_codes import FINISHED, STOPPED, UNSAVED
+from train.goodput import GoodputRecord
 from train.metrics import MetricsWriter
+from train.phases import Phases
 from train.progress import Progress
 from train.setup import Run
-from train.state import TrainState
+from train.stopping import StopSignals, Timer, Votes, wait_for_all
 from train.throughput import ThroughputMeter, mfu, peak_flops_per_s
-from train.workdir import Position
+from train.workdir import Position, roll_back
 
 
-def train(run: Run, corpus: TextCorpus, start: Position, workdir: Path, *, saves: bool) -> None:
-    """Trains from `start` to the last step.
+def train(
+    run: Run,
+    corpus: TextCorpus,
+    start: Position,
+    workdir: Path,
+    *,
+    saves: bool,
+    phases: Phases,
+    signals: StopSignals,
+) -> int:
+    """Trains from `start` to the last step, or to the one after which a signal stops all processes.
 
-    A step is evaluated before it is saved: a run that is killed in between logs both again.
+    A step is evaluated before it is saved: a run that is killed in between logs both again. What a
+    signal kept from being evaluated is evaluated by the next start.
 
     Args:
         workdir: where metrics go.
         saves: False leaves no checkpoint behind.
+
+    Returns:
+        The process's exit code; see train/exit_codes.py.
+
+    Raises:
+        Diverged: too many steps in a row were not finite.
     """
     config, num_steps, state = run.config, run.config.train.num_steps, start.state
     is_first = jax.process_index() == 0
     writer = MetricsWriter(workdir, resume_step=start.step, is_writer=is_first)
+    record = GoodputRecord(
+        workdir,
+        phases,
+        first_step=start.step,
+        num_devices=run.mesh.size,
+        num_processes=jax.process_count(),
+        is_writer=is_first,
+    )
     progress = Progress(num_steps, start_step=start.step, is_shown=is_first)
-    meter = ThroughputMeter(run.tokens_per_step)
-    with progress:
-        for step in range(start.step + 1, num_steps + 1):
-            state, metrics = run.train_step(state, _place(next(start.batches), run))
-            meter.step(metrics["loss"])
-            if step % config.log.every_steps == 0 or step in (1, num_steps):
-                logged = _logged(metrics, meter, run)
-                writer.write(step, logged)
-                progress.update(step, logged)
-            if len(corpus.validation) and _is_due(step, config.eval.every_steps, num_steps):
-                with meter.paused():
-                    scores = evaluate(run, corpus, state)
-                writer.write(step, scores)
-                progress.evaluation(step, scores)
-            if saves and _is_due(step, config.checkpoint.every_steps, num_steps):
-                with meter.paused():
-                    batches_state = start.batches.get_state()
-                    data_state = {"batches": batches_state, "corpus": corpus.fingerprint}
-                    start.checkpoints.save(step, run.state.to_portable(state), data_state)
-    start.checkpoints.close()
-    writer.close()
+    meter, votes = ThroughputMeter(run.tokens_per_step), Votes(run.mesh)
+    timer = Timer(config.checkpoint.every_minutes)
+    patience = Patience(config.train, workdir)
+    step, stops = start.step, False
 
+    def is_stopping() -> int:
+        return votes.cast(signals.has_come, 0)[0]
 
-def evaluate(run: Run, corpus: TextCorpus, state: TrainState) -> dict[str, float]:
-    """Returns `eval_loss` (nats) and the head's metrics, `eval_*`; for tokens `eval_perplexity`."""
-    sums: dict[str, np.ndarray] = {}
-    for batch in validation_batches(corpus, run.config.data, run.rows, run.config.eval.num_batches):
-        batch.pop("index")
-        for name, value in jax.device_get(run.eval_step(state.params, _place(batch, run))).items():
-            sums[name] = sums.get(name, np.float64(0)) + value
-    weight = sums.pop("weight")
-    scores = {f"eval_{name}": float(value / weight) for name, value in sums.items()}
-    if not corpus.labels:
-        loss = scores.get("eval_mlm_loss", scores["eval_loss"])
-        scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
-    return scores
+    def score() -> dict[str, float] | None:
+        """Returns None if a signal came."""
+        with meter.paused():
+            scores = evaluate(run, corpus, state, phases, is_stopping)
+        if scores is not None:
+            writer.write(step, scores)
+            progress.evaluation(step, scores)
+        return scores
+
+    def save(scores: dict[str, float] | None) -> None:
+        with phases("save"), meter.paused():
+            batches_state = start.batches.get_state()
+            data_state = {"batches": batches_state, "corpus": corpus.fingerprint}
+            start.checkpoints.save(step, run.state.to_portable(state), data_state, scores)
+
+    signals.defer()
+    try:
+        if lacks_evaluation(run, corpus, step, workdir):
+            stops = score() is None
+        while step < num_steps and not stops:
+            step += 1
+            with phases("data", step):
+                rows = next(start.batches)
+                batch = _place(rows, run)
+            with phases("step"):
+                state, metrics = run.train_step(state, batch)
+                stops, is_time = votes.cast(signals.has_come, is_first and timer.is_due())
+                meter.step(metrics["loss"])
+                if step % config.log.every_steps == 0 or step in (1, num_steps):
+                    logged = _logged(metrics, meter, run)
+                    writer.write(step, logged)
+                    progress.update(step, logged)
+                    record.write(step)
+                bad_step = patience.first_bad_step(step, rows, metrics)
+            if bad_step is not None:
+                with phases("restore"), meter.paused():
+                    state = roll_back(run, start, state, first_bad_step=bad_step)
+            scores = None
+            if is_evaluated(run, corpus, step) and not stops:
+                scores = score()
+                stops = scores is None
+            is_due = is_due_at(step, config.checkpoint.every_steps, num_steps)
+            if saves and (is_due or is_time or stops):
+                save(scores)
+                timer.restart()
+    finally:
+        with phases("save"):
+            start.checkpoints.close()
+        progress.close()
+        writer.close()
+    with phases("save"):
+        wait_for_all("saved")  # before one ends, and whoever started it takes that for the end
+    record.write(step, "stopped" if stops else "finished")
+    if stops:
+        return STOPPED
+    return FINISHED if start.checkpoints.last_failure is None else UNSAVED
 
 
 def _place(batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:
     return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
-
-
-def _is_due(step: int, every_steps: int, num_steps: int) -> bool:
-    return step == num_steps or (every_steps > 0 and step % every_steps == 0)
 
 
 def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:

@@ -4,25 +4,37 @@ import argparse
 import dataclasses
 import logging
 import os
+import secrets
 import sys
 import tempfile
+import traceback
+from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from convert.source import Source, read_source
 from data.text import TextCorpus, load_corpus
 from sharding import devices
 from train import config_files, loop, workdir
 from train.config import resolve
+from train.divergence import Diverged
+from train.evaluation import evaluate
+from train.exit_codes import DIVERGED, FINAL, FINISHED, REFUSED, STOPPED
 from train.init_from import take_over
+from train.phases import Phases
 from train.setup import Run, check_tokenizer, describe, prepare
+from train.stopping import StopSignals
+from train.watchdog import Watchdog
 
 ROOMS = ("checkpoint", "data", "models", "sharding", "train")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after an error before step 0, said in one sentence."""
+    """Returns the exit code; see train/exit_codes.py."""
     parser = argparse.ArgumentParser(prog="python -m train.main", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument("--workdir", required=True, type=Path, help="where the run's files go")
@@ -34,13 +46,16 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", force=True)
     for room in ROOMS:
         logging.getLogger(room).setLevel(logging.INFO)
-    with tempfile.TemporaryDirectory() as scratch:
+    phases = Phases()
+    with tempfile.TemporaryDirectory() as scratch, StopSignals() as signals:
         directory = Path(scratch) if args.fast_dev_run else args.workdir
         try:
             run, corpus, source = _set_up(args, config_files.overrides(others))
             if args.mode == "train":
-                run.compile()
-            start = workdir.find_position(run, corpus, directory, source)
+                with phases("compile"):
+                    run.compile()
+            with phases("restore"):
+                start = workdir.find_position(run, corpus, directory, source)
             if args.mode == "train":
                 workdir.claim(directory, run, corpus, source)
         except (ValueError, OSError) as error:
@@ -48,15 +63,35 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
             print(f"error: {error}\n{hint}", file=sys.stderr)
-            return 2
+            return REFUSED
         if args.mode == "eval":
-            scores = loop.evaluate(run, corpus, start.state)
+            scores = evaluate(run, corpus, start.state, phases) or {}
             if jax.process_index() == 0:
                 values = (f"{name} {value:.6g}" for name, value in scores.items())
                 print(" ".join([f"step {start.step}", *values]))
-        else:
-            loop.train(run, corpus, start, directory, saves=not args.fast_dev_run)
-    return 0
+            return FINISHED
+        saves = not args.fast_dev_run
+        with closing(_watchdog(run, directory, phases)):
+            try:
+                return loop.train(
+                    run, corpus, start, directory, saves=saves, phases=phases, signals=signals
+                )
+            except Diverged as error:
+                print(f"error: {error}", file=sys.stderr)
+                return DIVERGED
+
+
+def _watchdog(run: Run, directory: Path, phases: Phases) -> Watchdog:
+    # Of the first process, and another at each start.
+    run_id = multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32))
+    return Watchdog(
+        directory / "watchdog",
+        phases,
+        process=jax.process_index(),
+        num_processes=jax.process_count(),
+        run_id=str(run_id),
+        timeout_s=run.config.train.failure_timeout_s,
+    )
 
 
 def _set_up(
@@ -77,7 +112,13 @@ def _set_up(
         take_over(given, source, overrides)
     config = resolve(given)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
-    mesh = devices.start(config.mesh)
+    if config.train.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(config.data.cache_path / "xla"))
+    mesh = devices.start(
+        config.mesh,
+        start_timeout_s=config.train.start_timeout_s,
+        failure_timeout_s=config.train.failure_timeout_s,
+    )
     config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
     if jax.process_index() > 0:
         logging.disable(logging.INFO)
@@ -95,5 +136,19 @@ def _set_up(
     return run, corpus, source
 
 
+def _end(code: int) -> NoReturn:
+    """Ends the process: at once after a failure beside others, who would be waited for."""
+    if code not in (*FINAL, STOPPED) and devices.how_started(os.environ) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        exit_code = main()
+    except Exception:
+        traceback.print_exc()
+        exit_code = 1
+    _end(exit_code)

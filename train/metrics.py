@@ -6,11 +6,12 @@ step_time_s, tokens_per_s` and more; an evaluation has `step, eval_loss, eval_pe
 
 import contextlib
 import json
+import logging
 import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +48,9 @@ class MetricsWriter:
     """Writes each logged step once, however often the run is killed and resumed.
 
     A line is in the hands of the operating system when `write` returns, so killing the process
-    loses none. Floats are written so that reading gives the same bits; NaN and infinities, which
-    JSON lacks, as the strings "NaN", "Infinity", "-Infinity" (`float()` and `read_metrics` read
-    them); None as null.
+    loses none. While the disk is full, lines wait in memory, and one warning says so. Floats are
+    written so that reading gives the same bits; NaN and infinities, which JSON lacks, as the
+    strings "NaN", "Infinity", "-Infinity" (`float()` and `read_metrics` read them); None as null.
     """
 
     def __init__(self, workdir: str | Path, *, resume_step: int, is_writer: bool = True):
@@ -59,6 +62,7 @@ class MetricsWriter:
             is_writer: False on all processes but the first; nothing is written then.
         """
         self._lines = self._events = None
+        self._has_warned = False
         if not is_writer:
             return
         path = Path(workdir) / METRICS_FILE
@@ -79,7 +83,6 @@ class MetricsWriter:
         values = {name: _to_python(value) for name, value in metrics.items()}
         line = {"step": int(step)} | {name: _to_json(value) for name, value in values.items()}
         self._lines.write(json.dumps(line, allow_nan=False) + "\n")
-        self._lines.flush()
         points = [
             Summary.Value(tag=name, simple_value=value)
             for name, value in values.items()
@@ -87,14 +90,23 @@ class MetricsWriter:
         ]
         event = Event(wall_time=time.time(), step=int(step), summary=Summary(value=points))
         self._events.write(event.SerializeToString())
-        self._events.flush()
+        self._do(self._lines.flush, self._events.flush)
 
     def close(self) -> None:
         """Closes the files."""
-        for file in (self._lines, self._events):
-            if file is not None:
-                file.close()
+        if self._lines is not None and self._events is not None:
+            self._do(self._lines.close, self._events.close)
         self._lines = self._events = None
+
+    def _do(self, *writes: Callable[[], object]) -> None:
+        """Writes what is buffered; what a full disk does not take stays for the next time."""
+        for write in writes:
+            try:
+                write()
+            except OSError as error:
+                if not self._has_warned:
+                    _log.warning("metrics cannot be written; the run goes on: %s", error)
+                self._has_warned = True
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

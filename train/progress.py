@@ -17,7 +17,7 @@ _COLUMNS = (  # metric, how it is shown, width
 
 
 class Progress:
-    """Shows where the run is. A context manager; use one on the first process only.
+    """Shows where the run is, until `close`.
 
     On a terminal each logged step renews a bar; elsewhere (CI, SLURM) it prints a line.
     """
@@ -53,13 +53,10 @@ class Progress:
                 auto_refresh=False,
             )
             self._task = self._bar.add_task("", total=num_steps, completed=start_step, text="")
-
-    def __enter__(self) -> "Progress":
-        if self._bar is not None:
             self._bar.start()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Ends the bar, if there is one; what it shows stays."""
         if self._bar is not None:
             self._bar.stop()
 

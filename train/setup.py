@@ -102,12 +102,28 @@ class Run:
             return jax.jit(step).lower(self.state.abstract.params, self._abstract_batch()).compile()
 
     def compile(self) -> None:
-        """Compiles both steps now, and logs the memory that training takes beside the state."""
-        _ = self.eval_step
+        """Compiles both steps now, and logs the memory that training takes beside the state.
+
+        Raises:
+            ValueError: no evaluation gives `checkpoint.best_metric`.
+        """
+        self._check_best_metric()
         memory = self.train_step.memory_analysis()
         if memory:
             _log.info(
                 "memory  %s of a step's temporaries per device", mib(memory.temp_size_in_bytes)
+            )
+
+    def _check_best_metric(self) -> None:
+        tree, checkpoint = self.eval_step.out_tree, self.config.checkpoint
+        sums = jax.tree.unflatten(tree, range(tree.num_leaves))
+        names = [f"eval_{name}" for name in sums if name != "weight"]
+        if self.config.data.objective != "classification":
+            names.append("eval_perplexity")
+        if checkpoint.keep_best and checkpoint.best_metric not in names:
+            raise ValueError(
+                f"checkpoint.best_metric={checkpoint.best_metric!r} is none of what an evaluation "
+                f"gives: {', '.join(sorted(names))}"
             )
 
     def _step_config(self) -> StepConfig:
@@ -117,6 +133,7 @@ class Run:
             layouts=self.layouts,
             compute_dtype=self.config.precision.compute,
             seed=self.config.train.seed,
+            skip_spikes=self.config.train.skip_spikes,
         )
 
     def _abstract_batch(self, *per_example: str) -> dict[str, jax.ShapeDtypeStruct]:
@@ -172,7 +189,15 @@ def prepare(
     if counts == AUTO:
         counts = work().balanced(len(schedule.placement), shares_ends=shares_vocab)
     layouts = cut(parts.num_layers, schedule.placement, counts)
-    state = StateLayout(build, optimizer, mesh, rules, config.precision.params, layouts)
+    state = StateLayout(
+        build,
+        optimizer,
+        mesh,
+        rules,
+        config.precision.params,
+        layouts,
+        tracks_spikes=config.train.skip_spikes is not None,
+    )
     specs = partition_specs_of(state.abstract.params)
     name = type(model).__name__
     for axis in unused_axes(specs, rules, mesh):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,6 +20,19 @@ from sharding.rules import partition_specs
 
 Tree = Any
 
+#: Fields that came to be later: a checkpoint may lack them, or have them where none are wanted.
+MAY_LACK = ("num_nonfinite_in_a_row", "spikes")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Spikes:
+    """What a step knows of the gradient norms before it; zeros know of none."""
+
+    norm_mean: Any  # master weights' dtype[], exponential mean, still biased towards 0
+    num_norms: Any  # int32[], the accepted steps whose norms are in it
+    num_in_a_row: Any  # int32[], spikes since the last accepted step
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +40,11 @@ class TrainState:
     """All that a step changes, and all that a checkpoint holds beside the data's position."""
 
     step: Any  # int32[], steps taken, skipped ones included
-    num_skipped: Any  # int32[], steps whose gradients were not finite
+    num_skipped: Any  # int32[], steps that were not finite, and spikes
+    num_nonfinite_in_a_row: Any  # int32[], of those not finite, since the last accepted step
     params: Tree  # master weights
     opt_state: Tree
+    spikes: Spikes | None  # None where spikes are not looked for
 
 
 class StateLayout:
@@ -40,6 +56,7 @@ class StateLayout:
     Args:
       build: makes the model, from a fixed seed.
       layouts: of every stack.
+      tracks_spikes: whether the state has `spikes`; see train/step.py.
 
     Raises:
       ValueError: a parameter that the mesh cannot lay out (see sharding/rules.py), or an optimizer
@@ -54,9 +71,12 @@ class StateLayout:
         rules: Rules,
         params_dtype: str,
         layouts: Mapping[str, Layout],
+        *,
+        tracks_spikes: bool = False,
     ):
         self._build, self._optimizer, self._mesh = build, optimizer, mesh
         self._params_dtype, self._layouts = params_dtype, layouts
+        self._tracks_spikes = tracks_spikes
         layers = jax.eval_shape(self._initial_layers)
         layout_of_param = jax.tree_util.tree_map_with_path(
             lambda path, _: layouts.get(path[0].key, _PLAIN), layers.params
@@ -106,7 +126,14 @@ class StateLayout:
         return jax.tree.map(convert, state, self._layout_of, self.portable)
 
     def from_portable(self, state: TrainState) -> TrainState:
-        """Returns the state as the step takes it; arrays that change their form are used up."""
+        """Returns the state as the step takes it; arrays that change their form are used up.
+
+        Args:
+          state: what a checkpoint had. A field of `MAY_LACK` that is None becomes zeros.
+        """
+        lacking = {name: getattr(self.portable, name) for name in MAY_LACK}
+        lacking = {name: part for name, part in lacking.items() if getattr(state, name) is None}
+        state = dataclasses.replace(state, **jax.tree.map(_zeros, lacking))
 
         def convert(leaf, layout, here, target):
             if layout.is_plain:
@@ -126,11 +153,17 @@ class StateLayout:
         params: Any = nnx.to_pure_dict(nnx.split(self._build())[1]) if start is None else start
         # Random bits are drawn in float32 whatever the master weights' dtype.
         params = jax.tree.map(lambda x: x.astype(self._params_dtype), params)
+        count = jnp.zeros((), jnp.int32)
+        spikes = Spikes(
+            norm_mean=jnp.zeros((), self._params_dtype), num_norms=count, num_in_a_row=count
+        )
         return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            num_skipped=jnp.zeros((), jnp.int32),
+            step=count,
+            num_skipped=count,
+            num_nonfinite_in_a_row=count,
             params=params,
             opt_state=self._optimizer.init(params),
+            spikes=spikes if self._tracks_spikes else None,
         )
 
     def _to_slots(self, layers: TrainState) -> TrainState:
@@ -147,6 +180,7 @@ class StateLayout:
         return TrainState(
             step=of_other(state.step),
             num_skipped=of_other(state.num_skipped),
+            num_nonfinite_in_a_row=of_other(state.num_nonfinite_in_a_row),
             params=jax.tree.map(of_param, state.params, *like_params),
             opt_state=optax.tree_utils.tree_map_params(
                 self._optimizer,
@@ -155,6 +189,7 @@ class StateLayout:
                 *like_params,
                 transform_non_params=of_other,
             ),
+            spikes=jax.tree.map(of_other, state.spikes),
         )
 
     def _check_optimizer(self, layers: TrainState, layout_of_param: Tree) -> None:
@@ -204,6 +239,11 @@ def partition_specs_of(abstract: Tree) -> Tree:
 
 
 _PLAIN = Layout(num_layers=1, chunks=(((0, 1),),))
+
+
+def _zeros(target: jax.ShapeDtypeStruct) -> jax.Array:
+    zeros = np.zeros(target.shape, target.dtype)
+    return jax.make_array_from_callback(target.shape, target.sharding, zeros.__getitem__)
 
 
 def _shardings(abstract: Tree) -> Tree:

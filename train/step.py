@@ -14,7 +14,14 @@ from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.schedule import Schedule, forward_only
-from train.state import TrainState
+from train.state import Spikes, TrainState
+
+#: Of the mean gradient norm, an accepted step: it forgets in some 100 of them.
+SPIKE_MEAN_DECAY = 0.99
+#: Before so many norms are in the mean nothing is called a spike.
+MIN_NORMS = 20
+#: After so many spikes in a row the next is taken for a new level: accepted, the mean begun anew.
+MAX_SPIKES = 10
 
 _DROPOUT_TAG = 0x0D0D
 
@@ -31,6 +38,7 @@ class StepConfig:
     layouts: Mapping[str, Layout]  # of every stack
     compute_dtype: str
     seed: int  # of dropout
+    skip_spikes: float | None = None  # multiple of the mean gradient norm; None: of any size
 
 
 def make_train_step(
@@ -50,9 +58,10 @@ def make_train_step(
     The batch holds what the model's `embed` and `head` read, `weights` among it, and `index`
     uint32[B], each example's number in the run. The loss is the sum over all microbatches and
     devices, divided by the sum of `weights`; those of further losses, `*_weights`, are first
-    brought to that sum. Metrics are scalars: `loss, grad_norm, learning_rate,
-    num_skipped` and the head's, as weighted means. A step whose loss or gradients are not finite
-    changes nothing but the counters.
+    brought to that sum. Metrics are scalars: `loss, grad_norm, learning_rate, num_skipped,
+    num_nonfinite_in_a_row` and the head's, as weighted means. A step whose loss or gradients are
+    not finite changes nothing but the counters, and with `skip_spikes` neither does one whose
+    gradient norm is more than so many times the mean norm of the accepted steps before it.
     """
     loss_and_grad = make_loss_and_grad(
         parts, config.schedule, config.layouts, mesh, parts.split(specs), config.pipeline
@@ -72,8 +81,9 @@ def make_train_step(
         metrics = {name: value / weight for name, value in sums.items()}
         metrics["grad_norm"] = optax.tree.norm(grads)
         metrics["learning_rate"] = learning_rate(state.step - state.num_skipped)
-        state = _update(state, grads, metrics, optimizer)
+        state = _update(state, grads, metrics, optimizer, config.skip_spikes)
         metrics["num_skipped"] = state.num_skipped
+        metrics["num_nonfinite_in_a_row"] = state.num_nonfinite_in_a_row
         return state, metrics
 
     return train_step
@@ -106,19 +116,46 @@ def make_eval_step(
     return eval_step
 
 
-def _update(state: TrainState, grads: Tree, metrics: dict, optimizer) -> TrainState:
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+def _update(
+    state: TrainState, grads: Tree, metrics: dict, optimizer, skip_spikes: float | None
+) -> TrainState:
+    finite = accepted = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    spikes = state.spikes
+    if skip_spikes is not None:
+        assert spikes is not None
+        accepted, spikes = judge(spikes, metrics["grad_norm"], finite, skip_spikes)
+    in_a_row = state.num_nonfinite_in_a_row + jnp.where(finite, 0, 1)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
 
     def keep(new, old):
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, old)
 
     return TrainState(
         step=state.step + 1,
-        num_skipped=state.num_skipped + jnp.where(finite, 0, 1),
+        num_skipped=state.num_skipped + jnp.where(accepted, 0, 1),
+        num_nonfinite_in_a_row=jnp.where(accepted, 0, in_a_row),
         params=keep(params, state.params),
         opt_state=keep(opt_state, state.opt_state),
+        spikes=spikes,
+    )
+
+
+def judge(
+    spikes: Spikes, norm: jax.Array, finite: jax.Array, skip_spikes: float
+) -> tuple[jax.Array, Spikes]:
+    """Returns whether a step with this gradient norm is accepted, and what is known after it."""
+    mean = spikes.norm_mean / (1 - SPIKE_MEAN_DECAY ** jnp.maximum(spikes.num_norms, 1))
+    is_high = finite & (spikes.num_norms >= MIN_NORMS) & (norm > skip_spikes * mean)
+    is_spike = is_high & (spikes.num_in_a_row < MAX_SPIKES)
+    accepted, is_new_level = finite & ~is_spike, is_high & ~is_spike
+    norm_mean = jnp.where(is_new_level, 0, spikes.norm_mean)
+    norm_mean = SPIKE_MEAN_DECAY * norm_mean + (1 - SPIKE_MEAN_DECAY) * norm
+    num_norms = jnp.where(is_new_level, 0, spikes.num_norms) + 1
+    return accepted, Spikes(
+        norm_mean=jnp.where(accepted, norm_mean, spikes.norm_mean),
+        num_norms=jnp.where(accepted, num_norms, spikes.num_norms),
+        num_in_a_row=jnp.where(accepted, 0, spikes.num_in_a_row + jnp.where(is_spike, 1, 0)),
     )
 
 

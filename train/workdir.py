@@ -21,9 +21,10 @@ from convert.source import Source
 from data.text import TextCorpus, train_batches
 from train.config import SECTIONS
 from train.config_files import differences, load, save_yaml
+from train.divergence import Diverged
 from train.init_from import start_params
 from train.setup import Run
-from train.state import TrainState
+from train.state import MAY_LACK, TrainState
 
 #: A checkpoint fits only a run that agrees on these.
 FIXED = ("init_from", "model", "data", "train.seed", "optimizer.name", "precision.params")
@@ -149,7 +150,7 @@ def find_position(
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     batches = train_batches(corpus, run.config.data, run.rows)
-    restored = checkpoints.restore(run.state.portable)
+    restored = checkpoints.restore(run.state.portable, may_lack=MAY_LACK)
     if restored is None:
         params = None if source is None else start_params(run, source, corpus.labels)
         step, state = 0, run.state.initial(params)
@@ -172,3 +173,43 @@ def find_position(
     if not len(corpus.validation):
         _log.warning("the validation split is empty: nothing will be evaluated")
     return Position(step=step, state=state, batches=batches, checkpoints=checkpoints)
+
+
+def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: int) -> TrainState:
+    """Returns the parameters of the newest checkpoint from before a row of bad steps.
+
+    The position in the data is not rolled back: all steps since that checkpoint count as skipped,
+    and their examples do not come again in this epoch.
+
+    Args:
+        state: after the newest step; used up.
+        first_bad_step: the first of the row. The step before it left the parameters that failed.
+
+    Raises:
+        Diverged: there is no such checkpoint.
+    """
+    step, sharding = int(state.step), state.step.sharding
+    jax.tree.map(lambda leaf: leaf.delete(), state)  # there need not be room for two
+    restored = start.checkpoints.restore(
+        run.state.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
+    )
+    if restored is None:
+        raise Diverged(
+            f"no checkpoint that is kept is older than step {first_bad_step - 1}, to roll back "
+            "to; lower optimizer.learning_rate, or save at more distant steps "
+            "(checkpoint.every_steps, checkpoint.max_to_keep)"
+        )
+    saved_step, portable, _ = restored
+    state = run.state.from_portable(portable)
+    size = run.config.data.global_batch_size
+    _log.warning(
+        "going on after step %d with the parameters of step %d; left out are steps %d to %d, "
+        "which are examples %d to %d of the run",
+        *(step, saved_step, saved_step + 1, step, saved_step * size, step * size - 1),
+    )
+    num_skipped = int(state.num_skipped) + step - saved_step
+    return dataclasses.replace(
+        state,
+        step=jax.device_put(np.int32(step), sharding),
+        num_skipped=jax.device_put(np.int32(num_skipped), sharding),
+    )

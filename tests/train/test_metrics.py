@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import math
@@ -7,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -126,12 +129,30 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert [event.value for event in events.Scalars("loss")] == [1, 2, 3]
 
 
+def test_full_disk_does_not_end_the_run_and_loses_no_line(tmp_path, monkeypatch, caplog):
+    writer = MetricsWriter(tmp_path, resume_step=0)
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail():
+        raise full
+
+    with monkeypatch.context() as patch:
+        lines: Any = writer._lines
+        patch.setattr(writer, "_lines", SimpleNamespace(write=lines.write, flush=fail))
+        writer.write(1, {"loss": 1.0})
+        writer.write(2, {"loss": 2.0})
+    writer.write(3, {"loss": 3.0})
+    writer.close()
+    assert [m["loss"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0]
+    assert caplog.text.count("No space left on device") == 1
+
+
 def show(is_terminal: bool, **metrics):
     out = io.StringIO()
     console = rich.console.Console(
         file=out, force_terminal=is_terminal, width=120, highlight=False, soft_wrap=True
     )
-    with Progress(200, console=console) as progress:
+    with closing(Progress(200, console=console)) as progress:
         progress.update(1, {"loss": 9.5, "learning_rate": 1e-5, "tokens_per_s": None})
         progress.update(20, metrics)
         progress.evaluation(20, {"eval_loss": 6.25, "eval_perplexity": 518.01})
@@ -168,7 +189,7 @@ def test_progress_on_a_terminal_is_a_live_bar():
 
 def test_progress_leaves_out_what_is_not_known_and_can_be_silent(capsys):
     assert "MFU" not in show(False, loss=1.0)
-    with Progress(10, is_shown=False) as progress:
+    with closing(Progress(10, is_shown=False)) as progress:
         progress.update(1, METRICS)
         progress.evaluation(1, {"eval_loss": 1.0, "eval_perplexity": 2.0})
     assert capsys.readouterr().out == ""

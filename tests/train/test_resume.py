@@ -16,6 +16,8 @@ import pytest
 from tests.runs import CONFIG, FLOAT64, ROOT, TINY, make_run
 from train import loop
 from train.metrics import read_metrics
+from train.phases import Phases
+from train.stopping import StopSignals
 from train.workdir import find_position
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
@@ -87,7 +89,7 @@ def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> 
         shorter = make_run((*overrides, f"train.num_steps={stop}"))[0].config
         run = dataclasses.replace(run, config=shorter)
     start = find_position(run, corpus, workdir)
-    loop.train(run, corpus, start, workdir, saves=True)
+    loop.train(run, corpus, start, workdir, saves=True, phases=Phases(), signals=StopSignals())
     return [m["loss"] for m in read_metrics(workdir / "metrics.jsonl") if "loss" in m]
 
 

@@ -1,5 +1,6 @@
 """A run's state in slots and in layers: the same bits, and never more of them than needed."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -161,6 +162,15 @@ def test_portable_initial_state_has_the_bits_of_one_device(name, corpus_override
         else:
             assert leaf is leaves(initial)[path], path
             assert leaf.sharding.memory_kind != "pinned_host", path
+
+
+def test_counters_that_a_checkpoint_lacks_begin_at_zero(corpus_overrides):
+    state_layout = run_of(corpus_overrides, "uneven")[0].state
+    portable = state_layout.to_portable(state_layout.initial())
+    lacking = dataclasses.replace(portable, num_nonfinite_in_a_row=None)
+    count = state_layout.from_portable(lacking).num_nonfinite_in_a_row
+    wanted = state_layout.abstract.num_nonfinite_in_a_row
+    assert (int(count), count.dtype, count.sharding) == (0, wanted.dtype, wanted.sharding)
 
 
 @functools.cache

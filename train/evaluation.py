@@ -1,0 +1,70 @@
+"""Evaluating on the validation split."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from data.text import TextCorpus, validation_batches
+from sharding.batches import place_batch
+from train.metrics import METRICS_FILE, read_metrics
+from train.phases import Phases
+from train.setup import Run
+from train.state import TrainState
+
+
+def evaluate(
+    run: Run,
+    corpus: TextCorpus,
+    state: TrainState,
+    phases: Phases,
+    is_stopping: Callable[[], object] = lambda: False,
+) -> dict[str, float] | None:
+    """Returns `eval_loss` (nats) and the head's metrics, `eval_*`; for tokens `eval_perplexity`.
+
+    Args:
+        phases: enters "eval" at each batch.
+        is_stopping: asked after each; if so, the evaluation is given up and None returned.
+    """
+    with phases("compile"):
+        eval_step = run.eval_step
+    sums: dict[str, np.ndarray] = {}
+    config = run.config.data
+    for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
+        with phases("eval"):
+            batch.pop("index")
+            placed = place_batch(batch, run.rows, run.batch_sharding, config.global_batch_size)
+            for name, value in jax.device_get(eval_step(state.params, placed)).items():
+                sums[name] = sums.get(name, np.float64(0)) + value
+            if is_stopping():
+                return None
+    weight = sums.pop("weight")
+    scores = {f"eval_{name}": float(value / weight) for name, value in sums.items()}
+    if not corpus.labels:
+        loss = scores.get("eval_mlm_loss", scores["eval_loss"])
+        scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+    return scores
+
+
+def is_evaluated(run: Run, corpus: TextCorpus, step: int) -> bool:
+    """Returns whether the config has this step evaluated."""
+    is_due = is_due_at(step, run.config.eval.every_steps, run.config.train.num_steps)
+    return is_due and len(corpus.validation) > 0
+
+
+def lacks_evaluation(run: Run, corpus: TextCorpus, step: int, workdir: Path) -> bool:
+    """Returns whether a step that was saved should have been evaluated and was not."""
+    if step == 0 or not is_evaluated(run, corpus, step):
+        return False
+    path, lacks = workdir / METRICS_FILE, True
+    if jax.process_index() == 0 and path.exists():
+        lacks = not any(m["step"] == step and "eval_loss" in m for m in read_metrics(path))
+    return bool(multihost_utils.broadcast_one_to_all(np.array(lacks)))
+
+
+def is_due_at(step: int, every_steps: int, num_steps: int) -> bool:
+    """Returns whether what is done every so many steps, and at the end, is done at `step`."""
+    return step == num_steps or (every_steps > 0 and step % every_steps == 0)

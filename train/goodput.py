@@ -1,0 +1,281 @@
+"""What a run's time went into, over all its starts: `python -m train.goodput WORKDIR`.
+
+Each start of a run keeps one file, `workdir/goodput/<number>.json`. Durations in it are those of a
+monotonic clock. Only what lies between two starts comes from the time of day.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from train.phases import NAMES, RECOMPUTED, Phases
+
+GOODPUT_DIRECTORY = "goodput"
+#: How a start may end; None if it was killed, or still runs.
+ENDS = ("finished", "stopped", "failed", None)
+#: What is not productive, in the order in which it is shown.
+CAUSES = ("startup", "compile", "restore", "data", "eval", "save", RECOMPUTED, "down", "other")
+
+_FILE_NAME = re.compile(r"(\d{4,})\.json")
+_LATEST_TIME = datetime(9999, 1, 1).timestamp()
+
+_log = logging.getLogger("train")  # whatever name this file runs under
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of a run, as its file says."""
+
+    number: int  # 1, 2, ...: the file's name
+    started_at: float  # time of day, in seconds since 1970: when the process was created
+    written_at: float  # time of day of the last write
+    seconds: Mapping[str, float]  # by phase, without recomputed steps
+    first_step: int  # the step that it went on from
+    last_step: int  # the last one done
+    recomputed_steps: int  # of those, how many an earlier start had done already
+    recomputed_s: float  # what they took
+    num_devices: int
+    num_processes: int
+    ended: str | None  # one of ENDS
+
+    def __post_init__(self):
+        times = (self.started_at, self.written_at)
+        lengths = (self.recomputed_s, *self.seconds.values())
+        counts = (self.first_step, self.last_step, self.recomputed_steps)
+        counts = (*counts, self.num_devices, self.num_processes)
+        if not all(isinstance(value, int | float) for value in (*times, *lengths)):
+            raise ValueError("a time is no number")
+        if not all(0 <= value < _LATEST_TIME for value in (*times, *lengths)):
+            raise ValueError("a time is out of range")
+        if not all(type(value) is int and value >= 0 for value in counts):
+            raise ValueError("a count is no whole number of 0 or more")
+        if self.ended not in ENDS:
+            raise ValueError(f"ended={self.ended!r} is unknown")
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from its beginning to its last write."""
+        return math.fsum(self.seconds.values()) + self.recomputed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """What a run's time went into."""
+
+    starts: tuple[Start, ...]
+    total_s: float  # productive_s and all of lost_s
+    productive_s: float  # in steps that were done for the first time
+    lost_s: Mapping[str, float]  # by cause, all of CAUSES
+
+    @property
+    def fraction(self) -> float:
+        """The share of the time that was productive, from 0 to 1."""
+        return self.productive_s / self.total_s if self.total_s else 0.0
+
+
+class GoodputRecord:
+    """This start's file, on the first process; on the others it writes nothing."""
+
+    def __init__(
+        self,
+        workdir: str | Path,
+        phases: Phases,
+        *,
+        first_step: int,
+        num_devices: int,
+        num_processes: int,
+        is_writer: bool = True,
+        time_of_day: Callable[[], float] = time.time,
+    ):
+        """Takes the next number, and has `phases` count steps that are done again as such.
+
+        Args:
+            workdir: the run's directory, made if need be.
+            phases: this process's.
+            first_step: the step that this start goes on from; 0 at the beginning.
+            num_devices: of the mesh.
+            num_processes: of this start.
+            is_writer: False on all processes but the first.
+            time_of_day: returns seconds since 1970.
+
+        Raises:
+            OSError: `workdir/goodput` can be neither made nor read.
+        """
+        self._directory = Path(workdir) / GOODPUT_DIRECTORY
+        self._phases, self._is_writer, self._time_of_day = phases, is_writer, time_of_day
+        self._earlier: list[Start] = []
+        number = 1
+        if is_writer:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._earlier = _read_starts(self._directory)
+            number = 1 + max(_numbers(self._directory), default=0)
+        self._done_before = max((start.last_step for start in self._earlier), default=0)
+        phases.count_as_recomputed(range(first_step + 1, self._done_before + 1))
+        now = time_of_day()
+        self._start = Start(
+            number=number,
+            started_at=max(0.0, now - math.fsum(phases.seconds.values())),
+            written_at=now,
+            seconds={},
+            first_step=first_step,
+            last_step=first_step,
+            recomputed_steps=0,
+            recomputed_s=0.0,
+            num_devices=num_devices,
+            num_processes=num_processes,
+            ended=None,
+        )
+        self._has_warned = False
+
+    def write(self, last_step: int, ended: str | None = None) -> None:
+        """Renews the file, whole or not at all; one that cannot be written is warned of once.
+
+        Args:
+            last_step: the last step done.
+            ended: one of ENDS; None while the run goes on.
+
+        Raises:
+            ValueError: `ended` is not one of ENDS.
+        """
+        seconds = self._phases.seconds
+        self._start = dataclasses.replace(
+            self._start,
+            written_at=self._time_of_day(),
+            recomputed_s=seconds.pop(RECOMPUTED),
+            seconds=seconds,
+            last_step=last_step,
+            recomputed_steps=max(0, min(last_step, self._done_before) - self._start.first_step),
+            ended=ended,
+        )
+        if self._is_writer:
+            self._write()
+
+    def summary(self) -> Goodput:
+        """Returns what went into the run up to the last `write`; to be called by the first process.
+
+        The others know nothing of earlier starts.
+        """
+        return _sum([*self._earlier, self._start])
+
+    def _write(self) -> None:
+        entry = dataclasses.asdict(self._start)
+        path = self._directory / f"{entry.pop('number'):04d}.json"
+        new = path.with_name(f".{path.name}.tmp")
+        try:
+            new.write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
+            os.replace(new, path)
+        except OSError as error:
+            if not self._has_warned:
+                _log.warning("%s cannot be written; the run goes on without: %s", path, error)
+            self._has_warned = True
+
+
+def summarize(workdir: str | Path) -> Goodput:
+    """Returns what the time of the run in `workdir` went into, over all its starts.
+
+    Time is "down" from one start's last write to the next one's beginning, unless the run had
+    finished. What was computed after the last write of a start that was killed is "down" too.
+
+    Raises:
+        ValueError: `workdir` holds no start of a run.
+        OSError: it cannot be read.
+    """
+    directory = Path(workdir) / GOODPUT_DIRECTORY
+    starts = _read_starts(directory) if directory.is_dir() else []
+    if not starts:
+        raise ValueError(
+            f"{directory} holds no start of a run; name the --workdir of a run that has begun"
+        )
+    return _sum(starts)
+
+
+def table(goodput: Goodput) -> str:
+    """Returns lines of text: seconds and percent by cause, then one line per start."""
+    lines = [f"goodput {goodput.fraction:.1%} of {goodput.total_s:,.1f} s"]
+    lines += ["", f"{'':12}{'seconds':>14}{'percent':>9}"]
+    parts_s = {"productive": goodput.productive_s, **goodput.lost_s, "total": goodput.total_s}
+    for name, seconds in parts_s.items():
+        percent = 100 * seconds / goodput.total_s if goodput.total_s else 0.0
+        lines.append(f"{name:12}{seconds:>14,.1f}{percent:>9.1f}")
+    lines += ["", f"{'start':7}{'began':21}{'seconds':>12}  {'steps':17}{'again':>6}  on, ended"]
+    return "\n".join(lines + [_line(start, goodput.starts[-1]) for start in goodput.starts])
+
+
+def _line(start: Start, last: Start) -> str:
+    began = datetime.fromtimestamp(start.started_at).strftime("%Y-%m-%d %H:%M:%S")
+    steps = f"{start.first_step} to {start.last_step}"
+    on = f"{start.num_devices} device(s) of {start.num_processes} process(es)"
+    ended = start.ended or ("killed, or running" if start is last else "killed")
+    return (
+        f"{start.number:04d}   {began:21}{start.wall_s:>12,.1f}  {steps:17}"
+        f"{start.recomputed_steps:>6}  {on}, {ended}"
+    )
+
+
+def _sum(starts: Sequence[Start]) -> Goodput:
+    lost_s: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+    for start in starts:
+        for name, seconds in start.seconds.items():
+            if name != "step":
+                lost_s[name if name in NAMES else "other"] += seconds
+        lost_s[RECOMPUTED] += start.recomputed_s
+    for start, after in zip(starts, starts[1:], strict=False):
+        if start.ended != "finished":
+            lost_s["down"] += max(0.0, after.started_at - start.written_at)
+    productive_s = math.fsum(start.seconds.get("step", 0.0) for start in starts)
+    total_s = productive_s + math.fsum(lost_s.values())
+    return Goodput(starts=tuple(starts), total_s=total_s, productive_s=productive_s, lost_s=lost_s)
+
+
+def _numbers(directory: Path) -> list[int]:
+    matches = (_FILE_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return [int(match[1]) for match in matches if match]
+
+
+def _read_starts(directory: Path) -> list[Start]:
+    """Returns the starts in order of their numbers; a file that holds none is warned of."""
+    starts = []
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith("."):  # of a write that was cut off
+            continue
+        try:
+            starts.append(_read(path))
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            _log.warning("%s is passed over, it holds no start of a run: %s", path, error)
+    return sorted(starts, key=lambda start: start.number)
+
+
+def _read(path: Path) -> Start:
+    match = _FILE_NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError("its name is no number")
+    return Start(number=int(match[1]), **json.loads(path.read_text(encoding="utf-8")))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after an error, said in one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m train.goodput", allow_abbrev=False)
+    parser.add_argument("workdir", type=Path, help="a run's directory")
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s", force=True)
+    try:
+        goodput = summarize(args.workdir)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(goodput))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
