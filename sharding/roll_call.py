@@ -11,13 +11,15 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 
 #: Of which all processes must have one version.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _RETRY_S = 0.2
+_READ_S = 5.0  # who comes says at once who it is
+_IS_MISSING = " processes are missing after "
 
 
 def software() -> dict[str, str]:
@@ -52,8 +54,8 @@ def call_roll(own: Process, coordinator: str, timeout_s: float) -> None:
         timeout_s: seconds to wait for others; hosts may take long to start.
 
     Raises:
-        ValueError: on all processes that are there: some are missing, do not fit, or process 0
-            cannot be reached; all of them are named.
+        ValueError: on all processes that are there: some do not fit; they are named.
+        OSError: some are missing, process 0 cannot be reached, or cannot listen.
     """
     deadline = time.monotonic() + timeout_s
     if own.process_id == 0:
@@ -61,67 +63,66 @@ def call_roll(own: Process, coordinator: str, timeout_s: float) -> None:
     else:
         error = _report(own, coordinator, deadline, timeout_s)
     if error:
-        raise ValueError(error)
+        # Of the two, only who is missing may be there at another start.
+        raise TimeoutError(error) if _IS_MISSING in error else ValueError(error)
 
 
-def problems(present: Sequence[Process]) -> str | None:
-    """Returns in a sentence what keeps these from being the processes of one run, None if nothing.
+def problem(other: Process, present: Mapping[int, Process]) -> str | None:
+    """Returns in a sentence what keeps a process from joining those that are there, or None.
 
     Args:
-        present: process 0 first.
+        other: has just come.
+        present: those before it by their ids, 0 among them.
     """
-    first = present[0]
-    for other in present[1:]:
-        if other.num_processes != first.num_processes:
-            return (
-                f"{other} was started as one of {other.num_processes} processes, and {first} as "
-                f"one of {first.num_processes}; start all with one command"
-            )
-        same = [p for p in present if p.process_id == other.process_id]
-        if len(same) > 1:
-            where = " and ".join(f"on {p.host} (pid {p.pid})" for p in same)
-            return f"process {other.process_id} was started twice, {where}; give each its own id"
-        differing = [
-            name
-            for name in sorted({*first.software, *other.software})
-            if first.software.get(name) != other.software.get(name)
-        ]
-        if differing:
-            theirs, ours = (
-                ", ".join(f"{name} {p.software.get(name, 'missing')}" for name in differing)
-                for p in (other, first)
-            )
-            return f"{other} has {theirs}, and {first} has {ours}; install the same on all hosts"
-    return None
+    first, same = present[0], present.get(other.process_id)
+    if other.num_processes != first.num_processes:
+        return (
+            f"{other} was started as one of {other.num_processes} processes, and {first} as "
+            f"one of {first.num_processes}; start all with one command"
+        )
+    if same is not None:
+        where = " and ".join(f"on {p.host} (pid {p.pid})" for p in (same, other))
+        return f"process {other.process_id} was started twice, {where}; give each its own id"
+    names = sorted({*first.software, *other.software})
+    differing = [n for n in names if first.software.get(n) != other.software.get(n)]
+    if not differing:
+        return None
+    theirs, ours = (
+        ", ".join(f"{name} {p.software.get(name, 'missing')}" for name in differing)
+        for p in (other, first)
+    )
+    return f"{other} has {theirs}, and {first} has {ours}; install the same on all hosts"
 
 
 def _listen(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
     """Returns what is wrong, after telling it to all that are there."""
     port = int(coordinator.rpartition(":")[2])
-    connections, present = [], [own]
+    connections, present = [], {0: own}
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(socket.create_server(("", port), backlog=4096))
         except OSError as error:
-            return (
+            raise ConnectionError(
                 f"process 0 on {own.host} cannot listen on port {port} ({error.strerror}), where "
                 "the others will look for it; is another run coordinated there?"
-            )
+            ) from None
         error = None
         while len(present) < own.num_processes and error is None:
-            left = deadline - time.monotonic()
-            server.settimeout(max(left, 0.01))
+            server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
                 connection = stack.enter_context(server.accept()[0])
-                connection.settimeout(max(left, 1))
-                present.append(Process(**json.loads(_read_line(connection))))
             except TimeoutError:
                 error = _missing(present, timeout_s)
+                break
+            try:
+                connection.settimeout(_READ_S)
+                other = Process(**json.loads(_read_line(connection)))
             except (OSError, ValueError, TypeError):
-                continue  # a port scanner, or a process that died meanwhile
-            else:
-                connections.append(connection)
-                error = problems(present)
+                connection.close()  # a port scanner, or a process that died meanwhile
+                continue
+            connections.append(connection)
+            error = problem(other, present)
+            present.setdefault(other.process_id, other)
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps({"error": error}).encode() + b"\n")
@@ -142,21 +143,20 @@ def _report(own: Process, coordinator: str, deadline: float, timeout_s: float) -
         except (OSError, ValueError, KeyError) as error:
             if left <= 0:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                return (
+                raise ConnectionError(
                     f"{own} cannot reach process 0 at {coordinator} for {timeout_s:.0f} s "
                     f"({reason}); does process 0 run there, and do both hosts see each other?"
-                )
+                ) from None
         time.sleep(_RETRY_S)
 
 
-def _missing(present: Sequence[Process], timeout_s: float) -> str:
-    ids = {process.process_id for process in present}
+def _missing(present: Mapping[int, Process], timeout_s: float) -> str:
     num = present[0].num_processes
-    missing = [str(i) for i in range(num) if i not in ids]
+    missing = [str(i) for i in range(num) if i not in present]
     listed = ", ".join(missing[:20]) + (" and more" if len(missing) > 20 else "")
-    hosts = ", ".join(sorted({process.host for process in present}))
+    hosts = ", ".join(sorted({process.host for process in present.values()}))
     return (
-        f"{len(missing)} of {num} processes are missing after {timeout_s:.0f} s: {listed}; those "
+        f"{len(missing)} of {num}{_IS_MISSING}{timeout_s:.0f} s: {listed}; those "
         f"that came are on {hosts}; look at what the missing ones printed"
     )
 

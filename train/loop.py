@@ -60,15 +60,20 @@ def train(
     meter, votes = ThroughputMeter(run.tokens_per_step), Votes(run.mesh)
     timer = Timer(config.checkpoint.every_minutes)
     patience = Patience(config.train, workdir)
-    step, stops = start.step, False
+    step = last_save = start.step
+    stops = is_time = False
 
-    def is_stopping() -> int:
-        return votes.cast(signals.has_come, 0)[0]
+    def vote() -> bool:
+        """Returns whether all processes are to stop; notes whether they are to save."""
+        nonlocal is_time
+        stop, save = votes.cast(signals.has_come, is_first and timer.is_due())
+        is_time |= save > 0
+        return stop > 0
 
     def score() -> dict[str, float] | None:
         """Returns None if a signal came."""
         with meter.paused():
-            scores = evaluate(run, corpus, state, phases, is_stopping)
+            scores = evaluate(run, corpus, state, phases, vote)
         if scores is not None:
             writer.write(step, scores)
             progress.evaluation(step, scores)
@@ -91,7 +96,7 @@ def train(
                 batch = _place(rows, run)
             with phases("step"):
                 state, metrics = run.train_step(state, batch)
-                stops, is_time = votes.cast(signals.has_come, is_first and timer.is_due())
+                stops = vote()
                 meter.step(metrics["loss"])
                 if step % config.log.every_steps == 0 or step in (1, num_steps):
                     logged = _logged(metrics, meter, run)
@@ -107,9 +112,12 @@ def train(
                 scores = score()
                 stops = scores is None
             is_due = is_due_at(step, config.checkpoint.every_steps, num_steps)
+            # What is answered right after a save was asked before it.
+            is_time = is_time and step > last_save + 1
             if saves and (is_due or is_time or stops):
                 save(scores)
                 timer.restart()
+                last_save, is_time = step, False
     finally:
         with phases("save"):
             start.checkpoints.close()
@@ -118,9 +126,9 @@ def train(
     with phases("save"):
         wait_for_all("saved")  # before one ends, and whoever started it takes that for the end
     record.write(step, "stopped" if stops else "finished")
-    if stops:
-        return STOPPED
-    return FINISHED if start.checkpoints.last_failure is None else UNSAVED
+    if start.checkpoints.last_failure is not None:
+        return UNSAVED
+    return STOPPED if stops else FINISHED
 
 
 def _place(batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:

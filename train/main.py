@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import signal
 import sys
 import tempfile
 import traceback
@@ -23,7 +24,7 @@ from train import config_files, loop, workdir
 from train.config import resolve
 from train.divergence import Diverged
 from train.evaluation import evaluate
-from train.exit_codes import DIVERGED, FINAL, FINISHED, REFUSED, STOPPED
+from train.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.init_from import take_over
 from train.phases import Phases
 from train.setup import Run, check_tokenizer, describe, prepare
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     for room in ROOMS:
         logging.getLogger(room).setLevel(logging.INFO)
     phases = Phases()
-    with tempfile.TemporaryDirectory() as scratch, StopSignals() as signals:
+    with StopSignals() as signals, tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) if args.fast_dev_run else args.workdir
         try:
             run, corpus, source = _set_up(args, config_files.overrides(others))
@@ -58,12 +59,16 @@ def main(argv: list[str] | None = None) -> int:
                 start = workdir.find_position(run, corpus, directory, source)
             if args.mode == "train":
                 workdir.claim(directory, run, corpus, source)
+                if not args.fast_dev_run:
+                    workdir.check_is_shared(directory)
         except (ValueError, OSError) as error:
             if os.environ.get("TAIBAI_TRACEBACK"):
                 raise
             hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
             print(f"error: {error}\n{hint}", file=sys.stderr)
-            return REFUSED
+            # What another start may find better: a file system, another process.
+            is_passing = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+            return FAILED if is_passing else REFUSED
         if args.mode == "eval":
             scores = evaluate(run, corpus, start.state, phases) or {}
             if jax.process_index() == 0:
@@ -138,6 +143,7 @@ def _set_up(
 
 def _end(code: int) -> NoReturn:
     """Ends the process: at once after a failure beside others, who would be waited for."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it would take the place of the code
     if code not in (*FINAL, STOPPED) and devices.how_started(os.environ) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -150,5 +156,5 @@ if __name__ == "__main__":
         exit_code = main()
     except Exception:
         traceback.print_exc()
-        exit_code = 1
+        exit_code = FAILED
     _end(exit_code)

@@ -5,13 +5,14 @@ step_time_s, tokens_per_s` and more; an evaluation has `step, eval_loss, eval_pe
 """
 
 import contextlib
+import io
 import json
 import logging
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,12 @@ class MetricsWriter:
             is_writer: False on all processes but the first; nothing is written then.
         """
         self._lines = self._events = None
-        self._has_warned = False
         if not is_writer:
             return
         path = Path(workdir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_lines_after(path, resume_step)
-        self._lines = open(path, "a", encoding="utf-8")
+        self._lines = _Appender(path)
         self._events = _open_event_file(Path(workdir) / TENSORBOARD_DIRECTORY, resume_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -82,31 +82,43 @@ class MetricsWriter:
             return
         values = {name: _to_python(value) for name, value in metrics.items()}
         line = {"step": int(step)} | {name: _to_json(value) for name, value in values.items()}
-        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+        self._lines.append((json.dumps(line, allow_nan=False) + "\n").encode())
         points = [
             Summary.Value(tag=name, simple_value=value)
             for name, value in values.items()
             if isinstance(value, int | float)
         ]
         event = Event(wall_time=time.time(), step=int(step), summary=Summary(value=points))
-        self._events.write(event.SerializeToString())
-        self._do(self._lines.flush, self._events.flush)
+        self._events.append(_record(event))
 
     def close(self) -> None:
         """Closes the files."""
-        if self._lines is not None and self._events is not None:
-            self._do(self._lines.close, self._events.close)
+        for file in (self._lines, self._events):
+            if file is not None:
+                file.close()
         self._lines = self._events = None
 
-    def _do(self, *writes: Callable[[], object]) -> None:
-        """Writes what is buffered; what a full disk does not take stays for the next time."""
-        for write in writes:
-            try:
-                write()
-            except OSError as error:
-                if not self._has_warned:
-                    _log.warning("metrics cannot be written; the run goes on: %s", error)
-                self._has_warned = True
+
+class _Appender:
+    """A file that is appended to; what a full disk does not take is written at the next time."""
+
+    def __init__(self, path: Path):
+        self._path, self._pending, self._has_warned = path, b"", False
+        self._file = open(path, "ab", buffering=0)
+
+    def append(self, content: bytes) -> None:
+        self._pending += content
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError as error:
+            if not self._has_warned:
+                _log.warning("%s cannot be written; the run goes on: %s", self._path, error)
+            self._has_warned = True
+
+    def close(self) -> None:
+        self.append(b"")
+        self._file.close()
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -138,23 +150,28 @@ def _drop_lines_after(path: Path, step: int) -> None:
     os.replace(new, path)
 
 
-def _open_event_file(directory: Path, resume_step: int) -> RecordWriter:
+def _open_event_file(directory: Path, resume_step: int) -> _Appender:
     # TensorBoard's own record format and messages, but a plain file: its EventFileWriter has a
     # thread and a queue, and imports TensorFlow where that happens to be installed.
     directory.mkdir(parents=True, exist_ok=True)
     now = time.time()
     # TensorBoard reads the files in the order of their names.
     name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
-    writer = RecordWriter(open(directory / name, "wb"))
+    file = _Appender(directory / name)
     # A session that starts at a step hides all older points from that step on.
     start = SessionLog(status=SessionLog.START)
     for event in (
         Event(wall_time=now, file_version="brain.Event:2"),
         Event(wall_time=now, step=resume_step + 1, session_log=start),
     ):
-        writer.write(event.SerializeToString())
-    writer.flush()
-    return writer
+        file.append(_record(event))
+    return file
+
+
+def _record(event: Event) -> bytes:
+    content = io.BytesIO()
+    RecordWriter(content).write(event.SerializeToString())
+    return content.getvalue()
 
 
 def _to_python(value: Any) -> Any:

@@ -5,9 +5,7 @@ at every step what it wants, and all act on what was told a step ago: nobody wai
 """
 
 import logging
-import os
 import signal
-import sys
 import threading
 import time
 from types import FrameType
@@ -19,8 +17,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from train.exit_codes import STOPPED
-
 #: What SLURM and Kubernetes send, what --signal is often set to, and Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -28,20 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Remembers that a signal asked this process to stop. A context manager.
+    """Remembers that a signal asked this process to stop, from `defer` on. A context manager.
 
-    Until `defer` is called there is nothing to save, and a signal ends the process at once.
-    Afterwards the first is remembered, and further ones change nothing, but for a second Ctrl-C.
+    Before that there is nothing to save, and a signal ends the process. Afterwards the first is
+    remembered, and further ones change nothing, but for a second Ctrl-C.
     """
 
     def __init__(self):
         self.received: signal.Signals | None = None
-        self._is_deferred = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            self._before = {name: signal.signal(name, self._on_signal) for name in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,14 +47,11 @@ class StopSignals:
 
     def defer(self) -> None:
         """From now on a signal is remembered, and the process goes on."""
-        self._is_deferred = True
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._before = {name: signal.signal(name, self._on_signal) for name in SIGNALS}
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number)
-        if not self._is_deferred:
-            print(f"{name.name}: stopped before the first step", file=sys.stderr, flush=True)
-            # Without what is done at an orderly end, which waits for the other processes.
-            os._exit(STOPPED)
         if self.received is None:
             self.received = name
             _log.warning("%s: finishing this step, saving, and stopping", name.name)

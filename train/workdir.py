@@ -1,10 +1,13 @@
 """A run's directory: whose it is, and where the run in it stands."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
+import secrets
 import shutil
+import time
 from pathlib import Path
 
 import jax
@@ -75,6 +78,35 @@ def check_processes_agree(run: Run, corpus: TextCorpus) -> None:
                 f"processes {others} have another {what} than process 0; start all of them with "
                 "the same command, software and files"
             )
+
+
+def check_is_shared(workdir: Path) -> None:
+    """Checks that all processes see one `workdir`, by a word that the first leaves there.
+
+    Raises:
+        ValueError: on all of them, if one does not.
+    """
+    if jax.process_count() == 1:
+        return
+    word, path = np.array(secrets.randbits(31), np.int32), workdir / "shared"
+    word = str(multihost_utils.broadcast_one_to_all(word))
+    if jax.process_index() == 0:
+        path.write_text(word)
+    multihost_utils.sync_global_devices("word written")
+    deadline, sees = time.monotonic() + 10, False  # a network's file system may be late
+    while not sees and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            sees = path.read_text() == word
+        time.sleep(0 if sees else 0.2)
+    all_see = np.asarray(multihost_utils.process_allgather(np.array(sees)))
+    if jax.process_index() == 0:
+        path.unlink(missing_ok=True)
+    if not all_see.all():
+        blind = [i for i, sees in enumerate(all_see) if not sees]
+        raise ValueError(
+            f"--workdir={workdir} is not what process 0 sees there for processes {blind}; choose a "
+            "directory on a file system of all hosts (in containers, one that is mounted)"
+        )
 
 
 def claim(workdir: Path, run: Run, corpus: TextCorpus, source: Source | None = None) -> None:

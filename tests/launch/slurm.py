@@ -65,9 +65,17 @@ def install() -> str | None:
             ["apt-get", "update", "-qq"],
             ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *_PACKAGES],
         ):
-            done = subprocess.run(
-                command, env=quiet, stdin=subprocess.DEVNULL, capture_output=True, text=True
-            )
+            try:
+                done = subprocess.run(
+                    command,
+                    env=quiet,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=600,
+                )
+            except subprocess.TimeoutExpired:
+                return f"{' '.join(command)} did not end within 10 minutes"
             if done.returncode:
                 return f"{' '.join(command)} failed: {(done.stderr or done.stdout)[-300:]}"
     # Process 0 is found by the name of its node.
@@ -120,7 +128,11 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        return self.fields["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        if self.fields["JobState"] not in ends:
+            return False
+        time.sleep(5)  # a job that is queued again may seem to have failed for a moment
+        return self.fields["JobState"] in ends
 
     def requeue(self) -> None:
         self.cluster("scontrol", "requeue", str(self.number))

@@ -28,7 +28,7 @@ def answers(*present: Process, timeout_s: float = 20.0) -> list[str | None]:
     def call(number: int) -> None:
         try:
             call_roll(present[number], coordinator, timeout_s)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             told[number] = str(error)
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(len(present))]
@@ -90,7 +90,7 @@ def test_coordinator_that_is_not_there_is_named():
 def test_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"process 0 on n0 cannot listen on port {port} "):
+        with pytest.raises(ConnectionError, match=f"process 0 on n0 cannot listen on port {port} "):
             call_roll(process(0), f"127.0.0.1:{port}", 1.0)
 
 
@@ -100,16 +100,22 @@ def test_strangers_at_the_port_are_passed_over():
     first = threading.Thread(target=call_roll, args=(process(0, 2), f"127.0.0.1:{port}", 20.0))
     first.start()
     for content in (b"GET / HTTP/1.1\r\n", b"[1]\n", b'{"process_id": "x"}\n', b""):
-        for _ in range(100):
-            try:
-                with socket.create_connection(("127.0.0.1", port)) as stranger:
-                    stranger.sendall(content)
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.05)
+        with connect(port) as stranger:
+            stranger.sendall(content)
+    silent = connect(port)  # and stays
     call_roll(process(1, 2), f"127.0.0.1:{port}", 20.0)
     first.join(timeout=30)
     assert not first.is_alive()
+    silent.close()
+
+
+def connect(port: int) -> socket.socket:
+    for _ in range(100):
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    raise AssertionError(f"nobody listens on port {port}")
 
 
 SLURM = {

@@ -1,4 +1,3 @@
-import errno
 import io
 import json
 import math
@@ -11,7 +10,6 @@ import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -131,20 +129,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_full_disk_does_not_end_the_run_and_loses_no_line(tmp_path, monkeypatch, caplog):
     writer = MetricsWriter(tmp_path, resume_step=0)
-    full = OSError(errno.ENOSPC, "No space left on device")
-
-    def fail():
-        raise full
-
-    with monkeypatch.context() as patch:
-        lines: Any = writer._lines
-        patch.setattr(writer, "_lines", SimpleNamespace(write=lines.write, flush=fail))
-        writer.write(1, {"loss": 1.0})
-        writer.write(2, {"loss": 2.0})
-    writer.write(3, {"loss": 3.0})
+    with monkeypatch.context() as patch, open("/dev/full", "wb", buffering=0) as full:
+        for file in (writer._lines, writer._events):
+            patch.setattr(file, "_file", full)
+        for step in range(1, 101):
+            writer.write(step, {"loss": float(step)})
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    writer.write(101, {"loss": 101.0})
     writer.close()
-    assert [m["loss"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0]
-    assert caplog.text.count("No space left on device") == 1
+    expected = [float(step) for step in range(1, 102)]
+    assert [m["loss"] for m in read_metrics(tmp_path / "metrics.jsonl")] == expected
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("loss")] == expected
+    assert caplog.text.count("No space left on device") == 2  # of each file, once
 
 
 def show(is_terminal: bool, **metrics):

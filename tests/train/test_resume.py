@@ -105,6 +105,26 @@ def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tm
             np.testing.assert_allclose(continued, expected, rtol=tolerance, atol=0)
 
 
+def test_examples_are_those_of_an_undisturbed_run_on_8_then_4_then_8_devices(
+    corpus_overrides, tmp_path, monkeypatch
+):
+    base, seen, place = (*TINY, *corpus_overrides), [], loop._place
+
+    def place_and_remember(rows, run):
+        seen.append({name: rows[name].tolist() for name in ("index", "tokens")})
+        return place(rows, run)
+
+    monkeypatch.setattr(loop, "_place", place_and_remember)
+    train((*base, *CUBE), tmp_path / "whole", 12)
+    expected = list(seen)
+    assert sum((batch["index"] for batch in expected), []) == list(range(12 * 16))
+    seen.clear()
+    train((*base, *CUBE), tmp_path / "run", 12, stop=3)
+    train((*base, "mesh.fsdp=4"), tmp_path / "run", 12, stop=8)
+    train((*base, "mesh.data=4", "mesh.model=2"), tmp_path / "run", 12)
+    assert seen == expected
+
+
 UNEVEN = ("mesh.pipeline=4", "train.num_microbatches=8", "pipeline.layers_per_stage=1,2,1,0")
 CHUNKS = (
     *("mesh.pipeline=2", "mesh.fsdp=2", "pipeline.schedule=zbv", "pipeline.chunks=2"),
