@@ -298,6 +298,7 @@ class Setting:
             *(f"--devices_per_process={per_process}", f"--grace_s={GRACE_S}", "--"),
             *train,
             f"--config.train.failure_timeout_s={FAILURE_TIMEOUT_S}",
+            f"--config.checkpoint.timeout_s={FAILURE_TIMEOUT_S}",
         ]
 
     @property
@@ -408,7 +409,7 @@ class DisturbedRun:
                     f"{self._must_be_named} is damaged, and the next start does not say so"
                 )
             self._must_be_named = None
-        steps = steps_in(self.checkpoints) if self.checkpoints.exists() else []
+        steps = steps_in(self.checkpoints)
         self.damaged &= set(steps)
         for step in steps:
             path = self.checkpoints / str(step)

@@ -186,8 +186,7 @@ def _damages(kind: str, how: Callable[[Path, random.Random], None]) -> Fault:
 
 
 def _intact(run: DisturbedRun) -> list[int]:
-    steps = steps_in(run.checkpoints) if run.checkpoints.exists() else []
-    return [step for step in steps if step not in run.damaged]
+    return [step for step in steps_in(run.checkpoints) if step not in run.damaged]
 
 
 def fill_disk(run: DisturbedRun, rng: random.Random) -> Hit:

@@ -6,6 +6,7 @@ python -m checkpoint show WORKDIR [--step=N]
 """
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -24,7 +25,7 @@ def find_directory(workdir: Path) -> Path:
         ValueError: there are none.
     """
     for directory in (workdir / "checkpoints", workdir):
-        if directory.is_dir() and steps_in(directory):
+        if steps_in(directory):
             return directory
     raise ValueError(
         f"{workdir} holds no checkpoint; give the directory of a run, or its checkpoints/"
@@ -44,7 +45,8 @@ def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
         marks = ["newest"] * (step == steps[-1]) + ["best"] * (step in best)
         marks += [] if gap is None else [f"incomplete: {gap}"]
         values = "  ".join(f"{name} {value:.5g}" for name, value in metrics[step].items())
-        rows.append((str(step), _size(path), _saved(path), ", ".join(marks), values))
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on has deleted it meanwhile
+            rows.append((str(step), _size(path), _saved(path), ", ".join(marks), values))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for step, size, *rest in rows:
         cells = [step.rjust(widths[0]), size.rjust(widths[1])]
@@ -62,6 +64,9 @@ def verify(directory: Path, step: int | None) -> int:
     for number in steps:
         path = directory / str(number)
         damage = find_damage(path)
+        if not path.exists():
+            print(f"step {number}: deleted meanwhile", flush=True)
+            continue
         num_files = sum(file.is_file() for file in path.rglob("*"))
         intact = f"intact, {num_files} files, {_size(path)}"
         print(f"step {number}: {intact if damage is None else f'damaged: {damage}'}", flush=True)

@@ -18,8 +18,11 @@ TMP_SUFFIX = ".orbax-checkpoint-tmp"
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Returns the steps that have a checkpoint in a directory, oldest first, damaged or not."""
-    names = [path.name for path in directory.iterdir() if path.is_dir()]
+    """Returns the steps that have a checkpoint in a directory, oldest first, damaged or not.
+
+    One that is no directory, or not there, has none.
+    """
+    names = [path.name for path in directory.glob("*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 

@@ -29,7 +29,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from checkpoint.checksums import find_damage, write_checksums
-from checkpoint.exchange import Exchange
 from checkpoint.layout import (
     DATA_STATE,
     METRICS,
@@ -42,6 +41,7 @@ from checkpoint.layout import (
 )
 from checkpoint.lazy import LazyArray, LazyHandler, save_args
 from checkpoint.quiet import keep_quiet
+from sharding.exchange import TIMEOUT_S, Exchange
 
 #: What writing fails with if a disk, and not a program, is at fault: TensorStore says ValueError.
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
@@ -61,6 +61,7 @@ class CheckpointConfig:
     keep_best: int = 0  # beside them, the so many best by best_metric stay
     best_metric: str = "eval_loss"  # a metric of the evaluation
     best_is_max: bool = False  # True: large values of best_metric are good
+    timeout_s: float = TIMEOUT_S  # what takes longer to save hangs; seconds
 
     def __post_init__(self):
         if self.every_steps < 0:
@@ -83,6 +84,11 @@ class CheckpointConfig:
                 f"checkpoint.keep_best={self.keep_best} must not be negative; "
                 "choose 0 to keep the newest only"
             )
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(
+                f"checkpoint.timeout_s={self.timeout_s} must be more than 0; choose several times "
+                "the seconds that a save takes"
+            )
 
 
 class SaveError(OSError):
@@ -103,13 +109,13 @@ class Checkpoints:
         keep_quiet()
         self._directory = Path(directory).absolute()
         self._config = config
-        self._exchange = Exchange()
+        self._exchange = Exchange(config.timeout_s)
         self._handler = _state_handler()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._being_saved: Future | None = None
         self._failure: SaveError | None = None
         self._num_tries, self._num_failed_saves = 0, 0
-        self._passed_over: list[int] = []  # damaged checkpoints, deleted by the next save
+        self._passed_over: list[int] = []  # damaged checkpoints, deleted once another is there
         #: step -> value of best_metric or None, of each checkpoint that is there
         self._scores = dict(self._exchange.on_first(self._read_scores))
 
@@ -150,11 +156,10 @@ class Checkpoints:
         self._num_tries += 1
         path = self._directory / f"{step}{TMP_SUFFIX}-{self._num_tries}"
         try:
-            self._scores = dict(self._exchange.on_first(lambda: self._prepare(path)))
+            self._exchange.on_first(lambda: self._prepare(path))
         except OSError as error:
             self._fail(self._save_error(step, error))
             return False
-        self._passed_over = []
         args = ocp.args.PyTreeSave(state, save_args=jax.tree.map(save_args, state))
         # Returns when the arrays are copied; Orbax writes them in threads of its own.
         written = _run(self._handler.async_save(epath.Path(path / STATE), args=args)) or []
@@ -170,8 +175,8 @@ class Checkpoints:
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """Returns the newest undamaged (step, state, data_state), or None if there are none.
 
-        A damaged checkpoint is passed over with a warning that names it and the reason; the next
-        `save` deletes it, restoring alone deletes nothing.
+        A damaged checkpoint is passed over with a warning that names it and the reason; it is
+        deleted when the next `save` is complete.
 
         Args:
             abstract_state: the same pytree of jax.ShapeDtypeStruct, whose shardings are those
@@ -232,6 +237,13 @@ class Checkpoints:
         """What the newest save failed with, or None if it is on disk; ask after `close`."""
         return self._failure
 
+    def tidy(self) -> None:
+        """Removes what a process that was killed left half-written, or half-deleted.
+
+        Only for who alone saves here: what another process is writing would go too.
+        """
+        self._exchange.on_first(self._remove_half_written)
+
     def wait(self) -> None:
         """Returns when nothing is being written any more.
 
@@ -268,13 +280,10 @@ class Checkpoints:
             )
         return None if metrics is None else metrics.get(name)
 
-    def _prepare(self, path: Path) -> list[tuple[int, float | None]]:
-        """Makes a directory to write in, and room: on the first process."""
+    def _prepare(self, path: Path) -> None:
+        """Makes a directory to write in: on the first process."""
         self._remove_half_written()
-        for step in self._passed_over:
-            self._delete(step)
         (path / STATE).mkdir(parents=True)
-        return [(step, self._scores[step]) for step in self.all_steps()]
 
     def _write(
         self, step: int, path: Path, written: Sequence[Any], texts: dict[str, str], score: Any
@@ -300,11 +309,14 @@ class Checkpoints:
             for name, text in texts.items():
                 _write_file(path / name, text)
             write_checksums(path)
+            for damaged in self._passed_over:
+                self._delete(damaged)
             path.rename(self._directory / str(step))
         except _WRITE_ERRORS as error:
             shutil.rmtree(path, ignore_errors=True)
             raise OSError(_reason(error)) from error
-        return self._drop_old({**self._scores, step: score})
+        there = {number: self._scores[number] for number in self.all_steps()}
+        return self._drop_old({**there, step: score})
 
     def _drop_old(self, scores: dict[int, float | None]) -> list[tuple[int, float | None]]:
         """Deletes what shall not stay, and returns what is there then: on the first process."""
@@ -339,7 +351,7 @@ class Checkpoints:
         future, self._being_saved = self._being_saved, None
         try:
             self._scores = dict(future.result())
-            self._failure = None
+            self._passed_over, self._failure = [], None
         except SaveError as error:
             self._fail(error)
 

@@ -80,7 +80,7 @@ def get_config() -> ConfigDict:
     config.train.num_microbatches = 1  # pipeline and gradient accumulation; divides the batch
     config.train.seed = 0  # of initial parameters, dropout and shuffling
     config.train.start_timeout_s = 60.0  # to wait for the other processes at the start
-    config.train.failure_timeout_s = 600.0  # a step, save or sign of life that takes longer failed
+    config.train.failure_timeout_s = 600.0  # a step or sign of life that takes longer failed
     config.train.compilation_cache = True  # a restart reads compiled steps from data.cache_dir
     config.train.max_nonfinite_steps = 10  # in a row, each skipped; then on_nonfinite. 0: go on
     config.train.on_nonfinite = "stop"  # stop | rollback: to the last checkpoint before them
@@ -98,6 +98,7 @@ def get_config() -> ConfigDict:
     config.checkpoint.keep_best = 0  # beside them, the so many best of those evaluated
     config.checkpoint.best_metric = "eval_loss"  # what the evaluation logs: eval_loss | eval_...
     config.checkpoint.best_is_max = False  # True: large values of it are good
+    config.checkpoint.timeout_s = 1200.0  # what takes longer to save hangs
 
     config.precision = ConfigDict()
     config.precision.compute = "float32"  # bfloat16 | float32 | float64

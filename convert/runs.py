@@ -10,6 +10,7 @@ import yaml
 from flax import nnx
 
 from checkpoint.checksums import find_damage
+from checkpoint.layout import steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
 from convert.base import Shapes, Source, check_known
 from convert.families import architectures, find
@@ -32,8 +33,8 @@ def newest_checkpoint(path: Path) -> Path:
     if path.name.isdigit() and (path / "state").is_dir():
         candidates = [path]
     else:
-        steps = [step for step in (path / CHECKPOINTS).glob("*") if step.name.isdigit()]
-        candidates = sorted(steps, key=lambda step: int(step.name), reverse=True)
+        directory = path / CHECKPOINTS
+        candidates = [directory / str(step) for step in reversed(steps_in(directory))]
     for step in candidates:
         damage = find_damage(step)
         if damage is None:

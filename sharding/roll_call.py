@@ -6,29 +6,46 @@ will coordinate; each process sends one line of JSON about itself, and all get t
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
+import resource
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 #: Of which all processes must have one version.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+#: What the project's own code is in.
+ROOMS = ("checkpoint", "convert", "data", "models", "sharding", "train")
 _RETRY_S = 0.2
+_OPEN_FILES = 512
 _READ_S = 5.0  # who comes says at once who it is
 _IS_MISSING = " processes are missing after "
 
 
 def software() -> dict[str, str]:
-    """Returns the versions of Python and of PACKAGES."""
+    """Returns the versions of Python, of PACKAGES, and of the project's own code."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return versions
+    return versions | {"taibai": _own_version(Path(__file__).parents[1])}
+
+
+def _own_version(root: Path) -> str:
+    """Returns a digest of the modules beneath `root` that this process has loaded."""
+    files = (Path(getattr(each, "__file__", None) or "") for each in sys.modules.values())
+    names = {file.relative_to(root) for file in files if file.is_relative_to(root)}
+    digest = hashlib.sha256()
+    for name in sorted(name for name in names if name.parts[0] in ROOMS):
+        digest.update(str(name).encode() + (root / name).read_bytes())
+    return digest.hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +115,7 @@ def _listen(own: Process, coordinator: str, deadline: float, timeout_s: float) -
     """Returns what is wrong, after telling it to all that are there."""
     port = int(coordinator.rpartition(":")[2])
     connections, present = [], {0: own}
+    _allow_connections(own.num_processes)
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(socket.create_server(("", port), backlog=4096))
@@ -148,6 +166,16 @@ def _report(own: Process, coordinator: str, deadline: float, timeout_s: float) -
                     f"({reason}); does process 0 run there, and do both hosts see each other?"
                 ) from None
         time.sleep(_RETRY_S)
+
+
+def _allow_connections(count: int) -> None:
+    """Lets this process have so many open beside its files, if the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OPEN_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _missing(present: Mapping[int, Process], timeout_s: float) -> str:

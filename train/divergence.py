@@ -34,6 +34,7 @@ class Patience:
         self._config, self._workdir = config, workdir
         self._asked: tuple[int, Mapping[str, np.ndarray], jax.Array] | None = None
         self._num_rollbacks = 0
+        self._row_start: int | None = None  # of the bad steps that the last one ends
 
     def first_bad_step(
         self, step: int, rows: Mapping[str, np.ndarray], metrics: Mapping[str, jax.Array]
@@ -56,9 +57,14 @@ class Patience:
             return None
         bad_step, bad_rows, count = asked
         num_bad = int(count)
-        if num_bad < self._config.max_nonfinite_steps:
+        if num_bad == 0:
+            self._row_start = None
+        elif self._row_start is None:
+            self._row_start = bad_step - num_bad + 1
+        if self._row_start is None or num_bad < self._config.max_nonfinite_steps:
             return None
-        self._asked = None
+        # Spikes that are skipped within the row are in it, and not in the count.
+        first, self._row_start, self._asked = self._row_start, None, None
         what = (
             f"the loss or the gradients of {num_bad} steps in a row, the last of them step "
             f"{bad_step}, were not finite ({_save(bad_rows, bad_step, self._workdir)})"
@@ -73,7 +79,7 @@ class Patience:
             )
         self._num_rollbacks += 1
         _log.warning("%s; rollback %d of %d", what, self._num_rollbacks, MAX_ROLLBACKS)
-        return bad_step - num_bad + 1
+        return first
 
 
 def _save(rows: Mapping[str, np.ndarray], step: int, workdir: Path) -> str:

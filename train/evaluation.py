@@ -26,19 +26,20 @@ def evaluate(
     """Returns `eval_loss` (nats) and the head's metrics, `eval_*`; for tokens `eval_perplexity`.
 
     Args:
-        phases: enters "eval" at each batch.
+        phases: enters "eval", at each batch anew.
         is_stopping: asked after each; if so, the evaluation is given up and None returned.
     """
     with phases("compile"):
         eval_step = run.eval_step
     sums: dict[str, np.ndarray] = {}
     config = run.config.data
-    for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
-        with phases("eval"):
-            batch.pop("index")
-            placed = place_batch(batch, run.rows, run.batch_sharding, config.global_batch_size)
-            for name, value in jax.device_get(eval_step(state.params, placed)).items():
-                sums[name] = sums.get(name, np.float64(0)) + value
+    with phases("eval"):
+        for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
+            with phases("eval"):  # from here on it may take train.failure_timeout_s again
+                batch.pop("index")
+                placed = place_batch(batch, run.rows, run.batch_sharding, config.global_batch_size)
+                for name, value in jax.device_get(eval_step(state.params, placed)).items():
+                    sums[name] = sums.get(name, np.float64(0)) + value
             if is_stopping():
                 return None
     weight = sums.pop("weight")

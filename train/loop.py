@@ -7,7 +7,7 @@ import numpy as np
 
 from data.text import TextCorpus
 from sharding.batches import place_batch
-from train.divergence import Patience
+from train.divergence import Diverged, Patience
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
 from train.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.goodput import GoodputRecord
@@ -118,6 +118,9 @@ def train(
                 save(scores)
                 timer.restart()
                 last_save, is_time = step, False
+    except Diverged:
+        record.write(step, "failed")
+        raise
     finally:
         with phases("save"):
             start.checkpoints.close()
@@ -125,10 +128,9 @@ def train(
         writer.close()
     with phases("save"):
         wait_for_all("saved")  # before one ends, and whoever started it takes that for the end
-    record.write(step, "stopped" if stops else "finished")
-    if start.checkpoints.last_failure is not None:
-        return UNSAVED
-    return STOPPED if stops else FINISHED
+    is_unsaved = start.checkpoints.last_failure is not None
+    record.write(step, "failed" if is_unsaved else "stopped" if stops else "finished")
+    return UNSAVED if is_unsaved else STOPPED if stops else FINISHED
 
 
 def _place(batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:

@@ -4,22 +4,20 @@ import argparse
 import dataclasses
 import logging
 import os
-import secrets
 import signal
 import sys
 import tempfile
 import traceback
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NoReturn
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from convert.source import Source, read_source
 from data.text import TextCorpus, load_corpus
 from sharding import devices
+from sharding.exchange import Exchange, may_pass
 from train import config_files, loop, workdir
 from train.config import resolve
 from train.divergence import Diverged
@@ -48,27 +46,29 @@ def main(argv: list[str] | None = None) -> int:
     for room in ROOMS:
         logging.getLogger(room).setLevel(logging.INFO)
     phases = Phases()
-    with StopSignals() as signals, tempfile.TemporaryDirectory() as scratch:
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
         directory = Path(scratch) if args.fast_dev_run else args.workdir
         try:
             run, corpus, source = _set_up(args, config_files.overrides(others))
             if args.mode == "train":
+                timeout_s, is_shared = run.config.train.start_timeout_s, not args.fast_dev_run
+                held = workdir.hold(directory, timeout_s=timeout_s, is_shared=is_shared)
+                start_id = stack.enter_context(held)
                 with phases("compile"):
                     run.compile()
             with phases("restore"):
                 start = workdir.find_position(run, corpus, directory, source)
             if args.mode == "train":
+                start.checkpoints.tidy()
                 workdir.claim(directory, run, corpus, source)
-                if not args.fast_dev_run:
-                    workdir.check_is_shared(directory)
         except (ValueError, OSError) as error:
             if os.environ.get("TAIBAI_TRACEBACK"):
                 raise
             hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
             print(f"error: {error}\n{hint}", file=sys.stderr)
-            # What another start may find better: a file system, another process.
-            is_passing = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-            return FAILED if is_passing else REFUSED
+            return FAILED if may_pass(error) else REFUSED
         if args.mode == "eval":
             scores = evaluate(run, corpus, start.state, phases) or {}
             if jax.process_index() == 0:
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(" ".join([f"step {start.step}", *values]))
             return FINISHED
         saves = not args.fast_dev_run
-        with closing(_watchdog(run, directory, phases)):
+        with closing(_watchdog(run, directory, start_id, phases)):
             try:
                 return loop.train(
                     run, corpus, start, directory, saves=saves, phases=phases, signals=signals
@@ -86,16 +86,16 @@ def main(argv: list[str] | None = None) -> int:
                 return DIVERGED
 
 
-def _watchdog(run: Run, directory: Path, phases: Phases) -> Watchdog:
-    # Of the first process, and another at each start.
-    run_id = multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32))
+def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watchdog:
+    config = run.config
     return Watchdog(
         directory / "watchdog",
         phases,
         process=jax.process_index(),
         num_processes=jax.process_count(),
-        run_id=str(run_id),
-        timeout_s=run.config.train.failure_timeout_s,
+        run_id=start_id,
+        timeout_s=config.train.failure_timeout_s,
+        save_timeout_s=config.checkpoint.timeout_s,
     )
 
 
@@ -127,7 +127,7 @@ def _set_up(
     config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
     if jax.process_index() > 0:
         logging.disable(logging.INFO)
-    corpus = load_corpus(config.data)
+    corpus = Exchange().on_all(lambda: load_corpus(config.data))
     num_labels = len(corpus.labels) or None
     vocab_size = corpus.tokenizer.vocab_size
     run = prepare(config, mesh, vocab_size=vocab_size, num_labels=num_labels)

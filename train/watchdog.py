@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
+import math
 import os
 import socket
 import sys
@@ -62,7 +63,7 @@ class Watchdog:
 
     If the process is in one phase for longer than `timeout_s`, those of UNWATCHED apart, it looks
     at all files twice, writes to standard error what it found, and calls `on_hang`, unless the
-    process went on in the meantime. From the beginning of the phase that takes `timeout_s`, and
+    process went on in the meantime. From the beginning of the phase that takes its time-out, and
     2.5 intervals (of `timeout_s / 4`, 15 s at most) and a few seconds more. A file system that
     hangs delays it by a minute at most.
     """
@@ -76,6 +77,7 @@ class Watchdog:
         num_processes: int,
         run_id: str,
         timeout_s: float,
+        save_timeout_s: float | None = None,
         on_hang: Callable[[], object] = end_process,
     ):
         """Starts to watch.
@@ -90,6 +92,7 @@ class Watchdog:
             run_id: the same on all processes and another at each start: files with another one
                 are left over, and not looked at.
             timeout_s: the longest that a phase may last.
+            save_timeout_s: the same for "save", if that is another.
             on_hang: called on the watching thread after the report, at most once.
 
         Raises:
@@ -100,7 +103,11 @@ class Watchdog:
         self._directory = Path(directory)
         self._phases = phases
         self._process, self._num_processes, self._run_id = process, num_processes, run_id
-        self._timeout_s, self._on_hang = timeout_s, on_hang
+        self._limits = {name: ("train.failure_timeout_s", timeout_s) for name in NAMES}
+        self._limits |= {name: ("", math.inf) for name in UNWATCHED}
+        if save_timeout_s is not None:
+            self._limits["save"] = ("checkpoint.timeout_s", save_timeout_s)
+        self._on_hang = on_hang
         self._interval_s = min(timeout_s / 4, _LONGEST_INTERVAL_S)
         # A process that lives beats within this time, even if it is late.
         self._look_s = 1.5 * self._interval_s + 1
@@ -135,7 +142,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(self._interval_s):
             place = self._phases.current
-            if place.name in UNWATCHED or place.seconds <= self._timeout_s:
+            if place.seconds <= self._limits[place.name][1]:
                 continue
             # On a thread of its own, for reading and writing may hang as well.
             reporter = threading.Thread(target=self._report, args=(place,), daemon=True)
@@ -148,10 +155,10 @@ class Watchdog:
                 _say([f"process {self._process} has gone on"])
 
     def _report(self, place: Place) -> None:
-        own = self._sign(place)
+        own, (key, limit_s) = self._sign(place), self._limits[place.name]
         waits = (
             f"{_name(self._process, own)} has been {own} for {place.seconds:.0f} s, longer "
-            f"than train.failure_timeout_s={self._timeout_s:g}"
+            f"than {key}={limit_s:g}"
         )
         num_others = self._num_processes - 1
         looks = f"; looking for {num_others} other process(es) in {self._directory}"

@@ -2,13 +2,18 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import secrets
 import shutil
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import jax
 import numpy as np
@@ -16,12 +21,14 @@ from grain import DatasetIterator
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
+from checkpoint.layout import steps_in
 from checkpoint.manager import Checkpoints
 from convert.base import LABELS_FILE
 from convert.from_hf import keep_hf_files
 from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
 from data.text import TextCorpus, train_batches
+from sharding.exchange import Exchange
 from train.config import SECTIONS
 from train.config_files import differences, load, save_yaml
 from train.divergence import Diverged
@@ -29,6 +36,8 @@ from train.init_from import start_params
 from train.setup import Run
 from train.state import MAY_LACK, TrainState
 
+#: There while a run trains.
+LOCK_FILE = "lock"
 #: A checkpoint fits only a run that agrees on these.
 FIXED = ("init_from", "model", "data", "train.seed", "optimizer.name", "precision.params")
 #: How fast things are read, and where they lie, may change; the text itself is compared by hash.
@@ -80,33 +89,90 @@ def check_processes_agree(run: Run, corpus: TextCorpus) -> None:
             )
 
 
-def check_is_shared(workdir: Path) -> None:
-    """Checks that all processes see one `workdir`, by a word that the first leaves there.
+@contextlib.contextmanager
+def hold(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator[str]:
+    """Keeps other runs out of `workdir` within the block: two would write over each other.
+
+    Of a run that was killed or requeued, the first process may live a little longer: it is waited
+    for. A kill leaves nothing that would keep the next start out.
+
+    Args:
+        timeout_s: to wait for another run's end.
+        is_shared: False if each process has a workdir of its own.
+
+    Yields:
+        A word, the same on all processes and another at each start.
 
     Raises:
-        ValueError: on all of them, if one does not.
+        ValueError: on all processes, if one does not see the first one's `workdir`.
+        OSError: on all processes, if another run has it for longer, or it cannot be written.
     """
-    if jax.process_count() == 1:
-        return
-    word, path = np.array(secrets.randbits(31), np.int32), workdir / "shared"
-    word = str(multihost_utils.broadcast_one_to_all(word))
-    if jax.process_index() == 0:
-        path.write_text(word)
-    multihost_utils.sync_global_devices("word written")
-    deadline, sees = time.monotonic() + 10, False  # a network's file system may be late
-    while not sees and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            sees = path.read_text() == word
-        time.sleep(0 if sees else 0.2)
-    all_see = np.asarray(multihost_utils.process_allgather(np.array(sees)))
-    if jax.process_index() == 0:
-        path.unlink(missing_ok=True)
-    if not all_see.all():
-        blind = [i for i, sees in enumerate(all_see) if not sees]
-        raise ValueError(
-            f"--workdir={workdir} is not what process 0 sees there for processes {blind}; choose a "
-            "directory on a file system of all hosts (in containers, one that is mounted)"
-        )
+    exchange, path = Exchange(), workdir / LOCK_FILE
+    with contextlib.ExitStack() as stack:
+        word = exchange.on_first(lambda: stack.enter_context(_locked(path, timeout_s)))
+        if is_shared:
+            blind = exchange.agree(None if _reads(path, word) else "it is not there")
+            if blind is not None:
+                raise ValueError(
+                    f"--workdir={workdir} is not for all processes what it is for process 0 "
+                    f"({blind}); choose a directory on a file system of all hosts (in containers, "
+                    "one that is mounted)"
+                )
+        yield word
+
+
+@contextlib.contextmanager
+def _locked(path: Path, timeout_s: float) -> Iterator[str]:
+    """Holds a file, which says who does, within the block; yields what it says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    word = f"process {os.getpid()} on {socket.gethostname()} {secrets.token_hex(8)}"
+    deadline_s, waits = time.monotonic() + timeout_s, False
+    while True:
+        with open(path, "a+", encoding="utf-8") as file:
+            holder = ""
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.seek(0)
+                holder = file.read().rpartition(" ")[0] or "another process"
+            except OSError as error:
+                _log.warning("%s cannot be locked (%s): start no second run there", path, error)
+            # Who held it before removed it; another may have made it anew meanwhile.
+            if not holder and _is_same(file, path):
+                file.truncate(0)
+                file.write(word)
+                file.flush()
+                try:
+                    yield word
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(
+                f"--workdir={path.parent} is in use by {holder or 'many'}, and still was after "
+                f"{timeout_s:.0f} s; wait for the end of that run, or choose another --workdir"
+            )
+        if holder and not waits:
+            _log.warning("--workdir=%s is in use by %s: waiting", path.parent, holder)
+            waits = True
+        time.sleep(0.2)
+
+
+def _is_same(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _reads(path: Path, word: str) -> bool:
+    deadline_s = time.monotonic() + 10  # a network's file system may be late
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError, ValueError):
+            if path.read_text(encoding="utf-8") == word:
+                return True
+        time.sleep(0.2)
+    return False
 
 
 def claim(workdir: Path, run: Run, corpus: TextCorpus, source: Source | None = None) -> None:
@@ -130,7 +196,7 @@ def claim(workdir: Path, run: Run, corpus: TextCorpus, source: Source | None = N
 
 
 def has_checkpoint(workdir: Path) -> bool:
-    return any(path.name.isdigit() for path in (workdir / CHECKPOINTS).glob("*"))
+    return bool(steps_in(workdir / CHECKPOINTS))
 
 
 def _completed(saved: ConfigDict, run: Run) -> ConfigDict:

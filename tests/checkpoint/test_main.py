@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoint.__main__ import main
+from checkpoint.layout import steps_in
 from checkpoint.manager import CheckpointConfig, Checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +68,21 @@ def test_ls_names_what_is_incomplete(copy, capsys):
     assert output.count("incomplete: checksums.sha256 is missing or cannot be read") == 2
     assert "130.orbax-checkpoint-tmp-1 is being written" in output
     assert (directory / "130.orbax-checkpoint-tmp-1").exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_what_a_run_deletes_meanwhile_is_no_error(copy, capsys, monkeypatch, command):
+    directory = copy / "checkpoints"
+    (step, *others) = steps_in(directory)
+
+    def deletes(directory: Path) -> list[int]:
+        shutil.rmtree(directory / str(step), ignore_errors=True)
+        return [step, *others]
+
+    monkeypatch.setattr("checkpoint.__main__.steps_in", deletes)
+    assert main([command, str(copy)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(others) + 1  # a head, or a line that says so
 
 
 def test_verify_names_each_damaged_checkpoint(copy, capsys):

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from checkpoint.checksums import write_checksums
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.manager import CheckpointConfig, Checkpoints, SaveError
 
 KEEP = CheckpointConfig(every_steps=1, max_to_keep=3)
 ROOT = Path(__file__).parents[2]
@@ -288,6 +288,39 @@ def test_restore_with_all_damaged_is_an_error_that_names_the_directory(
             checkpoints.restore(abstract(make_state(0)))
 
 
+def test_a_damaged_checkpoint_goes_when_another_is_complete(
+    damaged_copy, open_checkpoints, monkeypatch
+):
+    """What cannot be read may be, an hour later."""
+    directory = damaged_copy()
+    flip_a_bit(directory / "2" / "data_state" / "metadata")
+    checkpoints = open_checkpoints(directory)
+    assert checkpoints.restore(abstract(make_state(0)))[0] == 1
+
+    def fail(_):
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoint.manager.write_checksums", fail)
+        checkpoints.save(3, make_state(3), {})
+        with pytest.raises(SaveError):
+            checkpoints.wait()
+    assert (directory / "2").exists()
+    assert checkpoints.all_steps() == [1]
+    checkpoints.save(3, make_state(3), {})
+    checkpoints.wait()
+    assert checkpoints.all_steps() == [1, 3]
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "3"]
+
+
+def test_tidy_removes_what_a_killed_process_left(damaged_copy, open_checkpoints):
+    directory = damaged_copy()
+    for name in ("3.orbax-checkpoint-tmp-1", "1.orbax-checkpoint-tmp-deleted-4"):
+        shutil.copytree(directory / "1", directory / name)
+    open_checkpoints(directory).tidy()
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]
+
+
 def test_save_replaces_a_damaged_checkpoint_that_was_passed_over(damaged_copy, open_checkpoints):
     directory = damaged_copy()
     flip_a_bit(directory / "2" / "data_state" / "metadata")
@@ -348,7 +381,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 from checkpoint.checksums import write_checksums
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.manager import CheckpointConfig, Checkpoints, SaveError
 
 checkpoints = Checkpoints(sys.argv[1], CheckpointConfig(every_steps=1, max_to_keep=2))
 step = checkpoints.latest_step() or 0
@@ -411,7 +444,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from pathlib import Path
 from checkpoint.checksums import write_checksums
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.manager import CheckpointConfig, Checkpoints, SaveError
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 sharding = NamedSharding(mesh, P("data", "model"))

@@ -36,7 +36,7 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def submit(cluster, corpus, workdir, *options, changes=()):
+def submit(cluster, corpus, workdir, *options, changes=(), **variables):
     """Submits a run of NUM_STEPS on mesh 2×2×2."""
     overrides = [f"--config.{override}" for override in (*OVERRIDES, *corpus, *changes)]
     return cluster.submit(
@@ -51,6 +51,7 @@ def submit(cluster, corpus, workdir, *options, changes=()):
         TAIBAI_PYTHON=sys.executable,
         TAIBAI_DEVICES_PER_PROCESS="4",
         JAX_PLATFORMS="cpu",
+        **variables,
     )
 
 
@@ -108,6 +109,20 @@ def test_job_killed_in_mid_step_starts_again_by_itself(cluster, corpus, undistur
     job = submit(cluster, corpus, workdir)
     wait_for_step(workdir, 60)
     assert kill(f"train.main.*--workdir={workdir}", most=1)
+    log = finish(job, workdir)
+    assert "starting again from the last checkpoint" in log
+    assert steps(workdir) == undisturbed
+
+
+def test_step_daemon_killed_with_its_process_is_no_end(cluster, corpus, undisturbed, tmp_path):
+    workdir = tmp_path / "run"
+    job = submit(cluster, corpus, workdir, SLURM_WAIT="10")
+    wait_for_step(workdir, 60)
+    found = subprocess.run(["pgrep", "-f", rf"slurmstepd: \[{job.number}\.[0-9]"], stdout=-1)
+    daemon = int(found.stdout.split()[-1])  # of the two nodes' one, and it is not srun's
+    process = subprocess.run(["pgrep", "-P", str(daemon)], stdout=-1).stdout
+    for pid in (daemon, int(process)):
+        os.kill(pid, signal.SIGKILL)
     log = finish(job, workdir)
     assert "starting again from the last checkpoint" in log
     assert steps(workdir) == undisturbed

@@ -2,14 +2,16 @@
 
 import re
 import socket
+import sys
 import threading
 import time
+import types
 from dataclasses import replace
 
 import pytest
 
 from sharding.devices import Start, how_started
-from sharding.roll_call import Process, call_roll
+from sharding.roll_call import Process, _own_version, call_roll, software
 
 SOFTWARE = {"python": "3.11.7", "jax": "0.10.2"}
 
@@ -73,6 +75,22 @@ def test_missing_processes_are_named_to_those_that_came():
 def test_a_process_that_does_not_fit_is_named_to_all(other, message):
     told = answers(process(0, 2), other)
     assert all(error is not None and error.startswith(message) for error in told)
+
+
+def test_software_holds_the_code_that_is_loaded(tmp_path, monkeypatch):
+    """Of the project alone: a run on one host may have read a config from anywhere."""
+    assert {"python", "jax", "taibai"} <= software().keys()
+    (tmp_path / "train").mkdir()
+    for name in ("train/step.py", "notes.py"):
+        (tmp_path / name).write_text("x = 1")
+    for i, name in enumerate(("train/step.py", "notes.py")):
+        module = types.SimpleNamespace(__file__=str(tmp_path / name))
+        monkeypatch.setitem(sys.modules, f"of_this_test_{i}", module)
+    versions = [_own_version(tmp_path)]
+    for name in ("notes.py", "train/step.py"):
+        (tmp_path / name).write_text("x = 2")
+        versions.append(_own_version(tmp_path))
+    assert versions[0] == versions[1] != versions[2]
 
 
 def test_two_processes_with_one_id_are_named():

@@ -19,6 +19,7 @@ from train import divergence, loop
 from train.config import TrainConfig
 from train.divergence import MAX_ROLLBACKS, Diverged, Patience
 from train.exit_codes import DIVERGED, FINISHED
+from train.goodput import summarize
 from train.main import main
 from train.metrics import read_metrics
 from train.phases import Phases
@@ -219,6 +220,12 @@ def test_patience_without_a_limit_never_ends(tmp_path):
     assert set(ask(Patience(config(max_nonfinite_steps=0), tmp_path), *counts)) == {None}
 
 
+def test_spike_that_is_skipped_within_a_row_is_part_of_it(tmp_path):
+    patience = Patience(config(max_nonfinite_steps=3, on_nonfinite="rollback"), tmp_path)
+    # Steps 2, 3, 5 and 6 are not finite; 4 is finite, and a spike. A checkpoint of it is no help.
+    assert ask(patience, 0, 1, 2, 2, 3, 4)[-1] == 2
+
+
 def test_patience_begins_anew_after_a_rollback_and_allows_few(tmp_path, caplog):
     patience = Patience(config(max_nonfinite_steps=2, on_nonfinite="rollback"), tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -332,6 +339,7 @@ def test_diverged_run_ends_with_its_own_code_and_one_sentence(corpus_overrides, 
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: the loss or the gradients of 2 steps in a row")
     assert len(list(tmp_path.glob("nonfinite_step_*.npz"))) == 1
+    assert [start.ended for start in summarize(tmp_path).starts] == ["failed"]
 
 
 @pytest.mark.parametrize("now", [(), ("train.skip_spikes=3",)], ids=["off", "on"])

@@ -261,6 +261,16 @@ def test_phases_that_may_take_long_are_not_watched(watch, phase, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_save_may_take_as_long_as_its_own_limit_says(watch, capfd):
+    phases = Phases()
+    with phases("save"):
+        watch(phases, timeout_s=0.2, save_timeout_s=3)
+        assert not watch.hangs.wait(2)
+        assert capfd.readouterr().err == ""
+        assert watch.hangs.wait(LONG_S)
+    assert "longer than checkpoint.timeout_s=3" in capfd.readouterr().err
+
+
 def test_a_process_that_goes_on_is_left_alone(watch, capfd):
     phases = Phases()
     watch(phases, timeout_s=2)

@@ -9,17 +9,22 @@ import itertools
 import json
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from jax._src import distributed
 
-#: A process that says nothing for so long counts as failed. Writing a checkpoint must be faster.
-TIMEOUT_S = 1200
+#: A process that says nothing for so long counts as failed.
+TIMEOUT_S = 1200.0
 
 T = TypeVar("T")
 
 _numbers = itertools.count()
+
+
+def may_pass(error: Exception | None) -> bool:
+    """Returns whether another start may do better: a file system or another process failed."""
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
 
 class Exchange:
@@ -29,9 +34,11 @@ class Exchange:
     a time. With one process nothing is sent.
     """
 
-    def __init__(self):
+    def __init__(self, timeout_s: float = TIMEOUT_S):
+        """Opens it; `timeout_s` is how long one process may keep the others waiting."""
         self._process, self._num_processes = jax.process_index(), jax.process_count()
-        self._name = f"taibai/checkpoint/{next(_numbers)}"
+        self._timeout_s = timeout_s
+        self._name = f"taibai/exchange/{next(_numbers)}"
         self._round = 0
         self._told: list[str] = []  # what the first process may delete once all have read it
 
@@ -47,7 +54,7 @@ class Exchange:
         if self._process > 0:
             self._client.key_value_set(self._key(self._process), json.dumps(problem))
             return None
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         answers = [self._answer(i, deadline) for i in range(1, self._num_processes)]
         problems = [problem, *answers]
         for key in self._told:
@@ -67,7 +74,7 @@ class Exchange:
         """
         self._round += 1
         if self._process > 0:
-            told = json.loads(self._get(self._key(0), 2 * TIMEOUT_S, 0))
+            told = json.loads(self._get(self._key(0), 2 * self._timeout_s, 0))
             if "problem" in told:
                 raise OSError(told["problem"])
             return told["result"]
@@ -88,6 +95,23 @@ class Exchange:
         """Returns, on all processes, what is wrong on any of them, or None if nothing is."""
         problems = self.gather(problem)
         return self.on_first(lambda: problems)
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Returns what `action` returns here, once every process has done its own.
+
+        Raises:
+          ValueError, OSError: where `action` failed with one; where it did not but elsewhere, one
+            that names those processes and may pass if one of theirs may.
+        """
+        try:
+            result, failed = action(), None
+        except (ValueError, OSError) as error:
+            result, failed = None, error
+        problem = self.agree(None if failed is None else str(failed))
+        if problem is None:
+            return cast(T, result)
+        is_passing = self.agree("it may" if may_pass(failed) else None) is not None
+        raise failed or (OSError if is_passing else ValueError)(problem)
 
     @property
     def _client(self) -> Any:
