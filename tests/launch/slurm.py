@@ -137,9 +137,20 @@ class Job:
     def requeue(self) -> None:
         self.cluster("scontrol", "requeue", str(self.number))
 
+    def step_daemons(self, step: str = "") -> list[int]:
+        """Returns the process ids of the job's daemons, one a step and node."""
+        pattern = rf"^slurmstepd: \[{self.number}\.{step}"
+        done = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+
     def start_now(self) -> None:
-        """Lets a job that was queued again start at once, where SLURM would wait two minutes."""
-        if self.fields["JobState"] == "PENDING":
+        """Lets a job that was queued again start, where SLURM would wait two minutes.
+
+        Not while something of its last start is there: a node would refuse the next one, and SLURM
+        would take that for a failure of the job.
+        """
+        if self.fields["JobState"] == "PENDING" and not self.step_daemons():
+            time.sleep(3)
             self.cluster("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 

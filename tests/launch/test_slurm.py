@@ -118,9 +118,8 @@ def test_step_daemon_killed_with_its_process_is_no_end(cluster, corpus, undistur
     workdir = tmp_path / "run"
     job = submit(cluster, corpus, workdir, SLURM_WAIT="10")
     wait_for_step(workdir, 60)
-    found = subprocess.run(["pgrep", "-f", rf"slurmstepd: \[{job.number}\.[0-9]"], stdout=-1)
-    daemon = int(found.stdout.split()[-1])  # of the two nodes' one, and it is not srun's
-    process = subprocess.run(["pgrep", "-P", str(daemon)], stdout=-1).stdout
+    daemon = job.step_daemons("[0-9]")[-1]  # of a node, not of the batch script
+    process = subprocess.run(["pgrep", "-P", str(daemon)], capture_output=True, text=True).stdout
     for pid in (daemon, int(process)):
         os.kill(pid, signal.SIGKILL)
     log = finish(job, workdir)
