@@ -5,23 +5,26 @@ import random
 
 import pytest
 
-from benchmarks import faults
-from benchmarks.faults import IN_START, KINDS, Broken, Results, compare, draw
+from benchmarks.faults.__main__ import as_text
+from benchmarks.faults.campaign import Results, campaign, summary
+from benchmarks.faults.kinds import IN_START, KINDS, delete, draw, flip_byte, truncate
+from benchmarks.faults.runs import OVERRIDES, compare, prepare
+from benchmarks.faults.start import Broken
 
 #: One layer on one device: compiled in seconds.
-SMALL = [o for o in faults.OVERRIDES if not o.startswith(("mesh.", "model.num_layers"))]
+SMALL = [o for o in OVERRIDES if not o.startswith(("mesh.", "model.num_layers"))]
 
 
 def test_disturbed_run_ends_as_the_undisturbed_one(tmp_path):
-    setting = faults.prepare(tmp_path, [*SMALL, "model.num_layers=1"], num_steps=60)
+    setting = prepare(tmp_path, [*SMALL, "model.num_layers=1"], num_steps=60)
     results = Results()
-    faults.campaign(setting, ["byte flipped"], random.Random(0), results)
+    campaign(setting, ["byte flipped"], random.Random(0), results)
     assert results.broken == []
-    figures = faults.summary(results)
+    figures = summary(results)
     assert (figures["faults"], figures["runs"], figures["starts"]) == (1, 1, 2)
     json.dumps(figures, allow_nan=False)
     whole = {"wall_s": 1.0, "skipped": {}, "restart_overhead_s": None} | figures
-    assert "byte flipped" in faults.as_text(whole)
+    assert "byte flipped" in as_text(whole)
 
 
 def test_compare_names_the_step_that_differs():
@@ -35,7 +38,7 @@ def test_compare_names_the_step_that_differs():
         compare({2: expected[2]}, expected)
 
 
-@pytest.mark.parametrize("how", [faults.flip_byte, faults.truncate, faults.delete])
+@pytest.mark.parametrize("how", [flip_byte, truncate, delete])
 def test_damage_changes_a_file(how, tmp_path):
     for seed in range(50):
         file = tmp_path / "file"

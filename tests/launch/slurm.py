@@ -151,7 +151,8 @@ class Job:
         """
         if self.fields["JobState"] == "PENDING" and not self.step_daemons():
             time.sleep(3)
-            self.cluster("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+            with contextlib.suppress(subprocess.CalledProcessError):  # it has started by itself
+                self.cluster("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
 @contextlib.contextmanager

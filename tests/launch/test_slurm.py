@@ -36,7 +36,7 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def submit(cluster, corpus, workdir, *options, changes=(), **variables):
+def submit(cluster, corpus, workdir, *options, changes=()):
     """Submits a run of NUM_STEPS on mesh 2×2×2."""
     overrides = [f"--config.{override}" for override in (*OVERRIDES, *corpus, *changes)]
     return cluster.submit(
@@ -50,8 +50,8 @@ def submit(cluster, corpus, workdir, *options, changes=(), **variables):
         directory=ROOT,
         TAIBAI_PYTHON=sys.executable,
         TAIBAI_DEVICES_PER_PROCESS="4",
+        SLURM_WAIT="10",
         JAX_PLATFORMS="cpu",
-        **variables,
     )
 
 
@@ -116,7 +116,7 @@ def test_job_killed_in_mid_step_starts_again_by_itself(cluster, corpus, undistur
 
 def test_step_daemon_killed_with_its_process_is_no_end(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
-    job = submit(cluster, corpus, workdir, SLURM_WAIT="10")
+    job = submit(cluster, corpus, workdir)
     wait_for_step(workdir, 60)
     daemon = job.step_daemons("[0-9]")[-1]  # of a node, not of the batch script
     process = subprocess.run(["pgrep", "-P", str(daemon)], capture_output=True, text=True).stdout
