@@ -26,14 +26,18 @@ from train.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.init_from import take_over
 from train.phases import Phases
 from train.setup import Run, check_tokenizer, describe, prepare
-from train.stopping import StopSignals
+from train.stopping import SIGNALS, StopSignals
 from train.watchdog import Watchdog
 
 ROOMS = ("checkpoint", "data", "models", "sharding", "train")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code; see train/exit_codes.py."""
+def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> int:
+    """Returns the exit code; see train/exit_codes.py.
+
+    Args:
+        signals: that the caller gives back afterwards; by default they are given back here.
+    """
     parser = argparse.ArgumentParser(prog="python -m train.main", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument("--workdir", required=True, type=Path, help="where the run's files go")
@@ -47,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(room).setLevel(logging.INFO)
     phases = Phases()
     with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
+        signals = signals or stack.enter_context(StopSignals())
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         directory = Path(scratch) if args.fast_dev_run else args.workdir
         try:
@@ -143,7 +147,8 @@ def _set_up(
 
 def _end(code: int) -> NoReturn:
     """Ends the process: at once after a failure beside others, who would be waited for."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it would take the place of the code
+    for name in SIGNALS:  # a further one would take the place of the code
+        signal.signal(name, signal.SIG_IGN)
     if code not in (*FINAL, STOPPED) and devices.how_started(os.environ) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -153,7 +158,7 @@ def _end(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     try:
-        exit_code = main()
+        exit_code = main(signals=StopSignals())
     except Exception:
         traceback.print_exc()
         exit_code = FAILED

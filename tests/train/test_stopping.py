@@ -73,9 +73,12 @@ def processes(launcher: subprocess.Popen) -> list[int]:
 def test_signals_save_once_and_the_next_start_goes_on(overrides, undisturbed, tmp_path):
     process = start(command(tmp_path, overrides))
     wait_for_step(process, tmp_path, 5)
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=300)
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:  # to its very end
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.0005)
+    output, _ = process.communicate(timeout=1)
     assert process.returncode == STOPPED, output
     assert "finishing this step, saving, and stopping" in output
     (saved,) = (tmp_path / "checkpoints").iterdir()
