@@ -1,0 +1,116 @@
+"""Measures how long a checkpoint takes, and for how much of that the training loop waits.
+
+    python -m benchmarks.saves --config=configs/gpt2.py --rounds=8 --config.mesh.data=8
+
+The state is the config's, initialised and laid out as in training. In each round it is saved once,
+with all that `train.loop` does for it: what changes its form is converted, the arrays are copied,
+and the files are written by threads. Then an update in place, which reuses the memory of the saved
+arrays as a training step does, shows what the copies cost the loop after `save` has returned: it is
+compared with one while nothing is being saved.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import report
+from benchmarks.step import make_run
+from checkpoint.manager import CheckpointConfig, Checkpoints
+from train import config_files
+from train.setup import Run
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.saves", allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
+    parser.add_argument("--rounds", type=int, default=8, help="saves")
+    parser.add_argument(
+        "--directory", type=Path, help="on the file system to measure; /tmp if unset"
+    )
+    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    args, others = parser.parse_known_args(argv)
+    try:
+        if args.rounds < 1:
+            raise ValueError(f"--rounds={args.rounds} must be at least 1")
+        run = make_run(args.config, config_files.overrides(others))
+        scratch = Path(tempfile.mkdtemp(prefix="taibai_saves_", dir=args.directory))
+        figures = measure(run, scratch, args.rounds)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    shutil.rmtree(scratch)
+    arguments = sys.argv[1:] if argv is None else argv
+    figures = {"command": shlex.join(["python", "-m", "benchmarks.saves", *arguments])} | figures
+    print(as_text(figures))
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    return 0
+
+
+def measure(run: Run, directory: Path, num_rounds: int) -> dict[str, Any]:
+    """Returns the figures of so many saves into `directory`."""
+    state = run.state.initial()
+    update = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    checkpoints = Checkpoints(directory, CheckpointConfig(every_steps=1, max_to_keep=1))
+    rounds = []
+    for i in range(1 + num_rounds):
+        state, undisturbed_s = _timed(update, state)
+        state, alone_s = _timed(update, state)
+        begin_s = time.monotonic()
+        checkpoints.save(i, run.state.to_portable(state), {})
+        blocked_s = time.monotonic() - begin_s
+        state, beside_s = _timed(update, state)
+        checkpoints.wait()
+        save_s = time.monotonic() - begin_s
+        after_s = beside_s - min(undisturbed_s, alone_s)
+        rounds.append({"save_s": save_s, "blocked_s": blocked_s, "update_longer_by_s": after_s})
+    checkpoints.close()
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return {
+        "versions": report.versions(with_torch=False),
+        "hardware": report.hardware(run.mesh),
+        "mesh": {axis: size for axis, size in run.mesh.shape.items() if size > 1},
+        "num_params": run.num_params,
+        "bytes": num_bytes,
+        "first": rounds[0],
+        "median": {
+            name: statistics.median(each[name] for each in rounds[1:]) for name in rounds[0]
+        },
+        "rounds": rounds[1:],
+    }
+
+
+def _timed(update: Any, state: Any) -> tuple[Any, float]:
+    begin_s = time.monotonic()
+    state = jax.block_until_ready(update(state))
+    return state, time.monotonic() - begin_s
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """Returns the figures for a reader."""
+    lines = [
+        f"{figures['num_params']:,} parameters, {figures['bytes'] / 2**20:,.0f} MiB of state on "
+        f"{figures['hardware']['num_devices']} {figures['hardware']['device_kind']} device(s)",
+        f"{'':8}{'a save s':>10}{'the loop waits s':>18}{'of it':>8}{'next update longer s':>22}",
+    ]
+    for name in ("first", "median"):
+        each = figures[name]
+        lines.append(
+            f"{name:8}{each['save_s']:>10.2f}{each['blocked_s']:>18.3f}"
+            f"{each['blocked_s'] / each['save_s']:>8.1%}{each['update_longer_by_s']:>22.3f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
