@@ -188,6 +188,7 @@ class Checkpoints:
         Raises:
             ValueError: if all checkpoints are damaged, or if the newest undamaged one has other
                 names, shapes or dtypes than `abstract_state`.
+            OSError: a process does not say what it found.
         """
         self._finish()
         for step in reversed(self.all_steps()):
@@ -291,7 +292,10 @@ class Checkpoints:
         """Sees a save to its end, in a thread; returns the score of each step that stays."""
         error = _first_error(written)
         try:
-            problem = self._exchange.gather(None if error is None else _reason(error))
+            try:
+                problem = self._exchange.gather(None if error is None else _reason(error))
+            except TimeoutError as late:
+                problem = str(late)
             return self._exchange.on_first(lambda: self._commit(step, path, texts, score, problem))
         except OSError as failed:
             if error is not None and not isinstance(error, _WRITE_ERRORS):

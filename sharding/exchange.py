@@ -17,6 +17,8 @@ from jax._src import distributed
 #: A process that says nothing for so long counts as failed.
 TIMEOUT_S = 1200.0
 
+_NO_ANSWER = "no answer"
+
 T = TypeVar("T")
 
 _numbers = itertools.count()
@@ -47,6 +49,9 @@ class Exchange:
 
         Args:
           problem: what is wrong here, in a few words, or None.
+
+        Raises:
+          TimeoutError: on the first process, which names those that did not answer.
         """
         self._round += 1
         if self._num_processes == 1:
@@ -56,12 +61,16 @@ class Exchange:
             return None
         deadline = time.monotonic() + self._timeout_s
         answers = [self._answer(i, deadline) for i in range(1, self._num_processes)]
-        problems = [problem, *answers]
         for key in self._told:
             self._client.key_value_delete(key)
         self._told = []
-        found = [f"process {i}: {text}" for i, text in enumerate(problems) if text is not None]
-        return "; ".join(found) or None
+        silent = [str(i) for i, answer in enumerate(answers, 1) if answer is _NO_ANSWER]
+        if silent:
+            raise TimeoutError(
+                f"process(es) {', '.join(silent[:20])} did not answer in {self._timeout_s:.0f} s"
+            )
+        problems = enumerate([problem, *answers])
+        return "; ".join(f"process {i}: {text}" for i, text in problems if text) or None
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Returns what `action` returns on the first process, which alone calls it.
@@ -92,9 +101,23 @@ class Exchange:
                 self._told.append(self._key(0))
 
     def agree(self, problem: str | None) -> str | None:
-        """Returns, on all processes, what is wrong on any of them, or None if nothing is."""
-        problems = self.gather(problem)
-        return self.on_first(lambda: problems)
+        """Returns, on all processes, what is wrong on any of them, or None if nothing is.
+
+        Raises:
+          OSError: on all of them, if one does not answer.
+        """
+        late = problems = None
+        try:
+            problems = self.gather(problem)
+        except TimeoutError as error:
+            late = error
+
+        def tell() -> str | None:
+            if late is not None:
+                raise late
+            return problems
+
+        return self.on_first(tell)
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Returns what `action` returns here, once every process has done its own.
@@ -124,8 +147,8 @@ class Exchange:
         key = self._key(process)
         try:
             answer = json.loads(self._get(key, max(deadline - time.monotonic(), 1), process))
-        except TimeoutError as error:
-            return str(error)
+        except TimeoutError:
+            return _NO_ANSWER
         self._client.key_value_delete(key)
         return answer
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults.runs import CLOCK_SEED, FAILURE_TIMEOUT_S, GRACE_S, DisturbedRun
+from benchmarks.faults.runs import CLOCK_SEED, GRACE_S, SAVE_TIMEOUT_S, DisturbedRun
 from benchmarks.faults.start import Broken, Missed, Start, is_alive
 from checkpoint.layout import steps_in
 from train.exit_codes import FINISHED, STOPPED, UNSAVED
@@ -20,7 +20,7 @@ MOST_STEPS = 16
 #: After a process was killed: the launcher's grace, and time to collect what is left.
 KILL_BOUND_S = GRACE_S + 20
 #: After one was frozen: the watchdog's time-out, 2.5 intervals and a few seconds, and the same.
-FREEZE_BOUND_S = 1.625 * FAILURE_TIMEOUT_S + 10 + KILL_BOUND_S
+FREEZE_BOUND_S = 1.625 * SAVE_TIMEOUT_S + 10 + KILL_BOUND_S
 
 
 @dataclass(frozen=True, kw_only=True)

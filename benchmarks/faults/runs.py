@@ -50,6 +50,8 @@ OVERRIDES = (
 )
 #: Of runs in two processes.
 FAILURE_TIMEOUT_S = 10
+#: Processes that restore may begin so far apart, on two cores.
+SAVE_TIMEOUT_S = 30
 GRACE_S = 10
 
 _TIMES = ("step_time_s", "tokens_per_s", "mfu")
@@ -116,7 +118,7 @@ class Setting:
             *(f"--devices_per_process={per_process}", f"--grace_s={GRACE_S}", "--"),
             *train,
             f"--config.train.failure_timeout_s={FAILURE_TIMEOUT_S}",
-            f"--config.checkpoint.timeout_s={FAILURE_TIMEOUT_S}",
+            f"--config.checkpoint.timeout_s={SAVE_TIMEOUT_S}",
         ]
 
     @property
