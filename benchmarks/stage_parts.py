@@ -17,6 +17,7 @@ from benchmarks.step import random_batch
 from benchmarks.timing import NUM_WARM_UP_STEPS, Contender
 from sharding import audit
 from sharding.pipeline.layers import Layers
+from sharding.pipeline.parameters import Shards
 from sharding.pipeline.trees import add, wide, zeros
 from train.setup import Run
 
@@ -109,7 +110,9 @@ class StageParts:
         numbers = np.arange(num_layers)[None]
 
         def layers(params):
-            return Layers(block, params, lambda x: x, numbers, here, 1, splits=splits)
+            specs, once = (jax.tree.map(lambda _, v=v: v, params) for v in (PartitionSpec(), False))
+            whole = Shards(specs, self._run.mesh, (), once, zero_stage=0)
+            return Layers(block, params, whole, numbers, here, 1, splits=splits)
 
         def slots(m):
             return dict.fromkeys(("saved", "for_weights", "handed"), m % 2)

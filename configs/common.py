@@ -35,7 +35,10 @@ def get_config() -> ConfigDict:
     config.pipeline.remat = "full"  # kept of a microbatch: full: its input | none: as train.remat
     config.pipeline.layers_per_stage = ()  # of each chunk: 5,7,7,5 | auto: by FLOPs | (): even
     config.pipeline.share_vocab = False  # all stages share embedding and head, split by vocab
-    config.pipeline.gather = "step"  # what fsdp splits is put together once a: step | layer
+
+    config.memory = ConfigDict()
+    config.memory.zero_stage = 0  # shared out among replicas: 1 optimizer, 2 gradients, 3 layers
+    config.memory.shard_parameters_fraction = 1.0  # of the layers' bytes, with zero_stage=3
 
     config.data = ConfigDict()
     config.data.name = (

@@ -15,6 +15,7 @@ from data.config import DataConfig
 from models.stack import REMAT_POLICIES
 from sharding.mesh import MeshConfig
 from sharding.pipeline.config import PipelineConfig
+from sharding.zero import MemoryConfig
 from train.metrics import LogConfig
 from train.optimizer import OptimizerConfig
 
@@ -121,6 +122,7 @@ class PrecisionConfig:
 SECTIONS = {
     "mesh": MeshConfig,
     "pipeline": PipelineConfig,
+    "memory": MemoryConfig,
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "train": TrainConfig,
@@ -137,6 +139,7 @@ class RunConfig:
 
     mesh: MeshConfig
     pipeline: PipelineConfig
+    memory: MemoryConfig
     data: DataConfig
     optimizer: OptimizerConfig
     train: TrainConfig

@@ -133,6 +133,7 @@ class Run:
             layouts=self.layouts,
             compute_dtype=self.config.precision.compute,
             seed=self.config.train.seed,
+            zero=self.config.memory,
             skip_spikes=self.config.train.skip_spikes,
         )
 
@@ -197,6 +198,7 @@ def prepare(
         config.precision.params,
         layouts,
         tracks_spikes=config.train.skip_spikes is not None,
+        zero_stage=config.memory.zero_stage,
     )
     specs = partition_specs_of(state.abstract.params)
     name = type(model).__name__

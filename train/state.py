@@ -17,6 +17,7 @@ from models.stack import logical_axes
 from sharding.logical import Rules
 from sharding.pipeline.layout import Layout
 from sharding.rules import partition_specs
+from sharding.zero import split_over_data
 
 Tree = Any
 
@@ -57,6 +58,7 @@ class StateLayout:
       build: makes the model, from a fixed seed.
       layouts: of every stack.
       tracks_spikes: whether the state has `spikes`; see train/step.py.
+      zero_stage: from 1 on all is split over `data` as well; see sharding/zero.py.
 
     Raises:
       ValueError: a parameter that the mesh cannot lay out (see sharding/rules.py), or an optimizer
@@ -73,6 +75,7 @@ class StateLayout:
         layouts: Mapping[str, Layout],
         *,
         tracks_spikes: bool = False,
+        zero_stage: int = 0,
     ):
         self._build, self._optimizer, self._mesh = build, optimizer, mesh
         self._params_dtype, self._layouts = params_dtype, layouts
@@ -87,6 +90,11 @@ class StateLayout:
         self._check_optimizer(layers, layout_of_param)
         slots = jax.eval_shape(self._to_slots, layers)
         specs = partition_specs(slots.params, logical_axes(nnx.eval_shape(build)), rules, mesh)
+        if zero_stage:
+            of_layers = jax.tree_util.tree_map_with_path(
+                lambda path, _: path[0].key in layouts, slots.params
+            )
+            specs = split_over_data(specs, slots.params, of_layers, mesh)
         specs = self._per_leaf(
             slots,
             lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),

@@ -14,6 +14,7 @@ from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.schedule import Schedule, forward_only
+from sharding.zero import MemoryConfig
 from train.state import Spikes, TrainState
 
 #: Of the mean gradient norm, an accepted step: it forgets in some 100 of them.
@@ -38,6 +39,7 @@ class StepConfig:
     layouts: Mapping[str, Layout]  # of every stack
     compute_dtype: str
     seed: int  # of dropout
+    zero: MemoryConfig
     skip_spikes: float | None = None  # multiple of the mean gradient norm; None: of any size
 
 
@@ -64,7 +66,13 @@ def make_train_step(
     gradient norm is more than so many times the mean norm of the accepted steps before it.
     """
     loss_and_grad = make_loss_and_grad(
-        parts, config.schedule, config.layouts, mesh, parts.split(specs), config.pipeline
+        parts,
+        config.schedule,
+        config.layouts,
+        mesh,
+        parts.split(specs),
+        config.pipeline,
+        config.zero,
     )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -105,7 +113,7 @@ def make_eval_step(
         placement=schedule.placement,
     )
     evaluate = make_evaluate(
-        parts, forwards, config.layouts, mesh, parts.split(specs), config.pipeline
+        parts, forwards, config.layouts, mesh, parts.split(specs), config.pipeline, config.zero
     )
 
     def eval_step(params: Tree, batch: Batch) -> dict[str, jax.Array]:

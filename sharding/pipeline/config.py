@@ -5,7 +5,6 @@ import dataclasses
 from sharding.pipeline.schedule import SCHEDULES
 
 REMAT = ("full", "none")
-GATHER = ("step", "layer")
 AUTO = ("auto",)
 
 
@@ -19,7 +18,6 @@ class PipelineConfig:
     # Layers of each chunk, in the order of the layers; () = even, "auto" = by FLOPs.
     layers_per_stage: tuple = ()
     share_vocab: bool = False  # embedding and head are split over the stages, by vocab
-    gather: str = "step"  # parameters that fsdp splits are put together once a step, or per layer
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):
@@ -27,12 +25,10 @@ class PipelineConfig:
                 f"pipeline.schedule={self.schedule!r} is unknown; choose from "
                 f"{', '.join(SCHEDULES)}, or give the path of a table, table.csv"
             )
-        for name, choices in (("remat", REMAT), ("gather", GATHER)):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"pipeline.{name}={getattr(self, name)!r} is unknown; "
-                    f"choose {' or '.join(choices)}"
-                )
+        if self.remat not in REMAT:
+            raise ValueError(
+                f"pipeline.remat={self.remat!r} is unknown; choose {' or '.join(REMAT)}"
+            )
         if self.chunks < 1:
             raise ValueError(f"pipeline.chunks={self.chunks} must be at least 1")
         counts = self.layers_per_stage

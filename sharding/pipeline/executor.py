@@ -14,7 +14,6 @@ function from parameters and microbatches to summed losses and gradients:
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -28,17 +27,19 @@ from sharding.pipeline.layers import Layers
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.parameters import (
     MANUAL_AXES,
+    Shards,
     check_specs,
-    gather,
     manual_specs,
     on_shards,
-    reduce,
     total,
 )
 from sharding.pipeline.plan import Channel, Plan, make_plan
 from sharding.pipeline.table import Schedule
 from sharding.pipeline.trees import add, read, wide, write, zeros
 from sharding.rules import axes_of
+from sharding.zero import MemoryConfig, one_layer_at_a_time
+
+WITHOUT_ZERO = MemoryConfig()
 
 Tree = Any
 Params = dict[str, Tree]
@@ -73,6 +74,7 @@ def make_loss_and_grad(
     mesh: Mesh,
     specs: Params,
     config: PipelineConfig,
+    zero: MemoryConfig = WITHOUT_ZERO,
 ) -> Callable[[Params, Tree], tuple[dict, Params]]:
     """Returns `f(params, batch) -> (sums, gradients)` that runs a training schedule.
 
@@ -82,7 +84,8 @@ def make_loss_and_grad(
       mesh: all axes Auto.
       specs: `{"ends": ..., "layers": {stack: ...}}`, the PartitionSpec of every parameter; every
         leaf of `layers` has its dim of slots first, split over `pipeline`.
-      config: `remat`, `share_vocab` and `gather` of it are followed here.
+      config: `remat` and `share_vocab` of it are followed here.
+      zero: what replicas share out, which `specs` show already; see sharding/zero.py.
 
     `f` takes parameters of that structure and a batch whose arrays are `[M, B, ...]`; `sums` holds
     `loss`, `weight` and the head's metrics, summed over microbatches and devices; the gradients
@@ -95,15 +98,11 @@ def make_loss_and_grad(
     plan = _plan(schedule, mesh, config)
 
     def local(params, batch):
-        stage = _Stage(model, plan, layouts, mesh, specs, config, params, batch)
+        stage = _Stage(model, plan, layouts, mesh, specs, zero, params, batch)
         carry, _ = jax.lax.scan(stage.train_tick, stage.training_carry(), stage.columns())
-        grads = {
-            "ends": reduce(carry["grads"]["ends"], specs["ends"], mesh, ("pipeline", "data")),
-            "layers": reduce(carry["grads"]["layers"], specs["layers"], mesh, ("data",)),
-        }
-        return total(carry["sums"], mesh, MANUAL_AXES), grads
+        return total(carry["sums"], mesh, MANUAL_AXES), stage.reduced(carry["grads"])
 
-    return _on_mesh(local, plan, mesh, specs, (PartitionSpec(), manual_specs(specs)))
+    return _on_mesh(local, plan, mesh, specs, zero, (PartitionSpec(), manual_specs(specs)))
 
 
 def make_evaluate(
@@ -113,6 +112,7 @@ def make_evaluate(
     mesh: Mesh,
     specs: Params,
     config: PipelineConfig,
+    zero: MemoryConfig = WITHOUT_ZERO,
 ) -> Callable[[Params, Tree], dict]:
     """Returns `f(params, batch) -> sums` that runs a schedule of forwards alone.
 
@@ -122,11 +122,11 @@ def make_evaluate(
     plan = _plan(schedule, mesh, config)
 
     def local(params, batch):
-        stage = _Stage(model, plan, layouts, mesh, specs, config, params, batch)
+        stage = _Stage(model, plan, layouts, mesh, specs, zero, params, batch)
         carry, _ = jax.lax.scan(stage.evaluate_tick, stage.evaluation_carry(), stage.columns())
         return total(carry["sums"], mesh, MANUAL_AXES)
 
-    return _on_mesh(local, plan, mesh, specs, PartitionSpec())
+    return _on_mesh(local, plan, mesh, specs, zero, PartitionSpec())
 
 
 def _plan(schedule: Schedule, mesh: Mesh, config: PipelineConfig) -> Plan:
@@ -135,8 +135,8 @@ def _plan(schedule: Schedule, mesh: Mesh, config: PipelineConfig) -> Plan:
     return make_plan(schedule, remat=config.remat, shares_ends=shares_ends)
 
 
-def _on_mesh(local, plan: Plan, mesh: Mesh, specs: Params, out_specs):
-    check_specs(specs, mesh, shares_ends=plan.shares_ends)
+def _on_mesh(local, plan: Plan, mesh: Mesh, specs: Params, zero: MemoryConfig, out_specs):
+    check_specs(specs, mesh, shares_ends=plan.shares_ends, zero_stage=zero.zero_stage)
     batch = PartitionSpec(None, ("data", "fsdp"))
     return on_shards(local, mesh, (manual_specs(specs), batch), out_specs)
 
@@ -144,11 +144,14 @@ def _on_mesh(local, plan: Plan, mesh: Mesh, specs: Params, out_specs):
 class _Stage:
     """One device's view of the run: its parameters, its batch, its column of the table."""
 
-    def __init__(self, model, plan: Plan, layouts, mesh, specs, config, params, batch):
+    def __init__(self, model, plan: Plan, layouts, mesh, specs, zero, params, batch):
         self.plan, self.batch = plan, batch
         assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
         self.index = jax.lax.axis_index("pipeline")
-        ends = gather(params["ends"], specs["ends"], mesh)
+        once = jax.tree.map(lambda _: False, params["ends"])
+        of_ends = Shards(specs["ends"], mesh, ("pipeline",), once, zero_stage=zero.zero_stage)
+        self.shards: dict[str, Any] = {"ends": of_ends, "layers": {}}
+        ends = of_ends.together(params["ends"])
         is_split = jax.tree.map(lambda spec: "pipeline" in axes_of(spec), specs["ends"])
         self.ends = Ends(model, ends, self.index, is_split)
         example = self._microbatch(jnp.int32(0))
@@ -157,12 +160,14 @@ class _Stage:
         layers: dict[str, Layers] = {}
         begins: dict[str, jax.Array] = {}
         for name, layout in layouts.items():
-            of_stack, stack_specs = params["layers"][name], specs["layers"][name]
-            once = config.gather == "step"  # or per layer, without the dim of slots
+            of_stack = params["layers"][name]
+            by_layer = one_layer_at_a_time(of_stack, zero)
+            shards = Shards(specs["layers"][name], mesh, (), by_layer, zero_stage=zero.zero_stage)
+            self.shards["layers"][name] = shards
             layers[name] = Layers(
                 model.blocks[name],
-                gather(of_stack, stack_specs, mesh) if once else of_stack,
-                (lambda x: x) if once else partial(gather, specs=stack_specs, mesh=mesh, skip=1),
+                shards.together(of_stack),
+                shards,
                 layout.layer_of_slot.reshape(mesh.shape["pipeline"], -1),
                 (self.index, self.x, example),
                 len(layout.chunks[0]),
@@ -172,6 +177,14 @@ class _Stage:
             begins[name] = jnp.array(first)[self.index]
         splits = plan.splits_backward
         self.chunks = Chunks(layers, model.before, begins, ends, self.x, splits=splits)
+
+    def reduced(self, grads: dict[str, Tree]) -> dict[str, Tree]:
+        """Returns the gradients summed over all devices, each laid out as its parameter is."""
+        of_layers = grads["layers"].items()
+        return {
+            "ends": self.shards["ends"].reduced(grads["ends"]),
+            "layers": {name: self.shards["layers"][name].reduced(g) for name, g in of_layers},
+        }
 
     def columns(self) -> dict[str, jax.Array]:
         """Returns this stage's column of every table, and what all share: int32[ticks] each."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sharding.pipeline.block_vjp import BlockVJP
+from sharding.pipeline.parameters import Shards
 from sharding.pipeline.trees import wide
 
 Tree = Any
@@ -26,7 +27,7 @@ class Layers:
     Args:
       block: `(params, x, microbatch, number) -> x`; `number` is the layer's, from 0.
       params: `[slots of this stage, ...]`.
-      gather: from one layer's parameters as they lie to the whole of them.
+      shards: the ways of one layer's parameters to the whole of them, and of its gradients back.
       numbers: int32[stages, slots of a stage], the layer's number or -1, known to the compiler.
       here: this device's stage, int32[]; and x and a microbatch, or their ShapeDtypeStructs.
       num_chunks: of a stage.
@@ -37,14 +38,14 @@ class Layers:
         self,
         block: Callable[[Tree, Tree, Tree, jax.Array], Tree],
         params: Tree,
-        gather: Callable[[Tree], Tree],
+        shards: Shards,
         numbers: np.ndarray,
         here: tuple[jax.Array, Tree, Tree],
         num_chunks: int,
         *,
         splits: bool,
     ):
-        self._block, self._params, self._gather, self._splits = block, params, gather, splits
+        self._block, self._params, self._shards, self._splits = block, params, shards, splits
         stage, self._x, self._microbatch = here
         self._numbers, self._has_padding = jnp.asarray(numbers)[stage], bool((numbers < 0).any())
         self._depth = numbers.shape[1] // num_chunks
@@ -62,7 +63,8 @@ class Layers:
 
     def gradient_shapes(self) -> Tree:
         """Returns ShapeDtypeStructs of the layers' gradients, in float32 or wider."""
-        return wide(jax.eval_shape(lambda: self._layer(jnp.int32(0))), len(self._numbers))
+        gradients = jax.eval_shape(lambda: self._shards.scattered(self._layer(jnp.int32(0))))
+        return wide(gradients, len(self._numbers))
 
     def buffers(self, depths: Mapping[str, int]) -> Buffers:
         """Returns empty buffers of these depths: of `saved`, `for_weights` and `handed`."""
@@ -106,7 +108,7 @@ class Layers:
             dx, grads = carry
             saved = _read(buffers["saved"], slots["saved"], i)
             gradients, dx = self._vjp.backward(self._layer(slot), (microbatch, number), saved, dx)
-            return dx, _accumulate(grads, slot, jax.tree.leaves(gradients))
+            return dx, self._accumulate(grads, slot, jax.tree.leaves(gradients))
 
         return self._loop(chunk, body, (dx, grads), reverse=True)
 
@@ -125,7 +127,7 @@ class Layers:
                 self._layer(slot), (microbatch, number), saved, dx
             )
             handed = _write(handed, slots["handed"], i, values)
-            return dx, _accumulate(grads, slot, early), handed
+            return dx, self._accumulate(grads, slot, early), handed
 
         return self._loop(chunk, body, (dx, grads, buffers["handed"]), reverse=True)
 
@@ -141,13 +143,26 @@ class Layers:
                 _read(buffers["for_weights"], slots["for_weights"], i),
                 _read(buffers["handed"], slots["handed"], i),
             )
-            return _accumulate(grads, slot, late)
+            return self._accumulate(grads, slot, late)
 
         return self._loop(chunk, body, grads)
 
     def _layer(self, slot: jax.Array) -> Tree:
         at = lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)  # noqa: E731
-        return self._gather(jax.tree.map(at, self._params))
+        return self._shards.layer(jax.tree.map(at, self._params))
+
+    def _accumulate(self, grads: Tree, slot: jax.Array, values: Sequence[jax.Array | None]) -> Tree:
+        """Returns `grads` with what there is of a layer's values added, in the former's dtype."""
+        leaves, structure = jax.tree.flatten(grads)
+        pairs = zip(leaves, values, strict=True)
+        wide = [value if value is None else value.astype(g.dtype) for g, value in pairs]
+        scattered = self._shards.scattered(jax.tree.unflatten(structure, wide))
+        values = structure.flatten_up_to(scattered)
+        added = [
+            g if value is None else g.at[slot].add(value)
+            for g, value in zip(leaves, values, strict=True)
+        ]
+        return jax.tree.unflatten(structure, added)
 
     def _parted(self, saved: Sequence) -> dict[str, list]:
         """Returns what is saved, by the buffer that it goes to."""
@@ -173,15 +188,6 @@ class Layers:
 
         steps = jnp.arange(self._depth, dtype=jnp.int32)
         return jax.lax.scan(step, carry, steps, reverse=reverse)[0]
-
-
-def _accumulate(grads: Tree, slot: jax.Array, values: Sequence[jax.Array | None]) -> Tree:
-    leaves, structure = jax.tree.flatten(grads)
-    added = [
-        g if value is None else g.at[slot].add(value.astype(g.dtype))
-        for g, value in zip(leaves, values, strict=True)
-    ]
-    return jax.tree.unflatten(structure, added)
 
 
 def _write(buffers: Sequence[jax.Array], slot, i, values: Sequence[jax.Array]) -> list[jax.Array]:

@@ -1,7 +1,8 @@
 """Parameters on their way into a step, and gradients on their way out of it.
 
-Inside the step `pipeline`, `data` and `fsdp` are handled by hand: what fsdp splits is put together
-before use, and gradients are summed over `data` and `fsdp` once, when all microbatches are done.
+Inside the step `pipeline`, `data` and `fsdp` are handled by hand: what fsdp or ZeRO split is put
+together before use, once a step or one layer at a time, and gradients are summed over `data` and
+`fsdp` once, when all microbatches are done, or one layer at a time.
 """
 
 from collections.abc import Callable
@@ -15,21 +16,25 @@ from sharding.rules import axes_of
 
 #: Mesh axes whose communication is written out by hand.
 MANUAL_AXES = ("pipeline", "data", "fsdp")
+#: Of these, those whose devices have other examples, and among which parameters may be shared out.
+REPLICA_AXES = ("data", "fsdp")
 
 Tree = Any
 
 
-def check_specs(specs: dict[str, Tree], mesh: Mesh, *, shares_ends: bool) -> None:
+def check_specs(specs: dict[str, Tree], mesh: Mesh, *, shares_ends: bool, zero_stage: int) -> None:
     """Refuses layouts for which a stage would compute with a part of a parameter.
 
     Args:
       specs: `ends` and `layers`, a PartitionSpec per parameter.
       shares_ends: the stages share the ends, so these may be split over `pipeline`.
+      zero_stage: from 1 on parameters may be split over `data`.
 
     Raises:
       ValueError: names the parameter.
     """
     split = {axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1}
+    split -= {"data"} if zero_stage else set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         name = ".".join(str(key.key) for key in path[1:])
         of_layers = path[0].key == "layers"
@@ -49,8 +54,8 @@ def check_specs(specs: dict[str, Tree], mesh: Mesh, *, shares_ends: bool) -> Non
         for axis in sorted(split & rest):
             raise ValueError(
                 f"parameter {name} is laid out as {spec}: nothing but layers can be split over "
-                f"'pipeline', and nothing but the batch over 'data'; take {axis!r} out of the "
-                "rule, or split over 'fsdp' instead"
+                f"'pipeline', and without memory.zero_stage nothing but the batch over 'data'; "
+                f"take {axis!r} out of the rule, or split over 'fsdp' instead"
             )
 
 
@@ -69,37 +74,115 @@ def manual_specs(specs: Tree) -> Tree:
     return jax.tree.map(manual, specs, is_leaf=is_spec)
 
 
-def gather(tree: Tree, specs: Tree, mesh: Mesh, *, skip: int = 0) -> Tree:
-    """Returns parameters with their fsdp shards put together.
+class Shards:
+    """How a group of parameters lies on the devices, and the ways from there and back.
 
     Args:
-      skip: the number of leading dims that `specs` name and the arrays do not have.
+      specs: the PartitionSpec of each parameter at rest.
+      axes: over which gradients are summed, beside those of REPLICA_AXES.
+      of_layers: the parameters whose ways are gone one layer at a time, without the leading dim of
+        slots that `specs` name; a bool per parameter. The others go once a step.
+      zero_stage: with 1, sums over `data` are whole on every device before each takes its part.
     """
 
-    def whole(x, spec):
-        dim = _fsdp_dim(spec, mesh)
-        if dim is None:
+    def __init__(
+        self, specs: Tree, mesh: Mesh, axes: tuple[str, ...], of_layers: Tree, *, zero_stage: int
+    ):
+        self._specs, self._mesh, self._axes = specs, mesh, axes
+        self._of_layers, self._slices = of_layers, zero_stage == 1
+
+    def together(self, params: Tree) -> Tree:
+        """Returns the parameters whole, but for those that are put together layer by layer."""
+        return self._map(
+            lambda x, spec, of_layers: x if of_layers else self._gathered(x, spec, 0), params
+        )
+
+    def layer(self, params: Tree) -> Tree:
+        """Returns one layer's parameters whole, from what `together` gave of it."""
+        return self._map(
+            lambda x, spec, of_layers: self._gathered(x, spec, 1) if of_layers else x, params
+        )
+
+    def scattered(self, grads: Tree) -> Tree:
+        """Returns one layer's gradients as `reduced` takes them; None stays None."""
+
+        def scattered(grad, spec, of_layers):
+            return self._scattered(grad, spec, 1) if of_layers and grad is not None else grad
+
+        return self._map(scattered, grads)
+
+    def reduced(self, grads: Tree) -> Tree:
+        """Returns gradients summed over all that computed them, and split as parameters are.
+
+        A gradient is not summed over axes that split its parameter otherwise than by replica.
+        """
+
+        def reduced(grad, spec, of_layers):
+            grad = grad if of_layers else self._scattered(grad, spec, 0)
+            over = {*self._axes, *REPLICA_AXES} - axes_of(spec)
+            return total(grad, self._mesh, tuple(axis for axis in MANUAL_AXES if axis in over))
+
+        return self._map(reduced, grads)
+
+    def _map(self, function: Callable, tree: Tree) -> Tree:
+        return jax.tree.map(
+            function, tree, self._specs, self._of_layers, is_leaf=lambda x: x is None
+        )
+
+    def _gathered(self, x: jax.Array, spec: PartitionSpec, skip: int) -> jax.Array:
+        def gathered(x: jax.Array) -> jax.Array:
+            for dim, axes in self._dims(spec):
+                x = jax.lax.all_gather(x, axes, axis=dim - skip, tiled=True)
             return x
-        return jax.lax.all_gather(x, "fsdp", axis=dim - skip, tiled=True)
 
-    return jax.tree.map(whole, tree, specs)
+        return self._by_hand(gathered, x, spec, skip)
 
+    def _scattered(self, grad: jax.Array, spec: PartitionSpec, skip: int) -> jax.Array:
+        def scattered(grad: jax.Array) -> jax.Array:
+            for dim, axes in self._dims(spec):
+                sliced = tuple(axis for axis in axes if self._slices and axis == "data")
+                rest = tuple(axis for axis in axes if axis not in sliced)
+                if rest:
+                    grad = jax.lax.psum_scatter(
+                        grad, rest, scatter_dimension=dim - skip, tiled=True
+                    )
+                for axis in sliced:
+                    size = grad.shape[dim - skip] // self._mesh.shape[axis]
+                    grad, start = psum(grad, (axis,)), jax.lax.axis_index(axis) * size
+                    grad = jax.lax.dynamic_slice_in_dim(grad, start, size, dim - skip)
+            return grad
 
-def reduce(grads: Tree, specs: Tree, mesh: Mesh, axes: tuple[str, ...]) -> Tree:
-    """Returns gradients summed over `axes` and `fsdp`; split over `fsdp` where parameters are.
+        return self._by_hand(scattered, grad, spec, skip)
 
-    A gradient is not summed over axes that split its parameter.
-    """
+    def _by_hand(
+        self, function: Callable, x: jax.Array, spec: PartitionSpec, skip: int
+    ) -> jax.Array:
+        """Returns `function(x)` with the axes that split other dims manual as well.
 
-    def summed(grad, spec):
-        dim = _fsdp_dim(spec, mesh)
-        over = tuple(axis for axis in axes if axis not in axes_of(spec))
-        if dim is None:
-            return total(grad, mesh, (*over, "fsdp"))
-        grad = jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dim, tiled=True)
-        return total(grad, mesh, over)
+        Else XLA would put x together over these before it gathers or scatters.
+        """
+        dims = {dim for dim, _ in self._dims(spec)}
+        free = {a for a, n in self._mesh.shape.items() if n > 1 and a not in MANUAL_AXES}
+        parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+        parts = [tuple(axis for axis in part if axis in free) or None for part in parts]
+        if not dims:
+            return x
+        if not any(parts) or any(parts[dim] for dim in dims):
+            return function(x)
+        own = PartitionSpec(*parts[skip:])
+        by_hand = jax.shard_map(
+            function, in_specs=own, out_specs=own, axis_names=free, check_vma=False
+        )
+        return by_hand(x)
 
-    return jax.tree.map(summed, grads, specs)
+    def _dims(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+        """Returns the dims that are split over replicas, each with the axes, major first."""
+        found = []
+        for dim, part in enumerate(spec):
+            part = part if isinstance(part, tuple) else (part,)
+            axes = tuple(a for a in part if a in REPLICA_AXES and self._mesh.shape[a] > 1)
+            found += [(dim, axes)] if axes else []
+        return found
 
 
 def total(tree: Tree, mesh: Mesh, axes: tuple[str, ...]) -> Tree:
@@ -118,10 +201,3 @@ def on_shards(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> 
         axis_names={axis for axis, size in mesh.shape.items() if size == 1 or axis in MANUAL_AXES},
         check_vma=False,
     )
-
-
-def _fsdp_dim(spec: PartitionSpec, mesh: Mesh) -> int | None:
-    """Returns the dim that is split over fsdp, if there is one and it is really split."""
-    if mesh.shape["fsdp"] == 1:
-        return None
-    return next((i for i, p in enumerate(spec) if "fsdp" in axes_of(PartitionSpec(p))), None)

@@ -48,8 +48,8 @@ def overrides_of(schedule: str, remat: str, mesh: str, which: int) -> tuple[str,
         f"pipeline.schedule={schedule}",
         f"pipeline.remat={remat}",
         f"train.num_microbatches={MICROBATCHES[mesh][which]}",
-        # On one of the three with a gather per layer and the ends shared by all stages.
-        *(("pipeline.gather=layer", "pipeline.share_vocab=true") if which == 1 else ()),
+        # On one of the three with ZeRO's stage 3 and the ends shared by all stages.
+        *(("memory.zero_stage=3", "pipeline.share_vocab=true") if which == 1 else ()),
         *SCHEDULES[schedule],
         *MESHES[mesh],
     )

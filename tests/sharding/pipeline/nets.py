@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding.pipeline.executor import WITHOUT_ZERO
+from sharding.zero import MemoryConfig, split_over_data
+
 WIDTH, BATCH = 8, 4
 
 
@@ -131,7 +134,18 @@ def plain_sums(net: Net, params, data):
     return loss, {"loss": loss, "weight": weight, **metrics}
 
 
-def place(net: Net, layouts, mesh, params, data):
+def specs_of(net: Net, params, mesh, zero: MemoryConfig):
+    """Returns the specs of the parameters, `[slots, ...]`, split over `data` if ZeRO says so."""
+    if not zero.zero_stage:
+        return net.specs()
+    of_layers = {
+        "ends": jax.tree.map(lambda _: False, params["ends"]),
+        "layers": jax.tree.map(lambda _: True, params["layers"]),
+    }
+    return split_over_data(net.specs(), params, of_layers, mesh)
+
+
+def place(net: Net, layouts, mesh, params, data, zero: MemoryConfig = WITHOUT_ZERO):
     """Returns parameters in slots and the batch, laid out on the mesh."""
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
     slots = {
@@ -139,7 +153,8 @@ def place(net: Net, layouts, mesh, params, data):
         for name, layers in params["layers"].items()
     }
     batch = PartitionSpec(None, ("data", "fsdp"))
-    placed = jax.tree.map(put, {**params, "layers": slots}, net.specs())
+    specs = specs_of(net, params, mesh, zero)
+    placed = jax.tree.map(put, {**params, "layers": slots}, specs)
     return placed, jax.tree.map(lambda x: put(x, batch), data)
 
 

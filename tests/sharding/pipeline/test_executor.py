@@ -10,11 +10,20 @@ import pytest
 from sharding.audit import collectives, memory
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
+from sharding.pipeline.executor import WITHOUT_ZERO, make_evaluate, make_loss_and_grad
 from sharding.pipeline.layout import cut
 from sharding.pipeline.schedule import forward_only, make_schedule
 from sharding.pipeline.table import Op, Schedule, verify
-from tests.sharding.pipeline.nets import EncoderDecoder, Net, inputs, place, plain_sums, to_layers
+from sharding.zero import MemoryConfig
+from tests.sharding.pipeline.nets import (
+    EncoderDecoder,
+    Net,
+    inputs,
+    place,
+    plain_sums,
+    specs_of,
+    to_layers,
+)
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1, "zbv": 2}
 MESHES = {
@@ -25,18 +34,26 @@ MESHES = {
 }
 
 
-def check(net: Net, table: Schedule, mesh, config: PipelineConfig, counts=()):
+def check(
+    net: Net,
+    table: Schedule,
+    mesh,
+    config: PipelineConfig,
+    counts=(),
+    zero: MemoryConfig = WITHOUT_ZERO,
+):
     """Compares sums and gradients, and the sums of evaluation, with plain differentiation."""
     params, data = inputs(net, table.num_microbatches)
     layouts = cut(net.num_layers, table.placement, counts)
     differentiate = jax.value_and_grad(lambda p: plain_sums(net, p, data), has_aux=True)
     (_, expected_sums), expected = differentiate(params)
-    run = make_loss_and_grad(net, table, layouts, mesh, net.specs(), config)
+    specs = specs_of(net, params, mesh, zero)
+    run = make_loss_and_grad(net, table, layouts, mesh, specs, config, zero)
     shape = table.num_stages, table.num_microbatches, table.num_chunks
     forwards = forward_only(*shape, placement=table.placement)
-    evaluate = make_evaluate(net, forwards, layouts, mesh, net.specs(), config)
+    evaluate = make_evaluate(net, forwards, layouts, mesh, specs, config, zero)
     with jax.set_mesh(mesh):
-        placed = place(net, layouts, mesh, params, data)
+        placed = place(net, layouts, mesh, params, data, zero)
         sums, grads = jax.jit(run)(*placed)
         evaluated = jax.jit(evaluate)(*placed)
 
@@ -60,14 +77,13 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
         num_stages, num_chunks = devices.shape["pipeline"], SCHEDULES[schedule]
         num_microbatches = {"fewer": max(num_stages - 1, 1), "equal": num_stages, "more": 7}[amount]
         table = make_schedule(schedule, num_stages, num_microbatches, num_chunks)
-        # With more of them, layers are uneven and parameters gathered one layer at a time.
+        # With more of them, layers are uneven and parameters whole one layer at a time.
         is_uneven, config = amount == "more", PipelineConfig(remat=remat)
         num_parts = num_stages * num_chunks
         counts = (0, 9 - num_parts, *[1] * (num_parts - 2)) if is_uneven and num_parts > 1 else ()
         counts = counts and (*counts[:-1], counts[-1] + 8 - sum(counts))
-        if is_uneven:
-            config = dataclasses.replace(config, gather="layer")
-        check(Net(), table, devices, config, counts)
+        stage = {"fewer": 2, "equal": 0 if remat == "full" else 1, "more": 3}[amount]
+        check(Net(), table, devices, config, counts, MemoryConfig(zero_stage=stage))
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
@@ -86,7 +102,8 @@ def test_an_encoder_and_a_decoder_run_in_one_pipeline(schedule, chunks, sizes, r
     with jax.enable_x64(True):
         mesh = make_mesh(MeshConfig(**sizes))
         table = make_schedule(schedule, mesh.shape["pipeline"], 5, chunks)
-        check(EncoderDecoder(), table, mesh, PipelineConfig(remat=remat))
+        zero = MemoryConfig(zero_stage=3, shard_parameters_fraction=0.6)
+        check(EncoderDecoder(), table, mesh, PipelineConfig(remat=remat), zero=zero)
 
 
 def test_buffers_of_a_hand_made_table_are_told_apart():

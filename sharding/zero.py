@@ -1,0 +1,104 @@
+"""ZeRO: what of the training state the replicas share out among themselves, and how far.
+
+Beside what the rules split (over `fsdp`, say), replicas along `data` hold all things alike. With
+
+    stage 1  each of them keeps a part of the master weights and of the optimizer's state
+    stage 2  and gets its part alone of the sums of gradients, in a reduce-scatter once a step
+    stage 3  and stacks are whole one layer at a time, in the forward and again in the backward;
+             their gradients are scattered layer by layer, so that no device holds all of them
+
+Below stage 3 parameters are put together once a step, in the dtype of the computation.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(2020), section 5.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from sharding.rules import axes_of
+
+STAGES = (0, 1, 2, 3)
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Where the training state lies, and how much of it at once."""
+
+    zero_stage: int = 0  # one of STAGES
+    shard_parameters_fraction: float = 1.0  # of the stacks' bytes, what stage 3 holds for a layer
+
+    def __post_init__(self):
+        if self.zero_stage not in STAGES:
+            raise ValueError(f"memory.zero_stage={self.zero_stage} is unknown; choose 0, 1, 2 or 3")
+        if not 0 <= self.shard_parameters_fraction <= 1:
+            raise ValueError(
+                f"memory.shard_parameters_fraction={self.shard_parameters_fraction} must lie in "
+                "0 .. 1"
+            )
+        if self.shard_parameters_fraction != 1 and self.zero_stage != 3:
+            raise ValueError(
+                f"memory.shard_parameters_fraction={self.shard_parameters_fraction} is for "
+                f"memory.zero_stage=3 alone, which is {self.zero_stage}; set one of the two"
+            )
+
+
+def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: Mesh) -> Tree:
+    """Returns the specs with `data` added to one dim of each parameter that can be cut so.
+
+    That is the dim that is split over `fsdp` already, or else the largest that is not split; of a
+    stack's arrays not the first, of its layers. What has none that can be cut evenly stays whole:
+    biases of what is split over `model`, and norms of odd sizes.
+
+    Args:
+      specs: the PartitionSpec of every parameter.
+      params: the same tree of arrays or ShapeDtypeStructs.
+      layers: the same tree of bools: whether the first dim is that of a stack's layers.
+    """
+    count = mesh.shape["data"]
+
+    def split(spec: PartitionSpec, leaf: Any, is_layers: bool) -> PartitionSpec:
+        parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
+        parts += [()] * (len(leaf.shape) - len(parts))
+        if "data" in axes_of(spec):
+            return spec
+        sizes = {
+            dim: leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in parts[dim])
+            for dim in range(is_layers, len(parts))
+        }
+        # A dim that XLA splits by itself, over `model`, cannot be cut by hand in place.
+        free = [d for d in sizes if all(a == "fsdp" or mesh.shape[a] == 1 for a in parts[d])]
+        fitting = [dim for dim in free if sizes[dim] % count == 0]
+        if count == 1 or not fitting:
+            return spec
+        dim = max(fitting, key=lambda dim: ("fsdp" in parts[dim], sizes[dim], -dim))
+        parts[dim] = (*parts[dim], "data")
+        return PartitionSpec(*(part or None for part in parts))
+
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    return jax.tree.map(split, specs, params, layers, is_leaf=is_spec)
+
+
+def one_layer_at_a_time(params: Tree, config: MemoryConfig) -> Tree:
+    """Returns a bool per parameter of a stack: whether it is whole for one layer at a time.
+
+    Args:
+      params: arrays or ShapeDtypeStructs of a stack. The largest come first, until
+        `shard_parameters_fraction` of all bytes is reached.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    left = config.shard_parameters_fraction * sum(map(_bytes, leaves))
+    chosen = [False] * len(leaves)
+    for i in sorted(range(len(leaves)), key=lambda i: -_bytes(leaves[i])):
+        if config.zero_stage == 3 and left > 0:
+            chosen[i], left = True, left - _bytes(leaves[i])
+    return jax.tree.unflatten(structure, chosen)
+
+
+def _bytes(leaf: Any) -> int:
+    return leaf.size * leaf.dtype.itemsize

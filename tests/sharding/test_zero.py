@@ -1,0 +1,75 @@
+"""Which dim of a parameter is split over `data`, and which parameters are whole layer by layer."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from sharding.mesh import MeshConfig, make_mesh
+from sharding.zero import MemoryConfig, one_layer_at_a_time, split_over_data
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "is_layers", "expected"),
+    [
+        pytest.param((6, 8), P(), False, P(None, "data"), id="the largest"),
+        pytest.param((8, 8), P(), False, P("data", None), id="of equal ones the first"),
+        pytest.param((8, 64), P("fsdp"), False, P(("fsdp", "data"), None), id="with fsdp"),
+        pytest.param((6, 64), P("fsdp"), False, P("fsdp", "data"), id="where fsdp leaves too few"),
+        pytest.param((8, 4), P("pipeline"), True, P("pipeline", "data"), id="not the layers"),
+        pytest.param((64, 8), P("model"), False, P("model", "data"), id="not what XLA splits"),
+        pytest.param((8, 64), P("pipeline", "model"), True, P("pipeline", "model"), id="a bias"),
+        pytest.param((7, 9), P(), False, P(), id="odd"),
+        pytest.param((), P(), False, P(), id="scalar"),
+        pytest.param((8, 8), P("data"), False, P("data"), id="split by a rule"),
+    ],
+)
+def test_dim_that_is_split(sizes, spec, is_layers, expected):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, model=2))
+    found = split_over_data({"w": spec}, {"w": shape(*sizes)}, {"w": is_layers}, mesh)
+    assert found == {"w": expected}
+
+
+def test_nothing_is_split_where_there_is_one_replica():
+    mesh = make_mesh(MeshConfig(model=2))
+    assert split_over_data([P("model")], [shape(8, 8)], [False], mesh) == [P("model")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "fraction", "expected"),
+    [
+        (3, 1.0, [True, True, True]),
+        (3, 0.7, [False, True, True]),  # 6 of 9 are less, and the next makes 8
+        (3, 0.5, [False, True, False]),
+        (3, 0.0, [False, False, False]),
+        (2, 1.0, [False, False, False]),
+    ],
+)
+def test_largest_come_first_until_the_fraction_is_reached(stage, fraction, expected):
+    config = MemoryConfig(
+        zero_stage=stage, **({} if stage != 3 else {"shard_parameters_fraction": fraction})
+    )
+    assert one_layer_at_a_time([shape(1), shape(6), shape(2)], config) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"zero_stage": 4}, r"memory\.zero_stage=4 is unknown; choose 0, 1, 2 or 3"),
+        (
+            {"zero_stage": 3, "shard_parameters_fraction": 1.5},
+            r"memory\.shard_parameters_fraction=1\.5 must lie in 0 \.\. 1",
+        ),
+        (
+            {"zero_stage": 2, "shard_parameters_fraction": 0.5},
+            r"memory\.shard_parameters_fraction=0\.5 is for memory\.zero_stage=3 alone",
+        ),
+    ],
+)
+def test_config_that_means_nothing_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryConfig(**fields)
