@@ -30,6 +30,8 @@ from train.stopping import SIGNALS, StopSignals
 from train.watchdog import Watchdog
 
 ROOMS = ("checkpoint", "data", "models", "sharding", "train")
+#: One host may read and tokenise a text long after another has; jax notices one that is gone.
+_LONGEST_READING_S = 24 * 3600.0
 
 
 def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> int:
@@ -131,7 +133,7 @@ def _set_up(
     config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
     if jax.process_index() > 0:
         logging.disable(logging.INFO)
-    corpus = Exchange().on_all(lambda: load_corpus(config.data))
+    corpus = Exchange(_LONGEST_READING_S).on_all(lambda: load_corpus(config.data))
     num_labels = len(corpus.labels) or None
     vocab_size = corpus.tokenizer.vocab_size
     run = prepare(config, mesh, vocab_size=vocab_size, num_labels=num_labels)
