@@ -54,8 +54,8 @@ def check_specs(specs: dict[str, Tree], mesh: Mesh, *, shares_ends: bool, zero_s
         for axis in sorted(split & rest):
             raise ValueError(
                 f"parameter {name} is laid out as {spec}: nothing but layers can be split over "
-                f"'pipeline', and without memory.zero_stage nothing but the batch over 'data'; "
-                f"take {axis!r} out of the rule, or split over 'fsdp' instead"
+                f"'pipeline', and nothing but the batch over 'data'; take {axis!r} out of the "
+                "rule, and split over 'fsdp' or set memory.zero_stage instead"
             )
 
 

@@ -139,9 +139,7 @@ class Job:
 
     def step_daemons(self, step: str = "") -> list[int]:
         """Returns the process ids of the job's daemons, one a step and node."""
-        pattern = rf"^slurmstepd: \[{self.number}\.{step}"
-        done = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True)
-        return [int(pid) for pid in done.stdout.split()]
+        return _step_daemons(self.cluster.directory, rf"{self.number}\.{step}")
 
     def start_now(self) -> None:
         """Lets a job that was queued again start, where SLURM would wait two minutes.
@@ -193,6 +191,26 @@ def start(directory: Path) -> Iterator[Cluster]:
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGKILL)
             daemon.wait()
+        for pid in _step_daemons(directory):  # which outlive them
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _step_daemons(directory: Path, step: str = "") -> list[int]:
+    """Returns those of the cluster in `directory`, into which they log: others may run as well."""
+    done = subprocess.run(
+        ["pgrep", "-f", rf"^slurmstepd: \[{step}"], capture_output=True, text=True
+    )
+    return [pid for pid in map(int, done.stdout.split()) if _has_open(pid, directory)]
+
+
+def _has_open(pid: int, directory: Path) -> bool:
+    files = []
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                files.append(descriptor.readlink())
+    return any(file.is_relative_to(directory) for file in files)
 
 
 def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 60) -> None:
