@@ -6,10 +6,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from data.text import TextCorpus, validation_batches
 from sharding.batches import place_batch
+from sharding.exchange import Exchange
 from train.metrics import METRICS_FILE, read_metrics
 from train.phases import Phases
 from train.setup import Run
@@ -60,10 +60,13 @@ def lacks_evaluation(run: Run, corpus: TextCorpus, step: int, workdir: Path) -> 
     """Returns whether a step that was saved should have been evaluated and was not."""
     if step == 0 or not is_evaluated(run, corpus, step):
         return False
-    path, lacks = workdir / METRICS_FILE, True
-    if jax.process_index() == 0 and path.exists():
-        lacks = not any(m["step"] == step and "eval_loss" in m for m in read_metrics(path))
-    return bool(multihost_utils.broadcast_one_to_all(np.array(lacks)))
+    path = workdir / METRICS_FILE
+
+    def lacks() -> bool:
+        logged = read_metrics(path) if path.exists() else []
+        return not any(line["step"] == step and "eval_loss" in line for line in logged)
+
+    return Exchange().on_first(lacks)
 
 
 def is_due_at(step: int, every_steps: int, num_steps: int) -> bool:

@@ -30,8 +30,8 @@ from train.stopping import SIGNALS, StopSignals
 from train.watchdog import Watchdog
 
 ROOMS = ("checkpoint", "data", "models", "sharding", "train")
-#: One host may read and tokenise a text long after another has; jax notices one that is gone.
-_LONGEST_READING_S = 24 * 3600.0
+#: One host may tokenise, compile or read long after another has; jax notices one that is gone.
+_LONGEST_START_S = 24 * 3600.0
 
 
 def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> int:
@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
                 start = workdir.find_position(run, corpus, directory, source)
             if args.mode == "train":
                 start.checkpoints.tidy()
-                workdir.claim(directory, run, corpus, source)
+                ready = Exchange(_LONGEST_START_S)  # all are, before waiting in a step is watched
+                ready.on_all(lambda: workdir.claim(directory, run, corpus, source))
         except (ValueError, OSError) as error:
             if os.environ.get("TAIBAI_TRACEBACK"):
                 raise
@@ -133,7 +134,7 @@ def _set_up(
     config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
     if jax.process_index() > 0:
         logging.disable(logging.INFO)
-    corpus = Exchange(_LONGEST_READING_S).on_all(lambda: load_corpus(config.data))
+    corpus = Exchange(_LONGEST_START_S).on_all(lambda: load_corpus(config.data))
     num_labels = len(corpus.labels) or None
     vocab_size = corpus.tokenizer.vocab_size
     run = prepare(config, mesh, vocab_size=vocab_size, num_labels=num_labels)

@@ -18,7 +18,6 @@ from typing import IO
 import jax
 import numpy as np
 from grain import DatasetIterator
-from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from checkpoint.layout import steps_in
@@ -76,16 +75,14 @@ def check_processes_agree(run: Run, corpus: TextCorpus) -> None:
     Raises:
         ValueError: on all of them, if one differs from the first.
     """
-    if jax.process_count() == 1:
-        return
+    exchange = Exchange()
     for what, value in (("config", repr(resolved(run).to_dict())), ("text", corpus.fingerprint)):
-        own = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
-        digests = np.asarray(multihost_utils.process_allgather(own))
-        others = [i for i, digest in enumerate(digests) if (digest != digests[0]).any()]
-        if others:
+        own = hashlib.sha256(value.encode()).hexdigest()
+        is_same = exchange.on_first(lambda own=own: own) == own
+        problem = exchange.agree(None if is_same else f"its {what} is not that of process 0")
+        if problem is not None:
             raise ValueError(
-                f"processes {others} have another {what} than process 0; start all of them with "
-                "the same command, software and files"
+                f"{problem}; start all of them with the same command, software and files"
             )
 
 

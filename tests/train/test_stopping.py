@@ -132,8 +132,25 @@ def test_all_start_again_when_the_coordinator_is_killed(overrides, undisturbed, 
     check_equal(tmp_path, undisturbed)
 
 
+SLOW_START = """
+import sys, time
+import jax
+from train import main, workdir
+find_position = workdir.find_position
+def slow(*args):
+    time.sleep(18 * jax.process_index())
+    return find_position(*args)
+workdir.find_position = slow
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
 def test_process_that_hangs_is_named_and_the_others_end(overrides, tmp_path):
-    launcher = start(of_two(tmp_path, (*overrides, "train.num_steps=100000"), "--grace_s=2"))
+    """One that starts later than the others does not hang, if by more than failure_timeout_s."""
+    launch = of_two(tmp_path, (*overrides, "train.num_steps=100000"), "--grace_s=2")
+    program = launch.index("train.main")
+    launch[program - 1 : program + 1] = "-c", SLOW_START
+    launcher = start(launch)
     wait_for_step(launcher, tmp_path, 5)
     stopped = processes(launcher)[1]
     os.kill(stopped, signal.SIGSTOP)

@@ -126,6 +126,14 @@ def test_text_that_one_process_lacks_is_named_by_all(corpus_overrides, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+def test_process_with_another_config_is_named_by_all(corpus_overrides, tmp_path):
+    overrides = (*TINY, *corpus_overrides, "mesh.data=2", "log.every_steps=1$ID")
+    done = of_two(tmp_path, overrides, f"{tmp_path}/run")
+    assert done.returncode == REFUSED, done.stderr
+    said = "error: process 1: its config is not that of process 0; start all of them with the same"
+    assert done.stderr.count(said) == 2, done.stderr
+
+
 def test_exchange_of_one_process_raises_what_its_action_does():
     exchange = Exchange()
     assert exchange.on_all(lambda: 3) == exchange.on_first(lambda: 3) == 3
