@@ -39,6 +39,7 @@ def get_config() -> ConfigDict:
     config.memory = ConfigDict()
     config.memory.zero_stage = 0  # shared out among replicas: 1 optimizer, 2 gradients, 3 layers
     config.memory.shard_parameters_fraction = 1.0  # of the layers' bytes, with zero_stage=3
+    config.memory.offload_activations = ()  # kept in host memory: names as for train.remat
 
     config.data = ConfigDict()
     config.data.name = (
@@ -88,7 +89,9 @@ def get_config() -> ConfigDict:
     config.train.max_nonfinite_steps = 10  # in a row, each skipped; then on_nonfinite. 0: go on
     config.train.on_nonfinite = "stop"  # stop | rollback: to the last checkpoint before them
     config.train.skip_spikes = placeholder(float)  # also grad_norm > so many × mean; None: keep
-    config.train.remat = "none"  # recomputed in a block's backward: none | full | dots (all but)
+    config.train.remat = (
+        "none"  # recomputed in a block's backward: none | full | dots (all but) | all but qkv,mlp
+    )
 
     config.eval = ConfigDict()
     config.eval.every_steps = 50  # 0: only at the end
@@ -104,8 +107,13 @@ def get_config() -> ConfigDict:
     config.checkpoint.timeout_s = 1200.0  # what takes longer to save hangs
 
     config.precision = ConfigDict()
-    config.precision.compute = "float32"  # bfloat16 | float32 | float64
-    config.precision.params = "float32"  # master weights and optimizer state: float32 | float64
+    config.precision.compute = "float32"  # bfloat16 | float16 | float32 | float64
+    config.precision.params = "float32"  # master weights: bfloat16 | float32 | float64
+    config.precision.reduce = placeholder(str)  # sums of gradients over devices; None: float32
+    config.precision.loss_scale = 65536.0  # of float16, at the start
+    config.precision.loss_scale_window = 2000  # finite steps until it doubles; 0: it is fixed
+    config.precision.loss_scale_hysteresis = 1  # steps that are not finite until it is halved
+    config.precision.loss_scale_min = 1.0  # not halved below this
 
     config.log = ConfigDict()
     config.log.every_steps = 5  # and at the first and the last step

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 #: Causal attention on a CPU takes this many queries at a time, in at most so many blocks: n blocks
 #: compute (n + 1) / 2n of the full products, but matrix products of few rows are slow.
@@ -72,7 +73,9 @@ def implementation(
     """Returns which attention runs for such heads, and sequences of even length or not.
 
     "cudnn" is flash attention and "xla" the plain form, both `jax.nn.dot_product_attention`;
-    "batched" is ours, for CPUs and for float64, which the other two round to float32.
+    "batched" is ours, for CPUs and for float64, which the other two round to float32. What its
+    backward reads is named "attention"; the others name nothing, and run again where a block keeps
+    named activations alone.
     """
     backend = jax.default_backend()
     chosen, why = "xla", f"backend {backend}"
@@ -172,7 +175,10 @@ def _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
         largest.append(largest_BKGT1)
         scales.append(1 / sum_BKGT1)
     # Not their log-sum in one: where nothing is visible, the largest would swallow the rest.
-    y_BKGTH, *normal = (jnp.concatenate(parts, axis=3) for parts in (outputs, largest, scales))
+    y_BKGTH, *normal = (
+        checkpoint_name(jnp.concatenate(parts, axis=3), "attention")
+        for parts in (outputs, largest, scales)
+    )
     return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, *normal)
 
 

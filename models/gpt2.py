@@ -10,6 +10,7 @@ import math
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import Segments, attend
 from models.flops import attention_flops, dense_flops
@@ -71,9 +72,11 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, norm: LayerNorm, segments: Segments | None) -> jax.Array:
         qkv = after(norm, self.qkv, x_BTD)
         qkv = constrain(qkv, "batch", "seq", None, "heads", "head_dim")
+        qkv = checkpoint_name(qkv, "qkv")
         q_BTNH, k_BTNH, v_BTNH = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         y_BTNH = attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
-        return self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
+        out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
+        return checkpoint_name(out_BTD, "attention_out")
 
 
 class Block(nnx.Module):

@@ -17,29 +17,35 @@ A model for certain `data.objective` alone names them: `objectives = ("causal_lm
 `embed` to `head`. `batch` is a dict of arrays with a leading batch dim. While training,
 `batch["dropout_keys"]` is key[B], and `keys` are these folded with the layer's number; otherwise
 both are absent (None).
+
+Blocks name activations by `jax.ad_checkpoint.checkpoint_name`, so that a config can keep these
+alone for the backward pass, or move them to host memory in between.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 Tree = Any
 
-#: `train.remat`: what the backward pass of a block may read instead of computing it again.
-REMAT_POLICIES: dict[str, Callable | None] = {
-    "none": None,
+#: `train.remat`, if it is not a list of names: what the backward pass of a block may read instead
+#: of computing it again.
+REMAT_POLICIES: dict[str, Callable] = {
+    "none": jax.checkpoint_policies.everything_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
-
 #: What the step itself measures; see train/step.py.
 RESERVED_METRICS = {
-    *("loss", "weight", "grad_norm", "learning_rate", "num_skipped", "num_nonfinite_in_a_row")
+    *("loss", "weight", "grad_norm", "learning_rate", "loss_scale"),
+    *("num_skipped", "num_nonfinite_in_a_row"),
 }
 
 
@@ -56,7 +62,7 @@ class Stack(nnx.Module):
     def __call__(self, x: Any, batch: Tree) -> Any:
         """Returns `x` after all blocks."""
         graph, layers = nnx.split(self.layers)
-        return run_layers(_block(graph, remat="none", first_site=1), layers, x, batch)
+        return run_layers(_block(graph, None, first_site=1), layers, x, batch)
 
 
 def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:
@@ -92,8 +98,13 @@ class Parts:
         return {**parts["ends"], **stacks}
 
 
-def partition(model: Any, *, remat: str) -> Parts:
+def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Parts:
     """Returns the model's functions; `model` may be abstract and is left as it is.
+
+    Args:
+      remat: what a block's backward finds: a key of REMAT_POLICIES, or names of activations, with
+        commas between them.
+      offload: names of activations that it finds too, and that lie in host memory meanwhile.
 
     Raises:
       ValueError: the model has no Stack, or several in no order, or lacks `embed` or `head`, or
@@ -114,9 +125,9 @@ def partition(model: Any, *, remat: str) -> Parts:
     for stack in stacks:
         setattr(without_stacks, stack, None)
     ends_graph = nnx.split(without_stacks)[0]
-    blocks, first_site = {}, 1
+    blocks, first_site, policy = {}, 1, _policy(remat, offload)
     for key, stack in stacks.items():
-        blocks[key] = _block(nnx.split(stack.layers)[0], remat=remat, first_site=first_site)
+        blocks[key] = _block(nnx.split(stack.layers)[0], policy, first_site=first_site)
         first_site += stack.num_layers
 
     def before(key: str):
@@ -225,10 +236,57 @@ def logical_axes(model: nnx.Module) -> Tree:
     return nnx.traversals.unflatten_mapping(axes)
 
 
-def _block(graph, *, remat: str, first_site: int):
+def _policy(remat: str, offload: Sequence[str]) -> Callable | None:
+    """Returns what `jax.checkpoint` takes; None keeps all as it is."""
+    if remat == "none" and not offload:
+        return None
+    policies = jax.checkpoint_policies
+    saves = REMAT_POLICIES.get(remat) or policies.save_only_these_names(*remat.split(","))
+    moves = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(offload),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def policy(primitive, *args, **params):
+        is_moved = primitive.name == "name" and params["name"] in offload
+        return (moves if is_moved else saves)(primitive, *args, **params)
+
+    return policy
+
+
+def named_activations(model: Any, params: Tree, batch: Tree) -> set[str]:
+    """Returns the names that the model's blocks give to activations.
+
+    Args:
+      params, batch: as for `check`.
+    """
+    parts = partition(model, remat="none")
+    cut = parts.split(params)
+    x, number = jax.eval_shape(parts.embed, cut["ends"], batch), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def differentiate(block, params, x, batch, number):
+        return jax.vjp(lambda params, x: block(params, x, batch, number), params, x)
+
+    found: set[str] = set()
+    for stack, block in parts.blocks.items():
+        args = (one_layer(cut["layers"][stack]), x, batch, number)
+        found |= _names(jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr)
+    return found
+
+
+def _names(jaxpr) -> set[str]:
+    inner = [_names(j) for eqn in jaxpr.eqns for j in jaxprs_in_params(eqn.params)]
+    own = {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
+    return own.union(*inner)
+
+
+def _block(graph, policy: Callable | None, *, first_site: int):
     """Returns `block(params, x, batch, number)`.
 
     Args:
+      policy: of `jax.checkpoint`; None: all that the backward reads is kept.
       first_site: what layer 0 folds into the dropout keys: a number that nothing else folds in.
     """
 
@@ -238,6 +296,4 @@ def _block(graph, *, remat: str, first_site: int):
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first_site + number)
         return nnx.merge(graph, params)(x, batch, keys)
 
-    if REMAT_POLICIES[remat] is not None:
-        return jax.checkpoint(block, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    return block
+    return block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False)

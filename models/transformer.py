@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import attend
 from models.layers import Linear, RMSNorm, after
@@ -84,7 +85,7 @@ class Attention(nnx.Module):
         rotate: Callable[[jax.Array], jax.Array] = identity,
         **sight: Any,
     ) -> jax.Array:
-        """Returns `[B, T, D]`.
+        """Returns `[B, T, D]`; names activations "qkv" and "attention_out" on the way.
 
         Args:
           x_BTD: what asks.
@@ -103,8 +104,10 @@ class Attention(nnx.Module):
         k_BSKH, v_BSKH = (
             constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in (rotate(k), v)
         )
-        y_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, **sight)
-        return self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
+        qkv = (checkpoint_name(x, "qkv") for x in (q_BTNH, k_BSKH, v_BSKH))
+        y_BTNH = attend(*qkv, **sight)
+        out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
+        return checkpoint_name(out_BTD, "attention_out")
 
 
 class MLP(nnx.Module):
@@ -137,14 +140,14 @@ class MLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x_BTD: jax.Array, norm: Norm = identity) -> jax.Array:
-        """Returns `[B, T, D]` of norm(x)."""
+        """Returns `[B, T, D]` of norm(x); names what the activation is applied to "mlp"."""
         activation, gate = ACTIVATIONS[self.activation], self.gate
         if gate is None:
             h_BTF = constrain(after(norm, self.up, x_BTD), "batch", "seq", "mlp")
-            return after(activation, self.down, h_BTF)
+            return after(activation, self.down, checkpoint_name(h_BTF, "mlp"))
 
         def project(x):
             return tuple(constrain(f(x), "batch", "seq", "mlp") for f in (gate, self.up))
 
-        pair = after(norm, project, x_BTD)
+        pair = tuple(checkpoint_name(h, "mlp") for h in after(norm, project, x_BTD))
         return after(lambda pair: activation(pair[0]) * pair[1], self.down, pair)

@@ -12,40 +12,16 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 (2020), section 5.
 """
 
-import dataclasses
 import math
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from sharding.memory import MemoryConfig
 from sharding.rules import axes_of
 
-STAGES = (0, 1, 2, 3)
-
 Tree = Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
-    """Where the training state lies, and how much of it at once."""
-
-    zero_stage: int = 0  # one of STAGES
-    shard_parameters_fraction: float = 1.0  # of the stacks' bytes, what stage 3 holds for a layer
-
-    def __post_init__(self):
-        if self.zero_stage not in STAGES:
-            raise ValueError(f"memory.zero_stage={self.zero_stage} is unknown; choose 0, 1, 2 or 3")
-        if not 0 <= self.shard_parameters_fraction <= 1:
-            raise ValueError(
-                f"memory.shard_parameters_fraction={self.shard_parameters_fraction} must lie in "
-                "0 .. 1"
-            )
-        if self.shard_parameters_fraction != 1 and self.zero_stage != 3:
-            raise ValueError(
-                f"memory.shard_parameters_fraction={self.shard_parameters_fraction} is for "
-                f"memory.zero_stage=3 alone, which is {self.zero_stage}; set one of the two"
-            )
 
 
 def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: Mesh) -> Tree:

@@ -13,11 +13,12 @@ from ml_collections import ConfigDict
 from checkpoint.manager import CheckpointConfig
 from data.config import DataConfig
 from models.stack import REMAT_POLICIES
+from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline.config import PipelineConfig
-from sharding.zero import MemoryConfig
 from train.metrics import LogConfig
 from train.optimizer import OptimizerConfig
+from train.precision import PrecisionConfig
 
 #: `model.name` -> import path of the class.
 MODELS = {
@@ -60,9 +61,10 @@ class TrainConfig:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"train.seed={self.seed} must lie in 0 .. 2**32 - 1")
-        if self.remat not in REMAT_POLICIES:
+        if not all(self.remat.split(",")):
             raise ValueError(
-                f"train.remat={self.remat!r} is unknown; choose {', '.join(REMAT_POLICIES)}"
+                f"train.remat={self.remat!r} holds an empty name; choose "
+                f"{', '.join(REMAT_POLICIES)}, or names of activations with commas between them"
             )
         if self.max_nonfinite_steps < 0:
             raise ValueError(
@@ -94,28 +96,6 @@ class EvalConfig:
         if self.num_batches is not None and self.num_batches < 1:
             raise ValueError(
                 f"eval.num_batches={self.num_batches} must be at least 1, or None for all"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """Dtypes of the computation and of the master weights."""
-
-    compute: str
-    params: str
-
-    def __post_init__(self):
-        for name, dtypes in (
-            ("compute", ("bfloat16", "float32", "float64")),
-            ("params", ("float32", "float64")),
-        ):
-            if getattr(self, name) not in dtypes:
-                value, choices = getattr(self, name), ", ".join(dtypes)
-                raise ValueError(f"precision.{name}={value!r} is unknown; choose {choices}")
-        if (self.compute == "float64") != (self.params == "float64"):
-            raise ValueError(
-                f"precision.compute={self.compute!r} and precision.params={self.params!r}: "
-                "float64 must be chosen for both or for neither"
             )
 
 

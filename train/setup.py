@@ -18,7 +18,14 @@ from data.objectives import batch_shapes
 from data.text import TextCorpus
 from data.tokenizer import Tokenizer
 from models.flops import num_tokens, train_flops
-from models.stack import Parts, can_share_vocab, check, partition
+from models.stack import (
+    REMAT_POLICIES,
+    Parts,
+    can_share_vocab,
+    check,
+    named_activations,
+    partition,
+)
 from sharding.batches import batch_sharding, process_rows
 from sharding.logical import Rules
 from sharding.pipeline.config import AUTO
@@ -131,9 +138,9 @@ class Run:
             pipeline=self.config.pipeline,
             schedule=self.schedule,
             layouts=self.layouts,
-            compute_dtype=self.config.precision.compute,
+            precision=self.config.precision,
             seed=self.config.train.seed,
-            zero=self.config.memory,
+            memory=self.config.memory,
             skip_spikes=self.config.train.skip_spikes,
         )
 
@@ -173,7 +180,8 @@ def prepare(
             "and its loss can work with a part of the vocab (can_share_vocab = True; see "
             "models/stack.py); set pipeline.share_vocab=False"
         )
-    parts = partition(model, remat=config.train.remat)
+    offload = config.memory.offload_activations
+    parts = partition(model, remat=config.train.remat, offload=offload)
     _check_objective(config, model)
     try:
         check(parts, *_microbatch(config, mesh, model))
@@ -182,6 +190,7 @@ def prepare(
             f"{type(model).__name__} reads {error} of the batch, in which "
             f"data.objective={config.data.objective!r} puts {', '.join(batch_shapes(config.data))}"
         ) from None
+    _check_names(config, mesh, model)
     schedule = make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
     )
@@ -195,7 +204,7 @@ def prepare(
         optimizer,
         mesh,
         rules,
-        config.precision.params,
+        config.precision,
         layouts,
         tracks_spikes=config.train.skip_spikes is not None,
         zero_stage=config.memory.zero_stage,
@@ -239,6 +248,28 @@ def _check_objective(config: RunConfig, model: nnx.Module) -> None:
             f"data.objective={config.data.objective!r} does not fit model.name="
             f"{config.model_name!r} with its head; choose {choices}"
         )
+
+
+def _check_names(config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module) -> None:
+    """Refuses names of activations that the model's blocks do not give."""
+    remat, offload = config.train.remat, config.memory.offload_activations
+    kept = () if remat in REMAT_POLICIES else tuple(remat.split(","))
+    if not kept and not offload:
+        return
+    known = named_activations(model, *_microbatch(config, mesh, model))
+    named = ", ".join(sorted(known)) or "none"
+    for name in (*kept, *offload):
+        if name not in known:
+            levels = f"choose {', '.join(REMAT_POLICIES)}, or " if name in kept else "choose "
+            key = (
+                f"train.remat={remat!r}"
+                if name in kept
+                else (f"memory.offload_activations={offload}")
+            )
+            raise ValueError(
+                f"{key}: no block of {type(model).__name__} names an activation {name!r}; "
+                f"{levels}some of the names that there are: {named}"
+            )
 
 
 def check_tokenizer(run: Run, tokenizer: Tokenizer) -> None:

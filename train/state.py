@@ -18,11 +18,12 @@ from sharding.logical import Rules
 from sharding.pipeline.layout import Layout
 from sharding.rules import partition_specs
 from sharding.zero import split_over_data
+from train.precision import LossScale, PrecisionConfig
 
 Tree = Any
 
 #: Fields that came to be later: a checkpoint may lack them, or have them where none are wanted.
-MAY_LACK = ("num_nonfinite_in_a_row", "spikes")
+MAY_LACK = ("num_nonfinite_in_a_row", "spikes", "loss_scale")
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +31,7 @@ MAY_LACK = ("num_nonfinite_in_a_row", "spikes")
 class Spikes:
     """What a step knows of the gradient norms before it; zeros know of none."""
 
-    norm_mean: Any  # master weights' dtype[], exponential mean, still biased towards 0
+    norm_mean: Any  # float32[] or wider, exponential mean, still biased towards 0
     num_norms: Any  # int32[], the accepted steps whose norms are in it
     num_in_a_row: Any  # int32[], spikes since the last accepted step
 
@@ -46,6 +47,7 @@ class TrainState:
     params: Tree  # master weights
     opt_state: Tree
     spikes: Spikes | None  # None where spikes are not looked for
+    loss_scale: LossScale | None  # None where the loss is not scaled
 
 
 class StateLayout:
@@ -56,6 +58,7 @@ class StateLayout:
 
     Args:
       build: makes the model, from a fixed seed.
+      precision: the master weights' dtype, and whether the state has a `loss_scale`.
       layouts: of every stack.
       tracks_spikes: whether the state has `spikes`; see train/step.py.
       zero_stage: from 1 on all is split over `data` as well; see sharding/zero.py.
@@ -71,14 +74,14 @@ class StateLayout:
         optimizer: optax.GradientTransformation,
         mesh: jax.sharding.Mesh,
         rules: Rules,
-        params_dtype: str,
+        precision: PrecisionConfig,
         layouts: Mapping[str, Layout],
         *,
         tracks_spikes: bool = False,
         zero_stage: int = 0,
     ):
         self._build, self._optimizer, self._mesh = build, optimizer, mesh
-        self._params_dtype, self._layouts = params_dtype, layouts
+        self._precision, self._layouts = precision, layouts
         self._tracks_spikes = tracks_spikes
         layers = jax.eval_shape(self._initial_layers)
         layout_of_param = jax.tree_util.tree_map_with_path(
@@ -113,6 +116,10 @@ class StateLayout:
           params: what to start from, as in `portable`; used up. The model's own start by default.
         """
 
+        return self._make(params)
+
+    @functools.cached_property
+    def _make(self) -> Callable:
         def make(params):
             layers = self._initial_layers(params)
             if not self._is_plain:
@@ -120,7 +127,7 @@ class StateLayout:
                 layers = jax.lax.with_sharding_constraint(layers, _shardings(self.portable))
             return self._to_slots(layers)
 
-        return jax.jit(make, out_shardings=_shardings(self.abstract), donate_argnums=0)(params)
+        return jax.jit(make, out_shardings=_shardings(self.abstract), donate_argnums=0)
 
     def to_portable(self, state: TrainState) -> TrainState:
         """Returns the state as a checkpoint holds it; what changes its form lies on the host."""
@@ -160,18 +167,20 @@ class StateLayout:
     def _initial_layers(self, start: Tree | None = None) -> TrainState:
         params: Any = nnx.to_pure_dict(nnx.split(self._build())[1]) if start is None else start
         # Random bits are drawn in float32 whatever the master weights' dtype.
-        params = jax.tree.map(lambda x: x.astype(self._params_dtype), params)
+        params = jax.tree.map(lambda x: x.astype(self._precision.params), params)
+        wide = jax.tree.map(lambda x: x.astype(self._precision.update), params)
         count = jnp.zeros((), jnp.int32)
         spikes = Spikes(
-            norm_mean=jnp.zeros((), self._params_dtype), num_norms=count, num_in_a_row=count
+            norm_mean=jnp.zeros((), self._precision.update), num_norms=count, num_in_a_row=count
         )
         return TrainState(
             step=count,
             num_skipped=count,
             num_nonfinite_in_a_row=count,
             params=params,
-            opt_state=self._optimizer.init(params),
+            opt_state=self._optimizer.init(wide),
             spikes=spikes if self._tracks_spikes else None,
+            loss_scale=LossScale.initial() if self._precision.scales_loss else None,
         )
 
     def _to_slots(self, layers: TrainState) -> TrainState:
@@ -198,6 +207,7 @@ class StateLayout:
                 transform_non_params=of_other,
             ),
             spikes=jax.tree.map(of_other, state.spikes),
+            loss_scale=jax.tree.map(of_other, state.loss_scale),
         )
 
     def _check_optimizer(self, layers: TrainState, layout_of_param: Tree) -> None:

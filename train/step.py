@@ -10,11 +10,13 @@ import optax
 
 from models.stack import Parts
 from sharding.logical import Rules, axis_rules
+from sharding.memory import MemoryConfig
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
 from sharding.pipeline.layout import Layout
+from sharding.pipeline.parameters import Sharing
 from sharding.pipeline.schedule import Schedule, forward_only
-from sharding.zero import MemoryConfig
+from train.precision import PrecisionConfig, rounded_at_random
 from train.state import Spikes, TrainState
 
 #: Of the mean gradient norm, an accepted step: it forgets in some 100 of them.
@@ -37,9 +39,9 @@ class StepConfig:
     pipeline: PipelineConfig
     schedule: Schedule  # of the pipeline; verified
     layouts: Mapping[str, Layout]  # of every stack
-    compute_dtype: str
-    seed: int  # of dropout
-    zero: MemoryConfig
+    precision: PrecisionConfig
+    seed: int  # of dropout, and of rounding at random
+    memory: MemoryConfig
     skip_spikes: float | None = None  # multiple of the mean gradient norm; None: of any size
 
 
@@ -64,32 +66,34 @@ def make_train_step(
     num_nonfinite_in_a_row` and the head's, as weighted means. A step whose loss or gradients are
     not finite changes nothing but the counters, and with `skip_spikes` neither does one whose
     gradient norm is more than so many times the mean norm of the accepted steps before it.
+
+    In float16 the gradients are those of `loss_scale` × the mean loss until they are added up in
+    float32; a step that is not finite makes the scale smaller, and counts as one in a row only if
+    that cannot be. `loss_scale` is a metric then, too.
     """
+    sharing = _sharing(parts.split(specs), mesh, config)
     loss_and_grad = make_loss_and_grad(
-        parts,
-        config.schedule,
-        config.layouts,
-        mesh,
-        parts.split(specs),
-        config.pipeline,
-        config.zero,
+        parts, config.schedule, config.layouts, sharing, config.pipeline
     )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        batch = _with_dropout_keys(_with_even_weights(batch), config.seed)
-        microbatches = _to_microbatches(batch, config)
+        batch = _with_even_weights(batch)
+        if state.loss_scale is not None:
+            # As weights, since a head may compute its gradients in its forward.
+            batch = _with_scaled_weights(batch, state.loss_scale.value(config.precision))
+        microbatches = _to_microbatches(_with_dropout_keys(batch, config.seed), config)
         with axis_rules(rules):
-            params = parts.split(_cast(state.params, config.compute_dtype))
+            params = parts.split(_cast(state.params, config.precision.compute))
             sums, grads = loss_and_grad(params, microbatches)
         weight = sums.pop("weight")
         weight = jnp.where(weight > 0, weight, 1)
-        grads = jax.tree.map(
-            lambda g, p: (g / weight).astype(p.dtype), parts.join(grads), state.params
-        )
+        grads = jax.tree.map(lambda g: g / weight, parts.join(grads))
         metrics = {name: value / weight for name, value in sums.items()}
         metrics["grad_norm"] = optax.tree.norm(grads)
         metrics["learning_rate"] = learning_rate(state.step - state.num_skipped)
-        state = _update(state, grads, metrics, optimizer, config.skip_spikes)
+        if state.loss_scale is not None:
+            metrics["loss_scale"] = state.loss_scale.value(config.precision)
+        state = _update(state, grads, metrics, optimizer, config)
         metrics["num_skipped"] = state.num_skipped
         metrics["num_nonfinite_in_a_row"] = state.num_nonfinite_in_a_row
         return state, metrics
@@ -112,29 +116,39 @@ def make_eval_step(
         schedule.num_chunks,
         placement=schedule.placement,
     )
-    evaluate = make_evaluate(
-        parts, forwards, config.layouts, mesh, parts.split(specs), config.pipeline, config.zero
-    )
+    sharing = _sharing(parts.split(specs), mesh, config)
+    evaluate = make_evaluate(parts, forwards, config.layouts, sharing, config.pipeline)
 
     def eval_step(params: Tree, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules):
-            params = parts.split(_cast(params, config.compute_dtype))
+            params = parts.split(_cast(params, config.precision.compute))
             return evaluate(params, _to_microbatches(_with_even_weights(batch), config))
 
     return eval_step
 
 
+def _sharing(specs: Tree, mesh: jax.sharding.Mesh, config: StepConfig) -> Sharing:
+    reduce_dtype = config.precision.reduce
+    return Sharing(mesh=mesh, specs=specs, memory=config.memory, reduce_dtype=reduce_dtype)
+
+
 def _update(
-    state: TrainState, grads: Tree, metrics: dict, optimizer, skip_spikes: float | None
+    state: TrainState, grads: Tree, metrics: dict, optimizer, config: StepConfig
 ) -> TrainState:
     finite = accepted = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-    spikes = state.spikes
-    if skip_spikes is not None:
+    spikes, loss_scale, is_bad = state.spikes, state.loss_scale, ~finite
+    if config.skip_spikes is not None:
         assert spikes is not None
-        accepted, spikes = judge(spikes, metrics["grad_norm"], finite, skip_spikes)
-    in_a_row = state.num_nonfinite_in_a_row + jnp.where(finite, 0, 1)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+        accepted, spikes = judge(spikes, metrics["grad_norm"], finite, config.skip_spikes)
+    if loss_scale is not None:
+        is_bad &= ~loss_scale.can_fall(config.precision)  # else the scale was too large, no more
+        loss_scale = loss_scale.after(finite, config.precision)
+    in_a_row = state.num_nonfinite_in_a_row + jnp.where(is_bad, 1, 0)
+    wide = jax.tree.map(lambda p, g: p.astype(g.dtype), state.params, grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, wide)
+    params = rounded_at_random(
+        optax.apply_updates(wide, updates), state.params, config.layouts, config.seed, state.step
+    )
 
     def keep(new, old):
         return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, old)
@@ -146,6 +160,7 @@ def _update(
         params=keep(params, state.params),
         opt_state=keep(opt_state, state.opt_state),
         spikes=spikes,
+        loss_scale=loss_scale,
     )
 
 
@@ -179,6 +194,14 @@ def _with_even_weights(batch: Batch) -> Batch:
         return weights * (jnp.sum(batch["weights"]) / jnp.where(total > 0, total, 1))
 
     return {name: scaled(a) if name.endswith("_weights") else a for name, a in batch.items()}
+
+
+def _with_scaled_weights(batch: Batch, scale: jax.Array) -> Batch:
+    """Returns the batch with weights whose sum is `scale`: the loss is `scale` × its mean."""
+    total = jnp.sum(batch["weights"])
+    factor = scale / jnp.where(total > 0, total, 1)
+    scaled = {name: a * factor for name, a in batch.items() if name.endswith("weights")}
+    return {**batch, **scaled}
 
 
 def _with_dropout_keys(batch: Batch, seed: int) -> Batch:

@@ -58,6 +58,8 @@ class BlockVJP:
         kept = _following(jaxpr, x_vars) - set(side_vars)
         self._saved = [v for v in _variables(self._residuals) if v in kept]
         self.saved = [_shape(v) for v in self._saved]  # of what `forward` saves
+        #: Which of these lie in host memory.
+        self.saved_on_host = [v.aval.memory_space == jax.memory.Space.Host for v in self._saved]
 
     def forward(self, params: Tree, x: Tree, side: Tree) -> tuple[Tree, list[jax.Array]]:
         """Returns (y, what is saved)."""

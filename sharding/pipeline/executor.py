@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from sharding.pipeline.chunks import Chunks
 from sharding.pipeline.config import PipelineConfig
@@ -27,7 +27,7 @@ from sharding.pipeline.layers import Layers
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.parameters import (
     MANUAL_AXES,
-    Shards,
+    Sharing,
     check_specs,
     manual_specs,
     on_shards,
@@ -37,9 +37,6 @@ from sharding.pipeline.plan import Channel, Plan, make_plan
 from sharding.pipeline.table import Schedule
 from sharding.pipeline.trees import add, read, wide, write, zeros
 from sharding.rules import axes_of
-from sharding.zero import MemoryConfig, one_layer_at_a_time
-
-WITHOUT_ZERO = MemoryConfig()
 
 Tree = Any
 Params = dict[str, Tree]
@@ -71,21 +68,16 @@ def make_loss_and_grad(
     model: Model,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
-    mesh: Mesh,
-    specs: Params,
+    sharing: Sharing,
     config: PipelineConfig,
-    zero: MemoryConfig = WITHOUT_ZERO,
 ) -> Callable[[Params, Tree], tuple[dict, Params]]:
     """Returns `f(params, batch) -> (sums, gradients)` that runs a training schedule.
 
     Args:
-      schedule: a verified table with as many stages as `mesh.shape["pipeline"]`.
+      schedule: a verified table with as many stages as the mesh has along `pipeline`.
       layouts: of every stack, in the order in which they run.
-      mesh: all axes Auto.
-      specs: `{"ends": ..., "layers": {stack: ...}}`, the PartitionSpec of every parameter; every
-        leaf of `layers` has its dim of slots first, split over `pipeline`.
+      sharing: how the parameters lie on the mesh.
       config: `remat` and `share_vocab` of it are followed here.
-      zero: what replicas share out, which `specs` show already; see sharding/zero.py.
 
     `f` takes parameters of that structure and a batch whose arrays are `[M, B, ...]`; `sums` holds
     `loss`, `weight` and the head's metrics, summed over microbatches and devices; the gradients
@@ -95,64 +87,62 @@ def make_loss_and_grad(
       ValueError: a parameter is split over `data`, or over `pipeline` other than by layers.
     """
     assert schedule.has_backward()
-    plan = _plan(schedule, mesh, config)
+    plan = _plan(schedule, sharing, config)
 
     def local(params, batch):
-        stage = _Stage(model, plan, layouts, mesh, specs, zero, params, batch)
+        stage = _Stage(model, plan, layouts, sharing, params, batch)
         carry, _ = jax.lax.scan(stage.train_tick, stage.training_carry(), stage.columns())
-        return total(carry["sums"], mesh, MANUAL_AXES), stage.reduced(carry["grads"])
+        sums = total(carry["sums"], sharing.mesh, MANUAL_AXES)
+        return sums, stage.reduced(carry["grads"])
 
-    return _on_mesh(local, plan, mesh, specs, zero, (PartitionSpec(), manual_specs(specs)))
+    return _on_mesh(local, plan, sharing, (PartitionSpec(), manual_specs(sharing.specs)))
 
 
 def make_evaluate(
     model: Model,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
-    mesh: Mesh,
-    specs: Params,
+    sharing: Sharing,
     config: PipelineConfig,
-    zero: MemoryConfig = WITHOUT_ZERO,
 ) -> Callable[[Params, Tree], dict]:
     """Returns `f(params, batch) -> sums` that runs a schedule of forwards alone.
 
     Arguments and errors as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    plan = _plan(schedule, mesh, config)
+    plan = _plan(schedule, sharing, config)
 
     def local(params, batch):
-        stage = _Stage(model, plan, layouts, mesh, specs, zero, params, batch)
+        stage = _Stage(model, plan, layouts, sharing, params, batch)
         carry, _ = jax.lax.scan(stage.evaluate_tick, stage.evaluation_carry(), stage.columns())
-        return total(carry["sums"], mesh, MANUAL_AXES)
+        return total(carry["sums"], sharing.mesh, MANUAL_AXES)
 
-    return _on_mesh(local, plan, mesh, specs, zero, PartitionSpec())
+    return _on_mesh(local, plan, sharing, PartitionSpec())
 
 
-def _plan(schedule: Schedule, mesh: Mesh, config: PipelineConfig) -> Plan:
-    assert schedule.num_stages == mesh.shape["pipeline"]
+def _plan(schedule: Schedule, sharing: Sharing, config: PipelineConfig) -> Plan:
+    assert schedule.num_stages == sharing.mesh.shape["pipeline"]
     shares_ends = config.share_vocab and schedule.num_stages > 1
     return make_plan(schedule, remat=config.remat, shares_ends=shares_ends)
 
 
-def _on_mesh(local, plan: Plan, mesh: Mesh, specs: Params, zero: MemoryConfig, out_specs):
-    check_specs(specs, mesh, shares_ends=plan.shares_ends, zero_stage=zero.zero_stage)
+def _on_mesh(local, plan: Plan, sharing: Sharing, out_specs):
+    check_specs(sharing, shares_ends=plan.shares_ends)
     batch = PartitionSpec(None, ("data", "fsdp"))
-    return on_shards(local, mesh, (manual_specs(specs), batch), out_specs)
+    return on_shards(local, sharing.mesh, (manual_specs(sharing.specs), batch), out_specs)
 
 
 class _Stage:
     """One device's view of the run: its parameters, its batch, its column of the table."""
 
-    def __init__(self, model, plan: Plan, layouts, mesh, specs, zero, params, batch):
+    def __init__(self, model, plan: Plan, layouts, sharing: Sharing, params, batch):
         self.plan, self.batch = plan, batch
         assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
         self.index = jax.lax.axis_index("pipeline")
-        once = jax.tree.map(lambda _: False, params["ends"])
-        of_ends = Shards(specs["ends"], mesh, ("pipeline",), once, zero_stage=zero.zero_stage)
+        of_ends = sharing.of_ends()
         self.shards: dict[str, Any] = {"ends": of_ends, "layers": {}}
         ends = of_ends.together(params["ends"])
-        is_split = jax.tree.map(lambda spec: "pipeline" in axes_of(spec), specs["ends"])
+        is_split = jax.tree.map(lambda spec: "pipeline" in axes_of(spec), sharing.specs["ends"])
         self.ends = Ends(model, ends, self.index, is_split)
         example = self._microbatch(jnp.int32(0))
         self.x = jax.eval_shape(self.ends.embed, example)
@@ -161,14 +151,13 @@ class _Stage:
         begins: dict[str, jax.Array] = {}
         for name, layout in layouts.items():
             of_stack = params["layers"][name]
-            by_layer = one_layer_at_a_time(of_stack, zero)
-            shards = Shards(specs["layers"][name], mesh, (), by_layer, zero_stage=zero.zero_stage)
+            shards = sharing.of_stack(name, of_stack)
             self.shards["layers"][name] = shards
             layers[name] = Layers(
                 model.blocks[name],
                 shards.together(of_stack),
                 shards,
-                layout.layer_of_slot.reshape(mesh.shape["pipeline"], -1),
+                layout.layer_of_slot.reshape(len(layout.chunks), -1),
                 (self.index, self.x, example),
                 len(layout.chunks[0]),
                 splits=plan.splits_backward,

@@ -68,11 +68,16 @@ class Layers:
 
     def buffers(self, depths: Mapping[str, int]) -> Buffers:
         """Returns empty buffers of these depths: of `saved`, `for_weights` and `handed`."""
-        shapes = self._parted(self._vjp.saved)
-        shapes["handed"] = self._vjp.handed if self._splits else []
+        wanted = self._parted([*zip(self._vjp.saved, self._vjp.saved_on_host, strict=True)])
+        wanted["handed"] = [(shape, False) for shape in self._vjp.handed] if self._splits else []
+
+        def empty(shape: jax.ShapeDtypeStruct, on_host: bool, depth: int) -> jax.Array:
+            buffer = jnp.zeros((depth, self._depth, *shape.shape), shape.dtype)
+            return jax.device_put(buffer, jax.memory.Space.Host) if on_host else buffer
+
         return {
-            name: [jnp.zeros((depths[name], self._depth, *s.shape), s.dtype) for s in shapes[name]]
-            for name in shapes.keys() & depths.keys()
+            name: [empty(shape, on_host, depths[name]) for shape, on_host in wanted[name]]
+            for name in wanted.keys() & depths.keys()
         }
 
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:

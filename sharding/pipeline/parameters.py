@@ -5,6 +5,7 @@ together before use, once a step or one layer at a time, and gradients are summe
 `fsdp` once, when all microbatches are done, or one layer at a time.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from sharding.collectives import psum
+from sharding.memory import MemoryConfig
 from sharding.rules import axes_of
+from sharding.zero import one_layer_at_a_time
 
 #: Mesh axes whose communication is written out by hand.
 MANUAL_AXES = ("pipeline", "data", "fsdp")
@@ -22,19 +25,46 @@ REPLICA_AXES = ("data", "fsdp")
 Tree = Any
 
 
-def check_specs(specs: dict[str, Tree], mesh: Mesh, *, shares_ends: bool, zero_stage: int) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How a run's parameters lie on its mesh, and what is sent of them."""
+
+    mesh: Mesh  # all axes Auto
+    # {"ends": ..., "layers": {stack: ...}}, the PartitionSpec of every parameter; every leaf of
+    # `layers` has its dim of slots first, split over `pipeline`.
+    specs: dict[str, Tree]
+    memory: MemoryConfig = MemoryConfig()  # what replicas share out, which `specs` show already
+    reduce_dtype: str | None = None  # that gradients are summed in over devices; None: their own
+
+    def of_ends(self) -> "Shards":
+        """Returns the ways of what is outside the stacks, gone once a step."""
+        once = jax.tree.map(lambda _: False, self.specs["ends"], is_leaf=is_spec)
+        return Shards(self.specs["ends"], self, ("pipeline",), once)
+
+    def of_stack(self, name: str, params: Tree) -> "Shards":
+        """Returns the ways of a stack's parameters.
+
+        Args:
+          params: arrays or ShapeDtypeStructs of the stack.
+        """
+        by_layer = one_layer_at_a_time(params, self.memory)
+        return Shards(self.specs["layers"][name], self, (), by_layer)
+
+
+def check_specs(sharing: Sharing, *, shares_ends: bool) -> None:
     """Refuses layouts for which a stage would compute with a part of a parameter.
 
+    From `memory.zero_stage=1` on parameters may be split over `data`.
+
     Args:
-      specs: `ends` and `layers`, a PartitionSpec per parameter.
       shares_ends: the stages share the ends, so these may be split over `pipeline`.
-      zero_stage: from 1 on parameters may be split over `data`.
 
     Raises:
       ValueError: names the parameter.
     """
+    specs, mesh = sharing.specs, sharing.mesh
     split = {axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1}
-    split -= {"data"} if zero_stage else set()
+    split -= {"data"} if sharing.memory.zero_stage else set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         name = ".".join(str(key.key) for key in path[1:])
         of_layers = path[0].key == "layers"
@@ -79,17 +109,17 @@ class Shards:
 
     Args:
       specs: the PartitionSpec of each parameter at rest.
+      sharing: of the run. With `zero_stage=1` sums over `data` are whole on every device before
+        each takes its part.
       axes: over which gradients are summed, beside those of REPLICA_AXES.
       of_layers: the parameters whose ways are gone one layer at a time, without the leading dim of
         slots that `specs` name; a bool per parameter. The others go once a step.
-      zero_stage: with 1, sums over `data` are whole on every device before each takes its part.
     """
 
-    def __init__(
-        self, specs: Tree, mesh: Mesh, axes: tuple[str, ...], of_layers: Tree, *, zero_stage: int
-    ):
-        self._specs, self._mesh, self._axes = specs, mesh, axes
-        self._of_layers, self._slices = of_layers, zero_stage == 1
+    def __init__(self, specs: Tree, sharing: Sharing, axes: tuple[str, ...], of_layers: Tree):
+        self._specs, self._mesh, self._axes = specs, sharing.mesh, axes
+        self._of_layers, self._slices = of_layers, sharing.memory.zero_stage == 1
+        self._dtype = sharing.reduce_dtype
 
     def together(self, params: Tree) -> Tree:
         """Returns the parameters whole, but for those that are put together layer by layer."""
@@ -107,7 +137,9 @@ class Shards:
         """Returns one layer's gradients as `reduced` takes them; None stays None."""
 
         def scattered(grad, spec, of_layers):
-            return self._scattered(grad, spec, 1) if of_layers and grad is not None else grad
+            if grad is None or not of_layers or not self._dims(spec):
+                return grad
+            return self._scattered(self._to_send(grad), spec, 1).astype(grad.dtype)
 
         return self._map(scattered, grads)
 
@@ -118,11 +150,16 @@ class Shards:
         """
 
         def reduced(grad, spec, of_layers):
-            grad = grad if of_layers else self._scattered(grad, spec, 0)
             over = {*self._axes, *REPLICA_AXES} - axes_of(spec)
-            return total(grad, self._mesh, tuple(axis for axis in MANUAL_AXES if axis in over))
+            axes = [a for a in MANUAL_AXES if a in over and self._mesh.shape[a] > 1]
+            narrow = self._to_send(grad) if axes or self._dims(spec) else grad
+            narrow = narrow if of_layers else self._scattered(narrow, spec, 0)
+            return psum(narrow, tuple(axes)).astype(grad.dtype)
 
         return self._map(reduced, grads)
+
+    def _to_send(self, grad: jax.Array) -> jax.Array:
+        return grad if self._dtype is None else grad.astype(self._dtype)
 
     def _map(self, function: Callable, tree: Tree) -> Tree:
         return jax.tree.map(

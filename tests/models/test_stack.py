@@ -13,6 +13,7 @@ from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.executor import make_loss_and_grad
 from sharding.pipeline.layout import cut
+from sharding.pipeline.parameters import Sharing
 from sharding.pipeline.schedule import make_schedule
 
 WIDTH, BATCH, MICROBATCHES = 8, 2, 4
@@ -99,7 +100,7 @@ def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, st
             "layers": jax.tree.map(lambda _: PartitionSpec("pipeline"), slots),
         }
         config = PipelineConfig(remat=remat)
-        run = make_loss_and_grad(parts, table, layouts, mesh, specs, config)
+        run = make_loss_and_grad(parts, table, layouts, Sharing(mesh=mesh, specs=specs), config)
         with jax.set_mesh(mesh):
             sums, grads = jax.jit(run)({"ends": params["ends"], "layers": slots}, batch)
         layers = {

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.zero import MemoryConfig, one_layer_at_a_time, split_over_data
+from sharding.zero import one_layer_at_a_time, split_over_data
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.pipeline.executor import WITHOUT_ZERO
-from sharding.zero import MemoryConfig, split_over_data
+from sharding.memory import MemoryConfig
+from sharding.zero import split_over_data
 
 WIDTH, BATCH = 8, 4
+NO_ZERO = MemoryConfig()
 
 
 class Net:
@@ -145,7 +146,7 @@ def specs_of(net: Net, params, mesh, zero: MemoryConfig):
     return split_over_data(net.specs(), params, of_layers, mesh)
 
 
-def place(net: Net, layouts, mesh, params, data, zero: MemoryConfig = WITHOUT_ZERO):
+def place(net: Net, layouts, mesh, params, data, zero: MemoryConfig = NO_ZERO):
     """Returns parameters in slots and the batch, laid out on the mesh."""
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
     slots = {

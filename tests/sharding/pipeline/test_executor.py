@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from sharding.audit import collectives, memory
+from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.executor import WITHOUT_ZERO, make_evaluate, make_loss_and_grad
+from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
 from sharding.pipeline.layout import cut
+from sharding.pipeline.parameters import Sharing
 from sharding.pipeline.schedule import forward_only, make_schedule
 from sharding.pipeline.table import Op, Schedule, verify
-from sharding.zero import MemoryConfig
 from tests.sharding.pipeline.nets import (
+    NO_ZERO,
     EncoderDecoder,
     Net,
     inputs,
@@ -40,7 +42,7 @@ def check(
     mesh,
     config: PipelineConfig,
     counts=(),
-    zero: MemoryConfig = WITHOUT_ZERO,
+    zero: MemoryConfig = NO_ZERO,
 ):
     """Compares sums and gradients, and the sums of evaluation, with plain differentiation."""
     params, data = inputs(net, table.num_microbatches)
@@ -48,10 +50,11 @@ def check(
     differentiate = jax.value_and_grad(lambda p: plain_sums(net, p, data), has_aux=True)
     (_, expected_sums), expected = differentiate(params)
     specs = specs_of(net, params, mesh, zero)
-    run = make_loss_and_grad(net, table, layouts, mesh, specs, config, zero)
+    sharing = Sharing(mesh=mesh, specs=specs, memory=zero)
+    run = make_loss_and_grad(net, table, layouts, sharing, config)
     shape = table.num_stages, table.num_microbatches, table.num_chunks
     forwards = forward_only(*shape, placement=table.placement)
-    evaluate = make_evaluate(net, forwards, layouts, mesh, specs, config, zero)
+    evaluate = make_evaluate(net, forwards, layouts, sharing, config)
     with jax.set_mesh(mesh):
         placed = place(net, layouts, mesh, params, data, zero)
         sums, grads = jax.jit(run)(*placed)
@@ -131,7 +134,7 @@ def compiled(
     table = make_schedule(schedule, mesh.shape["pipeline"], num_microbatches, chunks)
     layouts = cut(net.num_layers, table.placement)
     config = PipelineConfig(remat=remat)
-    run = make_loss_and_grad(net, table, layouts, mesh, net.specs(), config)
+    run = make_loss_and_grad(net, table, layouts, Sharing(mesh=mesh, specs=net.specs()), config)
     with jax.set_mesh(mesh):
         placed = place(net, layouts, mesh, params, data)
         return jax.jit(run).lower(*placed).compile(), mesh

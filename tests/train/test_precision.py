@@ -1,0 +1,196 @@
+"""Narrow dtypes: what they may change of a run, and what they must not."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.gpt2 import GPT2
+from sharding.pipeline.layout import Layout
+from tests.runs import CONFIG, TINY, losses, make_run, reference_losses
+from train.main import main
+from train.metrics import read_metrics
+from train.precision import LossScale, PrecisionConfig, rounded_at_random, to_bfloat16
+
+FLOAT16 = ("precision.compute=float16",)
+MESHES = {
+    "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+    "data=4, ZeRO 3": ("mesh.data=4", "memory.zero_stage=3"),
+}
+
+
+class Overflows(GPT2):
+    """Its activations leave float16's range in steps 7 and 12 of 16 examples each."""
+
+    def head(self, x_BTD, batch):
+        step = batch["index"] // 16 + 1 if "index" in batch else jnp.zeros(len(x_BTD), jnp.uint32)
+        factor = jnp.where(jnp.any((step == 7) | (step == 12)), 60000, 1).astype(x_BTD.dtype)
+        return super().head(x_BTD * factor * factor, batch)
+
+
+def test_rounding_goes_to_the_neighbours_and_loses_nothing_on_average():
+    step = 2.0**-7  # of bfloat16 between 1 and 2
+    x = jnp.full(100_000, 1 + step / 4, jnp.float32)
+    for sign in (1, -1):
+        rounded = np.asarray(to_bfloat16(sign * x, jax.random.key(0)), np.float64)
+        assert set(rounded) == {sign * 1.0, sign * (1 + step)}
+        # Five standard deviations of the mean of so many draws.
+        tolerance = 5 * step * np.sqrt(0.25 * 0.75 / len(x))
+        assert abs(rounded.mean() - sign * (1 + step / 4)) < tolerance
+    exact = jnp.array([0, -0.0, 1, -1.5, 3e38, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)
+    found = to_bfloat16(exact.astype(jnp.float32), jax.random.key(1))
+    bits = [np.asarray(x).view(np.uint16) for x in (found, exact)]
+    np.testing.assert_array_equal(bits[0], bits[1])
+
+
+def test_rounding_is_that_of_the_layer_wherever_it_lies():
+    layers = jax.random.normal(jax.random.key(0), (5, 7, 3))
+    plain = Layout(num_layers=5, chunks=(((0, 5),),))
+    uneven = Layout(num_layers=5, chunks=(((0, 2), (4, 1)), ((2, 2), (5, 0))))
+
+    def rounded(layout, step):
+        tree = {"decoder": layout.to_slots(layers), "table": layers}
+        like = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+        found = rounded_at_random(tree, like, {"decoder": layout}, 0, jnp.int32(step))
+        return layout.to_layers(found["decoder"]), found["table"]
+
+    for a, b in zip(rounded(plain, 3), rounded(uneven, 3), strict=True):
+        np.testing.assert_array_equal(a, b)
+    of_stack, of_table = rounded(plain, 3)
+    assert (of_stack != of_table).any() and (of_stack != rounded(plain, 4)[0]).any()
+
+
+def test_bfloat16_master_weights_learn_from_updates_too_small_for_them(
+    corpus_overrides, monkeypatch
+):
+    base = (*TINY, *corpus_overrides, "optimizer.learning_rate=3e-4", "model.dropout=0.0")
+    narrow = (*base, "precision.params=bfloat16")
+
+    def fall(overrides):
+        found = losses(*make_run(overrides), 60)
+        return found[0] - np.mean(found[-5:])
+
+    wide, at_random = fall(base), fall(narrow)
+    state = make_run(narrow)[0].state.abstract
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
+    moments = {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)}
+    assert moments == {jnp.dtype("float32"), jnp.dtype("int32")}
+    monkeypatch.setattr("train.precision.to_bfloat16", lambda x, key: x.astype(jnp.bfloat16))
+    to_nearest = fall(narrow)
+    assert at_random == pytest.approx(wide, rel=0.05)
+    assert to_nearest < 0.9 * wide
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+def test_narrow_computation_follows_the_wide_one(compute, corpus_overrides):
+    base = (*TINY, *corpus_overrides)
+    found = losses(*make_run((*base, f"precision.compute={compute}")), 8)
+    # Products rounded to 11 bits and to 8, and what Adam makes of that in its first steps.
+    tolerance = {"float16": 2e-4, "bfloat16": 2e-3}[compute]
+    np.testing.assert_allclose(found, reference_losses(base, 8), rtol=tolerance)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_float16_is_alike_on_every_mesh(mesh, corpus_overrides):
+    base = (*TINY, *corpus_overrides, *FLOAT16)
+    found = losses(*make_run((*base, *MESHES[mesh])), 10)
+    np.testing.assert_allclose(found, reference_losses(base, 10), rtol=2e-3)
+
+
+def arguments(workdir, overrides) -> list[str]:
+    flags = [f"--config.{override}" for override in overrides]
+    return [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
+
+
+def values(workdir, *names: str) -> list[tuple]:
+    lines = read_metrics(workdir / "metrics.jsonl")
+    return [tuple(line[name] for name in names) for line in lines if "loss" in line]
+
+
+def test_float16_survives_overflows_and_goes_on_alike_after_a_stop(corpus_overrides, tmp_path):
+    overrides = (
+        *(*TINY, *corpus_overrides, *FLOAT16, "model.name=tests.train.test_precision:Overflows"),
+        *("precision.loss_scale=1e7", "precision.loss_scale_window=4", "eval.every_steps=0"),
+        *("train.max_nonfinite_steps=3", "checkpoint.every_steps=9"),
+    )
+    assert main(arguments(tmp_path / "whole", overrides)) == 0
+    found = values(tmp_path / "whole", "step", "loss_scale", "num_skipped", "grad_norm")
+    scale = {step: value for step, value, *_ in found}
+    skipped = {step: value for step, _, value, _ in found}
+    # Twice in a row is the loss itself beyond float16's range, whatever the scale.
+    assert scale[8] == scale[7] / 2 and scale[13] == scale[12] / 2
+    assert skipped[7] == skipped[6] + 1 and skipped[12] == skipped[11] + 1
+    assert skipped[20] == sum(not np.isfinite(norm) for *_, norm in found)
+    assert scale[20] > scale[13]  # and it grows again
+    # A stop after step 9, between the two, and on.
+    first = (*overrides, "train.num_steps=20")
+    assert main([*arguments(tmp_path / "parts", first)]) == 0
+    for step in ("18", "20"):
+        directory = tmp_path / "parts" / "checkpoints" / step
+        for file in sorted(directory.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        directory.rmdir()
+    assert main([*arguments(tmp_path / "parts", first)]) == 0
+    names = ("step", "loss", "loss_scale", "num_skipped", "grad_norm")
+    np.testing.assert_array_equal(
+        values(tmp_path / "parts", *names), values(tmp_path / "whole", *names)
+    )
+
+
+def test_loss_scale_falls_waits_and_grows():
+    config = PrecisionConfig(
+        compute="float16",
+        params="float32",
+        loss_scale=8.0,
+        loss_scale_window=3,
+        loss_scale_hysteresis=2,
+        loss_scale_min=2.0,
+    )
+    scale, found = LossScale.initial(), []
+    for finite in "nnnnnyyynynyyyyyy":
+        scale = scale.after(jnp.bool_(finite == "y"), config)
+        found.append(float(scale.value(config)))
+    # Two that are not finite halve it, then each one does; a growth brings the patience back.
+    expected = [8, 4, 2, 2, 2, 2, 2, 4, 4, 4, 2, 2, 2, 4, 4, 4, 8]
+    assert found == expected
+    assert not LossScale.initial().can_fall(
+        PrecisionConfig(compute="float16", params="float32", loss_scale_window=0)
+    )
+
+
+def test_too_many_bad_steps_at_the_smallest_scale_end_the_run(corpus_overrides, tmp_path, capsys):
+    overrides = (
+        *(*TINY, *corpus_overrides, *FLOAT16, "train.max_nonfinite_steps=2"),
+        *("precision.loss_scale=1e30", "precision.loss_scale_window=0"),
+    )
+    assert main(arguments(tmp_path, overrides)) == 70
+    assert "of 2 steps in a row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_are_sent_in_the_dtype_of_choice(stage, corpus_overrides):
+    base = (*TINY, *corpus_overrides, "mesh.data=4", f"memory.zero_stage={stage}")
+    run, corpus = make_run((*base, "precision.reduce=bfloat16"))
+    found = losses(run, corpus, 10)
+    wide = reference_losses((*TINY, *corpus_overrides), 10)
+    assert found != wide
+    np.testing.assert_allclose(found, wide, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"compute": "float8"}, "precision.compute='float8' is unknown; choose bfloat16, float16"),
+        ({"params": "float16"}, "precision.params='float16' is unknown"),
+        ({"reduce": "int8"}, "choose None, bfloat16, float16, float32"),
+        ({"compute": "float64"}, "float64 must be chosen for both or for neither"),
+        ({"compute": "float16", "params": "bfloat16"}, "fewer digits than the computation"),
+        ({"loss_scale": 0.5}, "loss_scale_min=1.0 and precision.loss_scale=0.5 must be positive"),
+        ({"loss_scale_hysteresis": 0}, "loss_scale_hysteresis=0 must be at least 1"),
+    ],
+)
+def test_bad_values_are_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PrecisionConfig(**{"compute": "float32", "params": "float32", **fields})

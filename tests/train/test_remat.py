@@ -1,0 +1,134 @@
+"""What a block keeps for its backward, and where: the losses do not depend on it."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from tests.runs import FLOAT64, ROOT, TINY, losses, make_run, reference_losses
+from train.state import partition_specs_of
+from train.step import make_train_step
+
+NAMES = "qkv,attention,attention_out,mlp"
+LEVELS = {
+    "nothing": ("train.remat=full",),
+    "one": ("train.remat=attention_out",),
+    "some": ("train.remat=qkv,attention",),
+    "all names": (f"train.remat={NAMES}",),
+    "products": ("train.remat=dots",),
+    "everything": ("train.remat=none",),
+    "nothing, names on the host": ("train.remat=full", f"memory.offload_activations={NAMES}"),
+    "some, some on the host": ("train.remat=qkv", "memory.offload_activations=mlp"),
+    "everything, some on the host": ("train.remat=none", "memory.offload_activations=qkv,mlp"),
+}
+MESHES = {
+    "one device": ("pipeline.remat=none",),
+    "data=4, ZeRO 3": ("mesh.data=4", "memory.zero_stage=3"),
+    "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+    "2x2x2, nothing recomputed by the pipeline": (
+        *("mesh.pipeline=2", "mesh.data=2", "mesh.model=2", "pipeline.remat=none"),
+    ),
+    "zero bubble": ("mesh.pipeline=2", "pipeline.schedule=zero_bubble", "pipeline.remat=none"),
+}
+
+
+#: What CI runs; the rest is a campaign.
+CHOSEN = {
+    *((level, "2x2x2, nothing recomputed by the pipeline") for level in LEVELS),
+    *((level, "one device") for level in list(LEVELS)[-3:]),
+    ("some, some on the host", "data=4, ZeRO 3"),
+    ("nothing, names on the host", "zero bubble"),
+}
+
+
+def combinations():
+    for level in LEVELS:
+        for mesh in MESHES:
+            is_slow = (level, mesh) not in CHOSEN
+            yield pytest.param(level, mesh, marks=[pytest.mark.slow] * is_slow)
+
+
+@pytest.mark.parametrize(("level", "mesh"), list(combinations()))
+def test_losses_equal_one_device_that_keeps_everything(level, mesh, corpus_overrides):
+    with jax.enable_x64(True):
+        base = (*TINY, *corpus_overrides, *FLOAT64)
+        found = losses(*make_run((*base, *MESHES[mesh], *LEVELS[level])), 4)
+        # Rounding in float64 is 1e-16 a sum; a bug is far above.
+        np.testing.assert_allclose(found, reference_losses(base, 4), rtol=1e-9, atol=0)
+
+
+def buffers(run) -> dict[bool, set[tuple]]:
+    """Returns the shapes of all arrays that the step's loops carry, by whether on the host."""
+    step = make_train_step(
+        run.parts,
+        run.optimizer,
+        run.learning_rate,
+        run._step_config(),
+        run.mesh,
+        run.rules,
+        partition_specs_of(run.state.abstract.params),
+    )
+    with jax.set_mesh(run.mesh):
+        traced = jax.make_jaxpr(step)(run.state.abstract, run._abstract_batch("index"))
+    found: dict[bool, set[tuple]] = {True: set(), False: set()}
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scan":
+                for v in eqn.outvars[: eqn.params["num_carry"]]:
+                    found[v.aval.memory_space == jax.memory.Space.Host].add(v.aval.shape)
+            for inner in jaxprs_in_params(eqn.params):
+                visit(inner)
+
+    visit(traced.jaxpr)
+    return found
+
+
+def test_named_activations_lie_where_they_were_asked_to(corpus_overrides):
+    base = (*TINY, *corpus_overrides, "pipeline.remat=none", "train.remat=full")
+    # [slots of the buffer, layers, batch, sequence, mlp]; two microbatches of 8.
+    mlp, block_input = (1, 4, 8, 16, 128), (1, 4, 8, 16, 32)
+    plain = buffers(make_run(base)[0])
+    assert not plain[True] and mlp not in plain[False] and block_input in plain[False]
+    kept = buffers(make_run((*base, "train.remat=mlp"))[0])
+    assert not kept[True] and mlp in kept[False]
+    moved = buffers(make_run((*base, "memory.offload_activations=mlp"))[0])
+    assert moved[True] == {mlp} and mlp not in moved[False] and block_input in moved[False]
+
+
+def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
+    """As FLOPs of the compiled step, and the memory for it the other way round."""
+    base = (*TINY, *corpus_overrides, "pipeline.remat=none", "model.dropout=0.0")
+    found = []
+    for remat in ("full", "attention_out", "qkv,attention_out", NAMES):
+        run, _ = make_run((*base, f"train.remat={remat}"))
+        cost, memory = run.train_step.cost_analysis(), run.train_step.memory_analysis()
+        assert cost is not None and memory is not None
+        found.append((cost["flops"], memory.temp_size_in_bytes))
+    flops, num_bytes = zip(*found, strict=True)
+    assert list(flops) == sorted(flops, reverse=True) and len(set(flops)) == len(flops)
+    assert list(num_bytes) == sorted(num_bytes) and len(set(num_bytes)) == len(num_bytes)
+
+
+@pytest.mark.parametrize("config", ["gpt2", "opt", "llama", "bert", "t5"])
+def test_every_model_names_the_same_activations(config, corpus_overrides):
+    """By an error message, which lists them."""
+    file = str(ROOT / "configs" / f"{config}.py")
+    tiny = ["data.name=text", "data.tokenizer=bytes", *corpus_overrides]
+    tiny += ["data.objective=masked_lm"] * (config == "bert")
+    message = "names an activation 'keys'; choose some of the names that there are: "
+    with pytest.raises(ValueError, match=message + ", ".join(sorted(NAMES.split(",")))):
+        make_run((*tiny, "memory.offload_activations=keys"), file)
+
+
+def test_unknown_level_is_refused_with_levels_and_names(corpus_overrides):
+    message = (
+        "train.remat='mpl': no block of GPT2 names an activation 'mpl'; choose none, full, dots, "
+        "or some of the names that there are: attention, attention_out, mlp, qkv"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_run((*TINY, *corpus_overrides, "train.remat=mpl"))
+    with pytest.raises(ValueError, match="holds an empty name"):
+        make_run((*TINY, *corpus_overrides, "train.remat=mlp,"))
