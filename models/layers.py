@@ -6,6 +6,7 @@ computes in the dtype of its parameters, so precision is decided where parameter
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ class RMSNorm(nnx.Module):
         return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]).astype(x.dtype)
 
 
-def after(elementwise: Callable[[jax.Array], jax.Array], function: Callable, x: jax.Array):
+def after(elementwise: Callable, function: Callable, x: Any):
     """Returns `function(elementwise(x))`, of which the backward pass keeps `x` alone.
 
     It computes `elementwise` (a norm, an activation) again, which costs less than the memory
