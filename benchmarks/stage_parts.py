@@ -17,7 +17,7 @@ from benchmarks.step import random_batch
 from benchmarks.timing import NUM_WARM_UP_STEPS, Contender
 from sharding import audit
 from sharding.pipeline.layers import Layers
-from sharding.pipeline.parameters import Shards, Sharing
+from sharding.pipeline.parameters import Shards, Sharing, Way
 from sharding.pipeline.trees import add, wide, zeros
 from train.setup import Run
 
@@ -110,7 +110,9 @@ class StageParts:
         numbers = np.arange(num_layers)[None]
 
         def layers(params):
-            specs, once = (jax.tree.map(lambda _, v=v: v, params) for v in (PartitionSpec(), False))
+            specs, once = (
+                jax.tree.map(lambda _, v=v: v, params) for v in (PartitionSpec(), Way.ONCE)
+            )
             whole = Shards(specs, Sharing(mesh=self._run.mesh, specs={}), (), once)
             return Layers(block, params, whole, numbers, here, 1, splits=splits)
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.memory import MemoryConfig
+from sharding.memory import MemoryConfig, largest
 from sharding.rules import axes_of
 
 Tree = Any
@@ -68,13 +68,5 @@ def one_layer_at_a_time(params: Tree, config: MemoryConfig) -> Tree:
         `shard_parameters_fraction` of all bytes is reached.
     """
     leaves, structure = jax.tree.flatten(params)
-    left = config.shard_parameters_fraction * sum(map(_bytes, leaves))
-    chosen = [False] * len(leaves)
-    for i in sorted(range(len(leaves)), key=lambda i: -_bytes(leaves[i])):
-        if config.zero_stage == 3 and left > 0:
-            chosen[i], left = True, left - _bytes(leaves[i])
-    return jax.tree.unflatten(structure, chosen)
-
-
-def _bytes(leaf: Any) -> int:
-    return leaf.size * leaf.dtype.itemsize
+    fraction = config.shard_parameters_fraction if config.zero_stage == 3 else 0.0
+    return jax.tree.unflatten(structure, largest(leaves, fraction))

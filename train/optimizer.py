@@ -71,12 +71,15 @@ def decay_mask(params: Any) -> Any:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule
+    config: OptimizerConfig, schedule: optax.Schedule, *, clips: bool = True
 ) -> optax.GradientTransformation:
     """Returns clipping by global norm, then the optimizer.
 
     A name with a colon is the import path of a function `(config: OptimizerConfig, schedule) ->
     optax.GradientTransformation`.
+
+    Args:
+      clips: False leaves clipping to the caller; the optimizer's state looks the same.
 
     Raises:
       ValueError: the name stands for no optimizer.
@@ -102,5 +105,5 @@ def make_optimizer(
                 f"'package.module:function': {error}"
             ) from None
         optimizer = make(config, schedule)
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    return optax.chain(clip, optimizer)
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip if clips and config.clip_norm else optax.identity(), optimizer)

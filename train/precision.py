@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from sharding.pipeline.layout import Layout
 
 _ROUNDING_TAG = 0x5E0D
 
@@ -124,7 +123,7 @@ class LossScale:
 
 
 def rounded_at_random(
-    tree: Tree, like: Tree, layouts: Mapping[str, Layout], seed: int, step: jax.Array
+    tree: Tree, like: Tree, layers: Mapping[str, jax.Array], seed: int, step: jax.Array
 ) -> Tree:
     """Returns float32 parameters in the dtypes of `like`; on average bfloat16 loses nothing.
 
@@ -132,25 +131,23 @@ def rounded_at_random(
     the seed, the step, and the parameter's layer alone: the same on every mesh.
 
     Args:
-        tree: updated parameters.
-        layouts: stack -> the layers in the slots of its arrays; the tree's first keys are stacks.
+        tree: updated parameters, or some of them and None for the others.
+        layers: stack -> int32[slots], the numbers of the layers in the slots of its arrays.
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision" (2015), section 3.
     """
     base = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _ROUNDING_TAG), step)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    rounded = []
-    for i, ((path, x), target) in enumerate(zip(leaves, jax.tree.leaves(like), strict=True)):
-        key = jax.random.fold_in(base, i)
+
+    def rounded(path, x, target):
         if target.dtype != jnp.bfloat16:
-            rounded.append(x.astype(target.dtype))
-        elif path[0].key in layouts:
-            layers = jnp.asarray(layouts[path[0].key].layer_of_slot)
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, layers)
-            rounded.append(jax.vmap(to_bfloat16)(x, keys))
-        else:
-            rounded.append(to_bfloat16(x, key))
-    return jax.tree.unflatten(structure, rounded)
+            return x.astype(target.dtype)
+        key = jax.random.fold_in(base, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        if path[0].key not in layers:
+            return to_bfloat16(x, key)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, layers[path[0].key])
+        return jax.vmap(to_bfloat16)(x, keys)
+
+    return jax.tree_util.tree_map_with_path(rounded, tree, like)
 
 
 def to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -37,6 +37,7 @@ from train.config import RunConfig
 from train.optimizer import make_learning_rate, make_optimizer
 from train.state import StateLayout, partition_specs_of
 from train.step import StepConfig, make_eval_step, make_train_step
+from train.update import Update
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Run:
     model_config: Any  # the model's own dataclass, complete
     model: nnx.Module  # abstract
     parts: Parts
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation  # clips nothing: the step does
     learning_rate: optax.Schedule
     schedule: Schedule  # of the pipeline
     layouts: Mapping[str, Layout]  # of every stack
@@ -85,20 +86,31 @@ class Run:
     @cached_property
     def train_step(self) -> jax.stages.Compiled:
         """The compiled `train_step(state, batch)`; the state is donated."""
+        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.abstract)
+        step = self._train_step_function()
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))
+        with jax.set_mesh(self.mesh):
+            return jitted.lower(self.state.abstract, self._abstract_batch("index")).compile()
+
+    def _train_step_function(self) -> Callable:
         specs = partition_specs_of(self.state.abstract.params)
-        step = make_train_step(
-            self.parts,
+        update = Update(
             self.optimizer,
+            self.config.optimizer.clip_norm,
+            self.state.moved,
+            self.layouts,
+            self.mesh,
+            self.config.train.seed,
+        )
+        return make_train_step(
+            self.parts,
+            update,
             self.learning_rate,
             self._step_config(),
             self.mesh,
             self.rules,
             specs,
         )
-        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.abstract)
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))
-        with jax.set_mesh(self.mesh):
-            return jitted.lower(self.state.abstract, self._abstract_batch("index")).compile()
 
     @cached_property
     def eval_step(self) -> jax.stages.Compiled:
@@ -172,7 +184,13 @@ def prepare(
         return config.model_class(model_config, rngs=nnx.Rngs(config.train.seed))
 
     learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
-    optimizer = make_optimizer(config.optimizer, learning_rate)
+    optimizer = make_optimizer(config.optimizer, learning_rate, clips=False)
+    if config.memory.placement == "host" and config.optimizer.name != "adamw":
+        raise ValueError(
+            f"memory.placement=host updates one layer at a time, and optimizer.name="
+            f"{config.optimizer.name!r} may look at more than one element; set "
+            "optimizer.name=adamw, or memory.placement=device"
+        )
     model = nnx.eval_shape(build)
     if shares_vocab and not can_share_vocab(model):
         raise ValueError(
@@ -207,7 +225,7 @@ def prepare(
         config.precision,
         layouts,
         tracks_spikes=config.train.skip_spikes is not None,
-        zero_stage=config.memory.zero_stage,
+        memory=config.memory,
     )
     specs = partition_specs_of(state.abstract.params)
     name = type(model).__name__

@@ -15,12 +15,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.stack import logical_axes
 from sharding.logical import Rules
+from sharding.memory import HOST_KIND, MemoryConfig, largest, streamed
 from sharding.pipeline.layout import Layout
 from sharding.rules import partition_specs
 from sharding.zero import split_over_data
 from train.precision import LossScale, PrecisionConfig
 
 Tree = Any
+
+ON_DEVICE = MemoryConfig()
 
 #: Fields that came to be later: a checkpoint may lack them, or have them where none are wanted.
 MAY_LACK = ("num_nonfinite_in_a_row", "spikes", "loss_scale")
@@ -61,7 +64,12 @@ class StateLayout:
       precision: the master weights' dtype, and whether the state has a `loss_scale`.
       layouts: of every stack.
       tracks_spikes: whether the state has `spikes`; see train/step.py.
-      zero_stage: from 1 on all is split over `data` as well; see sharding/zero.py.
+      memory: what is split over `data` as well, and what lies in host memory.
+
+    Attributes:
+      abstract: ShapeDtypeStructs with shardings of the state as the step takes it.
+      portable: the same as a checkpoint holds it.
+      moved: a bool per parameter: its master weights or its optimizer state lie in host memory.
 
     Raises:
       ValueError: a parameter that the mesh cannot lay out (see sharding/rules.py), or an optimizer
@@ -78,7 +86,7 @@ class StateLayout:
         layouts: Mapping[str, Layout],
         *,
         tracks_spikes: bool = False,
-        zero_stage: int = 0,
+        memory: MemoryConfig = ON_DEVICE,
     ):
         self._build, self._optimizer, self._mesh = build, optimizer, mesh
         self._precision, self._layouts = precision, layouts
@@ -93,11 +101,12 @@ class StateLayout:
         self._check_optimizer(layers, layout_of_param)
         slots = jax.eval_shape(self._to_slots, layers)
         specs = partition_specs(slots.params, logical_axes(nnx.eval_shape(build)), rules, mesh)
-        if zero_stage:
+        if memory.zero_stage:
             of_layers = jax.tree_util.tree_map_with_path(
                 lambda path, _: path[0].key in layouts, slots.params
             )
             specs = split_over_data(specs, slots.params, of_layers, mesh)
+        kinds, self.moved = self._memory_kinds(slots, specs, memory)
         specs = self._per_leaf(
             slots,
             lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),
@@ -106,8 +115,8 @@ class StateLayout:
             specs,
         )
         portable = jax.tree.map(self._portable_spec, layers, specs, self._layout_of)
-        self.abstract: TrainState = jax.tree.map(self._on_mesh, slots, specs)
-        self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable)
+        self.abstract: TrainState = jax.tree.map(self._on_mesh, slots, specs, kinds)
+        self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable, kinds)
 
     def initial(self, params: Tree | None = None) -> TrainState:
         """Returns the initial state, each shard made on its own device: equal bits on any mesh.
@@ -135,8 +144,9 @@ class StateLayout:
         def convert(leaf, layout, target):
             if layout.is_plain:
                 return leaf
-            layers = _converter(layout.to_layers, target.sharding)(leaf)
-            return jax.device_put(layers, target.sharding.with_memory_kind("pinned_host"))
+            leaf = jax.device_put(leaf, _in_device_memory(leaf.sharding))
+            layers = _converter(layout.to_layers, _in_device_memory(target.sharding))(leaf)
+            return jax.device_put(layers, target.sharding.with_memory_kind(HOST_KIND))
 
         return jax.tree.map(convert, state, self._layout_of, self.portable)
 
@@ -153,10 +163,10 @@ class StateLayout:
         def convert(leaf, layout, here, target):
             if layout.is_plain:
                 return leaf
-            layers = jax.device_put(leaf, here.sharding)  # it may lie on the host
-            slots = _converter(layout.to_slots, target.sharding)(layers)
+            layers = jax.device_put(leaf, _in_device_memory(here.sharding))
+            slots = _converter(layout.to_slots, _in_device_memory(target.sharding))(layers)
             leaf.delete()
-            return slots
+            return jax.device_put(slots, target.sharding)
 
         return jax.tree.map(convert, state, self._layout_of, self.portable, self.abstract)
 
@@ -240,9 +250,40 @@ class StateLayout:
                 break
         return PartitionSpec(*(part or None for part in parts))
 
-    def _on_mesh(self, leaf, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self._mesh, spec)
+    def _memory_kinds(
+        self, slots: TrainState, specs: Tree, memory: MemoryConfig
+    ) -> tuple[TrainState, Tree]:
+        """Returns each leaf's memory kind ("": the device's own), and `moved`.
+
+        Args:
+          specs: of the parameters.
+        """
+        leaves, structure = jax.tree.flatten(slots.params)
+        offloaded = structure.unflatten(largest(leaves, memory.optimizer_fraction))
+        streams = dict.fromkeys(slots.params)
+        for name, params in slots.params.items():
+            is_stack = name in self._layouts
+            fits = streamed(params, specs[name], self._mesh, memory) if is_stack else None
+            streams[name] = fits or jax.tree.map(lambda _: False, params)
+        if memory.offload_parameters_fraction and not any(jax.tree.leaves(streams)):
+            sizes = " × ".join(f"mesh.{axis}={self._mesh.shape[axis]}" for axis in ("data", "fsdp"))
+            raise ValueError(
+                f"memory.offload_parameters_fraction={memory.offload_parameters_fraction}: on "
+                f"{sizes} no parameter of a stack can be read from the host one layer at a time, "
+                "as replicas hold each alike; set memory.zero_stage=3"
+            )
+        moved = jax.tree.map(lambda a, b: a or b, offloaded, streams)
+        kind = lambda on_host: HOST_KIND if on_host else ""  # noqa: E731
+        kinds = self._per_leaf(slots, lambda _, on_host: kind(on_host), lambda _: "", offloaded)
+        return dataclasses.replace(kinds, params=jax.tree.map(kind, moved)), moved
+
+    def _on_mesh(self, leaf, spec: PartitionSpec, kind: str) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self._mesh, spec, memory_kind=kind or None)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _in_device_memory(sharding: Any) -> NamedSharding:
+    return NamedSharding(sharding.mesh, sharding.spec)
 
 
 @functools.cache

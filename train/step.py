@@ -16,8 +16,9 @@ from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.parameters import Sharing
 from sharding.pipeline.schedule import Schedule, forward_only
-from train.precision import PrecisionConfig, rounded_at_random
+from train.precision import PrecisionConfig
 from train.state import Spikes, TrainState
+from train.update import Judgement, Update
 
 #: Of the mean gradient norm, an accepted step: it forgets in some 100 of them.
 SPIKE_MEAN_DECAY = 0.99
@@ -47,7 +48,7 @@ class StepConfig:
 
 def make_train_step(
     parts: Parts,
-    optimizer: optax.GradientTransformation,
+    update: Update,
     learning_rate: optax.Schedule,
     config: StepConfig,
     mesh: jax.sharding.Mesh,
@@ -83,17 +84,16 @@ def make_train_step(
             batch = _with_scaled_weights(batch, state.loss_scale.value(config.precision))
         microbatches = _to_microbatches(_with_dropout_keys(batch, config.seed), config)
         with axis_rules(rules):
-            params = parts.split(_cast(state.params, config.precision.compute))
-            sums, grads = loss_and_grad(params, microbatches)
+            sums, grads = loss_and_grad(parts.split(state.params), microbatches)
         weight = sums.pop("weight")
         weight = jnp.where(weight > 0, weight, 1)
-        grads = jax.tree.map(lambda g: g / weight, parts.join(grads))
+        grads = parts.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
-        metrics["grad_norm"] = optax.tree.norm(grads)
+        metrics["grad_norm"] = update.norm(grads, weight)
         metrics["learning_rate"] = learning_rate(state.step - state.num_skipped)
         if state.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.value(config.precision)
-        state = _update(state, grads, metrics, optimizer, config)
+        state = _next(state, grads, weight, metrics, update, config)
         metrics["num_skipped"] = state.num_skipped
         metrics["num_nonfinite_in_a_row"] = state.num_nonfinite_in_a_row
         return state, metrics
@@ -121,19 +121,24 @@ def make_eval_step(
 
     def eval_step(params: Tree, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules):
-            params = parts.split(_cast(params, config.precision.compute))
-            return evaluate(params, _to_microbatches(_with_even_weights(batch), config))
+            microbatches = _to_microbatches(_with_even_weights(batch), config)
+            return evaluate(parts.split(params), microbatches)
 
     return eval_step
 
 
 def _sharing(specs: Tree, mesh: jax.sharding.Mesh, config: StepConfig) -> Sharing:
-    reduce_dtype = config.precision.reduce
-    return Sharing(mesh=mesh, specs=specs, memory=config.memory, reduce_dtype=reduce_dtype)
+    return Sharing(
+        mesh=mesh,
+        specs=specs,
+        memory=config.memory,
+        compute_dtype=config.precision.compute,
+        reduce_dtype=config.precision.reduce,
+    )
 
 
-def _update(
-    state: TrainState, grads: Tree, metrics: dict, optimizer, config: StepConfig
+def _next(
+    state: TrainState, grads: Tree, weight: jax.Array, metrics: dict, update: Update, config
 ) -> TrainState:
     finite = accepted = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
     spikes, loss_scale, is_bad = state.spikes, state.loss_scale, ~finite
@@ -144,21 +149,16 @@ def _update(
         is_bad &= ~loss_scale.can_fall(config.precision)  # else the scale was too large, no more
         loss_scale = loss_scale.after(finite, config.precision)
     in_a_row = state.num_nonfinite_in_a_row + jnp.where(is_bad, 1, 0)
-    wide = jax.tree.map(lambda p, g: p.astype(g.dtype), state.params, grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, wide)
-    params = rounded_at_random(
-        optax.apply_updates(wide, updates), state.params, config.layouts, config.seed, state.step
+    judgement = Judgement(
+        step=state.step, weight=weight, norm=metrics["grad_norm"], accepted=accepted
     )
-
-    def keep(new, old):
-        return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, old)
-
+    params, opt_state = update(state.params, state.opt_state, grads, judgement)
     return TrainState(
         step=state.step + 1,
         num_skipped=state.num_skipped + jnp.where(accepted, 0, 1),
         num_nonfinite_in_a_row=jnp.where(accepted, 0, in_a_row),
-        params=keep(params, state.params),
-        opt_state=keep(opt_state, state.opt_state),
+        params=params,
+        opt_state=opt_state,
         spikes=spikes,
         loss_scale=loss_scale,
     )
@@ -220,7 +220,3 @@ def _to_microbatches(batch: Batch, config: StepConfig) -> Batch:
         return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
 
     return {name: cut(array) for name, array in batch.items()}
-
-
-def _cast(params: Tree, dtype: str) -> Tree:
-    return jax.tree.map(lambda x: x.astype(dtype), params)

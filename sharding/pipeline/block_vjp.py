@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
+from sharding.memory import HOST
 from sharding.pipeline.min_cut import cheapest_cut
 
 Tree = Any
@@ -59,7 +60,7 @@ class BlockVJP:
         self._saved = [v for v in _variables(self._residuals) if v in kept]
         self.saved = [_shape(v) for v in self._saved]  # of what `forward` saves
         #: Which of these lie in host memory.
-        self.saved_on_host = [v.aval.memory_space == jax.memory.Space.Host for v in self._saved]
+        self.saved_on_host = [v.aval.memory_space == HOST for v in self._saved]
 
     def forward(self, params: Tree, x: Tree, side: Tree) -> tuple[Tree, list[jax.Array]]:
         """Returns (y, what is saved)."""

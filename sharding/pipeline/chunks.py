@@ -42,9 +42,9 @@ class Chunks:
         self._before = {name: _alone(name, function) for name, function in before.items()}
         self._ends, self._x, self._splits = ends, x, splits
 
-    def gradient_shapes(self) -> dict[str, Tree]:
-        """Returns, per stack, the shapes of its layers' gradients on this device."""
-        return {name: layers.gradient_shapes() for name, layers in self._layers.items()}
+    def no_gradients(self) -> dict[str, Tree]:
+        """Returns, per stack, zeros of its layers' gradients on this device."""
+        return {name: layers.no_gradients() for name, layers in self._layers.items()}
 
     def kept(self, depths: Mapping[str, int]) -> Kept:
         """Returns empty buffers of these depths for what the backward reads."""

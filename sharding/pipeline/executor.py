@@ -185,11 +185,11 @@ class _Stage:
         return {"sums": zeros(self.sums), "input": self._buffer("input")}
 
     def training_carry(self) -> dict[str, Tree]:
-        grads = {"ends": wide(self.ends.params), "layers": self.chunks.gradient_shapes()}
+        grads = {"ends": zeros(wide(self.ends.params)), "layers": self.chunks.no_gradients()}
         names = ("input", "cotangent", "head_input")
         return {
             "sums": zeros(self.sums),
-            "grads": zeros(grads),
+            "grads": grads,
             "kept": self.chunks.kept(self.plan.depths),
             **{name: self._buffer(name) for name in names if name in self.plan.depths},
         }

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sharding.memory import HOST, is_on_host, to_device, to_where
 from sharding.pipeline.block_vjp import BlockVJP
 from sharding.pipeline.parameters import Shards
-from sharding.pipeline.trees import wide
+from sharding.pipeline.trees import wide, zeros
 
 Tree = Any
 Buffers = dict[str, list[jax.Array]]
@@ -61,10 +62,10 @@ class Layers:
         """The numbers of the saved arrays that weight gradients read."""
         return self._vjp.saved_for_weights if self._splits else []
 
-    def gradient_shapes(self) -> Tree:
-        """Returns ShapeDtypeStructs of the layers' gradients, in float32 or wider."""
+    def no_gradients(self) -> Tree:
+        """Returns zeros of the layers' gradients, in float32 or wider, where the parameters lie."""
         gradients = jax.eval_shape(lambda: self._shards.scattered(self._layer(jnp.int32(0))))
-        return wide(gradients, len(self._numbers))
+        return jax.tree.map(to_where, zeros(wide(gradients, len(self._numbers))), self._params)
 
     def buffers(self, depths: Mapping[str, int]) -> Buffers:
         """Returns empty buffers of these depths: of `saved`, `for_weights` and `handed`."""
@@ -73,7 +74,7 @@ class Layers:
 
         def empty(shape: jax.ShapeDtypeStruct, on_host: bool, depth: int) -> jax.Array:
             buffer = jnp.zeros((depth, self._depth, *shape.shape), shape.dtype)
-            return jax.device_put(buffer, jax.memory.Space.Host) if on_host else buffer
+            return jax.device_put(buffer, HOST) if on_host else buffer
 
         return {
             name: [empty(shape, on_host, depths[name]) for shape, on_host in wanted[name]]
@@ -163,11 +164,8 @@ class Layers:
         wide = [value if value is None else value.astype(g.dtype) for g, value in pairs]
         scattered = self._shards.scattered(jax.tree.unflatten(structure, wide))
         values = structure.flatten_up_to(scattered)
-        added = [
-            g if value is None else g.at[slot].add(value)
-            for g, value in zip(leaves, values, strict=True)
-        ]
-        return jax.tree.unflatten(structure, added)
+        pairs = zip(leaves, values, strict=True)
+        return jax.tree.unflatten(structure, [_added(g, slot, value) for g, value in pairs])
 
     def _parted(self, saved: Sequence) -> dict[str, list]:
         """Returns what is saved, by the buffer that it goes to."""
@@ -193,6 +191,17 @@ class Layers:
 
         steps = jnp.arange(self._depth, dtype=jnp.int32)
         return jax.lax.scan(step, carry, steps, reverse=reverse)[0]
+
+
+def _added(g: jax.Array, slot: jax.Array, value: jax.Array | None) -> jax.Array:
+    """Returns `g`, on the device or the host, with a value added in a slot."""
+    if value is None:
+        return g
+    if not is_on_host(g):
+        return g.at[slot].add(value)
+    before = jax.lax.dynamic_index_in_dim(g, slot, keepdims=False)
+    after = to_where(to_device(before) + value, g)
+    return jax.lax.dynamic_update_index_in_dim(g, after, slot, 0)
 
 
 def _write(buffers: Sequence[jax.Array], slot, i, values: Sequence[jax.Array]) -> list[jax.Array]:

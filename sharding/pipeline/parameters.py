@@ -6,14 +6,16 @@ together before use, once a step or one layer at a time, and gradients are summe
 """
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from sharding.collectives import psum
-from sharding.memory import MemoryConfig
+from sharding.memory import MemoryConfig, is_on_host, streamed, to_device
 from sharding.rules import axes_of
 from sharding.zero import one_layer_at_a_time
 
@@ -25,6 +27,14 @@ REPLICA_AXES = ("data", "fsdp")
 Tree = Any
 
 
+class Way(enum.IntEnum):
+    """How a parameter comes to be whole on the device."""
+
+    ONCE = 0  # once a step
+    BY_LAYER = 1  # one layer at a time; a stack's alone
+    STREAMED = 2  # likewise, and parts of the others wait in host memory, their gradients too
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
     """How a run's parameters lie on its mesh, and what is sent of them."""
@@ -34,11 +44,12 @@ class Sharing:
     # `layers` has its dim of slots first, split over `pipeline`.
     specs: dict[str, Tree]
     memory: MemoryConfig = MemoryConfig()  # what replicas share out, which `specs` show already
+    compute_dtype: str | None = None  # of parameters as the model gets them; None: their own
     reduce_dtype: str | None = None  # that gradients are summed in over devices; None: their own
 
     def of_ends(self) -> "Shards":
         """Returns the ways of what is outside the stacks, gone once a step."""
-        once = jax.tree.map(lambda _: False, self.specs["ends"], is_leaf=is_spec)
+        once = jax.tree.map(lambda _: Way.ONCE, self.specs["ends"], is_leaf=is_spec)
         return Shards(self.specs["ends"], self, ("pipeline",), once)
 
     def of_stack(self, name: str, params: Tree) -> "Shards":
@@ -47,8 +58,13 @@ class Sharing:
         Args:
           params: arrays or ShapeDtypeStructs of the stack.
         """
-        by_layer = one_layer_at_a_time(params, self.memory)
-        return Shards(self.specs["layers"][name], self, (), by_layer)
+        specs = self.specs["layers"][name]
+        ways = jax.tree.map(
+            lambda by_layer, streams: Way.STREAMED if streams else Way(by_layer),
+            one_layer_at_a_time(params, self.memory),
+            streamed(params, specs, self.mesh, self.memory),
+        )
+        return Shards(specs, self, (), ways, has_slots=True)
 
 
 def check_specs(sharing: Sharing, *, shares_ends: bool) -> None:
@@ -112,32 +128,58 @@ class Shards:
       sharing: of the run. With `zero_stage=1` sums over `data` are whole on every device before
         each takes its part.
       axes: over which gradients are summed, beside those of REPLICA_AXES.
-      of_layers: the parameters whose ways are gone one layer at a time, without the leading dim of
-        slots that `specs` name; a bool per parameter. The others go once a step.
+      ways: a Way per parameter. Layers are without the leading dim of slots that `specs` name.
+      has_slots: whether that dim is there.
     """
 
-    def __init__(self, specs: Tree, sharing: Sharing, axes: tuple[str, ...], of_layers: Tree):
+    def __init__(
+        self,
+        specs: Tree,
+        sharing: Sharing,
+        axes: tuple[str, ...],
+        ways: Tree,
+        *,
+        has_slots: bool = False,
+    ):
         self._specs, self._mesh, self._axes = specs, sharing.mesh, axes
-        self._of_layers, self._slices = of_layers, sharing.memory.zero_stage == 1
-        self._dtype = sharing.reduce_dtype
+        self._ways, self._has_slots = ways, has_slots
+        self._slices = sharing.memory.zero_stage == 1
+        self._compute_dtype, self._reduce_dtype = sharing.compute_dtype, sharing.reduce_dtype
 
     def together(self, params: Tree) -> Tree:
-        """Returns the parameters whole, but for those that are put together layer by layer."""
-        return self._map(
-            lambda x, spec, of_layers: x if of_layers else self._gathered(x, spec, 0), params
-        )
+        """Returns the parameters whole and on the device, but for those that go layer by layer."""
+
+        def together(x, spec, way):
+            if way == Way.STREAMED or way == Way.BY_LAYER and not is_on_host(x):
+                return x
+            gathered = lambda x: x if way else self._gathered(x, spec, 0)  # noqa: E731
+            if not (is_on_host(x) and self._has_slots):
+                return gathered(self._ready(x))
+            # Slot by slot, as the device may have no room for all in the master's dtype.
+            at = lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)  # noqa: E731
+            slots = jnp.arange(len(x), dtype=jnp.int32)
+            return gathered(jax.lax.map(lambda i: self._ready(at(i)), slots))
+
+        return self._map(together, params)
 
     def layer(self, params: Tree) -> Tree:
         """Returns one layer's parameters whole, from what `together` gave of it."""
-        return self._map(
-            lambda x, spec, of_layers: self._gathered(x, spec, 1) if of_layers else x, params
-        )
+
+        def layer(x, spec, way):
+            return self._gathered(self._ready(x), spec, 1) if way else x
+
+        return self._map(layer, params)
+
+    def _ready(self, x: jax.Array) -> jax.Array:
+        """Returns a part of a parameter on the device, in the dtype that the model computes in."""
+        x = to_device(x)
+        return x if self._compute_dtype is None else x.astype(self._compute_dtype)
 
     def scattered(self, grads: Tree) -> Tree:
         """Returns one layer's gradients as `reduced` takes them; None stays None."""
 
-        def scattered(grad, spec, of_layers):
-            if grad is None or not of_layers or not self._dims(spec):
+        def scattered(grad, spec, way):
+            if grad is None or not way or not self._dims(spec):
                 return grad
             return self._scattered(self._to_send(grad), spec, 1).astype(grad.dtype)
 
@@ -149,22 +191,22 @@ class Shards:
         A gradient is not summed over axes that split its parameter otherwise than by replica.
         """
 
-        def reduced(grad, spec, of_layers):
+        def reduced(grad, spec, way):
             over = {*self._axes, *REPLICA_AXES} - axes_of(spec)
             axes = [a for a in MANUAL_AXES if a in over and self._mesh.shape[a] > 1]
-            narrow = self._to_send(grad) if axes or self._dims(spec) else grad
-            narrow = narrow if of_layers else self._scattered(narrow, spec, 0)
+            if not axes and (way or not self._dims(spec)):
+                return grad
+            narrow = self._to_send(grad)
+            narrow = narrow if way else self._scattered(narrow, spec, 0)
             return psum(narrow, tuple(axes)).astype(grad.dtype)
 
         return self._map(reduced, grads)
 
     def _to_send(self, grad: jax.Array) -> jax.Array:
-        return grad if self._dtype is None else grad.astype(self._dtype)
+        return grad if self._reduce_dtype is None else grad.astype(self._reduce_dtype)
 
     def _map(self, function: Callable, tree: Tree) -> Tree:
-        return jax.tree.map(
-            function, tree, self._specs, self._of_layers, is_leaf=lambda x: x is None
-        )
+        return jax.tree.map(function, tree, self._specs, self._ways, is_leaf=lambda x: x is None)
 
     def _gathered(self, x: jax.Array, spec: PartitionSpec, skip: int) -> jax.Array:
         def gathered(x: jax.Array) -> jax.Array:

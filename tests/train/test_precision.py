@@ -53,7 +53,8 @@ def test_rounding_is_that_of_the_layer_wherever_it_lies():
     def rounded(layout, step):
         tree = {"decoder": layout.to_slots(layers), "table": layers}
         like = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
-        found = rounded_at_random(tree, like, {"decoder": layout}, 0, jnp.int32(step))
+        numbers = {"decoder": jnp.asarray(layout.layer_of_slot)}
+        found = rounded_at_random(tree, like, numbers, 0, jnp.int32(step))
         return layout.to_layers(found["decoder"]), found["table"]
 
     for a, b in zip(rounded(plain, 3), rounded(uneven, 3), strict=True):

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from sharding.memory import HOST
 from tests.runs import FLOAT64, ROOT, TINY, losses, make_run, reference_losses
-from train.state import partition_specs_of
-from train.step import make_train_step
 
 NAMES = "qkv,attention,attention_out,mlp"
 LEVELS = {
@@ -59,30 +58,26 @@ def test_losses_equal_one_device_that_keeps_everything(level, mesh, corpus_overr
         np.testing.assert_allclose(found, reference_losses(base, 4), rtol=1e-9, atol=0)
 
 
+def traced_step(run):
+    """The closed jaxpr of the training step."""
+    with jax.set_mesh(run.mesh):
+        batch = run._abstract_batch("index")
+        return jax.make_jaxpr(run._train_step_function())(run.state.abstract, batch)
+
+
 def buffers(run) -> dict[bool, set[tuple]]:
     """Returns the shapes of all arrays that the step's loops carry, by whether on the host."""
-    step = make_train_step(
-        run.parts,
-        run.optimizer,
-        run.learning_rate,
-        run._step_config(),
-        run.mesh,
-        run.rules,
-        partition_specs_of(run.state.abstract.params),
-    )
-    with jax.set_mesh(run.mesh):
-        traced = jax.make_jaxpr(step)(run.state.abstract, run._abstract_batch("index"))
     found: dict[bool, set[tuple]] = {True: set(), False: set()}
 
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "scan":
                 for v in eqn.outvars[: eqn.params["num_carry"]]:
-                    found[v.aval.memory_space == jax.memory.Space.Host].add(v.aval.shape)
+                    found[v.aval.memory_space == HOST].add(v.aval.shape)
             for inner in jaxprs_in_params(eqn.params):
                 visit(inner)
 
-    visit(traced.jaxpr)
+    visit(traced_step(run).jaxpr)
     return found
 
 
