@@ -8,8 +8,16 @@ from tests.train import models_on_meshes as measured
 TOLERANCE = 1e-9
 
 
-@pytest.mark.parametrize("mesh", measured.MESHES)
-@pytest.mark.parametrize("model", measured.MODELS)
+def combinations():
+    """All of them; what CI runs is every model on 2×2×2 and on one other mesh, in turns."""
+    others = [mesh for mesh in measured.MESHES if mesh != "2×2×2"]
+    for i, model in enumerate(measured.MODELS):
+        for mesh in measured.MESHES:
+            is_chosen = mesh in ("2×2×2", others[i % len(others)])
+            yield pytest.param(model, mesh, marks=[] if is_chosen else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("model", "mesh"), list(combinations()))
 def test_losses_equal_those_of_one_device(model, mesh):
     assert measured.deviation(model, mesh) <= TOLERANCE
 
