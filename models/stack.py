@@ -45,7 +45,7 @@ REMAT_POLICIES: dict[str, Callable] = {
 #: What the step itself measures; see train/step.py.
 RESERVED_METRICS = {
     *("loss", "weight", "grad_norm", "learning_rate", "loss_scale"),
-    *("num_skipped", "num_nonfinite_in_a_row"),
+    *("num_skipped", "num_nonfinite_in_a_row", "num_stuck_in_a_row"),
 }
 
 

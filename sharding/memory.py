@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.rules import axes_of
 
@@ -42,7 +43,7 @@ class MemoryConfig:
 
     def __post_init__(self):
         names = self.offload_activations
-        names = (names,) if isinstance(names, str) else tuple(names)
+        names = tuple(names.split(",")) if isinstance(names, str) else tuple(names)
         object.__setattr__(self, "offload_activations", names)
         if self.zero_stage not in ZERO_STAGES:
             raise ValueError(f"memory.zero_stage={self.zero_stage} is unknown; choose 0, 1, 2 or 3")
@@ -114,6 +115,22 @@ def is_on_host(x: jax.Array) -> bool:
 def to_device(x: jax.Array) -> jax.Array:
     """Returns an array of a traced function in device memory."""
     return jax.device_put(x, DEVICE) if is_on_host(x) else x
+
+
+def zeros_on_host(shape: tuple[int, ...], dtype: Any, *, depth: int = 1) -> jax.Array:
+    """Returns zeros in host memory, within a traced function.
+
+    They come from the device in pieces of the dims that follow the first `depth` ones.
+    """
+    if depth == 0:
+        return jax.device_put(jnp.zeros(shape, dtype), HOST)
+    piece = lambda _: zeros_on_host(shape[1:], dtype, depth=depth - 1)  # noqa: E731
+    return jax.lax.map(piece, jnp.arange(shape[0], dtype=jnp.int32))
+
+
+def in_device_memory(sharding: Any) -> NamedSharding:
+    """Returns a NamedSharding with the device's own memory kind."""
+    return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def to_where(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ class Patience:
 
     def __init__(self, config: TrainConfig, workdir: Path):
         self._config, self._workdir = config, workdir
-        self._asked: tuple[int, Mapping[str, np.ndarray], jax.Array] | None = None
+        self._asked: tuple[int, Mapping[str, np.ndarray], jax.Array, jax.Array] | None = None
         self._num_rollbacks = 0
         self._row_start: int | None = None  # of the bad steps that the last one ends
 
@@ -52,16 +52,19 @@ class Patience:
         Raises:
             Diverged: patience ended, and the config or MAX_ROLLBACKS says to stop.
         """
-        asked, self._asked = self._asked, (step, rows, metrics["num_nonfinite_in_a_row"])
+        count = metrics["num_nonfinite_in_a_row"]
+        # In float16 those that made the loss scale smaller say no more than that it was too large.
+        stuck = metrics.get("num_stuck_in_a_row", count)
+        asked, self._asked = self._asked, (step, rows, count, stuck)
         if asked is None or not self._config.max_nonfinite_steps:
             return None
-        bad_step, bad_rows, count = asked
+        bad_step, bad_rows, count, stuck = asked
         num_bad = int(count)
         if num_bad == 0:
             self._row_start = None
         elif self._row_start is None:
             self._row_start = bad_step - num_bad + 1
-        if self._row_start is None or num_bad < self._config.max_nonfinite_steps:
+        if self._row_start is None or int(stuck) < self._config.max_nonfinite_steps:
             return None
         # Spikes that are skipped within the row are in it, and not in the count.
         first, self._row_start, self._asked = self._row_start, None, None

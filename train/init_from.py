@@ -11,6 +11,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from convert.source import Source, load_params
+from sharding.memory import in_device_memory
 from train.setup import Run
 
 #: Keys of `model` that the run decides, whatever the checkpoint was trained with.
@@ -100,7 +101,8 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
         order = _order(labels, source)
         for path in params.keys() & {(_OF_A_TASK, "kernel"), (_OF_A_TASK, "bias")}:
             sharding = wanted[path].sharding
-            params[path] = jax.device_put(params[path][..., order], sharding)
+            leaf = jax.device_put(params[path], in_device_memory(sharding))
+            params[path] = jax.device_put(leaf[..., order], sharding)
     return nnx.traversals.unflatten_mapping(params)
 
 

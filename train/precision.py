@@ -47,6 +47,12 @@ class PrecisionConfig:
         both = f"precision.compute={self.compute!r} and precision.params={self.params!r}"
         if (self.compute == "float64") != (self.params == "float64"):
             raise ValueError(f"{both}: float64 must be chosen for both or for neither")
+        if self.reduce == "float16" != self.compute:
+            raise ValueError(
+                f"precision.reduce='float16' and precision.compute={self.compute!r}: sums over "
+                "tokens leave the range of float16 unless their loss is scaled, as it is for "
+                "compute='float16'; set precision.reduce=bfloat16"
+            )
         if (self.compute, self.params) == ("float16", "bfloat16"):
             raise ValueError(
                 f"{both}: bfloat16 has fewer digits than the computation; set "
@@ -82,18 +88,21 @@ class LossScale:
     those of DeepSpeed's `fp16` section.
     """
 
-    exponent: Any  # int32[], how often it was doubled, less how often it was halved
+    scale: Any  # float32[]; 0 before it first changes
     num_finite: Any  # int32[], steps since the last change, or since one that was not finite
     num_tolerated: Any  # int32[], steps that were not finite and did not halve it (hysteresis)
+    num_stuck: Any  # int32[], steps in a row that were not finite and could not halve it
 
     @classmethod
     def initial(cls) -> "LossScale":
         zero = jnp.zeros((), jnp.int32)
-        return cls(exponent=zero, num_finite=zero, num_tolerated=zero)
+        scale = jnp.zeros((), jnp.float32)
+        return cls(scale=scale, num_finite=zero, num_tolerated=zero, num_stuck=zero)
 
     def value(self, config: PrecisionConfig) -> jax.Array:
         """Returns the scale, float32[]."""
-        return config.loss_scale * jnp.exp2(self.exponent.astype(jnp.float32))
+        is_at_start = (self.scale == 0) | (config.loss_scale_window == 0)
+        return jnp.where(is_at_start, jnp.float32(config.loss_scale), self.scale)
 
     def can_fall(self, config: PrecisionConfig) -> jax.Array:
         """Returns, bool[], whether a step that is not finite says no more than to halve it."""
@@ -106,19 +115,23 @@ class LossScale:
         Args:
             finite: bool[], whether the step's loss and gradients were.
         """
+        is_stuck = ~finite & ~self.can_fall(config)
+        num_stuck = jnp.where(finite, 0, self.num_stuck + is_stuck)
         if config.loss_scale_window == 0:
-            return self
+            return dataclasses.replace(self, num_stuck=num_stuck)
         num_finite = jnp.where(finite, self.num_finite + 1, 0)
-        grows = num_finite == config.loss_scale_window
+        grows = num_finite >= config.loss_scale_window
         num_tolerated = self.num_tolerated + jnp.where(finite, 0, 1)
         falls = ~finite & (num_tolerated >= config.loss_scale_hysteresis)
-        change = jnp.where(grows, 1, jnp.where(falls & self.can_fall(config), -1, 0))
+        falls &= self.can_fall(config)
+        factor = jnp.where(grows, 2, jnp.where(falls, 0.5, 1)).astype(jnp.float32)
         # Once it has fallen each further one counts, until it has grown again.
         tolerated = jnp.minimum(num_tolerated, config.loss_scale_hysteresis - 1)
         return LossScale(
-            exponent=self.exponent + change,
+            scale=self.value(config) * factor,
             num_finite=jnp.where(grows, 0, num_finite),
             num_tolerated=jnp.where(grows, 0, tolerated),
+            num_stuck=num_stuck,
         )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -28,6 +29,7 @@ from models.stack import (
 )
 from sharding.batches import batch_sharding, process_rows
 from sharding.logical import Rules
+from sharding.memory import HOST_KIND
 from sharding.pipeline.config import AUTO
 from sharding.pipeline.layout import Layout, cut
 from sharding.pipeline.schedule import Schedule, make_schedule
@@ -359,10 +361,12 @@ def _describe_stages(run: Run) -> str:
 
 def describe(run: Run, corpus: TextCorpus) -> str:
     """Returns the summary of a run for its start: parameters, mesh, data and the state's memory."""
-    state = sum(
-        np.dtype(leaf.dtype).itemsize * np.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(run.state.abstract)
-    )
+    state = {"device": 0, "host": 0}
+    for leaf in jax.tree.leaves(run.state.abstract):
+        where = "host" if leaf.sharding.memory_kind == HOST_KIND else "device"
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        state[where] += np.dtype(leaf.dtype).itemsize * math.prod(shard)
+    on_host = f", and {mib(state['host'])} in host memory" if state["host"] else ""
     mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
     lines = [
         f"model   {type(run.model).__name__}, {run.num_params:,} parameters, "
@@ -373,7 +377,7 @@ def describe(run: Run, corpus: TextCorpus) -> str:
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "
         f"{len(corpus.validation):,} validation sequences of "
         f"{run.config.data.sequence_length} tokens, vocabulary {corpus.tokenizer.vocab_size:,}",
-        f"memory  {mib(state)} of parameters and optimizer state per device",
+        f"memory  {mib(state['device'])} of parameters and optimizer state per device{on_host}",
     ]
     return "\n".join(lines)
 

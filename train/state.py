@@ -15,7 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.stack import logical_axes
 from sharding.logical import Rules
-from sharding.memory import HOST_KIND, MemoryConfig, largest, streamed
+from sharding.memory import (
+    HOST_KIND,
+    MemoryConfig,
+    in_device_memory,
+    largest,
+    streamed,
+    to_device,
+)
 from sharding.pipeline.layout import Layout
 from sharding.rules import partition_specs
 from sharding.zero import split_over_data
@@ -130,10 +137,11 @@ class StateLayout:
     @functools.cached_property
     def _make(self) -> Callable:
         def make(params):
-            layers = self._initial_layers(params)
+            layers = self._initial_layers(jax.tree.map(to_device, params))
             if not self._is_plain:
                 # Layers change places while they are whole on a device, in thin slices.
-                layers = jax.lax.with_sharding_constraint(layers, _shardings(self.portable))
+                shardings = jax.tree.map(in_device_memory, _shardings(self.portable))
+                layers = jax.lax.with_sharding_constraint(layers, shardings)
             return self._to_slots(layers)
 
         return jax.jit(make, out_shardings=_shardings(self.abstract), donate_argnums=0)
@@ -144,8 +152,8 @@ class StateLayout:
         def convert(leaf, layout, target):
             if layout.is_plain:
                 return leaf
-            leaf = jax.device_put(leaf, _in_device_memory(leaf.sharding))
-            layers = _converter(layout.to_layers, _in_device_memory(target.sharding))(leaf)
+            leaf = jax.device_put(leaf, in_device_memory(leaf.sharding))
+            layers = _converter(layout.to_layers, in_device_memory(target.sharding))(leaf)
             return jax.device_put(layers, target.sharding.with_memory_kind(HOST_KIND))
 
         return jax.tree.map(convert, state, self._layout_of, self.portable)
@@ -163,8 +171,8 @@ class StateLayout:
         def convert(leaf, layout, here, target):
             if layout.is_plain:
                 return leaf
-            layers = jax.device_put(leaf, _in_device_memory(here.sharding))
-            slots = _converter(layout.to_slots, _in_device_memory(target.sharding))(layers)
+            layers = jax.device_put(leaf, in_device_memory(here.sharding))
+            slots = _converter(layout.to_slots, in_device_memory(target.sharding))(layers)
             leaf.delete()
             return jax.device_put(slots, target.sharding)
 
@@ -270,7 +278,7 @@ class StateLayout:
             raise ValueError(
                 f"memory.offload_parameters_fraction={memory.offload_parameters_fraction}: on "
                 f"{sizes} no parameter of a stack can be read from the host one layer at a time, "
-                "as replicas hold each alike; set memory.zero_stage=3"
+                "as replicas hold each alike; set memory.zero_stage to 1, 2 or 3"
             )
         moved = jax.tree.map(lambda a, b: a or b, offloaded, streams)
         kind = lambda on_host: HOST_KIND if on_host else ""  # noqa: E731
@@ -280,10 +288,6 @@ class StateLayout:
     def _on_mesh(self, leaf, spec: PartitionSpec, kind: str) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, spec, memory_kind=kind or None)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _in_device_memory(sharding: Any) -> NamedSharding:
-    return NamedSharding(sharding.mesh, sharding.spec)
 
 
 @functools.cache

@@ -69,8 +69,8 @@ def make_train_step(
     gradient norm is more than so many times the mean norm of the accepted steps before it.
 
     In float16 the gradients are those of `loss_scale` × the mean loss until they are added up in
-    float32; a step that is not finite makes the scale smaller, and counts as one in a row only if
-    that cannot be. `loss_scale` is a metric then, too.
+    float32; a step that is not finite makes the scale smaller. `loss_scale` is a metric then, and
+    `num_stuck_in_a_row`, the steps that were not finite where it could not become smaller.
     """
     sharing = _sharing(parts.split(specs), mesh, config)
     loss_and_grad = make_loss_and_grad(
@@ -96,6 +96,8 @@ def make_train_step(
         state = _next(state, grads, weight, metrics, update, config)
         metrics["num_skipped"] = state.num_skipped
         metrics["num_nonfinite_in_a_row"] = state.num_nonfinite_in_a_row
+        if state.loss_scale is not None:
+            metrics["num_stuck_in_a_row"] = state.loss_scale.num_stuck
         return state, metrics
 
     return train_step
@@ -141,14 +143,13 @@ def _next(
     state: TrainState, grads: Tree, weight: jax.Array, metrics: dict, update: Update, config
 ) -> TrainState:
     finite = accepted = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-    spikes, loss_scale, is_bad = state.spikes, state.loss_scale, ~finite
+    spikes, loss_scale = state.spikes, state.loss_scale
     if config.skip_spikes is not None:
         assert spikes is not None
         accepted, spikes = judge(spikes, metrics["grad_norm"], finite, config.skip_spikes)
     if loss_scale is not None:
-        is_bad &= ~loss_scale.can_fall(config.precision)  # else the scale was too large, no more
         loss_scale = loss_scale.after(finite, config.precision)
-    in_a_row = state.num_nonfinite_in_a_row + jnp.where(is_bad, 1, 0)
+    in_a_row = state.num_nonfinite_in_a_row + jnp.where(finite, 0, 1)
     judgement = Judgement(
         step=state.step, weight=weight, norm=metrics["grad_norm"], accepted=accepted
     )

@@ -59,7 +59,7 @@ class Update:
         def sum_of_squares(grads: Tree) -> jax.Array:
             return optax.tree.norm(jax.tree.map(lambda g: g / weight, grads), squared=True)
 
-        def add(total, grads, _):
+        def add(total, grads, *_):
             return total + sum_of_squares(grads), ()
 
         dtype = jnp.result_type(*jax.tree.leaves(grads))
@@ -70,7 +70,7 @@ class Update:
                 total += sum_of_squares(jax.tree.map(to_device, of_group))
             else:
                 zero = jnp.zeros((), dtype)
-                total += self._over_slots(stack, add, zero, of_group, ())[0]
+                total += self._over_slots(stack, add, zero, of_group, (), ())[0]
         return jnp.sqrt(total)
 
     def __call__(
@@ -122,8 +122,8 @@ class Update:
             pairs = zip(jax.tree.leaves(state), is_of_param, strict=True)
             return [leaf for leaf, of_param in pairs if of_param]
 
-        def update(carry, arrays, constants):
-            (grads, own, params, numbers), (shared, judgement) = arrays, constants
+        def update(carry, arrays, old, constants):
+            (grads, numbers), (params, own), (shared, judgement) = arrays, old, constants
             layers = {} if stack is None else {stack: numbers}
             params, state = self._updated(
                 grads, whole_state(own, shared), params, judgement, layers
@@ -134,12 +134,13 @@ class Update:
         constants = (shared, judgement)
         if stack is None:
             on_device = jax.tree.map(to_device, (grads, own, params))
-            _, new = update((), (*on_device, ()), constants)
+            grads_there, own_there, params_there = on_device
+            _, new = update((), (grads_there, ()), (params_there, own_there), constants)
             params, own = jax.tree.map(to_where, new, (params, own))
         else:
             numbers = jnp.asarray(self._layouts[stack].layer_of_slot)
             _, (params, own) = self._over_slots(
-                stack, update, (), (grads, own, params, numbers), constants, out=(params, own)
+                stack, update, (), (grads, numbers), (params, own), constants
             )
         return params, whole_state(own, shared)
 
@@ -174,51 +175,54 @@ class Update:
     def _over_slots(
         self,
         stack: str,
-        body: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+        body: Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]],
         carry: Tree,
         arrays: Tree,
+        changing: Tree,
         constants: Tree,
-        out: Tree = (),
     ) -> tuple[Tree, Tree]:
-        """Returns (carry, out) after `body(carry, slices, constants) -> (carry, slices of out)`.
+        """Returns (carry, changing) after all slots.
 
         Args:
+          body: (carry, slices of arrays, slices of changing, constants) -> (carry, new slices of
+            changing).
           carry: scalars that are summed over the stages in the end.
-          arrays: `[slots, ...]`, wherever they lie; a slice is `[1, ...]`, on the device.
-          out: arrays that the results take the places of, where these lie.
+          arrays, changing: `[slots, ...]`, wherever they lie; a slice is `[1, ...]`, on the device.
         """
         num_stages = self._mesh.shape["pipeline"]
         num_slots = len(self._layouts[stack].layer_of_slot) // num_stages
 
-        def of_stage(carry, arrays, constants, out):
+        def of_stage(carry, arrays, changing, constants):
             def step(state, i):
-                carry, out = state
+                carry, changing = state
                 at = lambda x: to_device(jax.lax.dynamic_slice_in_dim(x, i, 1))  # noqa: E731
-                carry, new = body(carry, jax.tree.map(at, arrays), constants)
+                # Read before anything is written in its place: else XLA copies the whole.
+                old = jax.lax.optimization_barrier(jax.tree.map(at, changing))
+                carry, new = body(carry, jax.tree.map(at, arrays), old, constants)
 
                 def put(x, value):
                     return jax.lax.dynamic_update_slice_in_dim(x, to_where(value, x), i, 0)
 
-                return (carry, jax.tree.map(put, out, new)), None
+                return (carry, jax.tree.map(put, changing, new)), None
 
             slots = jnp.arange(num_slots, dtype=jnp.int32)
-            (carry, out), _ = jax.lax.scan(step, (carry, out), slots)
+            (carry, changing), _ = jax.lax.scan(step, (carry, changing), slots)
             if num_stages > 1:
                 carry = jax.lax.psum(carry, "pipeline")
-            return carry, out
+            return carry, changing
 
         if num_stages == 1:
-            return of_stage(carry, arrays, constants, out)
+            return of_stage(carry, arrays, changing, constants)
         once, by_stage = PartitionSpec(), PartitionSpec("pipeline")
         run = jax.shard_map(
             of_stage,
             mesh=self._mesh,
-            in_specs=(once, by_stage, once, by_stage),
+            in_specs=(once, by_stage, by_stage, once),
             out_specs=(once, by_stage),
             axis_names={"pipeline"},
             check_vma=False,
         )
-        return run(carry, arrays, constants, out)
+        return run(carry, arrays, changing, constants)
 
     @property
     def _stays(self) -> Tree:

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sharding.memory import HOST, is_on_host, to_device, to_where
+from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
 from sharding.pipeline.block_vjp import BlockVJP
 from sharding.pipeline.parameters import Shards
-from sharding.pipeline.trees import wide, zeros
+from sharding.pipeline.trees import wide
 
 Tree = Any
 Buffers = dict[str, list[jax.Array]]
@@ -65,7 +65,12 @@ class Layers:
     def no_gradients(self) -> Tree:
         """Returns zeros of the layers' gradients, in float32 or wider, where the parameters lie."""
         gradients = jax.eval_shape(lambda: self._shards.scattered(self._layer(jnp.int32(0))))
-        return jax.tree.map(to_where, zeros(wide(gradients, len(self._numbers))), self._params)
+
+        def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
+            make = zeros_on_host if is_on_host(param) else jnp.zeros
+            return make(shape.shape, shape.dtype)
+
+        return jax.tree.map(empty, wide(gradients, len(self._numbers)), self._params)
 
     def buffers(self, depths: Mapping[str, int]) -> Buffers:
         """Returns empty buffers of these depths: of `saved`, `for_weights` and `handed`."""
@@ -73,8 +78,10 @@ class Layers:
         wanted["handed"] = [(shape, False) for shape in self._vjp.handed] if self._splits else []
 
         def empty(shape: jax.ShapeDtypeStruct, on_host: bool, depth: int) -> jax.Array:
-            buffer = jnp.zeros((depth, self._depth, *shape.shape), shape.dtype)
-            return jax.device_put(buffer, HOST) if on_host else buffer
+            whole = (depth, self._depth, *shape.shape)
+            if on_host:
+                return zeros_on_host(whole, shape.dtype, depth=2)
+            return jnp.zeros(whole, shape.dtype)
 
         return {
             name: [empty(shape, on_host, depths[name]) for shape, on_host in wanted[name]]

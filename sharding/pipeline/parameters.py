@@ -7,6 +7,7 @@ together before use, once a step or one layer at a time, and gradients are summe
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,15 +57,22 @@ class Sharing:
         """Returns the ways of a stack's parameters.
 
         Args:
-          params: arrays or ShapeDtypeStructs of the stack.
+          params: this device's arrays of the stack, or ShapeDtypeStructs of them.
         """
         specs = self.specs["layers"][name]
+        params = jax.tree.map(self._whole, params, specs)
         ways = jax.tree.map(
             lambda by_layer, streams: Way.STREAMED if streams else Way(by_layer),
             one_layer_at_a_time(params, self.memory),
             streamed(params, specs, self.mesh, self.memory),
         )
         return Shards(specs, self, (), ways, has_slots=True)
+
+    def _whole(self, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        """Returns a stand-in for all shards of a parameter together: of its size, in one dim."""
+        axes = [axis for axis in axes_of(spec) if axis in MANUAL_AXES]
+        size = x.size * math.prod(self.mesh.shape[axis] for axis in axes)
+        return jax.ShapeDtypeStruct((size,), x.dtype)
 
 
 def check_specs(sharing: Sharing, *, shares_ends: bool) -> None:

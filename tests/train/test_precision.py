@@ -185,6 +185,7 @@ def test_gradients_are_sent_in_the_dtype_of_choice(stage, corpus_overrides):
     [
         ({"compute": "float8"}, "precision.compute='float8' is unknown; choose bfloat16, float16"),
         ({"params": "float16"}, "precision.params='float16' is unknown"),
+        ({"reduce": "float16"}, "sums over tokens leave the range of float16 unless"),
         ({"reduce": "int8"}, "choose None, bfloat16, float16, float32"),
         ({"compute": "float64"}, "float64 must be chosen for both or for neither"),
         ({"compute": "float16", "params": "bfloat16"}, "fewer digits than the computation"),

@@ -66,13 +66,13 @@ def traced_step(run):
 
 
 def buffers(run) -> dict[bool, set[tuple]]:
-    """Returns the shapes of all arrays that the step's loops carry, by whether on the host."""
+    """Returns the shapes of all arrays that the step's loops give out, by whether on the host."""
     found: dict[bool, set[tuple]] = {True: set(), False: set()}
 
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "scan":
-                for v in eqn.outvars[: eqn.params["num_carry"]]:
+                for v in eqn.outvars:
                     found[v.aval.memory_space == HOST].add(v.aval.shape)
             for inner in jaxprs_in_params(eqn.params):
                 visit(inner)
@@ -90,7 +90,8 @@ def test_named_activations_lie_where_they_were_asked_to(corpus_overrides):
     kept = buffers(make_run((*base, "train.remat=mlp"))[0])
     assert not kept[True] and mlp in kept[False]
     moved = buffers(make_run((*base, "memory.offload_activations=mlp"))[0])
-    assert moved[True] == {mlp} and mlp not in moved[False] and block_input in moved[False]
+    assert mlp in moved[True] and {shape[-3:] for shape in moved[True]} == {mlp[-3:]}
+    assert mlp not in moved[False] and block_input in moved[False]
 
 
 def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
@@ -107,12 +108,11 @@ def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
     assert list(num_bytes) == sorted(num_bytes) and len(set(num_bytes)) == len(num_bytes)
 
 
-@pytest.mark.parametrize("config", ["gpt2", "opt", "llama", "bert", "t5"])
+@pytest.mark.parametrize("config", ["gpt2", "opt", "llama", "roberta", "t5"])
 def test_every_model_names_the_same_activations(config, corpus_overrides):
     """By an error message, which lists them."""
     file = str(ROOT / "configs" / f"{config}.py")
     tiny = ["data.name=text", "data.tokenizer=bytes", *corpus_overrides]
-    tiny += ["data.objective=masked_lm"] * (config == "bert")
     message = "names an activation 'keys'; choose some of the names that there are: "
     with pytest.raises(ValueError, match=message + ", ".join(sorted(NAMES.split(",")))):
         make_run((*tiny, "memory.offload_activations=keys"), file)
