@@ -109,8 +109,12 @@ class Update:
         params, grads = self._chosen(params, chosen), self._chosen(grads, chosen)
         # Counts and the like are shared: every slot begins with the same, and what becomes of them
         # elsewhere is taken.
-        leaves, structure = jax.tree.flatten(self._chosen_state(opt_state, chosen))
-        shared = [leaf for leaf, of_param in zip(leaves, is_of_param, strict=True) if not of_param]
+        opt_state = self._chosen_state(opt_state, chosen)
+        structure = jax.tree.structure(opt_state)
+
+        def leaves_of(state: Tree, *, shared: bool) -> list:
+            pairs = zip(jax.tree.leaves(state), is_of_param, strict=True)
+            return [leaf for leaf, of_param in pairs if of_param != shared]
 
         def whole_state(own: list, shared: list) -> Tree:
             own_leaves, shared_leaves = iter(own), iter(shared)
@@ -118,19 +122,15 @@ class Update:
                 [next(own_leaves if of_param else shared_leaves) for of_param in is_of_param]
             )
 
-        def own_of(state: Tree) -> list:
-            pairs = zip(jax.tree.leaves(state), is_of_param, strict=True)
-            return [leaf for leaf, of_param in pairs if of_param]
-
         def update(carry, arrays, old, constants):
             (grads, numbers), (params, own), (shared, judgement) = arrays, old, constants
             layers = {} if stack is None else {stack: numbers}
             params, state = self._updated(
                 grads, whole_state(own, shared), params, judgement, layers
             )
-            return carry, (params, own_of(state))
+            return carry, (params, leaves_of(state, shared=False))
 
-        own = [leaf for leaf, of_param in zip(leaves, is_of_param, strict=True) if of_param]
+        own, shared = leaves_of(opt_state, shared=False), leaves_of(opt_state, shared=True)
         constants = (shared, judgement)
         if stack is None:
             on_device = jax.tree.map(to_device, (grads, own, params))

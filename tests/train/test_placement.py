@@ -1,6 +1,7 @@
 """Training state in host memory: the same losses, and one layer of it at a time on the device."""
 
 import re
+import shutil
 from collections import Counter
 
 import jax
@@ -183,10 +184,7 @@ def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp
     for part in parts:
         workdir = tmp_path / "parts"
         assert main(arguments(workdir, (*overrides, *part))) == 0
-        newest = workdir / "checkpoints" / "10"
-        for file in sorted(newest.rglob("*"), reverse=True):
-            file.rmdir() if file.is_dir() else file.unlink()
-        newest.rmdir()
+        shutil.rmtree(workdir / "checkpoints" / "10")
     values = [
         [(line["step"], line.get("loss"), line.get("eval_loss")) for line in lines]
         for lines in (
