@@ -18,7 +18,7 @@ from convert.source import Source, read_source
 from data.text import TextCorpus, load_corpus
 from sharding import devices
 from sharding.exchange import Exchange, may_pass
-from train import config_files, loop, workdir
+from train import config_files, deepspeed, loop, workdir
 from train.config import resolve
 from train.divergence import Diverged
 from train.evaluation import evaluate
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
     parser = argparse.ArgumentParser(prog="python -m train.main", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument("--workdir", required=True, type=Path, help="where the run's files go")
+    parser.add_argument("--deepspeed", help="a DeepSpeed JSON; keys on the command line win")
     parser.add_argument("--mode", choices=("train", "eval"), default="train")
     parser.add_argument("--fast_dev_run", action="store_true", help="3 steps; workdir is not used")
     args, others = parser.parse_known_args(argv)
@@ -112,6 +113,10 @@ def _set_up(
     """Returns the run, its corpus and what it starts from, after checks that compute nothing."""
     evaluates = args.mode == "eval"
     given = config_files.load(args.config, overrides)
+    if args.deepspeed is not None:
+        translated = deepspeed.read(args.deepspeed, given)
+        overrides = [*translated, *overrides]
+        given = config_files.load(args.config, overrides)
     if evaluates and not (given.get("init_from") or workdir.has_checkpoint(args.workdir)):
         raise ValueError(
             f"--mode=eval: --workdir={args.workdir} holds no checkpoint; train first, or set "
