@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from train.config import nearest
 
 AUTO = "auto"
@@ -109,7 +107,7 @@ _DEFAULTS = {
 }
 
 
-def read(path: str, config: ConfigDict) -> list[str]:
+def read(path: str, config: Any) -> list[str]:
     """Returns `section.key=value` for every key that the file decides; logs what is left to XLA.
 
     Args:
@@ -139,7 +137,7 @@ def read(path: str, config: ConfigDict) -> list[str]:
 class _Translation:
     """Takes key after key out of the file; what is left in the end is unknown."""
 
-    def __init__(self, tree: dict, config: ConfigDict):
+    def __init__(self, tree: dict, config: Any):
         self.found: list[str] = []  # overrides
         self.left: list[str] = []  # to XLA
         self.problems: list[str] = []
@@ -263,7 +261,7 @@ class _Translation:
             self._set("memory.offload_optimizer_fraction", float(ratio))
             self._set("memory.offload_parameters_fraction", float(parameters))
 
-    def _batch(self, config: ConfigDict) -> None:
+    def _batch(self, config: Any) -> None:
         whole = self._take("train_batch_size")
         micro = self._take("train_micro_batch_size_per_gpu")
         count = self._take("gradient_accumulation_steps")

@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -112,10 +112,9 @@ def _set_up(
 ) -> tuple[Run, TextCorpus, Source | None]:
     """Returns the run, its corpus and what it starts from, after checks that compute nothing."""
     evaluates = args.mode == "eval"
-    given = config_files.load(args.config, overrides)
+    given: Any = config_files.load(args.config, overrides)
     if args.deepspeed is not None:
-        translated = deepspeed.read(args.deepspeed, given)
-        overrides = [*translated, *overrides]
+        overrides = [*deepspeed.read(args.deepspeed, given), *overrides]
         given = config_files.load(args.config, overrides)
     if evaluates and not (given.get("init_from") or workdir.has_checkpoint(args.workdir)):
         raise ValueError(
