@@ -2,15 +2,12 @@
 
 import dataclasses
 import functools
-import logging
-import math
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -28,20 +25,19 @@ from models.stack import (
     partition,
 )
 from sharding.batches import batch_sharding, process_rows
+from sharding.estimate import Estimate, estimate
 from sharding.logical import Rules
-from sharding.memory import HOST_KIND
 from sharding.pipeline.config import AUTO
 from sharding.pipeline.layout import Layout, cut
 from sharding.pipeline.schedule import Schedule, make_schedule
+from sharding.program import open_jaxpr
 from sharding.rules import make_rules, unused_axes
 from train.balance import Work, count_work
 from train.config import RunConfig
 from train.optimizer import make_learning_rate, make_optimizer
-from train.state import StateLayout, partition_specs_of
+from train.state import StateLayout, TrainState, partition_specs_of
 from train.step import StepConfig, make_eval_step, make_train_step
 from train.update import Update
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,13 +82,38 @@ class Run:
         return flops // self.tokens_per_step
 
     @cached_property
-    def train_step(self) -> jax.stages.Compiled:
-        """The compiled `train_step(state, batch)`; the state is donated."""
+    def traced(self) -> jax.stages.Traced:
+        """`train_step(state, batch)` as traced; the state is donated."""
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.abstract)
         step = self._train_step_function()
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))
         with jax.set_mesh(self.mesh):
-            return jitted.lower(self.state.abstract, self._abstract_batch("index")).compile()
+            return jitted.trace(*self._arguments)
+
+    @cached_property
+    def train_step(self) -> jax.stages.Compiled:
+        """The compiled `train_step(state, batch)`; the state is donated."""
+        with jax.set_mesh(self.mesh):
+            return self.traced.lower().compile()
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """What a training step takes on one device, from shapes alone."""
+        state, batch = self._arguments
+        labels = jax.tree.map(lambda _: "optimizer", state)
+        parameters = jax.tree.map(lambda _: "parameters", state.params)
+        labels = dataclasses.replace(labels, params=parameters)
+        program = open_jaxpr(self.traced.jaxpr, jax.tree.leaves(self._arguments))
+        return estimate(
+            program,
+            [*jax.tree.leaves(labels), *["batch"] * len(batch)],
+            self.mesh.shape,
+            platform=self.mesh.devices.flat[0].platform,
+        )
+
+    @property
+    def _arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+        return self.state.abstract, self._abstract_batch("index")
 
     def _train_step_function(self) -> Callable:
         specs = partition_specs_of(self.state.abstract.params)
@@ -123,17 +144,13 @@ class Run:
             return jax.jit(step).lower(self.state.abstract.params, self._abstract_batch()).compile()
 
     def compile(self) -> None:
-        """Compiles both steps now, and logs the memory that training takes beside the state.
+        """Compiles both steps now.
 
         Raises:
             ValueError: no evaluation gives `checkpoint.best_metric`.
         """
         self._check_best_metric()
-        memory = self.train_step.memory_analysis()
-        if memory:
-            _log.info(
-                "memory  %s of a step's temporaries per device", mib(memory.temp_size_in_bytes)
-            )
+        _ = self.train_step
 
     def _check_best_metric(self) -> None:
         tree, checkpoint = self.eval_step.out_tree, self.config.checkpoint
@@ -360,13 +377,7 @@ def _describe_stages(run: Run) -> str:
 
 
 def describe(run: Run, corpus: TextCorpus) -> str:
-    """Returns the summary of a run for its start: parameters, mesh, data and the state's memory."""
-    state = {"device": 0, "host": 0}
-    for leaf in jax.tree.leaves(run.state.abstract):
-        where = "host" if leaf.sharding.memory_kind == HOST_KIND else "device"
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        state[where] += np.dtype(leaf.dtype).itemsize * math.prod(shard)
-    on_host = f", and {mib(state['host'])} in host memory" if state["host"] else ""
+    """Returns the summary of a run for its start: parameters, mesh, stages and data."""
     mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
     lines = [
         f"model   {type(run.model).__name__}, {run.num_params:,} parameters, "
@@ -377,10 +388,5 @@ def describe(run: Run, corpus: TextCorpus) -> str:
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "
         f"{len(corpus.validation):,} validation sequences of "
         f"{run.config.data.sequence_length} tokens, vocabulary {corpus.tokenizer.vocab_size:,}",
-        f"memory  {mib(state['device'])} of parameters and optimizer state per device{on_host}",
     ]
     return "\n".join(lines)
-
-
-def mib(num_bytes: Any) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

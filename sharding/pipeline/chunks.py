@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from sharding.estimate import counted_as
 from sharding.logical import runs_alone
 from sharding.pipeline.layers import Layers
 from sharding.pipeline.trees import add, read, write, zeros
@@ -51,7 +52,7 @@ class Chunks:
         kept: Kept = {name: dict(layers.buffers(depths)) for name, layers in self._layers.items()}
         for name in self._before if "saved" in depths else ():
             kept[name]["before"] = zeros(self._x, depths["saved"])
-        return kept
+        return counted_as("activations", kept)
 
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
         """Returns x after the chunk; nothing is kept."""

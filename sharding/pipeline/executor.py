@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from sharding.estimate import counted_as
 from sharding.pipeline.chunks import Chunks
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.ends import Ends
@@ -170,10 +171,11 @@ class _Stage:
     def reduced(self, grads: dict[str, Tree]) -> dict[str, Tree]:
         """Returns the gradients summed over all devices, each laid out as its parameter is."""
         of_layers = grads["layers"].items()
-        return {
+        reduced = {
             "ends": self.shards["ends"].reduced(grads["ends"]),
             "layers": {name: self.shards["layers"][name].reduced(g) for name, g in of_layers},
         }
+        return counted_as("gradients", reduced)
 
     def columns(self) -> dict[str, jax.Array]:
         """Returns this stage's column of every table, and what all share: int32[ticks] each."""
@@ -189,7 +191,7 @@ class _Stage:
         names = ("input", "cotangent", "head_input")
         return {
             "sums": zeros(self.sums),
-            "grads": grads,
+            "grads": counted_as("gradients", grads),
             "kept": self.chunks.kept(self.plan.depths),
             **{name: self._buffer(name) for name in names if name in self.plan.depths},
         }
@@ -357,7 +359,7 @@ class _Stage:
     def _buffer(self, name: str) -> Tree:
         """Returns an empty buffer of activations, with a slot for arrivals that nobody reads."""
         depth = self.plan.depths[name]
-        return zeros(self.x, depth + (depth > 0))
+        return counted_as("activations", zeros(self.x, depth + (depth > 0)))
 
     def _slots(self, kind: str, row) -> dict[str, jax.Array]:
         names = ("saved", "for_weights", "handed")

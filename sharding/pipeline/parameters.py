@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from sharding.collectives import psum
+from sharding.estimate import counted_as
 from sharding.memory import MemoryConfig, is_on_host, streamed, to_device
 from sharding.rules import axes_of
 from sharding.zero import one_layer_at_a_time
@@ -168,7 +169,7 @@ class Shards:
             slots = jnp.arange(len(x), dtype=jnp.int32)
             return gathered(jax.lax.map(lambda i: self._ready(at(i)), slots))
 
-        return self._map(together, params)
+        return counted_as("parameters", self._map(together, params))
 
     def layer(self, params: Tree) -> Tree:
         """Returns one layer's parameters whole, from what `together` gave of it."""

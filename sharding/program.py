@@ -1,0 +1,380 @@
+"""A traced function as a list of operations with the bytes that each value takes on one device.
+
+A jaxpr says what is computed and in which order, but not what XLA makes of it: arrays that the
+compiler splits over the mesh show their whole shapes in it. Here calls are opened, and mesh axes
+are passed on from inputs and constraints to what follows from them, much as XLA's own partitioner
+does, so that the size of every value on one device is known before anything is compiled.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import PartitionSpec
+
+from sharding.memory import HOST
+
+#: Per dim of a value, the mesh axes that it is split over.
+Axes = tuple[tuple[str, ...], ...]
+
+#: Operations that give the same arrays other names.
+RENAMES = ("name", "once", "optimization_barrier")
+#: A loop's body is gone through until what it carries is split as what it gives out: in so few.
+_MAX_ROUNDS = 4
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array of a traced function."""
+
+    shape: tuple[int, ...]  # on this device along axes handled by hand; whole along the others
+    itemsize: int
+    on_host: bool
+    axes: Axes  # that the compiler splits its dims over
+
+    def local_shape(self, mesh_shape: Mapping[str, int]) -> tuple[int, ...]:
+        """Returns the shape of what one device has of it."""
+        parts = (math.prod(mesh_shape[axis] for axis in dim) for dim in self.axes)
+        return tuple(-(-size // part) for size, part in zip(self.shape, parts, strict=True))
+
+    def num_bytes(self, mesh_shape: Mapping[str, int]) -> int:
+        """Returns the bytes that one device has of it."""
+        return self.itemsize * math.prod(self.local_shape(mesh_shape))
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """One equation of a traced function; a loop or a branch has others within."""
+
+    name: str  # of the primitive
+    inputs: list[Value]
+    outputs: list[Value]
+    params: Mapping[str, Any]
+    bodies: Sequence["Program"] = ()  # of a scan or while: one; of a cond: its branches
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A function of values: `inputs`, then what is done in order, then `outputs`."""
+
+    inputs: list[Value]
+    operations: list[Operation]
+    outputs: list[Value]
+
+
+@dataclasses.dataclass(eq=False)
+class Loop(Operation):
+    """A scan or while: the body's inputs are constants, what is carried, and slices."""
+
+    num_consts: int = 0
+    num_carry: int = 0
+    trip_count: int = 1  # 1 where it is not known
+
+
+def open_jaxpr(closed: ClosedJaxpr, args: Sequence[Any]) -> Program:
+    """Returns the program of a traced function.
+
+    Args:
+      args: of the function: arrays or ShapeDtypeStructs with NamedShardings, one for each input.
+    """
+    inputs = [
+        _value(v.aval, _axes_of(arg.sharding.spec, v.aval.ndim))
+        for v, arg in zip(closed.jaxpr.invars, args, strict=True)
+    ]
+    return _Builder(frozenset()).program(closed, inputs)
+
+
+def _value(aval: Any, axes: Axes | None = None) -> Value:
+    shape = tuple(getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        itemsize = 0
+    elif jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        itemsize = 8  # a key
+    else:
+        itemsize = np.dtype(dtype).itemsize
+    on_host = getattr(aval, "memory_space", None) == HOST
+    return Value(shape, itemsize, on_host, axes if axes is not None else ((),) * len(shape))
+
+
+def _axes_of(spec: PartitionSpec, rank: int, without: frozenset[str] = frozenset()) -> Axes:
+    parts = [p if isinstance(p, tuple) else (p,) if isinstance(p, str) else () for p in spec]
+    parts += [()] * (rank - len(parts))
+    return tuple(tuple(axis for axis in part if axis not in without) for part in parts)
+
+
+class _Builder:
+    """Opens a jaxpr.
+
+    Args:
+      manual: the mesh axes that are handled by hand there.
+    """
+
+    def __init__(self, manual: frozenset[str]):
+        self._manual = manual
+
+    def program(self, closed: Any, inputs: list[Value]) -> Program:
+        operations: list[Operation] = []
+        outputs = self.run(closed, inputs, operations)
+        # What a loop begins with is split as what it carries: so is what only had another name.
+        for operation in reversed(operations):
+            if operation.name in RENAMES:
+                for value, output in zip(operation.inputs, operation.outputs, strict=True):
+                    if value.shape == output.shape:
+                        _join([value], [output])
+        return Program(inputs, operations, outputs)
+
+    def run(self, closed: Any, inputs: Sequence[Value], operations: list) -> list:
+        """Adds a jaxpr's operations; returns the values of its outputs."""
+        jaxpr = closed.jaxpr if isinstance(closed, ClosedJaxpr) else closed
+        env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env |= {v: _value(v.aval) for v in jaxpr.constvars}
+        read = lambda v: _value(v.aval) if isinstance(v, Literal) else env[v]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [read(v) for v in eqn.invars], operations)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list, operations: list) -> list:
+        name = eqn.primitive.name
+        if name == "shard_map":
+            return self._shard_map(eqn, inputs, operations)
+        if name == "scan" and eqn.params["length"] == 1:
+            return self._once(eqn, inputs, operations)
+        match name:
+            case "scan":
+                operation = self._scan(eqn, inputs)
+            case "while":
+                operation = self._while(eqn, inputs)
+            case "cond":
+                operation = self._cond(eqn, inputs)
+            case _ if _called(eqn) is not None:
+                return self.run(_called(eqn), inputs, operations)
+            case _:
+                outputs = [_value(v.aval) for v in eqn.outvars]
+                operation = Operation(name, inputs, outputs, eqn.params)
+                for output in outputs:
+                    output.axes = _passed_on(operation, output, self._manual)
+        operations.append(operation)
+        return operation.outputs
+
+    def _cond(self, eqn: Any, inputs: list) -> Operation:
+        bodies = [self._body(branch, inputs[1:]) for branch in eqn.params["branches"]]
+        outputs = [_value(v.aval) for v in eqn.outvars]
+        for body in bodies:
+            _join(outputs, body.outputs)
+        for body in bodies:
+            _join(body.outputs, outputs)
+        return Operation("cond", inputs, outputs, eqn.params, bodies)
+
+    def _body(self, closed: Any, like: Sequence[Value]) -> Program:
+        """Returns the program of a jaxpr whose inputs are like these values."""
+        jaxpr = closed.jaxpr if isinstance(closed, ClosedJaxpr) else closed
+        inputs = [_value(v.aval, value.axes) for v, value in zip(jaxpr.invars, like, strict=True)]
+        return self.program(closed, inputs)
+
+    def _scan(self, eqn: Any, inputs: list) -> Loop:
+        closed = eqn.params["jaxpr"]
+        ranks = [len(v.aval.shape) for v in closed.jaxpr.invars]
+        is_slice = [len(v.aval.shape) > rank for v, rank in zip(eqn.invars, ranks, strict=True)]
+        out_ranks = [len(v.aval.shape) for v in closed.jaxpr.outvars]
+        is_carry = [
+            len(v.aval.shape) == rank for v, rank in zip(eqn.outvars, out_ranks, strict=True)
+        ]
+        num_carry = sum(is_carry)
+        num_consts = len(inputs) - sum(is_slice) - num_carry
+        outputs = [_value(v.aval) for v in eqn.outvars]
+        like = [
+            _value(v.aval.update(shape=v.aval.shape[1:]), value.axes[1:]) if is_slice else value
+            for v, value, is_slice in zip(eqn.invars, inputs, is_slice, strict=True)
+        ]
+        body = self._settled(closed, like, num_consts, num_carry)
+        _join(outputs[:num_carry], body.outputs[:num_carry])
+        for output, made in zip(outputs[num_carry:], body.outputs[num_carry:], strict=True):
+            output.axes = ((), *made.axes)
+        _join(inputs[num_consts : num_consts + num_carry], outputs[:num_carry])
+        return Loop(
+            *("scan", inputs, outputs, eqn.params, [body]),
+            num_consts=num_consts,
+            num_carry=num_carry,
+            trip_count=eqn.params["length"],
+        )
+
+    def _once(self, eqn: Any, inputs: list, operations: list) -> list:
+        """Adds the body of a scan of length 1, which XLA takes out of its loop."""
+        jaxpr = eqn.params["jaxpr"].jaxpr
+        like = [
+            _value(v.aval, value.axes[len(value.shape) - v.aval.ndim :])
+            for v, value in zip(jaxpr.invars, inputs, strict=True)
+        ]
+        operations.append(Operation("once", inputs, like, {}))
+        made = self.run(eqn.params["jaxpr"], like, operations)
+        outputs = []
+        for v, value in zip(eqn.outvars, made, strict=True):
+            axes = ((),) * (v.aval.ndim - len(value.shape)) + value.axes
+            outputs.append(_value(v.aval, axes))
+        operations.append(Operation("once", made, outputs, {}))
+        return outputs
+
+    def _while(self, eqn: Any, inputs: list) -> Loop:
+        inputs = inputs[eqn.params["cond_nconsts"] :]
+        num_consts = eqn.params["body_nconsts"]
+        body = self._settled(eqn.params["body_jaxpr"], inputs, num_consts, len(inputs) - num_consts)
+        outputs = [_value(v.aval) for v in eqn.outvars]
+        _join(outputs, body.outputs)
+        return Loop(
+            *("while", inputs, outputs, eqn.params, [body]),
+            num_consts=num_consts,
+            num_carry=len(outputs),
+        )
+
+    def _settled(self, closed: Any, like: list, num_consts: int, num_carry: int) -> Program:
+        """Returns a loop's body with what is carried split alike at its start and its end."""
+        carried = slice(num_consts, num_consts + num_carry)
+        for _ in range(_MAX_ROUNDS):
+            body = self._body(closed, like)
+            before = [value.axes for value in body.inputs[carried]]
+            _join(body.inputs[carried], body.outputs[:num_carry])
+            if before == [value.axes for value in body.inputs[carried]]:
+                break
+            like = [*like[:num_consts], *body.inputs[carried], *like[carried.stop :]]
+        return body
+
+    def _shard_map(self, eqn: Any, inputs: list, operations: list) -> list:
+        manual = self._manual | set(
+            eqn.params.get("manual_axes") or eqn.params["newly_manual_axes"]
+        )
+        jaxpr = eqn.params["jaxpr"]
+        jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+        local = []
+        for v, value in zip(jaxpr.invars, inputs, strict=True):
+            kept = tuple(tuple(a for a in dim if a not in manual) for dim in value.axes)
+            local.append(_value(v.aval, kept))
+        operations.append(Operation("shard_map", inputs, local, {}))
+        inner = _Builder(frozenset(manual))
+        made = inner.run(jaxpr, local, operations)
+        outputs = []
+        for v, value, spec in zip(eqn.outvars, made, eqn.params["out_specs"], strict=True):
+            axes = _axes_of(spec, len(v.aval.shape))
+            axes = tuple((*a, *b) for a, b in zip(axes, value.axes, strict=True))
+            outputs.append(_value(v.aval, axes))
+        operations.append(Operation("shard_map", made, outputs, {}))
+        return outputs
+
+
+def _called(eqn: Any) -> Any:
+    """Returns the jaxpr that an equation only calls, or None."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(key)
+        jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+        if hasattr(jaxpr, "eqns") and len(jaxpr.invars) == len(eqn.invars):
+            return inner
+    return None
+
+
+def _join(values: Sequence[Value], others: Sequence[Value]) -> None:
+    """Splits those of `values` that are whole as the others are."""
+    for value, other in zip(values, others, strict=True):
+        if not any(value.axes):
+            value.axes = other.axes
+
+
+def _passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Axes:
+    """Returns the axes that an output is split over, from those of the operation's inputs."""
+    inputs, params, rank = operation.inputs, operation.params, len(output.shape)
+    if operation.name == "sharding_constraint":
+        return _constrained(params, inputs[0], manual)
+    if not any(any(value.axes) for value in inputs):
+        return output.axes
+    first = inputs[0]
+    match operation.name:
+        case "dot_general":
+            return _of_product(params["dimension_numbers"], *inputs)
+        case "broadcast_in_dim":
+            axes: list[tuple[str, ...]] = [()] * rank
+            for dim, target in enumerate(params["broadcast_dimensions"]):
+                if first.shape[dim] == output.shape[target]:
+                    axes[target] = first.axes[dim]
+            return tuple(axes)
+        case "transpose":
+            return tuple(first.axes[dim] for dim in params["permutation"])
+        case "reshape" | "squeeze" | "expand_dims":
+            return _reshaped(first, output.shape)
+        case "gather" | "scatter-add" | "scatter":
+            return _by_size(inputs, output)
+    if operation.name.startswith(("reduce_", "arg")) and "axes" in params:
+        return tuple(a for dim, a in enumerate(first.axes) if dim not in params["axes"])
+    return _by_position(inputs, output)
+
+
+def _constrained(params: Mapping, value: Value, manual: frozenset[str]) -> Axes:
+    spec = getattr(params["sharding"], "spec", None)
+    if spec is None:
+        return value.axes
+    axes = list(_axes_of(spec, len(value.shape), manual))
+    for dim in params.get("unconstrained_dims") or ():
+        axes[dim] = value.axes[dim]
+    return tuple(axes)
+
+
+def _of_product(dimension_numbers: Any, left: Value, right: Value) -> Axes:
+    (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
+    batch = [
+        a or b
+        for a, b in zip(
+            [left.axes[d] for d in left_batch], [right.axes[d] for d in right_batch], strict=True
+        )
+    ]
+    free = [a for d, a in enumerate(left.axes) if d not in (*left_sum, *left_batch)]
+    free += [a for d, a in enumerate(right.axes) if d not in (*right_sum, *right_batch)]
+    taken: set[str] = set()
+    axes = []
+    for dim in (*batch, *free):
+        axes.append(tuple(axis for axis in dim if axis not in taken))
+        taken.update(dim)
+    return tuple(axes)
+
+
+def _reshaped(value: Value, shape: tuple[int, ...]) -> Axes:
+    """Returns the axes after a reshape: a dim that is cut or joined is split in its first part."""
+    axes: list[tuple[str, ...]] = [()] * len(shape)
+    starts = {}
+    done = 1
+    for dim, size in enumerate(value.shape):
+        if size > 1:
+            starts[done] = value.axes[dim]
+        done *= size
+    done = 1
+    for dim, size in enumerate(shape):
+        if size > 1 and done in starts:
+            axes[dim] = starts[done]
+        done *= size
+    return tuple(axes)
+
+
+def _by_position(inputs: Sequence[Value], output: Value) -> Axes:
+    """Returns each dim's axes from the inputs of that rank that have its size."""
+    axes: list[tuple[str, ...]] = [()] * len(output.shape)
+    for value in inputs:
+        if len(value.shape) == len(axes):
+            for dim, found in enumerate(value.axes):
+                if not axes[dim] and value.shape[dim] == output.shape[dim]:
+                    axes[dim] = found
+    return tuple(axes)
+
+
+def _by_size(inputs: Sequence[Value], output: Value) -> Axes:
+    """Returns the axes of dims that keep their size, of the inputs in their order."""
+    if len(inputs[0].shape) == len(output.shape):
+        return _by_position(inputs[:1], output)
+    axes: list[tuple[str, ...]] = [()] * len(output.shape)
+    for value in inputs:
+        for dim, found in enumerate(value.axes):
+            places = [d for d, size in enumerate(output.shape) if size == value.shape[dim]]
+            if found and places and not axes[places[-1]]:
+                axes[places[-1]] = found
+    return tuple(axes)
