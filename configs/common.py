@@ -40,11 +40,13 @@ def get_config() -> ConfigDict:
     config.memory.zero_stage = 0  # shared out among replicas: 1 optimizer, 2 gradients, 3 layers
     config.memory.shard_parameters_fraction = 1.0  # of the layers' bytes, with zero_stage=3
     config.memory.placement = (
-        "device"  # host: optimizer state and master weights lie in host memory
+        "device"  # host: optimizer state and master weights lie there | auto: as fits the budget
     )
     config.memory.offload_optimizer_fraction = 1.0  # of all parameters' bytes, with placement=host
     config.memory.offload_parameters_fraction = 0.0  # of the layers' bytes: read from there, too
     config.memory.offload_activations = ()  # kept in host memory: names as for train.remat
+    config.memory.device_budget = placeholder(float)  # GiB of each; None: 0.9 of what it has
+    config.memory.host_budget = placeholder(float)  # GiB of each; None: 0.9 of what it has
 
     config.data = ConfigDict()
     config.data.name = (

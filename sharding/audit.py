@@ -70,6 +70,13 @@ class Memory:
     alias_bytes: int | None
     temp_bytes: int | None
 
+    @property
+    def in_all(self) -> int | None:
+        """All of it together, what is reused counted once."""
+        added, reused = (self.argument_bytes, self.output_bytes, self.temp_bytes), self.alias_bytes
+        known = [num_bytes for num_bytes in added if num_bytes is not None]
+        return sum(known) - reused if len(known) == 3 and reused is not None else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:

@@ -53,24 +53,7 @@ class Exchange:
         Raises:
           TimeoutError: on the first process, which names those that did not answer.
         """
-        self._round += 1
-        if self._num_processes == 1:
-            return problem
-        if self._process > 0:
-            self._client.key_value_set(self._key(self._process), json.dumps(problem))
-            return None
-        deadline = time.monotonic() + self._timeout_s
-        answers = [self._answer(i, deadline) for i in range(1, self._num_processes)]
-        for key in self._told:
-            self._client.key_value_delete(key)
-        self._told = []
-        silent = [str(i) for i, answer in enumerate(answers, 1) if answer is _NO_ANSWER]
-        if silent:
-            raise TimeoutError(
-                f"process(es) {', '.join(silent[:20])} did not answer in {self._timeout_s:.0f} s"
-            )
-        problems = enumerate([problem, *answers])
-        return "; ".join(f"process {i}: {text}" for i, text in problems if text) or None
+        return self._problems(self._gather(problem))
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Returns what `action` returns on the first process, which alone calls it.
@@ -100,24 +83,32 @@ class Exchange:
                 self._client.key_value_set(self._key(0), json.dumps(told))
                 self._told.append(self._key(0))
 
+    def words(self, word: str | None) -> list[str | None]:
+        """Returns, on all processes, the words of all of them, in their order.
+
+        Raises:
+          OSError: on all of them, if one does not answer.
+        """
+        late, words = None, []
+        try:
+            words = self._gather(word)
+        except TimeoutError as error:
+            late = error
+
+        def tell() -> list[str | None]:
+            if late is not None:
+                raise late
+            return words
+
+        return self.on_first(tell)
+
     def agree(self, problem: str | None) -> str | None:
         """Returns, on all processes, what is wrong on any of them, or None if nothing is.
 
         Raises:
           OSError: on all of them, if one does not answer.
         """
-        late = problems = None
-        try:
-            problems = self.gather(problem)
-        except TimeoutError as error:
-            late = error
-
-        def tell() -> str | None:
-            if late is not None:
-                raise late
-            return problems
-
-        return self.on_first(tell)
+        return self._problems(self.words(problem))
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Returns what `action` returns here, once every process has done its own.
@@ -135,6 +126,31 @@ class Exchange:
             return cast(T, result)
         is_passing = self.agree("it may" if may_pass(failed) else None) is not None
         raise failed or (OSError if is_passing else ValueError)(problem)
+
+    def _problems(self, words: list[str | None]) -> str | None:
+        if self._num_processes == 1:
+            return words[0]
+        return "; ".join(f"process {i}: {text}" for i, text in enumerate(words) if text) or None
+
+    def _gather(self, word: str | None) -> list[str | None]:
+        """Returns, on the first process, the words of all; on the others nothing."""
+        self._round += 1
+        if self._num_processes == 1:
+            return [word]
+        if self._process > 0:
+            self._client.key_value_set(self._key(self._process), json.dumps(word))
+            return []
+        deadline = time.monotonic() + self._timeout_s
+        answers = [self._answer(i, deadline) for i in range(1, self._num_processes)]
+        for key in self._told:
+            self._client.key_value_delete(key)
+        self._told = []
+        silent = [str(i) for i, answer in enumerate(answers, 1) if answer is _NO_ANSWER]
+        if silent:
+            raise TimeoutError(
+                f"process(es) {', '.join(silent[:20])} did not answer in {self._timeout_s:.0f} s"
+            )
+        return [word, *answers]
 
     @property
     def _client(self) -> Any:

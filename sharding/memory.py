@@ -11,7 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharding.rules import axes_of
 
 ZERO_STAGES = (0, 1, 2, 3)
-PLACEMENTS = ("device", "host")
+#: Chosen so that the run fits; see train/plan.py.
+AUTO = "auto"
+PLACEMENTS = ("device", "host", AUTO)
 
 #: The memory kind of arrays in host memory, and its name within a jitted function.
 HOST_KIND = "pinned_host"
@@ -35,6 +37,8 @@ class MemoryConfig:
     offload_parameters_fraction: float = 0.0  # of the stacks' bytes; for placement="host"
     # Names of activations that lie in host memory from a block's forward to its backward.
     offload_activations: tuple = ()
+    device_budget: float | None = None  # GiB that a step may take of each device
+    host_budget: float | None = None  # GiB that it may take of each host
 
     @property
     def optimizer_fraction(self) -> float:
@@ -49,7 +53,7 @@ class MemoryConfig:
             raise ValueError(f"memory.zero_stage={self.zero_stage} is unknown; choose 0, 1, 2 or 3")
         if self.placement not in PLACEMENTS:
             raise ValueError(
-                f"memory.placement={self.placement!r} is unknown; choose {' or '.join(PLACEMENTS)}"
+                f"memory.placement={self.placement!r} is unknown; choose {', '.join(PLACEMENTS)}"
             )
         for name in (
             "shard_parameters_fraction",
@@ -58,6 +62,12 @@ class MemoryConfig:
         ):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"memory.{name}={getattr(self, name)} must lie in 0 .. 1")
+        for name in ("device_budget", "host_budget"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(
+                    f"memory.{name}={getattr(self, name)} must be more than 0, in GiB; or None: "
+                    "nine tenths of what there is"
+                )
         if self.shard_parameters_fraction != 1 and self.zero_stage != 3:
             raise ValueError(
                 f"memory.shard_parameters_fraction={self.shard_parameters_fraction} is for "

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import PartitionSpec
@@ -93,7 +94,7 @@ def _value(aval: Any, axes: Axes | None = None) -> Value:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         itemsize = 0
-    elif jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    elif jnp.issubdtype(dtype, jax.dtypes.extended):
         itemsize = 8  # a key
     else:
         itemsize = np.dtype(dtype).itemsize

@@ -140,7 +140,7 @@ def _place(batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:
 def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:
     values = {name: value.item() for name, value in jax.device_get(metrics).items()}
     logged = values | meter.lap()
-    peak = peak_flops_per_s(run.mesh.devices.flat[0], run.config.precision.compute)
+    peak = peak_flops_per_s(run.mesh.devices.flat[0].device_kind, run.config.precision.compute)
     if peak and logged["tokens_per_s"]:
         flops_per_s = run.flops_per_token * logged["tokens_per_s"]
         logged["mfu"] = mfu(flops_per_s, run.mesh.size, peak)

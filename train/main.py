@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from convert.source import Source, read_source
 from data.text import TextCorpus, load_corpus
 from sharding import devices
 from sharding.exchange import Exchange, may_pass
+from sharding.memory import AUTO
 from train import config_files, deepspeed, loop, workdir
 from train.config import resolve
 from train.divergence import Diverged
@@ -25,8 +27,10 @@ from train.evaluation import evaluate
 from train.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.init_from import take_over
 from train.phases import Phases
+from train.plan import Planner
 from train.setup import Run, check_tokenizer, describe, prepare
 from train.stopping import SIGNALS, StopSignals
+from train.verdict import budget_of
 from train.watchdog import Watchdog
 
 ROOMS = ("checkpoint", "data", "models", "sharding", "train")
@@ -58,13 +62,14 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         directory = Path(scratch) if args.fast_dev_run else args.workdir
         try:
-            run, corpus, source = _set_up(args, config_files.overrides(others))
+            run, corpus, source, planner = _set_up(args, config_files.overrides(others))
             if args.mode == "train":
                 timeout_s, is_shared = run.config.train.start_timeout_s, not args.fast_dev_run
                 held = workdir.hold(directory, timeout_s=timeout_s, is_shared=is_shared)
                 start_id = stack.enter_context(held)
                 with phases("compile"):
                     run.compile()
+                    planner.check(run)
             with phases("restore"):
                 start = workdir.find_position(run, corpus, directory, source)
             if args.mode == "train":
@@ -109,8 +114,8 @@ def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watch
 
 def _set_up(
     args: argparse.Namespace, overrides: list[str]
-) -> tuple[Run, TextCorpus, Source | None]:
-    """Returns the run, its corpus and what it starts from, after checks that compute nothing."""
+) -> tuple[Run, TextCorpus, Source | None, Planner]:
+    """Returns the run, its corpus, what it starts from and its planner: nothing is computed yet."""
     evaluates = args.mode == "eval"
     given: Any = config_files.load(args.config, overrides)
     if args.deepspeed is not None:
@@ -141,7 +146,10 @@ def _set_up(
     corpus = Exchange(_LONGEST_START_S).on_all(lambda: load_corpus(config.data))
     num_labels = len(corpus.labels) or None
     vocab_size = corpus.tokenizer.vocab_size
-    run = prepare(config, mesh, vocab_size=vocab_size, num_labels=num_labels)
+    make = partial(prepare, mesh=mesh, vocab_size=vocab_size, num_labels=num_labels)
+    planner = Planner(make, budget_of(config.memory, mesh))
+    is_open = config.memory.placement == AUTO
+    run = planner.plan(config) if is_open or not evaluates else make(config)
     check_tokenizer(run, corpus.tokenizer)
     workdir.check_processes_agree(run, corpus)
     if evaluates and not len(corpus.validation):
@@ -149,7 +157,7 @@ def _set_up(
     if not args.fast_dev_run:
         workdir.check(args.workdir, run)
     logging.getLogger("train").info("%s", describe(run, corpus))
-    return run, corpus, source
+    return run, corpus, source, planner
 
 
 def _end(code: int) -> NoReturn:

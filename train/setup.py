@@ -287,6 +287,11 @@ def _check_objective(config: RunConfig, model: nnx.Module) -> None:
         )
 
 
+def activation_names(run: Run) -> set[str]:
+    """Returns the names that the model's blocks give to activations."""
+    return named_activations(run.model, *_microbatch(run.config, run.mesh, run.model))
+
+
 def _check_names(config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module) -> None:
     """Refuses names of activations that the model's blocks do not give."""
     remat, offload = config.train.remat, config.memory.offload_activations

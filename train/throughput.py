@@ -31,14 +31,14 @@ _PEAK_TFLOPS_PER_S: dict[str, tuple[float | None, float | None, float | None]] =
 }
 
 
-def peak_flops_per_s(device: Any, dtype: Any) -> float | None:
+def peak_flops_per_s(device_kind: str, dtype: Any) -> float | None:
     """Returns the most FLOP/s that the vendor states for one device, None if unknown (a CPU).
 
     Dense matrix products, never the doubled figures for sparse ones. float32 means TF32 where the
     chip has it, since that is what XLA uses there by default. RTX 4090 accumulates in float32.
 
     Args:
-        device: a jax.Device, looked up by its `device_kind`.
+        device_kind: of a jax.Device.
         dtype: what the matrix products are computed in: bfloat16, float16 or float32.
 
     Source: NVIDIA's datasheets of V100, A100, H100, H200, L4 and L40S (sparse figures halved), of
@@ -48,7 +48,7 @@ def peak_flops_per_s(device: Any, dtype: Any) -> float | None:
     names = ("bfloat16", "float16", "float32")
     name = jnp.dtype(dtype).name
     for pattern, tflops_per_s in _PEAK_TFLOPS_PER_S.items():
-        if name in names and re.search(pattern, device.device_kind):
+        if name in names and re.search(pattern, device_kind):
             peak = tflops_per_s[names.index(name)]
             return None if peak is None else peak * 1e12
     return None

@@ -222,7 +222,7 @@ def test_progress_leaves_out_what_is_not_known_and_can_be_silent(capsys):
     ],
 )
 def test_peak_flops_of_a_device_kind(kind, dtype, tflops_per_s):
-    peak = peak_flops_per_s(SimpleNamespace(device_kind=kind), dtype)
+    peak = peak_flops_per_s(kind, dtype)
     assert peak == (None if tflops_per_s is None else tflops_per_s * 1e12)
 
 

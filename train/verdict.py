@@ -1,0 +1,143 @@
+"""Whether a step fits its devices and hosts: known before step 0, from shapes and as compiled."""
+
+import collections
+import dataclasses
+import math
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from sharding.audit import memory
+from sharding.estimate import LABELS, TEMPORARIES
+from sharding.exchange import Exchange
+from sharding.memory import HOST_KIND, MemoryConfig
+from train.setup import Run
+
+#: Of what a device or a host has, the share that a step may take unless the config says more.
+SHARE = 0.9
+#: How far an estimate may lie beside the compiled step: what is further over is not compiled.
+TOLERANCE = 0.15
+
+_ROWS = (*LABELS[:2], "optimizer", LABELS[2], TEMPORARIES, "batch")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What there is, the same on all processes."""
+
+    device_bytes: float | None  # of each device; None: not known
+    host_bytes: float  # of each host
+    devices_per_host: int  # of those that have most
+
+
+def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
+    """Returns a run's budget: what the config says, or a share of what there is."""
+    exchange = Exchange()
+    hosts = collections.Counter(exchange.words(socket.gethostname()))
+    devices = mesh.local_devices
+
+    def limits() -> list[int]:
+        found = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+        return [limit for limit in found if limit is not None]
+
+    device = min(exchange.on_first(limits), default=None)
+    device_bytes = None if device is None else SHARE * device
+    host_bytes = SHARE * exchange.on_first(host_memory_bytes)
+    if config.device_budget is not None:
+        device_bytes = config.device_budget * 2**30
+    if config.host_budget is not None:
+        host_bytes = config.host_budget * 2**30
+    return Budget(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        devices_per_host=max(hosts.values()) * len(devices),
+    )
+
+
+def host_memory_bytes() -> int:
+    """Returns the memory of this host, or what its control group leaves this process of it."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    root, own = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+    if own.exists():
+        group = root / own.read_text().rpartition("::")[2].strip().lstrip("/")
+        for directory in (group, *group.parents):
+            file = directory / "memory.max"
+            if directory.is_relative_to(root) and file.exists():
+                limit = file.read_text().strip()
+                limits += [int(limit)] if limit.isdecimal() else []
+    return min(limits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes of one device and of one host, by label."""
+
+    device: Mapping[str, float]
+    host: Mapping[str, float]
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host.values())
+
+
+def needs_of(run: Run, budget: Budget) -> Needs:
+    """Returns what a run's step takes, from shapes alone."""
+    host = {k: v * budget.devices_per_host for k, v in run.estimate.host.items()}
+    return Needs(device=run.estimate.device, host=host)
+
+
+def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -> float:
+    """Returns how many times what there is a step takes, of devices or hosts, whichever is more.
+
+    Args:
+        device_bytes: of one device, if something is known beside the needs.
+    """
+    device = needs.device_bytes if device_bytes is None else device_bytes
+    of_device = 0.0 if budget.device_bytes is None else device / budget.device_bytes
+    return max(of_device, needs.host_bytes / budget.host_bytes)
+
+
+def compiled_bytes(run: Run) -> int | None:
+    """Returns what the compiled steps take of a device, None where the compiler does not tell.
+
+    Beside an evaluation's step lies what that does not read of the state. A compiler for CPUs takes
+    the host's memory for the device's.
+    """
+    is_cpu = run.mesh.devices.flat[0].platform == "cpu"
+    if is_cpu and run.estimate.host_bytes:
+        return None
+    train, evaluation = (memory(step).in_all for step in (run.train_step, run.eval_step))
+    if train is None or evaluation is None:
+        return None
+    unread = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(run.state.abstract.opt_state)
+        if leaf.sharding.memory_kind != HOST_KIND
+    )
+    return max(train, unread + evaluation)
+
+
+def table(needs: Needs, budget: Budget) -> str:
+    """Returns a row for each label, their sum, and the budget."""
+    rows = [(name, needs.device.get(name, 0), needs.host.get(name, 0)) for name in _ROWS]
+    rows += [("in all", needs.device_bytes, needs.host_bytes)]
+    rows += [("budget", budget.device_bytes, budget.host_bytes)]
+    lines = [f"{'memory':14s} {'a device':>14s} {'a host':>14s}   (estimated from shapes)"]
+    lines += [f"  {name:12s} {size(device):>14s} {size(host):>14s}" for name, device, host in rows]
+    return "\n".join(lines)
+
+
+def size(num_bytes: float | None) -> str:
+    """Returns a number of bytes for people."""
+    if num_bytes is None:
+        return "not known"
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**30:,.2f} GiB"
