@@ -41,6 +41,8 @@ _COSTLY = (
     *("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erf_inv", "sqrt"),
     *("rsqrt", "cbrt", "div", "rem", "pow", "sin", "cos"),
 )
+#: They read elements from elsewhere than where their own go: nothing is written over meanwhile.
+_MOVES = ("transpose", "rev", "slice", "dynamic_slice", "pad", "broadcast_in_dim", "roll")
 _COLLECTIVES = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin")
 
 #: What `counted_as` takes, and what is neither these nor an input.
@@ -118,7 +120,7 @@ def estimate(
         held = run.made(value, label)
         held.buffers[0].is_input = True
         inputs.append(held)
-    run.program(program, inputs, len(program.outputs))
+    run.program(program, inputs, len(program.outputs), is_whole=True)
     at_peak = {on_host: collections.Counter() for on_host in (False, True)}
     for on_host, buffers in run.at_peak.items():
         for buffer in buffers:
@@ -137,6 +139,7 @@ class _Buffer:
     num_holders: int = 0
     is_input: bool = False
     is_read_at_end: bool = False  # by what makes an output of the program
+    is_written_over: bool = False  # likewise
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,6 +150,7 @@ class _Held:
     is_made: bool = False
     is_costly: bool = False
     label: str = TEMPORARIES
+    moved: frozenset[_Buffer] = frozenset()  # of the buffers, those not read element by element
 
 
 class _Frame:
@@ -180,12 +184,20 @@ class _Run:
         self.copied = 0  # bytes of inputs that are copied before they are changed
         self.work = Work()
 
-    def program(self, program: Program, inputs: Sequence[_Held], num_made: int) -> list[_Held]:
+    def program(
+        self,
+        program: Program,
+        inputs: Sequence[_Held],
+        num_made: int,
+        *,
+        is_whole: bool = False,
+    ) -> list[_Held]:
         """Returns what the outputs stand for, the first `num_made` of them arrays in memory.
 
         Args:
           inputs: what the inputs stand for, held for this program. The caller releases what is
             returned.
+          is_whole: it is no part of another one.
         """
         frame = _Frame(program)
         for value, held in zip(program.inputs, inputs, strict=True):
@@ -198,7 +210,7 @@ class _Run:
         outputs = []
         for i, value in enumerate(program.outputs):
             if i < num_made:
-                self._make(value, frame, at_end=True)
+                self._make(value, frame, is_output=is_whole)
             outputs.append(self._hold(frame[value]))
             self._done(frame, value)
         assert not frame.held
@@ -236,19 +248,25 @@ class _Run:
             if frame.num_uses[value] <= 0 and value in frame.held:
                 self.release(frame.held.pop(value))
 
-    def _make(self, value: Value, frame: _Frame, *, at_end: bool = False) -> _Held:
-        """Returns what the value stands for, an array in memory from now on."""
+    def _make(self, value: Value, frame: _Frame, *, is_output: bool = False) -> _Held:
+        """Returns what the value stands for, an array in memory from now on.
+
+        Args:
+          is_output: of the whole program. Outputs are made together, over inputs if they can be.
+        """
         held = frame[value]
         if held.is_made:
             return held
         size, made = self._size(value), None
-        for buffer in held.buffers:
+        for buffer in sorted(held.buffers, key=lambda buffer: buffer.num_holders):
             is_same = (buffer.num_bytes, buffer.on_host) == (size, value.on_host)
-            if made is None and is_same and buffer.num_holders == 1:
+            is_free = buffer.num_holders == 1 or is_output and not buffer.is_written_over
+            if made is None and is_same and is_free and buffer not in held.moved:
                 made = self._hold(_Held((buffer,), is_made=True))
-                if buffer.is_input and buffer.is_read_at_end:
-                    self.copied += self._copies * buffer.num_bytes
-            buffer.is_read_at_end |= at_end
+                is_read = buffer.is_read_at_end or buffer.num_holders > 2
+                self.copied += self._copies * is_output * is_read * buffer.num_bytes
+                buffer.is_written_over = is_output
+            buffer.is_read_at_end |= is_output
         made = made or self.made(value, held.label)
         self.release(held)
         frame.held[value] = made
@@ -295,7 +313,9 @@ class _Run:
         inputs = [frame[value] for value in op.inputs]
         buffers = tuple(dict.fromkeys(b for held in inputs for b in held.buffers))
         is_costly = op.name in _COSTLY or any(h.is_costly and not h.is_made for h in inputs)
-        outputs = [self._hold(_Held(buffers, is_costly=is_costly)) for _ in op.outputs]
+        moved = frozenset(buffers if op.name in _MOVES else (b for h in inputs for b in h.moved))
+        fused = _Held(buffers, is_costly=is_costly, moved=moved)
+        outputs = [self._hold(fused) for _ in op.outputs]
         self._done(frame, *op.inputs)
         return outputs
 

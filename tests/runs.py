@@ -52,6 +52,12 @@ def write_corpus(directory: Path) -> tuple[str, ...]:
     return (f"data.paths={directory}/*.txt", f"data.cache_dir={directory}/cache")
 
 
+def arguments(workdir: Path, overrides: Sequence[str]) -> list[str]:
+    """Returns the command line that trains with these overrides."""
+    flags = [f"--config.{override}" for override in overrides]
+    return [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
+
+
 def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, TextCorpus]:
     """Returns the run on the first devices, and its corpus; `jax_enable_x64` is the caller's."""
     resolved = resolve(load(config, overrides))

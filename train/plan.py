@@ -1,17 +1,17 @@
 """Choosing what a run keeps, recomputes, shares out and moves to the host, so that it fits.
 
 A lever is a list of settings, each leaner and slower than the one before: more microbatches, a
-stage of ZeRO, a level of rematerialisation, a placement. What one step on one lever changes is
-estimated from a trace; of all combinations those that should fit are then estimated themselves, in
-the order of the step time that they should have, and only the one that is taken is compiled.
+stage of ZeRO, a level of rematerialisation, a placement. What a combination takes, and the step
+time that it should have, come from a trace; only the one that is taken is compiled.
 """
 
+import bisect
 import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from sharding.memory import AUTO
 from train.config import RunConfig
@@ -28,10 +28,9 @@ from train.verdict import (
     table,
 )
 
-#: How many combinations are estimated beside the single steps, and how many are compiled.
-_MAX_ESTIMATED, _MAX_COMPILED = 24, 4
-#: What a combination may seem to need by its single steps, and still be estimated itself.
-_SLACK = 1.1
+_ON_DEVICE = {"memory.placement": "device", "memory.offload_parameters_fraction": 0.0}
+#: How many plans are compiled before none is said to fit.
+_MAX_COMPILED = 4
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class Planner:
             run = self._make(config)
             needs = needs_of(run, self._budget)
             if excess(needs, self._budget) > 1 + TOLERANCE:
-                raise ValueError(self._refusal(config, needs, "estimated from shapes"))
+                raise ValueError(self._refusal(run, None))
             _log.info("%s", table(needs, self._budget))
             return run
         search = _Search(config, self._make, self._budget)
@@ -78,9 +77,11 @@ class Planner:
             compiled = compiled_bytes(candidate.run)
             over = excess(candidate.needs, self._budget, device_bytes=compiled)
             if over <= 1:
-                _log.info("%s", self._description(search, candidate))
+                _log.info("plan    %s", self._way(search, candidate))
+                _log.info("%s", table(candidate.needs, self._budget))
                 return candidate.run
-            search.correction *= over
+            if compiled is not None:
+                search.correction = max(search.correction, compiled / candidate.needs.device_bytes)
         raise ValueError(self._nothing_fits(search))
 
     def check(self, run: Run) -> None:
@@ -93,12 +94,19 @@ class Planner:
         if compiled is not None:
             _log.info("memory  %s a device, as compiled", size(compiled))
         if excess(needs, self._budget, device_bytes=compiled) > 1:
-            needed = "estimated" if compiled is None else f"{size(compiled)} a device as compiled"
-            raise ValueError(self._refusal(run.config, needs, needed))
+            raise ValueError(self._refusal(run, compiled))
 
-    def _refusal(self, config: RunConfig, needs: Needs, how: str) -> str:
-        """Returns what a run takes, and the smallest changes that would make it fit."""
-        search = _Search(config, self._make, self._budget)
+    def _refusal(self, run: Run, compiled: int | None) -> str:
+        """Returns what a run takes, and the smallest changes that would make it fit.
+
+        Args:
+            compiled: bytes of a device, if they are known.
+        """
+        needs, how = needs_of(run, self._budget), ""
+        search = _Search(run.config, self._make, self._budget)
+        if compiled is not None:
+            search.correction = max(1.0, compiled / needs.device_bytes)
+            how = f": {size(compiled)} a device, as compiled"
         found = search.single()
         if not found:
             found = list(itertools.islice(search.fitting(), 1))
@@ -106,7 +114,7 @@ class Planner:
             return self._nothing_fits(search)
         ways = "\n".join(f"  {self._way(search, candidate)}" for candidate in found)
         return (
-            f"a step takes more memory than there is ({how}):\n{table(needs, self._budget)}\n"
+            f"a step takes more memory than there is{how}\n{table(needs, self._budget)}\n"
             f"Each of these would fit:\n{ways}\n"
             "memory.placement=auto takes the fastest that fits; memory.device_budget and "
             "memory.host_budget say what there is"
@@ -114,11 +122,13 @@ class Planner:
 
     def _nothing_fits(self, search: "_Search") -> str:
         leanest = search.leanest
+        factor = search.correction
+        corrected = f"Compiled, steps took {factor:.2f} times their estimate.\n" * (factor > 1)
         most = max(leanest.needs.device.items(), key=lambda item: item[1])[0]
         return (
             "no plan fits the memory that there is; the leanest, "
             f"{_text(leanest.setting) or 'as configured'}, takes\n"
-            f"{table(leanest.needs, self._budget)}\n"
+            f"{table(leanest.needs, self._budget)}\n{corrected}"
             f"The largest part are {most}. Use more devices (mesh.pipeline and mesh.model split "
             "the model, mesh.fsdp with memory.zero_stage=3 what lies of it), a smaller model, or "
             "a smaller data.sequence_length or data.global_batch_size"
@@ -131,10 +141,6 @@ class Planner:
             f"{slower:.2f} × the step time, by the rates of {search.rates.device_kind}"
         )
 
-    def _description(self, search: "_Search", candidate: Candidate) -> str:
-        change = self._way(search, candidate) if candidate.setting else "as configured, which fits"
-        return f"plan    {change}\n{table(candidate.needs, self._budget)}"
-
 
 def _text(setting: Setting) -> str:
     return " ".join(f"--config.{key}={value}" for key, value in setting.items())
@@ -144,18 +150,19 @@ class _Search:
     """The plans that there are for a config, and what they take."""
 
     def __init__(self, config: RunConfig, make: Callable[[RunConfig], Run], budget: Budget):
-        if config.memory.placement == AUTO:
-            memory = dataclasses.replace(config.memory, placement="device")
-            config = dataclasses.replace(config, memory=memory)
-        self._config, self._make, self._budget = config, make, budget
+        # Where the host has no room either, plans begin on the device as well.
+        is_open = config.memory.placement == AUTO
+        self._start = {} if config.memory.placement == "device" else _ON_DEVICE
+        if not is_open and needs_of(make(config), budget).host_bytes <= budget.host_bytes:
+            self._start = {}
+        self._config, self._make, self._budget = _changed(config, self._start), make, budget
         self.correction = 1.0  # of estimates, by what was compiled
         self._known: dict[tuple[int, ...], Candidate | None] = {}
 
     @cached_property
     def base(self) -> Candidate:
-        """The run as configured, on the device."""
-        run = self._make(self._config)
-        return self._candidate({}, run)
+        """The run as configured, or else on the device."""
+        return self._candidate(self._start, self._make(self._config))
 
     @cached_property
     def rates(self) -> Rates:
@@ -174,12 +181,13 @@ class _Search:
     @property
     def leanest(self) -> Candidate:
         """The leanest plan that there is, whether or not it fits."""
-        found = self._at(tuple(len(lever) for lever in self.levers)) or self.base
-        return min((found, *self._tried()), key=lambda c: c.needs.device_bytes)
+        leanest = self._at(tuple(len(lever) for lever in self.levers)) or self.base
+        known = (candidate for candidate in self._known.values() if candidate is not None)
+        return min((leanest, *known), key=lambda c: c.needs.device_bytes)
 
     def single(self) -> list[Candidate]:
-        """Returns, for every lever on which one step would do, the first one that does."""
-        found = []
+        """Returns, for every lever that would do alone, its first setting that does."""
+        found = [self.base] * (self._start != {} and self._fits(self.base))
         for i, lever in enumerate(self.levers):
             for level in range(1, len(lever) + 1):
                 candidate = self._at(self._step(i, level))
@@ -189,69 +197,43 @@ class _Search:
         return sorted(found, key=lambda c: c.step_time_s)
 
     def fitting(self) -> Iterator[Candidate]:
-        """Yields plans that fit by their estimates, by the time that single steps add up to."""
+        """Yields plans that fit, each one leaner if `correction` has grown meanwhile.
+
+        From the leanest plan that there is, the lever goes back on which the step gains most, as
+        far as it may; then the next one.
+        """
         if self._fits(self.base):
             yield self.base
-        num_estimated = 0
-        for levels in self._ranking():
-            if num_estimated == _MAX_ESTIMATED:
-                break
-            if self._excess(self._guess(levels)) > _SLACK:
-                continue
-            num_estimated += levels not in self._known
-            candidate = self._at(levels)
-            if candidate is not None and self._fits(candidate):
-                yield self._eased(levels, candidate)
-        else:
-            return
-        if self._fits(self.leanest):
-            yield self.leanest
+        while True:
+            *leanest, placement = (len(lever) for lever in self.levers)
+            starts = ((*leanest, level) for level in range(placement, -1, -1))
+            levels = next((start for start in starts if self._fits(self._at(start))), None)
+            if levels is None:
+                return
+            while (eased := self._eased(levels)) is not None:
+                levels = eased
+            yield cast(Candidate, self._at(levels))
 
-    def _eased(self, levels: tuple[int, ...], candidate: Candidate) -> Candidate:
-        """Returns the fastest plan that fits between a combination and what is configured."""
+    def _eased(self, levels: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the fastest of the plans that ease one lever and fit; None if none is faster."""
+        options = {levels: cast(Candidate, self._at(levels)).step_time_s}
         for i, level in enumerate(levels):
-            eased = (*levels[:i], level - 1, *levels[i + 1 :])
-            better = self._at(eased) if level else None
-            is_faster = better is not None and better.step_time_s < candidate.step_time_s
-            if better is not None and is_faster and self._fits(better):
-                return self._eased(eased, better)
-        return candidate
+            at = lambda level, i=i: (*levels[:i], level, *levels[i + 1 :])  # noqa: E731
+            fits = lambda level, at=at: self._fits(self._at(at(level)))  # noqa: E731
+            first = bisect.bisect_left(range(level), True, key=fits)
+            candidate = self._at(at(first))
+            if first < level and candidate is not None:
+                options[at(first)] = candidate.step_time_s
+        best = min(options, key=lambda levels: (options[levels], levels))
+        return None if best == levels else best
 
-    def _fits(self, candidate: Candidate) -> bool:
-        return self._excess(candidate.needs) <= 1
-
-    def _excess(self, needs: Needs) -> float:
-        return excess(needs, self._budget) * self.correction
-
-    def _tried(self) -> list[Candidate]:
-        return [candidate for candidate in self._known.values() if candidate is not None]
+    def _fits(self, candidate: Candidate | None) -> bool:
+        if candidate is None:
+            return False
+        return excess(candidate.needs, self._budget) * self.correction <= 1
 
     def _step(self, lever: int, level: int) -> tuple[int, ...]:
         return tuple(level if i == lever else 0 for i in range(len(self.levers)))
-
-    def _ranking(self) -> list[tuple[int, ...]]:
-        """Returns all combinations, by their step time as single steps add up to it."""
-        every = itertools.product(*(range(len(lever) + 1) for lever in self.levers))
-        return sorted((c for c in every if any(c)), key=lambda c: (self._time(c), c))
-
-    def _singles(self, levels: tuple[int, ...]) -> list[Candidate]:
-        steps = (self._at(self._step(i, level)) for i, level in enumerate(levels) if level)
-        return [candidate for candidate in steps if candidate is not None]
-
-    def _time(self, levels: tuple[int, ...]) -> float:
-        base = self.base.step_time_s
-        return base + sum(c.step_time_s - base for c in self._singles(levels))
-
-    def _guess(self, levels: tuple[int, ...]) -> Needs:
-        """Returns what a combination should take: each label changes as by the single steps."""
-        device: dict[str, float] = dict(self.base.needs.device)
-        host: dict[str, float] = dict(self.base.needs.host)
-        for single in self._singles(levels):
-            for label, before in self.base.needs.device.items():
-                device[label] *= single.needs.device.get(label, 0) / before if before else 1
-            for label, num_bytes in single.needs.host.items():
-                host[label] = max(host.get(label, 0), num_bytes)
-        return Needs(device=device, host=host)
 
     def _at(self, levels: tuple[int, ...]) -> Candidate | None:
         """Returns the candidate of a combination; None where the run cannot be made so."""
@@ -260,12 +242,13 @@ class _Search:
         if levels not in self._known:
             pairs = zip(self.levers, levels, strict=True)
             chosen = [lever[level - 1] for lever, level in pairs if level]
-            setting = {key: value for part in chosen for key, value in part.items()}
+            setting = {key: value for part in (self._start, *chosen) for key, value in part.items()}
             try:
                 run = self._make(_changed(self._config, setting))
-                self._known[levels] = self._candidate(setting, run)
-            except ValueError:
+            except ValueError:  # such as parameters in host memory that replicas hold alike
                 self._known[levels] = None
+            else:
+                self._known[levels] = self._candidate(setting, run)
         return self._known[levels]
 
     def _candidate(self, setting: Setting, run: Run) -> Candidate:

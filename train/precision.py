@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -135,32 +134,30 @@ class LossScale:
         )
 
 
-def rounded_at_random(
-    tree: Tree, like: Tree, layers: Mapping[str, jax.Array], seed: int, step: jax.Array
-) -> Tree:
+def rounded_at_random(tree: Tree, like: Tree, numbers: Tree, seed: int, step: jax.Array) -> Tree:
     """Returns float32 parameters in the dtypes of `like`; on average bfloat16 loses nothing.
 
     A value goes to one of its two neighbours, to the nearer one more often, by bits that depend on
-    the seed, the step, and the parameter's layer alone: the same on every mesh.
+    the seed, the step, the parameter, and its layer or row alone: the same on every mesh.
 
     Args:
-        tree: updated parameters, or some of them and None for the others.
-        layers: stack -> int32[slots], the numbers of the layers in the slots of its arrays.
+        tree: updated parameters, or some of them and None for the others, or slices of them.
+        numbers: likewise int32 of their first dim, each layer's or row's number.
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision" (2015), section 3.
     """
     base = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _ROUNDING_TAG), step)
 
-    def rounded(path, x, target):
+    def rounded(path, x, target, numbers):
         if target.dtype != jnp.bfloat16:
             return x.astype(target.dtype)
         key = jax.random.fold_in(base, zlib.crc32(jax.tree_util.keystr(path).encode()))
-        if path[0].key not in layers:
+        if not x.ndim:
             return to_bfloat16(x, key)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, layers[path[0].key])
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(numbers))
         return jax.vmap(to_bfloat16)(x, keys)
 
-    return jax.tree_util.tree_map_with_path(rounded, tree, like)
+    return jax.tree_util.tree_map_with_path(rounded, tree, like, numbers)
 
 
 def to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:

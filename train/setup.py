@@ -120,7 +120,7 @@ class Run:
         update = Update(
             self.optimizer,
             self.config.optimizer.clip_norm,
-            self.state.moved,
+            self.state,
             self.layouts,
             self.mesh,
             self.config.train.seed,

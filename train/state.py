@@ -267,7 +267,9 @@ class StateLayout:
           specs: of the parameters.
         """
         leaves, structure = jax.tree.flatten(slots.params)
-        offloaded = structure.unflatten(largest(leaves, memory.optimizer_fraction))
+        are_large = largest(leaves, memory.optimizer_fraction)
+        are_cut = (bool(leaf.shape) for leaf in leaves)  # scalars stay: there are no slices of them
+        offloaded = structure.unflatten(a and b for a, b in zip(are_large, are_cut, strict=True))
         streams = dict.fromkeys(slots.params)
         for name, params in slots.params.items():
             is_stack = name in self._layouts

@@ -1,19 +1,26 @@
 """The optimizer's update: of all parameters at once, or one layer at a time from host memory."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.memory import to_device, to_where
+from sharding.memory import is_on_host, to_device, to_where
 from sharding.pipeline.layout import Layout
+from sharding.rules import axes_of
 from train.precision import rounded_at_random
+from train.state import StateLayout
 
 Tree = Any
+
+#: Elements of a parameter outside the stacks that are on the device at once.
+_SLICE_SIZE = 2**22
 
 
 @jax.tree_util.register_dataclass
@@ -27,16 +34,26 @@ class Judgement:
     accepted: jax.Array  # bool; False changes nothing
 
 
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Parameters that are updated together, some rows of their first dim after others."""
+
+    chosen: Tree  # a bool per parameter
+    num_slices: int  # on each stage
+    rows: int  # of a slice
+    num_stages: int  # that the first dim is split over
+
+
 class Update:
     """The way from gradients to new parameters and a new optimizer state.
 
     What lies in host memory is updated one slot of its stack after another, and outside the stacks
-    one array after another, so that the device never holds more of it.
+    a few rows of one array after others, so that the device never holds more of it.
 
     Args:
       optimizer: clips nothing; elementwise, if `moved` marks anything.
       clip_norm: the largest norm of all gradients together; 0: any.
-      moved: a bool per parameter: its master weights or its optimizer state lie in host memory.
+      state: of the run.
       layouts: of every stack.
       seed: of rounding at random.
     """
@@ -45,13 +62,17 @@ class Update:
         self,
         optimizer: optax.GradientTransformation,
         clip_norm: float,
-        moved: Tree,
+        state: StateLayout,
         layouts: Mapping[str, Layout],
         mesh: Mesh,
         seed: int,
     ):
         self._optimizer, self._clip_norm, self._seed = optimizer, clip_norm, seed
-        self._moved, self._layouts, self._mesh = moved, layouts, mesh
+        self._layouts, self._mesh = layouts, mesh
+        params, moved = state.abstract.params, state.moved
+        self._stays = jax.tree.map(lambda moved: not moved, moved)
+        self._groups = self._grouped(params, moved)
+        self._numbers = jax.tree_util.tree_map_with_path(self._number, params)
 
     def norm(self, grads: Tree, weight: jax.Array) -> jax.Array:
         """Returns the norm of all gradients together, each divided by `weight`."""
@@ -63,14 +84,14 @@ class Update:
             return total + sum_of_squares(grads), ()
 
         dtype = jnp.result_type(*jax.tree.leaves(grads))
-        total = jnp.asarray(sum_of_squares(self._chosen(grads, self._stays)), dtype)
-        for stack, chosen in self._groups():
-            of_group = self._chosen(grads, chosen)
-            if stack is None:
-                total += sum_of_squares(jax.tree.map(to_device, of_group))
-            else:
+        on_host = jax.tree.map(is_on_host, grads)
+        on_device = jax.tree.map(lambda there: not there, on_host)
+        total = jnp.asarray(sum_of_squares(_chosen(grads, on_device)), dtype)
+        for group in self._groups:
+            of_group = _chosen(_chosen(grads, group.chosen), on_host)
+            if jax.tree.leaves(of_group):
                 zero = jnp.zeros((), dtype)
-                total += self._over_slots(stack, add, zero, of_group, (), ())[0]
+                total += self._in_slices(group, add, zero, of_group, (), ())[0]
         return jnp.sqrt(total)
 
     def __call__(
@@ -79,24 +100,23 @@ class Update:
         """Returns (params, opt_state) after the update, each where it was."""
         stays = self._stays
         new_params, new_state = self._updated(
-            self._chosen(grads, stays),
+            _chosen(grads, stays),
             self._chosen_state(opt_state, stays),
-            self._chosen(params, stays),
+            _chosen(params, stays),
+            _chosen(self._numbers, stays),
             judgement,
-            {stack: jnp.asarray(layout.layer_of_slot) for stack, layout in self._layouts.items()},
         )
-        for stack, chosen in self._groups():
-            of_group, state_of_group = self._moved_group(
-                stack, chosen, params, opt_state, grads, judgement
-            )
+        for group in self._groups:
+            of_group, state_of_group = self._moved_group(group, params, opt_state, grads, judgement)
             new_params = _merged(new_params, of_group)
             new_state = _merged(new_state, state_of_group)
         return new_params, new_state
 
     def _moved_group(
-        self, stack: str | None, chosen: Tree, params: Tree, opt_state: Tree, grads: Tree, judgement
+        self, group: _Group, params: Tree, opt_state: Tree, grads: Tree, judgement: Judgement
     ) -> tuple[Tree, Tree]:
-        """Returns (params, opt_state) of what is chosen, None for the others."""
+        """Returns (params, opt_state) of what the group has, None for the others."""
+        chosen = group.chosen
         is_of_param = jax.tree.leaves(
             optax.tree_utils.tree_map_params(
                 self._optimizer,
@@ -106,8 +126,9 @@ class Update:
                 transform_non_params=lambda _: False,
             )
         )
-        params, grads = self._chosen(params, chosen), self._chosen(grads, chosen)
-        # Counts and the like are shared: every slot begins with the same, and what becomes of them
+        params, grads = _chosen(params, chosen), _chosen(grads, chosen)
+        numbers = _chosen(self._numbers, chosen)
+        # Counts and the like are shared: every slice begins with the same, and what becomes of them
         # elsewhere is taken.
         opt_state = self._chosen_state(opt_state, chosen)
         structure = jax.tree.structure(opt_state)
@@ -124,33 +145,24 @@ class Update:
 
         def update(carry, arrays, old, constants):
             (grads, numbers), (params, own), (shared, judgement) = arrays, old, constants
-            layers = {} if stack is None else {stack: numbers}
             params, state = self._updated(
-                grads, whole_state(own, shared), params, judgement, layers
+                grads, whole_state(own, shared), params, numbers, judgement
             )
             return carry, (params, leaves_of(state, shared=False))
 
         own, shared = leaves_of(opt_state, shared=False), leaves_of(opt_state, shared=True)
-        constants = (shared, judgement)
-        if stack is None:
-            on_device = jax.tree.map(to_device, (grads, own, params))
-            grads_there, own_there, params_there = on_device
-            _, new = update((), (grads_there, ()), (params_there, own_there), constants)
-            params, own = jax.tree.map(to_where, new, (params, own))
-        else:
-            numbers = jnp.asarray(self._layouts[stack].layer_of_slot)
-            _, (params, own) = self._over_slots(
-                stack, update, (), (grads, numbers), (params, own), constants
-            )
+        _, (params, own) = self._in_slices(
+            group, update, (), (grads, numbers), (params, own), (shared, judgement)
+        )
         return params, whole_state(own, shared)
 
     def _updated(
-        self, grads: Tree, opt_state: Tree, params: Tree, judgement: Judgement, layers: Tree
+        self, grads: Tree, opt_state: Tree, params: Tree, numbers: Tree, judgement: Judgement
     ) -> tuple[Tree, Tree]:
         """Returns (params, opt_state) of what is here, all of it on the device.
 
         Args:
-          layers: stack -> the numbers of the layers that its arrays hold.
+          numbers: as for `rounded_at_random`.
         """
 
         def ready(g):
@@ -164,7 +176,7 @@ class Update:
         wide = jax.tree.map(lambda p, g: p.astype(g.dtype), params, grads)
         updates, new_state = self._optimizer.update(grads, opt_state, wide)
         new_params = rounded_at_random(
-            optax.apply_updates(wide, updates), params, layers, self._seed, judgement.step
+            optax.apply_updates(wide, updates), params, numbers, self._seed, judgement.step
         )
 
         def kept(new, old):
@@ -172,46 +184,48 @@ class Update:
 
         return kept(new_params, params), kept(new_state, opt_state)
 
-    def _over_slots(
+    def _in_slices(
         self,
-        stack: str,
+        group: _Group,
         body: Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]],
         carry: Tree,
         arrays: Tree,
         changing: Tree,
         constants: Tree,
     ) -> tuple[Tree, Tree]:
-        """Returns (carry, changing) after all slots.
+        """Returns (carry, changing) after all slices of a group.
 
         Args:
           body: (carry, slices of arrays, slices of changing, constants) -> (carry, new slices of
             changing).
           carry: scalars that are summed over the stages in the end.
-          arrays, changing: `[slots, ...]`, wherever they lie; a slice is `[1, ...]`, on the device.
+          arrays, changing: wherever they lie; slices of them are on the device.
         """
-        num_stages = self._mesh.shape["pipeline"]
-        num_slots = len(self._layouts[stack].layer_of_slot) // num_stages
 
         def of_stage(carry, arrays, changing, constants):
             def step(state, i):
                 carry, changing = state
-                at = lambda x: to_device(jax.lax.dynamic_slice_in_dim(x, i, 1))  # noqa: E731
+                start = i * group.rows
+
+                def at(x):
+                    return to_device(jax.lax.dynamic_slice_in_dim(x, start, group.rows))
+
                 # Read before anything is written in its place: else XLA copies the whole.
                 old = jax.lax.optimization_barrier(jax.tree.map(at, changing))
                 carry, new = body(carry, jax.tree.map(at, arrays), old, constants)
 
                 def put(x, value):
-                    return jax.lax.dynamic_update_slice_in_dim(x, to_where(value, x), i, 0)
+                    return jax.lax.dynamic_update_slice_in_dim(x, to_where(value, x), start, 0)
 
                 return (carry, jax.tree.map(put, changing, new)), None
 
-            slots = jnp.arange(num_slots, dtype=jnp.int32)
-            (carry, changing), _ = jax.lax.scan(step, (carry, changing), slots)
-            if num_stages > 1:
+            slices = jnp.arange(group.num_slices, dtype=jnp.int32)
+            (carry, changing), _ = jax.lax.scan(step, (carry, changing), slices)
+            if group.num_stages > 1:
                 carry = jax.lax.psum(carry, "pipeline")
             return carry, changing
 
-        if num_stages == 1:
+        if group.num_stages == 1:
             return of_stage(carry, arrays, changing, constants)
         once, by_stage = PartitionSpec(), PartitionSpec("pipeline")
         run = jax.shard_map(
@@ -224,30 +238,57 @@ class Update:
         )
         return run(carry, arrays, changing, constants)
 
-    @property
-    def _stays(self) -> Tree:
-        return jax.tree.map(lambda moved: not moved, self._moved)
+    def _grouped(self, params: Tree, moved: Tree) -> list[_Group]:
+        """Returns what is moved: each stack's parameters together, and every other one alone."""
+        leaves = dict(jax.tree_util.tree_leaves_with_path(params))
+        paths = [path for path, is_moved in jax.tree_util.tree_leaves_with_path(moved) if is_moved]
 
-    def _groups(self) -> Iterator[tuple[str | None, Tree]]:
-        """Yields a stack and which of its parameters are moved; then None and one other, each."""
-        paths = [p for p, moved in jax.tree_util.tree_leaves_with_path(self._moved) if moved]
-        stacks = dict.fromkeys(p[0].key for p in paths if p[0].key in self._layouts)
-        for stack in stacks:
-            yield stack, self._marked(lambda p, s=stack: p in paths and p[0].key == s)
+        def marked(chosen: Collection[tuple]) -> Tree:
+            return jax.tree_util.tree_map_with_path(lambda path, _: path in chosen, moved)
+
+        groups, num_stages = [], self._mesh.shape["pipeline"]
+        for stack in dict.fromkeys(path[0].key for path in paths if path[0].key in self._layouts):
+            of_stack = [path for path in paths if path[0].key == stack]
+            num_slots = len(self._layouts[stack].layer_of_slot) // num_stages
+            groups.append(_Group(marked(of_stack), num_slots, 1, num_stages))
         for path in paths:
-            if path[0].key not in stacks:
-                yield None, self._marked(lambda p, own=path: p == own)
+            if path[0].key not in self._layouts:
+                num_slices, rows = _slices(leaves[path])
+                groups.append(_Group(marked([path]), num_slices, rows, 1))
+        return groups
 
-    def _marked(self, is_chosen: Callable[[tuple], bool]) -> Tree:
-        return jax.tree_util.tree_map_with_path(lambda path, _: is_chosen(path), self._moved)
-
-    def _chosen(self, params: Tree, chosen: Tree) -> Tree:
-        return jax.tree.map(lambda leaf, c: leaf if c else None, params, chosen)
+    def _number(self, path: tuple, param: jax.ShapeDtypeStruct) -> np.ndarray:
+        """Returns the numbers of the layers in a parameter's slots, or those of its rows."""
+        if path[0].key in self._layouts:
+            return np.asarray(self._layouts[path[0].key].layer_of_slot, np.int32)
+        return np.arange(math.prod(param.shape[:1]), dtype=np.int32)
 
     def _chosen_state(self, opt_state: Tree, chosen: Tree) -> Tree:
         return optax.tree_utils.tree_map_params(
             self._optimizer, lambda leaf, c: leaf if c else None, opt_state, chosen
         )
+
+
+def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    """Returns how many slices of how many rows to cut a parameter into.
+
+    A dim that devices share out is not cut: each of them has few of its rows anyway.
+    """
+    spec = param.sharding.spec
+    axes = axes_of(PartitionSpec(*spec[:1]))
+    num_rows = param.shape[0]
+    if any(param.sharding.mesh.shape[axis] > 1 for axis in axes):
+        return 1, num_rows
+    local = param.sharding.shard_shape(param.shape)
+    rows = max(1, _SLICE_SIZE // math.prod(local[1:]))
+    rows = max(n for n in range(1, min(rows, num_rows) + 1) if num_rows % n == 0)
+    return num_rows // rows, rows
+
+
+def _chosen(tree: Tree, chosen: Tree) -> Tree:
+    """Returns `tree` with None for what is not chosen."""
+    is_none = lambda x: x is None  # noqa: E731
+    return jax.tree.map(lambda leaf, c: leaf if c else None, tree, chosen, is_leaf=is_none)
 
 
 def _merged(tree: Tree, other: Tree) -> Tree:

@@ -28,7 +28,7 @@ _ROWS = (*LABELS[:2], "optimizer", LABELS[2], TEMPORARIES, "batch")
 class Budget:
     """What there is, the same on all processes."""
 
-    device_bytes: float | None  # of each device; None: not known
+    device_bytes: float  # of each device; infinite where that is not known
     host_bytes: float  # of each host
     devices_per_host: int  # of those that have most
 
@@ -43,8 +43,7 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
         found = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
         return [limit for limit in found if limit is not None]
 
-    device = min(exchange.on_first(limits), default=None)
-    device_bytes = None if device is None else SHARE * device
+    device_bytes = SHARE * min(exchange.on_first(limits), default=math.inf)
     host_bytes = SHARE * exchange.on_first(host_memory_bytes)
     if config.device_budget is not None:
         device_bytes = config.device_budget * 2**30
@@ -100,8 +99,7 @@ def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -
         device_bytes: of one device, if something is known beside the needs.
     """
     device = needs.device_bytes if device_bytes is None else device_bytes
-    of_device = 0.0 if budget.device_bytes is None else device / budget.device_bytes
-    return max(of_device, needs.host_bytes / budget.host_bytes)
+    return max(device / budget.device_bytes, needs.host_bytes / budget.host_bytes)
 
 
 def compiled_bytes(run: Run) -> int | None:
@@ -134,9 +132,9 @@ def table(needs: Needs, budget: Budget) -> str:
     return "\n".join(lines)
 
 
-def size(num_bytes: float | None) -> str:
+def size(num_bytes: float) -> str:
     """Returns a number of bytes for people."""
-    if num_bytes is None:
+    if num_bytes == math.inf:
         return "not known"
     if num_bytes < 2**30:
         return f"{num_bytes / 2**20:,.1f} MiB"

@@ -12,8 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from data.text import train_batches
 from sharding.batches import place_batch
 from sharding.memory import DEVICE, HOST
-from tests.runs import CONFIG, FLOAT64, ROOT, TINY, losses, make_run, reference_losses
-from tests.train.test_remat import traced_step
+from tests.runs import FLOAT64, ROOT, TINY, arguments, losses, make_run, reference_losses
 from train.main import main
 from train.metrics import read_metrics
 
@@ -112,7 +111,7 @@ def moved(run) -> dict[str, Counter]:
             for inner in jaxprs_in_params(eqn.params):
                 visit(inner)
 
-    visit(traced_step(run).jaxpr)
+    visit(run.traced.jaxpr.jaxpr)
     return found
 
 
@@ -163,11 +162,6 @@ def test_step_holds_no_more_than_its_copy_of_the_parameters(corpus_overrides):
     assert hosted - plain <= copy
 
 
-def arguments(workdir, overrides) -> list[str]:
-    flags = [f"--config.{override}" for override in overrides]
-    return [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
-
-
 def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "eval.every_steps=10", "checkpoint.every_steps=5")
     assert main(arguments(tmp_path / "plain", (*overrides, "train.num_steps=10"))) == 0
@@ -199,7 +193,10 @@ def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("memory.placement=disk",), "memory.placement='disk' is unknown; choose device or host"),
+        (
+            ("memory.placement=disk",),
+            "memory.placement='disk' is unknown; choose device, host, auto",
+        ),
         (("memory.offload_parameters_fraction=0.5",), "is for memory.placement=host alone"),
         ((HOSTED, "memory.offload_optimizer_fraction=2"), "=2.0 must lie in 0 .. 1"),
         (

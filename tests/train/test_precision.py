@@ -10,7 +10,7 @@ import pytest
 
 from models.gpt2 import GPT2
 from sharding.pipeline.layout import Layout
-from tests.runs import CONFIG, TINY, losses, make_run, reference_losses
+from tests.runs import TINY, arguments, losses, make_run, reference_losses
 from train.main import main
 from train.metrics import read_metrics
 from train.precision import LossScale, PrecisionConfig, rounded_at_random, to_bfloat16
@@ -54,7 +54,7 @@ def test_rounding_is_that_of_the_layer_wherever_it_lies():
     def rounded(layout, step):
         tree = {"decoder": layout.to_slots(layers), "table": layers}
         like = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
-        numbers = {"decoder": jnp.asarray(layout.layer_of_slot)}
+        numbers = {"decoder": layout.layer_of_slot, "table": np.arange(5)}
         found = rounded_at_random(tree, like, numbers, 0, jnp.int32(step))
         return layout.to_layers(found["decoder"]), found["table"]
 
@@ -99,11 +99,6 @@ def test_float16_is_alike_on_every_mesh(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides, *FLOAT16)
     found = losses(*make_run((*base, *MESHES[mesh])), 10)
     np.testing.assert_allclose(found, reference_losses(base, 10), rtol=2e-3)
-
-
-def arguments(workdir, overrides) -> list[str]:
-    flags = [f"--config.{override}" for override in overrides]
-    return [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
 
 
 def values(workdir, *names: str) -> list[tuple]:

@@ -58,13 +58,6 @@ def test_losses_equal_one_device_that_keeps_everything(level, mesh, corpus_overr
         np.testing.assert_allclose(found, reference_losses(base, 4), rtol=1e-9, atol=0)
 
 
-def traced_step(run):
-    """The closed jaxpr of the training step."""
-    with jax.set_mesh(run.mesh):
-        batch = run._abstract_batch("index")
-        return jax.make_jaxpr(run._train_step_function())(run.state.abstract, batch)
-
-
 def buffers(run) -> dict[bool, set[tuple]]:
     """Returns the shapes of all arrays that the step's loops give out, by whether on the host."""
     found: dict[bool, set[tuple]] = {True: set(), False: set()}
@@ -77,7 +70,7 @@ def buffers(run) -> dict[bool, set[tuple]]:
             for inner in jaxprs_in_params(eqn.params):
                 visit(inner)
 
-    visit(traced_step(run).jaxpr)
+    visit(run.traced.jaxpr.jaxpr)
     return found
 
 

@@ -1,0 +1,154 @@
+"""The estimate of small functions, whose memory and work are known."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.estimate import TEMPORARIES, Estimate, counted_as, estimate
+from sharding.mesh import MeshConfig, make_mesh
+from sharding.program import open_jaxpr
+
+KIB = 1024
+P = PartitionSpec
+
+
+def estimate_of(function, *args, mesh=None, platform="gpu") -> Estimate:
+    """Args are shapes in float32, or (shape, spec) of what is split over the mesh."""
+    mesh = mesh or make_mesh(MeshConfig())
+    structs = []
+    for arg in args:
+        shape, spec = arg if isinstance(arg[0], tuple) else (arg, P())
+        sharding = NamedSharding(mesh, spec)
+        structs.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(function).trace(*structs)
+    program = open_jaxpr(traced.jaxpr, structs)
+    labels = ["parameters"] * len(structs)
+    return estimate(program, labels, mesh.shape, platform=platform)
+
+
+def test_what_is_fused_takes_no_memory():
+    def chain(x):
+        return jnp.sum(jnp.tanh(x * 2 + 1) ** 2)
+
+    assert estimate_of(chain, (256, 1)).device == {"parameters": KIB, TEMPORARIES: 4}
+
+
+def test_product_is_made_and_goes_when_it_has_been_read():
+    def chain(x, w):
+        for _ in range(9):
+            x = jnp.tanh(x @ w)
+        return x
+
+    # The factor, and two of what goes through the chain, the input first.
+    assert estimate_of(chain, (16, 16), (16, 16)).device_bytes == 3 * KIB
+
+
+def test_costly_work_with_two_readers_is_made_and_cheap_work_is_not():
+    def branches(function):
+        return lambda x: (jnp.sum(function(x) + 1), jnp.sum(function(x) ** 2), x)
+
+    sums = 2 * 4
+    assert estimate_of(branches(jnp.negative), (256, 1)).device_bytes == KIB + sums
+    once = lambda x: (lambda y: (jnp.sum(y + 1), jnp.sum(y**2), x))(jnp.exp(x))  # noqa: E731
+    assert estimate_of(once, (256, 1)).device_bytes == 2 * KIB + sums
+
+
+def test_transposed_input_is_no_place_for_the_output():
+    transposed = estimate_of(lambda x: x.T + 1, (16, 16)).device_bytes
+    assert (estimate_of(lambda x: x + 1, (16, 16)).device_bytes, transposed) == (KIB, 2 * KIB)
+
+
+def test_loop_changes_what_it_carries_in_place():
+    def fill(buffer, x):
+        def body(i, buffer):
+            return jax.lax.dynamic_update_index_in_dim(buffer, x * i, i, 0)
+
+        return jax.lax.fori_loop(0, 8, body, buffer)
+
+    found = estimate_of(fill, (8, 256), (256,)).device_bytes
+    assert 9 * KIB <= found < 9 * KIB + 32  # counters
+
+
+def test_loop_stacks_what_it_gives_out_and_reads_slices_where_they_lie():
+    def outer(xs):
+        return jax.lax.map(lambda x: jnp.tanh(x) + 1, xs)
+
+    assert estimate_of(outer, (8, 256)).device_bytes == 16 * KIB
+
+
+def test_of_branches_the_larger_counts():
+    def either(x, w, i):
+        wide = lambda: jnp.sum((x @ w) @ w.T, axis=0)  # noqa: E731
+        return jax.lax.cond(i[0] > 0, wide, lambda: x[0])
+
+    found = estimate_of(either, (16, 16), (16, 64), (1,))
+    # The factor, the first product, and the factor the other way around for the second.
+    assert found.device_bytes == 12 * KIB
+    assert found.work.flops == 2 * (2 * 16 * 16 * 64)
+
+
+@pytest.mark.parametrize(("platform", "copies"), [("gpu", 0), ("cpu", 1)])
+def test_donated_input_is_written_over(platform, copies):
+    """One that two outputs read is copied by compilers for CPUs."""
+
+    def update(momentum, param):
+        new = momentum * 0.9
+        return new, param - new
+
+    found = estimate_of(update, (256, 1), (256, 1), platform=platform)
+    assert found.device_bytes == (2 + copies) * KIB
+
+
+def test_arrays_that_the_compiler_splits_count_by_their_shards():
+    mesh = make_mesh(MeshConfig(model=4))
+
+    def layer(x, up, down):
+        return jnp.tanh(x @ up) @ down
+
+    args = ((16, 16), ((16, 64), P(None, "model")), ((64, 16), P("model", None)))
+    found = estimate_of(layer, *args, mesh=mesh)
+    # A whole input, a quarter of each factor, and one of what is between them.
+    assert found.device_bytes == 4 * KIB
+    assert found.work.flops == 2 * (2 * 16 * 16 * 64) // 4
+
+
+def test_host_memory_and_the_way_there_are_counted_apart():
+    def update(x, g):
+        def step(total, i):
+            on_device = jax.device_put(x_host[i], jax.memory.Space.Device)
+            return total + jnp.sum(on_device * g), None
+
+        x_host = jax.device_put(x, jax.memory.Space.Host)
+        return jax.lax.scan(step, 0.0, jnp.arange(8))[0]
+
+    found = estimate_of(update, (8, 256), (256,))
+    assert found.host_bytes >= 8 * KIB
+    assert found.work.host_bytes == 8 * KIB + 8 * KIB  # there once, back row by row
+
+
+def test_collectives_written_by_hand_are_counted_with_their_loops():
+    mesh = make_mesh(MeshConfig(data=4))
+
+    def gather(x):
+        def body(_, i):
+            return None, jax.lax.all_gather(x * i, "data", tiled=True)
+
+        return jax.lax.scan(body, None, jnp.arange(3.0))[1]
+
+    mapped = jax.shard_map(gather, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    found = estimate_of(mapped, ((1024,), P("data")), mesh=mesh)
+    assert found.work.network_bytes == 3 * 4 * KIB
+
+
+def test_labels_follow_arrays_to_where_they_were_made():
+    def step(x):
+        buffer = counted_as("activations", jnp.zeros((4, 256)))
+        put = jax.lax.dynamic_update_index_in_dim
+        buffer = jax.lax.fori_loop(0, 4, lambda i, b: put(b, x[:, 0] * i, i, 0), buffer)
+        return counted_as("gradients", jnp.sum(buffer[:, :, None] * x, axis=0))
+
+    found = estimate_of(step, (256, 1)).device
+    assert found["activations"] == 4 * KIB and found["parameters"] == KIB
+    assert found["gradients"] == KIB
