@@ -22,8 +22,10 @@ Blocks name activations by `jax.ad_checkpoint.checkpoint_name`, so that a config
 alone for the backward pass, or move them to host memory in between.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -49,6 +51,23 @@ RESERVED_METRICS = {
 }
 
 
+_only_layers: ContextVar[jax.Array | None] = ContextVar("only_layers", default=None)
+
+
+@contextlib.contextmanager
+def only_layers(numbers: jax.Array) -> Iterator[None]:
+    """Lets stacks that are made within the block have some of their layers alone.
+
+    Args:
+      numbers: int32[n], of the layers. They are the same to the bit as among all.
+    """
+    token = _only_layers.set(numbers)
+    try:
+        yield
+    finally:
+        _only_layers.reset(token)
+
+
 class Stack(nnx.Module):
     """`num_layers` equal blocks whose parameters are stacked on a leading `layers` axis."""
 
@@ -56,7 +75,16 @@ class Stack(nnx.Module):
         self, make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs
     ):
         make = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        self.layers = nnx.split_rngs(splits=num_layers)(make)(rngs)
+
+        @nnx.split_rngs(splits=num_layers)
+        def make_layers(rngs: nnx.Rngs) -> nnx.Module:
+            numbers = _only_layers.get()
+            if numbers is None:
+                return make(rngs)
+            graph, keys = nnx.split(rngs)
+            return make(nnx.merge(graph, jax.tree.map(lambda x: x[numbers], keys)))
+
+        self.layers = make_layers(rngs)
         self.num_layers = num_layers
 
     def __call__(self, x: Any, batch: Tree) -> Any:

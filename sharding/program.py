@@ -127,7 +127,7 @@ class _Builder:
                 for value, output in zip(operation.inputs, operation.outputs, strict=True):
                     if value.shape == output.shape:
                         _join([value], [output])
-        return Program(inputs, operations, outputs)
+        return Program(inputs, _needed(operations, outputs), outputs)
 
     def run(self, closed: Any, inputs: Sequence[Value], operations: list) -> list:
         """Adds a jaxpr's operations; returns the values of its outputs."""
@@ -265,6 +265,16 @@ class _Builder:
             outputs.append(_value(v.aval, axes))
         operations.append(Operation("shard_map", made, outputs, {}))
         return outputs
+
+
+def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
+    """Returns the operations that outputs depend on."""
+    wanted, needed = set(outputs), []
+    for operation in reversed(operations):
+        if wanted.intersection(operation.outputs):
+            needed.append(operation)
+            wanted.update(operation.inputs)
+    return needed[::-1]
 
 
 def _called(eqn: Any) -> Any:

@@ -33,9 +33,11 @@ from sharding.pipeline.schedule import Schedule, make_schedule
 from sharding.program import open_jaxpr
 from sharding.rules import make_rules, unused_axes
 from train.balance import Work, count_work
+from train.birth import Start
 from train.config import RunConfig
 from train.optimizer import make_learning_rate, make_optimizer
-from train.state import StateLayout, TrainState, partition_specs_of
+from train.state import TrainState, partition_specs_of
+from train.state_layout import StateLayout
 from train.step import StepConfig, make_eval_step, make_train_step
 from train.update import Update
 
@@ -236,16 +238,13 @@ def prepare(
     if counts == AUTO:
         counts = work().balanced(len(schedule.placement), shares_ends=shares_vocab)
     layouts = cut(parts.num_layers, schedule.placement, counts)
-    state = StateLayout(
-        build,
-        optimizer,
-        mesh,
-        rules,
-        config.precision,
-        layouts,
+    start = Start(
+        build=build,
+        optimizer=optimizer,
+        precision=config.precision,
         tracks_spikes=config.train.skip_spikes is not None,
-        memory=config.memory,
     )
+    state = StateLayout(start, mesh, rules, layouts, config.memory)
     specs = partition_specs_of(state.abstract.params)
     name = type(model).__name__
     for axis in unused_axes(specs, rules, mesh):

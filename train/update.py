@@ -15,7 +15,8 @@ from sharding.memory import is_on_host, to_device, to_where
 from sharding.pipeline.layout import Layout
 from sharding.rules import axes_of
 from train.precision import rounded_at_random
-from train.state import StateLayout
+from train.state import merged
+from train.state_layout import StateLayout
 
 Tree = Any
 
@@ -108,8 +109,8 @@ class Update:
         )
         for group in self._groups:
             of_group, state_of_group = self._moved_group(group, params, opt_state, grads, judgement)
-            new_params = _merged(new_params, of_group)
-            new_state = _merged(new_state, state_of_group)
+            new_params = merged(new_params, of_group)
+            new_state = merged(new_state, state_of_group)
         return new_params, new_state
 
     def _moved_group(
@@ -289,9 +290,3 @@ def _chosen(tree: Tree, chosen: Tree) -> Tree:
     """Returns `tree` with None for what is not chosen."""
     is_none = lambda x: x is None  # noqa: E731
     return jax.tree.map(lambda leaf, c: leaf if c else None, tree, chosen, is_leaf=is_none)
-
-
-def _merged(tree: Tree, other: Tree) -> Tree:
-    """Returns `tree` with what it lacks (None) from `other`."""
-    is_none = lambda x: x is None  # noqa: E731
-    return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=is_none)

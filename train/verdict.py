@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from sharding.audit import memory
-from sharding.estimate import LABELS, TEMPORARIES
+from sharding.estimate import GAPS, LABELS, TEMPORARIES
 from sharding.exchange import Exchange
 from sharding.memory import HOST_KIND, MemoryConfig
 from train.setup import Run
@@ -21,7 +21,7 @@ SHARE = 0.9
 #: How far an estimate may lie beside the compiled step: what is further over is not compiled.
 TOLERANCE = 0.15
 
-_ROWS = (*LABELS[:2], "optimizer", LABELS[2], TEMPORARIES, "batch")
+_ROWS = (*LABELS[:2], "optimizer", LABELS[2], TEMPORARIES, GAPS, "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,11 @@ KIB = 1024
 P = PartitionSpec
 
 
+@pytest.fixture(autouse=True)
+def no_gaps(monkeypatch):
+    monkeypatch.setattr("sharding.estimate.GAPS_SHARE", 0)
+
+
 def estimate_of(function, *args, mesh=None, platform="gpu") -> Estimate:
     """Args are shapes in float32, or (shape, spec) of what is split over the mesh."""
     mesh = mesh or make_mesh(MeshConfig())
@@ -32,7 +37,8 @@ def test_what_is_fused_takes_no_memory():
     def chain(x):
         return jnp.sum(jnp.tanh(x * 2 + 1) ** 2)
 
-    assert estimate_of(chain, (256, 1)).device == {"parameters": KIB, TEMPORARIES: 4}
+    found = estimate_of(chain, (256, 1)).device
+    assert (found["parameters"], found[TEMPORARIES]) == (KIB, 4)
 
 
 def test_product_is_made_and_goes_when_it_has_been_read():
@@ -87,6 +93,18 @@ def test_of_branches_the_larger_counts():
     # The factor, the first product, and the factor the other way around for the second.
     assert found.device_bytes == 12 * KIB
     assert found.work.flops == 2 * (2 * 16 * 16 * 64)
+
+
+def test_reduction_reads_what_is_made_on_cpus_alone():
+    found = {
+        platform: estimate_of(lambda x: jnp.sum(jnp.exp(x)), (256, 1), platform=platform)
+        for platform in ("cpu", "gpu")
+    }
+    # In place of the input, which goes, where it is made.
+    assert found["cpu"].device_bytes == found["gpu"].device_bytes == KIB + 4
+    kept = lambda x: (jnp.sum(x + 1), x)  # noqa: E731
+    assert estimate_of(kept, (256, 1), platform="cpu").device_bytes == 2 * KIB + 4
+    assert estimate_of(kept, (256, 1), platform="gpu").device_bytes == KIB + 4
 
 
 @pytest.mark.parametrize(("platform", "copies"), [("gpu", 0), ("cpu", 1)])

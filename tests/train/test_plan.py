@@ -26,6 +26,7 @@ from train.verdict import Budget, budget_of, compiled_bytes, host_memory_bytes
 #: Shapes of a real size: a step's memory is not that of counters and biases.
 ESTIMATED = {
     "gpt2": ("gpt2",),
+    "gpt2, large batch": ("gpt2", "data.global_batch_size=128"),
     "gpt2, nothing kept": ("gpt2", "train.remat=full"),
     "gpt2, names kept": ("gpt2", "train.remat=qkv,mlp", "train.num_microbatches=4"),
     "gpt2, data=8": ("gpt2", "mesh.data=8"),

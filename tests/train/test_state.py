@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 from data.text import train_batches
 from sharding.batches import place_batch
 from tests.runs import TINY, digest, make_run
-from train.state import StateLayout, TrainState
+from train.state import TrainState
+from train.state_layout import StateLayout
 
 #: name -> (overrides, whether the stack's arrays change their form).
 LAYOUTS: dict[str, tuple[tuple[str, ...], bool]] = {
