@@ -27,10 +27,12 @@ from sharding.program import RENAMES, Loop, Operation, Program, Value
 _UNFUSED = (
     *("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"),
     *("sort", "top_k", "cumsum", "cumprod", "cummax", "cumlogsumexp", "concatenate", "gather"),
-    *("random_bits", "threefry2x32", "rng_bit_generator", "pallas_call", "ffi_call"),
+    *("random_bits", "threefry2x32", "rng_bit_generator"),
     *("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin"),
     *("scatter", "scatter-add", "dynamic_update_slice"),
 )
+#: Nor can kernels that are written out, such as cuDNN's.
+_KERNELS = ("dot_product_attention", "custom_", "pallas", "ffi")
 #: Of these, those that write into their first input, or each into its own, if nobody reads it.
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum")
 #: They end a fusion: what they read is not made, what they give out is.
@@ -290,7 +292,7 @@ class _Run:
             outputs = self._cond(op, frame)
         elif op.name in (*_VIEWS, "device_put"):
             outputs = self._view(op, frame)
-        elif op.name in _UNFUSED or op.name.startswith(_REDUCTIONS):
+        elif op.name in _UNFUSED or op.name.startswith((*_REDUCTIONS, *_KERNELS)):
             outputs = self._unfused(op, frame)
         else:
             outputs = self._fused(op, frame)

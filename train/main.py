@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
             if args.mode == "train":
                 start.checkpoints.tidy()
                 ready = Exchange(_LONGEST_START_S)  # all are, before waiting in a step is watched
-                ready.on_all(lambda: workdir.claim(directory, run, corpus, source))
+                ready.on_all(lambda: workdir.claim(directory, run, corpus, source, planner.report))
         except (ValueError, OSError) as error:
             if os.environ.get("TAIBAI_TRACEBACK"):
                 raise
@@ -156,7 +156,9 @@ def _set_up(
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation text")
     if not args.fast_dev_run:
         workdir.check(args.workdir, run)
-    logging.getLogger("train").info("%s", describe(run, corpus))
+    logging.getLogger("train").info(
+        "%s", "\n".join([describe(run, corpus), planner.report]).strip()
+    )
     return run, corpus, source, planner
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 from sharding.memory import AUTO
 from train.config import RunConfig
 from train.setup import Run, activation_names
-from train.step_time import Rates, rates_of
+from train.step_time import rates_of
 from train.verdict import (
     TOLERANCE,
     Budget,
@@ -58,6 +58,7 @@ class Planner:
 
     def __init__(self, make: Callable[[RunConfig], Run], budget: Budget):
         self._make, self._budget = make, budget
+        self.report = ""  # what was chosen, and what it takes
 
     def plan(self, config: RunConfig) -> Run:
         """Returns the run of a config; with `memory.placement=auto`, of the fastest plan that fits.
@@ -70,15 +71,15 @@ class Planner:
             needs = needs_of(run, self._budget)
             if excess(needs, self._budget) > 1 + TOLERANCE:
                 raise ValueError(self._refusal(run, None))
-            _log.info("%s", table(needs, self._budget))
+            self.report = table(needs, self._budget)
             return run
         search = _Search(config, self._make, self._budget)
         for candidate in itertools.islice(search.fitting(), _MAX_COMPILED):
             compiled = compiled_bytes(candidate.run)
             over = excess(candidate.needs, self._budget, device_bytes=compiled)
             if over <= 1:
-                _log.info("plan    %s", self._way(search, candidate))
-                _log.info("%s", table(candidate.needs, self._budget))
+                way, rows = self._way(search, candidate), table(candidate.needs, self._budget)
+                self.report = f"plan    {way}\n{rows}"
                 return candidate.run
             if compiled is not None:
                 search.correction = max(search.correction, compiled / candidate.needs.device_bytes)
@@ -156,18 +157,14 @@ class _Search:
         if not is_open and needs_of(make(config), budget).host_bytes <= budget.host_bytes:
             self._start = {}
         self._config, self._make, self._budget = _changed(config, self._start), make, budget
-        self.correction = 1.0  # of estimates, by what was compiled
+        self.rates = rates_of(budget.device_kind, config.precision.compute)
+        self.correction = 1.0  # of estimates for devices, by what was compiled
         self._known: dict[tuple[int, ...], Candidate | None] = {}
 
     @cached_property
     def base(self) -> Candidate:
         """The run as configured, or else on the device."""
         return self._candidate(self._start, self._make(self._config))
-
-    @cached_property
-    def rates(self) -> Rates:
-        kind = self.base.run.mesh.devices.flat[0].device_kind
-        return rates_of(kind, self._config.precision.compute)
 
     @cached_property
     def levers(self) -> list[list[Setting]]:
@@ -230,7 +227,8 @@ class _Search:
     def _fits(self, candidate: Candidate | None) -> bool:
         if candidate is None:
             return False
-        return excess(candidate.needs, self._budget) * self.correction <= 1
+        device_bytes = candidate.needs.device_bytes * self.correction
+        return excess(candidate.needs, self._budget, device_bytes=device_bytes) <= 1
 
     def _step(self, lever: int, level: int) -> tuple[int, ...]:
         return tuple(level if i == lever else 0 for i in range(len(self.levers)))
@@ -252,13 +250,11 @@ class _Search:
         return self._known[levels]
 
     def _candidate(self, setting: Setting, run: Run) -> Candidate:
-        kind = run.mesh.devices.flat[0].device_kind
-        rates = rates_of(kind, run.config.precision.compute)
         return Candidate(
             setting=setting,
             run=run,
             needs=needs_of(run, self._budget),
-            step_time_s=rates.step_time_s(run.estimate.work),
+            step_time_s=self.rates.step_time_s(run.estimate.work),
         )
 
     # The levers: settings beside the configured ones, each leaner than the one before.

@@ -31,6 +31,7 @@ class Budget:
     device_bytes: float  # of each device; infinite where that is not known
     host_bytes: float  # of each host
     devices_per_host: int  # of those that have most
+    device_kind: str  # of each device
 
 
 def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
@@ -53,6 +54,7 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         devices_per_host=max(hosts.values()) * len(devices),
+        device_kind=devices[0].device_kind,
     )
 
 

@@ -172,8 +172,10 @@ def _reads(path: Path, word: str) -> bool:
     return False
 
 
-def claim(workdir: Path, run: Run, corpus: TextCorpus, source: Source | None = None) -> None:
-    """Writes `workdir/config.yaml`, and beside it what `python -m convert.to_hf` needs.
+def claim(
+    workdir: Path, run: Run, corpus: TextCorpus, source: Source | None = None, report: str = ""
+) -> None:
+    """Writes `config.yaml`, `memory.txt` (a report) and what `python -m convert.to_hf` needs.
 
     That is in `hf/`: the tokenizer, the labels of a classifier, and what is known of the model
     that the run starts from.
@@ -183,6 +185,7 @@ def claim(workdir: Path, run: Run, corpus: TextCorpus, source: Source | None = N
     hf = workdir / HF_FILES
     hf.mkdir(parents=True, exist_ok=True)
     save_yaml(resolved(run), workdir / CONFIG_FILE)
+    (workdir / "memory.txt").write_text(report + "\n")
     tokenizer = Path(corpus.tokenizer.source)
     if source is not None:
         keep_hf_files(source, workdir)
