@@ -75,8 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimates", allow_abbrev=False)
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     args = parser.parse_args(argv)
-    if jax.default_backend() == "cpu":
-        jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", 8)
     figures: dict[str, Any] = {}
     for name in CASES:
         run = make_run(name)
