@@ -36,7 +36,10 @@ _KERNELS = ("dot_product_attention", "custom_", "pallas", "ffi")
 #: Of these, those that write into their first input, or each into its own, if nobody reads it.
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum")
 #: They end a fusion: what they read is not made, what they give out is.
-_REDUCTIONS = ("reduce_", "argmax", "argmin")
+_REDUCTIONS = (
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+    *("reduce_xor", "argmax", "argmin", "reduce", "reduce_window"),
+)
 #: Another name for an array that is there.
 _VIEWS = (
     *("reshape", "squeeze", "expand_dims", "shard_map", "sharding_constraint"),
@@ -292,7 +295,7 @@ class _Run:
             outputs = self._cond(op, frame)
         elif op.name in (*_VIEWS, "device_put"):
             outputs = self._view(op, frame)
-        elif op.name in _UNFUSED or op.name.startswith((*_REDUCTIONS, *_KERNELS)):
+        elif op.name in (*_UNFUSED, *_REDUCTIONS) or op.name.startswith(_KERNELS):
             outputs = self._unfused(op, frame)
         else:
             outputs = self._fused(op, frame)
@@ -335,7 +338,7 @@ class _Run:
     def _unfused(self, op: Operation, frame: _Frame) -> list[_Held]:
         for i, value in enumerate(op.inputs):
             is_fused = op.name == "dynamic_update_slice" and i == 1
-            if not is_fused and (self._is_cpu or not op.name.startswith(_REDUCTIONS)):
+            if not is_fused and (self._is_cpu or op.name not in _REDUCTIONS):
                 self._make(value, frame)
         outputs = []
         for value, output in _pairs(op):

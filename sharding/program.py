@@ -282,9 +282,19 @@ def _called(eqn: Any) -> Any:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(key)
         jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-        if hasattr(jaxpr, "eqns") and len(jaxpr.invars) == len(eqn.invars):
+        if hasattr(jaxpr, "eqns") and all(map(_are_alike, *_ends_of(jaxpr, eqn))):
             return inner
     return None
+
+
+def _ends_of(jaxpr: Any, eqn: Any) -> tuple[list, list]:
+    return [jaxpr.invars, jaxpr.outvars], [eqn.invars, eqn.outvars]
+
+
+def _are_alike(inner: Sequence[Any], outer: Sequence[Any]) -> bool:
+    """Returns whether variables of a jaxpr have the shapes of those around it."""
+    shapes = [[getattr(v.aval, "shape", ()) for v in variables] for variables in (inner, outer)]
+    return shapes[0] == shapes[1]
 
 
 def _join(values: Sequence[Value], others: Sequence[Value]) -> None:
@@ -373,7 +383,8 @@ def _by_position(inputs: Sequence[Value], output: Value) -> Axes:
     for value in inputs:
         if len(value.shape) == len(axes):
             for dim, found in enumerate(value.axes):
-                if not axes[dim] and value.shape[dim] == output.shape[dim]:
+                is_free = not axes[dim] and not any(set(found) & set(a) for a in axes)
+                if is_free and value.shape[dim] == output.shape[dim]:
                     axes[dim] = found
     return tuple(axes)
 
@@ -386,6 +397,7 @@ def _by_size(inputs: Sequence[Value], output: Value) -> Axes:
     for value in inputs:
         for dim, found in enumerate(value.axes):
             places = [d for d, size in enumerate(output.shape) if size == value.shape[dim]]
-            if found and places and not axes[places[-1]]:
+            is_taken = any(set(found) & set(a) for a in axes)
+            if found and places and not is_taken and not axes[places[-1]]:
                 axes[places[-1]] = found
     return tuple(axes)

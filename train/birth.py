@@ -62,7 +62,7 @@ class Start:
 
 
 class Birth:
-    """The ways to an initial state; no device ever has all of what is split or in host memory.
+    """The ways to an initial state, made where it lies: shard by shard, and layer by layer.
 
     Args:
       layouts: of every stack.
@@ -170,6 +170,13 @@ class Birth:
         def layers(numbers: jax.Array) -> Tree:
             with only_layers(jnp.maximum(numbers, 0)):
                 made = self._start.params()[stack]
+            for leaf in jax.tree.leaves(made):
+                if len(leaf) != len(numbers):
+                    raise ValueError(
+                        f"the model makes {len(leaf)} layers of {stack!r} where {len(numbers)} "
+                        "were asked for, as its constructor changes them all at once: let each "
+                        "block make its own parameters, or set memory.placement=device"
+                    )
 
             def of_slot(x: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array | None:
                 used = numbers.reshape(-1, *[1] * (x.ndim - 1)) >= 0

@@ -141,6 +141,8 @@ def _set_up(
         failure_timeout_s=config.train.failure_timeout_s,
     )
     config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
+    if evaluates and config.memory.placement == AUTO:
+        config = dataclasses.replace(config, memory=workdir.planned(args.workdir))
     if jax.process_index() > 0:
         logging.disable(logging.INFO)
     corpus = Exchange(_LONGEST_START_S).on_all(lambda: load_corpus(config.data))
@@ -148,8 +150,10 @@ def _set_up(
     vocab_size = corpus.tokenizer.vocab_size
     make = partial(prepare, mesh=mesh, vocab_size=vocab_size, num_labels=num_labels)
     planner = Planner(make, budget_of(config.memory, mesh))
-    is_open = config.memory.placement == AUTO
-    run = planner.plan(config) if is_open or not evaluates else make(config)
+    if evaluates:
+        run = make(config)
+    else:
+        run = planner.plan(config)
     check_tokenizer(run, corpus.tokenizer)
     workdir.check_processes_agree(run, corpus)
     if evaluates and not len(corpus.validation):

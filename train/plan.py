@@ -69,7 +69,8 @@ class Planner:
         if config.memory.placement != AUTO:
             run = self._make(config)
             needs = needs_of(run, self._budget)
-            if excess(needs, self._budget) > 1 + TOLERANCE:
+            # What lies in host memory is known; what a compiler makes of the device is not.
+            if excess(needs, self._budget, device_bytes=needs.device_bytes / (1 + TOLERANCE)) > 1:
                 raise ValueError(self._refusal(run, None))
             self.report = table(needs, self._budget)
             return run
@@ -91,10 +92,11 @@ class Planner:
         Raises:
             ValueError: its steps take more than there is.
         """
-        needs, compiled = needs_of(run, self._budget), compiled_bytes(run)
-        if compiled is not None:
-            _log.info("memory  %s a device, as compiled", size(compiled))
-        if excess(needs, self._budget, device_bytes=compiled) > 1:
+        compiled = compiled_bytes(run)
+        if compiled is None:
+            return
+        _log.info("memory  %s a device, as compiled", size(compiled))
+        if compiled > self._budget.device_bytes:
             raise ValueError(self._refusal(run, compiled))
 
     def _refusal(self, run: Run, compiled: int | None) -> str:
@@ -125,7 +127,9 @@ class Planner:
         leanest = search.leanest
         factor = search.correction
         corrected = f"Compiled, steps took {factor:.2f} times their estimate.\n" * (factor > 1)
-        most = max(leanest.needs.device.items(), key=lambda item: item[1])[0]
+        is_host = leanest.needs.host_bytes > self._budget.host_bytes
+        parts = leanest.needs.host if is_host else leanest.needs.device
+        most = f"{max(parts, key=lambda k: parts[k])} {'in host memory' if is_host else ''}".strip()
         return (
             "no plan fits the memory that there is; the leanest, "
             f"{_text(leanest.setting) or 'as configured'}, takes\n"
@@ -136,7 +140,7 @@ class Planner:
         )
 
     def _way(self, search: "_Search", candidate: Candidate) -> str:
-        slower = candidate.step_time_s / search.base.step_time_s
+        slower = candidate.step_time_s / max(search.base.step_time_s, 1e-12)
         return (
             f"{_text(candidate.setting)}: {size(candidate.needs.device_bytes)} a device, "
             f"{slower:.2f} × the step time, by the rates of {search.rates.device_kind}"
@@ -180,7 +184,7 @@ class _Search:
         """The leanest plan that there is, whether or not it fits."""
         leanest = self._at(tuple(len(lever) for lever in self.levers)) or self.base
         known = (candidate for candidate in self._known.values() if candidate is not None)
-        return min((leanest, *known), key=lambda c: c.needs.device_bytes)
+        return min((leanest, *known), key=lambda c: excess(c.needs, self._budget))
 
     def single(self) -> list[Candidate]:
         """Returns, for every lever that would do alone, its first setting that does."""
@@ -243,10 +247,9 @@ class _Search:
             setting = {key: value for part in (self._start, *chosen) for key, value in part.items()}
             try:
                 run = self._make(_changed(self._config, setting))
-            except ValueError:  # such as parameters in host memory that replicas hold alike
-                self._known[levels] = None
-            else:
                 self._known[levels] = self._candidate(setting, run)
+            except (ValueError, TypeError):  # parameters on the host that replicas hold alike, say
+                self._known[levels] = None
         return self._known[levels]
 
     def _candidate(self, setting: Setting, run: Run) -> Candidate:
@@ -264,7 +267,12 @@ class _Search:
         replicas = config.mesh.data * config.mesh.fsdp
         settings, count = [], 2 * config.train.num_microbatches
         while config.data.global_batch_size % (count * replicas) == 0:
-            settings.append({"train.num_microbatches": count})
+            setting = {"train.num_microbatches": count}
+            try:
+                self._make(_changed(config, setting))
+            except (ValueError, TypeError):  # a table for another number, say
+                break
+            settings.append(setting)
             count *= 2
         return settings
 

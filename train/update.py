@@ -281,9 +281,10 @@ def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
     if any(param.sharding.mesh.shape[axis] > 1 for axis in axes):
         return 1, num_rows
     local = param.sharding.shard_shape(param.shape)
-    rows = max(1, _SLICE_SIZE // math.prod(local[1:]))
-    rows = max(n for n in range(1, min(rows, num_rows) + 1) if num_rows % n == 0)
-    return num_rows // rows, rows
+    most = min(num_rows, max(1, _SLICE_SIZE // math.prod(local[1:])))
+    rows = max(n for n in range(1, most + 1) if num_rows % n == 0)
+    # A number of rows that has no fitting divisor, such as a prime, is not worth so many slices.
+    return (num_rows // rows, rows) if 4 * rows >= most else (1, num_rows)
 
 
 def _chosen(tree: Tree, chosen: Tree) -> Tree:

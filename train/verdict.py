@@ -40,12 +40,13 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
     hosts = collections.Counter(exchange.words(socket.gethostname()))
     devices = mesh.local_devices
 
-    def limits() -> list[int]:
-        found = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-        return [limit for limit in found if limit is not None]
+    def own() -> list:
+        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+        least = min((limit for limit in limits if limit is not None), default=math.inf)
+        return [least, host_memory_bytes(), len(devices), devices[0].device_kind]
 
-    device_bytes = SHARE * min(exchange.on_first(limits), default=math.inf)
-    host_bytes = SHARE * exchange.on_first(host_memory_bytes)
+    device_bytes, host_bytes, num_devices, kind = exchange.on_first(own)
+    device_bytes, host_bytes = SHARE * device_bytes, SHARE * host_bytes
     if config.device_budget is not None:
         device_bytes = config.device_budget * 2**30
     if config.host_budget is not None:
@@ -53,20 +54,24 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
     return Budget(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        devices_per_host=max(hosts.values()) * len(devices),
-        device_kind=devices[0].device_kind,
+        devices_per_host=max(hosts.values()) * num_devices,
+        device_kind=kind,
     )
 
 
 def host_memory_bytes() -> int:
     """Returns the memory of this host, or what its control group leaves this process of it."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    root, own = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-    if own.exists():
-        group = root / own.read_text().rpartition("::")[2].strip().lstrip("/")
+    own, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        group = top / path.lstrip("/")
         for directory in (group, *group.parents):
-            file = directory / "memory.max"
-            if directory.is_relative_to(root) and file.exists():
+            file = directory / ("memory.limit_in_bytes" if controllers else "memory.max")
+            if directory.is_relative_to(top) and file.exists():
                 limit = file.read_text().strip()
                 limits += [int(limit)] if limit.isdecimal() else []
     return min(limits)
@@ -107,21 +112,21 @@ def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -
 def compiled_bytes(run: Run) -> int | None:
     """Returns what the compiled steps take of a device, None where the compiler does not tell.
 
-    Beside an evaluation's step lies what that does not read of the state. A compiler for CPUs takes
-    the host's memory for the device's.
+    It is the most that any process is told. Beside an evaluation's step lies what that does not
+    read of the state. A compiler for CPUs takes the host's memory for the device's.
     """
     is_cpu = run.mesh.devices.flat[0].platform == "cpu"
     if is_cpu and run.estimate.host_bytes:
         return None
     train, evaluation = (memory(step).in_all for step in (run.train_step, run.eval_step))
-    if train is None or evaluation is None:
-        return None
     unread = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(run.state.abstract.opt_state)
         if leaf.sharding.memory_kind != HOST_KIND
     )
-    return max(train, unread + evaluation)
+    known = None if train is None or evaluation is None else max(train, unread + evaluation)
+    told = Exchange().words(None if known is None else str(known))
+    return None if None in told else max(int(word) for word in told if word is not None)
 
 
 def table(needs: Needs, budget: Budget) -> str:

@@ -28,7 +28,8 @@ from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
 from data.text import TextCorpus, train_batches
 from sharding.exchange import Exchange
-from train.config import SECTIONS
+from sharding.memory import MemoryConfig
+from train.config import SECTIONS, resolve
 from train.config_files import differences, load, save_yaml
 from train.divergence import Diverged
 from train.init_from import start_params
@@ -193,6 +194,12 @@ def claim(
         shutil.copyfile(tokenizer, hf / "tokenizer.json")
     if corpus.labels:
         (hf / LABELS_FILE).write_text(json.dumps(corpus.labels) + "\n")
+
+
+def planned(workdir: Path) -> MemoryConfig:
+    """Returns the placement that a run under memory.placement=auto has chosen; else the device."""
+    path = workdir / CONFIG_FILE
+    return resolve(load(str(path))).memory if path.exists() else MemoryConfig()
 
 
 def has_checkpoint(workdir: Path) -> bool:

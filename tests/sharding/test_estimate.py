@@ -95,6 +95,26 @@ def test_of_branches_the_larger_counts():
     assert found.work.flops == 2 * (2 * 16 * 16 * 64)
 
 
+def test_what_holds_a_function_without_calling_it_is_left_alone():
+    def largest(x):
+        return jax.lax.reduce(x * 2, -jnp.inf, jax.lax.max, (0,)), jax.lax.reduce(
+            x, 0.0, lambda a, b: a + 2 * b, (0, 1)
+        )
+
+    found = estimate_of(largest, (16, 16)).device_bytes
+    assert KIB + 16 * 4 + 4 <= found <= 2 * KIB
+
+
+def test_one_mesh_axis_splits_one_dim_of_what_comes_of_two():
+    mesh = make_mesh(MeshConfig(data=4))
+    found = estimate_of(
+        lambda x, y: jnp.tanh(x[:, None] + y[None, :]),
+        *(((64,), P("data")), ((64,), P("data"))),
+        mesh=mesh,
+    )
+    assert found.device_bytes == 64 * 64 * 4 // 4 + 2 * 16 * 4
+
+
 def test_reduction_reads_what_is_made_on_cpus_alone():
     found = {
         platform: estimate_of(lambda x: jnp.sum(jnp.exp(x)), (256, 1), platform=platform)

@@ -11,6 +11,7 @@ from sharding.estimate import estimate
 from sharding.memory import num_bytes
 from sharding.program import open_jaxpr
 from tests.runs import TINY, digest, make_run, reference_digest
+from train.state import shardings_of
 
 HOSTED = ("memory.placement=host", "memory.offload_parameters_fraction=1.0")
 PLACEMENTS = {
@@ -35,7 +36,7 @@ def test_parameters_in_host_memory_begin_as_those_of_one_device(mesh, placement,
     base = (*TINY, *corpus_overrides)
     run, _ = make_run((*base, *MESHES[mesh], *PLACEMENTS[placement]))
     state = run.state.initial()
-    jax.tree.map(lambda leaf, wanted: leaf.sharding == wanted.sharding, state, run.state.abstract)
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings_of(run.state.abstract)
     assert digest(run.state.to_portable(state).params) == reference_digest(base)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
 
@@ -50,9 +51,7 @@ def test_given_parameters_go_to_host_memory_as_they_are(mesh, corpus_overrides):
     given = jax.device_put(given, jax.tree.map(lambda x: x.sharding, hosted.state.portable.params))
     state = hosted.state.initial(given)
     assert digest(hosted.state.to_portable(state).params) == expected
-    assert {x.sharding for x in jax.tree.leaves(state)} == {
-        x.sharding for x in jax.tree.leaves(hosted.state.abstract)
-    }
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings_of(hosted.state.abstract)
 
 
 @pytest.mark.parametrize("mesh", ["data=8, ZeRO 3", "2x2x2, fsdp", "chunks"])

@@ -119,10 +119,10 @@ def test_refusal_names_changes_that_fit(corpus_overrides):
     budget = of_device(plain.estimate.device_bytes / 2)
     with pytest.raises(ValueError, match="a step takes more memory than there is") as raised:
         planner(plain, budget).plan(plain.config)
-    ways = re.findall(r"^  --config\.(\S+): ", str(raised.value), re.MULTILINE)
+    ways = re.findall(r"^  --config\.(.+?): ", str(raised.value), re.MULTILINE)
     assert {way.partition("=")[0] for way in ways} >= {"train.num_microbatches"}
     for way in ways:
-        changed, _ = make_run((*base(corpus_overrides), way))
+        changed, _ = make_run((*base(corpus_overrides), *way.split(" --config.")))
         assert changed.estimate.device_bytes <= budget.device_bytes
 
 
@@ -139,17 +139,17 @@ def test_what_no_plan_makes_fit_is_refused_with_the_leanest(corpus_overrides):
 def test_host_memory_has_a_budget_too(corpus_overrides):
     plain, _ = make_run((*base(corpus_overrides), "memory.placement=host"))
     host = plain.estimate.host_bytes
-    budget = dataclasses.replace(of_device(math.inf), host_bytes=3.9 * host, devices_per_host=4)
-    assert planner(plain, budget).plan(plain.config)  # within the tolerance of estimates
-    budget = dataclasses.replace(budget, host_bytes=2 * host)
+    budget = dataclasses.replace(of_device(math.inf), host_bytes=4.1 * host, devices_per_host=4)
+    assert planner(plain, budget).plan(plain.config) is not None
+    budget = dataclasses.replace(budget, host_bytes=3.9 * host)
     with pytest.raises(ValueError, match="takes more memory than there is") as raised:
         planner(plain, budget).plan(plain.config)
     assert "--config.memory.placement=device" in str(raised.value)
     budget = dataclasses.replace(budget, device_bytes=2.0 * plain.estimate.device_bytes)
-    assert planner(plain, budget).plan(with_auto(plain)).estimate.host_bytes <= host / 2
+    assert planner(plain, budget).plan(with_auto(plain)).estimate.host_bytes < host
 
 
-def test_run_under_auto_saves_its_plan_and_goes_on_with_it(corpus_overrides, tmp_path, capsys):
+def test_run_under_auto_saves_its_plan_and_goes_on_with_it(corpus_overrides, tmp_path):
     plain, _ = make_run(base(corpus_overrides))
     budget_gib = plain.estimate.device_bytes / 8 / 2**30
     overrides = (
@@ -163,8 +163,13 @@ def test_run_under_auto_saves_its_plan_and_goes_on_with_it(corpus_overrides, tmp
     replayed = resolve(saved)
     assert main(arguments(tmp_path, (*overrides, "train.num_steps=5"))) == 0
     assert resolve(load(str(tmp_path / "config.yaml"))).memory == replayed.memory
+    assert "plan    --config.memory.placement=" in (tmp_path / "memory.txt").read_text()
+    again = [f"--config={tmp_path / 'config.yaml'}", f"--workdir={tmp_path}"]
+    assert main([*again, "--config.train.num_steps=6"]) == 0
+    assert "plan " not in (tmp_path / "memory.txt").read_text()
+    assert main([*arguments(tmp_path, overrides), "--mode=eval"]) == 0
     lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
 def test_refusal_ends_the_command_before_anything_is_written(corpus_overrides, tmp_path, capsys):
