@@ -165,7 +165,8 @@ def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
 def _speed(run: Run, step_time_s: dict[str, float]) -> dict[str, Any]:
     tokens_per_s = run.tokens_per_step / step_time_s["median"]
     flops_per_s = tokens_per_s * run.flops_per_token
-    peak = peak_flops_per_s(run.mesh.devices.flat[0], run.config.precision.compute)
+    kind = run.mesh.devices.flat[0].device_kind
+    peak = peak_flops_per_s(kind, run.config.precision.compute)
     return {
         "step_time_s": step_time_s,
         "tokens_per_s": tokens_per_s,
