@@ -23,18 +23,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sharding.program import RENAMES, Loop, Operation, Program, Value
 
+_COLLECTIVES = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin")
 #: What cannot be part of a fusion: its inputs and outputs are arrays in memory.
 _UNFUSED = (
     *("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"),
     *("sort", "top_k", "cumsum", "cumprod", "cummax", "cumlogsumexp", "concatenate", "gather"),
     *("random_bits", "threefry2x32", "rng_bit_generator"),
-    *("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin"),
     *("scatter", "scatter-add", "dynamic_update_slice"),
+    *_COLLECTIVES,
 )
-#: Nor can kernels that are written out, such as cuDNN's.
-_KERNELS = ("dot_product_attention", "custom_", "pallas", "ffi")
 #: Of these, those that write into their first input, or each into its own, if nobody reads it.
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum")
+#: Nor can kernels be part of one that are written out, such as cuDNN's.
+_KERNELS = ("dot_product_attention", "custom_", "pallas", "ffi")
 #: They end a fusion: what they read is not made, what they give out is.
 _REDUCTIONS = (
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
@@ -53,7 +54,6 @@ _COSTLY = (
 )
 #: They read elements from elsewhere than where their own go: nothing is written over meanwhile.
 _MOVES = ("transpose", "rev", "slice", "dynamic_slice", "pad", "broadcast_in_dim", "roll")
-_COLLECTIVES = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin")
 
 #: What `counted_as` takes, and what is neither these nor an input.
 LABELS = ("parameters", "gradients", "activations")
@@ -95,19 +95,14 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """What a step takes on one device.
+class Needs:
+    """Bytes in device memory and in host memory, by label.
 
-    Attributes:
-      device: label -> bytes in device memory at the moment when most is in use: LABELS, those of
-        the inputs, TEMPORARIES and GAPS.
-      host: likewise in host memory.
-      work: in one step.
+    Labels are LABELS, those of the inputs, TEMPORARIES and GAPS.
     """
 
     device: Mapping[str, int]
     host: Mapping[str, int]
-    work: Work
 
     @property
     def device_bytes(self) -> int:
@@ -116,6 +111,13 @@ class Estimate:
     @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate(Needs):
+    """What a step takes for one device, at the moment when most is in use, and what that does."""
+
+    work: Work  # in one step
 
 
 def estimate(

@@ -131,7 +131,7 @@ class _Builder:
 
     def run(self, closed: Any, inputs: Sequence[Value], operations: list) -> list:
         """Adds a jaxpr's operations; returns the values of its outputs."""
-        jaxpr = closed.jaxpr if isinstance(closed, ClosedJaxpr) else closed
+        jaxpr = _bare(closed)
         env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= {v: _value(v.aval) for v in jaxpr.constvars}
         read = lambda v: _value(v.aval) if isinstance(v, Literal) else env[v]  # noqa: E731
@@ -174,7 +174,7 @@ class _Builder:
 
     def _body(self, closed: Any, like: Sequence[Value]) -> Program:
         """Returns the program of a jaxpr whose inputs are like these values."""
-        jaxpr = closed.jaxpr if isinstance(closed, ClosedJaxpr) else closed
+        jaxpr = _bare(closed)
         inputs = [_value(v.aval, value.axes) for v, value in zip(jaxpr.invars, like, strict=True)]
         return self.program(closed, inputs)
 
@@ -249,8 +249,7 @@ class _Builder:
         manual = self._manual | set(
             eqn.params.get("manual_axes") or eqn.params["newly_manual_axes"]
         )
-        jaxpr = eqn.params["jaxpr"]
-        jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+        jaxpr = _bare(eqn.params["jaxpr"])
         local = []
         for v, value in zip(jaxpr.invars, inputs, strict=True):
             kept = tuple(tuple(a for a in dim if a not in manual) for dim in value.axes)
@@ -280,21 +279,21 @@ def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[O
 def _called(eqn: Any) -> Any:
     """Returns the jaxpr that an equation only calls, or None."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = eqn.params.get(key)
-        jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-        if hasattr(jaxpr, "eqns") and all(map(_are_alike, *_ends_of(jaxpr, eqn))):
-            return inner
+        jaxpr = _bare(eqn.params.get(key))
+        if hasattr(jaxpr, "eqns") and _shapes(jaxpr) == _shapes(eqn):
+            return jaxpr
     return None
 
 
-def _ends_of(jaxpr: Any, eqn: Any) -> tuple[list, list]:
-    return [jaxpr.invars, jaxpr.outvars], [eqn.invars, eqn.outvars]
+def _bare(jaxpr: Any) -> Any:
+    """Returns a jaxpr without its constants."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def _are_alike(inner: Sequence[Any], outer: Sequence[Any]) -> bool:
-    """Returns whether variables of a jaxpr have the shapes of those around it."""
-    shapes = [[getattr(v.aval, "shape", ()) for v in variables] for variables in (inner, outer)]
-    return shapes[0] == shapes[1]
+def _shapes(taker: Any) -> list[list[tuple]]:
+    """Returns the shapes of what a jaxpr or an equation takes and gives out."""
+    shape = lambda v: getattr(v.aval, "shape", ())  # noqa: E731
+    return [list(map(shape, taker.invars)), list(map(shape, taker.outvars))]
 
 
 def _join(values: Sequence[Value], others: Sequence[Value]) -> None:

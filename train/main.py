@@ -150,10 +150,7 @@ def _set_up(
     vocab_size = corpus.tokenizer.vocab_size
     make = partial(prepare, mesh=mesh, vocab_size=vocab_size, num_labels=num_labels)
     planner = Planner(make, budget_of(config.memory, mesh))
-    if evaluates:
-        run = make(config)
-    else:
-        run = planner.plan(config)
+    run = make(config) if evaluates else planner.plan(config)
     check_tokenizer(run, corpus.tokenizer)
     workdir.check_processes_agree(run, corpus)
     if evaluates and not len(corpus.validation):

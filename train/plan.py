@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
+from sharding.estimate import Needs
 from sharding.memory import AUTO
 from train.config import RunConfig
 from train.setup import Run, activation_names
@@ -20,7 +21,6 @@ from train.step_time import rates_of
 from train.verdict import (
     TOLERANCE,
     Budget,
-    Needs,
     compiled_bytes,
     excess,
     needs_of,

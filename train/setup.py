@@ -36,7 +36,7 @@ from train.balance import Work, count_work
 from train.birth import Start
 from train.config import RunConfig
 from train.optimizer import make_learning_rate, make_optimizer
-from train.state import TrainState, partition_specs_of
+from train.state import TrainState, partition_specs_of, shardings_of
 from train.state_layout import StateLayout
 from train.step import StepConfig, make_eval_step, make_train_step
 from train.update import Update
@@ -86,9 +86,8 @@ class Run:
     @cached_property
     def traced(self) -> jax.stages.Traced:
         """`train_step(state, batch)` as traced; the state is donated."""
-        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.abstract)
-        step = self._train_step_function()
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))
+        step, out_shardings = self._train_step_function(), (shardings_of(self.state.abstract), None)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
         with jax.set_mesh(self.mesh):
             return jitted.trace(*self._arguments)
 

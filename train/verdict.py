@@ -5,13 +5,12 @@ import dataclasses
 import math
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
 from sharding.audit import memory
-from sharding.estimate import GAPS, LABELS, TEMPORARIES
+from sharding.estimate import GAPS, LABELS, TEMPORARIES, Needs
 from sharding.exchange import Exchange
 from sharding.memory import HOST_KIND, MemoryConfig
 from train.setup import Run
@@ -77,24 +76,8 @@ def host_memory_bytes() -> int:
     return min(limits)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Bytes of one device and of one host, by label."""
-
-    device: Mapping[str, float]
-    host: Mapping[str, float]
-
-    @property
-    def device_bytes(self) -> float:
-        return sum(self.device.values())
-
-    @property
-    def host_bytes(self) -> float:
-        return sum(self.host.values())
-
-
 def needs_of(run: Run, budget: Budget) -> Needs:
-    """Returns what a run's step takes, from shapes alone."""
+    """Returns what a run's step takes of one device and of one host, from shapes alone."""
     host = {k: v * budget.devices_per_host for k, v in run.estimate.host.items()}
     return Needs(device=run.estimate.device, host=host)
 
