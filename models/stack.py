@@ -4,7 +4,8 @@ A model is an `nnx.Module` with
 - `embed(batch) -> x`: tokens or patches become activations;
 - attributes that are a `Stack` of blocks, each called as `block(x, batch, keys) -> x`; a model with
   several names them in the order in which they run: `stacks = ("encoder", "decoder")`;
-- for a stack that x is made ready for, such as a decoder, `before_<attribute>(x, batch) -> x`;
+- for a stack that x is made ready for, such as a decoder, `before_<attribute>(x, batch) -> x`,
+  which may return another structure or other shapes;
 - `head(x, batch) -> (loss_sum, weight_sum, metrics)`: scalars, sums over the batch's tokens.
 
 A model whose `embed` and `head` compute with a part of the vocab, because they use
@@ -13,8 +14,8 @@ A class that changes either says it again.
 
 A model for certain `data.objective` alone names them: `objectives = ("causal_lm",)`.
 
-`x` is an array or a tree of arrays, all floating, and keeps its structure, shapes and dtypes from
-`embed` to `head`. `batch` is a dict of arrays with a leading batch dim. While training,
+`x` is an array or a tree of arrays, all floating, and keeps its structure, shapes and dtypes within
+a stack. `batch` is a dict of arrays with a leading batch dim. While training,
 `batch["dropout_keys"]` is key[B], and `keys` are these folded with the layer's number; otherwise
 both are absent (None).
 
@@ -117,6 +118,20 @@ class Parts:
     head: Callable[[Tree, Tree, Tree], tuple[jax.Array, jax.Array, dict]]
     num_layers: Mapping[str, int]  # of every stack, in the order in which they run
 
+    def types(self, ends: Tree, batch: Tree) -> dict[str, tuple[Tree, Tree]]:
+        """Returns stack -> types of what comes before it, and of what its blocks take and return.
+
+        Args:
+          ends, batch: arrays, or ShapeDtypeStructs of them.
+        """
+        types, x = {}, jax.eval_shape(self.embed, ends, batch)
+        for name in self.num_layers:
+            given = x
+            if name in self.before:
+                x = jax.eval_shape(self.before[name], ends, given, batch)
+            types[name] = (given, x)
+        return types
+
     def split(self, params: dict[str, Tree]) -> dict[str, Tree]:
         ends = {name: value for name, value in params.items() if name not in self.num_layers}
         return {"ends": ends, "layers": {name: params[name]["layers"] for name in self.num_layers}}
@@ -201,26 +216,19 @@ def check(parts: Parts, params: Tree, batch: Tree) -> None:
         scalars, or a metric has a name that is taken.
     """
     cut = parts.split(params)
-    x = jax.eval_shape(parts.embed, cut["ends"], batch)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"embed returns {leaf.dtype}{list(leaf.shape)} at x{jax.tree_util.keystr(path)}; "
-                "activations must be floating, and what is not belongs in the batch"
-            )
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    for stack, block in parts.blocks.items():
-        layer = one_layer(cut["layers"][stack])
-        found = {f"a block of {stack}": jax.eval_shape(block, layer, x, batch, number)}
+    _check_floating("embed", jax.eval_shape(parts.embed, cut["ends"], batch))
+    x = None
+    for stack, (_, x) in parts.types(cut["ends"], batch).items():
         if stack in parts.before:
-            made_ready = jax.eval_shape(parts.before[stack], cut["ends"], x, batch)
-            found[f"before_{stack}"] = made_ready
-        for name, y in found.items():
-            if _shapes(y) != _shapes(x):
-                raise ValueError(
-                    f"{name} takes activations {_shapes(x)} and returns {_shapes(y)}; "
-                    "structure, shapes and dtypes must stay"
-                )
+            _check_floating(f"before_{stack}", x)
+        layer = one_layer(cut["layers"][stack])
+        y = jax.eval_shape(parts.blocks[stack], layer, x, batch, number)
+        if _shapes(y) != _shapes(x):
+            raise ValueError(
+                f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
+                "structure, shapes and dtypes must stay"
+            )
     loss, weight, metrics = jax.eval_shape(parts.head, cut["ends"], x, batch)
     for name, value in {"loss": loss, "weight": weight, **metrics}.items():
         if value.shape:
@@ -229,6 +237,16 @@ def check(parts: Parts, params: Tree, batch: Tree) -> None:
             )
     for name in sorted(RESERVED_METRICS & metrics.keys()):
         raise ValueError(f"head's metric {name!r} has a name that the step itself uses; rename it")
+
+
+def _check_floating(function: str, x: Tree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"{function} returns {leaf.dtype}{list(leaf.shape)} at "
+                f"x{jax.tree_util.keystr(path)}; activations must be floating, and what is not "
+                "belongs in the batch"
+            )
 
 
 def can_share_vocab(model: Any) -> bool:
@@ -292,14 +310,14 @@ def named_activations(model: Any, params: Tree, batch: Tree) -> set[str]:
     """
     parts = partition(model, remat="none")
     cut = parts.split(params)
-    x, number = jax.eval_shape(parts.embed, cut["ends"], batch), jax.ShapeDtypeStruct((), jnp.int32)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
 
     def differentiate(block, params, x, batch, number):
         return jax.vjp(lambda params, x: block(params, x, batch, number), params, x)
 
     found: set[str] = set()
-    for stack, block in parts.blocks.items():
-        args = (one_layer(cut["layers"][stack]), x, batch, number)
+    for stack, (_, x) in parts.types(cut["ends"], batch).items():
+        block, args = parts.blocks[stack], (one_layer(cut["layers"][stack]), x, batch, number)
         found |= _names(jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr)
     return found
 

@@ -59,20 +59,21 @@ def count_work(
       recomputes: a chunk's forward runs again in its backward.
     """
     cut = parts.split(params)
-    x = jax.eval_shape(parts.embed, cut["ends"], batch)
+    types = parts.types(cut["ends"], batch)
     layers: list[int] = []
     recomputed: list[int] = []
     for name, num_layers in parts.num_layers.items():
-        layer = one_layer(cut["layers"][name])
+        layer, (_, x) = one_layer(cut["layers"][name]), types[name]
         block = parts.blocks[name]
         arguments = (layer, x, batch, jax.ShapeDtypeStruct((), jnp.int32))
         layers += [traced_flops(_with_backward(block, 2), *arguments, x)] * num_layers
         recomputed += [recomputes * traced_flops(block, *arguments)] * num_layers
+    (embedded, _), (_, x) = [*types.values()][0], [*types.values()][-1]
     head = jax.grad(lambda ends, x, batch: parts.head(ends, x, batch)[0], argnums=(0, 1))
     return Work(
         layers=tuple(layers),
         recomputed=tuple(recomputed),
-        embed=traced_flops(_with_backward(parts.embed, 1), cut["ends"], batch, x),
+        embed=traced_flops(_with_backward(parts.embed, 1), cut["ends"], batch, embedded),
         head=traced_flops(head, cut["ends"], x, batch),
     )
 

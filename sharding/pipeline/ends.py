@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding.collectives import psum
+from sharding.pipeline.parcels import Parcels
 from sharding.pipeline.trees import add, where, zeros
 
 Tree = Any
@@ -21,21 +22,32 @@ class Ends:
 
     Args:
       model: its `embed` and `head` are called.
+      parcels: the form in which x comes and goes.
+      taken: type of what the head takes: ShapeDtypeStructs.
       params: its parameters outside the stacks; those that `is_split` marks are this stage's part.
       stage: int32[], this device's.
       is_split: a bool per parameter.
     """
 
-    def __init__(self, model: Any, params: Tree, stage: jax.Array, is_split: Tree):
-        self._model, self.params, self._stage, self._is_split = model, params, stage, is_split
+    def __init__(
+        self,
+        model: Any,
+        parcels: Parcels,
+        taken: Tree,
+        params: Tree,
+        stage: jax.Array,
+        is_split: Tree,
+    ):
+        self._model, self._parcels, self._taken = model, parcels, taken
+        self.params, self._stage, self._is_split = params, stage, is_split
 
     def embed(self, microbatch: Tree) -> Tree:
         """Returns the activations that enter the first layer."""
-        return self._model.embed(self.params, microbatch)
+        return self._embed(self.params, microbatch)
 
     def embed_gradient(self, dx: Tree, microbatch: Tree) -> Tree:
         """Returns the gradients of the parameters."""
-        _, vjp = jax.vjp(lambda params: self._model.embed(params, microbatch), self.params)
+        _, vjp = jax.vjp(lambda params: self._embed(params, microbatch), self.params)
         return vjp(dx)[0]
 
     def sums(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
@@ -68,6 +80,10 @@ class Ends:
         )
         return add(total, counted)
 
+    def _embed(self, params: Tree, microbatch: Tree) -> Tree:
+        return self._parcels.pack(self._model.embed(params, microbatch))
+
     def _sums(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
+        x = self._parcels.unpack(x, self._taken)
         loss, weight, metrics = self._model.head(params, x, microbatch)
         return jax.tree.map(jnp.asarray, {"loss": loss, "weight": weight, **metrics})

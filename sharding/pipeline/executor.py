@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from sharding.estimate import counted_as
-from sharding.pipeline.chunks import Chunks
+from sharding.pipeline.chunks import Chunks, Part
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.ends import Ends
 from sharding.pipeline.layers import Layers
@@ -34,9 +34,10 @@ from sharding.pipeline.parameters import (
     on_shards,
     total,
 )
+from sharding.pipeline.parcels import Parcels
 from sharding.pipeline.plan import Channel, Plan, make_plan
 from sharding.pipeline.table import Schedule
-from sharding.pipeline.trees import add, read, wide, write, zeros
+from sharding.pipeline.trees import Flag, add, branch, read, wide, write, zeros
 from sharding.rules import axes_of
 
 Tree = Any
@@ -53,7 +54,17 @@ class Model(Protocol):
 
     @property
     def before(self) -> Mapping[str, Callable[[Tree, Tree, Tree], Tree]]:
-        """Stack -> `before(ends, x, microbatch) -> x`, for stacks that x is made ready for."""
+        """Stack -> `before(ends, x, microbatch) -> x`, for stacks that x is made ready for.
+
+        What it returns may be of another type than what it takes.
+        """
+        ...
+
+    def types(self, ends: Tree, microbatch: Tree, /) -> Mapping[str, tuple[Tree, Tree]]:
+        """Returns stack -> types of what comes before it, and of what its blocks take and return.
+
+        They are ShapeDtypeStructs, and the stacks are in the order in which they run.
+        """
         ...
 
     def embed(self, ends: Tree, microbatch: Tree, /) -> Tree:
@@ -144,29 +155,39 @@ class _Stage:
         self.shards: dict[str, Any] = {"ends": of_ends, "layers": {}}
         ends = of_ends.together(params["ends"])
         is_split = jax.tree.map(lambda spec: "pipeline" in axes_of(spec), sharing.specs["ends"])
-        self.ends = Ends(model, ends, self.index, is_split)
         example = self._microbatch(jnp.int32(0))
-        self.x = jax.eval_shape(self.ends.embed, example)
+        types = model.types(ends, example)
+        parcels = Parcels([x for pair in types.values() for x in pair])
+        _, taken = [*types.values()][-1]
+        self.ends = Ends(model, parcels, taken, ends, self.index, is_split)
+        self.x = parcels.type
         self.sums = wide(jax.eval_shape(self.ends.sums, self.x, example))
-        layers: dict[str, Layers] = {}
-        begins: dict[str, jax.Array] = {}
+        parts: dict[str, Part] = {}
         for name, layout in layouts.items():
             of_stack = params["layers"][name]
             shards = sharing.of_stack(name, of_stack)
             self.shards["layers"][name] = shards
-            layers[name] = Layers(
+            given, taken = types[name]
+            layers = Layers(
                 model.blocks[name],
                 shards.together(of_stack),
                 shards,
                 layout.layer_of_slot.reshape(len(layout.chunks), -1),
-                (self.index, self.x, example),
+                (self.index, taken, example),
                 len(layout.chunks[0]),
                 splits=plan.splits_backward,
             )
-            first = [[start == 0 and count > 0 for start, count in s] for s in layout.chunks]
-            begins[name] = jnp.array(first)[self.index]
-        splits = plan.splits_backward
-        self.chunks = Chunks(layers, model.before, begins, ends, self.x, splits=splits)
+            holds = [[count > 0 for _, count in stage] for stage in layout.chunks]
+            begins = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
+            parts[name] = Part(
+                layers=layers,
+                before=model.before.get(name),
+                given=given,
+                taken=taken,
+                holds=Flag(holds, self.index),
+                begins=Flag(begins, self.index),
+            )
+        self.chunks = Chunks(parts, parcels, ends, splits=plan.splits_backward)
 
     def reduced(self, grads: dict[str, Tree]) -> dict[str, Tree]:
         """Returns the gradients summed over all devices, each laid out as its parameter is."""
@@ -367,10 +388,10 @@ class _Stage:
 
     def _if_runs(self, kind: str, row, then: Callable[[], Tree], otherwise: Callable[[], Tree]):
         runs = row[f"{kind}.microbatch"] >= 0
-        return _cond(self.plan.runs(kind), runs, then, otherwise)
+        return branch(self.plan.runs(kind), runs, then, otherwise)
 
     def _if(self, kind: str, flag: str, row, then, otherwise) -> Tree:
-        return _cond(self.plan.holds(kind, flag), row[f"{kind}.{flag}"] > 0, then, otherwise)
+        return branch(self.plan.holds(kind, flag), row[f"{kind}.{flag}"] > 0, then, otherwise)
 
     def _send(self, kind: str, x: Tree) -> dict[str, Tree]:
         """Returns, per channel of that kind, what arrives."""
@@ -402,10 +423,3 @@ class _Stage:
             buffer = "input" if name.startswith("F") else "cotangent"
             carry = carry | {buffer: write(carry[buffer], row[name], x)}
         return {name: value for name, value in carry.items() if name not in ("arrived", "dy")}
-
-
-def _cond(known: bool | None, predicate: jax.Array, then, otherwise) -> Tree:
-    """A `lax.cond`, or nothing but the branch that is always taken."""
-    if known is not None:
-        return then() if known else otherwise()
-    return jax.lax.cond(predicate, then, otherwise)

@@ -1,11 +1,49 @@
 """Small operations on trees of arrays, and on buffers whose leading dim is one of slots."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Tree = Any
+
+
+class Flag:
+    """Something that holds of some of this device's chunks.
+
+    Args:
+      table: a bool per stage and chunk, known to the compiler.
+      stage: int32[], this device's.
+    """
+
+    def __init__(self, table: Sequence[Sequence[bool]], stage: jax.Array):
+        values = np.array(table)
+        self._known = bool(values.flat[0]) if (values == values.flat[0]).all() else None
+        self._here = jnp.asarray(values)[stage]
+
+    def choose(
+        self, chunk: jax.Array, then: Callable[[], Tree], otherwise: Callable[[], Tree]
+    ) -> Tree:
+        """Returns then() if it holds of the chunk, and otherwise() if not."""
+        return branch(self._known, self._here[chunk], then, otherwise)
+
+
+def branch(
+    known: bool | None,
+    predicate: jax.Array,
+    then: Callable[[], Tree],
+    otherwise: Callable[[], Tree],
+) -> Tree:
+    """Returns what `lax.cond` does, or runs nothing but the branch that is always taken.
+
+    Args:
+      known: which that is, None if neither.
+    """
+    if known is not None:
+        return then() if known else otherwise()
+    return jax.lax.cond(predicate, then, otherwise)
 
 
 def zeros(tree: Tree, *leading: int) -> Tree:

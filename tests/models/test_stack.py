@@ -155,8 +155,8 @@ def inputs_of(model):
     "method, change, message",
     [
         ("embed", lambda x: x | {"m": jnp.zeros(2, bool)}, r"embed returns bool\[2\] at x\['m'\]"),
-        ("before", lambda x: x | {"x": x["x"].astype("bfloat16")}, "before_decoder takes"),
-        ("before", lambda x: {"x": x["x"]}, "before_decoder takes"),
+        ("before", lambda x: x | {"x": x["x"].astype("bfloat16")}, "a block of decoder takes"),
+        ("before", lambda x: x | {"m": jnp.zeros(2, int)}, r"before_decoder returns int32\[2\]"),
         ("head", lambda h: (jnp.zeros(2), h[1], {}), r"head's loss has the shape \(2,\)"),
         ("head", lambda h: (*h[:2], {"hits": jnp.zeros(1)}), r"head's hits has the shape \(1,\)"),
         ("head", lambda h: (*h[:2], {"grad_norm": h[0]}), "'grad_norm' has a name that the step"),

@@ -27,6 +27,14 @@ class Net:
     def blocks(self):
         return {"body": self.block}
 
+    def types(self, ends, microbatch):
+        types, x = {}, jax.eval_shape(self.embed, ends, microbatch)
+        for name in self.num_layers:
+            given, before = x, self.before.get(name)
+            x = jax.eval_shape(before, ends, given, microbatch) if before else given
+            types[name] = (given, x)
+        return types
+
     def embed(self, ends, microbatch):
         return jnp.tanh(microbatch["x"] @ ends["table"])
 
@@ -103,6 +111,57 @@ class EncoderDecoder(Net):
                     "kernel": 0.5 * draw(decoder, width, width),
                     "cross": 0.5 * draw(decoder, width, width),
                 },
+            },
+        }
+
+
+class Pyramid(Net):
+    """Three stacks, each of which takes activations of another shape or structure.
+
+    The first takes `[B, W]`, the second that in halves beside a float32 copy of one of them, and
+    the third the sum of these alone, so that the widest is in the middle.
+    """
+
+    num_layers = {"wide": 2, "pair": 4, "narrow": 2}
+
+    @property
+    def blocks(self):
+        return {"wide": self.block, "pair": self.pair, "narrow": self.block}
+
+    @property
+    def before(self):
+        return {"pair": self.halve, "narrow": self.join}
+
+    def halve(self, ends, x, microbatch):
+        left, right = jnp.split(x * ends["norm"], 2, axis=1)
+        return {"left": left, "right": right, "copy": jnp.tile(right, (1, 3)).astype(jnp.float32)}
+
+    def pair(self, params, x, microbatch, number):
+        copy = jnp.tanh(x["copy"]) * (1 + microbatch["scale"].astype(jnp.float32)[:, None])
+        left = self.block(params, x["left"] + copy[:, : x["left"].shape[1]], microbatch, number)
+        return {"left": left, "right": x["right"] + left, "copy": copy}
+
+    def join(self, ends, x, microbatch):
+        return x["left"] + x["right"] * ends["norm"][: x["right"].shape[1]]
+
+    def head(self, ends, x, microbatch):
+        return super().head(ends, jnp.concatenate([x, jnp.tanh(x)], axis=1), microbatch)
+
+    def specs(self):
+        # Cutting what is split over `model` would send parts to and fro where not all stages are.
+        kernel = PartitionSpec("pipeline", "fsdp")
+        return {
+            "ends": {"table": PartitionSpec("fsdp"), "norm": PartitionSpec(None)},
+            "layers": {name: {"kernel": kernel} for name in self.num_layers},
+        }
+
+    def params(self, draw, width: int):
+        widths = {"wide": width, "pair": width // 2, "narrow": width // 2}
+        return {
+            "ends": {"table": draw(width, width), "norm": draw(width)},
+            "layers": {
+                name: {"kernel": 0.5 * draw(count, widths[name], widths[name])}
+                for name, count in self.num_layers.items()
             },
         }
 

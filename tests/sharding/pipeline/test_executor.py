@@ -20,6 +20,7 @@ from tests.sharding.pipeline.nets import (
     NO_ZERO,
     EncoderDecoder,
     Net,
+    Pyramid,
     inputs,
     place,
     plain_sums,
@@ -101,12 +102,21 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
     ],
     ids=str,
 )
-def test_an_encoder_and_a_decoder_run_in_one_pipeline(schedule, chunks, sizes, remat):
+@pytest.mark.parametrize("net", [EncoderDecoder(), Pyramid()], ids=lambda n: type(n).__name__)
+def test_several_stacks_run_in_one_pipeline(net, schedule, chunks, sizes, remat):
     with jax.enable_x64(True):
         mesh = make_mesh(MeshConfig(**sizes))
         table = make_schedule(schedule, mesh.shape["pipeline"], 5, chunks)
         zero = MemoryConfig(zero_stage=3, shard_parameters_fraction=0.6)
-        check(EncoderDecoder(), table, mesh, PipelineConfig(remat=remat), zero=zero)
+        check(net, table, mesh, PipelineConfig(remat=remat), zero=zero)
+
+
+def test_a_stack_may_lie_between_two_stages_or_all_on_one():
+    with jax.enable_x64(True):
+        mesh = make_mesh(MeshConfig(pipeline=4))
+        table = make_schedule("1f1b", 4, 5, 1)
+        for counts in ((8, 0, 0, 0), (1, 6, 0, 1), (0, 3, 3, 2), (2, 4, 2, 0)):
+            check(Pyramid(), table, mesh, PipelineConfig(), counts)
 
 
 def test_buffers_of_a_hand_made_table_are_told_apart():
