@@ -141,7 +141,7 @@ def check_sizes(config: Any) -> None:
 
     Raises:
       ValueError: `num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is less than 1, or
-        `dropout` is not in [0, 1).
+        `dropout`, `drop_path` or `*_smoothing` is not in [0, 1).
     """
     for field in dataclasses.fields(config):
         name = field.name
@@ -151,5 +151,5 @@ def check_sizes(config: Any) -> None:
         is_size = name.endswith(("_dim", "_size", "_multiple")) or name.startswith(("num_", "max_"))
         if is_size and value < 1:
             raise ValueError(f"model.{name}={value} must be at least 1")
-        if name.endswith("dropout") and not (0.0 <= value < 1.0):
+        if name.endswith(("dropout", "drop_path", "smoothing")) and not (0.0 <= value < 1.0):
             raise ValueError(f"model.{name}={value} must lie in [0, 1)")

@@ -142,3 +142,22 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) ->
         lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x.shape[1:])
     )(keys)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+def drop_path(x: jax.Array, rate: Any, keys: jax.Array | None, site: int = 0) -> jax.Array:
+    """Returns `x` with whole examples zeroed at `rate` and the rest scaled by 1 / (1 - rate).
+
+    Args:
+      x: float[B, ...], a residual branch.
+      rate: probability of zeroing, in [0, 1), a number or float[].
+      keys, site: as for `dropout`.
+
+    Source: Huang et al. 2016 (arXiv:1603.09382), for each example by itself.
+    """
+    if keys is None or (isinstance(rate, float) and rate == 0.0):
+        return x
+    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate))(
+        keys
+    )
+    scaled = (x / (1.0 - rate)).astype(x.dtype)
+    return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), scaled, jnp.zeros((), x.dtype))

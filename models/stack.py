@@ -17,7 +17,8 @@ A model for certain `data.objective` alone names them: `objectives = ("causal_lm
 `x` is an array or a tree of arrays, all floating, and keeps its structure, shapes and dtypes within
 a stack. `batch` is a dict of arrays with a leading batch dim. While training,
 `batch["dropout_keys"]` is key[B], and `keys` are these folded with the layer's number; otherwise
-both are absent (None).
+both are absent (None). A block finds its layer's number, counted over all stacks from 0, as
+`batch["layer"]`, int32[].
 
 Blocks name activations by `jax.ad_checkpoint.checkpoint_name`, so that a config can keep these
 alone for the backward pass, or move them to host memory in between.
@@ -337,6 +338,7 @@ def _block(graph, policy: Callable | None, *, first_site: int):
     """
 
     def block(params, x, batch, number):
+        batch = batch | {"layer": number + (first_site - 1)}
         keys = batch.get("dropout_keys")
         if keys is not None:
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first_site + number)
