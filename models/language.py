@@ -11,6 +11,7 @@ The batch of a model of text is a dict of
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -136,8 +137,11 @@ def padded_vocab(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def check_sizes(config: Any) -> None:
+def check_sizes(config: Any, *, but: Collection[str] = ()) -> None:
     """Checks the fields of a model's config that are counts, sizes or rates.
+
+    Args:
+      but: fields that are something else in spite of their names.
 
     Raises:
       ValueError: `num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is less than 1, or
@@ -146,7 +150,7 @@ def check_sizes(config: Any) -> None:
     for field in dataclasses.fields(config):
         name = field.name
         value: Any = getattr(config, name)
-        if value is None:
+        if value is None or name in but:
             continue
         is_size = name.endswith(("_dim", "_size", "_multiple")) or name.startswith(("num_", "max_"))
         if is_size and value < 1:

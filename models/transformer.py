@@ -42,7 +42,7 @@ class Attention(nnx.Module):
       embed_dim, num_heads, head_dim: D, N, H.
       num_kv_heads: K; N by default.
       use_bias: whether queries, keys and values have a bias.
-      use_out_bias: whether the output has one; as `use_bias` by default.
+      use_key_bias, use_out_bias: whether keys and the output have one; as `use_bias` by default.
       stddevs: of the kernels of (queries, keys and values, output) at the start.
       qk_norm_epsilon: normalises each head's queries and keys by RMSNorm if it is given.
     """
@@ -55,6 +55,7 @@ class Attention(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         use_bias: bool,
+        use_key_bias: bool | None = None,
         use_out_bias: bool | None = None,
         stddevs: tuple[float, float, float],
         qk_norm_epsilon: float | None = None,
@@ -64,13 +65,16 @@ class Attention(nnx.Module):
         heads = {"heads": num_heads, "head_dim": head_dim}
         kv_heads = {"kv_heads": num_kv_heads or num_heads, "head_dim": head_dim}
         options: dict[str, Any] = {"use_bias": use_bias, "rngs": rngs}
+        of_keys: dict[str, Any] = (
+            options if use_key_bias is None else options | {"use_bias": use_key_bias}
+        )
         self.q = Linear(embed, heads, stddev=stddevs[0], **options)
-        self.k = Linear(embed, kv_heads, stddev=stddevs[1], **options)
+        self.k = Linear(embed, kv_heads, stddev=stddevs[1], **of_keys)
         self.v = Linear(embed, kv_heads, stddev=stddevs[1], **options)
         use_out_bias = use_bias if use_out_bias is None else use_out_bias
         self.out = Linear(heads, embed, stddev=stddevs[2], use_bias=use_out_bias, rngs=rngs)
 
-        def head_norm() -> RMSNorm | None:
+        def head_norm() -> nnx.Module | None:
             epsilon = qk_norm_epsilon
             return None if epsilon is None else RMSNorm(head_dim, epsilon=epsilon, rngs=rngs)
 

@@ -53,20 +53,35 @@ class ImageInputConfig:
 
 
 class PatchEmbedding(nnx.Module):
-    """A linear layer over each patch of an image."""
+    """A linear layer over each patch of an image.
+
+    Args:
+      patch_size: P.
+      embed_dim: D.
+      is_padded: whether pixels at the end that fill no patch are padded with zeros, not left out.
+    """
 
     def __init__(
-        self, config: ImageInputConfig, patch_size: int, embed_dim: int, *, rngs: nnx.Rngs
+        self,
+        config: ImageInputConfig,
+        patch_size: int,
+        embed_dim: int,
+        *,
+        is_padded: bool = False,
+        rngs: nnx.Rngs,
     ):
         patch = {"_rows": patch_size, "_columns": patch_size, "_channels": config.num_channels}
         # That of a uniform initialisation of fan-in, which the papers' codes use.
         stddev = (3 * patch_size**2 * config.num_channels) ** -0.5
         self.linear = Linear(patch, {"embed": embed_dim}, stddev=stddev, rngs=rngs)
-        self.config, self.patch_size = config, patch_size
+        self.config, self.patch_size, self.is_padded = config, patch_size, is_padded
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        """Returns `[B, rows, columns, D]`; pixels that fill no patch at the end are left out."""
+        """Returns `[B, rows, columns, D]`."""
         images = self.config.normalised(images_BHWC, self.linear.kernel.dtype)
+        if self.is_padded:
+            missing = [(0, -size % self.patch_size) for size in images.shape[1:3]]
+            images = jnp.pad(images, ((0, 0), *missing, (0, 0)))
         return self.linear(cut_patches(images, self.patch_size))
 
 
