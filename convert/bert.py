@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.families import Architecture
-from convert.keys import ACTIVATIONS, Config, Key, Keys, Only
-from convert.names import Row
+from convert.keys import ACTIVATIONS, NUM_LABELS, Config, Key, Keys, Only
+from convert.names import Row, linear, norm
 from convert.tensor_files import Tensor
 from models.bert import Bert
 
@@ -21,15 +21,6 @@ _LINEARS = {
 _NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
 
 
-def _linear(ours: str, theirs: str, num_inputs: int = 1) -> tuple[Row, Row]:
-    kernel = Row(f"{ours}.kernel", f"{theirs}.weight", num_inputs=num_inputs)
-    return kernel, Row(f"{ours}.bias", f"{theirs}.bias")
-
-
-def _norm(ours: str, theirs: str) -> tuple[Row, Row]:
-    return Row(f"{ours}.scale", f"{theirs}.weight"), Row(f"{ours}.bias", f"{theirs}.bias")
-
-
 def _body(base: str, *tied: str) -> tuple[Row, ...]:
     """Returns the rows of the model without heads, whose names begin with `base`."""
     ours, theirs = "encoder.layers", f"{base}.encoder.layer.{{layer}}"
@@ -38,10 +29,10 @@ def _body(base: str, *tied: str) -> tuple[Row, ...]:
         Row("token_embedding", f"{base}.embeddings.word_embeddings.weight", "vocab", tied=tied),
         Row("position_embedding", f"{base}.embeddings.position_embeddings.weight"),
         Row("type_embedding", f"{base}.embeddings.token_type_embeddings.weight"),
-        *_norm("embedding_norm", f"{base}.embeddings.LayerNorm"),
-        *(r for a, b in _LINEARS.items() for r in _linear(f"{ours}.{a}", f"{theirs}.{b}")),
-        *_linear(f"{ours}.attention.out", out, num_inputs=2),
-        *(r for a, b in _NORMS.items() for r in _norm(f"{ours}.{a}", f"{theirs}.{b}")),
+        *norm("embedding_norm", f"{base}.embeddings.LayerNorm"),
+        *(r for a, b in _LINEARS.items() for r in linear(f"{ours}.{a}", f"{theirs}.{b}")),
+        *linear(f"{ours}.attention.out", out, num_inputs=2),
+        *(r for a, b in _NORMS.items() for r in norm(f"{ours}.{a}", f"{theirs}.{b}")),
     )
 
 
@@ -55,15 +46,6 @@ def _look_for_pairs(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]
     has_both = all(any(name.endswith(end) for name in tensors) for end in both)
     return {"head": "pretraining"} if has_both else {}
 
-
-_NUM_LABELS = Keys(
-    ("id2label", "label2id", "num_labels"),
-    lambda hf: {"num_labels": len(hf.get("id2label") or ()) or hf.get("num_labels") or 2},
-    lambda fields: {
-        "id2label": {str(i): f"LABEL_{i}" for i in range(fields["num_labels"])},
-        "label2id": {f"LABEL_{i}": i for i in range(fields["num_labels"])},
-    },
-)
 
 _KEYS = (
     Key("vocab_size", "vocab_size"),
@@ -81,7 +63,7 @@ _KEYS = (
     Only("add_cross_attention", (False,)),
     Only("tie_word_embeddings", (True,)),
 )
-_LABEL_KEYS = (_NUM_LABELS, Only("problem_type", (None, "single_label_classification")))
+_LABEL_KEYS = (NUM_LABELS, Only("problem_type", (None, "single_label_classification")))
 
 
 def _read_roberta_positions(hf: Config) -> dict[str, Any]:
@@ -109,13 +91,13 @@ _ROBERTA_KEYS = (
 
 _BERT_MLM = (
     *_body("bert", "cls.predictions.decoder.weight"),
-    *_linear("masked_lm.dense", "cls.predictions.transform.dense"),
-    *_norm("masked_lm.norm", "cls.predictions.transform.LayerNorm"),
+    *linear("masked_lm.dense", "cls.predictions.transform.dense"),
+    *norm("masked_lm.norm", "cls.predictions.transform.LayerNorm"),
     Row("masked_lm.bias", "cls.predictions.bias", "vocab", tied=("cls.predictions.decoder.bias",)),
 )
-_BERT_POOLER = _linear("pooler", "bert.pooler.dense")
-_BERT_PAIRS = (*_BERT_POOLER, *_linear("classifier", "cls.seq_relationship"))
-_ROBERTA_POOLER = _linear("pooler", "roberta.pooler.dense")
+_BERT_POOLER = linear("pooler", "bert.pooler.dense")
+_BERT_PAIRS = (*_BERT_POOLER, *linear("classifier", "cls.seq_relationship"))
+_ROBERTA_POOLER = linear("pooler", "roberta.pooler.dense")
 
 _BERT = Architecture(
     name="BertForMaskedLM",
@@ -151,8 +133,8 @@ _ROBERTA = dataclasses.replace(
     keys=_ROBERTA_KEYS,
     rows=(
         *_body("roberta", "lm_head.decoder.weight"),
-        *_linear("masked_lm.dense", "lm_head.dense"),
-        *_norm("masked_lm.norm", "lm_head.layer_norm"),
+        *linear("masked_lm.dense", "lm_head.dense"),
+        *norm("masked_lm.norm", "lm_head.layer_norm"),
         Row("masked_lm.bias", "lm_head.bias", "vocab", tied=("lm_head.decoder.bias",)),
     ),
     prefix="roberta.",
@@ -176,14 +158,14 @@ ARCHITECTURES = (
     dataclasses.replace(
         _BERT_LABELS,
         name="BertForSequenceClassification",
-        rows=(*_body("bert"), *_BERT_POOLER, *_linear("classifier", "classifier")),
+        rows=(*_body("bert"), *_BERT_POOLER, *linear("classifier", "classifier")),
         fields={"head": "sequence"},
         other_heads=(r"cls\.",),
     ),
     dataclasses.replace(
         _BERT_LABELS,
         name="BertForTokenClassification",
-        rows=(*_body("bert"), *_linear("classifier", "classifier")),
+        rows=(*_body("bert"), *linear("classifier", "classifier")),
         fields={"head": "token"},
     ),
     dataclasses.replace(_BERT, rows=(*_body("bert"), *_BERT_POOLER)).base(
@@ -198,15 +180,15 @@ ARCHITECTURES = (
         name="RobertaForSequenceClassification",
         rows=(
             *_body("roberta"),
-            *_linear("pooler", "classifier.dense"),
-            *_linear("classifier", "classifier.out_proj"),
+            *linear("pooler", "classifier.dense"),
+            *linear("classifier", "classifier.out_proj"),
         ),
         fields={"head": "sequence"},
     ),
     dataclasses.replace(
         _ROBERTA_LABELS,
         name="RobertaForTokenClassification",
-        rows=(*_body("roberta"), *_linear("classifier", "classifier")),
+        rows=(*_body("roberta"), *linear("classifier", "classifier")),
         fields={"head": "token"},
     ),
     dataclasses.replace(_ROBERTA, rows=(*_body("roberta"), *_ROBERTA_POOLER)).base(

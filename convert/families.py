@@ -45,7 +45,9 @@ class Architecture:
     look: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
     looked: Sequence[str] = ()
 
-    def places(self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> list[Place]:
+    def places(
+        self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None
+    ) -> list[Place]:
         """Returns the places of all parameters; see `convert.names.places`."""
         rows = self.rows
         if self.is_base:
@@ -63,9 +65,9 @@ class Architecture:
 
 def architectures() -> dict[str, Architecture]:
     """Returns all that are known by name; of one model_type, the usual one is the first."""
-    from convert import bert, gpt2, llama, opt, t5
+    from convert import bert, gpt2, llama, opt, swin, t5, vit
 
-    families = (gpt2, opt, llama, bert, t5)
+    families = (gpt2, opt, llama, bert, t5, vit, swin)
     return {a.name: a for family in families for a in family.ARCHITECTURES}
 
 

@@ -42,12 +42,14 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         dtypes={},
     )
     model_shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
-    places = architecture.places(model_shapes, vocab_size=fields["vocab_size"])
+    places = architecture.places(model_shapes, vocab_size=fields.get("vocab_size"))
     by_name = _tensors_of(architecture, places, tensors)
 
     def open_arrays(shapes: Shapes) -> Mapping[str, LazyArray]:
         check_known(path, shapes, model_shapes)
-        places = architecture.places({**model_shapes, **shapes}, vocab_size=fields["vocab_size"])
+        places = architecture.places(
+            {**model_shapes, **shapes}, vocab_size=fields.get("vocab_size")
+        )
         parts: dict[str, list[tuple[Place, Tensor]]] = {name: [] for name in shapes}
         for place in places:
             if place.ours in shapes:

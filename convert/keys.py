@@ -180,3 +180,13 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+
+#: The number of labels of a classifier; their names are written elsewhere.
+NUM_LABELS = Keys(
+    ("id2label", "label2id", "num_labels"),
+    lambda hf: {"num_labels": len(hf.get("id2label") or ()) or hf.get("num_labels") or 2},
+    lambda fields: {
+        "id2label": {str(i): f"LABEL_{i}" for i in range(fields["num_labels"])},
+        "label2id": {f"LABEL_{i}": i for i in range(fields["num_labels"])},
+    },
+)

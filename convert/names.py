@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,11 +13,14 @@ from checkpoint.lazy import Index
 #: How a tensor of theirs is ours:
 #: linear: [prod(outputs), prod(inputs)] is [*inputs, *outputs];
 #: conv1d: [prod(inputs), prod(outputs)] is [*inputs, *outputs];
+#: conv2d: [outputs, channels, rows, columns] is [rows, columns, channels, outputs];
 #: flat: [prod(shape)] is [*shape];
 #: vocab: [vocab, ...] are the first rows of ours, and those that are left are zeros;
 #: same: as it is.
-Kind = Literal["linear", "conv1d", "flat", "vocab", "same"]
+Kind = Literal["linear", "conv1d", "conv2d", "flat", "vocab", "same"]
 
+#: Of ours, the dims of theirs.
+_CONV2D = (3, 2, 0, 1)
 _KIND_BY_NAME: dict[str, Kind] = {"kernel": "linear", "bias": "flat", "scale": "flat"}
 
 
@@ -32,6 +35,7 @@ class Row:
       kind: see `Kind`; by the last word of `ours` if it is not given.
       num_inputs: of a kernel: how many of our dimensions are inputs.
       tied: further names under which a file may hold the same values.
+      first, step: the number of theirs that layer 0 is, and from one layer to the next.
       without: the row holds only for models that lack this parameter.
     """
 
@@ -40,7 +44,21 @@ class Row:
     kind: Kind | None = None
     num_inputs: int = 1
     tied: tuple[str, ...] = ()
+    first: int = 0
+    step: int = 1
     without: str | None = None
+
+
+def linear(ours: str, theirs: str, num_inputs: int = 1, **options: Any) -> tuple[Row, Row]:
+    """Returns the rows of a linear layer."""
+    kernel = Row(f"{ours}.kernel", f"{theirs}.weight", num_inputs=num_inputs, **options)
+    return kernel, Row(f"{ours}.bias", f"{theirs}.bias", **options)
+
+
+def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
+    """Returns the rows of a norm."""
+    scale = Row(f"{ours}.scale", f"{theirs}.weight", **options)
+    return scale, Row(f"{ours}.bias", f"{theirs}.bias", **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,16 +72,19 @@ class Place:
     shape: tuple[int, ...]  # of ours, without layers
     kind: Kind
     num_inputs: int
-    vocab_size: int
+    vocab_size: int | None  # None if there is no vocab
 
     @property
     def their_shape(self) -> tuple[int, ...]:
+        if self.kind == "conv2d":
+            return tuple(self.shape[dim] for dim in _CONV2D)
+        if self.kind == "vocab":
+            return self.vocab_size or 0, *self.shape[1:]
         inputs, outputs = self.shape[: self.num_inputs], self.shape[self.num_inputs :]
         return {
             "linear": (math.prod(outputs), math.prod(inputs)),
             "conv1d": (math.prod(inputs), math.prod(outputs)),
             "flat": (math.prod(self.shape),),
-            "vocab": (self.vocab_size, *self.shape[1:]),
             "same": self.shape,
         }[self.kind]
 
@@ -84,6 +105,8 @@ class Place:
         """Returns a view of theirs with our dimensions."""
         if self.kind == "vocab":
             return theirs
+        if self.kind == "conv2d":
+            return theirs.transpose(np.argsort(_CONV2D))
         if self.kind != "linear":
             return theirs.reshape(self.shape)
         inputs, outputs = self.shape[: self.num_inputs], self.shape[self.num_inputs :]
@@ -92,7 +115,7 @@ class Place:
 
 
 def places(
-    rows: Iterable[Row], shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int
+    rows: Iterable[Row], shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None
 ) -> list[Place]:
     """Returns the places of all parameters, layer by layer as they run.
 
@@ -100,7 +123,7 @@ def places(
       rows: of two for one parameter the first that holds is used; those of parameters that are
         not in `shapes` are left out.
       shapes: path of a parameter -> its shape, with a leading layers dimension in stacks.
-      vocab_size: rows of theirs, where ours are padded.
+      vocab_size: rows of theirs, where ours are padded; None if there is no vocab.
     """
     by_ours: dict[str, Row] = {}
     for row in rows:
@@ -110,17 +133,19 @@ def places(
     used = list(by_ours.values())
     names = {row.theirs for row in used}
     found: list[Place] = []
-    first: dict[str, int] = {}
+    first: dict[tuple[str, int], int] = {}
     for row in used:
         shape, is_stacked = shapes[row.ours], "{layer}" in row.theirs
-        start = first.get(row.theirs, 0)
+        name = row.theirs, row.first
+        start = first.get(name, 0)
         layers = range(shape[0]) if is_stacked else (None,)
         for layer in layers:
-            name = row.theirs if layer is None else row.theirs.format(layer=start + layer)
+            number = 0 if layer is None else row.first + row.step * (start + layer)
+            tied = (name.format(layer=number) for name in row.tied)
             found.append(
                 Place(
-                    theirs=name,
-                    tied=tuple(name for name in row.tied if name not in names),
+                    theirs=row.theirs.format(layer=number),
+                    tied=tuple(name for name in tied if name not in names),
                     ours=row.ours,
                     layer=layer,
                     shape=shape[1:] if is_stacked else shape,
@@ -129,7 +154,7 @@ def places(
                     vocab_size=vocab_size,
                 )
             )
-        first[row.theirs] = start + len(layers)
+        first[name] = start + len(layers)
     return found
 
 

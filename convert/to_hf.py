@@ -27,7 +27,10 @@ from convert.tensor_files import DTYPES, ShardWriter
 from data.tokenizer import load_tokenizer_file
 
 #: What our configs say and Hugging Face's cannot, and need not.
-_OURS_ALONE = ("vocab_multiple", "loss")
+_OURS_ALONE = (
+    *("vocab_multiple", "loss"),
+    *("drop_path", "label_smoothing", "image_mean", "image_stddev"),
+)
 
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
 
@@ -60,7 +63,9 @@ def convert(
         arrays = source.open(shapes)
         places = {
             place.theirs: place
-            for place in architecture.places(shapes, vocab_size=source.config.vocab_size)
+            for place in architecture.places(
+                shapes, vocab_size=getattr(source.config, "vocab_size", None)
+            )
         }
         dtypes = {} if dtype is not None else source.dtypes
         tensors = [
@@ -118,7 +123,7 @@ def _differences(
     """Yields the fields that a config.json does not say as the model has them."""
     wanted = dataclasses.asdict(source.config)
     said = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
-    said |= {name: wanted[name] for name in (*architecture.looked, *_OURS_ALONE)}
+    said |= {name: wanted[name] for name in (*architecture.looked, *_OURS_ALONE) if name in wanted}
     try:
         back = dataclasses.asdict(source.model_class.Config(**said))
     except ValueError as error:

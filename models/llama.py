@@ -94,6 +94,10 @@ class Block(nnx.Module):
         embed, stddev = config.embed_dim, config.init_stddev
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
         self.attention_norm = RMSNorm(embed, **norm)
+
+        def head_norms() -> tuple[nnx.Module, nnx.Module]:
+            return RMSNorm(config.head_dim, **norm), RMSNorm(config.head_dim, **norm)
+
         self.attention = Attention(
             embed,
             config.num_heads,
@@ -102,7 +106,7 @@ class Block(nnx.Module):
             use_bias=config.qkv_bias,
             use_out_bias=config.out_bias,
             stddevs=(stddev, stddev, stddev),
-            qk_norm_epsilon=config.rms_norm_epsilon if config.qk_norm else None,
+            make_head_norms=head_norms if config.qk_norm else None,
             rngs=rngs,
         )
         self.mlp_norm = RMSNorm(embed, **norm)

@@ -141,6 +141,10 @@ class Block(nnx.Module):
         self.config, self.second, is_first = config, second, config.version == 1
         self.side, shift = config.window(stage)
         self.shift = shift if second else 0
+
+        def cosine() -> tuple[nnx.Module, nnx.Module]:
+            return ScaledUnitNorm(heads, rngs=rngs), UnitNorm()
+
         self.attention_norm = LayerNorm(embed, **norm)
         self.attention = Attention(
             embed,
@@ -150,11 +154,9 @@ class Block(nnx.Module):
             use_key_bias=config.qkv_bias and is_first,
             use_out_bias=True,
             stddevs=(stddev, stddev, stddev),
+            make_head_norms=None if is_first else cosine,
             rngs=rngs,
         )
-        if not is_first:
-            self.attention.q_norm = ScaledUnitNorm(heads, rngs=rngs)
-            self.attention.k_norm = UnitNorm()
         if is_first:
             self.bias = RelativeBias(self.side, heads, stddev=stddev, rngs=rngs)
         else:
@@ -262,9 +264,13 @@ class Swin(nnx.Module):
             return PatchMerging(config, stage, rngs=rngs) if stage < config.num_stages else None
 
         self.merging1, self.merging2, self.merging3 = merging(1), merging(2), merging(3)
-        for i, depth in enumerate(config.depths):
-            make = lambda rngs, i=i: Pair(config, i, rngs=rngs)  # noqa: E731
-            setattr(self, f"stage{i}", Stack(make, depth // 2, rngs=rngs))
+
+        def stack(stage: int) -> Stack:
+            num_pairs = config.depths[stage] // 2
+            return Stack(lambda rngs: Pair(config, stage, rngs=rngs), num_pairs, rngs=rngs)
+
+        for stage, name in enumerate(self.stacks):
+            setattr(self, name, stack(stage))
         width = config.width(config.num_stages - 1)
         self.final_norm = LayerNorm(width, epsilon=config.layer_norm_epsilon, rngs=rngs)
         has_labels, labels = config.head == "labels", {"_out": config.num_labels}

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import attend
-from models.layers import Linear, RMSNorm, after
+from models.layers import Linear, after
 from sharding.logical import constrain
 
 Norm = Callable[[jax.Array], jax.Array]
@@ -44,7 +44,7 @@ class Attention(nnx.Module):
       use_bias: whether queries, keys and values have a bias.
       use_key_bias, use_out_bias: whether keys and the output have one; as `use_bias` by default.
       stddevs: of the kernels of (queries, keys and values, output) at the start.
-      qk_norm_epsilon: normalises each head's queries and keys by RMSNorm if it is given.
+      make_head_norms: gives what normalises each head's (queries, keys), if anything does.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Attention(nnx.Module):
         use_key_bias: bool | None = None,
         use_out_bias: bool | None = None,
         stddevs: tuple[float, float, float],
-        qk_norm_epsilon: float | None = None,
+        make_head_norms: Callable[[], tuple[nnx.Module, nnx.Module]] | None = None,
         rngs: nnx.Rngs,
     ):
         embed = {"embed": embed_dim}
@@ -73,12 +73,7 @@ class Attention(nnx.Module):
         self.v = Linear(embed, kv_heads, stddev=stddevs[1], **options)
         use_out_bias = use_bias if use_out_bias is None else use_out_bias
         self.out = Linear(heads, embed, stddev=stddevs[2], use_bias=use_out_bias, rngs=rngs)
-
-        def head_norm() -> nnx.Module | None:
-            epsilon = qk_norm_epsilon
-            return None if epsilon is None else RMSNorm(head_dim, epsilon=epsilon, rngs=rngs)
-
-        self.q_norm, self.k_norm = head_norm(), head_norm()
+        self.q_norm, self.k_norm = make_head_norms() if make_head_norms else (None, None)
 
     def __call__(
         self,

@@ -125,8 +125,8 @@ class ScaledUnitNorm(UnitNorm):
 
     def __init__(self, num_heads: int, *, rngs: nnx.Rngs):
         init = jax.nn.initializers.constant(math.log(10.0))
-        self.log_scale = param(init, rngs, (num_heads,), ("heads",))
+        self.log_scale = param(init, rngs, (num_heads, 1, 1), ("heads", None, None))
 
     def __call__(self, x_BTNH: jax.Array) -> jax.Array:
         scale = jnp.exp(jnp.minimum(self.log_scale[...], math.log(100.0)))
-        return super().__call__(x_BTNH) * scale[:, None].astype(x_BTNH.dtype)
+        return super().__call__(x_BTNH) * scale[:, 0].astype(x_BTNH.dtype)

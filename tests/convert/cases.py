@@ -1,5 +1,6 @@
 """Tiny Hugging Face models of every family and variant, and how to run them and ours."""
 
+import copy
 import functools
 import json
 import logging
@@ -60,6 +61,24 @@ _T5 = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 11,
 }
+_VIT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "hidden_size": 39,
+    "intermediate_size": 50,
+    "image_size": 20,
+    "patch_size": 4,
+}
+_SWIN = {
+    "embed_dim": 12,
+    "depths": [2, 4, 2],
+    "num_heads": [2, 3, 4],
+    "window_size": 3,
+    "image_size": 32,
+    "patch_size": 2,
+}
+#: Pixels and patches that fill no patch, no window and no pair at the end.
+_ODD_SWIN = {**_SWIN, "image_size": 29, "window_size": 4}
 
 
 def _rope(**scaling: Any) -> dict[str, Any]:
@@ -144,6 +163,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
 }
+CASES |= {
+    "vit": ("ViTForImageClassification", {**_VIT, **_LABELS}),
+    "vit_odd": (
+        "ViTForImageClassification",
+        {**_VIT, "image_size": 23, "num_channels": 1, "qkv_bias": False, "hidden_act": "gelu_new"},
+    ),
+    "vit_base": ("ViTModel", _VIT),
+    "swin": ("SwinForImageClassification", {**_SWIN, **_LABELS}),
+    "swin_odd": ("SwinForImageClassification", {**_ODD_SWIN, "mlp_ratio": 2.5}),
+    "swin_base": ("SwinModel", {**_SWIN, "qkv_bias": False}),
+    "swinv2": ("Swinv2ForImageClassification", {**_SWIN, **_LABELS}),
+    "swinv2_odd": (
+        "Swinv2ForImageClassification",
+        {**_ODD_SWIN, "pretrained_window_sizes": [2, 3, 4]},
+    ),
+    "swinv2_base": ("Swinv2Model", _SWIN),
+}
 #: Sizes that 2 devices can share.
 EVEN = {
     "gpt2_even": ("GPT2LMHeadModel", {**_GPT2, "n_head": 4, "n_embd": 40}),
@@ -190,12 +226,21 @@ def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:
     return directory
 
 
+def reads_images(name: str) -> bool:
+    return name.startswith(("vit", "swin"))
+
+
 def inputs(name: str) -> dict[str, np.ndarray]:
     """Returns tokens and masks: a whole row, one padded on the right, and one on the left.
 
-    Models that read a row's first token have no padding on the left.
+    Models that read a row's first token have no padding on the left, and models of images get
+    normalised images.
     """
     rng = np.random.default_rng(0)
+    if reads_images(name):
+        config = make(name).config
+        shape = (3, config.image_size, config.image_size, config.num_channels)
+        return {"images": rng.normal(size=shape).astype(np.float32)}
     mask = np.ones((3, LENGTH), np.int32)
     mask[1, 9:] = 0
     if name.endswith("sequence"):
@@ -216,13 +261,22 @@ def inputs(name: str) -> dict[str, np.ndarray]:
 def weights(name: str) -> np.ndarray:
     """Returns what a case's outputs count: nothing at padding."""
     batch = inputs(name)
-    if name.endswith("sequence"):
+    if name.endswith("sequence") or reads_images(name):
         return np.ones(3, np.float32)
     return batch.get("decoder_attention_mask", batch["attention_mask"]).astype(np.float32)
 
 
 def their_outputs(model: Any, name: str) -> torch.Tensor:
     """Returns logits, or the activations of a model without a head."""
+    if reads_images(name):
+        output = model(torch.from_numpy(inputs(name)["images"]).permute(0, 3, 1, 2))
+        if "logits" in output:
+            return output.logits
+        activations = output.last_hidden_state
+        if name.startswith("vit"):
+            return activations
+        side = round(activations.shape[1] ** 0.5)  # ours are rows of columns
+        return activations.reshape(len(activations), side, side, -1)
     names = {
         "tokens": "input_ids",
         "decoder_tokens": "decoder_input_ids",
@@ -238,6 +292,8 @@ def their_outputs(model: Any, name: str) -> torch.Tensor:
 def log_loss(outputs: Any, name: str, log_softmax: Any) -> Any:
     """Returns the mean of -log softmax(outputs)[target], for both libraries' arrays."""
     weight = weights(name)
+    weight = weight.reshape(*weight.shape, *[1] * (outputs.ndim - 1 - weight.ndim))
+    weight = np.broadcast_to(weight, outputs.shape[:-1])
     size = outputs.shape[-1]
     targets = np.eye(size, dtype=np.float32)[
         np.random.default_rng(2).integers(0, size, outputs.shape[:-1])
@@ -256,6 +312,23 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
+
+
+def their_gradients(model: Any, directory: Path) -> dict[str, np.ndarray]:
+    """Returns the gradients of a model's weights, zeros where it has none, as its files name them.
+
+    Args:
+      directory: to write the files to.
+    """
+    named = copy.deepcopy(model)
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        for name, weight in named.named_parameters():
+            gradient = gradients[name]
+            weight.copy_(torch.zeros_like(weight) if gradient is None else gradient)
+    named.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def parameters(path: Path, **options: Any) -> dict:
