@@ -79,6 +79,14 @@ class Run:
         return sum(leaf.size for leaf in jax.tree.leaves(self.state.portable.params))
 
     @cached_property
+    def num_frozen(self) -> int:
+        """How many of these `optimizer.frozen` names."""
+        if self.frozen is None:
+            return 0
+        pairs = zip(*map(jax.tree.leaves, (self.state.portable.params, self.frozen)), strict=True)
+        return sum(leaf.size for leaf, is_frozen in pairs if is_frozen)
+
+    @cached_property
     def tokens_per_step(self) -> int:
         return num_tokens(self._abstract_batch())
 
@@ -418,8 +426,9 @@ def _describe_stages(run: Run) -> str:
 def describe(run: Run, corpus: TextCorpus) -> str:
     """Returns the summary of a run for its start: parameters, mesh, stages and data."""
     mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
+    frozen = f" ({run.num_frozen:,} frozen)" if run.num_frozen else ""
     lines = [
-        f"model   {type(run.model).__name__}, {run.num_params:,} parameters, "
+        f"model   {type(run.model).__name__}, {run.num_params:,} parameters{frozen}, "
         f"{sum(run.parts.num_layers.values())} layers, {run.flops_per_token:,} FLOPs a token",
         f"mesh    {mesh} on {run.mesh.size} {run.mesh.devices.flat[0].device_kind} device(s), "
         f"{jax.process_count()} process(es)",

@@ -12,6 +12,7 @@ from sharding.audit import collectives, flops
 from sharding.batches import place_batch
 from tests.runs import TINY, make_run
 from train.frozen import frozen_params
+from train.setup import describe
 from train.workdir import check, claim
 
 MLP = "optimizer.frozen=*.mlp.*"
@@ -55,6 +56,8 @@ def a_step(run, corpus):
 def test_frozen_parameters_stay_and_have_no_moments(corpus_overrides):
     run, corpus = run_of(*corpus_overrides, MLP)
     before, state, _ = a_step(run, corpus)
+    of_mlp = [leaf.size for leaf in jax.tree.leaves(before["decoder"]["layers"]["mlp"])]
+    assert f" parameters ({sum(of_mlp):,} frozen), 4 layers" in describe(run, corpus)
     for path, moved in jax.tree_util.tree_leaves_with_path(
         jax.tree.map(lambda a, b: bool((a != b).any()), before, state.params)
     ):
