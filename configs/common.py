@@ -75,7 +75,7 @@ def get_config() -> ConfigDict:
     config.data.num_threads = 2  # of each process, reading ahead
 
     config.optimizer = ConfigDict()
-    config.optimizer.name = "adamw"  # adamw | package.module:function
+    config.optimizer.name = "adamw"  # adamw | lamb | lars | sgd | package.module:function
     config.optimizer.learning_rate = 1e-3  # peak
     config.optimizer.warmup_steps = 20  # linear rise
     config.optimizer.schedule = "cosine"  # after warm-up: cosine | linear | constant
@@ -85,6 +85,9 @@ def get_config() -> ConfigDict:
     config.optimizer.beta1 = 0.9  # decay of Adam's mean of gradients
     config.optimizer.beta2 = 0.95  # decay of Adam's mean of squared gradients
     config.optimizer.epsilon = 1e-8  # added to the root of the latter
+    config.optimizer.momentum = 0.9  # of lars and sgd; 0: none is kept
+    config.optimizer.layer_decay = 1.0  # of updates, per layer nearer to the embedding; 1: none
+    config.optimizer.frozen = ()  # names of parameters that stay: token_embedding,encoder.*
 
     config.train = ConfigDict()
     config.train.num_steps = 100  # updates, each of one global batch
@@ -96,6 +99,8 @@ def get_config() -> ConfigDict:
     config.train.max_nonfinite_steps = 10  # in a row, each skipped; then on_nonfinite. 0: go on
     config.train.on_nonfinite = "stop"  # stop | rollback: to the last checkpoint before them
     config.train.skip_spikes = placeholder(float)  # also grad_norm > so many × mean; None: keep
+    config.train.ema_decay = placeholder(float)  # of an average of the parameters; None: none
+    config.train.ema_schedule = "constant"  # constant | cosine: rises to 1 at the last step
     config.train.remat = (
         "none"  # recomputed in a block's backward: none | full | dots (all but) | all but qkv,mlp
     )

@@ -2,6 +2,7 @@
 
 import logging
 import pkgutil
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from models.stack import logical_axes
 CONFIG_FILE, CHECKPOINTS, HF_FILES = "config.yaml", "checkpoints", "hf"
 #: Beside the original config.json: the dtype of each tensor.
 DTYPES_FILE = "dtypes.json"
+
+#: The name, in a checkpoint, of the average of a parameter; see train/ema.py.
+_AVERAGE = re.compile(r"opt_state\.\d+\.average\.(.+)")
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +51,11 @@ def newest_checkpoint(path: Path) -> Path:
     )
 
 
-def open_run(path: Path, step: Path) -> Source:
+def open_run(path: Path, step: Path, *, averaged: bool = True) -> Source:
     """Returns the model of a checkpoint `step`, which was asked for as `path`.
+
+    Args:
+      averaged: whether its parameters are their averages, where the run kept such.
 
     Raises:
       ValueError: the run has no config.yaml.
@@ -72,7 +79,7 @@ def open_run(path: Path, step: Path) -> Source:
         hf_files=files if files.is_dir() else None,
         hf_config=hf,
         tokenizer=tokenizer if tokenizer.exists() else None,
-        open=lambda shapes: _open_checkpoint(source, step, shapes),
+        open=lambda shapes: _open_checkpoint(source, step, shapes, averaged),
         dtypes=read_json(dtypes) if dtypes.exists() else {},
     )
     return source
@@ -104,9 +111,20 @@ class _PaddedArray(LazyArray):
         return np.pad(part, [(0, missing), *[(0, 0)] * (part.ndim - 1)])
 
 
-def _open_checkpoint(source: Source, step: Path, shapes: Shapes) -> Mapping[str, LazyArray]:
-    stored = stored_arrays(step)
-    stored = {k.removeprefix("params."): v for k, v in stored.items() if k.startswith("params.")}
+def _open_checkpoint(
+    source: Source, step: Path, shapes: Shapes, averaged: bool
+) -> Mapping[str, LazyArray]:
+    arrays_there = stored_arrays(step)
+    stored = {
+        name.removeprefix("params."): array
+        for name, array in arrays_there.items()
+        if name.startswith("params.")
+    }
+    matches = {name: _AVERAGE.fullmatch(name) for name in arrays_there}
+    averages = {match[1]: arrays_there[name] for name, match in matches.items() if match}
+    if averaged and averages:
+        _log.info("%s: parameters are their averages (train.ema_decay)", step)
+        stored |= averages
     check_known(step, shapes, {name: array.shape for name, array in stored.items()})
     arrays: dict[str, LazyArray] = {}
     for name, shape in shapes.items():

@@ -16,7 +16,11 @@ Tree = Any
 
 
 def read_source(
-    path: str | Path, *, harmless: Sequence[str] = (), allow_pickle_weights: bool = False
+    path: str | Path,
+    *,
+    harmless: Sequence[str] = (),
+    allow_pickle_weights: bool = False,
+    averaged: bool = True,
 ) -> Source:
     """Returns what is at `path`: a Hugging Face model, or a run's directory or checkpoint.
 
@@ -26,6 +30,7 @@ def read_source(
     Args:
       harmless: keys of config.json that may be there though they are not known.
       allow_pickle_weights: whether to open `.bin` files.
+      averaged: whether a run's parameters are their averages, where it kept such.
 
     Raises:
       ValueError: there is neither, the architecture or a key of config.json is not supported, or
@@ -34,7 +39,7 @@ def read_source(
     path = Path(path)
     if (path / "config.json").is_file():
         return open_huggingface(path, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
-    return open_run(path, newest_checkpoint(path))
+    return open_run(path, newest_checkpoint(path), averaged=averaged)
 
 
 def load_params(source: Source, abstract: Tree) -> Tree:

@@ -38,7 +38,12 @@ _log = logging.getLogger("convert")  # whatever name this file runs under
 
 
 def convert(
-    checkpoint: Path, dst: Path, *, dtype: str | None = None, max_shard_bytes: int = 2**30
+    checkpoint: Path,
+    dst: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 2**30,
+    averaged: bool = True,
 ) -> None:
     """Writes a run's parameters as a Hugging Face model.
 
@@ -47,6 +52,7 @@ def convert(
       dst: what to write: safetensors, config.json, and the files that `hf/` holds of the tokenizer.
       dtype: of all tensors; by default each has that of the model that `hf/` is of, or float32.
       max_shard_bytes: of a file, unless it holds one tensor alone.
+      averaged: False writes the parameters themselves where the run kept an average of them.
 
     Raises:
       ValueError: there is no intact checkpoint; no Hugging Face model is like this one; or a value
@@ -55,7 +61,7 @@ def convert(
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"--dtype={dtype} is unknown; choose {', '.join(_DTYPES)}")
     step = newest_checkpoint(checkpoint)
-    source = read_source(step)
+    source = read_source(step, averaged=averaged)
     with new_directory(dst) as directory:
         architecture, hf = describe(source)
         hf, default = _with_dtype({**hf, **_token_ids(source), **_labels(source)}, dtype)
@@ -188,12 +194,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("dst", type=Path, help="directory to write")
     parser.add_argument("--dtype", default=None, help="of all tensors; as in the original if unset")
     parser.add_argument("--max_shard_bytes", type=int, default=2**30, help="of a file")
+    parser.add_argument(
+        "--raw", action="store_true", help="the weights themselves, and not their average"
+    )
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # an accelerator would only lend its memory
     logging.basicConfig(format="%(message)s", force=True)
     logging.getLogger("convert").setLevel(logging.INFO)
     try:
-        convert(args.checkpoint, args.dst, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
+        convert(
+            args.checkpoint,
+            args.dst,
+            dtype=args.dtype,
+            max_shard_bytes=args.max_shard_bytes,
+            averaged=not args.raw,
+        )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

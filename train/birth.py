@@ -15,8 +15,17 @@ from jax.sharding import PartitionSpec
 from models.stack import only_layers
 from sharding.memory import HOST, in_device_memory, is_on_host, to_device
 from sharding.pipeline.layout import Layout
+from train.ema import with_average
 from train.precision import LossScale, PrecisionConfig
-from train.state import Spikes, TrainState, is_for_host, merged, shardings_of, zeros_of
+from train.state import (
+    Spikes,
+    TrainState,
+    copy_of,
+    is_for_host,
+    merged,
+    shardings_of,
+    zeros_of,
+)
 
 Tree = Any
 
@@ -29,12 +38,20 @@ class Start:
       build: makes the model, from a fixed seed.
       precision: the master weights' dtype, and whether the state has a `loss_scale`.
       tracks_spikes: whether the state has `spikes`; see train/step.py.
+      frozen: a bool per parameter: the optimizer knows nothing of it. None: of none.
     """
 
     build: Callable[[], nnx.Module]
     optimizer: optax.GradientTransformation
     precision: PrecisionConfig
     tracks_spikes: bool = False
+    frozen: Tree = None
+
+    def trained(self, params: Tree) -> Tree:
+        """Returns a tree like the parameters with None for those that are frozen."""
+        if self.frozen is None:
+            return params
+        return jax.tree.map(lambda frozen, x: None if frozen else x, self.frozen, params)
 
     def params(self) -> Tree:
         """Returns the model's own initial parameters, `[layers, ...]`."""
@@ -55,7 +72,7 @@ class Start:
             num_skipped=count,
             num_nonfinite_in_a_row=count,
             params=params,
-            opt_state=self.optimizer.init(wide),
+            opt_state=self.optimizer.init(self.trained(wide)),
             spikes=spikes if self.tracks_spikes else None,
             loss_scale=LossScale.initial() if self.precision.scales_loss else None,
         )
@@ -148,12 +165,19 @@ class Birth:
         return jax.jit(make, out_shardings=out_shardings, donate_argnums=(0,) * is_plain)
 
     def _with_moments(self, state: TrainState) -> TrainState:
-        """Returns the state with the optimizer's part in host memory: AdamW's, which is zeros."""
-        zeros = jax.tree.map(
-            lambda target: zeros_of(target) if is_for_host(target) else None,
-            self._abstract.opt_state,
-        )
-        return dataclasses.replace(state, opt_state=merged(state.opt_state, zeros))
+        """Returns the state with the optimizer's part in host memory: zeros, and the average."""
+
+        def copied(param: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array | None:
+            return copy_of(param, target) if is_for_host(target) else None
+
+        def zeros(target: jax.ShapeDtypeStruct) -> jax.Array | None:
+            return zeros_of(target) if is_for_host(target) else None
+
+        targets, params = self._abstract.opt_state, self._start.trained(state.params)
+        without = with_average(targets, lambda average: jax.tree.map(lambda _: None, average))
+        moments = merged(state.opt_state, jax.tree.map(zeros, without))
+        average = with_average(targets, lambda average: jax.tree.map(copied, params, average))
+        return dataclasses.replace(state, opt_state=merged(moments, average))
 
     def _streamed(self, stack: str) -> Tree:
         """Returns a stack's parameters in host memory; None for those on the device.

@@ -16,6 +16,7 @@ from models.stack import REMAT_POLICIES
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline.config import PipelineConfig
+from train import ema
 from train.metrics import LogConfig
 from train.optimizer import OptimizerConfig
 from train.precision import PrecisionConfig
@@ -54,6 +55,8 @@ class TrainConfig:
     max_nonfinite_steps: int = 10
     on_nonfinite: str = "stop"
     skip_spikes: float | None = None
+    ema_decay: float | None = None
+    ema_schedule: str = "constant"
 
     def __post_init__(self):
         for name in ("num_steps", "num_microbatches", "start_timeout_s", "failure_timeout_s"):
@@ -80,6 +83,17 @@ class TrainConfig:
             raise ValueError(
                 f"train.skip_spikes={self.skip_spikes} must be more than 1, a multiple of the mean "
                 "gradient norm; choose for example 5, or None to skip none"
+            )
+
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(
+                f"train.ema_decay={self.ema_decay} must lie in (0, 1); choose for example 0.9999, "
+                "or None to keep no average of the parameters"
+            )
+        if self.ema_schedule not in ema.SCHEDULES:
+            raise ValueError(
+                f"train.ema_schedule={self.ema_schedule!r} is unknown; choose "
+                f"{', '.join(ema.SCHEDULES)}"
             )
 
 

@@ -56,6 +56,8 @@ ONLY = {
     "optimizer.params.bias_correction": True,
     "optimizer.params.amsgrad": False,
     "optimizer.params.adam_w_mode": True,
+    "optimizer.params.dampening": 0,
+    "optimizer.params.nesterov": False,
     "scheduler.params.warmup_min_lr": 0,
     "scheduler.params.warmup_min_ratio": 0,
     "scheduler.params.warmup_type": "linear",
@@ -81,12 +83,14 @@ RENAMED = {
     "optimizer.params.lr": "optimizer.learning_rate",
     "optimizer.params.eps": "optimizer.epsilon",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "optimizer.params.momentum": "optimizer.momentum",
     "scheduler.params.warmup_num_steps": "optimizer.warmup_steps",
     "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
     "scheduler.params.total_num_steps": "train.num_steps",
     "scheduler.params.cos_min_ratio": "optimizer.final_learning_rate_fraction",
 }
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
 _SCHEDULES = {
     "WarmupLR": ("constant", None),
     "WarmupDecayLR": ("linear", 0.0),
@@ -96,7 +100,8 @@ _SCHEDULES = {
 
 #: What DeepSpeed takes for keys that a section leaves out.
 _DEFAULTS = {
-    "optimizer": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "WarmupLR": {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
     "WarmupDecayLR": {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
     "WarmupCosineLR": {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 1e-4},
@@ -218,14 +223,16 @@ class _Translation:
         kind = self._take("optimizer.type")
         if kind is None:
             return
-        if kind.lower() not in ("adam", "adamw", "fusedadam"):
+        ours = _OPTIMIZERS.get(kind.lower())
+        if ours is None:
+            # Lamb, say: its trust ratio has bounds there (max_coeff), and changes biases too.
             self._refuse(
-                f"optimizer.type={kind!r} has no counterpart; choose AdamW, or leave the section "
-                "out and set optimizer.name=package.module:function"
+                f"optimizer.type={kind!r} has no counterpart; choose AdamW or SGD, or leave the "
+                "section out and set optimizer.name=lamb, lars or package.module:function"
             )
             return self._drop("optimizer")
-        self._with_defaults("optimizer.params", _DEFAULTS["optimizer"])
-        self._set("optimizer.name", "adamw")
+        self._with_defaults("optimizer.params", _DEFAULTS[ours])
+        self._set("optimizer.name", ours)
         betas = self._take("optimizer.params.betas")
         for name, beta in zip(("beta1", "beta2"), betas or (), strict=False):
             self._set(f"optimizer.{name}", beta)

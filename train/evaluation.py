@@ -10,6 +10,7 @@ import numpy as np
 from data.text import TextCorpus, validation_batches
 from sharding.batches import place_batch
 from sharding.exchange import Exchange
+from train.ema import averaged
 from train.metrics import METRICS_FILE, read_metrics
 from train.phases import Phases
 from train.setup import Run
@@ -25,6 +26,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Returns `eval_loss` (nats) and the head's metrics, `eval_*`; for tokens `eval_perplexity`.
 
+    They are those of the average of the parameters, where the run keeps one.
+
     Args:
         phases: enters "eval", at each batch anew.
         is_stopping: asked after each; if so, the evaluation is given up and None returned.
@@ -32,13 +35,13 @@ def evaluate(
     with phases("compile"):
         eval_step = run.eval_step
     sums: dict[str, np.ndarray] = {}
-    config = run.config.data
+    config, params = run.config.data, averaged(state)
     with phases("eval"):
         for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
             with phases("eval"):  # from here on it may take train.failure_timeout_s again
                 batch.pop("index")
                 placed = place_batch(batch, run.rows, run.batch_sharding, config.global_batch_size)
-                for name, value in jax.device_get(eval_step(state.params, placed)).items():
+                for name, value in jax.device_get(eval_step(params, placed)).items():
                     sums[name] = sums.get(name, np.float64(0)) + value
             if is_stopping():
                 return None

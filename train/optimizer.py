@@ -2,33 +2,49 @@
 
 import dataclasses
 import pkgutil
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import optax
 
+from train.layer_decay import Depths, scaled_by_depth
+from train.trust_ratio import scale_by_layers_trust_ratio
+
+OPTIMIZERS = ("adamw", "lamb", "lars", "sgd")
+#: Those that treat every number by itself, so that a part of an array can be updated alone.
+ELEMENTWISE = ("adamw", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
 
 #: Parameters of these names are not decayed: biases, and the scales of norms.
 NOT_DECAYED = ("bias", "scale")
+
+#: LARS's: of the length of the weights, the length of an update before the learning rate.
+TRUST_COEFFICIENT = 0.001
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """An optimizer, its learning rate over the steps, decay and clipping."""
 
-    name: str  # "adamw", or an import path "package.module:function"; see make_optimizer
+    name: str  # one of OPTIMIZERS, or an import path "package.module:function"; make_optimizer
     learning_rate: float  # its peak
     warmup_steps: int  # linear rise; the first step's rate is learning_rate / warmup_steps
     schedule: str  # after warm-up: one of SCHEDULES
     final_learning_rate_fraction: float  # of the peak, at the last step; not for "constant"
-    weight_decay: float  # decoupled, times the learning rate; none on biases and norms
+    weight_decay: float  # times the learning rate; none on biases and norms
     clip_norm: float  # largest global gradient norm; 0 switches clipping off
     beta1: float
     beta2: float
     epsilon: float
+    momentum: float = 0.9  # of lars and sgd; 0: none is kept
+    layer_decay: float = 1.0  # of updates, for each layer that is nearer to the embedding
+    frozen: tuple = ()  # patterns of the names of parameters that stay as they are
 
     def __post_init__(self):
+        frozen = self.frozen
+        frozen = frozen.split(",") if isinstance(frozen, str) else frozen
+        object.__setattr__(self, "frozen", tuple(part for part in frozen if part))
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"optimizer.schedule={self.schedule!r} is unknown; choose {', '.join(SCHEDULES)}"
@@ -38,7 +54,12 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must not be negative")
         if self.epsilon <= 0:
             raise ValueError(f"optimizer.epsilon={self.epsilon} must be positive")
-        for name in ("beta1", "beta2"):
+        if not 0.0 < self.layer_decay <= 1.0:
+            raise ValueError(
+                f"optimizer.layer_decay={self.layer_decay} must lie in (0, 1]; choose for example "
+                "0.75, or 1 for none"
+            )
+        for name in ("beta1", "beta2", "momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must lie in [0, 1)")
         if not 0.0 <= self.final_learning_rate_fraction <= 1.0:
@@ -71,22 +92,42 @@ def decay_mask(params: Any) -> Any:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, *, clips: bool = True
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    *,
+    clips: bool = True,
+    stacks: Collection[str] = (),
+    depths: Depths | None = None,
+    average: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """Returns clipping by global norm, then the optimizer.
+    """Returns clipping by global norm, then the optimizer, then what averages the parameters.
 
     A name with a colon is the import path of a function `(config: OptimizerConfig, schedule) ->
     optax.GradientTransformation`.
 
     Args:
       clips: False leaves clipping to the caller; the optimizer's state looks the same.
+      stacks: first keys of parameters that are `[slots, ...]`, a tensor in each slot.
+      depths: of the model's parameters, if `layer_decay` is not 1.
+      average: see train/ema.py.
 
     Raises:
       ValueError: the name stands for no optimizer.
     """
-    optimizer: Any
+    optimizer = _named(config, schedule, stacks)
+    if config.layer_decay != 1:
+        assert depths is not None
+        optimizer = scaled_by_depth(optimizer, config.layer_decay, depths)
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    first = clip if clips and config.clip_norm else optax.identity()
+    return optax.chain(first, optimizer, *([] if average is None else [average]))
+
+
+def _named(
+    config: OptimizerConfig, schedule: optax.Schedule, stacks: Collection[str]
+) -> optax.GradientTransformation:
     if config.name == "adamw":
-        optimizer = optax.adamw(
+        return optax.adamw(
             schedule,
             b1=config.beta1,
             b2=config.beta2,
@@ -94,16 +135,29 @@ def make_optimizer(
             weight_decay=config.weight_decay,
             mask=decay_mask,
         )
-    else:
-        try:
-            make = pkgutil.resolve_name(config.name)
-            if not callable(make):
-                raise ValueError(f"it names a {type(make).__name__}")
-        except (ValueError, ImportError, AttributeError) as error:
-            raise ValueError(
-                f"optimizer.name={config.name!r} is neither 'adamw' nor an import path "
-                f"'package.module:function': {error}"
-            ) from None
-        optimizer = make(config, schedule)
-    clip = optax.clip_by_global_norm(config.clip_norm)
-    return optax.chain(clip if clips and config.clip_norm else optax.identity(), optimizer)
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask)
+    rate = optax.scale_by_learning_rate(schedule)
+    momentum = optax.trace(config.momentum) if config.momentum else optax.identity()
+    if config.name == "lamb":
+        adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+        ratio = scale_by_layers_trust_ratio(stacks, decay_mask)
+        return optax.chain(adam, decay, ratio, rate)
+    if config.name == "lars":
+        ratio = scale_by_layers_trust_ratio(stacks, decay_mask, TRUST_COEFFICIENT)
+        return optax.chain(decay, ratio, rate, momentum)
+    if config.name == "sgd":
+        return optax.chain(decay, momentum, rate)
+    return _imported(config, schedule)
+
+
+def _imported(config: OptimizerConfig, schedule: optax.Schedule) -> Any:
+    try:
+        make: Any = pkgutil.resolve_name(config.name)
+        if not callable(make):
+            raise ValueError(f"it names a {type(make).__name__}")
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(
+            f"optimizer.name={config.name!r} is none of {', '.join(OPTIMIZERS)}, and no import "
+            f"path 'package.module:function': {error}"
+        ) from None
+    return make(config, schedule)

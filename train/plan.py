@@ -16,6 +16,7 @@ from typing import Any, cast
 from sharding.estimate import Needs
 from sharding.memory import AUTO
 from train.config import RunConfig
+from train.optimizer import ELEMENTWISE
 from train.setup import Run, activation_names
 from train.step_time import rates_of
 from train.verdict import (
@@ -294,7 +295,7 @@ class _Search:
     def _placements(self) -> list[Setting]:
         memory = self._config.memory
         settings = []
-        if self._config.optimizer.name != "adamw":
+        if self._config.optimizer.name not in ELEMENTWISE:
             return settings
         for optimizer, parameters in ((0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0)):
             now = (memory.optimizer_fraction, memory.offload_parameters_fraction)

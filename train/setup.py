@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
 from data.objectives import batch_shapes
@@ -35,7 +36,10 @@ from sharding.rules import make_rules, unused_axes
 from train.balance import Work, count_work
 from train.birth import Start
 from train.config import RunConfig
-from train.optimizer import make_learning_rate, make_optimizer
+from train.ema import average_params, averaged
+from train.frozen import frozen_params, held
+from train.layer_decay import depths_of
+from train.optimizer import ELEMENTWISE, make_learning_rate, make_optimizer
 from train.state import TrainState, partition_specs_of, shardings_of
 from train.state_layout import StateLayout
 from train.step import StepConfig, make_eval_step, make_train_step
@@ -58,6 +62,7 @@ class Run:
     schedule: Schedule  # of the pipeline
     layouts: Mapping[str, Layout]  # of every stack
     state: StateLayout
+    frozen: Any  # a bool per parameter; None: of none
     work: Callable[[], Work]  # of a microbatch; counted when first asked for
 
     @cached_property
@@ -72,6 +77,14 @@ class Run:
     @cached_property
     def num_params(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.state.portable.params))
+
+    @cached_property
+    def num_frozen(self) -> int:
+        """How many of these `optimizer.frozen` names."""
+        if self.frozen is None:
+            return 0
+        pairs = zip(*map(jax.tree.leaves, (self.state.portable.params, self.frozen)), strict=True)
+        return sum(leaf.size for leaf, is_frozen in pairs if is_frozen)
 
     @cached_property
     def tokens_per_step(self) -> int:
@@ -104,7 +117,12 @@ class Run:
         labels = jax.tree.map(lambda _: "optimizer", state)
         parameters = jax.tree.map(lambda _: "parameters", state.params)
         labels = dataclasses.replace(labels, params=parameters)
-        program = open_jaxpr(self.traced.jaxpr, jax.tree.leaves(self._arguments))
+        jaxpr = self.traced.jaxpr
+        if self.frozen is not None:
+            # XLA leaves out what only gradients of frozen parameters are for.
+            needed = [True] * len(jaxpr.jaxpr.outvars)
+            jaxpr = jaxpr.replace(jaxpr=dce_jaxpr(jaxpr.jaxpr, needed, instantiate=True)[0])
+        program = open_jaxpr(jaxpr, jax.tree.leaves(self._arguments))
         return estimate(
             program,
             [*jax.tree.leaves(labels), *["batch"] * len(batch)],
@@ -127,7 +145,7 @@ class Run:
             self.config.train.seed,
         )
         return make_train_step(
-            self.parts,
+            self.parts if self.frozen is None else held(self.parts, self.frozen),
             update,
             self.learning_rate,
             self._step_config(),
@@ -138,11 +156,12 @@ class Run:
 
     @cached_property
     def eval_step(self) -> jax.stages.Compiled:
-        """The compiled `eval_step(params, batch)`."""
+        """The compiled `eval_step(params, batch)`, for what train.ema.averaged gives of a state."""
+        params = averaged(self.state.abstract)
         specs = partition_specs_of(self.state.abstract.params)
         step = make_eval_step(self.parts, self._step_config(), self.mesh, self.rules, specs)
         with jax.set_mesh(self.mesh):
-            return jax.jit(step).lower(self.state.abstract.params, self._abstract_batch()).compile()
+            return jax.jit(step).lower(params, self._abstract_batch()).compile()
 
     def compile(self) -> None:
         """Compiles both steps now.
@@ -203,14 +222,6 @@ def prepare(
     def build() -> nnx.Module:
         return config.model_class(model_config, rngs=nnx.Rngs(config.train.seed))
 
-    learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
-    optimizer = make_optimizer(config.optimizer, learning_rate, clips=False)
-    if config.memory.placement == "host" and config.optimizer.name != "adamw":
-        raise ValueError(
-            f"memory.placement=host updates one layer at a time, and optimizer.name="
-            f"{config.optimizer.name!r} may look at more than one element; set "
-            "optimizer.name=adamw, or memory.placement=device"
-        )
     model = nnx.eval_shape(build)
     if shares_vocab and not can_share_vocab(model):
         raise ValueError(
@@ -229,6 +240,8 @@ def prepare(
             f"data.objective={config.data.objective!r} puts {', '.join(batch_shapes(config.data))}"
         ) from None
     _check_names(config, mesh, model)
+    learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
+    optimizer, frozen = _optimizer(config, mesh, model, parts, learning_rate)
     schedule = make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
     )
@@ -242,6 +255,7 @@ def prepare(
         optimizer=optimizer,
         precision=config.precision,
         tracks_spikes=config.train.skip_spikes is not None,
+        frozen=frozen,
     )
     state = StateLayout(start, mesh, rules, layouts, config.memory)
     specs = partition_specs_of(state.abstract.params)
@@ -265,8 +279,38 @@ def prepare(
         schedule=schedule,
         layouts=layouts,
         state=state,
+        frozen=frozen,
         work=work,
     )
+
+
+def _optimizer(
+    config: RunConfig,
+    mesh: jax.sharding.Mesh,
+    model: nnx.Module,
+    parts: Parts,
+    learning_rate: optax.Schedule,
+) -> tuple[optax.GradientTransformation, Any]:
+    """Returns the optimizer, and a bool per parameter that it leaves as it is, or None."""
+    if config.memory.placement == "host" and config.optimizer.name not in ELEMENTWISE:
+        raise ValueError(
+            f"memory.placement=host updates one layer at a time, and optimizer.name="
+            f"{config.optimizer.name!r} may look at more than one element; set "
+            f"optimizer.name={' or '.join(ELEMENTWISE)}, or memory.placement=device"
+        )
+    train, arguments, average = config.train, _microbatch(config, mesh, model), None
+    if train.ema_decay is not None:
+        average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
+    optimizer = make_optimizer(
+        config.optimizer,
+        learning_rate,
+        clips=False,
+        stacks=parts.num_layers,
+        depths=None if config.optimizer.layer_decay == 1 else depths_of(parts, *arguments),
+        average=average,
+    )
+    patterns = config.optimizer.frozen
+    return optimizer, frozen_params(arguments[0], patterns) if patterns else None
 
 
 def _batch(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -382,8 +426,9 @@ def _describe_stages(run: Run) -> str:
 def describe(run: Run, corpus: TextCorpus) -> str:
     """Returns the summary of a run for its start: parameters, mesh, stages and data."""
     mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
+    frozen = f" ({run.num_frozen:,} frozen)" if run.num_frozen else ""
     lines = [
-        f"model   {type(run.model).__name__}, {run.num_params:,} parameters, "
+        f"model   {type(run.model).__name__}, {run.num_params:,} parameters{frozen}, "
         f"{sum(run.parts.num_layers.values())} layers, {run.flops_per_token:,} FLOPs a token",
         f"mesh    {mesh} on {run.mesh.size} {run.mesh.devices.flat[0].device_kind} device(s), "
         f"{jax.process_count()} process(es)",

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from sharding.memory import HOST_KIND
 from train.precision import LossScale
@@ -54,6 +55,22 @@ def zeros_of(target: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns zeros where an array is to lie; no process makes more than its shards."""
     zeros = np.broadcast_to(np.zeros((), target.dtype), target.shape)
     return jax.make_array_from_callback(target.shape, target.sharding, zeros.__getitem__)
+
+
+def copy_of(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a copy with the target's dtype and memory; each process copies its own shards.
+
+    Args:
+      array: split over devices as the target is.
+    """
+    kind = target.sharding.memory_kind
+    shards = [
+        jax.device_put(
+            np.array(shard.data, target.dtype), SingleDeviceSharding(shard.device, memory_kind=kind)
+        )
+        for shard in array.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
 
 
 def shardings_of(abstract: Tree) -> Tree:

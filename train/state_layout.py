@@ -39,7 +39,8 @@ class StateLayout:
     Attributes:
       abstract: ShapeDtypeStructs with shardings of the state as the step takes it.
       portable: the same as a checkpoint holds it.
-      moved: a bool per parameter: its master weights or its optimizer state lie in host memory.
+      moved: a bool per parameter, None for frozen ones: its master weights or its optimizer state
+        lie in host memory.
 
     Raises:
       ValueError: a parameter that the mesh cannot lay out (see sharding/rules.py), or an optimizer
@@ -72,7 +73,8 @@ class StateLayout:
                 lambda path, _: path[0].key in layouts, slots.params
             )
             specs = split_over_data(specs, slots.params, of_layers, mesh)
-        kinds, self.moved = self._memory_kinds(slots, specs, memory)
+        kinds, moved = self._memory_kinds(slots, specs, memory)
+        self.moved = start.trained(moved)
         specs = self._per_leaf(
             slots,
             lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),
@@ -151,7 +153,7 @@ class StateLayout:
                 self._start.optimizer,
                 of_param,
                 state.opt_state,
-                *like_params,
+                *map(self._start.trained, like_params),
                 transform_non_params=of_other,
             ),
             spikes=jax.tree.map(of_other, state.spikes),

@@ -49,7 +49,8 @@ class Update:
     """The way from gradients to new parameters and a new optimizer state.
 
     What lies in host memory is updated one slot of its stack after another, and outside the stacks
-    a few rows of one array after others, so that the device never holds more of it.
+    a few rows of one array after others, so that the device never holds more of it. What is frozen
+    has no part in any of it, and stays where and as it is.
 
     Args:
       optimizer: clips nothing; elementwise, if `moved` marks anything.
@@ -68,15 +69,18 @@ class Update:
         mesh: Mesh,
         seed: int,
     ):
-        self._optimizer, self._clip_norm, self._seed = optimizer, clip_norm, seed
+        self._optimizer = optax.with_extra_args_support(optimizer)
+        self._clip_norm, self._seed = clip_norm, seed
         self._layouts, self._mesh = layouts, mesh
         params, moved = state.abstract.params, state.moved
+        self._trained = jax.tree.map(lambda _: True, moved)
         self._stays = jax.tree.map(lambda moved: not moved, moved)
         self._groups = self._grouped(params, moved)
         self._numbers = jax.tree_util.tree_map_with_path(self._number, params)
 
     def norm(self, grads: Tree, weight: jax.Array) -> jax.Array:
-        """Returns the norm of all gradients together, each divided by `weight`."""
+        """Returns the norm of all gradients of what is trained, each divided by `weight`."""
+        grads = _chosen(grads, self._trained)
 
         def sum_of_squares(grads: Tree) -> jax.Array:
             return optax.tree.norm(jax.tree.map(lambda g: g / weight, grads), squared=True)
@@ -111,7 +115,7 @@ class Update:
             of_group, state_of_group = self._moved_group(group, params, opt_state, grads, judgement)
             new_params = merged(new_params, of_group)
             new_state = merged(new_state, state_of_group)
-        return new_params, new_state
+        return merged(new_params, params), new_state
 
     def _moved_group(
         self, group: _Group, params: Tree, opt_state: Tree, grads: Tree, judgement: Judgement
@@ -175,7 +179,7 @@ class Update:
 
         grads = jax.tree.map(ready, grads)
         wide = jax.tree.map(lambda p, g: p.astype(g.dtype), params, grads)
-        updates, new_state = self._optimizer.update(grads, opt_state, wide)
+        updates, new_state = self._optimizer.update(grads, opt_state, wide, numbers=numbers)
         new_params = rounded_at_random(
             optax.apply_updates(wide, updates), params, numbers, self._seed, judgement.step
         )
@@ -288,6 +292,6 @@ def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
 
 
 def _chosen(tree: Tree, chosen: Tree) -> Tree:
-    """Returns `tree` with None for what is not chosen."""
+    """Returns `tree` with None for what is not chosen: False or None."""
     is_none = lambda x: x is None  # noqa: E731
     return jax.tree.map(lambda leaf, c: leaf if c else None, tree, chosen, is_leaf=is_none)

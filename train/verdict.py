@@ -6,6 +6,7 @@ import math
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,6 +14,7 @@ from sharding.audit import memory
 from sharding.estimate import GAPS, LABELS, TEMPORARIES, Needs
 from sharding.exchange import Exchange
 from sharding.memory import HOST_KIND, MemoryConfig
+from train.ema import averaged
 from train.setup import Run
 
 #: Of what a device or a host has, the share that a step may take unless the config says more.
@@ -102,14 +104,20 @@ def compiled_bytes(run: Run) -> int | None:
     if is_cpu and run.estimate.host_bytes:
         return None
     train, evaluation = (memory(step).in_all for step in (run.train_step, run.eval_step))
-    unread = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(run.state.abstract.opt_state)
-        if leaf.sharding.memory_kind != HOST_KIND
-    )
+    state = run.state.abstract
+    unread = _device_bytes((state.params, state.opt_state)) - _device_bytes(averaged(state))
     known = None if train is None or evaluation is None else max(train, unread + evaluation)
     told = Exchange().words(None if known is None else str(known))
     return None if None in told else max(int(word) for word in told if word is not None)
+
+
+def _device_bytes(state: Any) -> int:
+    """Returns the bytes of one device that arrays take, beside those in host memory."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+        if leaf.sharding.memory_kind != HOST_KIND
+    )
 
 
 def table(needs: Needs, budget: Budget) -> str:

@@ -39,7 +39,10 @@ from train.state import MAY_LACK, TrainState
 #: There while a run trains.
 LOCK_FILE = "lock"
 #: A checkpoint fits only a run that agrees on these.
-FIXED = ("init_from", "model", "data", "train.seed", "optimizer.name", "precision.params")
+FIXED = (
+    *("init_from", "model", "data", "train.seed", "train.ema_decay"),
+    *("optimizer.name", "optimizer.frozen", "precision.params"),
+)
 #: How fast things are read, and where they lie, may change; the text itself is compared by hash.
 FREE = ("data.cache_dir", "data.mixture", "data.num_threads", "data.paths")
 

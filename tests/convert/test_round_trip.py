@@ -154,6 +154,26 @@ def test_to_hf_reads_what_training_saved(tmp_path):
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_to_hf_writes_the_average_unless_asked_for_the_weights_themselves(tmp_path):
+    directory = cases.save("gpt2", tmp_path / "theirs")
+    from_hf.convert(directory, tmp_path / "run")
+    params = nnx.to_pure_dict(nnx.split(load(directory))[1])
+    average = jax.tree.map(lambda x: 2 * x, params)
+    average["token_embedding"] = None  # frozen: its own average
+    state = {"params": params, "opt_state": ((), (), {"count": jnp.int32(3), "average": average})}
+    checkpoints = Checkpoints(
+        tmp_path / "run" / "checkpoints", CheckpointConfig(every_steps=1, max_to_keep=3)
+    )
+    checkpoints.save(3, state, {"batches": 3})
+    checkpoints.close()
+    assert to_hf.main([str(tmp_path / "run"), str(tmp_path / "raw"), "--raw"]) == 0
+    original = all_tensors(directory)
+    assert_same_bits(all_tensors(tmp_path / "raw"), original)
+    assert to_hf.main([str(tmp_path / "run"), str(tmp_path / "averaged")]) == 0
+    doubled = {k: x if "wte" in k else 2 * x for k, x in original.items()}
+    assert_same_bits(all_tensors(tmp_path / "averaged"), doubled)
+
+
 @pytest.mark.parametrize("name", ["qwen2_windowed", *cases.EVEN])
 def test_load_on_a_mesh_equals_load_on_one_device(name, tmp_path):
     directory = cases.save(name, tmp_path / "theirs")

@@ -114,6 +114,14 @@ def test_float16_has_deepspeeds_defaults(tmp_path):
     assert off.compute == "float32"
 
 
+def test_sgd_has_pytorchs_defaults(tmp_path):
+    params = {"momentum": 0.8, "dampening": 0, "nesterov": False, "weight_decay": 1e-4}
+    found = translated({"optimizer": {"type": "SGD", "params": params}}, tmp_path).optimizer
+    assert (found.name, found.momentum, found.weight_decay) == ("sgd", 0.8, 1e-4)
+    found = translated({"optimizer": {"type": "SGD"}}, tmp_path).optimizer
+    assert (found.momentum, found.weight_decay, found.learning_rate) == (0.0, 0.0, 1e-3)
+
+
 @pytest.mark.parametrize(
     ("tree", "size", "count"),
     [
@@ -167,6 +175,11 @@ def test_schedulers(scheduler, schedule, final, tmp_path):
             ["zero_optimization.offload_param.device='nvme' is unknown; choose cpu or none"],
         ),
         ({"optimizer": {"type": "Lamb", "params": {"lr": 1}}}, ["'Lamb' has no counterpart"]),
+        ({"optimizer": {"type": "OneBitLamb"}}, ["'OneBitLamb' has no counterpart"]),
+        (
+            {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
+            ["optimizer.params.nesterov=True has no counterpart; it can be False alone"],
+        ),
         (
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
             ["optimizer.params.adam_w_mode=False has no counterpart; it can be True alone"],

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, decay masks, and AdamW against PyTorch's."""
+"""Learning-rate schedules, decay masks, and optimizers against PyTorch's and published formulas."""
 
 import dataclasses
 from typing import Any
@@ -127,6 +127,102 @@ def test_adamw_equals_pytorchs():
             np.testing.assert_allclose(params[name], parameter.detach().numpy(), atol=1e-8, rtol=0)
 
 
+#: Tensors by themselves: a stack's three slots, of which the last is padding, and a table.
+STACKS = ("blocks",)
+SLOTS = {"kernel": (3, 5, 4), "bias": (3, 4)}
+
+
+def stacked(rng: np.random.Generator) -> dict[str, Any]:
+    """Returns a tree like that of a model with one stack; the last slot of it is zeros."""
+    slots = {name: rng.normal(size=shape) for name, shape in SLOTS.items()}
+    for array in slots.values():
+        array[-1] = 0
+    return {"blocks": {"layers": slots}, "table": rng.normal(size=(6, 4))}
+
+
+def tensors(tree: Any) -> dict[str, np.ndarray]:
+    """Returns every tensor of such a tree by itself."""
+    slots = tree["blocks"]["layers"]
+    found = {f"{name}{i}": slots[name][i] for name in slots for i in range(len(slots[name]))}
+    return {name: np.array(tensor) for name, tensor in (*found.items(), ("table", tree["table"]))}
+
+
+def trust_ratio(name: str, weights: np.ndarray, update: np.ndarray) -> float:
+    lengths = np.sqrt(np.square(weights).sum()), np.sqrt(np.square(update).sum())
+    return 1.0 if name.startswith("bias") or 0 in lengths else lengths[0] / lengths[1]
+
+
+def lamb(name, w, g, memory, rate, step):
+    """Algorithm 2 of You et al. (2019), with Adam's correction of the bias."""
+    m, v = memory.get(name, (0, 0))
+    memory[name] = m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    u = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+    u += 0.0 if name.startswith("bias") else 0.1 * w
+    return w - rate * trust_ratio(name, w, u) * u
+
+
+def lars(name, w, g, memory, rate, step):
+    """Section 4 of You et al. (2017), of the length of g + decay × w as MoCo v3 has it."""
+    u = g + (0.0 if name.startswith("bias") else 0.1 * w)
+    ratio = trust_ratio(name, w, u)
+    ratio *= 1.0 if name.startswith("bias") or not w.any() else 0.001
+    memory[name] = 0.9 * memory.get(name, 0) + rate * ratio * u
+    return w - memory[name]
+
+
+@pytest.mark.parametrize("formula", [lamb, lars])
+def test_optimizer_is_its_published_formula_tensor_by_tensor(formula):
+    """Each layer of a stack is a tensor of its own, and padding stays zero."""
+    schedule: Any = make_learning_rate(BASE, 6)
+    rng, memory = np.random.default_rng(0), {}
+    with jax.enable_x64(True):
+        config = dataclasses.replace(BASE, name=formula.__name__, clip_norm=0.0)
+        optimizer = make_optimizer(config, schedule, stacks=STACKS)
+        start = stacked(rng)
+        params: Any = jax.tree.map(jnp.asarray, start)
+        state, expected = optimizer.init(params), tensors(start)
+        for step in range(1, 7):
+            grads = stacked(rng)
+            updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)
+            params = optax.apply_updates(params, updates)
+            rate = float(schedule(step - 1))
+            for name, g in tensors(grads).items():
+                expected[name] = formula(name, expected[name], g, memory, rate, step)
+        found = tensors(params)
+    assert not found["kernel2"].any() and not found["bias2"].any()
+    for name, before in tensors(start).items():
+        # The learning rate is float32: 1e-7 of what has changed.
+        change = max(np.abs(expected[name] - before).max(), 1e-30)
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-6 * change)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_equals_pytorchs(momentum):
+    rng = np.random.default_rng(0)
+    start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=3)}
+    with jax.enable_x64(True):
+        config = dataclasses.replace(BASE, name="sgd", momentum=momentum, clip_norm=0.0)
+        optimizer = make_optimizer(config, lambda count: 0.5)
+        params: Any = jax.tree.map(jnp.asarray, start)
+        state = optimizer.init(params)
+        theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
+        groups = [
+            {"params": [theirs["kernel"]], "weight_decay": 0.1},
+            {"params": [theirs["bias"]], "weight_decay": 0.0},
+        ]
+        reference = torch.optim.SGD(groups, lr=0.5, momentum=momentum)
+        for _ in range(5):
+            grads = {k: rng.normal(size=v.shape) for k, v in start.items()}
+            updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)
+            params = optax.apply_updates(params, updates)
+            for name, parameter in theirs.items():
+                parameter.grad = torch.tensor(grads[name])
+            reference.step()
+        for name, parameter in theirs.items():
+            np.testing.assert_allclose(params[name], parameter.detach().numpy(), rtol=1e-12)
+    assert (momentum > 0) == bool(jax.tree.leaves(optax.tree.get(state, "trace", ())))
+
+
 def test_clip_norm_0_switches_clipping_off():
     grads = {"kernel": jnp.full((2, 2), 100.0)}
 
@@ -150,7 +246,9 @@ def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
 )
 def test_name_of_no_optimizer_is_refused(name):
     config = dataclasses.replace(BASE, name=name)
-    with pytest.raises(ValueError, match=rf"optimizer\.name='{name}' is neither 'adamw' nor"):
+    with pytest.raises(
+        ValueError, match=rf"optimizer\.name='{name}' is none of adamw, lamb, lars, sgd, and no"
+    ):
         make_optimizer(config, lambda count: 1.0)
 
 
@@ -166,6 +264,9 @@ def test_name_of_no_optimizer_is_refused(name):
         ("beta1", 1.0, r"must lie in \[0, 1\)"),
         ("beta2", -0.1, r"must lie in \[0, 1\)"),
         ("final_learning_rate_fraction", 1.5, r"must lie in \[0, 1\]"),
+        ("momentum", 1.0, r"must lie in \[0, 1\)"),
+        ("layer_decay", 0.0, r"must lie in \(0, 1\]"),
+        ("layer_decay", 1.5, r"must lie in \(0, 1\]"),
     ],
 )
 def test_field_out_of_range_is_refused_with_its_value_and_rule(field, value, rule):

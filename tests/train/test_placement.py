@@ -209,6 +209,7 @@ def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp
             "memory.placement=host updates one layer at a time, and optimizer.name="
             "'tests.runs:factored' may look at more than one element; set optimizer.name=adamw",
         ),
+        ((HOSTED, "optimizer.name=lamb"), "may look at more than one element; set optimizer.name"),
     ],
 )
 def test_what_cannot_be_placed_so_is_refused(overrides, message, corpus_overrides):

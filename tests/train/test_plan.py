@@ -19,7 +19,7 @@ from train.config import RunConfig, resolve
 from train.config_files import load
 from train.main import main
 from train.metrics import read_metrics
-from train.plan import Planner
+from train.plan import Planner, _Search
 from train.setup import Run, prepare
 from train.step_time import rates_of
 from train.verdict import Budget, budget_of, compiled_bytes, host_memory_bytes
@@ -228,3 +228,11 @@ def test_step_time_is_that_of_the_slower_of_products_and_memory_and_of_what_is_m
     work.products[1, int(rates.memory_bytes_per_s)] = 3
     assert rates.step_time_s(work) == pytest.approx(6 + 1e-3)
     assert rates_of("cpu", "float64").device_kind == "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("lamb", False), ("lars", False)])
+def test_host_is_offered_to_elementwise_optimizers_alone(name, is_offered, corpus_overrides):
+    run, _ = make_run((*base(corpus_overrides), f"optimizer.name={name}"))
+    levers = _Search(run.config, lambda config: run, of_device(math.inf)).levers
+    settings = [setting for lever in levers for setting in lever]
+    assert any("memory.placement" in setting for setting in settings) == is_offered

@@ -1,0 +1,68 @@
+"""Parameters that training leaves as they are: `optimizer.frozen`."""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+
+from models.stack import Parts
+
+Tree = Any
+
+
+def frozen_params(params: Tree, patterns: Sequence[str]) -> Tree:
+    """Returns a bool per parameter: whether one of the patterns matches its name.
+
+    Args:
+      patterns: of names with dots, such as "token_embedding" or "encoder.*"; `*` matches dots too.
+
+    Raises:
+      ValueError: a pattern matches nothing, or together they match everything.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = [".".join(str(key.key) for key in path) for path, _ in leaves]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            near = near or sorted({name.partition(".")[0] for name in names})
+            raise ValueError(
+                f"optimizer.frozen: {pattern!r} matches no parameter; the nearest are "
+                f"{', '.join(near)} (`python -m checkpoint show` lists all, after `params.`)"
+            )
+    are_frozen = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
+    if all(are_frozen):
+        raise ValueError(
+            f"optimizer.frozen={','.join(patterns)} matches all {len(names)} parameters, and "
+            "nothing would learn; leave some of them out"
+        )
+    return jax.tree.unflatten(structure, are_frozen)
+
+
+def held(parts: Parts, frozen: Tree) -> Parts:
+    """Returns a model's functions through which no gradient flows to what is frozen.
+
+    Args:
+      frozen: a bool per parameter.
+    """
+    marks = parts.split(frozen)
+
+    def hold(params: Tree, marks: Tree) -> Tree:
+        stop = lambda x, is_frozen: jax.lax.stop_gradient(x) if is_frozen else x  # noqa: E731
+        return jax.tree.map(stop, params, marks)
+
+    def of_ends(function):
+        return lambda ends, *args: function(hold(ends, marks["ends"]), *args)
+
+    def of_layer(stack, block):
+        return lambda params, *args: block(hold(params, marks["layers"][stack]), *args)
+
+    return dataclasses.replace(
+        parts,
+        embed=of_ends(parts.embed),
+        blocks={stack: of_layer(stack, block) for stack, block in parts.blocks.items()},
+        before={stack: of_ends(before) for stack, before in parts.before.items()},
+        head=of_ends(parts.head),
+    )
