@@ -148,7 +148,9 @@ def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[
     said = read(original, keys, harmless=harmless) if original else {}
     for key in keys:
         is_new = key.write(fields)
-        if original and all(said[name] == fields[name] for name in key.read(original)):
+        if original and all(
+            plain(said[name]) == plain(fields[name]) for name in key.read(original)
+        ):
             continue
         for name in key.names:
             hf.pop(name, None)

@@ -30,6 +30,9 @@ class ImageInputConfig:
     image_stddev: tuple[float, ...] = (0.5,)  # what they are divided by, once the mean is taken off
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if isinstance(getattr(self, field.name), list):  # as YAML and JSON have them
+                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
         for name in ("image_size", "num_channels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
