@@ -1,60 +1,49 @@
-"""Text sets of TFDS, the project's own `python_stdlib` among them, as documents.
+"""Sets of TFDS, the project's own among them: found, built once, and read by position.
 
 Importing tensorflow_datasets takes most of a second, so every function here imports it itself.
 """
 
 import contextlib
 import difflib
+import functools
+import importlib.util
 import io
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import filelock
 
+# Sets that ship with the project: name -> the builder's import path.
+_OWN = {"python_stdlib": "data.python_stdlib:PythonStdlib", "digits": "data.digits:Digits"}
+
 logger = logging.getLogger(__name__)
 
 
-class TfdsDocuments(Sequence[str]):
-    """The text feature of some examples of a split, read and decoded on access.
-
-    Args:
-        source: The examples of the split.
-        text_feature: The feature that holds the text.
-        positions: Which examples; all of them by default.
-    """
-
-    def __init__(self, source: Sequence[Any], text_feature: str, positions: range | None = None):
-        self._source, self._text_feature = source, text_feature
-        self._positions = range(len(source)) if positions is None else positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        text = self._source[self._positions[index]][self._text_feature]
-        # A bad byte in a published set is not the user's to repair.
-        return text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
-
-
-def open_builder(name: str, text_field: str, cache_path: Path) -> Any:
+def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) -> Any:
     """Returns the prepared TFDS builder of this name; downloads and builds it on first use.
 
     Sets are kept in $TFDS_DATA_DIR, or in the cache directory where that is not set. Processes
     that start together build a set once.
 
+    Args:
+        name: Of the set.
+        cache_path: The cache directory.
+        check: Raises a ValueError if the builder is not of the kind that is wanted.
+
     Raises:
-        ValueError: TFDS has no such set, or none with this text feature, or could not prepare it.
+        ValueError: TFDS has no such set, or one of another kind, or could not prepare it.
     """
-    if name == "python_stdlib":
+    if name in _OWN:
         data_dir = cache_path / "tensorflow_datasets"
     else:
         data_dir = Path(os.environ.get("TFDS_DATA_DIR") or cache_path / "tensorflow_datasets")
     data_dir = data_dir.expanduser()
     builder = _make_builder(name, data_dir)
-    _text_feature(builder, text_field)  # Checked before much is downloaded.
+    check(builder)  # Before much is downloaded.
     if _is_prepared(builder):
         return builder
     # The lock is not in data_dir, which may be shared and not the user's to write.
@@ -72,45 +61,19 @@ def builder_key(builder: Any) -> str:
     return f"{builder.info.full_name} {' '.join(sorted(sizes))}"
 
 
-def open_builder_documents(
-    builder: Any, text_field: str, validation_fraction: float
-) -> dict[str, Sequence[str]]:
-    """Returns the set's train and validation documents.
+def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
+    """Returns the examples of a split of a prepared set.
 
-    A set without a validation split gives up the last part of its train split, which is a random
-    sample, since TFDS shuffles a set by hash when it builds it.
+    Args:
+        builder: Of the set.
+        split: Its name.
+        decoders: Of features that are read otherwise than TFDS does, as TFDS takes them.
 
     Raises:
-        ValueError: The set has no train split, no such text feature or no random access.
+        ValueError: The set has no random access.
     """
-    name = builder.info.full_name
-    feature = _text_feature(builder, text_field)
-    splits = builder.info.splits
-    if "train" not in splits:
-        raise ValueError(
-            f"data.name: the TFDS set {name!r} has the splits {sorted(splits)}, but no 'train'; "
-            "choose a set that has one"
-        )
-    train = _open_split(builder, "train")
-    if "validation" in splits:
-        validation = _open_split(builder, "validation")
-        return {
-            "train": TfdsDocuments(train, feature),
-            "validation": TfdsDocuments(validation, feature),
-        }
-    # At least one is held out where any is asked for.
-    num_held = max(round(len(train) * validation_fraction), 1) if validation_fraction else 0
-    positions = range(len(train))
-    num_train = max(len(train) - num_held, 0)
-    return {
-        "train": TfdsDocuments(train, feature, positions[:num_train]),
-        "validation": TfdsDocuments(train, feature, positions[num_train:]),
-    }
-
-
-def _open_split(builder: Any, split: str) -> Sequence[Any]:
     try:
-        return builder.as_data_source(split)
+        return builder.as_data_source(split, decoders=decoders)
     except (NotImplementedError, ValueError) as error:
         raise ValueError(
             f"data.name: the {split} split of the TFDS set {builder.info.full_name!r} at "
@@ -122,12 +85,11 @@ def _open_split(builder: Any, split: str) -> Sequence[Any]:
 def _make_builder(name: str, data_dir: Path) -> Any:
     import tensorflow_datasets as tfds
 
-    if name == "python_stdlib":
-        from data.python_stdlib import PythonStdlib
-
-        return PythonStdlib(data_dir=data_dir, file_format="array_record")
+    if name in _OWN:
+        return pkgutil.resolve_name(_OWN[name])(data_dir=data_dir, file_format="array_record")
     # TFDS registers its older sets group by group, and stops silently at a group whose optional
-    # libraries are missing; naming the text group makes sure of it.
+    # libraries are missing; naming the groups makes sure of them.
+    import tensorflow_datasets.image_classification  # noqa: F401
     import tensorflow_datasets.text  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     try:
@@ -136,7 +98,8 @@ def _make_builder(name: str, data_dir: Path) -> Any:
         known = tfds.list_builders(with_community_datasets=False)
         raise ValueError(
             f"data.name={name!r} is not a TFDS set; {_nearest(name.partition('/')[0], known)}, "
-            "or use 'python_stdlib', 'text', or 'package.module:function' of your own"
+            "or use 'python_stdlib', 'text', 'digits', 'image_folder', or "
+            "'package.module:function' of your own"
         ) from error
     except Exception as error:  # TFDS raises many kinds, for configs, versions and libraries.
         set_name, _, config = name.partition("/")
@@ -158,15 +121,35 @@ def _is_prepared(builder: Any) -> bool:
 def _prepare(builder: Any, name: str) -> None:
     logger.info("Building the data set %s in %s", builder.info.full_name, builder.data_path)
     try:
-        # The project's own set takes a second and needs no download: TFDS's report of it would
+        # The project's own sets take a second and need no download: TFDS's report of it would
         # only be noise.
-        with _quiet() if name == "python_stdlib" else contextlib.nullcontext():
+        with _quiet() if name in _OWN else contextlib.nullcontext():
+            _encode_without_tensorflow(builder)
             builder.download_and_prepare()
     except Exception as error:  # Network, disk, missing libraries, checksums: TFDS has no base.
         raise ValueError(
             f"data.name={name!r} could not be downloaded or built in {builder.data_path}: "
             f"{_first_line(error)}; mend that, or copy a prepared set there"
         ) from error
+
+
+def _encode_without_tensorflow(builder: Any) -> None:
+    """Lets Pillow encode the arrays of a set of images, for which TFDS would need TensorFlow."""
+    if importlib.util.find_spec("tensorflow") is not None:
+        return
+    import tensorflow_datasets as tfds
+    from PIL import Image
+
+    def encoded(array: Any, encoding: str) -> bytes:
+        stream = io.BytesIO()
+        Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array).save(stream, encoding)
+        return stream.getvalue()
+
+    for feature in builder.info.features.values():
+        encoder = getattr(feature, "_image_encoder", None)
+        if isinstance(feature, tfds.features.Image) and feature.np_dtype == "uint8" and encoder:
+            encoding = encoder.encoding_format or "png"
+            encoder._encode_image = functools.partial(encoded, encoding=encoding)
 
 
 @contextlib.contextmanager
@@ -179,23 +162,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         tfds.enable_progress_bar()
-
-
-def _text_feature(builder: Any, text_field: str) -> str:
-    import tensorflow_datasets as tfds
-
-    features = builder.info.features
-    texts = [key for key, value in features.items() if isinstance(value, tfds.features.Text)]
-    if text_field in texts:
-        return text_field
-    # The default field name stands for "the text", whatever the set calls it.
-    if text_field == "text" and len(texts) == 1:
-        return texts[0]
-    remedy = f"set data.text_field to one of {sorted(texts)}" if texts else "choose a set of texts"
-    raise ValueError(
-        f"data.text_field={text_field!r} is not a text feature of the TFDS set "
-        f"{builder.info.full_name!r}, whose features are {sorted(features)}; {remedy}"
-    )
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -94,7 +94,7 @@ def test_empty_validation_split_is_said_and_trained_without(corpus_overrides, tm
     assert "validation split is empty" in capsys.readouterr().err
     assert [e["step"] for e in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert run_main(tmp_path, overrides, "--mode=eval") == 2
-    assert "no validation text" in error_line(capsys)
+    assert "no validation data" in error_line(capsys)
 
 
 def test_evaluation_of_what_is_not_there_or_another_run_is_refused(trained, tmp_path, capsys):
