@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import numpy as np
 
 # Sets that ship with the project: name -> the builder's import path.
 _OWN = {"python_stdlib": "data.python_stdlib:PythonStdlib", "digits": "data.digits:Digits"}
@@ -147,7 +148,7 @@ def _encode_without_tensorflow(builder: Any) -> None:
 
     for feature in builder.info.features.values():
         encoder = getattr(feature, "_image_encoder", None)
-        if isinstance(feature, tfds.features.Image) and feature.np_dtype == "uint8" and encoder:
+        if isinstance(feature, tfds.features.Image) and encoder and encoder.np_dtype == np.uint8:
             encoding = encoder.encoding_format or "png"
             encoder._encode_image = functools.partial(encoded, encoding=encoding)
 
@@ -173,5 +174,8 @@ def _nearest(name: str, known: list[str]) -> str:
 
 def _first_line(error: Exception) -> str:
     # TFDS puts the arguments of its own call, in braces, before what was wrong.
+    # It raises errors again and again, each time saying where; the first one says what.
+    while isinstance(error.__cause__, type(error)):
+        error = error.__cause__
     message = str(error).rpartition('}": ')[2].strip()
     return f"{type(error).__name__}: {message.splitlines()[0] if message else 'no reason given'}"

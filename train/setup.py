@@ -214,6 +214,8 @@ def prepare(
     pipeline = config.pipeline
     shares_vocab = pipeline.share_vocab and mesh.shape["pipeline"] > 1
     rules = make_rules(config.rules, shares_vocab=shares_vocab)
+    # Where the class itself says it: the data of another objective may not have what it needs.
+    _check_objective(config, config.model_class)
     model_config = config.model_config(vocab_size=vocab_size, num_labels=num_labels)
 
     def build() -> nnx.Module:
@@ -292,9 +294,10 @@ def _batch(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((size, *s), dtype) for name, (s, dtype) in shapes.items()}
 
 
-def _check_objective(config: RunConfig, model: nnx.Module) -> None:
+def _check_objective(config: RunConfig, model: nnx.Module | type) -> None:
     objectives = getattr(model, "objectives", None)
-    if objectives is not None and config.data.objective not in objectives:
+    # Of a class it may be a property, which tells nothing yet.
+    if isinstance(objectives, tuple) and config.data.objective not in objectives:
         choices = " or ".join(objectives) or "another model.head: this one learns nothing"
         raise ValueError(
             f"data.objective={config.data.objective!r} does not fit model.name="
