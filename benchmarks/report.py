@@ -30,7 +30,7 @@ def hardware(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         "device_kind": device.device_kind,
         "num_devices": mesh.size,
         "num_processes": jax.process_count(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cores": num_cores(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
@@ -195,7 +195,7 @@ def _row(name: str, figures: dict[str, Any], unit: str) -> str:
     )
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
