@@ -72,12 +72,12 @@ class Split:
         """Returns the split with some of its images alone."""
         return Split(
             source=Chosen(self.source, positions),
-            names=Chain(self.names, positions),
+            names=ChosenNames(self.names, positions),
             labels=lambda: self.labels()[positions],
         )
 
 
-class Chain(Sequence[bytes]):
+class ChosenNames(Sequence[bytes]):
     """Names of some images, looked up when they are asked for."""
 
     def __init__(self, names: Sequence[bytes], positions: np.ndarray):

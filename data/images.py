@@ -46,11 +46,13 @@ class Place:
 
     Attributes:
         element: Its number in the stream.
+        seed: Of all that is random in it, together with the element's number.
         index: Of its image.
         other: The index of the image that is mixed in, which is that of element ^ 1; None: none.
     """
 
     element: int
+    seed: int
     index: int
     other: int | None = None
 
@@ -60,7 +62,7 @@ class Images(Examples):
 
     Args:
         source: The images.
-        data: The objective, the seed and the size of the batch.
+        data: The objective, and the size of the batch.
         images: What is done with them.
     """
 
@@ -90,8 +92,7 @@ class Images(Examples):
         return self._row(index, (EVALUATION, index), augments=False)
 
     def train_batch(self, elements: Sequence[int], order: Callable[[int], int], seed: int) -> Batch:
-        del seed  # It is that of the data.
-        places = [self._place(element, order) for element in elements]
+        places = [self._place(element, order, seed) for element in elements]
         return self._read("train_rows", sorted(places, key=lambda p: p.element), elements)
 
     def evaluation_batch(self, indices: Sequence[int]) -> Batch:
@@ -99,7 +100,7 @@ class Images(Examples):
 
     def train_rows(self, places: Sequence[Place]) -> Batch:
         """Returns the rows of the train stream that are made of these images."""
-        seed = self._data.seed
+        seed = places[0].seed
         # Both of a pair are read for either.
         indices = {place.element: place.index for place in places}
         indices |= {place.element ^ 1: place.other for place in places if place.other is not None}
@@ -109,7 +110,7 @@ class Images(Examples):
         }
         if not self._images.mixes:
             return stack([rows[place.element] for place in places])
-        return stack([self._mixed(rows, place.element) for place in places])
+        return stack([self._mixed(rows, place) for place in places])
 
     def evaluation_rows(self, indices: Sequence[int]) -> Batch:
         """Returns rows as evaluations see them."""
@@ -129,9 +130,10 @@ class Images(Examples):
         places = np.argsort(np.argsort(np.array(wanted), kind="stable"))
         return {name: values[places] for name, values in batch.items()}
 
-    def _place(self, element: int, order: Callable[[int], int]) -> Place:
+    def _place(self, element: int, order: Callable[[int], int], seed: int) -> Place:
         other = order(self._number(element ^ 1)) if self._images.mixes else None
-        return Place(element=element, index=order(self._number(element)), other=other)
+        index = order(self._number(element))
+        return Place(element=element, seed=seed, index=index, other=other)
 
     def _number(self, element: int) -> int:
         """Returns the number of the element's image among those that are drawn one after another.
@@ -169,9 +171,9 @@ class Images(Examples):
             return np.stack([augment(image, config, random, view) for view in (0, 1)])
         return augment(image, config, random) if augments else central(image, config)
 
-    def _mixed(self, rows: dict[int, Example], element: int) -> Example:
-        row, other = rows[element], rows[element ^ 1]
-        mix = draw_mix(self._images, generator((PAIR, self._data.seed, element // 2)))
+    def _mixed(self, rows: dict[int, Example], place: Place) -> Example:
+        row, other = rows[place.element], rows[place.element ^ 1]
+        mix = draw_mix(self._images, generator((PAIR, place.seed, place.element // 2)))
         return {
             **row,
             "images": mix(row["images"], other["images"]),

@@ -90,7 +90,13 @@ def _start_worker() -> _Worker:
     ours, theirs = Pipe()
     # What this program can import, the worker can.
     paths = [path or os.getcwd() for path in sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        # A function of the user's may import jax, and must leave the accelerators alone.
+        "JAX_PLATFORMS": "cpu",
+    }
     process = subprocess.Popen(
         # -P: a folder of the user's with a name of ours is not taken for ours.
         [sys.executable, "-P", "-m", "data.workers", str(theirs.fileno())],

@@ -86,6 +86,16 @@ def test_workers_have_no_jax_and_end_with_what_holds_them():
     assert ends(pids)
 
 
+def test_what_reads_images_imports_neither_jax_nor_grain():
+    modules = "data.images, data.image_folder, data.own_images, data.tfds_images"
+    program = (
+        f"import sys, {modules}, tensorflow_datasets; heavy = {{'jax', 'grain', 'tensorflow'}}; "
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_error_of_a_worker_is_raised_here():
     pool = workers(1)
     with pytest.raises(ValueError, match="this was not right") as caught:
