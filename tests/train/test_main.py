@@ -237,7 +237,7 @@ def test_run_does_not_go_on_with_other_text(tmp_path, capsys):
     assert run_main(tmp_path / "run", overrides) == 0
     (text / "part_0.txt").write_text("Something else altogether. " * 50)
     assert run_main(tmp_path / "run", (*overrides, "train.num_steps=3")) == 2
-    assert "bring that text back" in error_line(capsys)
+    assert "bring that data back" in error_line(capsys)
 
 
 def test_metrics_are_valid_json(trained):
