@@ -100,7 +100,7 @@ def _equality(
     config = run.model_config
     rows = padded_vocab(config.vocab_size, config.vocab_multiple)
     padding = (rows - config.vocab_size) * config.embed_dim
-    flops = run.flops_per_token // 3
+    flops = run.flops_per_unit // 3
     pairs: dict[str, tuple[float, float]] = {
         "num_params": (run.num_params - padding, peer.num_params),
         "forward_flops_per_token": (flops, round(peer.forward_flops_per_token())),

@@ -30,7 +30,7 @@ def hardware(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         "device_kind": device.device_kind,
         "num_devices": mesh.size,
         "num_processes": jax.process_count(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cores": num_cores(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
@@ -50,28 +50,37 @@ def work(run: Run) -> dict[str, Any]:
         "model": type(run.model).__name__,
         "model_config": dataclasses.asdict(run.model_config),
         "num_params": run.num_params,
-        "flops_per_token": run.flops_per_token,
-        "tokens_per_step": run.tokens_per_step,
-        "sequence_length": config.data.sequence_length,
+        "unit": run.unit,
+        f"flops_per_{run.unit}": run.flops_per_unit,
+        f"{run.unit}s_per_step": run.units_per_step,
+        **_sizes_of_a_row(run),
         "global_batch_size": config.data.global_batch_size,
         "num_microbatches": config.train.num_microbatches,
         "remat": config.train.remat,
         "precision": dataclasses.asdict(config.precision),
         "schedule": config.pipeline.schedule,
         "mesh": dict(run.mesh.shape),
-        "batches": "random tokens, held in memory",
+        "batches": f"random {run.unit}s, held in memory",
     }
+
+
+def _sizes_of_a_row(run: Run) -> dict[str, int]:
+    data, images = run.config.data, run.config.images
+    if data.reads_images:
+        return {"image_size": images.size, "num_channels": images.channels}
+    return {"sequence_length": data.sequence_length}
 
 
 def as_text(figures: dict[str, Any]) -> str:
     """Returns the figures of `benchmarks.step` for a reader."""
     lines = [
         *_heading(figures),
-        f"{'':14}  {'ms a step':>9}  {'quartiles':>15}  {'tokens/s':>9}  {'GFLOP/s':>9}"
+        f"{'':14}  {'ms a step':>9}  {'quartiles':>15}  {_unit(figures) + 's/s':>9}"
+        f"  {'GFLOP/s':>9}"
         f"  {'MFU':>6}  {'compile s':>9}",
     ]
     names = [name for name in ("ours", "torch_eager", "torch_compiled") if name in figures]
-    lines += [_row(name, figures[name]) for name in names]
+    lines += [_row(name, figures[name], _unit(figures)) for name in names]
     lines += [
         f"speed of ours ÷ {name}: {ratio['median']:.3f} "
         f"(rounds from {ratio['min']:.3f} to {ratio['max']:.3f})"
@@ -146,15 +155,25 @@ def _giga(count: float | None) -> str:
     return "-" if count is None else f"{count / 1e9:.3f}"
 
 
+def _unit(figures: dict[str, Any]) -> str:
+    return figures["work"]["unit"]
+
+
 def _heading(figures: dict[str, Any]) -> list[str]:
     """Returns what was measured, on what, and how often."""
-    sizes, machine = figures["work"], figures["hardware"]
+    sizes, machine, unit = figures["work"], figures["hardware"], _unit(figures)
+    article = "an" if unit == "image" else "a"
+    if unit == "image":
+        side, channels = sizes["image_size"], sizes["num_channels"]
+        rows = f"random images of {side} × {side} × {channels}"
+    else:
+        rows = f"sequences of {sizes['sequence_length']} random tokens"
     mesh = " × ".join(f"{axis}={size}" for axis, size in sizes["mesh"].items() if size > 1)
     return [
         f"{sizes['model']}, {sizes['num_params']:,} parameters, "
-        f"{sizes['flops_per_token']:,} FLOPs a token, {sizes['precision']['compute']}",
-        f"{sizes['global_batch_size']} sequences of {sizes['sequence_length']} random tokens a "
-        f"step, {sizes['num_microbatches']} microbatch(es), remat {sizes['remat']}",
+        f"{sizes[f'flops_per_{unit}']:,} FLOPs {article} {unit}, {sizes['precision']['compute']}",
+        f"{sizes['global_batch_size']} {rows} a step, "
+        f"{sizes['num_microbatches']} microbatch(es), remat {sizes['remat']}",
         f"mesh {mesh or 'of one device'}, {machine['device_kind']} ({machine['cpu']}, "
         f"{machine['num_cores']} cores)",
         ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
@@ -163,20 +182,20 @@ def _heading(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _row(name: str, figures: dict[str, Any]) -> str:
+def _row(name: str, figures: dict[str, Any], unit: str) -> str:
     if "skipped" in figures:
         return f"{name:14}  skipped: {figures['skipped']}"
     times_s, mfu, compile_s = figures["step_time_s"], figures["mfu"], figures["compile_time_s"]
     quartiles = f"{times_s['quartile_low'] * 1e3:.1f}–{times_s['quartile_high'] * 1e3:.1f}"
     return (
         f"{name:14}  {times_s['median'] * 1e3:9.1f}  {quartiles:>15}"
-        f"  {figures['tokens_per_s']:9,.0f}  {figures['model_flops_per_s'] / 1e9:9.1f}"
+        f"  {figures[f'{unit}s_per_s']:9,.0f}  {figures['model_flops_per_s'] / 1e9:9.1f}"
         f"  {'-' if mfu is None else f'{mfu:.1%}':>6}"
         f"  {'-' if compile_s is None else f'{compile_s:.1f}':>9}"
     )
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -1,7 +1,7 @@
 """Measures a training step: `python -m benchmarks.step --config=FILE [--peer=torch] [--json]`.
 
-Batches are random tokens that lie in memory: a step's time does not depend on what the tokens say,
-and reading data is no part of it. Any key of the config can be set, as in train.main:
+Batches are random and lie in memory: a step's time does not depend on what texts or images say, and
+reading data is no part of it. Any key of the config can be set, as in train.main:
 
     python -m benchmarks.step --config=configs/gpt2.py --peer=torch \\
         --config.model.embed_dim=256 --config.data.sequence_length=256
@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
+from data.shapes import batch_shapes
 from sharding import audit, devices
 from sharding.batches import place_batch
 from train import config_files
@@ -67,6 +68,8 @@ def make_run(config: str, overrides: list[str]) -> Run:
     jax.config.update("jax_enable_x64", resolved.precision.compute == "float64")
     mesh = devices.start(resolved.mesh)
     resolved = dataclasses.replace(resolved, mesh=resolved.mesh.resolve(mesh.size))
+    if resolved.data.reads_images:
+        return prepare(resolved, mesh)
     bytes_only = resolved.data.tokenizer == "bytes"
     vocab_size = resolved.model_fields.get("vocab_size")
     vocab_size = vocab_size or (257 if bytes_only else resolved.data.vocab_size)
@@ -120,8 +123,10 @@ def measure(
 
 
 def random_batch(run: Run) -> dict[str, np.ndarray]:
-    """Returns a whole global batch of random tokens, the same for every process."""
+    """Returns a whole global batch of random tokens or images, the same for every process."""
     data, rng = run.config.data, np.random.default_rng(0)
+    if data.reads_images:
+        return _random_images(run, rng)
     shape = (data.global_batch_size, data.sequence_length)
     high = run.model_config.vocab_size
     return {
@@ -130,6 +135,20 @@ def random_batch(run: Run) -> dict[str, np.ndarray]:
         "weights": np.ones(shape, np.float32),
         "index": np.arange(shape[0], dtype=np.uint32),
     }
+
+
+def _random_images(run: Run, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    size = run.config.data.global_batch_size
+    batch: dict[str, np.ndarray] = {"index": np.arange(size, dtype=np.uint32)}
+    highs = {"images": 256, "mask_seeds": 2**32}
+    num_labels = getattr(run.model_config, "num_labels", 1)
+    for name, (shape, dtype) in batch_shapes(run.config.data, run.config.images).items():
+        if dtype == np.float32:
+            batch[name] = np.ones((size, *shape), dtype)
+        else:
+            high = highs.get(name, num_labels)
+            batch[name] = rng.integers(high, size=(size, *shape), dtype=dtype)
+    return batch
 
 
 def program(run: Run) -> dict[str, Any]:
@@ -163,13 +182,13 @@ def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
 
 
 def _speed(run: Run, step_time_s: dict[str, float]) -> dict[str, Any]:
-    tokens_per_s = run.tokens_per_step / step_time_s["median"]
-    flops_per_s = tokens_per_s * run.flops_per_token
+    units_per_s = run.units_per_step / step_time_s["median"]
+    flops_per_s = units_per_s * run.flops_per_unit
     kind = run.mesh.devices.flat[0].device_kind
     peak = peak_flops_per_s(kind, run.config.precision.compute)
     return {
         "step_time_s": step_time_s,
-        "tokens_per_s": tokens_per_s,
+        f"{run.unit}s_per_s": units_per_s,
         "model_flops_per_s": flops_per_s,
         "mfu": mfu(flops_per_s, run.mesh.size, peak),
     }

@@ -52,12 +52,12 @@ def get_config() -> ConfigDict:
     config.data.name = (
         "python_stdlib"  # python_stdlib | text | megatron | mixture | a TFDS name | module:function
     )
-    config.data.paths = ()  # globs of .txt and .jsonl files (text), or token files (megatron)
+    config.data.paths = ()  # globs of .txt and .jsonl files, token files, or folders of images
     config.data.mixture = ()  # for name='mixture': 0.7 wiki40b/en,0.3 my_texts/*.txt
     config.data.text_field = "text"  # field of a .jsonl line, or feature of a TFDS set
-    config.data.objective = (
-        "causal_lm"  # or masked_lm | masked_lm_pairs | span_corruption | seq2seq | classification
-    )
+    # Of texts causal_lm | masked_lm | masked_lm_pairs | span_corruption | seq2seq | classification;
+    # of images image_classification | image_reconstruction | image_contrast.
+    config.data.objective = "causal_lm"  # what is learnt
     config.data.isolate_documents = False  # tokens see their own document only
     config.data.mask_fraction = 0.15  # of the tokens, for masked_lm* and span_corruption
     config.data.whole_words = False  # masked_lm* hides all tokens of a word or none
@@ -69,10 +69,34 @@ def get_config() -> ConfigDict:
     config.data.tokenizer = "bpe"  # bpe (trained on the corpus) | bytes | path of a tokenizer.json
     config.data.vocab_size = 8192  # tokens of the bpe tokenizer
     config.data.sequence_length = 128  # T, tokens; of the encoder, if there is a decoder
-    config.data.global_batch_size = 16  # sequences a step, over all devices and microbatches
+    config.data.global_batch_size = 16  # sequences or images a step, over all devices
     config.data.validation_fraction = 0.05  # where the corpus has no validation split of its own
     config.data.cache_dir = ""  # "" is ~/.cache/taibai
     config.data.num_threads = 2  # of each process, reading ahead
+
+    config.images = ConfigDict()  # for data.objective='image_...'; see docs/data.md
+    config.images.size = 8  # pixels of a side, of what the model gets
+    config.images.channels = 1  # 3: colour | 1: grey; images of another kind are converted
+    config.images.crop_scale = (1.0, 1.0)  # least and most area of a random crop; 1,1: no crop
+    config.images.crop_ratio = (3 / 4, 4 / 3)  # least and most width ÷ height of it
+    config.images.flip = False  # mirror half of the images
+    config.images.randaugment_num = 0  # RandAugment's changes of an image; 0: none
+    config.images.randaugment_magnitude = 9.0  # their strength, 0 to 10
+    config.images.jitter = (0.0, 0.0, 0.0, 0.0)  # of brightness, contrast, saturation, hue; 0: none
+    config.images.jitter_probability = 0.8  # part of the images that is jittered
+    config.images.grayscale = 0.0  # part of the images that loses its colour
+    config.images.blur = (0.0, 0.0)  # part blurred of first and second views, for image_contrast
+    config.images.solarize = (0.0, 0.0)  # likewise, part with bright pixels inverted
+    config.images.erasing = 0.0  # part of the images that gets a rectangle of noise
+    config.images.mixup = 0.0  # alpha of Mixup, for image_classification; 0: none
+    config.images.cutmix = 0.0  # alpha of CutMix, likewise
+    config.images.mixing_probability = 1.0  # part of the pairs of images that is mixed
+    config.images.cutmix_share = 0.5  # part of them that gets CutMix, if both are on
+    config.images.repeats = 1  # times an image is in a batch, changed anew each time
+    config.images.eval_crop = 1.0  # evaluations: side of the central crop ÷ the shorter side
+    config.images.train_fraction = 1.0  # part of the training images that is used
+    config.images.on_broken = "refuse"  # images that cannot be read: refuse to start | skip them
+    config.images.num_workers = 0  # processes that read images, for each process; 0: num_threads
 
     config.optimizer = ConfigDict()
     config.optimizer.name = "adamw"  # adamw | lamb | lars | sgd | package.module:function

@@ -23,6 +23,49 @@ def at_scale(
     config.log.every_steps = 10
 
 
+def digits(config: ConfigDict) -> None:
+    """Sets what small models of images share: a run of a few minutes on handwritten digits."""
+    config.data.global_batch_size = 64
+    config.images.crop_scale = (0.6, 1.0)
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.warmup_steps = 50
+    config.train.num_steps = 1000
+    config.eval.every_steps = 200
+    config.checkpoint.every_steps = 500
+    config.log.every_steps = 20
+
+
+def imagenet(config: ConfigDict) -> None:
+    """Sets what the published sizes share: 300 epochs of ImageNet at 224 pixels.
+
+    Source: Touvron et al. 2020 (arXiv:2012.12877), table 9, but for its repeated augmentation.
+    """
+    config.data.name = "imagenet2012"
+    config.data.global_batch_size = 1024
+    config.images.size = 224
+    config.images.channels = 3
+    config.images.crop_scale = (0.08, 1.0)
+    config.images.flip = True
+    config.images.randaugment_num = 2
+    config.images.randaugment_magnitude = 9.0
+    config.images.erasing = 0.25
+    config.images.mixup = 0.8
+    config.images.cutmix = 1.0
+    config.images.eval_crop = 0.875
+    config.images.num_workers = 16
+    config.model.image_mean = (0.485, 0.456, 0.406)
+    config.model.image_stddev = (0.229, 0.224, 0.225)
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 6255  # 5 epochs
+    config.optimizer.final_learning_rate_fraction = 0.01
+    config.optimizer.clip_norm = 0.0
+    config.train.num_steps = 375_300
+    config.eval.every_steps = 6255
+    config.checkpoint.every_steps = 1251
+    config.precision.compute = "bfloat16"
+    config.log.every_steps = 50
+
+
 def choose(model: str, size: str, sizes: Iterable[str]) -> None:
     """Checks that `size` is "tiny" or one of a model's published sizes.
 

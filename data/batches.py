@@ -1,37 +1,79 @@
-"""Rows put together to batches, read ahead in threads.
+"""Rows of a corpus put together to batches that do not depend on who reads them.
 
 R: rows of the global batch that this process supplies.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import grain
 import numpy as np
 
 from data.config import DataConfig
-from data.examples import Batch, Example
+from data.examples import Batch, Corpus, Examples, Joined
+from data.mixture import mixed_order
 
 # Batches read ahead of the step: enough to hide one slow read of a network disk.
 _PREFETCHED_BATCHES = 8
 
 
-def iterate(
-    read: Callable[[int], Example], config: DataConfig, rows: Sequence[int], num_batches: int
+def train_batches(
+    corpus: Corpus, config: DataConfig, rows: Sequence[int]
 ) -> grain.DatasetIterator[Batch]:
-    """Returns an iterator over this process's rows of batches; its state counts steps.
+    """Returns an endless iterator over this process's rows of the shuffled train batches.
+
+    Row r of step k is element k * global_batch_size + r of one endless stream, shuffled anew each
+    epoch, whatever the number of processes. The iterator's state counts steps, nothing else, so a
+    state saved by one process continues any number of them.
 
     Args:
-        read: Returns the row that an element is; row r of batch k is element
-            k * global_batch_size + r.
-        config: Batch size and threads.
-        rows: Which rows of the global batch.
-        num_batches: After which it ends.
+        corpus: Where the rows come from.
+        config: Batch size, seed and threads.
+        rows: Which rows of the global batch, 0 to global_batch_size - 1, in the wanted order.
+
+    Returns:
+        Batches of what `batch_shapes` tells, with R rows of each, and index: uint32[R], the
+        element's number modulo 2**32, which tells one example from the next in any order.
     """
-    options = grain.ReadOptions(
-        num_threads=config.num_threads, prefetch_buffer_size=_PREFETCHED_BATCHES
-    )
-    batches = _Batches(read, config.global_batch_size, rows, num_batches)
-    return iter(grain.MapDataset.source(batches).to_iter_dataset(options))
+    check_rows(rows, config.global_batch_size)
+    examples, order = corpus.train, _order(corpus.train, config)
+
+    def read(elements: Sequence[int]) -> Batch:
+        # What is random hangs on seed and element alone, and so differs from epoch to epoch.
+        return examples.train_batch(elements, order, config.seed)
+
+    return _iterate(read, config, rows, sys.maxsize // config.global_batch_size)
+
+
+def validation_batches(
+    corpus: Corpus, config: DataConfig, rows: Sequence[int], num_batches: int | None = None
+) -> grain.DatasetIterator[Batch]:
+    """Returns an iterator over this process's rows of the validation batches, in order, once.
+
+    Every row comes exactly once; rows of weight 0 fill the last batch.
+
+    Args:
+        corpus: Where the rows come from; an empty validation split gives no batches.
+        config: Batch size and threads.
+        rows: Which rows of the global batch, 0 to global_batch_size - 1, in the wanted order.
+        num_batches: At most so many; all of them by default.
+
+    Returns:
+        Batches as those of `train_batches`, their `index` the row's number.
+    """
+    check_rows(rows, config.global_batch_size)
+    examples, size = corpus.validation, config.global_batch_size
+
+    def read(elements: Sequence[int]) -> Batch:
+        is_there = np.array([element < len(examples) for element in elements])
+        # Where there is none, any row tells the shapes.
+        present = [element for element in elements if element < len(examples)] or [0]
+        return _spread(examples.evaluation_batch(present), is_there)
+
+    all_batches = -(-len(examples) // size)
+    num_batches = all_batches if num_batches is None else min(num_batches, all_batches)
+    return _iterate(read, config, rows, num_batches)
 
 
 def check_rows(rows: Sequence[int], global_batch_size: int) -> None:
@@ -51,11 +93,59 @@ def check_rows(rows: Sequence[int], global_batch_size: int) -> None:
         )
 
 
+def _spread(batch: Batch, is_there: np.ndarray) -> Batch:
+    """Returns the batch's rows at the places where there are some, zeros at the others."""
+    if is_there.all():
+        return batch
+    spread = {}
+    for name, values in batch.items():
+        spread[name] = np.zeros((len(is_there), *values.shape[1:]), values.dtype)
+        spread[name][is_there] = values[: is_there.sum()]
+    return spread
+
+
+def _order(examples: Examples, config: DataConfig) -> Callable[[int], int]:
+    """Returns what tells the row that each element of the endless stream is."""
+    # Grain adds the epoch to the seed; hashing keeps seed 1 from being seed 0 an epoch later.
+    seed = int(np.random.SeedSequence(config.seed).generate_state(1)[0])
+
+    def shuffled(length: int) -> Callable[[int], int]:
+        order = grain.MapDataset.range(length).shuffle(seed=seed).repeat()
+        return cast(Callable[[int], int], order.__getitem__)
+
+    if isinstance(examples, Joined):
+        orders = [shuffled(len(part)) for part in examples.parts]
+        return mixed_order(config, orders, examples.offsets)
+    return shuffled(len(examples))
+
+
+def _iterate(
+    read: Callable[[Sequence[int]], Batch],
+    config: DataConfig,
+    rows: Sequence[int],
+    num_batches: int,
+) -> grain.DatasetIterator[Batch]:
+    """Returns an iterator over this process's rows of batches; its state counts steps.
+
+    Args:
+        read: Returns the rows that elements are; row r of batch k is element
+            k * global_batch_size + r.
+        config: Batch size and threads.
+        rows: Which rows of the global batch.
+        num_batches: After which it ends.
+    """
+    batches = _Batches(read, config.global_batch_size, rows, num_batches)
+    options = grain.ReadOptions(
+        num_threads=config.num_threads, prefetch_buffer_size=_PREFETCHED_BATCHES
+    )
+    return iter(grain.MapDataset.source(batches).to_iter_dataset(options))
+
+
 class _Batches(Sequence[Batch]):
     """This process's rows of batch k, by k.
 
     Args:
-        read: Returns the row that an element is.
+        read: Returns the rows that elements are.
         global_batch_size: Elements a batch.
         rows: Which of them to supply.
         num_batches: The length.
@@ -63,7 +153,7 @@ class _Batches(Sequence[Batch]):
 
     def __init__(
         self,
-        read: Callable[[int], Example],
+        read: Callable[[Sequence[int]], Batch],
         global_batch_size: int,
         rows: Sequence[int],
         num_batches: int,
@@ -76,7 +166,6 @@ class _Batches(Sequence[Batch]):
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
         elements = [index * self._global_batch_size + row for row in self._rows]
-        examples = [self._read(element) for element in elements]
-        batch = {name: np.stack([row[name] for row in examples]) for name in examples[0]}
+        batch = self._read(elements)
         batch["index"] = np.array([element % 2**32 for element in elements], np.uint32)
         return batch

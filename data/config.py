@@ -6,10 +6,19 @@ from pathlib import Path
 
 from data.blend import parse_mixture
 
-#: What is learnt from the text: see docs/data.md.
+#: What is learnt from the data: see docs/data.md.
 STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
 RECORD_OBJECTIVES = ("seq2seq", "classification")
-OBJECTIVES = (*STREAM_OBJECTIVES, *RECORD_OBJECTIVES)
+IMAGE_OBJECTIVES = ("image_classification", "image_reconstruction", "image_contrast")
+OBJECTIVES = (*STREAM_OBJECTIVES, *RECORD_OBJECTIVES, *IMAGE_OBJECTIVES)
+# What `name` may be beside a TFDS set and a function of the user's, for texts and for images.
+_TEXT_NAMES = ("python_stdlib", "text", "megatron", "mixture")
+_IMAGE_NAMES = ("digits", "image_folder")
+# What is not for images. Of `label_field` TFDS sets of images have one, too.
+_TEXT_FIELDS = (
+    *("mixture", "text_field", "mask_fraction", "mean_span_length", "target_field", "tokenizer"),
+    *("vocab_size", "sequence_length"),
+)
 # The objectives that a field is for, where it is not for all of them.
 _READ_WITH = {
     "isolate_documents": ("causal_lm", "masked_lm"),
@@ -31,7 +40,7 @@ _MIN_VOCAB_SIZE, _MIN_VOCAB_SIZE_WITH_SPECIAL = 257, 361
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """A text corpus, its tokenizer, what is learnt of it and the shape of its batches.
+    """A corpus, what is learnt of it, a text's tokenizer, and the shape of the batches.
 
     Raises:
         ValueError: A field is out of range; the message names key, value, rule and remedy.
@@ -40,11 +49,15 @@ class DataConfig:
     # The corpus: 'python_stdlib' (the sources of this machine's Python), 'text' (the files of
     # `paths`), 'megatron' (token files, `paths`), 'mixture' (several of these), a TFDS name such
     # as 'wiki40b/en', or 'package.module:function' of your own that returns {'train': documents,
-    # 'validation': documents}, each a sequence of str.
+    # 'validation': documents}, each a sequence of str. For images: 'digits' (handwritten, of
+    # scikit-learn), 'image_folder' (the folders of `paths`), a TFDS name such as 'cifar10', or a
+    # function whose sequences are of (image, label).
     name: str = "python_stdlib"
     # Globs of .txt and .jsonl files, for name='text'. A .jsonl line is one document; a .txt file
     # is cut into documents of about 32 KiB at line ends. For name='megatron', the paths of token
-    # files without their endings .bin and .idx.
+    # files without their endings .bin and .idx. For name='image_folder', a folder with a folder of
+    # images for each class, or with train/ and val/ of that kind; or two folders, the second for
+    # validation.
     paths: tuple[str, ...] = ()
     # For name='mixture': 'WEIGHT SOURCE' each, the source a name as above, a glob of .txt or
     # .jsonl files, or a token file's .bin.
@@ -52,7 +65,8 @@ class DataConfig:
     # The field of a .jsonl line, or the feature of a TFDS set, that holds the text.
     text_field: str = "text"
     # What is learnt: 'causal_lm', 'masked_lm', 'masked_lm_pairs', 'span_corruption', 'seq2seq' or
-    # 'classification'; the last two read .jsonl lines as examples.
+    # 'classification'; the last two read .jsonl lines as examples. Of images:
+    # 'image_classification', 'image_reconstruction' or 'image_contrast'.
     objective: str = "causal_lm"
     # Tokens see their own document only, and positions begin anew in each.
     isolate_documents: bool = False
@@ -68,7 +82,8 @@ class DataConfig:
     target_field: str = "target"
     # The field that holds a second text, for classification; None: there is none.
     pair_field: str | None = None
-    # The field that holds the label, a str or an int, for classification.
+    # The field that holds the label, a str or an int, for classification; of a TFDS set of images,
+    # the feature.
     label_field: str = "label"
     # 'bytes', 'bpe' (trained from the train split on first use, then cached), or the path of a
     # tokenizer.json.
@@ -77,11 +92,11 @@ class DataConfig:
     # size.
     vocab_size: int = 8192
     # Tokens a sequence (T); of the encoder, where there is a decoder too.
-    sequence_length: int
-    # Sequences a step, summed over all processes and microbatches.
+    sequence_length: int = 128
+    # Sequences, or images, a step, summed over all processes and microbatches.
     global_batch_size: int
-    # The part of the documents held out for validation, where the corpus has no validation split
-    # of its own: 0 (none) up to, not including, 1.
+    # The part of the documents, or images, held out for validation, where the corpus has no
+    # validation split of its own: 0 (none) up to, not including, 1.
     validation_fraction: float = 0.05
     # Where built data sets, tokenizers and token files are kept;
     # '' means $XDG_CACHE_HOME/taibai, or ~/.cache/taibai.
@@ -158,9 +173,15 @@ class DataConfig:
             "set data.tokenizer to the tokenizer.json that the token files were written with",
         )
         _require(
-            self.name in ("text", "megatron") or not self.paths,
-            f"data.paths={self.paths!r} is read only with data.name='text' or 'megatron', but "
-            f"data.name={self.name!r}; set data.name='text' or leave data.paths empty",
+            self.name in ("text", "megatron", "image_folder") or not self.paths,
+            f"data.paths={self.paths!r} is read only with data.name='text', 'megatron' or "
+            f"'image_folder', but data.name={self.name!r}; set one of these, or leave data.paths "
+            "empty",
+        )
+        _require(
+            self.name != "image_folder" or len(self.paths) in (1, 2),
+            f"data.name='image_folder' needs one folder in data.paths={self.paths!r}, or two, the "
+            "second for validation; set data.paths=('my_images',)",
         )
         _require(
             bool(self.mixture) == (self.name == "mixture"),
@@ -184,8 +205,9 @@ class DataConfig:
                 f"{' or '.join(map(repr, objectives))}, but it is {self.objective!r}; "
                 f"set data.{key}={default!r}",
             )
+        self._check_images()
         _require(
-            self.objective in STREAM_OBJECTIVES or self.name == "text",
+            self.objective not in RECORD_OBJECTIVES or self.name == "text",
             f"data.objective={self.objective!r} reads examples from .jsonl files, but "
             f"data.name={self.name!r}; set data.name='text' and data.paths=('my_examples.jsonl',)",
         )
@@ -204,6 +226,25 @@ class DataConfig:
             f"data.pair_field={self.pair_field!r} must be a non-empty string, or None for none",
         )
 
+    def _check_images(self) -> None:
+        what, others = "texts", _IMAGE_NAMES
+        remedy = "data.name='text', or data.objective='image_classification' and the like"
+        if self.reads_images:
+            what, others = "images", _TEXT_NAMES
+            remedy = "data.name='digits', 'image_folder', a TFDS set, or 'package.module:function'"
+        _require(
+            self.name not in others,
+            f"data.objective={self.objective!r} reads {what}, and data.name={self.name!r} has "
+            f"none; set {remedy}",
+        )
+        for key in _TEXT_FIELDS if self.reads_images else ():
+            value, default = getattr(self, key), getattr(DataConfig, key)
+            _require(
+                value == default,
+                f"data.{key}={value!r} is read only with texts, but data.objective="
+                f"{self.objective!r} reads images; set data.{key}={default!r}",
+            )
+
     def _check_lengths(self) -> None:
         shortest = 6 if self.pair_field else _SHORTEST.get(self.objective, 1)
         _require(
@@ -218,6 +259,11 @@ class DataConfig:
         )
 
     @property
+    def reads_images(self) -> bool:
+        """Whether the objective is one of images."""
+        return self.objective in IMAGE_OBJECTIVES
+
+    @property
     def has_special_tokens(self) -> bool:
         """Whether 'bytes' and 'bpe' know more special tokens than the end of a document."""
         return self.objective != "causal_lm"
@@ -228,6 +274,21 @@ class DataConfig:
         if self.cache_dir:
             return Path(self.cache_dir).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "taibai"
+
+
+def make_cache(config: DataConfig) -> None:
+    """Makes the cache directory, if need be.
+
+    Raises:
+        ValueError: It cannot be made.
+    """
+    try:
+        config.cache_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={config.cache_dir!r}: {config.cache_path} cannot be created "
+            f"({error.strerror}); set data.cache_dir to a directory that you may write"
+        ) from error
 
 
 def _is_int(value: object) -> bool:

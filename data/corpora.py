@@ -1,25 +1,19 @@
 """Every kind of corpus behind one door: documents by split, and a key that tells corpora apart."""
 
-import difflib
 import hashlib
-import importlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data import text_files, tfds_text, token_files
+from data import text_files, tfds_sets, tfds_text, token_files
 from data.chained import Chained
 from data.config import DataConfig
-
-SPLITS = ("train", "validation")
-# A TFDS version after a colon begins with a digit, so it is not taken for an attribute.
-_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+from data.own import SPLITS, call_own, is_own
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """A corpus that has been found, but not yet read.
+class Documents:
+    """The documents of a corpus that has been found, but not yet read.
 
     Attributes:
         key: Changes when a document, or the split of the documents, does.
@@ -42,7 +36,7 @@ def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
     return find_corpus(config).open()
 
 
-def find_corpus(config: DataConfig) -> Corpus:
+def find_corpus(config: DataConfig) -> Documents:
     """Returns the corpus that `data.name` names, prepared but not read.
 
     Raises:
@@ -53,7 +47,7 @@ def find_corpus(config: DataConfig) -> Corpus:
         found = _find_text_files(config)
     elif config.name == "megatron":
         found = _find_token_files(config)
-    elif _IMPORT_PATH.fullmatch(config.name):
+    elif is_own(config.name):
         found = _find_user_corpus(config.name)
     else:
         found = _find_tfds(config)
@@ -70,13 +64,13 @@ def find_corpus(config: DataConfig) -> Corpus:
     return replace(found, open=open_checked)
 
 
-def _find_text_files(config: DataConfig) -> Corpus:
+def _find_text_files(config: DataConfig) -> Documents:
     files = text_files.find_files(config.paths)
     key = (
         f"text {text_files.TEXT_PART_BYTES} {config.text_field} {config.validation_fraction} "
         f"{text_files.files_key(files)}"
     )
-    return Corpus(
+    return Documents(
         key=key,
         open=lambda: text_files.open_text_files(
             files, config.text_field, config.validation_fraction
@@ -84,7 +78,7 @@ def _find_text_files(config: DataConfig) -> Corpus:
     )
 
 
-def _find_token_files(config: DataConfig) -> Corpus:
+def _find_token_files(config: DataConfig) -> Documents:
     files = [path for prefix in config.paths for path in token_files.token_file_paths(prefix)]
 
     def open_files() -> dict[str, Sequence[Any]]:
@@ -99,79 +93,29 @@ def _find_token_files(config: DataConfig) -> Corpus:
         }
 
     key = f"megatron {config.validation_fraction} {text_files.files_key(files)}"
-    return Corpus(key=key, open=open_files, is_encoded=True)
+    return Documents(key=key, open=open_files, is_encoded=True)
 
 
-def _find_tfds(config: DataConfig) -> Corpus:
+def _find_tfds(config: DataConfig) -> Documents:
     builder = tfds_text.open_builder(config.name, config.text_field, config.cache_path)
     fraction = "" if "validation" in builder.info.splits else config.validation_fraction
-    return Corpus(
-        key=f"tfds {config.text_field} {fraction} {tfds_text.builder_key(builder)}",
+    return Documents(
+        key=f"tfds {config.text_field} {fraction} {tfds_sets.builder_key(builder)}",
         open=lambda: tfds_text.open_builder_documents(
             builder, config.text_field, config.validation_fraction
         ),
     )
 
 
-def _find_user_corpus(name: str) -> Corpus:
-    function = _import_callable(name)
-    try:
-        returned = function()
-    except Exception as error:
-        raise ValueError(
-            f"data.name={name!r} failed: {type(error).__name__}: {error}; mend the function"
-        ) from error
-    if not isinstance(returned, Mapping) or not set(SPLITS) <= set(returned):
-        what = sorted(map(str, returned)) if isinstance(returned, Mapping) else type(returned)
-        raise ValueError(
-            f"data.name={name!r} returned {what}, but must return a dict with the keys "
-            "'train' and 'validation', each a sequence of str"
-        )
-    documents = {}
-    for split in SPLITS:
-        values = returned[split]
-        if not (hasattr(values, "__len__") and hasattr(values, "__getitem__")) or isinstance(
-            values, str
-        ):
-            raise ValueError(
-                f"data.name={name!r} returned a {type(values).__name__} for {split!r}, but must "
-                "return a sequence of str; return a list, or a class with __len__ and __getitem__"
-            )
-        documents[split] = _UserDocuments(values, f"data.name={name!r}: document {{}} of {split!r}")
+def _find_user_corpus(name: str) -> Documents:
+    returned = call_own(name, "str")
+    documents: dict[str, Sequence[Any]] = {
+        split: _UserDocuments(returned[split], f"data.name={name!r}: document {{}} of {split!r}")
+        for split in SPLITS
+    }
     # A corpus may name its own state, to spare a reading of all of it at every start.
     fingerprint = returned.get("fingerprint") or _hash_documents(documents)
-    return Corpus(key=f"user {name} {fingerprint}", open=lambda: documents)
-
-
-def _import_callable(name: str) -> Callable[[], object]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        found = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name + ".").startswith(error.name + "."):
-            raise ValueError(
-                f"data.name={name!r}: there is no module {error.name!r}; correct the name, or "
-                "start Python where the module lies or set PYTHONPATH to that directory"
-            ) from error
-        raise ValueError(f"data.name={name!r}: importing {module_name} failed: {error}") from error
-    except Exception as error:
-        raise ValueError(
-            f"data.name={name!r}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=3)
-            raise ValueError(
-                f"data.name={name!r}: {found.__name__} has no {part!r}; "
-                + (f"the nearest names are {near}" if near else "correct the name")
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(
-            f"data.name={name!r} is of type {type(found).__name__}, but must be a function without "
-            "arguments that returns {'train': documents, 'validation': documents}"
-        )
-    return found
+    return Documents(key=f"user {name} {fingerprint}", open=lambda: documents)
 
 
 def _hash_documents(documents: Mapping[str, Sequence[str]]) -> str:

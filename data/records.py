@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig
+from data.examples import Label
 from data.text_files import Spans, find_files, record_of_json, split_files
-
-Label = str | int
 
 
 class Records(Sequence[dict[str, Any]]):

@@ -1,20 +1,11 @@
-"""Text sets of TFDS, the project's own `python_stdlib` among them, as documents.
+"""Text sets of TFDS as documents."""
 
-Importing tensorflow_datasets takes most of a second, so every function here imports it itself.
-"""
-
-import contextlib
-import difflib
-import io
-import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import filelock
-
-logger = logging.getLogger(__name__)
+from data import tfds_sets
+from data.tfds_sets import open_split
 
 
 class TfdsDocuments(Sequence[str]):
@@ -42,34 +33,12 @@ class TfdsDocuments(Sequence[str]):
 def open_builder(name: str, text_field: str, cache_path: Path) -> Any:
     """Returns the prepared TFDS builder of this name; downloads and builds it on first use.
 
-    Sets are kept in $TFDS_DATA_DIR, or in the cache directory where that is not set. Processes
-    that start together build a set once.
-
     Raises:
         ValueError: TFDS has no such set, or none with this text feature, or could not prepare it.
     """
-    if name == "python_stdlib":
-        data_dir = cache_path / "tensorflow_datasets"
-    else:
-        data_dir = Path(os.environ.get("TFDS_DATA_DIR") or cache_path / "tensorflow_datasets")
-    data_dir = data_dir.expanduser()
-    builder = _make_builder(name, data_dir)
-    _text_feature(builder, text_field)  # Checked before much is downloaded.
-    if _is_prepared(builder):
-        return builder
-    # The lock is not in data_dir, which may be shared and not the user's to write.
-    lock_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
-    with filelock.FileLock(cache_path / f"tfds-{lock_name}.lock"):
-        builder = _make_builder(name, data_dir)
-        if not _is_prepared(builder):
-            _prepare(builder, name)
-    return builder
-
-
-def builder_key(builder: Any) -> str:
-    """Returns an identity of the prepared set: its name, config, version and sizes."""
-    sizes = [f"{s.name}:{s.num_examples}:{s.num_bytes}" for s in builder.info.splits.values()]
-    return f"{builder.info.full_name} {' '.join(sorted(sizes))}"
+    return tfds_sets.open_builder(
+        name, cache_path, lambda builder: _text_feature(builder, text_field)
+    )
 
 
 def open_builder_documents(
@@ -91,9 +60,9 @@ def open_builder_documents(
             f"data.name: the TFDS set {name!r} has the splits {sorted(splits)}, but no 'train'; "
             "choose a set that has one"
         )
-    train = _open_split(builder, "train")
+    train = open_split(builder, "train")
     if "validation" in splits:
-        validation = _open_split(builder, "validation")
+        validation = open_split(builder, "validation")
         return {
             "train": TfdsDocuments(train, feature),
             "validation": TfdsDocuments(validation, feature),
@@ -106,79 +75,6 @@ def open_builder_documents(
         "train": TfdsDocuments(train, feature, positions[:num_train]),
         "validation": TfdsDocuments(train, feature, positions[num_train:]),
     }
-
-
-def _open_split(builder: Any, split: str) -> Sequence[Any]:
-    try:
-        return builder.as_data_source(split)
-    except (NotImplementedError, ValueError) as error:
-        raise ValueError(
-            f"data.name: the {split} split of the TFDS set {builder.info.full_name!r} at "
-            f"{builder.data_path} cannot be read by position; delete the set there, so that it is "
-            "built again as array_record, or set data.cache_dir to build it elsewhere"
-        ) from error
-
-
-def _make_builder(name: str, data_dir: Path) -> Any:
-    import tensorflow_datasets as tfds
-
-    if name == "python_stdlib":
-        from data.python_stdlib import PythonStdlib
-
-        return PythonStdlib(data_dir=data_dir, file_format="array_record")
-    # TFDS registers its older sets group by group, and stops silently at a group whose optional
-    # libraries are missing; naming the text group makes sure of it.
-    import tensorflow_datasets.text  # noqa: F401  # pyright: ignore[reportUnusedImport]
-
-    try:
-        return tfds.builder(name, data_dir=data_dir, file_format="array_record")
-    except tfds.core.DatasetNotFoundError as error:
-        known = tfds.list_builders(with_community_datasets=False)
-        raise ValueError(
-            f"data.name={name!r} is not a TFDS set; {_nearest(name.partition('/')[0], known)}, "
-            "or use 'python_stdlib', 'text', or 'package.module:function' of your own"
-        ) from error
-    except Exception as error:  # TFDS raises many kinds, for configs, versions and libraries.
-        set_name, _, config = name.partition("/")
-        configs = list(tfds.builder_cls(set_name.partition(":")[0]).builder_configs)
-        if config and config.partition(":")[0] not in configs:
-            raise ValueError(
-                f"data.name={name!r}: the TFDS set {set_name!r} has no config {config!r}; "
-                f"{_nearest(config, configs)}"
-            ) from error
-        raise ValueError(f"data.name={name!r} cannot be opened: {_first_line(error)}") from error
-
-
-def _is_prepared(builder: Any) -> bool:
-    # TFDS renames a set into place when it is complete. Its own is_prepared() says the same, with
-    # a warning where the set is not there yet.
-    return (builder.data_path / "dataset_info.json").exists()
-
-
-def _prepare(builder: Any, name: str) -> None:
-    logger.info("Building the data set %s in %s", builder.info.full_name, builder.data_path)
-    try:
-        # The project's own set takes a second and needs no download: TFDS's report of it would
-        # only be noise.
-        with _quiet() if name == "python_stdlib" else contextlib.nullcontext():
-            builder.download_and_prepare()
-    except Exception as error:  # Network, disk, missing libraries, checksums: TFDS has no base.
-        raise ValueError(
-            f"data.name={name!r} could not be downloaded or built in {builder.data_path}: "
-            f"{_first_line(error)}; mend that, or copy a prepared set there"
-        ) from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    import tensorflow_datasets as tfds
-
-    tfds.disable_progress_bar()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        tfds.enable_progress_bar()
 
 
 def _text_feature(builder: Any, text_field: str) -> str:
@@ -196,16 +92,3 @@ def _text_feature(builder: Any, text_field: str) -> str:
         f"data.text_field={text_field!r} is not a text feature of the TFDS set "
         f"{builder.info.full_name!r}, whose features are {sorted(features)}; {remedy}"
     )
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if near:
-        return f"the nearest known names are {near}"
-    return f"there are {sorted(known)[:10]}" + (", and more" if len(known) > 10 else "")
-
-
-def _first_line(error: Exception) -> str:
-    # TFDS puts the arguments of its own call, in braces, before what was wrong.
-    message = str(error).rpartition('}": ')[2].strip()
-    return f"{type(error).__name__}: {message.splitlines()[0] if message else 'no reason given'}"

@@ -14,7 +14,7 @@ from typing import Any
 import filelock
 import numpy as np
 
-from data.corpora import Corpus
+from data.corpora import Documents
 from data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class TokenStore:
     fingerprint: str
 
 
-def load_tokens(corpus: Corpus, tokenizer: Tokenizer, *, directory: Path) -> TokenStore:
+def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> TokenStore:
     """Returns the corpus's tokens from the cache, tokenising it first if they are not there.
 
     Processes that start together tokenise once, and none sees half-written files: they are
@@ -84,7 +84,7 @@ def document_ends(tokens: np.ndarray, eos_id: int) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *found])
 
 
-def _build(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
+def _build(corpus: Documents, tokenizer: Tokenizer, directory: Path) -> None:
     encode = tokenizer.encode_batch
     if corpus.is_encoded:
         encode = functools.partial(_checked_ids, tokenizer)

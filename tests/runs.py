@@ -10,7 +10,9 @@ import jax
 import numpy as np
 import optax
 
-from data.text import TextCorpus, load_corpus, train_batches
+from data.batches import train_batches
+from data.corpus import load_corpus
+from data.examples import Corpus
 from models.gpt2 import GPT2
 from models.layers import lookup
 from sharding.batches import place_batch
@@ -58,16 +60,17 @@ def arguments(workdir: Path, overrides: Sequence[str]) -> list[str]:
     return [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
 
 
-def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, TextCorpus]:
+def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpus]:
     """Returns the run on the first devices, and its corpus; `jax_enable_x64` is the caller's."""
     resolved = resolve(load(config, overrides))
-    corpus = load_corpus(resolved.data)
+    corpus = load_corpus(resolved.data, resolved.images)
     mesh = make_mesh(resolved.mesh)
-    vocab_size, num_labels = corpus.tokenizer.vocab_size, len(corpus.labels) or None
-    return prepare(resolved, mesh, vocab_size=vocab_size, num_labels=num_labels), corpus
+    num_labels = len(corpus.labels) or None
+    run = prepare(resolved, mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
+    return run, corpus
 
 
-def losses(run: Run, corpus: TextCorpus, num_steps: int) -> list[float]:
+def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
     """Returns the losses of the first steps."""
     state, values = run.state.initial(), []
     batches = train_batches(corpus, run.config.data, run.rows)

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from checkpoint.manager import CheckpointConfig
 from data.config import DataConfig
+from data.image_config import ImageConfig, check_images
 from models.stack import REMAT_POLICIES
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
@@ -28,6 +29,8 @@ MODELS = {
     "llama": "models.llama:Llama",
     "bert": "models.bert:Bert",
     "t5": "models.t5:T5",
+    "vit": "models.vit:ViT",
+    "swin": "models.swin:Swin",
 }
 
 #: What `train.max_nonfinite_steps` in a row lead to; see train/divergence.py.
@@ -38,7 +41,11 @@ FROM_DATA = {
     "vocab_size": "the tokenizer's {} tokens",
     "max_positions": "data.sequence_length={}",
     "num_labels": "the {} labels of the data",
+    "image_size": "images.size={}",
+    "num_channels": "images.channels={}",
 }
+#: Those that a model cannot have more of than the data.
+_MUST_EQUAL = ("image_size", "num_channels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +125,7 @@ SECTIONS = {
     "pipeline": PipelineConfig,
     "memory": MemoryConfig,
     "data": DataConfig,
+    "images": ImageConfig,
     "optimizer": OptimizerConfig,
     "train": TrainConfig,
     "eval": EvalConfig,
@@ -135,6 +143,7 @@ class RunConfig:
     pipeline: PipelineConfig
     memory: MemoryConfig
     data: DataConfig
+    images: ImageConfig
     optimizer: OptimizerConfig
     train: TrainConfig
     eval: EvalConfig
@@ -148,6 +157,7 @@ class RunConfig:
     model_fields: Mapping[str, Any]
 
     def __post_init__(self):
+        check_images(self.data, self.images)
         mesh, batch, parts = self.mesh, self.data.global_batch_size, self.train.num_microbatches
         if -1 in (mesh.data, mesh.fsdp):
             return  # checked when the number of devices is known
@@ -164,35 +174,57 @@ class RunConfig:
                 f"at the same step, but checkpoint.every_steps={checkpoint.every_steps} and "
                 f"eval.every_steps={self.eval.every_steps}; set both"
             )
+        if self.data.reads_images:
+            return
         if mesh.context > 0 and self.data.sequence_length % mesh.context:
             raise ValueError(
                 f"mesh.context={mesh.context} must divide "
                 f"data.sequence_length={self.data.sequence_length}"
             )
 
-    def model_config(self, *, vocab_size: int, num_labels: int | None = None) -> Any:
+    def model_config(self, *, vocab_size: int | None = None, num_labels: int | None = None) -> Any:
         """Returns the model's own config, with what it leaves open taken from the data.
 
         Args:
-            vocab_size: of the tokenizer.
+            vocab_size: of the tokenizer; None: there is none.
             num_labels: that the data has, if it has labels.
 
         Raises:
-            ValueError: the data has more tokens, positions or labels than the model.
+            ValueError: the data has more tokens, positions or labels than the model, or other
+                images, or not what the model leaves open.
         """
         fields = dict(self.model_fields)
-        known = {field.name for field in dataclasses.fields(self.model_class.Config)}
-        values = (vocab_size, self.data.sequence_length, num_labels)
-        for (name, what), value in zip(FROM_DATA.items(), values, strict=True):
-            if name not in known:
-                continue
-            if fields.get(name) is None:
-                fields.pop(name, None)
-                fields |= {} if value is None else {name: value}
-            elif value is not None and fields[name] < value:
-                less = f"model.{name}={fields[name]} is less than "
-                raise ValueError(less + what.format(value))
+        known = {field.name: field for field in dataclasses.fields(self.model_class.Config)}
+        values = {"vocab_size": vocab_size, "num_labels": num_labels}
+        if self.data.reads_images:
+            values |= {"image_size": self.images.size, "num_channels": self.images.channels}
+        else:
+            values["max_positions"] = self.data.sequence_length
+        for name in FROM_DATA.keys() & known.keys():
+            self._take_from_data(name, values.get(name), fields, known[name])
         return self.model_class.Config(**fields)
+
+    def _take_from_data(
+        self, name: str, value: int | None, fields: dict[str, Any], field: dataclasses.Field
+    ) -> None:
+        """Sets a field that is open to the data's value, or checks that the two fit."""
+        given = fields.get(name)
+        if given is None and value is not None:
+            fields[name] = value
+        elif given is None:
+            fields.pop(name, None)
+            if field.default is field.default_factory is dataclasses.MISSING:
+                raise ValueError(
+                    f"model.{name} is open, and data.objective={self.data.objective!r} says "
+                    f"nothing of it; is model.name={self.model_name!r} a model for it?"
+                )
+        elif value is not None and name in _MUST_EQUAL and given != value:
+            raise ValueError(
+                f"model.{name}={given} must be {FROM_DATA[name].format(value)}; leave model.{name} "
+                "out, and set that of the section images"
+            )
+        elif value is not None and given < value:
+            raise ValueError(f"model.{name}={given} is less than {FROM_DATA[name].format(value)}")
 
 
 def resolve(config: Any) -> RunConfig:

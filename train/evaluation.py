@@ -7,19 +7,20 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from data.text import TextCorpus, validation_batches
+from data.batches import validation_batches
+from data.examples import Corpus
 from sharding.batches import place_batch
 from sharding.exchange import Exchange
 from train.ema import averaged
 from train.metrics import METRICS_FILE, read_metrics
 from train.phases import Phases
-from train.setup import Run
+from train.setup import Run, has_perplexity
 from train.state import TrainState
 
 
 def evaluate(
     run: Run,
-    corpus: TextCorpus,
+    corpus: Corpus,
     state: TrainState,
     phases: Phases,
     is_stopping: Callable[[], object] = lambda: False,
@@ -47,19 +48,19 @@ def evaluate(
                 return None
     weight = sums.pop("weight")
     scores = {f"eval_{name}": float(value / weight) for name, value in sums.items()}
-    if not corpus.labels:
+    if has_perplexity(config):
         loss = scores.get("eval_mlm_loss", scores["eval_loss"])
         scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
     return scores
 
 
-def is_evaluated(run: Run, corpus: TextCorpus, step: int) -> bool:
+def is_evaluated(run: Run, corpus: Corpus, step: int) -> bool:
     """Returns whether the config has this step evaluated."""
     is_due = is_due_at(step, run.config.eval.every_steps, run.config.train.num_steps)
     return is_due and len(corpus.validation) > 0
 
 
-def lacks_evaluation(run: Run, corpus: TextCorpus, step: int, workdir: Path) -> bool:
+def lacks_evaluation(run: Run, corpus: Corpus, step: int, workdir: Path) -> bool:
     """Returns whether a step that was saved should have been evaluated and was not."""
     if step == 0 or not is_evaluated(run, corpus, step):
         return False

@@ -11,6 +11,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from convert.source import Source, load_params
+from data.config import IMAGE_OBJECTIVES
 from sharding.memory import in_device_memory
 from train.setup import Run
 
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def take_over(config: Any, source: Source, overrides: Sequence[str]) -> None:
-    """Sets the model's sizes and the tokenizer to those of a checkpoint.
+    """Sets the model's sizes and, of a text, the tokenizer to those of a checkpoint.
 
     Args:
         config: a ConfigDict; changed in place. What a config file says of the model gives way.
@@ -35,7 +36,7 @@ def take_over(config: Any, source: Source, overrides: Sequence[str]) -> None:
 
     Raises:
         ValueError: the command line asks for what the checkpoint is not, or the config is for
-            another model, or the checkpoint has no tokenizer.
+            another model, or the checkpoint has no tokenizer for a text.
     """
     by_hand = {override.partition("=")[0] for override in overrides}
     if "model" not in config:
@@ -62,6 +63,8 @@ def take_over(config: Any, source: Source, overrides: Sequence[str]) -> None:
             )
         with config.unlocked(), config.ignore_type():
             model[key] = value
+    if config.data.get("objective") in IMAGE_OBJECTIVES:
+        return
     if "data.tokenizer" in by_hand and config.data.tokenizer != INIT_FROM:
         return
     if source.tokenizer is None:

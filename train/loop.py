@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from data.text import TextCorpus
+from data.examples import Corpus
 from sharding.batches import place_batch
 from train.divergence import Diverged, Patience
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
@@ -22,7 +22,7 @@ from train.workdir import Position, roll_back
 
 def train(
     run: Run,
-    corpus: TextCorpus,
+    corpus: Corpus,
     start: Position,
     workdir: Path,
     *,
@@ -57,7 +57,7 @@ def train(
         is_writer=is_first,
     )
     progress = Progress(num_steps, start_step=start.step, is_shown=is_first)
-    meter, votes = ThroughputMeter(run.tokens_per_step), Votes(run.mesh)
+    meter, votes = ThroughputMeter(run.units_per_step, run.unit), Votes(run.mesh)
     timer = Timer(config.checkpoint.every_minutes)
     patience = Patience(config.train, workdir)
     step = last_save = start.step
@@ -141,7 +141,8 @@ def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> 
     values = {name: value.item() for name, value in jax.device_get(metrics).items()}
     logged = values | meter.lap()
     peak = peak_flops_per_s(run.mesh.devices.flat[0].device_kind, run.config.precision.compute)
-    if peak and logged["tokens_per_s"]:
-        flops_per_s = run.flops_per_token * logged["tokens_per_s"]
+    units_per_s = logged[f"{run.unit}s_per_s"]
+    if peak and units_per_s and run.flops_per_unit:
+        flops_per_s = run.flops_per_unit * units_per_s
         logged["mfu"] = mfu(flops_per_s, run.mesh.size, peak)
     return logged

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import jax
 
 from convert.source import Source, read_source
-from data.text import TextCorpus, load_corpus
+from data.corpus import load_corpus
+from data.examples import Corpus
 from sharding import devices
 from sharding.exchange import Exchange, may_pass
 from sharding.memory import AUTO
@@ -114,7 +115,7 @@ def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watch
 
 def _set_up(
     args: argparse.Namespace, overrides: list[str]
-) -> tuple[Run, TextCorpus, Source | None, Planner]:
+) -> tuple[Run, Corpus, Source | None, Planner]:
     """Returns the run, its corpus, what it starts from and its planner: nothing is computed yet."""
     evaluates = args.mode == "eval"
     given: Any = config_files.load(args.config, overrides)
@@ -145,16 +146,15 @@ def _set_up(
         config = dataclasses.replace(config, memory=workdir.planned(args.workdir))
     if jax.process_index() > 0:
         logging.disable(logging.INFO)
-    corpus = Exchange(_LONGEST_START_S).on_all(lambda: load_corpus(config.data))
+    corpus = Exchange(_LONGEST_START_S).on_all(lambda: load_corpus(config.data, config.images))
     num_labels = len(corpus.labels) or None
-    vocab_size = corpus.tokenizer.vocab_size
-    make = partial(prepare, mesh=mesh, vocab_size=vocab_size, num_labels=num_labels)
+    make = partial(prepare, mesh=mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
     planner = Planner(make, budget_of(config.memory, mesh))
     run = make(config) if evaluates else planner.plan(config)
-    check_tokenizer(run, corpus.tokenizer)
+    check_tokenizer(run, corpus)
     workdir.check_processes_agree(run, corpus)
     if evaluates and not len(corpus.validation):
-        raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation text")
+        raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
     if not args.fast_dev_run:
         workdir.check(args.workdir, run)
     logging.getLogger("train").info(

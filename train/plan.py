@@ -127,6 +127,7 @@ class Planner:
     def _nothing_fits(self, search: "_Search") -> str:
         leanest = search.leanest
         factor = search.correction
+        reads_images = leanest.run.config.data.reads_images
         corrected = f"Compiled, steps took {factor:.2f} times their estimate.\n" * (factor > 1)
         is_host = leanest.needs.host_bytes > self._budget.host_bytes
         parts = leanest.needs.host if is_host else leanest.needs.device
@@ -137,7 +138,8 @@ class Planner:
             f"{table(leanest.needs, self._budget)}\n{corrected}"
             f"The largest part are {most}. Use more devices (mesh.pipeline and mesh.model split "
             "the model, mesh.fsdp with memory.zero_stage=3 what lies of it), a smaller model, or "
-            "a smaller data.sequence_length or data.global_batch_size"
+            f"a smaller {'images.size' if reads_images else 'data.sequence_length'} or "
+            "data.global_batch_size"
         )
 
     def _way(self, search: "_Search", candidate: Candidate) -> str:

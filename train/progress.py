@@ -12,6 +12,7 @@ _COLUMNS = (  # metric, how it is shown, width
     ("learning_rate", "lr {:.2e}", 11),
     ("grad_norm", "grad {:.3f}", 10),
     ("tokens_per_s", "{:,.0f} tok/s", 15),
+    ("images_per_s", "{:,.0f} img/s", 15),
     ("mfu", "MFU {:.1%}", 10),
 )
 
@@ -93,6 +94,6 @@ def _parts(metrics: Mapping[str, Any]) -> list[str]:
         value = metrics.get(name)
         if value is not None:
             parts.append(form.format(float(value)).ljust(width))
-        elif name == "tokens_per_s":
+        elif name in metrics and name.endswith("_per_s"):
             parts.append(" " * width)  # absent on the first step only: keep the rest aligned
     return parts

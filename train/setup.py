@@ -13,9 +13,10 @@ from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
-from data.objectives import batch_shapes
+from data.config import DataConfig
+from data.examples import Corpus
+from data.shapes import batch_shapes
 from data.text import TextCorpus
-from data.tokenizer import Tokenizer
 from models.flops import num_tokens, train_flops
 from models.stack import (
     REMAT_POLICIES,
@@ -78,6 +79,11 @@ class Run:
     def num_params(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.state.portable.params))
 
+    @property
+    def unit(self) -> str:
+        """What the run's speed counts: "token" or "image"."""
+        return "image" if self.config.data.reads_images else "token"
+
     @cached_property
     def num_frozen(self) -> int:
         """How many of these `optimizer.frozen` names."""
@@ -87,14 +93,20 @@ class Run:
         return sum(leaf.size for leaf, is_frozen in pairs if is_frozen)
 
     @cached_property
-    def tokens_per_step(self) -> int:
+    def units_per_step(self) -> int:
+        """Tokens, or images, of a global batch."""
+        if self.config.data.reads_images:
+            return self.config.data.global_batch_size
         return num_tokens(self._abstract_batch())
 
     @cached_property
-    def flops_per_token(self) -> int:
-        """Model FLOPs of a token's forward and backward; see models/flops.py."""
+    def flops_per_unit(self) -> int:
+        """Model FLOPs of a token's, or an image's, forward and backward; see models/flops.py.
+
+        0 if they are not known: of a model of images that does not tell them.
+        """
         flops = train_flops(self.model, self._abstract_batch(), self.num_params)
-        return flops // self.tokens_per_step
+        return flops // self.units_per_step
 
     @cached_property
     def traced(self) -> jax.stages.Traced:
@@ -176,7 +188,7 @@ class Run:
         tree, checkpoint = self.eval_step.out_tree, self.config.checkpoint
         sums = jax.tree.unflatten(tree, range(tree.num_leaves))
         names = [f"eval_{name}" for name in sums if name != "weight"]
-        if self.config.data.objective != "classification":
+        if has_perplexity(self.config.data):
             names.append("eval_perplexity")
         if checkpoint.keep_best and checkpoint.best_metric not in names:
             raise ValueError(
@@ -203,12 +215,16 @@ class Run:
 
 
 def prepare(
-    config: RunConfig, mesh: jax.sharding.Mesh, *, vocab_size: int, num_labels: int | None = None
+    config: RunConfig,
+    mesh: jax.sharding.Mesh,
+    *,
+    vocab_size: int | None = None,
+    num_labels: int | None = None,
 ) -> Run:
     """Returns the run that the config describes on this mesh.
 
     Args:
-        vocab_size: of the tokenizer.
+        vocab_size: of the tokenizer; None: there is none.
         num_labels: that the data has, if it has labels.
 
     Raises:
@@ -217,6 +233,8 @@ def prepare(
     pipeline = config.pipeline
     shares_vocab = pipeline.share_vocab and mesh.shape["pipeline"] > 1
     rules = make_rules(config.rules, shares_vocab=shares_vocab)
+    # Where the class itself says it: the data of another objective may not have what it needs.
+    _check_objective(config, config.model_class)
     model_config = config.model_config(vocab_size=vocab_size, num_labels=num_labels)
 
     def build() -> nnx.Module:
@@ -237,7 +255,8 @@ def prepare(
     except KeyError as error:
         raise ValueError(
             f"{type(model).__name__} reads {error} of the batch, in which "
-            f"data.objective={config.data.objective!r} puts {', '.join(batch_shapes(config.data))}"
+            f"data.objective={config.data.objective!r} puts "
+            f"{', '.join(batch_shapes(config.data, config.images))}"
         ) from None
     _check_names(config, mesh, model)
     learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
@@ -315,13 +334,14 @@ def _optimizer(
 
 def _batch(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns a batch of `size` examples as the data makes them."""
-    shapes = batch_shapes(config.data)
+    shapes = batch_shapes(config.data, config.images)
     return {name: jax.ShapeDtypeStruct((size, *s), dtype) for name, (s, dtype) in shapes.items()}
 
 
-def _check_objective(config: RunConfig, model: nnx.Module) -> None:
+def _check_objective(config: RunConfig, model: nnx.Module | type) -> None:
     objectives = getattr(model, "objectives", None)
-    if objectives is not None and config.data.objective not in objectives:
+    # Of a class it may be a property, which tells nothing yet.
+    if isinstance(objectives, tuple) and config.data.objective not in objectives:
         choices = " or ".join(objectives) or "another model.head: this one learns nothing"
         raise ValueError(
             f"data.objective={config.data.objective!r} does not fit model.name="
@@ -356,12 +376,20 @@ def _check_names(config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module) 
             )
 
 
-def check_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Checks that the model counts with the tokenizer's special tokens.
+def has_perplexity(config: DataConfig) -> bool:
+    """Returns whether the loss is one of tokens, so that e to its power says something."""
+    return not config.reads_images and config.objective != "classification"
+
+
+def check_tokenizer(run: Run, corpus: Corpus) -> None:
+    """Checks that the model counts with the special tokens of a text's tokenizer.
 
     Raises:
         ValueError: it takes another token for padding, or knows one text a row where there are two.
     """
+    if not isinstance(corpus, TextCorpus):
+        return
+    tokenizer = corpus.tokenizer
     model, pad = run.model_config, tokenizer.special_ids.get("pad")
     pad_id = getattr(model, "pad_id", None)
     if pad_id is not None and pad is not None and pad_id != pad:
@@ -370,7 +398,8 @@ def check_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
             f"{run.config.data.tokenizer!r}; set model.pad_id={pad} and "
             f"model.first_position={pad + 1}"
         )
-    has_types = tokenizer.has_token_types and "token_types" in batch_shapes(run.config.data)
+    shapes = batch_shapes(run.config.data, run.config.images)
+    has_types = tokenizer.has_token_types and "token_types" in shapes
     if has_types and getattr(model, "num_token_types", 2) < 2:
         raise ValueError(
             f"model.num_token_types={model.num_token_types}, but data.objective="
@@ -423,18 +452,33 @@ def _describe_stages(run: Run) -> str:
     return "; ".join([f"{layers} layers; the busiest computes {now:.2f} × the mean", *better])
 
 
-def describe(run: Run, corpus: TextCorpus) -> str:
+def describe(run: Run, corpus: Corpus) -> str:
     """Returns the summary of a run for its start: parameters, mesh, stages and data."""
     mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
     frozen = f" ({run.num_frozen:,} frozen)" if run.num_frozen else ""
     lines = [
         f"model   {type(run.model).__name__}, {run.num_params:,} parameters{frozen}, "
-        f"{sum(run.parts.num_layers.values())} layers, {run.flops_per_token:,} FLOPs a token",
+        f"{sum(run.parts.num_layers.values())} layers, {_describe_flops(run)}",
         f"mesh    {mesh} on {run.mesh.size} {run.mesh.devices.flat[0].device_kind} device(s), "
         f"{jax.process_count()} process(es)",
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "
-        f"{len(corpus.validation):,} validation sequences of "
-        f"{run.config.data.sequence_length} tokens, vocabulary {corpus.tokenizer.vocab_size:,}",
+        f"{len(corpus.validation):,} validation {_describe_rows(run, corpus)}",
     ]
     return "\n".join(lines)
+
+
+def _describe_flops(run: Run) -> str:
+    if not run.flops_per_unit:
+        return "FLOPs not known: the model has no forward_flops"
+    return f"{run.flops_per_unit:,} FLOPs {'an image' if run.unit == 'image' else 'a token'}"
+
+
+def _describe_rows(run: Run, corpus: Corpus) -> str:
+    images = run.config.images
+    if run.config.data.reads_images:
+        classes = f", {len(corpus.labels):,} classes" if corpus.labels else ""
+        return f"images of {images.size} × {images.size} × {images.channels}{classes}"
+    return (
+        f"sequences of {run.config.data.sequence_length} tokens, vocabulary {corpus.vocab_size:,}"
+    )

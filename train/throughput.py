@@ -1,4 +1,4 @@
-"""How fast a run is: step time, tokens/s, and the share of the chips' peak that it uses (MFU)."""
+"""How fast a run is: step time, tokens or images a second, share of the chips' peak (MFU)."""
 
 import contextlib
 import re
@@ -68,13 +68,17 @@ def mfu(flops_per_s: float, num_devices: int, peak_flops_per_s: float | None) ->
 
 
 class ThroughputMeter:
-    """Measures step time and tokens/s between logged steps.
+    """Measures step time and tokens or images a second between logged steps.
 
     The first step, which also warms up, counts in no rate; nor does time inside `paused()`.
+
+    Args:
+        units_per_step: of a global batch.
+        unit: what they are: "token" or "image".
     """
 
-    def __init__(self, tokens_per_step: int):
-        self._tokens_per_step = tokens_per_step
+    def __init__(self, units_per_step: int, unit: str = "token"):
+        self._units_per_step, self._name = units_per_step, f"{unit}s_per_s"
         self._result: Any = None
         self._first_step_time_s: float | None = None
         self._start_lap()
@@ -92,15 +96,15 @@ class ThroughputMeter:
     def lap(self) -> dict[str, float | None]:
         """Returns `step_time_s` and `tokens_per_s` since the last lap, once its steps are done.
 
-        With no step but the first in it, `step_time_s` is the first's, warming up included, and
-        `tokens_per_s` is None.
+        Of images, the latter is `images_per_s`. With no step but the first in the lap,
+        `step_time_s` is the first's, warming up included, and the other is None.
         """
         jax.block_until_ready(self._result)
         if self._num_steps == 0:
-            return {"step_time_s": self._first_step_time_s, "tokens_per_s": None}
+            return {"step_time_s": self._first_step_time_s, self._name: None}
         step_time_s = (time.perf_counter() - self._start_s - self._paused_s) / self._num_steps
         self._start_lap()
-        return {"step_time_s": step_time_s, "tokens_per_s": self._tokens_per_step / step_time_s}
+        return {"step_time_s": step_time_s, self._name: self._units_per_step / step_time_s}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

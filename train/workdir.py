@@ -26,7 +26,9 @@ from convert.base import LABELS_FILE
 from convert.from_hf import keep_hf_files
 from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
-from data.text import TextCorpus, train_batches
+from data.batches import train_batches
+from data.examples import Corpus
+from data.text import TextCorpus
 from sharding.exchange import Exchange
 from sharding.memory import MemoryConfig
 from train.config import SECTIONS, resolve
@@ -40,11 +42,14 @@ from train.state import MAY_LACK, TrainState
 LOCK_FILE = "lock"
 #: A checkpoint fits only a run that agrees on these.
 FIXED = (
-    *("init_from", "model", "data", "train.seed", "train.ema_decay"),
+    *("init_from", "model", "data", "images", "train.seed", "train.ema_decay"),
     *("optimizer.name", "optimizer.frozen", "precision.params"),
 )
-#: How fast things are read, and where they lie, may change; the text itself is compared by hash.
-FREE = ("data.cache_dir", "data.mixture", "data.num_threads", "data.paths")
+#: How fast things are read, and where they lie, may change; the data itself is compared by hash.
+FREE = (
+    *("data.cache_dir", "data.mixture", "data.num_threads", "data.paths"),
+    *("images.num_workers", "images.on_broken"),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -73,14 +78,14 @@ def check(workdir: Path, run: Run) -> None:
         )
 
 
-def check_processes_agree(run: Run, corpus: TextCorpus) -> None:
-    """Checks that all processes have one config and one text.
+def check_processes_agree(run: Run, corpus: Corpus) -> None:
+    """Checks that all processes have one config and the same data.
 
     Raises:
         ValueError: on all of them, if one differs from the first.
     """
     exchange = Exchange()
-    for what, value in (("config", repr(resolved(run).to_dict())), ("text", corpus.fingerprint)):
+    for what, value in (("config", repr(resolved(run).to_dict())), ("data", corpus.fingerprint)):
         own = hashlib.sha256(value.encode()).hexdigest()
         is_same = exchange.on_first(lambda own=own: own) == own
         problem = exchange.agree(None if is_same else f"its {what} is not that of process 0")
@@ -177,7 +182,7 @@ def _reads(path: Path, word: str) -> bool:
 
 
 def claim(
-    workdir: Path, run: Run, corpus: TextCorpus, source: Source | None = None, report: str = ""
+    workdir: Path, run: Run, corpus: Corpus, source: Source | None = None, report: str = ""
 ) -> None:
     """Writes `config.yaml`, `memory.txt` (a report) and what `python -m convert.to_hf` needs.
 
@@ -190,11 +195,10 @@ def claim(
     hf.mkdir(parents=True, exist_ok=True)
     save_yaml(resolved(run), workdir / CONFIG_FILE)
     (workdir / "memory.txt").write_text(report + "\n")
-    tokenizer = Path(corpus.tokenizer.source)
     if source is not None:
         keep_hf_files(source, workdir)
-    elif tokenizer.is_file():
-        shutil.copyfile(tokenizer, hf / "tokenizer.json")
+    elif isinstance(corpus, TextCorpus) and Path(corpus.tokenizer.source).is_file():
+        shutil.copyfile(corpus.tokenizer.source, hf / "tokenizer.json")
     if corpus.labels:
         (hf / LABELS_FILE).write_text(json.dumps(corpus.labels) + "\n")
 
@@ -246,7 +250,7 @@ class Position:
 
 
 def find_position(
-    run: Run, corpus: TextCorpus, workdir: Path, source: Source | None = None
+    run: Run, corpus: Corpus, workdir: Path, source: Source | None = None
 ) -> Position:
     """Returns the newest intact checkpoint's position, or the initial one if there is none.
 
@@ -254,7 +258,7 @@ def find_position(
         source: what the initial parameters are; None leaves them to the model.
 
     Raises:
-        ValueError: no checkpoint is intact, or they are those of another model or other text.
+        ValueError: no checkpoint is intact, or they are those of another model or other data.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     batches = train_batches(corpus, run.config.data, run.rows)
@@ -267,8 +271,8 @@ def find_position(
         state = run.state.from_portable(portable)
         if data_state["corpus"] != corpus.fingerprint:
             raise ValueError(
-                f"the text of data.name={run.config.data.name!r} is not what step {step} in "
-                f"{workdir} was trained on; bring that text back, or choose another --workdir"
+                f"what data.name={run.config.data.name!r} has is not what step {step} in "
+                f"{workdir} was trained on; bring that data back, or choose another --workdir"
             )
         batches.set_state(data_state["batches"])
         done = step >= run.config.train.num_steps

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.batches import train_batches, validation_batches
 from data.blend import Blend, parse_mixture
-from data.text import load_corpus, train_batches, validation_batches
+from data.text import load_text
 from tests.data.corpora import documents, jsonl_config
 
 
@@ -68,7 +69,7 @@ def alone(directory, source, **changes):
 @pytest.mark.parametrize("objective", ["causal_lm", "masked_lm"])
 def test_mixture_takes_from_each_source_in_that_sources_own_order(objective, tmp_path):
     config = mixture_config(tmp_path, objective=objective)
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     singles = [alone(tmp_path, i, objective=objective) for i in range(2)]
     originals = "tokens" if objective == "causal_lm" else "targets"
 
@@ -77,7 +78,7 @@ def test_mixture_takes_from_each_source_in_that_sources_own_order(objective, tmp
         return [row.tobytes() for _ in range(steps) for row in next(batches)[originals]]
 
     mixed = stream(corpus, config, 60)
-    orders = [iter(stream(load_corpus(each), each, 60)) for each in singles]
+    orders = [iter(stream(load_text(each), each, 60)) for each in singles]
     blend = Blend([Fraction(3, 10), Fraction(7, 10)])
     for element, row in enumerate(mixed):
         assert row == next(orders[blend[element][0]])
@@ -85,9 +86,9 @@ def test_mixture_takes_from_each_source_in_that_sources_own_order(objective, tmp
 
 def test_mixture_validates_on_its_sources_one_after_another(tmp_path):
     config = mixture_config(tmp_path, objective="masked_lm")
-    singles = [load_corpus(alone(tmp_path, i, objective="masked_lm")) for i in range(2)]
+    singles = [load_text(alone(tmp_path, i, objective="masked_lm")) for i in range(2)]
     expected = [part.validation[i] for part in singles for i in range(len(part.validation))]
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     assert len(corpus.validation) == len(expected)
     batches = list(validation_batches(corpus, config, range(6)))
     for key in ("tokens", "targets", "weights"):
@@ -96,12 +97,12 @@ def test_mixture_validates_on_its_sources_one_after_another(tmp_path):
         assert not rows[len(expected) :].any()
     assert corpus.fingerprint not in {part.fingerprint for part in singles}
     (tmp_path / "moved").mkdir()
-    assert load_corpus(mixture_config(tmp_path / "moved")).fingerprint == corpus.fingerprint
+    assert load_text(mixture_config(tmp_path / "moved")).fingerprint == corpus.fingerprint
 
 
 def test_mixture_resumes_on_any_number_of_processes(tmp_path):
     config = mixture_config(tmp_path)
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     whole = train_batches(corpus, config, range(6))
     expected = [next(whole) for _ in range(12)][7:]
     iterator = train_batches(corpus, config, [2])
@@ -117,7 +118,7 @@ def test_mixture_resumes_on_any_number_of_processes(tmp_path):
 
 def test_mixture_trains_one_tokenizer_from_all_sources(tmp_path):
     config = mixture_config(tmp_path, tokenizer="bpe", vocab_size=400)
-    tokenizer = load_corpus(config).tokenizer
+    tokenizer = load_text(config).tokenizer
     for text in ("one:", "two:"):
         assert len(tokenizer.encode_batch([text])[0]) < 3
 

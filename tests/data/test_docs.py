@@ -9,6 +9,7 @@ import pytest
 
 from data import megatron
 from data.config import OBJECTIVES, DataConfig
+from data.image_config import ImageConfig
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 COMMANDS = re.sub(r"\\\n\s*", "", "".join(re.findall(r"```\n(.*?)```", TEXT, re.DOTALL)))
@@ -34,6 +35,15 @@ def test_training_commands_set_fields_that_there_are():
         if (match := re.match(r"--config\.data\.(\w+)=", argument))
     }
     assert {"mixture", "paths", "pair_field"} <= found <= known
+
+
+def test_every_field_of_the_section_images_is_documented():
+    common = (Path(__file__).parents[2] / "configs" / "common.py").read_text()
+    for field in fields(ImageConfig):
+        assert f"config.images.{field.name} = " in common
+        assert f"images.{field.name}" in TEXT or f"`{field.name}`" in TEXT, field.name
+    used = re.findall(r"--config\.images\.(\w+)=", COMMANDS)
+    assert used and set(used) <= {field.name for field in fields(ImageConfig)}
 
 
 def test_token_file_commands_work(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from data.text import load_corpus, train_batches, validation_batches
+from data.batches import train_batches, validation_batches
+from data.text import load_text
 from tests.data.corpora import (
     CLS,
     EOS,
@@ -27,12 +28,12 @@ def masked_config(directory, **changes):
 def split_tokens(directory, split, **changes):
     """Returns the stream of a split after its first end of document."""
     changes = {**changes, "objective": "causal_lm", "sequence_length": 1}
-    corpus = load_corpus(masked_config(directory, **changes))
+    corpus = load_text(masked_config(directory, **changes))
     return tokens_of(corpus.train if split == "train" else corpus.validation)[1:]
 
 
 def test_masked_rows_are_the_stream_between_cls_and_sep(tmp_path):
-    corpus = load_corpus(masked_config(tmp_path))
+    corpus = load_text(masked_config(tmp_path))
     stream = split_tokens(tmp_path, "train")
     assert len(corpus.train) == len(stream) // 30 > 50
     for i in range(len(corpus.train)):
@@ -42,7 +43,7 @@ def test_masked_rows_are_the_stream_between_cls_and_sep(tmp_path):
 
 
 def test_masking_hides_the_promised_parts_and_targets_restore_them(tmp_path):
-    corpus = load_corpus(masked_config(tmp_path, sequence_length=200))
+    corpus = load_text(masked_config(tmp_path, sequence_length=200))
     counts = np.zeros(3)
     for epoch in range(40):
         for i in range(len(corpus.train)):
@@ -64,7 +65,7 @@ def test_masking_hides_the_promised_parts_and_targets_restore_them(tmp_path):
 
 
 def test_every_token_is_as_likely_to_be_chosen(tmp_path):
-    corpus = load_corpus(masked_config(tmp_path))
+    corpus = load_text(masked_config(tmp_path))
     num_draws, share = 2000, 4 / 28
     row = next(i for i in range(99) if (corpus.train[i]["targets"] < 256).sum() == 28)
     draws = [corpus.train.example(row, (k,))["weights"] for k in range(num_draws)]
@@ -78,7 +79,7 @@ def test_every_token_is_as_likely_to_be_chosen(tmp_path):
 def test_whole_words_are_never_split(kind, tmp_path):
     path = TOKENIZERS[kind](tmp_path)
     config = masked_config(tmp_path, tokenizer=path, whole_words=True, sequence_length=64)
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     tokenizer = corpus.tokenizer
     assert tokenizer.starts_word().sum() > 0
     shares, num_split, num_apart = [], 0, 0
@@ -116,7 +117,7 @@ def test_whole_words_need_a_vocabulary_that_marks_them(tmp_path):
     tokenizer.save(str(tmp_path / "t.json"))
     config = masked_config(tmp_path, tokenizer=str(tmp_path / "t.json"), whole_words=True)
     with pytest.raises(ValueError, match=r"data\.whole_words=True, but .*t\.json' does not mark"):
-        load_corpus(config)
+        load_text(config)
 
 
 @pytest.mark.parametrize("objective", ["masked_lm", "masked_lm_pairs"])
@@ -127,13 +128,13 @@ def test_tokenizer_without_mask_is_refused(objective, tmp_path):
         r"has none of \['\[MASK\]', '<mask>'\]; set"
     )
     with pytest.raises(ValueError, match=message):
-        load_corpus(config)
+        load_text(config)
 
 
 def test_evaluation_can_choose_each_token_exactly_once(tmp_path):
     # Of at most 30 tokens, 0.99 is all.
     config = masked_config(tmp_path, mask_fraction=0.99)
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     stream = split_tokens(tmp_path, "validation")
     assert len(stream) % 30
     batches = list(validation_batches(corpus, config, range(6)))
@@ -145,7 +146,7 @@ def test_evaluation_can_choose_each_token_exactly_once(tmp_path):
 
 def test_masks_differ_between_epochs_and_seeds_and_not_between_evaluations(tmp_path):
     config = masked_config(tmp_path)
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     length = len(corpus.train)
     steps = 2 * length // 6 + 1
     iterator = train_batches(corpus, config, range(6))
@@ -159,7 +160,7 @@ def test_masks_differ_between_epochs_and_seeds_and_not_between_evaluations(tmp_p
     assert sum(first == second for first, second in twice) < 3
     runs = [list(validation_batches(corpus, config, range(6))) for _ in range(2)]
     other_seed = masked_config(tmp_path, seed=8)
-    runs.append(list(validation_batches(load_corpus(other_seed), other_seed, range(6))))
+    runs.append(list(validation_batches(load_text(other_seed), other_seed, range(6))))
     for run in runs[1:]:
         for one, other in zip(runs[0], run, strict=True):
             np.testing.assert_array_equal(one["tokens"], other["tokens"])
@@ -168,7 +169,7 @@ def test_masks_differ_between_epochs_and_seeds_and_not_between_evaluations(tmp_p
 def test_masks_depend_on_the_seed(tmp_path):
     # One row, so that no order does.
     length = len(split_tokens(tmp_path, "train")) + 2
-    corpus = load_corpus(masked_config(tmp_path, sequence_length=length))
+    corpus = load_text(masked_config(tmp_path, sequence_length=length))
     assert len(corpus.train) == 1
     masks = []
     for seed in (7, 7, 8):
@@ -203,7 +204,7 @@ def test_isolated_documents_have_segments_and_positions_of_their_own(objective, 
     config = masked_config(
         tmp_path, objective=objective, sequence_length=40, isolate_documents=True
     )
-    corpus, without = load_corpus(config), load_corpus(plain)
+    corpus, without = load_text(config), load_text(plain)
     num_segments = set()
     for i in range(len(corpus.train)):
         row = corpus.train[i]
@@ -221,7 +222,7 @@ def test_isolated_documents_have_segments_and_positions_of_their_own(objective, 
 
 def test_isolated_rows_that_end_early_are_padded_with_segment_0(tmp_path):
     config = masked_config(tmp_path, objective="causal_lm", isolate_documents=True)
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     row = corpus.validation[len(corpus.validation) - 1]
     assert 0 < row["weights"].sum() < 32
     np.testing.assert_array_equal(row["segment_ids"] > 0, row["weights"] > 0)

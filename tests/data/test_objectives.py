@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from data.objectives import batch_shapes
-from data.text import load_corpus, train_batches, validation_batches
+from data.batches import train_batches, validation_batches
+from data.image_config import ImageConfig
+from data.shapes import batch_shapes
+from data.text import load_text
 from tests.data.corpora import WORDS, documents, jsonl_config
 
 RECORDS = [
@@ -43,7 +45,7 @@ KEYS = {
 def case(request, tmp_path):
     changes = {"objective": request.param.partition(",")[0], **CASES[request.param]}
     config = jsonl_config(tmp_path, RECORDS, **changes)
-    return request.param, config, load_corpus(config)
+    return request.param, config, load_text(config)
 
 
 def take(iterator, count):
@@ -59,7 +61,7 @@ def assert_rows(found, whole, rows):
 
 def test_batches_have_the_shapes_that_the_config_tells(case):
     name, config, corpus = case
-    shapes = batch_shapes(config)
+    shapes = batch_shapes(config, ImageConfig())
     assert shapes.keys() == KEYS[name]
     expected = {key: ((4, *shape), dtype) for key, (shape, dtype) in shapes.items()}
     expected["index"] = ((4,), np.dtype(np.uint32))
@@ -83,7 +85,7 @@ def test_batches_do_not_depend_on_processes_or_restarts(case):
         iterator = train_batches(corpus, config, rows)
         assert_rows(take(iterator, 15), whole[:15], rows)
         state = json.loads(json.dumps(iterator.get_state()))
-        resumed = train_batches(load_corpus(config), config, rows[:2])
+        resumed = train_batches(load_text(config), config, rows[:2])
         take(resumed, 3)
         resumed.set_state(state)
         assert_rows(take(resumed, 25), whole[15:], rows[:2])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data.text import load_corpus
+from data.text import load_text
 from tests.data.corpora import byte_level, jsonl_config, word_piece
 
 SPECIALS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
@@ -37,7 +37,7 @@ def texts_of(row):
 
 
 def test_labels_are_true_and_balanced(tmp_path):
-    corpus = load_corpus(pairs_config(tmp_path))
+    corpus = load_text(pairs_config(tmp_path))
     labels = []
     for k in range(10):
         for i in range(len(corpus.train)):
@@ -58,7 +58,7 @@ def test_labels_are_true_and_balanced(tmp_path):
 
 
 def test_pairs_have_types_and_padding(tmp_path):
-    corpus = load_corpus(pairs_config(tmp_path))
+    corpus = load_text(pairs_config(tmp_path))
     num_padded = 0
     for i in range(len(corpus.train)):
         row = corpus.train[i]
@@ -91,7 +91,7 @@ def test_pairs_are_joined_as_the_models_tokenizers_do(make, tmp_path):
         sequence_length=24,
         validation_fraction=0.0,
     )
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     for i, record in enumerate(records):
         expected = reference.encode(record["text"], record["pair"])
         row = corpus.train[i]
@@ -107,4 +107,4 @@ def test_one_document_gives_no_pairs(tmp_path):
         tmp_path, ["alone here"], objective="masked_lm_pairs", validation_fraction=0.0
     )
     with pytest.raises(ValueError, match=r"takes second texts from other documents.*'text'"):
-        load_corpus(config)
+        load_text(config)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from data.text import load_corpus, validation_batches
+from data.batches import validation_batches
+from data.text import load_text
 from tests.data.corpora import CLS, EOS, PAD, SEP, jsonl_config, sentence_piece
 
 ANSWERS = [{"text": f"question {i}" * (1 + i % 3), "target": f"answer {i}"} for i in range(20)]
@@ -13,7 +14,7 @@ def test_seq2seq_rows_are_texts_and_answers(tmp_path):
     config = jsonl_config(
         tmp_path, ANSWERS, objective="seq2seq", sequence_length=24, target_length=8
     )
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     assert len(corpus.train) + len(corpus.validation) == 20 and len(corpus.validation)
     answers = {record["text"].encode()[:23]: record["target"].encode()[:7] for record in ANSWERS}
     for examples in (corpus.train, corpus.validation):
@@ -41,7 +42,7 @@ def labelled(labels, count=30):
 )
 def test_labels_are_found_and_numbered_in_order(labels, expected, tmp_path):
     records = labelled(labels)
-    corpus = load_corpus(jsonl_config(tmp_path, records, objective="classification"))
+    corpus = load_text(jsonl_config(tmp_path, records, objective="classification"))
     assert corpus.labels == expected
     by_text = {record["text"]: record["label"] for record in records}
     for examples in (corpus.train, corpus.validation):
@@ -56,14 +57,14 @@ def test_labels_are_found_and_numbered_in_order(labels, expected, tmp_path):
 def test_long_texts_are_cut_short(tmp_path):
     records = [{"text": "x" * 99, "label": i % 2} for i in range(8)]
     config = jsonl_config(tmp_path, records, objective="classification", validation_fraction=0.0)
-    row = load_corpus(config).train[0]
+    row = load_text(config).train[0]
     assert row["tokens"].tolist() == [CLS, *b"x" * 30, SEP]
     assert (row["segment_ids"] == 1).all()
 
 
 def test_bpe_of_records_is_trained_with_special_tokens(tmp_path):
     config = jsonl_config(tmp_path, ANSWERS, objective="seq2seq", tokenizer="bpe", vocab_size=400)
-    tokenizer = load_corpus(config).tokenizer
+    tokenizer = load_text(config).tokenizer
     assert {"pad", "cls", "sep", "mask"} == set(tokenizer.special_ids)
     assert len(tokenizer.sentinel_ids) == 100
     # It learnt of the texts and of the answers.
@@ -74,7 +75,7 @@ def test_fingerprint_follows_what_is_read_and_the_tokenizer(tmp_path):
     def fingerprint(records, **changes):
         # All in one split: a line's hash decides its split.
         changes = {"objective": "seq2seq", "validation_fraction": 0.0, **changes}
-        return load_corpus(jsonl_config(tmp_path, records, **changes)).fingerprint
+        return load_text(jsonl_config(tmp_path, records, **changes)).fingerprint
 
     first = fingerprint(ANSWERS)
     assert fingerprint([record | {"unread": 1} for record in ANSWERS]) == first
@@ -125,7 +126,7 @@ GOOD = labelled(["a", "b"], 4)
 def test_records_refuse(objective, records, message, tmp_path):
     config = jsonl_config(tmp_path, records, objective=objective, validation_fraction=0.0)
     with pytest.raises(ValueError, match=message):
-        load_corpus(config)
+        load_text(config)
 
 
 def test_label_that_is_only_held_out_is_refused(tmp_path):
@@ -139,11 +140,11 @@ def test_label_that_is_only_held_out_is_refused(tmp_path):
     kept = [r for r in records if r["label"] != "c" or r in splits["validation"]]
     config = jsonl_config(tmp_path, kept, objective="classification")
     with pytest.raises(ValueError, match=r"a\.jsonl line \d+ is held out and has the label 'c'"):
-        load_corpus(config)
+        load_text(config)
 
 
 def test_records_are_read_from_jsonl_only(tmp_path):
     (tmp_path / "b.txt").write_text("text")
     config = jsonl_config(tmp_path, ANSWERS, objective="seq2seq", paths=(str(tmp_path / "*.*"),))
     with pytest.raises(ValueError, match=r"b\.txt', but data\.objective='seq2seq' reads \.jsonl"):
-        load_corpus(config)
+        load_text(config)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from data.config import DataConfig
 from data.spans import Spans, piece_length, span_counts, target_length
-from data.text import load_corpus
+from data.text import load_text
 from data.tokenizer import ByteTokenizer
 from tests.data.corpora import EOS, FIRST_SENTINEL, PAD, documents, jsonl_config, sentence_piece
 
@@ -79,7 +79,7 @@ def test_lengths_are_those_of_t5():
 
 
 def test_spans_and_kept_parts_vary_and_leave_out_the_promised_part(tmp_path):
-    corpus = load_corpus(jsonl_config(tmp_path, documents(), **spans()))
+    corpus = load_text(jsonl_config(tmp_path, documents(), **spans()))
     num_noise, num_spans = span_counts(piece_length(CONFIG), CONFIG)
     rows = [corpus.train.example(i, (0, i)) for i in range(len(corpus.train))]
     first_sentinels = {int(np.argmax(row["tokens"] == FIRST_SENTINEL)) for row in rows}
@@ -96,7 +96,7 @@ def spans(**changes):
 
 def test_tokenizer_file_as_t5s_starts_the_decoder_with_padding(tmp_path):
     path = sentence_piece(tmp_path)
-    corpus = load_corpus(jsonl_config(tmp_path, documents(), **spans(tokenizer=path)))
+    corpus = load_text(jsonl_config(tmp_path, documents(), **spans(tokenizer=path)))
     assert corpus.tokenizer.special_ids["pad"] == 0
     row = corpus.train[0]
     assert row["decoder_tokens"][0] == 0
@@ -117,7 +117,7 @@ def test_spans_that_do_not_fit_are_refused(changes, message, tmp_path):
     path = sentence_piece(tmp_path)
     config = jsonl_config(tmp_path, documents(), **spans(tokenizer=path, **changes))
     with pytest.raises(ValueError, match=message):
-        load_corpus(config)
+        load_text(config)
 
 
 def test_tokenizer_without_sentinels_is_refused(tmp_path):
@@ -125,4 +125,4 @@ def test_tokenizer_without_sentinels_is_refused(tmp_path):
 
     config = jsonl_config(tmp_path, documents(), **spans(tokenizer=word_piece(tmp_path)))
     with pytest.raises(ValueError, match=r"'span_corruption' needs sentinels.*<extra_id_0>"):
-        load_corpus(config)
+        load_text(config)

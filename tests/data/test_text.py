@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.batches import train_batches, validation_batches
 from data.config import DataConfig
-from data.text import load_corpus, train_batches, validation_batches
+from data.text import load_text
 from tests.data.corpora import tokens_of
 
 EOS = 256
@@ -40,7 +41,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus(config):
-    return load_corpus(config)
+    return load_text(config)
 
 
 def take(iterator, count):
@@ -92,7 +93,7 @@ def test_large_vocabulary_is_kept_whole(tmp_path):
     config = write_config(
         tmp_path, ["high high"] * 20, tokenizer=str(tmp_path), validation_fraction=0.0
     )
-    windows = load_corpus(config).train
+    windows = load_text(config).train
     assert tokens_of(windows).dtype == np.uint32
     assert windows[0]["tokens"][:4].tolist() == [0, 70_000, 70_000, 0]
 
@@ -192,7 +193,7 @@ def test_validation_batches_can_be_limited(config, corpus):
 
 def test_validation_may_be_empty(tmp_path):
     config = write_config(tmp_path, validation_fraction=0.0)
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     assert len(corpus.validation) == 0
     assert list(validation_batches(corpus, config, range(6))) == []
 
@@ -208,15 +209,15 @@ def test_corpus_too_short_for_one_window_is_refused(tmp_path):
     config = write_config(tmp_path, ["ab", "cd"], validation_fraction=0.0)
     message = r"data\.sequence_length=16 needs 17 tokens .*'text' has 7; shorten"
     with pytest.raises(ValueError, match=message):
-        load_corpus(config)
-    assert len(load_corpus(dataclasses.replace(config, sequence_length=6)).train) == 1
+        load_text(config)
+    assert len(load_text(dataclasses.replace(config, sequence_length=6)).train) == 1
 
 
 def test_unwritable_cache_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     config = write_config(tmp_path, cache_dir=str(tmp_path / "file" / "cache"))
     with pytest.raises(ValueError, match=r"data\.cache_dir='.*cannot be created.*may write"):
-        load_corpus(config)
+        load_text(config)
 
 
 def cache_files(config):
@@ -225,19 +226,19 @@ def cache_files(config):
 
 def test_cache_is_used_again_and_renewed_when_the_corpus_changes(tmp_path):
     config = write_config(tmp_path)
-    first = load_corpus(config)
+    first = load_text(config)
     times = {file: file.stat().st_mtime_ns for file in cache_files(config)}
-    again = load_corpus(dataclasses.replace(config, sequence_length=5))  # Any length, one cache.
+    again = load_text(dataclasses.replace(config, sequence_length=5))  # Any length, one cache.
     assert {file: file.stat().st_mtime_ns for file in cache_files(config)} == times
     assert first.fingerprint == again.fingerprint
-    changed = load_corpus(write_config(tmp_path, [*DOCUMENTS, "one more"]))
+    changed = load_text(write_config(tmp_path, [*DOCUMENTS, "one more"]))
     assert changed.fingerprint != first.fingerprint
 
 
 @pytest.mark.parametrize("damage", ["truncate", "no meta", "broken meta", "left over"])
 def test_damaged_cache_is_built_again(damage, tmp_path):
     config = write_config(tmp_path)
-    fingerprint = load_corpus(config).fingerprint
+    fingerprint = load_text(config).fingerprint
     (store,) = [path for path in cache_files(config) if path.is_dir()]
     if damage == "truncate":
         (store / "train.bin").write_bytes((store / "train.bin").read_bytes()[:-2])
@@ -247,7 +248,7 @@ def test_damaged_cache_is_built_again(damage, tmp_path):
         (store / "meta.json").write_text('{"dtype"')
     else:  # A build that was killed before it was complete.
         store.rename(store.with_suffix(".tmp"))
-    corpus = load_corpus(config)
+    corpus = load_text(config)
     assert corpus.fingerprint == fingerprint
     expected = reference_tokens(split_documents(config)["train"])
     np.testing.assert_array_equal(tokens_of(corpus.train), expected)
@@ -272,7 +273,7 @@ def corpus():
 
 def build_in_process(config, barrier, results):
     barrier.wait()
-    results.put(load_corpus(config).fingerprint)
+    results.put(load_text(config).fingerprint)
 
 
 def test_processes_that_start_together_build_one_cache(tmp_path, monkeypatch):
@@ -296,7 +297,7 @@ def test_processes_that_start_together_build_one_cache(tmp_path, monkeypatch):
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0
-    assert fingerprints == [load_corpus(config).fingerprint] * 2
+    assert fingerprints == [load_text(config).fingerprint] * 2
     # One process read the train split to train the BPE, and one read both splits to tokenise.
     assert len((tmp_path / "reads").read_text()) == 20 + 25
     names = [file.name for file in cache_files(config)]

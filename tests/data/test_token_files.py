@@ -9,7 +9,7 @@ import pytest
 from data import megatron
 from data.config import DataConfig
 from data.corpora import open_documents
-from data.text import load_corpus
+from data.text import load_text
 from data.token_files import open_token_file, write_token_file
 from tests.data.corpora import jsonl_config, tokens_of
 
@@ -128,11 +128,11 @@ def megatron_config(directory, *paths, **changes):
 
 def test_token_files_train_as_they_are(tmp_path):
     path = write(tmp_path, content=struct.pack("<6H", 5, 6, 256, 256, 9, 200))
-    corpus = load_corpus(megatron_config(tmp_path, path, path + ".idx"))
+    corpus = load_text(megatron_config(tmp_path, path, path + ".idx"))
     # Documents end once, whether or not the file's do.
     document = [5, 6, 256, 256, 9, 200, 256]
     assert tokens_of(corpus.train).tolist() == [256, *document, *document]
-    held = load_corpus(megatron_config(tmp_path, path, validation_fraction=0.5))
+    held = load_text(megatron_config(tmp_path, path, validation_fraction=0.5))
     assert tokens_of(held.train).tolist() == [256, 5, 6, 256, 256]
     assert tokens_of(held.validation).tolist() == [256, 9, 200, 256]
 
@@ -140,7 +140,7 @@ def test_token_files_train_as_they_are(tmp_path):
 def test_ids_that_the_tokenizer_lacks_are_refused(tmp_path):
     message = r"data\.name='megatron': the token id 300 must be .* less than the tokenizer's 257"
     with pytest.raises(ValueError, match=message):
-        load_corpus(megatron_config(tmp_path, write(tmp_path)))
+        load_text(megatron_config(tmp_path, write(tmp_path)))
 
 
 def run(capsys, *arguments):
@@ -172,8 +172,8 @@ def test_command_line_writes_shows_and_reads(tmp_path, capsys):
     assert f"{train[1]}<|endoftext|>\n" in out and train[2] in out
     # The tokens come back as they went, in the same order.
     (tmp_path / "other").mkdir()
-    written = load_corpus(megatron_config(tmp_path / "other", str(tmp_path / "w")))
-    direct = load_corpus(DataConfig(**{**vars(config), "sequence_length": 2}))
+    written = load_text(megatron_config(tmp_path / "other", str(tmp_path / "w")))
+    direct = load_text(DataConfig(**{**vars(config), "sequence_length": 2}))
     np.testing.assert_array_equal(tokens_of(written.train), tokens_of(direct.train))
     assert run(capsys, "write", tmp_path / "v", *arguments, "--split=validation")[0] == 0
     assert len(open_token_file(str(tmp_path / "v"))) == 12 - len(train)

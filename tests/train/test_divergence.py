@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from checkpoint.manager import CheckpointConfig, Checkpoints
-from data.text import train_batches
+from data.batches import train_batches
 from sharding.audit import collectives
 from sharding.batches import place_batch
 from tests.runs import CONFIG, TINY, digest, make_run

@@ -13,7 +13,8 @@ import pytest
 
 from checkpoint.lazy import stored_arrays
 from convert.source import load_params, read_source
-from data.text import load_corpus, train_batches
+from data.batches import train_batches
+from data.corpus import load_corpus
 from sharding.batches import place_batch
 from tests.runs import FLOAT64, TINY, digest, make_run
 from train.config import TrainConfig

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from data.text import train_batches
+from data.batches import train_batches
 from sharding.batches import place_batch
 from tests.runs import FLOAT64, TINY, make_run
 from train.ema import averaged

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from data.text import train_batches
+from data.batches import train_batches
 from sharding.audit import collectives, flops
 from sharding.batches import place_batch
 from tests.runs import TINY, make_run

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from convert.source import read_source
-from data.text import load_corpus, train_batches
+from data.batches import train_batches
+from data.text import load_text
 from sharding.batches import place_batch
 from sharding.mesh import make_mesh
 from tests.hugging_face import save_model
@@ -90,7 +91,7 @@ def test_losses_of_30_steps_are_those_of_torch(name, tmp_path):
     source = read_source(tmp_path / "model")
     take_over(config, source, overrides)
     resolved = resolve(config)
-    corpus = load_corpus(resolved.data)
+    corpus = load_text(resolved.data)
     mesh = make_mesh(resolved.mesh)
     run = prepare(resolved, mesh, vocab_size=corpus.tokenizer.vocab_size)
     state = run.state.initial(start_params(run, source))

@@ -12,7 +12,8 @@ from convert.from_hf import convert as from_hf
 from convert.from_hf import load as load_model
 from convert.source import read_source
 from convert.to_hf import convert as to_hf
-from data.text import load_corpus, validation_batches
+from data.batches import validation_batches
+from data.text import load_text
 from sharding.mesh import make_mesh
 from tests.hugging_face import save_model
 from tests.runs import ROOT, write_corpus
@@ -95,7 +96,7 @@ def test_evaluation_of_a_checkpoint_is_that_of_transformers(opt, text, tmp_path,
     take_over(config, read_source(directory), overrides)
     resolved = resolve(config)
     total = weight = 0.0
-    corpus = load_corpus(resolved.data)
+    corpus = load_text(resolved.data)
     for batch in validation_batches(corpus, resolved.data, range(8)):
         with torch.no_grad():
             logits = model(torch.tensor(batch["tokens"])).logits

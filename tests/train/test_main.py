@@ -94,7 +94,7 @@ def test_empty_validation_split_is_said_and_trained_without(corpus_overrides, tm
     assert "validation split is empty" in capsys.readouterr().err
     assert [e["step"] for e in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert run_main(tmp_path, overrides, "--mode=eval") == 2
-    assert "no validation text" in error_line(capsys)
+    assert "no validation data" in error_line(capsys)
 
 
 def test_evaluation_of_what_is_not_there_or_another_run_is_refused(trained, tmp_path, capsys):
@@ -237,7 +237,7 @@ def test_run_does_not_go_on_with_other_text(tmp_path, capsys):
     assert run_main(tmp_path / "run", overrides) == 0
     (text / "part_0.txt").write_text("Something else altogether. " * 50)
     assert run_main(tmp_path / "run", (*overrides, "train.num_steps=3")) == 2
-    assert "bring that text back" in error_line(capsys)
+    assert "bring that data back" in error_line(capsys)
 
 
 def test_metrics_are_valid_json(trained):

@@ -241,7 +241,7 @@ def clock(monkeypatch):
 
 
 def test_throughput_counts_neither_the_first_step_nor_pauses(clock):
-    meter = ThroughputMeter(tokens_per_step=1000)
+    meter = ThroughputMeter(units_per_step=1000)
     clock.now += 30  # compiling
     meter.step(None)
     assert meter.lap() == {"step_time_s": 30, "tokens_per_s": None}
@@ -257,7 +257,7 @@ def test_throughput_counts_neither_the_first_step_nor_pauses(clock):
 
 
 def test_throughput_leaves_the_first_step_out_of_a_lap_of_several(clock):
-    meter = ThroughputMeter(tokens_per_step=1000)
+    meter = ThroughputMeter(units_per_step=1000)
     for duration_s in (30, 1, 1):
         clock.now += duration_s
         meter.step(None)
@@ -269,7 +269,7 @@ def test_throughput_waits_for_the_steps_it_counts():
         def block_until_ready(self):
             time.sleep(0.05)
 
-    meter = ThroughputMeter(tokens_per_step=1)
+    meter = ThroughputMeter(units_per_step=1)
     meter.step(jnp.zeros(()))
     meter.step(Slow())
     step_time_s = meter.lap()["step_time_s"]

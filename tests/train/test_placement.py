@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from data.text import train_batches
+from data.batches import train_batches
 from sharding.batches import place_batch
 from sharding.memory import DEVICE, HOST
 from tests.runs import FLOAT64, ROOT, TINY, arguments, losses, make_run, reference_losses

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from data.text import train_batches
+from data.batches import train_batches
 from sharding.batches import place_batch
 from tests.runs import TINY, digest, make_run
 from train.state import TrainState

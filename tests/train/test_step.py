@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data.text import train_batches
+from data.batches import train_batches
 from sharding.audit import collectives, memory
 from sharding.batches import place_batch
 from tests.runs import TINY, make_run

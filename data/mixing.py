@@ -1,0 +1,59 @@
+"""Two images and their labels in one: Mixup and CutMix.
+
+Source: Zhang et al. 2017 (arXiv:1710.09412), section 2; Yun et al. 2019 (arXiv:1905.04899),
+section 3.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.image_config import ImageConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """How each image of a pair gets something of the other one.
+
+    Attributes:
+        share: What is left of its own, and of its label.
+        box: (top, bottom, left, right) of what is the other's; None: all pixels are blended.
+    """
+
+    share: float
+    box: tuple[int, int, int, int] | None = None
+
+    def __call__(self, image: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Returns the mixed uint8[height, width, channels]."""
+        if self.share == 1:
+            return image
+        if self.box is None:
+            share = np.float32(self.share)
+            blended = share * image + (np.float32(1) - share) * other
+            return np.rint(blended).astype(np.uint8)
+        top, bottom, left, right = self.box
+        mixed = image.copy()
+        mixed[top:bottom, left:right] = other[top:bottom, left:right]
+        return mixed
+
+
+def draw_mix(config: ImageConfig, random: np.random.Generator) -> Mix:
+    """Returns how a pair is mixed; with a share of 1 it is not.
+
+    Args:
+        config: Of the alphas and probabilities; at least one alpha is above 0.
+        random: What is drawn comes from here.
+    """
+    if random.random() >= config.mixing_probability:
+        return Mix(share=1.0)
+    cuts = config.cutmix > 0 and (config.mixup == 0 or random.random() < config.cutmix_share)
+    if not cuts:
+        return Mix(share=float(random.beta(config.mixup, config.mixup)))
+    share, size = random.beta(config.cutmix, config.cutmix), config.size
+    side = int(size * math.sqrt(1 - share))
+    y, x = (int(place) for place in random.integers(size, size=2))
+    top, bottom = max(y - side // 2, 0), min(y - side // 2 + side, size)
+    left, right = max(x - side // 2, 0), min(x - side // 2 + side, size)
+    # What the edge of the image cut off is not the other's.
+    return Mix(share=1 - (bottom - top) * (right - left) / size**2, box=(top, bottom, left, right))

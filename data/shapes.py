@@ -1,0 +1,64 @@
+"""The shape of the batches of every objective, known before any data is read."""
+
+import numpy as np
+
+from data.config import DataConfig
+from data.image_config import ImageConfig
+from data.spans import target_length
+
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
+
+
+def batch_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
+    """Returns the shape of an example and the dtype of every key of the batches but `index`.
+
+    Raises:
+        ValueError: `data.target_length` is too short.
+    """
+    return _image_shapes(config, images) if config.reads_images else _text_shapes(config)
+
+
+def _array(dtype: type, *shape: int) -> tuple[tuple[int, ...], np.dtype]:
+    return shape, np.dtype(dtype)
+
+
+def _image_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
+    num_views = (2,) if config.objective == "image_contrast" else ()
+    shapes = {
+        "images": _array(np.uint8, *num_views, images.size, images.size, images.channels),
+        "weights": _array(np.float32),
+    }
+    if config.objective == "image_reconstruction":
+        shapes["mask_seeds"] = _array(np.uint32)
+    if config.objective == "image_classification":
+        shapes["targets"] = _array(np.int32)
+        if images.mixes:
+            shapes |= {"other_targets": _array(np.int32), "target_shares": _array(np.float32)}
+    return shapes
+
+
+def _text_shapes(config: DataConfig) -> Shapes:
+    length = config.sequence_length
+    ids = _array(np.int32, length)
+    if config.objective in ("span_corruption", "seq2seq"):
+        is_spans = config.objective == "span_corruption"
+        decoder_length = target_length(config) if is_spans else config.target_length or length
+        return {
+            "tokens": ids,
+            "segment_ids": ids,
+            "decoder_tokens": _array(np.int32, decoder_length),
+            "decoder_segment_ids": _array(np.int32, decoder_length),
+            "targets": _array(np.int32, decoder_length),
+            "weights": _array(np.float32, decoder_length),
+        }
+    if config.objective == "classification":
+        types = {"token_types": ids} if config.pair_field else {}
+        label = {"targets": _array(np.int32), "weights": _array(np.float32)}
+        return {"tokens": ids, "segment_ids": ids, **types, **label}
+    shapes = {"tokens": ids, "targets": ids, "weights": _array(np.float32, length)}
+    if config.objective == "masked_lm_pairs":
+        shapes |= {"segment_ids": ids, "token_types": ids}
+        shapes |= {"labels": _array(np.int32), "label_weights": _array(np.float32)}
+    if config.isolate_documents:
+        shapes |= {"segment_ids": ids, "positions": ids}
+    return shapes

@@ -1,0 +1,143 @@
+"""Training on images, as a user types it: with the speed in images and without a tokenizer."""
+
+import re
+
+import pytest
+
+from tests.runs import losses, make_run
+from train.config import resolve
+from train.config_files import load
+from train.main import main
+from train.metrics import read_metrics
+
+CONFIG = """
+from configs import common
+from ml_collections import ConfigDict
+
+def get_config():
+    config = common.get_config()
+    config.model = ConfigDict(dict(name="tests.train.image_model:Patches", embed_dim=16))
+    config.data.name = "digits"
+    config.data.objective = "image_classification"
+    config.data.global_batch_size = 32
+    config.images.crop_scale = (0.6, 1.0)
+    config.images.mixup = 0.2
+    config.optimizer.learning_rate = 0.01
+    config.train.num_steps = 20
+    config.log.every_steps = 5
+    config.eval.every_steps = 10
+    config.checkpoint.every_steps = 10
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The path of a config, and the overrides that keep its cache to these tests."""
+    directory = tmp_path_factory.mktemp("images")
+    (directory / "config.py").write_text(CONFIG)
+    return str(directory / "config.py"), (f"data.cache_dir={directory}/cache",)
+
+
+def run_main(workdir, config, *overrides, flags=()):
+    file, cache = config
+    arguments = [f"--config.{override}" for override in (*cache, *overrides)]
+    return main([f"--config={file}", f"--workdir={workdir}", *arguments, *flags])
+
+
+def refusal(capsys):
+    stderr = capsys.readouterr().err
+    assert "Traceback" not in stderr
+    (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def timeless(workdir):
+    """Returns the logged entries without times."""
+    entries = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in e.items() if not k.endswith(("_s", "mfu"))} for e in entries]
+
+
+def test_run_on_images_is_logged_evaluated_and_resumed(config, tmp_path, capsys):
+    assert run_main(tmp_path / "whole", config) == 0
+    printed = capsys.readouterr()
+    said = "digits: 1,438 training and 359 validation images of 8 × 8 × 1, 10 classes"
+    assert said in printed.err and re.search(r"model   Patches, .* FLOPs an image", printed.err)
+    assert re.search(r"step 20/20 .* img/s", printed.out) and "perplexity" not in printed.out
+    entries = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    steps = [entry for entry in entries if "loss" in entry]
+    assert all("images_per_s" in e and "tokens_per_s" not in e for e in steps)
+    assert steps[0]["images_per_s"] is None and steps[-1]["images_per_s"] > 0
+    evaluated = [entry for entry in entries if "eval_loss" in entry]
+    assert [entry["step"] for entry in evaluated] == [10, 20]
+    assert {"eval_loss", "eval_accuracy", "step"} == evaluated[-1].keys()
+    assert evaluated[-1]["eval_loss"] < 2.2
+    labels = (tmp_path / "whole" / "hf" / "labels.json").read_text()
+    assert labels.startswith('["0", "1"') and not (tmp_path / "whole/hf/tokenizer.json").exists()
+    # Stopped after ten steps, and gone on with in worker processes: the same to the bit.
+    schedule = ("optimizer.schedule=constant",)
+    assert run_main(tmp_path / "once", config, *schedule) == 0
+    assert run_main(tmp_path / "twice", config, *schedule, "train.num_steps=10") == 0
+    assert run_main(tmp_path / "twice", config, *schedule, "images.num_workers=2") == 0
+    once = timeless(tmp_path / "once")
+    assert [e for e in timeless(tmp_path / "twice") if e["step"] > 10] == [
+        e for e in once if e["step"] > 10
+    ]
+
+
+def test_losses_do_not_depend_on_the_mesh(config):
+    file, cache = config
+    one = losses(*make_run(cache, file), 3)
+    many = (*cache, "mesh.data=2", "mesh.model=2", "mesh.pipeline=2", "train.num_microbatches=2")
+    assert losses(*make_run(many, file), 3) == pytest.approx(one, rel=1e-5)  # float32
+
+
+def test_other_images_are_another_run(config, tmp_path, capsys):
+    short = ("train.num_steps=2",)
+    assert run_main(tmp_path, config, *short) == 0
+    assert run_main(tmp_path, config, *short, "images.flip=True") == 2
+    assert "images.flip: False -> True" in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("data.tokenizer=bytes",), "data.tokenizer='bytes' is read only with texts"),
+        (("data.global_batch_size=31",), "mix the images of a batch in pairs"),
+        (("data.global_batch_size=2000",), "has 1438 with"),
+        (("data.objective=image_contrast",), "images.mixup=0.2 is read only with"),
+        (
+            ("data.objective=image_reconstruction", "images.mixup=0"),
+            "data.objective='image_reconstruction' does not fit",
+        ),
+        (("data.objective=causal_lm", "data.name=python_stdlib"), "read only with images"),
+        (("checkpoint.keep_best=1", "checkpoint.best_metric=eval_perplexity"), "is none of what"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(overrides, message, config, tmp_path, capsys):
+    assert run_main(tmp_path, config, *overrides) == 2
+    assert message in refusal(capsys)
+
+
+def test_model_must_take_the_images_as_they_are(config):
+    file, cache = config
+    run = resolve(load(file, cache))
+    model = run.model_config(num_labels=10)
+    assert (model.image_size, model.num_channels, model.num_labels) == (8, 1, 10)
+    sized = resolve(load_with(file, image_size=16))
+    with pytest.raises(ValueError, match=r"model\.image_size=16 must be images\.size=8; leave mod"):
+        sized.model_config(num_labels=10)
+    assert resolve(load_with(file, num_labels=20)).model_config(num_labels=10).num_labels == 20
+    with pytest.raises(ValueError, match=r"model\.num_labels is open, and data\.objective="):
+        run.model_config()
+    text = resolve(load_with(file, name="gpt2", num_layers=1, num_heads=1, dropout=0.0))
+    with pytest.raises(ValueError, match=r"is open, and data\.objective='image_classification' s"):
+        text.model_config(num_labels=10)
+
+
+def load_with(file, **model):
+    """Returns the config with further keys of the model."""
+    config = load(file)
+    with config.unlocked():
+        config.model.update(model)
+    return config
