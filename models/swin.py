@@ -19,7 +19,7 @@ from models.flops import dense_flops
 from models.language import check_sizes
 from models.layers import LayerNorm, Linear, drop_path, dropout
 from models.stack import Stack
-from models.transformer import MLP, Attention, check_activation
+from models.transformer import MLP, Attention, Norm, check_activation, identity
 from models.vision import (
     ImageInputConfig,
     PatchEmbedding,
@@ -185,12 +185,16 @@ class Block(nnx.Module):
         if config.version == 1:
             branch = self._attend(self.attention_norm(x_BHWC))
             x_BHWC = added(x_BHWC, dropout(branch, config.dropout, keys, site), site + 1)
-            branch = dropout(self.mlp(x_BHWC, self.mlp_norm), config.dropout, keys, site + 2)
-            return added(x_BHWC, branch, site + 3)
+            branch = self._mlp(x_BHWC, self.mlp_norm)
+            return added(x_BHWC, dropout(branch, config.dropout, keys, site + 2), site + 3)
         branch = dropout(self._attend(x_BHWC), config.dropout, keys, site)
         x_BHWC = added(x_BHWC, self.attention_norm(branch), site + 1)
-        branch = dropout(self.mlp(x_BHWC), config.dropout, keys, site + 2)
+        branch = dropout(self._mlp(x_BHWC, identity), config.dropout, keys, site + 2)
         return added(x_BHWC, self.mlp_norm(branch), site + 3)
+
+    def _mlp(self, x_BHWC: jax.Array, norm: Norm) -> jax.Array:
+        batch, height, width, dim = x_BHWC.shape
+        return self.mlp(x_BHWC.reshape(batch, height * width, dim), norm).reshape(x_BHWC.shape)
 
     def _attend(self, x_BHWC: jax.Array) -> jax.Array:
         batch, height, width, _ = x_BHWC.shape

@@ -16,13 +16,28 @@ NUM_STEPS = 5
 DOCS = ROOT / "docs" / "models.md"
 START, END = "<!-- measured: models on meshes -->", "<!-- end -->"
 
-#: What all have in common, with sizes that every mesh divides; more than one microbatch.
+#: What all have in common; more than one microbatch.
 SHARED = (
-    *("data.name=text", "data.tokenizer=bytes", "data.sequence_length=16"),
-    *("data.global_batch_size=8", "data.validation_fraction=0.2", "train.num_microbatches=2"),
+    *("data.global_batch_size=8", "train.num_microbatches=2"),
     *("optimizer.warmup_steps=2", "optimizer.learning_rate=0.01"),
     *("train.num_steps=5", "eval.every_steps=0", "checkpoint.every_steps=0"),
+)
+#: What models of text have in common, with sizes that every mesh divides.
+_TEXT = (
+    *("data.name=text", "data.tokenizer=bytes", "data.sequence_length=16"),
+    "data.validation_fraction=0.2",
     *("model.num_heads=4", "model.embed_dim=32", "model.num_layers=4"),
+)
+#: All that is random about images.
+_IMAGES = (
+    *("images.crop_scale=(0.5,1.0)", "images.mixup=0.8", "images.cutmix=1.0"),
+    *("images.randaugment_num=2", "images.erasing=0.25"),
+    *("model.dropout=0.1", "model.drop_path=0.2", "model.label_smoothing=0.1"),
+)
+_VIT = (*_IMAGES, *("model.embed_dim=32", "model.mlp_dim=48"))
+_SWIN = (
+    *(*_IMAGES, "model.embed_dim=16", "model.depths=(2,4)", "model.num_heads=(2,4)"),
+    *("images.size=11", "model.window_size=4"),  # patches are padded to windows, and to pairs
 )
 _DROPOUT, _MLP = "model.dropout=0.1", "model.mlp_dim=48"
 _GQA = ("model.num_kv_heads=2", "model.head_dim=6", _MLP)
@@ -56,7 +71,13 @@ MODELS = {
         ),
     ),
     "T5 1.1": ("t5", _T5),
+    "ViT": ("vit", _VIT),
+    "ViT, mean of patches": ("vit", (*_VIT, "model.pool=mean", "model.positions=sincos")),
+    "Swin": ("swin", _SWIN),
+    "Swin V2": ("swin", (*_SWIN, "model.version=2")),
 }
+#: Models of images have no vocab to share.
+NO_VOCAB = "–"
 MESHES = {
     "data=4": ("mesh.data=4",),
     "fsdp=4": ("mesh.fsdp=4",),
@@ -91,13 +112,20 @@ def losses_on(model: str, mesh: tuple[str, ...]) -> list[float]:
     """Returns the losses of the first steps, in float64."""
     config, overrides = MODELS[model]
     directory, cache = corpora()
-    files = "labelled.jsonl" if "data.objective=classification" in overrides else "*.txt"
-    where = (f"data.paths={directory}/{files}", f"data.cache_dir={cache}")
+    where = (f"data.cache_dir={cache}",)
+    if config not in ("vit", "swin"):
+        files = "labelled.jsonl" if "data.objective=classification" in overrides else "*.txt"
+        where = (*_TEXT, *where, f"data.paths={directory}/{files}")
     with jax.enable_x64(True):
         run, corpus = make_run(
             (*SHARED, *where, *overrides, *FLOAT64, *mesh), str(ROOT / "configs" / f"{config}.py")
         )
         return losses(run, corpus, NUM_STEPS)
+
+
+def applies(model: str, mesh: str) -> bool:
+    """Returns whether a model can be on a mesh."""
+    return MODELS[model][0] not in ("vit", "swin") or "vocab" not in mesh
 
 
 def deviation(model: str, mesh: str) -> float:
@@ -111,13 +139,15 @@ def table(deviations: dict[tuple[str, str], float]) -> str:
     """Returns the rows of the docs' table."""
     rows = [f"| model | {' | '.join(MESHES)} |", "|---" * (1 + len(MESHES)) + "|"]
     for model in MODELS:
-        cells = (f"{deviations[model, mesh]:.0e}" for mesh in MESHES)
+        found = (deviations.get((model, mesh)) for mesh in MESHES)
+        cells = (NO_VOCAB if value is None else f"{value:.0e}" for value in found)
         rows.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def main() -> None:
-    found = {(model, mesh): deviation(model, mesh) for model in MODELS for mesh in MESHES}
+    pairs = [(model, mesh) for model in MODELS for mesh in MESHES if applies(model, mesh)]
+    found = {(model, mesh): deviation(model, mesh) for model, mesh in pairs}
     text = DOCS.read_text()
     before, after = text.partition(START)[0], text.partition(END)[2]
     DOCS.write_text(f"{before}{START}\n{table(found)}\n{END}{after}")

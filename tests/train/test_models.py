@@ -1,5 +1,7 @@
 """Every model trains alike on every mesh, and the docs say so with measured figures."""
 
+import functools
+
 import pytest
 
 from tests.train import models_on_meshes as measured
@@ -12,7 +14,7 @@ def combinations():
     """All of them; what CI runs is every model on 2×2×2 and on one other mesh, in turns."""
     others = [mesh for mesh in measured.MESHES if mesh != "2×2×2"]
     for i, model in enumerate(measured.MODELS):
-        for mesh in measured.MESHES:
+        for mesh in filter(functools.partial(measured.applies, model), measured.MESHES):
             is_chosen = mesh in ("2×2×2", others[i % len(others)])
             yield pytest.param(model, mesh, marks=[] if is_chosen else [pytest.mark.slow])
 
@@ -34,4 +36,5 @@ def test_table_of_the_docs_has_all_models_and_meshes():
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert cells[0] == ["model", *measured.MESHES]
     assert [row[0] for row in cells[2:]] == list(measured.MODELS)
-    assert all(float(value) <= TOLERANCE for row in cells[2:] for value in row[1:])
+    values = [value for row in cells[2:] for value in row[1:] if value != measured.NO_VOCAB]
+    assert all(float(value) <= TOLERANCE for value in values)
