@@ -46,6 +46,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.embed_dim = 64
     config.model.mlp_dim = 256
     config.model.pool = "class_token"  # what the head reads: class_token | mean
+    config.model.positions = "learned"  # learned | sincos, which is fixed
     config.model.dropout = 0.0
     config.model.drop_path = 0.1  # of the last layer's branches; grows linearly from 0
     config.model.label_smoothing = 0.1
