@@ -15,7 +15,6 @@ _LINEARS = {
     "attention.k": "attention.self.key",
     "attention.v": "attention.self.value",
     "bias.up": "attention.self.continuous_position_bias_mlp.0",
-    "bias.down": "attention.self.continuous_position_bias_mlp.2",
     "mlp.up": "intermediate.dense",
     "mlp.down": "output.dense",
 }
@@ -34,6 +33,8 @@ def _stage(base: str, stage: int) -> tuple[Row, ...]:
             Row(f"{ours}.bias.table", f"{theirs}.attention.self.{table}", **every),
             Row(f"{ours}.attention.q_norm.log_scale", f"{theirs}.attention.self.{scale}", **every),
         ]
+        of_bias = f"{theirs}.attention.self.continuous_position_bias_mlp"
+        rows.append(Row(f"{ours}.bias.down.kernel", f"{of_bias}.2.weight", **every))
         for a, b in _LINEARS.items():
             rows += linear(f"{ours}.{a}", f"{theirs}.{b}", **every)
         out = f"{theirs}.attention.output.dense"
@@ -41,8 +42,9 @@ def _stage(base: str, stage: int) -> tuple[Row, ...]:
         for a, b in _NORMS.items():
             rows += norm(f"{ours}.{a}", f"{theirs}.{b}", **every)
     downsample = f"{base}.encoder.layers.{stage - 1}.downsample"
-    rows += linear(f"merging{stage}.reduction", f"{downsample}.reduction")
-    rows += norm(f"merging{stage}.norm", f"{downsample}.norm")
+    if stage:
+        rows.append(Row(f"merging{stage}.reduction.kernel", f"{downsample}.reduction.weight"))
+        rows += norm(f"merging{stage}.norm", f"{downsample}.norm")
     return tuple(rows)
 
 
@@ -82,6 +84,7 @@ def _write_pretrained(fields: Config) -> dict[str, list[int]]:
 
 _KEYS = (
     *IMAGE_KEYS,
+    Key("patch_size", "patch_size", 4),
     Key("embed_dim", "embed_dim", 96),
     _list("depths", "depths", (2, 2, 6, 2)),
     _list("num_heads", "num_heads", (3, 6, 12, 24)),

@@ -48,7 +48,6 @@ BODY = (
 #: Keys of all models of images.
 IMAGE_KEYS = (
     Key("image_size", "image_size", 224),
-    Key("patch_size", "patch_size", 16),
     Key("num_channels", "num_channels", 3),
     Key("qkv_bias", "qkv_bias", True),
     Key("hidden_act", "activation", "gelu", ACTIVATIONS),
@@ -57,6 +56,7 @@ IMAGE_KEYS = (
 )
 KEYS = (
     *IMAGE_KEYS,
+    Key("patch_size", "patch_size", 16),
     Key("num_hidden_layers", "num_layers", 12),
     Key("num_attention_heads", "num_heads", 12),
     Key("hidden_size", "embed_dim", 768),

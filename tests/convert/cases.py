@@ -71,14 +71,20 @@ _VIT = {
 }
 _SWIN = {
     "embed_dim": 12,
-    "depths": [2, 4, 2],
-    "num_heads": [2, 3, 4],
+    "depths": [2, 4, 2, 2],
+    "num_heads": [2, 3, 4, 4],
     "window_size": 3,
-    "image_size": 32,
+    "image_size": 48,
     "patch_size": 2,
 }
 #: Pixels and patches that fill no patch, no window and no pair at the end.
-_ODD_SWIN = {**_SWIN, "image_size": 29, "window_size": 4}
+_ODD_SWIN = {
+    **_SWIN,
+    "depths": [2, 4, 2],
+    "num_heads": [2, 3, 4],
+    "image_size": 29,
+    "window_size": 4,
+}
 
 
 def _rope(**scaling: Any) -> dict[str, Any]:

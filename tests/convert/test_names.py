@@ -169,6 +169,7 @@ def known_parameters() -> dict[type, set[str]]:
         architecture = find({**hf, "architectures": [cases.CASES[name][0]]})
         fields = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
         fields |= {"tie_embeddings": name not in cases.UNTIED_T5} if "t5" in name else {}
+        fields |= {"use_pooler": True} if name == "vit_base" else {}
         cls = architecture.model_class
         config = cls.Config(**fields)
         model = nnx.eval_shape(lambda cls=cls, config=config: cls(config, rngs=nnx.Rngs(0)))
