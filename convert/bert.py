@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families import Architecture
+from convert.families import Architecture, look_for_pooler
 from convert.keys import ACTIVATIONS, NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
 from convert.tensor_files import Tensor
@@ -34,10 +34,6 @@ def _body(base: str, *tied: str) -> tuple[Row, ...]:
         *linear(f"{ours}.attention.out", out, num_inputs=2),
         *(r for a, b in _NORMS.items() for r in norm(f"{ours}.{a}", f"{theirs}.{b}")),
     )
-
-
-def _look_for_pooler(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
-    return {"use_pooler": any(name.endswith("pooler.dense.weight") for name in tensors)}
 
 
 def _look_for_pairs(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
@@ -170,7 +166,7 @@ ARCHITECTURES = (
     ),
     dataclasses.replace(_BERT, rows=(*_body("bert"), *_BERT_POOLER)).base(
         "BertModel",
-        look=_look_for_pooler,
+        look=look_for_pooler,
         looked=("use_pooler",),
         other_heads=(r"cls\.", r"classifier\."),
     ),
@@ -193,7 +189,7 @@ ARCHITECTURES = (
     ),
     dataclasses.replace(_ROBERTA, rows=(*_body("roberta"), *_ROBERTA_POOLER)).base(
         "RobertaModel",
-        look=_look_for_pooler,
+        look=look_for_pooler,
         looked=("use_pooler",),
         other_heads=(r"lm_head\.", r"classifier\."),
     ),

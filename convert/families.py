@@ -63,6 +63,11 @@ class Architecture:
         return dataclasses.replace(self, name=name, is_base=True, fields=fields, **changes)
 
 
+def look_for_pooler(tensors: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns whether the files hold the layer that a base model may have after its last norm."""
+    return {"use_pooler": any(name.endswith("pooler.dense.weight") for name in tensors)}
+
+
 def architectures() -> dict[str, Architecture]:
     """Returns all that are known by name; of one model_type, the usual one is the first."""
     from convert import bert, gpt2, llama, opt, swin, t5, vit

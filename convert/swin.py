@@ -6,7 +6,7 @@ from typing import Any
 from convert.families import Architecture
 from convert.keys import NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
-from convert.vit import IMAGE_KEYS, patches
+from convert.vit import IMAGE_KEYS, NORMS, patches
 from models.swin import MAX_STAGES, Swin
 
 #: Layer of a block -> theirs.
@@ -18,7 +18,6 @@ _LINEARS = {
     "mlp.up": "intermediate.dense",
     "mlp.down": "output.dense",
 }
-_NORMS = {"attention_norm": "layernorm_before", "mlp_norm": "layernorm_after"}
 
 
 def _stage(base: str, stage: int) -> tuple[Row, ...]:
@@ -39,7 +38,7 @@ def _stage(base: str, stage: int) -> tuple[Row, ...]:
             rows += linear(f"{ours}.{a}", f"{theirs}.{b}", **every)
         out = f"{theirs}.attention.output.dense"
         rows += linear(f"{ours}.attention.out", out, num_inputs=2, **every)
-        for a, b in _NORMS.items():
+        for a, b in NORMS.items():
             rows += norm(f"{ours}.{a}", f"{theirs}.{b}", **every)
     downsample = f"{base}.encoder.layers.{stage - 1}.downsample"
     if stage:

@@ -1,13 +1,10 @@
 """Names of ViT."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from convert.families import Architecture
-from convert.keys import ACTIVATIONS, NUM_LABELS, Config, Key, Only
+from convert.families import Architecture, look_for_pooler
+from convert.keys import ACTIVATIONS, NUM_LABELS, Key, Only
 from convert.names import Row, linear, norm
-from convert.tensor_files import Tensor
 from models.vit import ViT
 
 #: Layer of a block -> theirs.
@@ -18,7 +15,7 @@ _LINEARS = {
     "mlp.up": "intermediate.dense",
     "mlp.down": "output.dense",
 }
-_NORMS = {"attention_norm": "layernorm_before", "mlp_norm": "layernorm_after"}
+NORMS = {"attention_norm": "layernorm_before", "mlp_norm": "layernorm_after"}
 
 
 def patches(ours: str, theirs: str) -> tuple[Row, Row]:
@@ -33,7 +30,7 @@ def blocks(ours: str, theirs: str) -> tuple[Row, ...]:
     return (
         *(r for a, b in _LINEARS.items() for r in linear(f"{ours}.layers.{a}", f"{theirs}.{b}")),
         *linear(f"{ours}.layers.attention.out", f"{theirs}.attention.output.dense", num_inputs=2),
-        *(r for a, b in _NORMS.items() for r in norm(f"{ours}.layers.{a}", f"{theirs}.{b}")),
+        *(r for a, b in NORMS.items() for r in norm(f"{ours}.layers.{a}", f"{theirs}.{b}")),
     )
 
 
@@ -66,10 +63,6 @@ KEYS = (
 HARMLESS = ("attention_probs_dropout_prob", "encoder_stride", "problem_type")
 
 
-def _look_for_pooler(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
-    return {"use_pooler": any(name.endswith("pooler.dense.weight") for name in tensors)}
-
-
 _VIT = Architecture(
     name="ViTForImageClassification",
     model_type="vit",
@@ -89,7 +82,7 @@ ARCHITECTURES = (
         rows=(*BODY, *linear("pooler", "vit.pooler.dense")),
     ).base(
         "ViTModel",
-        look=_look_for_pooler,
+        look=look_for_pooler,
         looked=("use_pooler",),
         harmless=(*HARMLESS, "pooler_output_size"),
         other_heads=(r"classifier\.", r"(vit\.)?embeddings\.mask_token", r"decoder\."),

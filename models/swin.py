@@ -21,6 +21,7 @@ from models.layers import LayerNorm, Linear, drop_path, dropout
 from models.stack import Stack
 from models.transformer import MLP, Attention, Norm, check_activation, identity
 from models.vision import (
+    HEADS,
     ImageInputConfig,
     PatchEmbedding,
     check_patch_size,
@@ -40,7 +41,6 @@ from models.windows import (
 )
 from sharding.logical import constrain
 
-HEADS = {"labels": ("image_classification",), "none": ()}
 MAX_STAGES = 4
 _NORM_EPSILON = 1e-5  # of patches and where they are merged
 

@@ -19,6 +19,9 @@ from flax import nnx
 
 from models.layers import Linear
 
+#: `model.head` -> what it learns: labels; nothing, it gives activations.
+HEADS = {"labels": ("image_classification",), "none": ()}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageInputConfig:

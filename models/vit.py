@@ -17,6 +17,7 @@ from models.layers import LayerNorm, Linear, drop_path, dropout, param
 from models.stack import Stack
 from models.transformer import MLP, Attention, check_activation
 from models.vision import (
+    HEADS,
     ImageInputConfig,
     PatchEmbedding,
     check_patch_size,
@@ -28,8 +29,6 @@ from models.vision import (
 )
 from sharding.logical import constrain
 
-#: `model.head` -> what it learns: labels; nothing, it gives activations.
-HEADS = {"labels": ("image_classification",), "none": ()}
 POOLS = ("class_token", "mean")
 POSITIONS = ("learned", "sincos")
 

@@ -86,3 +86,16 @@ def sentence_piece(directory):
     tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>", *sentinels])
     tokenizer.save(str(directory / "sentence_piece.json"))
     return str(directory / "sentence_piece.json")
+
+
+def take(iterator, count):
+    """Returns the next batches of an iterator."""
+    return [next(iterator) for _ in range(count)]
+
+
+def assert_rows(found, whole, rows):
+    """Checks that batches hold these rows of whole batches, bit for bit."""
+    for one, all_rows in zip(found, whole, strict=True):
+        assert one.keys() == all_rows.keys()
+        for key in one:
+            np.testing.assert_array_equal(one[key], all_rows[key][rows], err_msg=key)

@@ -11,6 +11,7 @@ from data.examples import PAIR, generator
 from data.image_config import ImageConfig
 from data.mixing import draw_mix
 from data.shapes import batch_shapes
+from tests.data.corpora import assert_rows, take
 from tests.data.pictures import NUM_PLAIN, image_config, load, values_of
 
 NOISE = "tests.data.pictures:textured_images"
@@ -49,17 +50,6 @@ def case(request, tmp_path):
     changes = {"name": NOISE, "objective": request.param.partition(",")[0]}
     config, images = image_config(tmp_path, **changes), CASES[request.param]
     return request.param, config, images, load(tmp_path, images, **changes)
-
-
-def take(iterator, count):
-    return [next(iterator) for _ in range(count)]
-
-
-def assert_rows(found, whole, rows):
-    for one, all_rows in zip(found, whole, strict=True):
-        assert one.keys() == all_rows.keys()
-        for key in one:
-            np.testing.assert_array_equal(one[key], all_rows[key][rows], err_msg=key)
 
 
 def test_batches_have_the_shapes_that_the_config_tells(case):

@@ -9,7 +9,7 @@ from data.batches import train_batches, validation_batches
 from data.image_config import ImageConfig
 from data.shapes import batch_shapes
 from data.text import load_text
-from tests.data.corpora import WORDS, documents, jsonl_config
+from tests.data.corpora import WORDS, assert_rows, documents, jsonl_config, take
 
 RECORDS = [
     {"text": text, "target": text[::2], "pair": WORDS[i % 7], "label": i % 3}
@@ -46,17 +46,6 @@ def case(request, tmp_path):
     changes = {"objective": request.param.partition(",")[0], **CASES[request.param]}
     config = jsonl_config(tmp_path, RECORDS, **changes)
     return request.param, config, load_text(config)
-
-
-def take(iterator, count):
-    return [next(iterator) for _ in range(count)]
-
-
-def assert_rows(found, whole, rows):
-    for one, all_rows in zip(found, whole, strict=True):
-        assert one.keys() == all_rows.keys()
-        for key in one:
-            np.testing.assert_array_equal(one[key], all_rows[key][rows], err_msg=key)
 
 
 def test_batches_have_the_shapes_that_the_config_tells(case):
