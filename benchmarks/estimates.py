@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     whole = {
         "command": shlex.join(["python", "-m", "benchmarks.estimates", *arguments]),
         "hardware": report.hardware(run.mesh),
-        "versions": report.versions(with_torch=False),
+        "versions": report.versions(),
         "cases": {name: {"config": CASES[name], **figures[name]} for name in CASES},
     }
     if args.out:

@@ -154,7 +154,7 @@ def measure(
     ]
     flops = {part: alone.flops(part) for part in wanted}
     return {
-        "versions": report.versions(with_torch=False),
+        "versions": report.versions(),
         "hardware": report.hardware(some.mesh),
         "cores_are_shared": some.mesh.devices.flat[0].platform == "cpu",
         "work": {k: v for k, v in report.work(some).items() if k != "schedule"},

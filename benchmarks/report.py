@@ -16,9 +16,9 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _PEER_PACKAGES = ("torch", "transformers")
 
 
-def versions(with_torch: bool) -> dict[str, str]:
-    """Returns the versions of Python and of the packages that matter."""
-    names = _PACKAGES + (_PEER_PACKAGES if with_torch else ())
+def versions(*more: str, with_torch: bool = False) -> dict[str, str]:
+    """Returns the versions of Python and of the packages that matter, and of `more`."""
+    names = _PACKAGES + (_PEER_PACKAGES if with_torch else ()) + more
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
 
 

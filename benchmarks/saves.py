@@ -77,7 +77,7 @@ def measure(run: Run, directory: Path, num_rounds: int) -> dict[str, Any]:
     checkpoints.close()
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return {
-        "versions": report.versions(with_torch=False),
+        "versions": report.versions(),
         "hardware": report.hardware(run.mesh),
         "mesh": {axis: size for axis, size in run.mesh.shape.items() if size > 1},
         "num_params": run.num_params,

@@ -97,7 +97,7 @@ def measure(
     batch = random_batch(run)
     contenders = {"ours": _ours(run, batch)}
     figures: dict[str, Any] = {
-        "versions": report.versions(with_torch),
+        "versions": report.versions(with_torch=with_torch),
         "hardware": report.hardware(run.mesh),
         "work": report.work(run),
         "rounds": num_rounds,

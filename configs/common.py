@@ -95,7 +95,7 @@ def get_config() -> ConfigDict:
     config.images.repeats = 1  # times an image is in a batch, changed anew each time
     config.images.eval_crop = 1.0  # evaluations: side of the central crop ÷ the shorter side
     config.images.train_fraction = 1.0  # part of the training images that is used
-    config.images.on_broken = "refuse"  # images that cannot be read: refuse to start | skip them
+    config.images.on_broken = "refuse"  # images, labels, classes that are bad: refuse | skip them
     config.images.num_workers = 0  # processes that read images, for each process; 0: num_threads
 
     config.optimizer = ConfigDict()
@@ -104,7 +104,7 @@ def get_config() -> ConfigDict:
     config.optimizer.warmup_steps = 20  # linear rise
     config.optimizer.schedule = "cosine"  # after warm-up: cosine | linear | constant
     config.optimizer.final_learning_rate_fraction = 0.1  # of the peak
-    config.optimizer.weight_decay = 0.1  # none on biases and norms
+    config.optimizer.weight_decay = 0.1  # none on biases, norms and what a model names
     config.optimizer.clip_norm = 1.0  # of the global gradient; 0: no clipping
     config.optimizer.beta1 = 0.9  # decay of Adam's mean of gradients
     config.optimizer.beta2 = 0.95  # decay of Adam's mean of squared gradients
@@ -119,6 +119,7 @@ def get_config() -> ConfigDict:
     config.train.seed = 0  # of initial parameters, dropout and shuffling
     config.train.start_timeout_s = 60.0  # to wait for the other processes at the start
     config.train.failure_timeout_s = 600.0  # a step or sign of life that takes longer failed
+    config.train.init_labels = "by_name"  # a checkpoint's classifier: by_name | by_position | new
     config.train.compilation_cache = True  # a restart reads compiled steps from data.cache_dir
     config.train.max_nonfinite_steps = 10  # in a row, each skipped; then on_nonfinite. 0: go on
     config.train.on_nonfinite = "stop"  # stop | rollback: to the last checkpoint before them

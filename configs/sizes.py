@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from configs import common
 
 
 def at_scale(
@@ -23,6 +26,26 @@ def at_scale(
     config.log.every_steps = 10
 
 
+def of_images(model: str, objective: str) -> ConfigDict:
+    """Returns what configs of models of images begin with: digits, and what these say of a model.
+
+    Args:
+        model: its `model.name`.
+        objective: the `data.objective` that it learns.
+    """
+    config = common.get_config()
+    config.data.name = "digits"
+    config.data.objective = objective
+    config.model = ConfigDict()
+    config.model.name = model
+    config.model.image_size = placeholder(int)  # None: images.size
+    config.model.num_channels = placeholder(int)  # None: images.channels
+    if objective == "image_classification":
+        config.model.head = "labels"  # labels | none
+        config.model.num_labels = placeholder(int)  # None: the data's
+    return config
+
+
 def digits(config: ConfigDict) -> None:
     """Sets what small models of images share: a run of a few minutes on handwritten digits."""
     config.data.global_batch_size = 64
@@ -35,15 +58,26 @@ def digits(config: ConfigDict) -> None:
     config.log.every_steps = 20
 
 
+def imagenet_images(config: ConfigDict) -> None:
+    """Sets what all published sizes of models of images share: ImageNet at 224 pixels."""
+    config.data.name = "imagenet2012"
+    config.images.size = 224
+    config.images.channels = 3
+    config.images.eval_crop = 0.875
+    config.images.num_workers = 16
+    config.model.image_mean = (0.485, 0.456, 0.406)
+    config.model.image_stddev = (0.229, 0.224, 0.225)
+    config.precision.compute = "bfloat16"
+    config.log.every_steps = 50
+
+
 def imagenet(config: ConfigDict) -> None:
-    """Sets what the published sizes share: 300 epochs of ImageNet at 224 pixels.
+    """Sets what the published sizes that learn labels share: 300 epochs.
 
     Source: Touvron et al. 2020 (arXiv:2012.12877), table 9, but for its repeated augmentation.
     """
-    config.data.name = "imagenet2012"
+    imagenet_images(config)
     config.data.global_batch_size = 1024
-    config.images.size = 224
-    config.images.channels = 3
     config.images.crop_scale = (0.08, 1.0)
     config.images.flip = True
     config.images.randaugment_num = 2
@@ -51,10 +85,6 @@ def imagenet(config: ConfigDict) -> None:
     config.images.erasing = 0.25
     config.images.mixup = 0.8
     config.images.cutmix = 1.0
-    config.images.eval_crop = 0.875
-    config.images.num_workers = 16
-    config.model.image_mean = (0.485, 0.456, 0.406)
-    config.model.image_stddev = (0.229, 0.224, 0.225)
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 6255  # 5 epochs
     config.optimizer.final_learning_rate_fraction = 0.01
@@ -62,8 +92,6 @@ def imagenet(config: ConfigDict) -> None:
     config.train.num_steps = 375_300
     config.eval.every_steps = 6255
     config.checkpoint.every_steps = 1251
-    config.precision.compute = "bfloat16"
-    config.log.every_steps = 50
 
 
 def choose(model: str, size: str, sizes: Iterable[str]) -> None:
@@ -73,4 +101,4 @@ def choose(model: str, size: str, sizes: Iterable[str]) -> None:
         ValueError: it is neither.
     """
     if size != "tiny" and size not in sizes:
-        raise ValueError(f"{model} has no size {size!r}; choose from tiny, {', '.join(sizes)}")
+        raise ValueError(f"{model} has no size {size!r}; choose from {', '.join(['tiny', *sizes])}")

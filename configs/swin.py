@@ -11,9 +11,8 @@ to large2. They are trained as Liu et al. 2021 (arXiv:2103.14030, section A2.1) 
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
-from configs import common, sizes
+from configs import sizes
 
 _TINY, _SMALL = (2, 2, 6, 2), (2, 2, 18, 2)
 #: name -> (embed dim, depths, heads, window, pixels, drop path, version). Liu et al. 2021
@@ -33,16 +32,8 @@ SIZES = {
 def get_config(size: str = "tiny") -> ConfigDict:
     """Returns the config; `size` is "tiny" or a key of SIZES."""
     sizes.choose("swin", size, SIZES)
-    config = common.get_config()
-    config.data.name = "digits"
-    config.data.objective = "image_classification"
-    config.model = ConfigDict()
-    config.model.name = "swin"
+    config = sizes.of_images("swin", "image_classification")
     config.model.version = 1  # 1 | 2
-    config.model.head = "labels"  # labels | none
-    config.model.image_size = placeholder(int)  # None: images.size
-    config.model.num_channels = placeholder(int)  # None: images.channels
-    config.model.num_labels = placeholder(int)  # None: the data's
     config.model.patch_size = 1
     config.model.embed_dim = 32
     config.model.depths = (2, 2)  # blocks of each stage, an even number

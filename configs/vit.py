@@ -11,9 +11,8 @@ of a patch. They are trained as Touvron et al. 2020 (arXiv:2012.12877, table 9) 
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
-from configs import common, sizes
+from configs import sizes
 
 #: name -> (layers, heads, embed dim, MLP dim, patch size). Dosovitskiy et al. 2020
 #: (arXiv:2010.11929), table 1; Touvron et al. 2020; Zhai et al. 2021 (arXiv:2106.04560), table 2.
@@ -31,22 +30,14 @@ SIZES = {
 def get_config(size: str = "tiny") -> ConfigDict:
     """Returns the config; `size` is "tiny" or a key of SIZES."""
     sizes.choose("vit", size, SIZES)
-    config = common.get_config()
-    config.data.name = "digits"
-    config.data.objective = "image_classification"
-    config.model = ConfigDict()
-    config.model.name = "vit"
-    config.model.head = "labels"  # labels | none
-    config.model.image_size = placeholder(int)  # None: images.size
-    config.model.num_channels = placeholder(int)  # None: images.channels
-    config.model.num_labels = placeholder(int)  # None: the data's
+    config = sizes.of_images("vit", "image_classification")
     config.model.patch_size = 2
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.embed_dim = 64
     config.model.mlp_dim = 256
     config.model.pool = "class_token"  # what the head reads: class_token | mean
-    config.model.positions = "learned"  # learned | sincos, which is fixed
+    config.model.positions = "random"  # at the start: random | sincos
     config.model.dropout = 0.0
     config.model.drop_path = 0.1  # of the last layer's branches; grows linearly from 0
     config.model.label_smoothing = 0.1

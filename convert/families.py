@@ -70,9 +70,9 @@ def look_for_pooler(tensors: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dic
 
 def architectures() -> dict[str, Architecture]:
     """Returns all that are known by name; of one model_type, the usual one is the first."""
-    from convert import bert, gpt2, llama, opt, swin, t5, vit
+    from convert import bert, gpt2, llama, mae, opt, swin, t5, vit
 
-    families = (gpt2, opt, llama, bert, t5, vit, swin)
+    families = (gpt2, opt, llama, bert, t5, vit, swin, mae)
     return {a.name: a for family in families for a in family.ARCHITECTURES}
 
 

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from checkpoint.manager import CheckpointConfig, Checkpoints
+from convert import preprocessor
 from convert.base import Source, shapes_of
 from convert.directories import new_directory
 from convert.keys import plain
@@ -118,7 +119,10 @@ def convert(
         with contextlib.closing(Checkpoints(directory / CHECKPOINTS, config)) as checkpoints:
             checkpoints.save(0, {"params": tree}, {})
             checkpoints.wait()
-        section = {"name": source.model, **plain(dataclasses.asdict(source.config))}
+        fields = dataclasses.asdict(source.config)
+        for name in preprocessor.FIELDS - source.fields.keys():
+            fields.pop(name, None)  # left open, for a run's config to say
+        section = {"name": source.model, **plain(fields)}
         (directory / CONFIG_FILE).write_text(yaml.safe_dump({"model": section}, sort_keys=False))
         keep_hf_files(source, directory)
         num_params = sum(array.size for array in arrays.values())
@@ -134,7 +138,7 @@ def keep_hf_files(source: Source, workdir: Path) -> None:
     if source.hf_config is not None:
         (target / "config.json").write_text(json.dumps(source.hf_config, indent=2) + "\n")
         (target / DTYPES_FILE).write_text(json.dumps(dict(source.dtypes), indent=1) + "\n")
-    for name in KEPT_FILES:
+    for name in (*KEPT_FILES, preprocessor.FILE):
         if (source.hf_files / name).exists():
             shutil.copyfile(source.hf_files / name, target / name)
 

@@ -10,11 +10,13 @@ import numpy as np
 from flax import nnx
 
 from checkpoint.lazy import Index, LazyArray
+from convert import preprocessor
 from convert.base import Shapes, Source, check_known, shapes_of
 from convert.families import Architecture, find
 from convert.keys import read
 from convert.names import Place, match
 from convert.tensor_files import Tensor, open_tensors, read_json, same_values
+from models.vision import ImageInputConfig
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
     tensors = open_tensors(path, allow_pickle_weights=allow_pickle_weights)
     if architecture.look is not None:
         fields |= architecture.look(tensors, hf)
+    if issubclass(architecture.model_class.Config, ImageInputConfig):
+        fields |= preprocessor.read(path, fields, harmless=harmless)
     tokenizer = path / "tokenizer.json"
     source = Source(
         path=path,

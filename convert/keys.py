@@ -129,7 +129,8 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
         if name not in known and value:
             raise ValueError(
                 f"config.json has {name}={value!r}, which is not supported, and may change what "
-                f"the model computes; if it does not, pass --harmless={name}"
+                f"the model computes; if it does not, `python -m convert.from_hf "
+                f"--harmless={name}` converts it"
             )
     fields: dict[str, Any] = {}
     for key in keys:

@@ -14,8 +14,9 @@ from checkpoint.checksums import find_damage
 from checkpoint.layout import steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
 from convert.base import Shapes, Source, check_known
-from convert.families import architectures, find
+from convert.families import find
 from convert.tensor_files import read_json
+from models.names import MODELS
 from models.stack import logical_axes
 
 CONFIG_FILE, CHECKPOINTS, HF_FILES = "config.yaml", "checkpoints", "hf"
@@ -86,12 +87,11 @@ def open_run(path: Path, step: Path, *, averaged: bool = True) -> Source:
 
 
 def _model_class(name: str) -> type:
-    classes = {a.model: a.model_class for a in architectures().values()}
     try:
-        return classes[name] if name in classes else pkgutil.resolve_name(name)
+        return pkgutil.resolve_name(MODELS.get(name, name))
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(
-            f"config.yaml has model.name={name!r}, which is neither {', '.join(classes)} nor an "
+            f"config.yaml has model.name={name!r}, which is neither {', '.join(MODELS)} nor an "
             f"import path 'package.module:Class': {error}"
         ) from None
 
@@ -122,7 +122,8 @@ def _open_checkpoint(
     }
     matches = {name: _AVERAGE.fullmatch(name) for name in arrays_there}
     averages = {match[1]: arrays_there[name] for name, match in matches.items() if match}
-    if averaged and averages:
+    # Of a model that learns from it the average is the teacher, not the result.
+    if averaged and averages and not hasattr(source.model_class, "teach"):
         _log.info("%s: parameters are their averages (train.ema_decay)", step)
         stored |= averages
     check_known(step, shapes, {name: array.shape for name, array in stored.items()})

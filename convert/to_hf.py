@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from checkpoint.lazy import blocks
+from convert import preprocessor
 from convert.base import Source, shapes_of
 from convert.directories import new_directory
 from convert.families import Architecture, architectures
@@ -29,7 +30,7 @@ from data.tokenizer import load_tokenizer_file
 #: What our configs say and Hugging Face's cannot, and need not.
 _OURS_ALONE = (
     *("vocab_multiple", "loss"),
-    *("drop_path", "label_smoothing", "image_mean", "image_stddev"),
+    *("drop_path", "label_smoothing", "image_mean", "image_stddev", "positions"),
 )
 
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
@@ -49,7 +50,8 @@ def convert(
 
     Args:
       checkpoint: a run's directory (its newest intact checkpoint), or one of its checkpoints.
-      dst: what to write: safetensors, config.json, and the files that `hf/` holds of the tokenizer.
+      dst: what to write: safetensors, config.json, preprocessor_config.json of a model of images,
+        and the files that `hf/` holds of the tokenizer.
       dtype: of all tensors; by default each has that of the model that `hf/` is of, or float32.
       max_shard_bytes: of a file, unless it holds one tensor alone.
       averaged: False writes the parameters themselves where the run kept an average of them.
@@ -82,6 +84,7 @@ def convert(
         writer = ShardWriter(directory, tensors, max_shard_bytes=max_shard_bytes)
         writer.write(lambda name: _tensor(places[name], arrays[places[name].ours], dtype_of[name]))
         (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+        preprocessor.write(source, directory)
         for name in KEPT_FILES:
             if source.hf_files is not None and (source.hf_files / name).exists():
                 shutil.copyfile(source.hf_files / name, directory / name)
@@ -96,7 +99,8 @@ def describe(source: Source) -> tuple[Architecture, dict[str, Any]]:
     """
     original = source.hf_config
     candidates = [a for a in architectures().values() if a.model == source.model]
-    if source.architecture is not None:
+    # What a run started from may be another model, of which it took the encoder.
+    if source.architecture is not None and source.architecture.model == source.model:
         candidates.insert(0, source.architecture)
     if not candidates:
         raise ValueError(f"model.name={source.model!r} has no counterpart in Hugging Face's models")

@@ -16,6 +16,8 @@ from data.mixture import mixed_order
 
 # Batches read ahead of the step: enough to hide one slow read of a network disk.
 _PREFETCHED_BATCHES = 8
+# Of these, large ones are fewer: so many bytes of this process's rows, but one batch at least.
+_PREFETCHED_BYTES = 2**30
 
 
 def train_batches(
@@ -43,7 +45,8 @@ def train_batches(
         # What is random hangs on seed and element alone, and so differs from epoch to epoch.
         return examples.train_batch(elements, order, config.seed)
 
-    return _iterate(read, config, rows, sys.maxsize // config.global_batch_size)
+    num_batches = sys.maxsize // config.global_batch_size
+    return _iterate(read, config, rows, num_batches, examples.row_bytes)
 
 
 def validation_batches(
@@ -73,7 +76,12 @@ def validation_batches(
 
     all_batches = -(-len(examples) // size)
     num_batches = all_batches if num_batches is None else min(num_batches, all_batches)
-    return _iterate(read, config, rows, num_batches)
+    return _iterate(read, config, rows, num_batches, examples.row_bytes)
+
+
+def batches_ahead(batch_bytes: int) -> int:
+    """Returns how many batches of this size are read ahead of the step."""
+    return max(1, min(_PREFETCHED_BATCHES, _PREFETCHED_BYTES // max(batch_bytes, 1)))
 
 
 def check_rows(rows: Sequence[int], global_batch_size: int) -> None:
@@ -124,6 +132,7 @@ def _iterate(
     config: DataConfig,
     rows: Sequence[int],
     num_batches: int,
+    row_bytes: int,
 ) -> grain.DatasetIterator[Batch]:
     """Returns an iterator over this process's rows of batches; its state counts steps.
 
@@ -133,10 +142,12 @@ def _iterate(
         config: Batch size and threads.
         rows: Which rows of the global batch.
         num_batches: After which it ends.
+        row_bytes: Of each row.
     """
+    num_ahead = batches_ahead(len(rows) * row_bytes)
     batches = _Batches(read, config.global_batch_size, rows, num_batches)
     options = grain.ReadOptions(
-        num_threads=config.num_threads, prefetch_buffer_size=_PREFETCHED_BATCHES
+        num_threads=min(config.num_threads, num_ahead), prefetch_buffer_size=num_ahead
     )
     return iter(grain.MapDataset.source(batches).to_iter_dataset(options))
 

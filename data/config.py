@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.blend import parse_mixture
+from data.checks import is_int, require
 
 #: What is learnt from the data: see docs/data.md.
 STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
@@ -108,7 +109,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for key in ("name", "text_field", "tokenizer", "target_field", "label_field"):
-            _require(
+            require(
                 isinstance(getattr(self, key), str) and getattr(self, key) != "",
                 f"data.{key}={getattr(self, key)!r} must be a non-empty string; "
                 f"the default is {getattr(DataConfig, key)!r}",
@@ -117,73 +118,73 @@ class DataConfig:
         self._check_objective()
         for key in ("sequence_length", "global_batch_size", "num_threads"):
             value = getattr(self, key)
-            _require(
-                _is_int(value) and value >= 1,
+            require(
+                is_int(value) and value >= 1,
                 f"data.{key}={value!r} must be an integer of at least 1; choose 1 or more",
             )
         self._check_lengths()
         # 256 bytes and the end-of-document token are always in the vocabulary.
-        _require(
-            _is_int(self.vocab_size) and _MIN_VOCAB_SIZE <= self.vocab_size < 2**31,
+        require(
+            is_int(self.vocab_size) and _MIN_VOCAB_SIZE <= self.vocab_size < 2**31,
             f"data.vocab_size={self.vocab_size!r} must be an integer from 257 (256 bytes and the "
             "end of a document) to 2**31 - 1; choose for example 8192",
         )
-        _require(
+        require(
             not (self.tokenizer == "bpe" and self.has_special_tokens)
             or self.vocab_size >= _MIN_VOCAB_SIZE_WITH_SPECIAL,
             f"data.vocab_size={self.vocab_size} must be at least {_MIN_VOCAB_SIZE_WITH_SPECIAL} "
             f"with data.objective={self.objective!r} (256 bytes and 105 special tokens); "
             "choose for example 8192",
         )
-        _require(
+        require(
             isinstance(self.validation_fraction, float | int)
             and 0.0 <= self.validation_fraction < 1.0,
             f"data.validation_fraction={self.validation_fraction!r} must be at least 0 and less "
             "than 1; choose for example 0.05",
         )
-        _require(
+        require(
             isinstance(self.cache_dir, str),
             f"data.cache_dir={self.cache_dir!r} must be a string; '' is the user's cache directory",
         )
-        _require(
-            _is_int(self.seed) and 0 <= self.seed < 2**32,
+        require(
+            is_int(self.seed) and 0 <= self.seed < 2**32,
             f"data.seed={self.seed!r} must be an integer from 0 to 2**32 - 1; choose for example 0",
         )
 
     def _check_sources(self) -> None:
         for key, example in (("paths", "my_texts/*.txt"), ("mixture", "0.7 wiki40b/en")):
             value = getattr(self, key)
-            _require(
+            require(
                 isinstance(value, tuple) and all(isinstance(v, str) and v for v in value),
                 f"data.{key}={value!r} must be a tuple of non-empty strings; write ('{example}',)",
             )
-        _require(
+        require(
             self.name != "text" or self.paths,
             "data.name='text' needs at least one glob in data.paths=(); "
             "set data.paths=('my_texts/*.txt',)",
         )
-        _require(
+        require(
             self.name != "megatron" or self.paths,
             "data.name='megatron' needs the path of a token file in data.paths=(); "
             "set data.paths=('my_tokens',) to read my_tokens.bin and my_tokens.idx",
         )
-        _require(
+        require(
             self.name != "megatron" or self.tokenizer != "bpe",
             "data.tokenizer='bpe' is trained from text, but data.name='megatron' reads token ids; "
             "set data.tokenizer to the tokenizer.json that the token files were written with",
         )
-        _require(
+        require(
             self.name in ("text", "megatron", "image_folder") or not self.paths,
             f"data.paths={self.paths!r} is read only with data.name='text', 'megatron' or "
             f"'image_folder', but data.name={self.name!r}; set one of these, or leave data.paths "
             "empty",
         )
-        _require(
+        require(
             self.name != "image_folder" or len(self.paths) in (1, 2),
             f"data.name='image_folder' needs one folder in data.paths={self.paths!r}, or two, the "
             "second for validation; set data.paths=('my_images',)",
         )
-        _require(
+        require(
             bool(self.mixture) == (self.name == "mixture"),
             f"data.mixture={self.mixture!r} goes with data.name='mixture' and with no other, but "
             f"data.name={self.name!r}; set both, such as data.mixture=('0.7 wiki40b/en', "
@@ -192,36 +193,36 @@ class DataConfig:
         parse_mixture(self.mixture)
 
     def _check_objective(self) -> None:
-        _require(
+        require(
             self.objective in OBJECTIVES,
             f"data.objective={self.objective!r} is unknown; choose {', '.join(OBJECTIVES)}",
         )
         for key, objectives in _READ_WITH.items():
             value = getattr(self, key)
             default = getattr(DataConfig, key)
-            _require(
+            require(
                 value == default or self.objective in objectives,
                 f"data.{key}={value!r} is read only with data.objective="
                 f"{' or '.join(map(repr, objectives))}, but it is {self.objective!r}; "
                 f"set data.{key}={default!r}",
             )
         self._check_images()
-        _require(
+        require(
             self.objective not in RECORD_OBJECTIVES or self.name == "text",
             f"data.objective={self.objective!r} reads examples from .jsonl files, but "
             f"data.name={self.name!r}; set data.name='text' and data.paths=('my_examples.jsonl',)",
         )
-        _require(
+        require(
             isinstance(self.mask_fraction, float | int) and 0.0 < self.mask_fraction < 1.0,
             f"data.mask_fraction={self.mask_fraction!r} must be more than 0 and less than 1; "
             "choose for example 0.15",
         )
-        _require(
+        require(
             isinstance(self.mean_span_length, float | int) and self.mean_span_length >= 1,
             f"data.mean_span_length={self.mean_span_length!r} must be at least 1; "
             "choose for example 3",
         )
-        _require(
+        require(
             self.pair_field is None or (isinstance(self.pair_field, str) and self.pair_field),
             f"data.pair_field={self.pair_field!r} must be a non-empty string, or None for none",
         )
@@ -232,14 +233,14 @@ class DataConfig:
         if self.reads_images:
             what, others = "images", _TEXT_NAMES
             remedy = "data.name='digits', 'image_folder', a TFDS set, or 'package.module:function'"
-        _require(
+        require(
             self.name not in others,
             f"data.objective={self.objective!r} reads {what}, and data.name={self.name!r} has "
             f"none; set {remedy}",
         )
         for key in _TEXT_FIELDS if self.reads_images else ():
             value, default = getattr(self, key), getattr(DataConfig, key)
-            _require(
+            require(
                 value == default,
                 f"data.{key}={value!r} is read only with texts, but data.objective="
                 f"{self.objective!r} reads images; set data.{key}={default!r}",
@@ -247,13 +248,13 @@ class DataConfig:
 
     def _check_lengths(self) -> None:
         shortest = 6 if self.pair_field else _SHORTEST.get(self.objective, 1)
-        _require(
+        require(
             self.sequence_length >= shortest,
             f"data.sequence_length={self.sequence_length} must be at least {shortest} with "
             f"data.objective={self.objective!r}, for special tokens and text; choose more",
         )
-        _require(
-            self.target_length is None or (_is_int(self.target_length) and self.target_length >= 2),
+        require(
+            self.target_length is None or (is_int(self.target_length) and self.target_length >= 2),
             f"data.target_length={self.target_length!r} must be an integer of at least 2, or None; "
             "leave it None for the default",
         )
@@ -262,6 +263,11 @@ class DataConfig:
     def reads_images(self) -> bool:
         """Whether the objective is one of images."""
         return self.objective in IMAGE_OBJECTIVES
+
+    @property
+    def has_perplexity(self) -> bool:
+        """Whether the loss is one of tokens, so that e to its power says something."""
+        return not self.reads_images and self.objective != "classification"
 
     @property
     def has_special_tokens(self) -> bool:
@@ -289,12 +295,3 @@ def make_cache(config: DataConfig) -> None:
             f"data.cache_dir={config.cache_dir!r}: {config.cache_path} cannot be created "
             f"({error.strerror}); set data.cache_dir to a directory that you may write"
         ) from error
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require(holds: object, message: str) -> None:
-    if not holds:
-        raise ValueError(message)

@@ -11,6 +11,8 @@ from PIL import Image
 Box = tuple[float, float, float, float]
 
 _MODES = {1: "L", 3: "RGB"}
+# Where Pillow converts to grey or to colour by way of another mode alone.
+_STEPS = {"LAB": "RGB", "La": "LA"}
 # So many random boxes are tried before the central one is taken.
 _NUM_TRIES = 10
 
@@ -117,4 +119,6 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
         image = Image.fromarray(np.clip(grey, 0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
+    if image.mode in _STEPS:
+        image = image.convert(_STEPS[image.mode])
     return image if image.mode == mode else image.convert(mode)

@@ -18,8 +18,17 @@ TRAIN, EVALUATION, PAIR = 0, 1, 2
 Label = str | int
 
 
+class BrokenExample(ValueError):
+    """An example that could be read before the first step, and no longer."""
+
+
 class Examples(abc.ABC):
     """The rows that batches are made of, before they are put in order."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row where they are many; 0 where any number of batches is small."""
+        return 0
 
     @abc.abstractmethod
     def __len__(self) -> int: ...

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data.checks import is_int, is_number, require
 from data.config import DataConfig
 
 # The objectives that a field is for, where it is not for all of them.
@@ -13,6 +14,8 @@ _READ_WITH = {
     "solarize": ("image_contrast",),
     "mixup": ("image_classification",),
     "cutmix": ("image_classification",),
+    # Views of one image would be compared as if of two.
+    "repeats": ("image_classification", "image_reconstruction"),
 }
 _PROBABILITIES = (
     *("grayscale", "erasing", "jitter_probability", "mixing_probability", "cutmix_share"),
@@ -65,11 +68,13 @@ class ImageConfig:
     cutmix_share: float = 0.5
     # How often an image is in a batch, each time changed otherwise; 1: once.
     repeats: int = 1
-    # Side of the central crop of evaluations ÷ the shorter side of the resized image.
+    # Side of the central crop of evaluations ÷ the shorter side of the resized image, whatever the
+    # size; 1: all of the shorter side.
     eval_crop: float = 1.0
     # The part of the training images that is used, the same part of each class.
     train_fraction: float = 1.0
-    # What becomes of images that cannot be read: 'refuse' to start, or 'skip' them.
+    # What becomes of images that cannot be read, of labels that are none, and of classes without
+    # images: 'refuse' to start, or 'skip' them.
     on_broken: str = "refuse"
     # Processes, for each process of the run, that read images; 0: the threads of data.num_threads.
     num_workers: int = 0
@@ -77,11 +82,11 @@ class ImageConfig:
     def __post_init__(self) -> None:
         for key, least in (("size", 1), ("repeats", 1), ("num_workers", 0), ("randaugment_num", 0)):
             value = getattr(self, key)
-            _require(
-                isinstance(value, int) and not isinstance(value, bool) and value >= least,
+            require(
+                is_int(value) and value >= least,
                 f"images.{key}={value!r} must be a whole number of at least {least}",
             )
-        _require(
+        require(
             self.channels in (1, 3),
             f"images.channels={self.channels!r} must be 3 (colour) or 1 (grey); choose one of them",
         )
@@ -91,18 +96,18 @@ class ImageConfig:
             _require_fraction(f"images.{key}", getattr(self, key))
         for key in ("mixup", "cutmix"):
             value = getattr(self, key)
-            _require(
-                _is_number(value) and value >= 0,
+            require(
+                is_number(value) and value >= 0,
                 f"images.{key}={value!r} must be a number above 0, or 0 for none; "
                 "choose for example 1.0",
             )
         for key in ("eval_crop", "train_fraction"):
             value = getattr(self, key)
-            _require(
-                _is_number(value) and 0 < value <= 1,
+            require(
+                is_number(value) and 0 < value <= 1,
                 f"images.{key}={value!r} must be more than 0 and at most 1; choose for example 1.0",
             )
-        _require(
+        require(
             self.on_broken in ("refuse", "skip"),
             f"images.on_broken={self.on_broken!r} is unknown; choose 'refuse' or 'skip'",
         )
@@ -111,27 +116,27 @@ class ImageConfig:
         _require_numbers("images.crop_scale", self.crop_scale, 2, "(0.08, 1.0)")
         _require_numbers("images.crop_ratio", self.crop_ratio, 2, "(0.75, 1.333)")
         low, high = self.crop_scale
-        _require(
+        require(
             0 < low <= high <= 1,
             f"images.crop_scale={self.crop_scale!r} must be parts of the area, the smaller first, "
             "more than 0 and at most 1; choose for example (0.08, 1.0)",
         )
         low, high = self.crop_ratio
-        _require(
+        require(
             0 < low <= high,
             f"images.crop_ratio={self.crop_ratio!r} must be positive, the smaller first; "
             "choose for example (0.75, 1.333)",
         )
 
     def _check_colors(self) -> None:
-        _require(
-            _is_number(self.randaugment_magnitude)
+        require(
+            is_number(self.randaugment_magnitude)
             and 0 <= self.randaugment_magnitude <= _MAX_MAGNITUDE,
             f"images.randaugment_magnitude={self.randaugment_magnitude!r} must be a number from 0 "
             f"to {_MAX_MAGNITUDE}; choose for example 9, and randaugment_num=0 for none",
         )
         _require_numbers("images.jitter", self.jitter, 4, "(0.4, 0.4, 0.2, 0.1)")
-        _require(
+        require(
             min(self.jitter) >= 0 and self.jitter[3] <= 0.5,
             f"images.jitter={self.jitter!r} must not be negative, and its last number, of the hue, "
             "at most 0.5; choose for example (0.4, 0.4, 0.2, 0.1)",
@@ -142,7 +147,7 @@ class ImageConfig:
             for part in value:
                 _require_fraction(f"images.{key}", part)
         has_colors = self.grayscale or any(self.jitter[2:])
-        _require(
+        require(
             self.channels == 3 or not has_colors,
             f"images.grayscale={self.grayscale!r} and the last two of images.jitter="
             f"{self.jitter!r} change colours, but images.channels=1 has none; set them to 0",
@@ -165,7 +170,7 @@ def check_images(data: DataConfig, images: ImageConfig) -> None:
         defaults = ImageConfig()
         for field in dataclasses.fields(ImageConfig):
             value, default = getattr(images, field.name), getattr(defaults, field.name)
-            _require(
+            require(
                 value == default,
                 f"images.{field.name}={value!r} is read only with images, but data.objective="
                 f"{data.objective!r} reads texts; set images.{field.name}={default!r}, or "
@@ -174,26 +179,22 @@ def check_images(data: DataConfig, images: ImageConfig) -> None:
         return
     for key, objectives in _READ_WITH.items():
         value, default = getattr(images, key), getattr(ImageConfig, key)
-        _require(
+        require(
             value == default or data.objective in objectives,
             f"images.{key}={value!r} is read only with data.objective={objectives[0]!r}, but it is "
             f"{data.objective!r}; set images.{key}={default!r}",
         )
     size = data.global_batch_size
-    _require(
+    require(
         not images.mixes or size % 2 == 0,
         f"images.mixup={images.mixup} and images.cutmix={images.cutmix} mix the images of a batch "
         f"in pairs, but data.global_batch_size={size} is odd; choose {size + 1}",
     )
-    _require(
+    require(
         images.repeats == 1 or 2 * images.repeats <= size,
         f"images.repeats={images.repeats} leaves fewer than two different images in a batch of "
         f"data.global_batch_size={size}; choose at most {max(size // 2, 1)}",
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require_numbers(name: str, value: Any, count: int, example: str) -> None:
@@ -201,18 +202,13 @@ def _require_numbers(name: str, value: Any, count: int, example: str) -> None:
         isinstance(value, Sequence)
         and not isinstance(value, str)
         and len(value) == count
-        and all(map(_is_number, value))
+        and all(map(is_number, value))
     )
-    _require(is_right, f"{name}={value!r} must be {count} numbers; choose for example {example}")
+    require(is_right, f"{name}={value!r} must be {count} numbers; choose for example {example}")
 
 
 def _require_fraction(name: str, value: object) -> None:
-    _require(
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1,
+    require(
+        is_number(value) and 0 <= value <= 1,
         f"{name}={value!r} must be a part of all, from 0 (none) to 1 (all)",
     )
-
-
-def _require(holds: object, message: str) -> None:
-    if not holds:
-        raise ValueError(message)

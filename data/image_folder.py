@@ -1,6 +1,7 @@
 """Folders of image files, a folder for each class."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,15 @@ from PIL import Image
 
 from data.config import DataConfig
 from data.crops import open_image
-from data.image_check import sound_files
+from data.image_check import leave_out, sound_files
 from data.image_config import ImageConfig
+from data.image_listing import ENDINGS, Listing, list_images, subfolders
 from data.image_sources import Found, ImageSource, Split
 
-#: Endings of the files that are taken for images, in any case.
-ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Names of folders that are splits and no classes.
 _TRAIN, _VALIDATION, _OTHER = "train", ("val", "validation"), ("test",)
+
+logger = logging.getLogger(__name__)
 
 
 class FolderImages(ImageSource):
@@ -48,31 +50,29 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> Found:
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: It holds no images, or no classes, or a class of validation that training lacks,
-            or files that are broken.
+        ValueError: It holds no images, or fewer than two classes; or `images.on_broken` does not
+            skip files that are broken, classes without images, and classes of validation that
+            training lacks.
     """
     roots = _split_folders(config.paths)
     has_labels = config.objective == "image_classification"
-    classes: tuple[str, ...] = ()
     if has_labels:
-        classes = _find_classes(roots[0])
-        _check_classes(roots, classes)
-    tables = [_list_files(root, classes) for root in roots]
-    for root, (files, _) in zip(roots, tables, strict=True):
-        if not len(files):
-            raise ValueError(
-                f"data.paths: {root} holds no images; files must end with one of "
-                f"{', '.join(ENDINGS)}"
-            )
-    tables = _without_broken(roots, tables, config, images)
+        _check_classes(roots[0], subfolders(roots[0]))
+    listings = [list_images(root, images) for root in roots]
+    _check_none_empty(listings)
     if has_labels:
-        _check_none_empty(roots[0], tables[0][1], classes)
-    splits = [_split(root, *table) for root, table in zip(roots, tables, strict=True)]
+        # Before all files are read for it.
+        listings = _with_images(_of_classes(listings), images)
+    listings = _without_broken(listings, config, images)
+    if has_labels:
+        listings = _with_images(listings, images)
+    _check_none_empty(listings)
+    classes = listings[0].folders if has_labels else ()
     return Found(
-        train=splits[0],
-        validation=splits[1] if len(splits) > 1 else None,
+        train=_split(listings[0], classes),
+        validation=_split(listings[1], classes) if len(listings) > 1 else None,
         classes=classes,
-        key=_key(roots, tables),
+        key=_key(listings, classes),
     )
 
 
@@ -86,7 +86,7 @@ def _split_folders(paths: Sequence[str]) -> list[Path]:
             )
     if len(roots) == 2:
         return roots
-    names = set(_folders(roots[0]))
+    names = set(subfolders(roots[0]))
     # A class may be called "train" too, but not all beside it be splits.
     if _TRAIN not in names or names - {_TRAIN, *_VALIDATION, *_OTHER}:
         return roots
@@ -94,105 +94,105 @@ def _split_folders(paths: Sequence[str]) -> list[Path]:
     return [roots[0] / _TRAIN, *found[:1]]
 
 
-def _folders(root: Path) -> list[str]:
-    with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.is_dir()]
-    return sorted(name for name in names if not name.startswith("."))
-
-
-def _find_classes(root: Path) -> tuple[str, ...]:
-    classes = tuple(_folders(root))
+def _check_classes(root: Path, classes: Sequence[str]) -> None:
     if len(classes) < 2:
-        what = f"only the folder {classes[0]!r}" if classes else "no folders"
+        what = f"only the folder {classes[0]!r} of images" if classes else "no folders of images"
         raise ValueError(
             f"data.paths: {root} has {what} in it, but data.objective='image_classification' needs "
             "a folder of images for each of at least two classes; sort the images into folders, or "
             "learn without labels (image_reconstruction, image_contrast)"
         )
-    return classes
+    for name in classes:
+        if os.fsencode(name).decode("utf-8", "replace") != name:
+            raise ValueError(
+                f"data.paths: {root} has the class {os.fsencode(name)!r}, whose name is not UTF-8; "
+                "rename the folder"
+            )
 
 
-def _check_classes(roots: Sequence[Path], classes: tuple[str, ...]) -> None:
-    lacking = sorted(set(_folders(roots[1])) - set(classes)) if len(roots) > 1 else []
-    if lacking:
-        raise ValueError(
-            f"data.paths: {roots[1]} has {_some(lacking)}, which {roots[0]} lacks; a class of "
-            "validation must be one of training: add its images there, or take the folder away"
-        )
+def _check_none_empty(listings: Sequence[Listing]) -> None:
+    for listing in listings:
+        if not len(listing.files):
+            raise ValueError(
+                f"data.paths: {listing.root} holds no images that can be used; put images there, "
+                f"whose names end with one of {', '.join(ENDINGS)}"
+            )
 
 
-def _list_files(root: Path, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the paths of all images below a folder, sorted, and the numbers of their classes.
+def _of_classes(listings: Sequence[Listing]) -> list[Listing]:
+    """Returns the listings without files that lie in no class."""
+    found = []
+    for listing in listings:
+        is_in = listing.of_folder >= 0
+        if not is_in.all():
+            count = np.count_nonzero(~is_in)
+            logger.info(
+                "%d image(s) right in %s are of no class, and not used", count, listing.root
+            )
+        found.append(listing.chosen(is_in))
+    return found
 
-    Without classes, those below each of its folders count as one.
+
+def _with_images(listings: Sequence[Listing], images: ImageConfig) -> list[Listing]:
+    """Returns the listings without classes that have no images, or none to train on.
+
+    Raises:
+        ValueError: There are some, and `images.on_broken` does not skip them, or fewer than two
+            are left.
     """
-    number = {name: i for i, name in enumerate(classes or ["", *_folders(root)])}
-    files = []
-    for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        below = os.path.relpath(folder, root)
-        below = "" if below == "." else below + os.sep
-        files += [
-            below + name
-            for name in names
-            if name.lower().endswith(ENDINGS) and not name.startswith(".")
-        ]
-    files.sort()
-    tops = [file.partition(os.sep)[0] if os.sep in file else "" for file in files]
-    is_of_class = [top in number for top in tops]
-    labels = np.array([number[top] for top in tops if top in number], np.int32)
-    encoded = [os.fsencode(file) for file, is_in in zip(files, is_of_class, strict=True) if is_in]
-    return np.array(encoded, np.bytes_), labels
+    found = []
+    for listing in listings:
+        counts = np.bincount(listing.of_folder, minlength=len(listing.folders))
+        empty = [name for name, count in zip(listing.folders, counts, strict=True) if not count]
+        what, remedy = (
+            f"of {len(counts)} classes in {listing.root} without an image",
+            "put images in",
+        )
+        leave_out(list(map(repr, empty)), what, f"{remedy}, or take the folders away", images)
+        found.append(listing.without_folders(empty))
+    train, *validation = found
+    _check_classes(train.root, train.folders)
+    for i, listing in enumerate(validation):
+        lacking = sorted(set(listing.folders) - set(train.folders))
+        what = f"of {len(listing.folders)} classes in {listing.root} that {train.root} lacks"
+        remedy = "a class of validation must be one of training: add its images there"
+        leave_out(list(map(repr, lacking)), what, remedy, images)
+        validation[i] = listing.without_folders(lacking)
+    return [train, *validation]
 
 
 def _without_broken(
-    roots: Sequence[Path],
-    tables: Sequence[tuple[np.ndarray, np.ndarray]],
-    config: DataConfig,
-    images: ImageConfig,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns the tables with the files that can be read alone."""
-    paths = [
-        os.path.join(root, os.fsdecode(file))
-        for root, (files, _) in zip(roots, tables, strict=True)
-        for file in files
-    ]
-    is_sound = sound_files(paths, config, images)
-    bounds = np.cumsum([len(files) for files, _ in tables])[:-1]
-    return [
-        (files[is_kept], labels[is_kept])
-        for (files, labels), is_kept in zip(tables, np.split(is_sound, bounds), strict=True)
-    ]
+    listings: Sequence[Listing], config: DataConfig, images: ImageConfig
+) -> list[Listing]:
+    """Returns the listings with the files that can be read alone."""
+    is_sound = sound_files([path for listing in listings for path in listing.paths], config, images)
+    bounds = np.cumsum([len(listing.files) for listing in listings])[:-1]
+    parts = np.split(is_sound, bounds)
+    return [listing.chosen(is_kept) for listing, is_kept in zip(listings, parts, strict=True)]
 
 
-def _check_none_empty(root: Path, labels: np.ndarray, classes: Sequence[str]) -> None:
-    counts = np.bincount(labels, minlength=len(classes))
-    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
-    if empty:
-        raise ValueError(
-            f"data.paths: {root} has no image in {_some(empty)}; put images there, or take the "
-            "folder away"
-        )
-
-
-def _split(root: Path, files: np.ndarray, labels: np.ndarray) -> Split:
+def _split(listing: Listing, classes: Sequence[str]) -> Split:
+    labels = _labels(listing, classes)
     # Paths must be the same on every system.
-    names = [bytes(file).replace(os.sep.encode(), b"/") for file in files]
-    return Split(source=FolderImages(root, files, labels), names=names, labels=lambda: labels)
+    names = [bytes(file).replace(os.sep.encode(), b"/") for file in listing.files]
+    source = FolderImages(listing.root, listing.files, labels)
+    return Split(source=source, names=names, labels=lambda: labels)
 
 
-def _key(roots: Sequence[Path], tables: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
+def _labels(listing: Listing, classes: Sequence[str]) -> np.ndarray:
+    """Returns int32[number of images]; without classes, each folder counts as one."""
+    if not classes:
+        return listing.of_folder + 1
+    number = {name: i for i, name in enumerate(classes)}
+    return np.array([number[name] for name in listing.folders], np.int32)[listing.of_folder]
+
+
+def _key(listings: Sequence[Listing], classes: Sequence[str]) -> str:
     """Returns a hash of paths, sizes and classes: a copy elsewhere has the same."""
     digest = hashlib.sha256()
-    for root, (files, labels) in zip(roots, tables, strict=True):
-        digest.update(f"{len(files)}\0".encode())
-        for file, label in zip(files, labels, strict=True):
-            size = os.stat(os.path.join(root, os.fsdecode(file))).st_size
-            digest.update(bytes(file) + f"\0{size}\0{label}\0".encode())
+    for listing in listings:
+        digest.update(f"{len(listing.files)}\0".encode())
+        labels = _labels(listing, classes)
+        for file, path, label in zip(listing.files, listing.paths, labels, strict=True):
+            digest.update(bytes(file) + f"\0{os.stat(path).st_size}\0{label}\0".encode())
     return digest.hexdigest()
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:3]))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{'the class' if len(names) == 1 else f'{len(names)} classes:'} {shown}{more}"

@@ -3,6 +3,8 @@
 R: rows, S: pixels of a side, C: channels.
 """
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from data.examples import (
     PAIR,
     TRAIN,
     Batch,
+    BrokenExample,
     Corpus,
     Example,
     Examples,
@@ -27,12 +30,13 @@ from data.image_config import ImageConfig
 from data.image_sources import Found, ImageSource, hold_out
 from data.mixing import draw_mix
 from data.own import is_own
+from data.shapes import batch_shapes
 from data.workers import Workers
 
-# Rows that a worker process reads at a time; even, so that pairs stay together.
-_ROWS_A_CALL = 16
 # What the key of a mask has beyond its row's.
 _MASK = 1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +73,18 @@ class Images(Examples):
     def __init__(self, source: ImageSource, data: DataConfig, images: ImageConfig):
         self._source, self._data, self._images = source, data, images
         self._split, self._workers = "", None
+        self._shapes = batch_shapes(data, images)
+        self._lost: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_workers": None}
 
     def __len__(self) -> int:
         return len(self._source)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
 
     def read_in(self, workers: Workers, split: str) -> None:
         """Has rows read by worker processes, to which this object is `split`."""
@@ -121,8 +131,7 @@ class Images(Examples):
         if self._workers is None:
             batch = getattr(self, method)(arguments)
         else:
-            starts = range(0, len(arguments), _ROWS_A_CALL)
-            calls = [arguments[start : start + _ROWS_A_CALL] for start in starts]
+            calls = self._workers.shares(arguments)
             parts = self._workers.map(self._split, method, calls)
             batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if list(wanted) == sorted(wanted):
@@ -150,9 +159,7 @@ class Images(Examples):
             image, label = self._source.read(index)
             pixels = self._pixels(image, key, augments=augments)
         except Exception as error:  # Of a broken file Pillow raises whatever its decoder does.
-            raise ValueError(
-                f"{self._source.place(index)} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            return self._lose(index, error)
         row: Example = {"images": pixels, "weights": np.array(1, np.float32)}
         if self._data.objective == "image_reconstruction":
             row["mask_seeds"] = np.array(generator((*key, _MASK)).integers(2**32), np.uint32)
@@ -162,6 +169,22 @@ class Images(Examples):
                 row["other_targets"] = row["targets"]
                 row["target_shares"] = np.array(1, np.float32)
         return row
+
+    def _lose(self, index: int, error: Exception) -> Example:
+        """Returns a row of no weight in place of an image that broke since it was checked.
+
+        Raises:
+            BrokenExample: `images.on_broken` does not skip it.
+        """
+        what = f"{self._source.place(index)} cannot be read: {type(error).__name__}: {error}"
+        if self._images.on_broken == "refuse":
+            raise BrokenExample(
+                f"{what}; mend it and start again, or set images.on_broken='skip' in a new run"
+            ) from error
+        if index not in self._lost:
+            self._lost.add(index)
+            logger.warning("%s; left out (%d so far in this process)", what, len(self._lost))
+        return {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
 
     def _pixels(self, image: Image.Image, key: tuple[int, ...], *, augments: bool) -> np.ndarray:
         """Returns uint8[S, S, C], or of image_contrast uint8[2, S, S, C]."""
@@ -173,6 +196,8 @@ class Images(Examples):
 
     def _mixed(self, rows: dict[int, Example], place: Place) -> Example:
         row, other = rows[place.element], rows[place.element ^ 1]
+        if not (row["weights"] and other["weights"]):
+            return row
         mix = draw_mix(self._images, generator((PAIR, place.seed, place.element // 2)))
         return {
             **row,
@@ -224,4 +249,4 @@ def _find(config: DataConfig, images: ImageConfig) -> Found:
         return find_own_images(config, images)
     from data.tfds_images import find_tfds_images
 
-    return find_tfds_images(config)
+    return find_tfds_images(config, images)

@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from data.array_cache import locked, read_array, write_array
 from data.config import DataConfig
 from data.crops import open_image
+from data.image_check import find_problems, problem_of, report
+from data.image_config import ImageConfig
 from data.image_sources import Found, ImageSource, Numbered, Split
 from data.tfds_sets import builder_key, open_builder, open_split
+
+# Instead of the label of an image that cannot be read.
+_BROKEN = np.iinfo(np.int64).min
 
 
 class TfdsImages(ImageSource):
@@ -24,13 +30,10 @@ class TfdsImages(ImageSource):
         directory: Of the set.
         split: Its name.
         features: The names of the image and of the label; without the latter all labels are 0.
-        num_classes: That there are.
     """
 
-    def __init__(
-        self, directory: Path, split: str, features: tuple[str, str | None], num_classes: int
-    ):
-        self._directory, self._split, self._num_classes = directory, split, num_classes
+    def __init__(self, directory: Path, split: str, features: tuple[str, str | None]):
+        self._directory, self._split = directory, split
         self._image, self._label = features
         self._source: Sequence[Any] | None = None
 
@@ -41,14 +44,13 @@ class TfdsImages(ImageSource):
         return len(self._open())
 
     def read(self, index: int) -> tuple[Image.Image, int]:
+        content, label = self.encoded(index)
+        return open_image(content), label
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        """Returns the file of an image, and its label."""
         example = self._open()[index]
-        label = 0 if self._label is None else int(example[self._label])
-        if self._label is not None and not 0 <= label < self._num_classes:
-            raise ValueError(
-                f"the label {label} is none of the {self._num_classes} classes, 0 to "
-                f"{self._num_classes - 1}; choose a split with labels"
-            )
-        return open_image(bytes(example[self._image])), label
+        return bytes(example[self._image]), 0 if self._label is None else int(example[self._label])
 
     def place(self, index: int) -> str:
         return f"image {index} of the split {self._split!r} in {self._directory}"
@@ -63,13 +65,14 @@ class TfdsImages(ImageSource):
         return self._source
 
 
-def find_tfds_images(config: DataConfig) -> Found:
-    """Returns the images of the TFDS set that `data.name` names.
+def find_tfds_images(config: DataConfig, images: ImageConfig) -> Found:
+    """Returns the images of the TFDS set that `data.name` names, each of which was read once.
 
     Its validation split is the set's own 'validation', or else its 'test'.
 
     Raises:
-        ValueError: There is no such set, or it has no images, no labels, no train split.
+        ValueError: There is no such set, or it has no images, no labels, no train split; or
+            `images.on_broken` does not skip images that are broken or have no label.
     """
     has_labels = config.objective == "image_classification"
 
@@ -88,12 +91,11 @@ def find_tfds_images(config: DataConfig) -> Found:
     held_out = next((name for name in ("validation", "test") if name in splits), None)
 
     def split(name: str) -> Split:
-        source = TfdsImages(Path(os.fspath(builder.data_path)), name, features, len(classes))
-        return Split(
-            source=source,
-            names=Numbered(len(source)),
-            labels=lambda: _read_labels(source, config, f"{builder_key(builder)} {name} {label}"),
-        )
+        source = TfdsImages(Path(os.fspath(builder.data_path)), name, features)
+        labels = _read_labels(source, config, f"{builder_key(builder)} {name} {features}")
+        found = Split(source=source, names=Numbered(len(source)), labels=labels.copy)
+        positions = _usable(source, labels, len(classes) if label is not None else 1, images)
+        return found if len(positions) == len(source) else found.chosen(positions)
 
     return Found(
         train=split("train"),
@@ -104,15 +106,49 @@ def find_tfds_images(config: DataConfig) -> Found:
 
 
 def _read_labels(source: TfdsImages, config: DataConfig, key: str) -> np.ndarray:
-    """Returns the labels of all images, which are read once for them, and cached."""
+    """Returns int64[number of images]: of each the label, or _BROKEN.
+
+    All images are read once for them; processes that start together do it once.
+    """
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     cache = config.cache_path / f"labels-{name}.npy"
-    if not cache.exists():
-        labels = np.array([source.read(index)[1] for index in range(len(source))], np.int32)
-        new = cache.with_suffix(".tmp.npy")
-        np.save(new, labels)
-        new.replace(cache)
-    return np.load(cache)
+    with locked(cache):
+        labels = read_array(cache)
+        if labels is None or len(labels) != len(source):
+            labels = np.full(len(source), _BROKEN)
+
+            def check(index: int) -> str | None:
+                content, label = source.encoded(index)
+                problem = problem_of(content)
+                if problem is None:
+                    labels[index] = label
+                return problem
+
+            find_problems(check, range(len(source)))
+            write_array(cache, labels)
+    return labels
+
+
+def _usable(
+    source: TfdsImages, labels: np.ndarray, num_classes: int, images: ImageConfig
+) -> np.ndarray:
+    """Returns int64[number of images that can be used]: their numbers.
+
+    Raises:
+        ValueError: Some cannot, and `images.on_broken` does not skip them, or none can.
+    """
+
+    def problem(label: int, index: int) -> str:
+        if label == _BROKEN:
+            return problem_of(source.encoded(index)[0]) or "it could not be read before"
+        return f"its label {label} is none of the {num_classes} classes, 0 to {num_classes - 1}"
+
+    is_usable = (labels >= 0) & (labels < num_classes)
+    problems = {int(i): problem(int(labels[i]), int(i)) for i in np.flatnonzero(~is_usable)}
+    report(problems, len(source), source.place, images)
+    if not is_usable.any():
+        raise ValueError(f"{source.place(0)} and all others cannot be used; choose another set")
+    return np.flatnonzero(is_usable)
 
 
 def _image_feature(builder: Any) -> str:

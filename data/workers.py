@@ -25,6 +25,8 @@ _Worker = tuple[subprocess.Popen, Any]  # the process, and our end of the socket
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 # A worker whose socket was closed ends after what it is at.
 _END_TIMEOUT_S = 10.0
+# Arguments of a call that takes many.
+_MAX_SHARE = 16
 
 
 class Workers:
@@ -42,6 +44,16 @@ class Workers:
         self._lock = threading.Lock()
         self._idle: queue.Queue[_Worker] = queue.Queue()
         self._threads: ThreadPoolExecutor | None = None
+
+    def shares(self, arguments: Sequence[Any]) -> list[Sequence[Any]]:
+        """Returns the arguments in parts for calls that take many.
+
+        There are parts for all workers, of an even number of arguments each, so that pairs stay
+        together, and of few, so that all workers end at about the same time.
+        """
+        share = -(-len(arguments) // self.num_workers)
+        size = min(share + share % 2, _MAX_SHARE)
+        return [arguments[start : start + size] for start in range(0, len(arguments), size)]
 
     def map(self, target: str, method: str, arguments: Sequence[Any]) -> list[Any]:
         """Returns what a method of a target returns for each of the arguments, in order.

@@ -45,12 +45,15 @@ def train_flops(model: object, shapes: Mapping[str, Any], num_params: int) -> in
 
     Args:
         model: its method `forward_flops(shapes)` is asked if it has one; otherwise every parameter
-            counts as one multiply-add of each token.
+            counts as one multiply-add of each token. What an average of the parameters computes
+            without a backward, for `teach`, is `teach_flops(shapes)`.
         shapes: the batch's arrays, or ShapeDtypeStructs of them, by name.
         num_params: number of parameters.
     """
     count = getattr(model, "forward_flops", None)
-    return 3 * (count(shapes) if count else dense_flops(num_params, num_tokens(shapes)))
+    forward = count(shapes) if count else dense_flops(num_params, num_tokens(shapes))
+    taught = getattr(model, "teach_flops", lambda shapes: 0)
+    return 3 * forward + taught(shapes)
 
 
 def num_tokens(shapes: Mapping[str, Any]) -> int:

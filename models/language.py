@@ -112,11 +112,16 @@ def vocab_logits(
     return logits if bias_V is None else logits + bias_V[None, None, :vocab_size]
 
 
-def check_heads_divide(config: Any) -> None:
-    """Raises a ValueError if the heads do not divide the embedding's dim evenly."""
-    if config.embed_dim % config.num_heads:
+def check_heads_divide(config: Any, *, prefix: str = "") -> None:
+    """Raises a ValueError if the heads do not divide the embedding's dim evenly.
+
+    Args:
+      prefix: of the names of both fields.
+    """
+    heads, embed = (getattr(config, f"{prefix}{name}") for name in ("num_heads", "embed_dim"))
+    if embed % heads:
         raise ValueError(
-            f"model.num_heads={config.num_heads} must divide model.embed_dim={config.embed_dim}"
+            f"model.{prefix}num_heads={heads} must divide model.{prefix}embed_dim={embed}"
         )
 
 
@@ -144,15 +149,16 @@ def check_sizes(config: Any, *, but: Collection[str] = ()) -> None:
       but: fields that are something else in spite of their names.
 
     Raises:
-      ValueError: `num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is less than 1, or
-        `dropout`, `drop_path` or `*_smoothing` is not in [0, 1).
+      ValueError: `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is less
+        than 1, or `dropout`, `drop_path` or `*_smoothing` is not in [0, 1).
     """
     for field in dataclasses.fields(config):
         name = field.name
         value: Any = getattr(config, name)
         if value is None or name in but:
             continue
-        is_size = name.endswith(("_dim", "_size", "_multiple")) or name.startswith(("num_", "max_"))
+        kind = name.removeprefix("decoder_")
+        is_size = kind.endswith(("_dim", "_size", "_multiple")) or kind.startswith(("num_", "max_"))
         if is_size and value < 1:
             raise ValueError(f"model.{name}={value} must be at least 1")
         if name.endswith(("dropout", "drop_path", "smoothing")) and not (0.0 <= value < 1.0):

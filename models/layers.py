@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sharding.logical import axes_by_hand, offset, sum_over
+from sharding.logical import axes_by_hand, offset, sum_over, sum_over_batch
 
 # Parameters are laid out where the train state is built, not one by one as they are made.
 nnx.use_eager_sharding(False)
@@ -69,11 +69,14 @@ class Linear(nnx.Module):
 class LayerNorm(nnx.Module):
     """Normalisation of the last dim to mean 0 and variance 1, then scale and bias.
 
+    Args:
+      start: of the scale.
+
     Source: Ba et al. 2016 (arXiv:1607.06450).
     """
 
-    def __init__(self, features: int, *, epsilon: float, rngs: nnx.Rngs):
-        self.scale = param(jax.nn.initializers.ones, rngs, (features,), (None,))
+    def __init__(self, features: int, *, epsilon: float, start: float = 1.0, rngs: nnx.Rngs):
+        self.scale = param(jax.nn.initializers.constant(start), rngs, (features,), (None,))
         self.bias = param(jax.nn.initializers.zeros, rngs, (features,), (None,))
         self.epsilon = epsilon
 
@@ -86,6 +89,45 @@ class LayerNorm(nnx.Module):
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
         scale, bias = self.scale[...], self.bias[...]
         return (normal * scale + bias).astype(x.dtype)
+
+
+class BatchNorm(nnx.Module):
+    """Normalisation of every feature to mean 0 and variance 1 over a batch, then scale and bias.
+
+    Statistics are always the batch's own, in evaluations too: no averages of them are kept.
+
+    Args:
+      axis: the logical axis of the features, if they are split over the mesh.
+      learns: whether there are scale and bias.
+
+    Source: Ioffe and Szegedy 2015 (arXiv:1502.03167).
+    """
+
+    def __init__(
+        self, features: int, axis: str | None = None, *, learns: bool = True, rngs: nnx.Rngs
+    ):
+        ones, zeros, shape = jax.nn.initializers.ones, jax.nn.initializers.zeros, (features,)
+        self.scale = param(ones, rngs, shape, (axis,)) if learns else None
+        self.bias = param(zeros, rngs, shape, (axis,)) if learns else None
+
+    def __call__(self, x: jax.Array, weights_B: jax.Array) -> jax.Array:
+        """Returns the shape and dtype of `x`; statistics are float32 or wider.
+
+        Args:
+          x: `[B, ..., features]`. Of all B examples of all devices; those of each place between
+            are normalised by themselves.
+          weights_B: what each example counts in the statistics.
+        """
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        weights = weights_B.astype(wide.dtype).reshape(-1, *[1] * (x.ndim - 1))
+        total = sum_over_batch(jnp.sum(weights))
+        total = jnp.where(total > 0, total, 1)
+        mean = sum_over_batch(jnp.sum(wide * weights, axis=0)) / total
+        variance = sum_over_batch(jnp.sum(jnp.square(wide - mean) * weights, axis=0)) / total
+        normal = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
+        if self.scale is not None and self.bias is not None:
+            normal = normal * self.scale[...] + self.bias[...]
+        return normal.astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -103,6 +145,13 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]).astype(x.dtype)
+
+
+def unit_length(x: jax.Array) -> jax.Array:
+    """Returns the last dim divided by its length, in float32 or wider."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    square = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
+    return wide * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
 def after(elementwise: Callable, function: Callable, x: Any):

@@ -12,7 +12,16 @@ A model whose `embed` and `head` compute with a part of the vocab, because they 
 `models.layers.lookup` and `models.losses.chunked_vocab_loss`, says so: `can_share_vocab = True`.
 A class that changes either says it again.
 
+A model that learns from an average of itself has `teach(x, batch) -> arrays [B, ...]` too. Before
+a step its stacks run with the average's parameters (`train.ema_decay`) and without dropout, `teach`
+takes what they end with in place of `head`, and `head` finds in its batch what that returned.
+A model whose `head` or `teach` compares the examples of the whole batch with each other, by means
+of sharding/logical.py, says so: `sees_whole_batch = True`. Its batch is one microbatch.
+
 A model for certain `data.objective` alone names them: `objectives = ("causal_lm",)`.
+
+Weight decay is for matrices and tables, not for what is called `bias` or `scale`. A class names
+what else has none, parameters or modules that hold them: `not_decayed = ("class_token",)`.
 
 `x` is an array or a tree of arrays, all floating, and keeps its structure, shapes and dtypes within
 a stack. `batch` is a dict of arrays with a leading batch dim. While training,
@@ -118,6 +127,17 @@ class Parts:
     before: Mapping[str, Callable[[Tree, Tree, Tree], Tree]]
     head: Callable[[Tree, Tree, Tree], tuple[jax.Array, jax.Array, dict]]
     num_layers: Mapping[str, int]  # of every stack, in the order in which they run
+    teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
+
+    def with_taught(self, ends: Tree, x: Tree, batch: dict[str, Any]) -> dict[str, Any]:
+        """Returns types of the batch that the head gets.
+
+        Args:
+          x: type of what the last stack returns.
+        """
+        if self.teach is None:
+            return batch
+        return batch | jax.eval_shape(self.teach, ends, x, batch)
 
     def types(self, ends: Tree, batch: Tree) -> dict[str, tuple[Tree, Tree]]:
         """Returns stack -> types of what comes before it, and of what its blocks take and return.
@@ -185,6 +205,11 @@ def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Parts:
         before={key: before(key) for key in stacks if hasattr(model, f"before_{key}")},
         head=lambda ends, x, batch: nnx.merge(ends_graph, ends).head(x, batch),
         num_layers={key: stack.num_layers for key, stack in stacks.items()},
+        teach=(
+            (lambda ends, x, batch: nnx.merge(ends_graph, ends).teach(x, batch))
+            if hasattr(model, "teach")
+            else None
+        ),
     )
 
 
@@ -230,6 +255,7 @@ def check(parts: Parts, params: Tree, batch: Tree) -> None:
                 f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
                 "structure, shapes and dtypes must stay"
             )
+    batch = parts.with_taught(cut["ends"], x, batch)
     loss, weight, metrics = jax.eval_shape(parts.head, cut["ends"], x, batch)
     for name, value in {"loss": loss, "weight": weight, **metrics}.items():
         if value.shape:

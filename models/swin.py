@@ -10,6 +10,7 @@ are shifted by half of their side.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,11 @@ class SwinConfig(ImageInputConfig):
     def num_stages(self) -> int:
         return len(self.depths)
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The side of the windows of each stage."""
+        return tuple(self.window(stage)[0] for stage in range(self.num_stages))
+
     def width(self, stage: int) -> int:
         """Returns C of a stage."""
         return self.embed_dim * 2**stage
@@ -128,7 +134,8 @@ class SwinConfig(ImageInputConfig):
 class Block(nnx.Module):
     """Attention within windows, and an MLP.
 
-    Version 1 is x + branch(norm(x)) of each; version 2 is x + norm(branch(x)), its logits cosines.
+    Version 1 is x + branch(norm(x)) of each; version 2 is x + norm(branch(x)), its logits cosines,
+    and is the identity at the start.
 
     Args:
       stage: of which it is.
@@ -137,8 +144,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: SwinConfig, stage: int, *, second: bool, rngs: nnx.Rngs):
         embed, heads, stddev = config.width(stage), config.num_heads[stage], config.init_stddev
-        norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.config, self.second, is_first = config, second, config.version == 1
+        start = 1.0 if is_first else 0.0
+        norm: dict[str, Any] = {"epsilon": config.layer_norm_epsilon, "start": start, "rngs": rngs}
         self.side, shift = config.window(stage)
         self.shift = shift if second else 0
 
@@ -255,6 +263,8 @@ class Swin(nnx.Module):
     """A pyramid of windows with a head."""
 
     Config = SwinConfig
+    #: As in published code: what makes the biases of attention, and the cosines' scales.
+    not_decayed = ("bias", "log_scale")
 
     def __init__(self, config: SwinConfig, *, rngs: nnx.Rngs):
         self.config, self.objectives = config, HEADS[config.head]

@@ -57,6 +57,12 @@ class ImageInputConfig:
         mean, stddev = (jnp.asarray(v, wide) for v in (self.image_mean, self.image_stddev))
         return ((images_BHWC.astype(wide) / 255 - mean) / stddev).astype(dtype)
 
+    def pixels(self, normalised_BHWC: jax.Array) -> jax.Array:
+        """Returns floating pixels, 0 to 1 where they are an image's, of what is normalised."""
+        dtype = normalised_BHWC.dtype
+        mean, stddev = (jnp.asarray(v, dtype) for v in (self.image_mean, self.image_stddev))
+        return normalised_BHWC * stddev + mean
+
 
 class PatchEmbedding(nnx.Module):
     """A linear layer over each patch of an image.
@@ -97,6 +103,12 @@ def cut_patches(images_BHWC: jax.Array, size: int) -> jax.Array:
     rows, columns = height // size, width // size
     images = images_BHWC[:, : rows * size, : columns * size]
     return images.reshape(batch, rows, size, columns, size, channels).swapaxes(2, 3)
+
+
+def joined_patches(patches: jax.Array) -> jax.Array:
+    """Returns images `[B, H, W, C]` of what `cut_patches` makes of them."""
+    batch, rows, columns, size, _, channels = patches.shape
+    return patches.swapaxes(2, 3).reshape(batch, rows * size, columns * size, channels)
 
 
 def check_patch_size(config: Any) -> None:
@@ -209,5 +221,6 @@ def soft_targets(batch: dict, num_labels: int, dtype: Any) -> jax.Array:
 def _rank(logits_BK: jax.Array, labels_B: jax.Array) -> jax.Array:
     """Returns how many labels come before each image's own; of equal logits, the first does."""
     own = jnp.take_along_axis(logits_BK, labels_B[:, None], axis=1)
-    is_before = jnp.arange(logits_BK.shape[1]) < labels_B[:, None]
-    return jnp.sum((logits_BK > own) | ((logits_BK == own) & is_before), axis=1)
+    is_after = jnp.arange(logits_BK.shape[1]) >= labels_B[:, None]  # or is its own
+    # Those not after it are counted: NaN compares as false, and must not make a label the first.
+    return jnp.sum(~((logits_BK < own) | ((logits_BK == own) & is_after)), axis=1)

@@ -6,9 +6,11 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1; stochastic dept
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from models.flops import attention_flops, dense_flops
@@ -30,27 +32,23 @@ from models.vision import (
 from sharding.logical import constrain
 
 POOLS = ("class_token", "mean")
-POSITIONS = ("learned", "sincos")
+#: What `position_embedding` is at the start.
+POSITIONS = ("random", "sincos")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig(ImageInputConfig):
-    """Sizes, regularisation and head of a ViT."""
+class ImageEncoderConfig(ImageInputConfig):
+    """Sizes and regularisation of an encoder of patches."""
 
     patch_size: int  # pixels of a side
     num_layers: int
     num_heads: int
     embed_dim: int
     mlp_dim: int
-    head: str = "labels"  # labels | none
-    num_labels: int = 2  # of the head "labels"
-    pool: str = "class_token"  # what the head reads: class_token | mean, of the patches
-    positions: str = "learned"  # learned | sincos, which is fixed
+    positions: str = "random"  # at the start: random | sincos; optimizer.frozen keeps them so
     dropout: float = 0.0  # of embeddings and residual branches, in [0, 1)
     drop_path: float = 0.0  # of the last layer's branches for an image; grows linearly from 0
-    label_smoothing: float = 0.0  # while training
     qkv_bias: bool = True
-    use_pooler: bool = False  # with head="none": keep a layer that none of our heads reads
     activation: str = "gelu"
     layer_norm_epsilon: float = 1e-12
     init_stddev: float = 0.02
@@ -61,21 +59,50 @@ class ViTConfig(ImageInputConfig):
         check_heads_divide(self)
         check_patch_size(self)
         check_activation(self.activation)
-        for name, choices in (("head", HEADS), ("pool", POOLS), ("positions", POSITIONS)):
-            if getattr(self, name) not in choices:
-                value = getattr(self, name)
-                raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
+        self._check_choice("positions", POSITIONS)
         if self.positions == "sincos" and self.embed_dim % 4:
             raise ValueError(
                 f"model.positions='sincos' needs model.embed_dim={self.embed_dim} to be a multiple "
-                "of 4; choose one, or model.positions='learned'"
+                "of 4; choose one, or model.positions='random'"
             )
+
+    def _check_choice(self, name: str, choices: Iterable[str]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches."""
         side = self.image_size // self.patch_size
         return side, side
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig(ImageEncoderConfig):
+    """Sizes, regularisation and head of a ViT."""
+
+    head: str = "labels"  # labels | none
+    num_labels: int = 2  # of the head "labels"
+    pool: str = "class_token"  # what the head reads: class_token | mean, of the patches
+    label_smoothing: float = 0.0  # while training
+    use_pooler: bool = False  # with head="none": keep a layer that none of our heads reads
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_choice("head", HEADS)
+        self._check_choice("pool", POOLS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreTrainingConfig(ImageEncoderConfig):
+    """Sizes and regularisation of a model whose encoder is to become a ViT's."""
+
+    @property
+    def encoder(self) -> ViTConfig:
+        """The ViT that is pre-trained."""
+        names = [field.name for field in dataclasses.fields(ImageEncoderConfig)]
+        return ViTConfig(head="none", **{name: getattr(self, name) for name in names})
 
 
 class Block(nnx.Module):
@@ -85,7 +112,7 @@ class Block(nnx.Module):
       num_layers: among which the rate of stochastic depth grows.
     """
 
-    def __init__(self, config: ViTConfig, num_layers: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: ImageEncoderConfig, num_layers: int, *, rngs: nnx.Rngs):
         embed, stddev = config.embed_dim, config.init_stddev
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.attention_norm = LayerNorm(embed, **norm)
@@ -119,24 +146,68 @@ class Block(nnx.Module):
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
 
-class ViT(nnx.Module):
+class ImageEncoder(nnx.Module):
+    """What ViT is made of but its head: an encoder of patches and a class token.
+
+    A model that pre-trains it has these parameters under the same names.
+
+    Args:
+      block: the class of the blocks.
+    """
+
+    not_decayed = ("class_token", "position_embedding")  # as in published code
+
+    def __init__(self, config: ImageEncoderConfig, *, block: type[Block] = Block, rngs: nnx.Rngs):
+        embed, layers = config.embed_dim, config.num_layers
+        normal = jax.nn.initializers.normal(config.init_stddev)
+        self.patch_embedding = PatchEmbedding(config, config.patch_size, embed, rngs=rngs)
+        self.class_token = param(normal, rngs, (1, 1, embed), (None, None, "embed"))
+        self.position_embedding = position_embedding(config, rngs=rngs)
+        self.encoder = Stack(lambda rngs: block(config, layers, rngs=rngs), layers, rngs=rngs)
+        self.final_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
+
+    def tokens(self, images_BHWC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (class token `[B, 1, D]`, patches `[B, T, D]`) of images, with positions."""
+        patches = self.patch_embedding(images_BHWC)
+        size, rows, columns, embed = patches.shape
+        positions = positions_on(self.position_embedding[...], (rows, columns))
+        first = jnp.broadcast_to(self.class_token[...] + positions[:, :1], (size, 1, embed))
+        return first, patches.reshape(size, rows * columns, embed) + positions[:, 1:]
+
+
+def position_embedding(config: ImageEncoderConfig, *, rngs: nnx.Rngs) -> nnx.Param:
+    """Returns a table `[1, 1 + T, D]` of positions, that of the class token first."""
+    embed, (rows, columns) = config.embed_dim, config.grid
+    init = jax.nn.initializers.normal(config.init_stddev)
+    if config.positions == "sincos":
+        fixed = np.pad(sincos_positions(rows, columns, embed), ((1, 0), (0, 0)))[None]
+        init = lambda key, shape, dtype: jnp.asarray(fixed, dtype).reshape(shape)  # noqa: E731
+    return param(init, rngs, (1, 1 + rows * columns, embed), (None, None, "embed"))
+
+
+def positions_on(table: jax.Array, grid: tuple[int, int]) -> jax.Array:
+    """Returns a table `[1, 1 + T, D]` of positions as it is on a grid of patches."""
+    return jnp.concatenate([table[:, :1], resized_positions(table[0, 1:], grid)[None]], axis=1)
+
+
+def encoder_flops(config: ImageEncoderConfig, num_tokens: int) -> int:
+    """Returns matrix-product FLOPs of all blocks over a sequence."""
+    embed = config.embed_dim
+    kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
+    heads = config.num_heads, embed // config.num_heads
+    scores = attention_flops(num_tokens, *heads, is_causal=False)
+    return num_tokens * config.num_layers * (kernels + scores)
+
+
+class ViT(ImageEncoder):
     """An encoder of images with a head."""
 
     Config = ViTConfig
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
         self.config, self.objectives = config, HEADS[config.head]
         embed, stddev = config.embed_dim, config.init_stddev
-        normal = jax.nn.initializers.normal(stddev)
-        num_patches = config.grid[0] * config.grid[1]
-        self.patch_embedding = PatchEmbedding(config, config.patch_size, embed, rngs=rngs)
-        self.class_token = param(normal, rngs, (1, 1, embed), (None, None, "embed"))
-        shape, axes = (1, 1 + num_patches, embed), (None, None, "embed")
-        is_learned = config.positions == "learned"
-        self.position_embedding = param(normal, rngs, shape, axes) if is_learned else None
-        layers = config.num_layers
-        self.encoder = Stack(lambda rngs: Block(config, layers, rngs=rngs), layers, rngs=rngs)
-        self.final_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
 
         def linear(outputs: int) -> Linear:
             return Linear({"embed": embed}, {"_out": outputs}, stddev=stddev, rngs=rngs)
@@ -147,12 +218,7 @@ class ViT(nnx.Module):
 
     def embed(self, batch: dict) -> jax.Array:
         """Returns activations `[B, T, D]` of `batch["images"]`, the class token first."""
-        patches = self.patch_embedding(batch["images"])
-        size, rows, columns, embed = patches.shape
-        class_token, positions = self.class_token[...], self._positions((rows, columns))
-        first = jnp.broadcast_to(class_token + positions[:, :1], (size, 1, embed))
-        x_BTD = patches.reshape(size, rows * columns, embed) + positions[:, 1:]
-        x_BTD = jnp.concatenate([first, x_BTD], axis=1)
+        x_BTD = jnp.concatenate(self.tokens(batch["images"]), axis=1)
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
@@ -165,11 +231,8 @@ class ViT(nnx.Module):
         config, embed = self.config, self.config.embed_dim
         batch, height, width, channels = shapes["images"].shape
         patches = (height // config.patch_size) * (width // config.patch_size)
-        head_dim = embed // config.num_heads
-        kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
-        scores = attention_flops(1 + patches, config.num_heads, head_dim, is_causal=False)
         total = patches * dense_flops(config.patch_size**2, channels, embed)
-        total += (1 + patches) * config.num_layers * (kernels + scores)
+        total += encoder_flops(config, 1 + patches)
         if self.classifier is not None:
             total += dense_flops(embed, config.num_labels)
         return batch * total
@@ -183,15 +246,6 @@ class ViT(nnx.Module):
         batch = {"images": images}
         x_BTD = self.encoder(self.embed(batch), batch)
         return self.final_norm(x_BTD) if self.classifier is None else self._logits(x_BTD)
-
-    def _positions(self, grid: tuple[int, int]) -> jax.Array:
-        """Returns `[1, T, D]`, those of the class token first."""
-        if self.position_embedding is None:
-            dtype = self.class_token.dtype
-            fixed = jnp.asarray(sincos_positions(*grid, self.config.embed_dim), dtype)
-            return jnp.pad(fixed, ((1, 0), (0, 0)))[None]
-        table = self.position_embedding[...]
-        return jnp.concatenate([table[:, :1], resized_positions(table[0, 1:], grid)[None]], axis=1)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         assert self.classifier is not None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.layers import Linear, param
+from models.layers import Linear, param, unit_length
 
 #: Hidden units of the network that makes biases.
 BIAS_DIM = 512
@@ -115,9 +115,7 @@ class UnitNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the shape and dtype of `x`; the length is float32 or wider."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        square = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
-        return (wide * jax.lax.rsqrt(jnp.maximum(square, 1e-24))).astype(x.dtype)
+        return unit_length(x).astype(x.dtype)
 
 
 class ScaledUnitNorm(UnitNorm):

@@ -7,6 +7,9 @@ it. Mesh axes that the caller already handles by hand (inside a `shard_map`) are
 What is split over the pipeline's stages is really a part: the vocab, where they share the embedding
 and the head. A function over the vocab says so with `offset`, `sum_over` and `max_over`; they do
 nothing where the whole vocab is at hand.
+
+A model's functions see the examples of one device. One that compares those of all devices with each
+other says so with `gather_batch`, `first_example` and `sum_over_batch`.
 """
 
 import contextlib
@@ -18,6 +21,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sharding.collectives import psum
+from sharding.mesh import REPLICA_AXES
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -81,19 +85,25 @@ def axes_by_hand(name: str) -> tuple[str, ...]:
     Raises:
       ValueError: the other stages do not run what asks; see `runs_alone`.
     """
-    rules, mesh = _active_rules.get(), jax.sharding.get_abstract_mesh()
-    if rules is None or mesh.empty or "pipeline" not in rules.get(name, ()):
-        return ()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if kinds["pipeline"] != AxisType.Manual or mesh.shape["pipeline"] == 1:
-        return ()
-    if _alone.get():
+    rules, axes = _active_rules.get(), ()
+    if rules is not None and "pipeline" in rules.get(name, ()):
+        axes = _by_hand(("pipeline",))
+    if axes and _alone.get():
         raise ValueError(
             f"{_alone.get()} uses the {name}, of which pipeline.share_vocab=True gives every stage "
             "a part, and one stage alone runs it; use it in embed or head, or set "
             "pipeline.share_vocab=False"
         )
-    return ("pipeline",)
+    return axes
+
+
+def _by_hand(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns those of the mesh axes that are handled by hand and have more devices than one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if _active_rules.get() is None or mesh.empty:
+        return ()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(a for a in axes if kinds[a] == AxisType.Manual and mesh.shape[a] > 1)
 
 
 def offset(name: str, size: int) -> jax.Array | int:
@@ -114,12 +124,41 @@ def max_over(name: str, x: jax.Array) -> jax.Array:
     return jax.lax.pmax(x, axes) if axes else x
 
 
+def gather_batch(x: jax.Array) -> jax.Array:
+    """Returns `x`, [B, ...] of this device's examples, of all devices' examples; no gradient."""
+    axes, x = _by_hand(REPLICA_AXES), jax.lax.stop_gradient(x)
+    return jax.lax.all_gather(x, axes, tiled=True) if axes else x
+
+
+def first_example(size: int) -> jax.Array | int:
+    """Returns the place of the first of a device's `size` examples in what `gather_batch` gives."""
+    axes = _by_hand(REPLICA_AXES)
+    return jax.lax.axis_index(axes) * size if axes else 0
+
+
+def sum_over_batch(x: jax.Array) -> jax.Array:
+    """Returns the sum of the devices' `x`, the same for all; each gets the gradient of all."""
+    axes = _by_hand(REPLICA_AXES)
+    return _sum_of_examples(axes, x) if axes else x
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return psum(x, axes)
 
 
 _sum.defvjp(lambda axes, x: (_sum(axes, x), None), lambda axes, _, dy: (dy,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_examples(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return psum(x, axes)
+
+
+# Every device has a loss of its own examples, and all of these hang on the sum.
+_sum_of_examples.defvjp(
+    lambda axes, x: (_sum_of_examples(axes, x), None), lambda axes, _, dy: (psum(dy, axes),)
+)
 
 
 def to_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharding.mesh import REPLICA_AXES
 from sharding.rules import axes_of
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -92,7 +93,7 @@ def streamed(params: Any, specs: Any, mesh: Mesh, config: MemoryConfig) -> Any:
     """
     leaves, structure = jax.tree.flatten(params)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    replicas = {axis for axis in ("data", "fsdp") if mesh.shape[axis] > 1}
+    replicas = {axis for axis in REPLICA_AXES if mesh.shape[axis] > 1}
     is_split = [replicas <= axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
     is_large = largest(leaves, config.offload_parameters_fraction)
     both = [split and large for split, large in zip(is_split, is_large, strict=True)]

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 
 AXES = ("pipeline", "data", "fsdp", "context", "expert", "model")
+#: Those whose devices have other examples, and among which parameters may be shared out.
+REPLICA_AXES = ("data", "fsdp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

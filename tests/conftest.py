@@ -25,6 +25,16 @@ def corpus_overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps what is compiled, so that tests with a program in common compile it once.
+
+    Each process keeps its own: jax may read a file that another process is still writing.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
 @pytest.fixture(autouse=True)
 def log_handlers():
     """Takes away the handlers that a command line set up: they hold on to a closed stream."""

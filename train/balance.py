@@ -74,7 +74,7 @@ def count_work(
         layers=tuple(layers),
         recomputed=tuple(recomputed),
         embed=traced_flops(_with_backward(parts.embed, 1), cut["ends"], batch, embedded),
-        head=traced_flops(head, cut["ends"], x, batch),
+        head=traced_flops(head, cut["ends"], x, parts.with_taught(cut["ends"], x, batch)),
     )
 
 

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from checkpoint.manager import CheckpointConfig
 from data.config import DataConfig
 from data.image_config import ImageConfig, check_images
+from models.names import MODELS
 from models.stack import REMAT_POLICIES
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
@@ -22,19 +23,11 @@ from train.metrics import LogConfig
 from train.optimizer import OptimizerConfig
 from train.precision import PrecisionConfig
 
-#: `model.name` -> import path of the class.
-MODELS = {
-    "gpt2": "models.gpt2:GPT2",
-    "opt": "models.opt:OPT",
-    "llama": "models.llama:Llama",
-    "bert": "models.bert:Bert",
-    "t5": "models.t5:T5",
-    "vit": "models.vit:ViT",
-    "swin": "models.swin:Swin",
-}
-
 #: What `train.max_nonfinite_steps` in a row lead to; see train/divergence.py.
 ON_NONFINITE = ("stop", "rollback")
+
+#: How a checkpoint's classifier is taken; see train/init_from.py.
+INIT_LABELS = ("by_name", "by_position", "new")
 
 #: Keys of a model's config that may be left open (absent or None) -> what the data has of them.
 FROM_DATA = {
@@ -61,6 +54,7 @@ class TrainConfig:
     compilation_cache: bool = True
     max_nonfinite_steps: int = 10
     on_nonfinite: str = "stop"
+    init_labels: str = "by_name"
     skip_spikes: float | None = None
     ema_decay: float | None = None
     ema_schedule: str = "constant"
@@ -85,6 +79,11 @@ class TrainConfig:
             raise ValueError(
                 f"train.on_nonfinite={self.on_nonfinite!r} is unknown; choose "
                 f"{', '.join(ON_NONFINITE)}"
+            )
+        if self.init_labels not in INIT_LABELS:
+            raise ValueError(
+                f"train.init_labels={self.init_labels!r} is unknown; choose "
+                f"{', '.join(INIT_LABELS)}"
             )
         if self.skip_spikes is not None and not 1 < self.skip_spikes < math.inf:
             raise ValueError(
@@ -158,6 +157,11 @@ class RunConfig:
 
     def __post_init__(self):
         check_images(self.data, self.images)
+        if self.train.init_labels != "by_name" and not self.init_from:
+            raise ValueError(
+                f"train.init_labels={self.train.init_labels!r} is read only with init_from, the "
+                "checkpoint to start from; set that, or train.init_labels='by_name'"
+            )
         mesh, batch, parts = self.mesh, self.data.global_batch_size, self.train.num_microbatches
         if -1 in (mesh.data, mesh.fsdp):
             return  # checked when the number of devices is known
@@ -253,7 +257,7 @@ def resolve(config: Any) -> RunConfig:
             "data.tokenizer='init_from' needs config.init_from, the checkpoint to start from"
         )
     model_name = fields["model"].pop("name")
-    model_class = _model_class(model_name)
+    model_class = find_model(model_name)
     if "seed" in fields.get("data", {}):
         raise ValueError("config.data.seed: unknown key; train.seed is that of the data too")
     sections = {
@@ -302,7 +306,8 @@ def _check_fields(
             raise ValueError(f"{name}.{key}={value!r} must be of type {kind}")
 
 
-def _model_class(name: str) -> type:
+def find_model(name: str) -> Any:
+    """Returns the class of `model.name`, which has a dataclass `Config`."""
     path = MODELS.get(name, name)
     try:
         model_class = pkgutil.resolve_name(path)

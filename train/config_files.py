@@ -13,8 +13,8 @@ from ml_collections import ConfigDict
 from train.config import nearest
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
-    """Returns the config of a file with overrides applied.
+def load(path: str, overrides: Sequence[str] = ()) -> Any:
+    """Returns the config of a file, a ConfigDict, with overrides applied.
 
     Args:
         path: `file.py`, `file.py:argument` (passed to its `get_config`), or `config.yaml`.

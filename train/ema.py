@@ -68,6 +68,19 @@ def averaged(state: TrainState) -> Tree:
     return merged(found[0].average, state.params) if found else state.params
 
 
+def evaluated(state: TrainState, *, teaches: bool) -> tuple[Tree, Tree | None]:
+    """Returns the parameters that an evaluation is of, and those of the teacher, if there is one.
+
+    That is the average, or, of a model that learns from it, the parameters and the average.
+
+    Args:
+      state: as for `averaged`.
+      teaches: whether the model has `teach`; see models/stack.py.
+    """
+    average = averaged(state)
+    return (state.params, average) if teaches else (average, None)
+
+
 def with_average(opt_state: Tree, change: Callable[[Tree], Tree]) -> Tree:
     """Returns the optimizer's state with `change(average)` for the average, if it has one."""
     return jax.tree.map(

@@ -11,10 +11,9 @@ from data.batches import validation_batches
 from data.examples import Corpus
 from sharding.batches import place_batch
 from sharding.exchange import Exchange
-from train.ema import averaged
 from train.metrics import METRICS_FILE, read_metrics
 from train.phases import Phases
-from train.setup import Run, has_perplexity
+from train.setup import Run
 from train.state import TrainState
 
 
@@ -27,7 +26,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Returns `eval_loss` (nats) and the head's metrics, `eval_*`; for tokens `eval_perplexity`.
 
-    They are those of the average of the parameters, where the run keeps one.
+    They are those of the average of the parameters, where the run keeps one that is no teacher.
 
     Args:
         phases: enters "eval", at each batch anew.
@@ -36,19 +35,19 @@ def evaluate(
     with phases("compile"):
         eval_step = run.eval_step
     sums: dict[str, np.ndarray] = {}
-    config, params = run.config.data, averaged(state)
+    config, params = run.config.data, run.evaluated(state)
     with phases("eval"):
         for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
             with phases("eval"):  # from here on it may take train.failure_timeout_s again
                 batch.pop("index")
                 placed = place_batch(batch, run.rows, run.batch_sharding, config.global_batch_size)
-                for name, value in jax.device_get(eval_step(params, placed)).items():
+                for name, value in jax.device_get(eval_step(*params, placed)).items():
                     sums[name] = sums.get(name, np.float64(0)) + value
             if is_stopping():
                 return None
     weight = sums.pop("weight")
     scores = {f"eval_{name}": float(value / weight) for name, value in sums.items()}
-    if has_perplexity(config):
+    if config.has_perplexity:
         loss = scores.get("eval_mlm_loss", scores["eval_loss"])
         scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
     return scores

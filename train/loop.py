@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from data.examples import Corpus
+from data.examples import BrokenExample, Corpus
 from sharding.batches import place_batch
 from train.divergence import Diverged, Patience
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
@@ -44,6 +44,7 @@ def train(
 
     Raises:
         Diverged: too many steps in a row were not finite.
+        BrokenExample: data that was sound at the start cannot be read.
     """
     config, num_steps, state = run.config, run.config.train.num_steps, start.state
     is_first = jax.process_index() == 0
@@ -91,7 +92,7 @@ def train(
             stops = score() is None
         while step < num_steps and not stops:
             step += 1
-            with phases("data", step):
+            with phases("data", step), meter.waiting():
                 rows = next(start.batches)
                 batch = _place(rows, run)
             with phases("step"):
@@ -118,7 +119,7 @@ def train(
                 save(scores)
                 timer.restart()
                 last_save, is_time = step, False
-    except Diverged:
+    except (Diverged, BrokenExample):
         record.write(step, "failed")
         raise
     finally:

@@ -17,7 +17,7 @@ import jax
 
 from convert.source import Source, read_source
 from data.corpus import load_corpus
-from data.examples import Corpus
+from data.examples import BrokenExample, Corpus
 from sharding import devices
 from sharding.exchange import Exchange, may_pass
 from sharding.memory import AUTO
@@ -26,11 +26,13 @@ from train.config import resolve
 from train.divergence import Diverged
 from train.evaluation import evaluate
 from train.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
-from train.init_from import take_over
+from train.fit import check_tokenizer
 from train.phases import Phases
 from train.plan import Planner
-from train.setup import Run, check_tokenizer, describe, prepare
+from train.setup import Run, prepare
 from train.stopping import SIGNALS, StopSignals
+from train.summary import describe
+from train.take_over import take_over
 from train.verdict import budget_of
 from train.watchdog import Watchdog
 
@@ -83,21 +85,21 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
             hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
             print(f"error: {error}\n{hint}", file=sys.stderr)
             return FAILED if may_pass(error) else REFUSED
-        if args.mode == "eval":
-            scores = evaluate(run, corpus, start.state, phases) or {}
-            if jax.process_index() == 0:
-                values = (f"{name} {value:.6g}" for name, value in scores.items())
-                print(" ".join([f"step {start.step}", *values]))
-            return FINISHED
-        saves = not args.fast_dev_run
-        with closing(_watchdog(run, directory, start_id, phases)):
-            try:
+        try:
+            if args.mode == "eval":
+                scores = evaluate(run, corpus, start.state, phases) or {}
+                if jax.process_index() == 0:
+                    values = (f"{name} {value:.6g}" for name, value in scores.items())
+                    print(" ".join([f"step {start.step}", *values]))
+                return FINISHED
+            saves = not args.fast_dev_run
+            with closing(_watchdog(run, directory, start_id, phases)):
                 return loop.train(
                     run, corpus, start, directory, saves=saves, phases=phases, signals=signals
                 )
-            except Diverged as error:
-                print(f"error: {error}", file=sys.stderr)
-                return DIVERGED
+        except (Diverged, BrokenExample) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return DIVERGED if isinstance(error, Diverged) else FAILED
 
 
 def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watchdog:
@@ -151,7 +153,7 @@ def _set_up(
     make = partial(prepare, mesh=mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
     planner = Planner(make, budget_of(config.memory, mesh))
     run = make(config) if evaluates else planner.plan(config)
-    check_tokenizer(run, corpus)
+    check_tokenizer(run.config, run.model_config, corpus)
     workdir.check_processes_agree(run, corpus)
     if evaluates and not len(corpus.validation):
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")

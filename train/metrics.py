@@ -1,8 +1,8 @@
 """What a run leaves on disk about itself: metrics.jsonl and TensorBoard files.
 
 A line of `metrics.jsonl` is a JSON object. A logged step has `step, loss, learning_rate, grad_norm,
-step_time_s, tokens_per_s` (of images: `images_per_s`) and more; an evaluation has `step, eval_loss,
-eval_perplexity` (of texts).
+step_time_s, data_wait_s, tokens_per_s` (of images: `images_per_s`) and more; an evaluation has
+`step, eval_loss, eval_perplexity` (of texts).
 """
 
 import contextlib

@@ -2,7 +2,8 @@
 
 import dataclasses
 import pkgutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ OPTIMIZERS = ("adamw", "lamb", "lars", "sgd")
 ELEMENTWISE = ("adamw", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
 
-#: Parameters of these names are not decayed: biases, and the scales of norms.
+#: Parameters of these names are not decayed in any model: biases, and the scales of norms.
 NOT_DECAYED = ("bias", "scale")
 
 #: LARS's: of the length of the weights, the length of an update before the learning rate.
@@ -32,7 +33,7 @@ class OptimizerConfig:
     warmup_steps: int  # linear rise; the first step's rate is learning_rate / warmup_steps
     schedule: str  # after warm-up: one of SCHEDULES
     final_learning_rate_fraction: float  # of the peak, at the last step; not for "constant"
-    weight_decay: float  # times the learning rate; none on biases and norms
+    weight_decay: float  # times the learning rate; none on what decay_mask leaves out
     clip_norm: float  # largest global gradient norm; 0 switches clipping off
     beta1: float
     beta2: float
@@ -83,12 +84,23 @@ def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedul
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
-def decay_mask(params: Any) -> Any:
-    """Returns the tree of bools that says which parameters are decayed."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: getattr(path[-1], "key", None) not in NOT_DECAYED and leaf.ndim > 1,
-        params,
-    )
+def decay_mask(params: Any, not_decayed: Collection[str] = ()) -> Any:
+    """Returns the tree of bools that says which parameters are decayed.
+
+    Args:
+      not_decayed: names of further parameters that are not, or of modules that hold them.
+
+    Raises:
+      ValueError: `not_decayed` is one name.
+    """
+    if isinstance(not_decayed, str):
+        raise ValueError(f"not_decayed={not_decayed!r} must be several names: ({not_decayed!r},)")
+
+    def is_decayed(path: tuple, leaf: Any) -> bool:
+        keys = [getattr(key, "key", None) for key in path]
+        return keys[-1] not in NOT_DECAYED and not {*keys} & {*not_decayed} and leaf.ndim > 1
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
 def make_optimizer(
@@ -97,6 +109,7 @@ def make_optimizer(
     *,
     clips: bool = True,
     stacks: Collection[str] = (),
+    not_decayed: Collection[str] = (),
     depths: Depths | None = None,
     average: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
@@ -108,13 +121,14 @@ def make_optimizer(
     Args:
       clips: False leaves clipping to the caller; the optimizer's state looks the same.
       stacks: first keys of parameters that are `[slots, ...]`, a tensor in each slot.
+      not_decayed: of the model's class; see models/stack.py.
       depths: of the model's parameters, if `layer_decay` is not 1.
       average: see train/ema.py.
 
     Raises:
       ValueError: the name stands for no optimizer.
     """
-    optimizer = _named(config, schedule, stacks)
+    optimizer = _named(config, schedule, stacks, partial(decay_mask, not_decayed=not_decayed))
     if config.layer_decay != 1:
         assert depths is not None
         optimizer = scaled_by_depth(optimizer, config.layer_decay, depths)
@@ -124,7 +138,10 @@ def make_optimizer(
 
 
 def _named(
-    config: OptimizerConfig, schedule: optax.Schedule, stacks: Collection[str]
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    stacks: Collection[str],
+    mask: Callable[[Any], Any],
 ) -> optax.GradientTransformation:
     if config.name == "adamw":
         return optax.adamw(
@@ -133,17 +150,17 @@ def _named(
             b2=config.beta2,
             eps=config.epsilon,
             weight_decay=config.weight_decay,
-            mask=decay_mask,
+            mask=mask,
         )
-    decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask)
+    decay = optax.add_decayed_weights(config.weight_decay, mask=mask)
     rate = optax.scale_by_learning_rate(schedule)
     momentum = optax.trace(config.momentum) if config.momentum else optax.identity()
     if config.name == "lamb":
         adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-        ratio = scale_by_layers_trust_ratio(stacks, decay_mask)
+        ratio = scale_by_layers_trust_ratio(stacks, mask)
         return optax.chain(adam, decay, ratio, rate)
     if config.name == "lars":
-        ratio = scale_by_layers_trust_ratio(stacks, decay_mask, TRUST_COEFFICIENT)
+        ratio = scale_by_layers_trust_ratio(stacks, mask, TRUST_COEFFICIENT)
         return optax.chain(decay, ratio, rate, momentum)
     if config.name == "sgd":
         return optax.chain(decay, momentum, rate)

@@ -17,7 +17,7 @@ from sharding.estimate import Needs
 from sharding.memory import AUTO
 from train.config import RunConfig
 from train.optimizer import ELEMENTWISE
-from train.setup import Run, activation_names
+from train.setup import Run
 from train.step_time import rates_of
 from train.verdict import (
     TOLERANCE,
@@ -288,7 +288,7 @@ class _Search:
 
     def _remat_levels(self) -> list[Setting]:
         run = self.base.run
-        names = sorted(activation_names(run) - {"mlp"})
+        names = sorted(run.activation_names - {"mlp"})
         levels = ["none", "dots", *([",".join(names)] if names else []), "full"]
         now = self._config.train.remat
         first = levels.index(now) + 1 if now in levels else len(levels) - 1

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import matplotlib
+import matplotlib.figure
 
 from train.metrics import METRICS_FILE, read_metrics
 
@@ -45,6 +45,15 @@ def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
+    save(figure, out)
+
+
+def save(figure: matplotlib.figure.Figure, out: Path) -> None:
+    """Writes a figure, and forgets it.
+
+    Raises:
+        ValueError: `out` cannot be written as a picture.
+    """
     try:
         figure.savefig(out)
     except (OSError, ValueError) as error:

@@ -12,10 +12,11 @@ from models.stack import Parts
 from sharding.logical import Rules, axis_rules
 from sharding.memory import MemoryConfig
 from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
+from sharding.pipeline.executor import make_evaluate, make_loss_and_grad, make_teach
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.parameters import Sharing
 from sharding.pipeline.schedule import Schedule, forward_only
+from train.ema import averaged
 from train.precision import PrecisionConfig
 from train.state import Spikes, TrainState
 from train.update import Judgement, Update
@@ -76,14 +77,17 @@ def make_train_step(
     loss_and_grad = make_loss_and_grad(
         parts, config.schedule, config.layouts, sharing, config.pipeline
     )
+    with_taught = _with_taught(parts, config, sharing)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_even_weights(batch)
         if state.loss_scale is not None:
             # As weights, since a head may compute its gradients in its forward.
             batch = _with_scaled_weights(batch, state.loss_scale.value(config.precision))
-        microbatches = _to_microbatches(_with_dropout_keys(batch, config.seed), config)
+        keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules):
+            microbatches = with_taught(averaged(state), _to_microbatches(batch, config))
+            microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(parts.split(state.params), microbatches)
         weight = sums.pop("weight")
         weight = jnp.where(weight > 0, weight, 1)
@@ -109,24 +113,48 @@ def make_eval_step(
     mesh: jax.sharding.Mesh,
     rules: Rules,
     specs: Tree,
-) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
-    """Returns `eval_step(params, batch) -> sums`: `loss`, `weight` and the head's metrics."""
-    schedule = config.schedule
-    forwards = forward_only(
+) -> Callable[[Tree, Tree | None, Batch], dict[str, jax.Array]]:
+    """Returns `eval_step(params, teacher, batch) -> sums`, of `loss`, `weight` and metrics.
+
+    Its first two arguments are what train.ema.evaluated gives of a state.
+    """
+    sharing = _sharing(parts.split(specs), mesh, config)
+    forwards = _forwards(config.schedule)
+    evaluate = make_evaluate(parts, forwards, config.layouts, sharing, config.pipeline)
+    with_taught = _with_taught(parts, config, sharing)
+
+    def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
+        with axis_rules(rules):
+            microbatches = _to_microbatches(_with_even_weights(batch), config)
+            return evaluate(parts.split(params), with_taught(teacher, microbatches))
+
+    return eval_step
+
+
+def _with_taught(
+    parts: Parts, config: StepConfig, sharing: Sharing
+) -> Callable[[Tree | None, Batch], Batch]:
+    """Returns `f(teacher's parameters, microbatches) -> microbatches with what it teaches`."""
+    if parts.teach is None:
+        return lambda teacher, microbatches: microbatches
+    forwards = _forwards(config.schedule)
+    teach = make_teach(parts, forwards, config.layouts, sharing, config.pipeline)
+
+    def with_taught(teacher: Tree | None, microbatches: Batch) -> Batch:
+        assert teacher is not None
+        return microbatches | teach(parts.split(teacher), microbatches)
+
+    return with_taught
+
+
+def _forwards(schedule: Schedule) -> Schedule:
+    """Returns the forwards alone of a schedule for training."""
+    return forward_only(
         schedule.num_stages,
         schedule.num_microbatches,
         schedule.num_chunks,
         placement=schedule.placement,
     )
-    sharing = _sharing(parts.split(specs), mesh, config)
-    evaluate = make_evaluate(parts, forwards, config.layouts, sharing, config.pipeline)
-
-    def eval_step(params: Tree, batch: Batch) -> dict[str, jax.Array]:
-        with axis_rules(rules):
-            microbatches = _to_microbatches(_with_even_weights(batch), config)
-            return evaluate(parts.split(params), microbatches)
-
-    return eval_step
 
 
 def _sharing(specs: Tree, mesh: jax.sharding.Mesh, config: StepConfig) -> Sharing:
@@ -205,12 +233,11 @@ def _with_scaled_weights(batch: Batch, scale: jax.Array) -> Batch:
     return {**batch, **scaled}
 
 
-def _with_dropout_keys(batch: Batch, seed: int) -> Batch:
-    """Returns the batch with a key per example, from the example's number alone."""
+def _dropout_keys(batch: Batch, seed: int) -> jax.Array:
+    """Returns a key per example, from the example's number alone."""
     # Folded twice, so that no key is one that an initial parameter was drawn from.
     base = jax.random.fold_in(jax.random.key(seed), _DROPOUT_TAG)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(base, batch["index"])
-    return {**batch, "dropout_keys": keys}
+    return jax.vmap(jax.random.fold_in, (None, 0))(base, batch["index"])
 
 
 def _to_microbatches(batch: Batch, config: StepConfig) -> Batch:

@@ -94,17 +94,36 @@ class ThroughputMeter:
             self._num_steps += 1
 
     def lap(self) -> dict[str, float | None]:
-        """Returns `step_time_s` and `tokens_per_s` since the last lap, once its steps are done.
+        """Returns `step_time_s`, `data_wait_s`, `tokens_per_s` since the last lap, its steps done.
 
-        Of images, the latter is `images_per_s`. With no step but the first in the lap,
-        `step_time_s` is the first's, warming up included, and the other is None.
+        Of images, the last is `images_per_s`. `data_wait_s` is the part of `step_time_s` spent in
+        `waiting()`. With no step but the first in the lap, `step_time_s` is the first's, warming up
+        included, and the others are None.
         """
         jax.block_until_ready(self._result)
         if self._num_steps == 0:
-            return {"step_time_s": self._first_step_time_s, self._name: None}
+            return {
+                "step_time_s": self._first_step_time_s,
+                "data_wait_s": None,
+                self._name: None,
+            }
         step_time_s = (time.perf_counter() - self._start_s - self._paused_s) / self._num_steps
+        data_wait_s = self._waited_s / self._num_steps
         self._start_lap()
-        return {"step_time_s": step_time_s, self._name: self._units_per_step / step_time_s}
+        return {
+            "step_time_s": step_time_s,
+            "data_wait_s": data_wait_s,
+            self._name: self._units_per_step / step_time_s,
+        }
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time of the block, which gets a step's batch, as waited for data."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_s += time.perf_counter() - start_s
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -118,5 +137,5 @@ class ThroughputMeter:
 
     def _start_lap(self) -> None:
         self._num_steps = 0
-        self._paused_s = 0.0
+        self._paused_s = self._waited_s = 0.0
         self._start_s = time.perf_counter()

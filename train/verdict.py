@@ -14,7 +14,6 @@ from sharding.audit import memory
 from sharding.estimate import GAPS, LABELS, TEMPORARIES, Needs
 from sharding.exchange import Exchange
 from sharding.memory import HOST_KIND, MemoryConfig
-from train.ema import averaged
 from train.setup import Run
 
 #: Of what a device or a host has, the share that a step may take unless the config says more.
@@ -105,7 +104,7 @@ def compiled_bytes(run: Run) -> int | None:
         return None
     train, evaluation = (memory(step).in_all for step in (run.train_step, run.eval_step))
     state = run.state.abstract
-    unread = _device_bytes((state.params, state.opt_state)) - _device_bytes(averaged(state))
+    unread = _device_bytes((state.params, state.opt_state)) - _device_bytes(run.evaluated(state))
     known = None if train is None or evaluation is None else max(train, unread + evaluation)
     told = Exchange().words(None if known is None else str(known))
     return None if None in told else max(int(word) for word in told if word is not None)

@@ -42,8 +42,8 @@ from train.state import MAY_LACK, TrainState
 LOCK_FILE = "lock"
 #: A checkpoint fits only a run that agrees on these.
 FIXED = (
-    *("init_from", "model", "data", "images", "train.seed", "train.ema_decay"),
-    *("optimizer.name", "optimizer.frozen", "precision.params"),
+    *("init_from", "model", "data", "images", "train.seed", "train.init_labels"),
+    *("train.ema_decay", "optimizer.name", "optimizer.frozen", "precision.params"),
 )
 #: How fast things are read, and where they lie, may change; the data itself is compared by hash.
 FREE = (

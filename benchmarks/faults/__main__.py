@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     figures = {
         "command": shlex.join(["python", "-m", "benchmarks.faults", *arguments]),
         "seed": args.seed,
-        "versions": report.versions(with_torch=False),
+        "versions": report.versions(),
         "hardware": report.hardware(mesh),
         "run": {"config": "configs/gpt2.py", "steps": NUM_STEPS, "overrides": OVERRIDES},
         "wall_s": time.monotonic() - begin_s,

@@ -54,7 +54,7 @@ FAILURE_TIMEOUT_S = 10
 SAVE_TIMEOUT_S = 30
 GRACE_S = 10
 
-_TIMES = ("step_time_s", "tokens_per_s", "images_per_s", "mfu")
+_TIMES = ("step_time_s", "data_wait_s", "tokens_per_s", "images_per_s", "mfu")
 CLOCK_SEED = "TAIBAI_FAULTS_CLOCK_SEED"
 #: A sitecustomize.py: time.time goes on as it should, but for jumps of hours either way.
 _JUMPING_CLOCK = f"""

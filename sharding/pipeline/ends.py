@@ -21,7 +21,7 @@ class Ends:
     """One device's view of them.
 
     Args:
-      model: its `embed` and `head` are called.
+      model: its `embed`, `head` and `teach` are called.
       parcels: the form in which x comes and goes.
       taken: type of what the head takes: ShapeDtypeStructs.
       params: its parameters outside the stacks; those that `is_split` marks are this stage's part.
@@ -53,6 +53,10 @@ class Ends:
     def sums(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Returns the head's `loss`, `weight` and metrics."""
         return self._sums(self.params, x, microbatch)
+
+    def taught(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
+        """Returns what the model's `teach` gives in place of the head."""
+        return self._model.teach(self.params, self._parcels.unpack(x, self._taken), microbatch)
 
     def head_gradient(self, x: Tree, microbatch: Tree) -> tuple[dict, Tree, Tree]:
         """Returns (sums, gradients of the parameters, gradient of x)."""

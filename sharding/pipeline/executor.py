@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from sharding.estimate import counted_as
+from sharding.mesh import REPLICA_AXES
 from sharding.pipeline.chunks import Chunks, Part
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.ends import Ends
@@ -75,6 +76,11 @@ class Model(Protocol):
         """Returns (sum of losses, sum of weights, sums of further metrics), all scalars."""
         ...
 
+    @property
+    def teach(self) -> Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None:
+        """`teach(ends, x, microbatch) -> arrays [B, ...]`, run by `make_teach` for the head."""
+        ...
+
 
 def make_loss_and_grad(
     model: Model,
@@ -126,10 +132,33 @@ def make_evaluate(
 
     def local(params, batch):
         stage = _Stage(model, plan, layouts, sharing, params, batch)
-        carry, _ = jax.lax.scan(stage.evaluate_tick, stage.evaluation_carry(), stage.columns())
-        return total(carry["sums"], sharing.mesh, MANUAL_AXES)
+        sums = stage.forwards(zeros(stage.sums), stage.with_sums)
+        return total(sums, sharing.mesh, MANUAL_AXES)
 
     return _on_mesh(local, plan, sharing, PartitionSpec())
+
+
+def make_teach(
+    model: Model,
+    schedule: Schedule,
+    layouts: Mapping[str, Layout],
+    sharing: Sharing,
+    config: PipelineConfig,
+) -> Callable[[Params, Tree], dict[str, jax.Array]]:
+    """Returns `f(params, batch) -> taught` that runs a schedule of forwards up to `model.teach`.
+
+    `taught` holds what that gives of every microbatch, arrays `[M, B, ...]` laid out as the batch.
+    Arguments and errors as for `make_loss_and_grad`.
+    """
+    assert not schedule.has_backward()
+    plan = _plan(schedule, sharing, config)
+
+    def local(params, batch):
+        stage = _Stage(model, plan, layouts, sharing, params, batch)
+        taught = stage.forwards(zeros(stage.taught, plan.num_microbatches), stage.with_taught)
+        return total(taught, sharing.mesh, ("pipeline",))
+
+    return _on_mesh(local, plan, sharing, PartitionSpec(None, REPLICA_AXES))
 
 
 def _plan(schedule: Schedule, sharing: Sharing, config: PipelineConfig) -> Plan:
@@ -140,7 +169,7 @@ def _plan(schedule: Schedule, sharing: Sharing, config: PipelineConfig) -> Plan:
 
 def _on_mesh(local, plan: Plan, sharing: Sharing, out_specs):
     check_specs(sharing, shares_ends=plan.shares_ends)
-    batch = PartitionSpec(None, ("data", "fsdp"))
+    batch = PartitionSpec(None, REPLICA_AXES)
     return on_shards(local, sharing.mesh, (manual_specs(sharing.specs), batch), out_specs)
 
 
@@ -161,7 +190,7 @@ class _Stage:
         _, taken = [*types.values()][-1]
         self.ends = Ends(model, parcels, taken, ends, self.index, is_split)
         self.x = parcels.type
-        self.sums = wide(jax.eval_shape(self.ends.sums, self.x, example))
+        self._example = example
         parts: dict[str, Part] = {}
         for name, layout in layouts.items():
             of_stack = params["layers"][name]
@@ -189,6 +218,16 @@ class _Stage:
             )
         self.chunks = Chunks(parts, parcels, ends, splits=plan.splits_backward)
 
+    @property
+    def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The types of what the head adds up."""
+        return wide(jax.eval_shape(self.ends.sums, self.x, self._example))
+
+    @property
+    def taught(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The types of what `teach` gives of a microbatch."""
+        return jax.eval_shape(self.ends.taught, self.x, self._example)
+
     def reduced(self, grads: dict[str, Tree]) -> dict[str, Tree]:
         """Returns the gradients summed over all devices, each laid out as its parameter is."""
         of_layers = grads["layers"].items()
@@ -204,8 +243,26 @@ class _Stage:
         shared = {k: jnp.asarray(row, jnp.int32) for k, row in self.plan.shared.items()}
         return {name: table[:, self.index] for name, table in tables.items()} | shared
 
-    def evaluation_carry(self) -> dict[str, Tree]:
-        return {"sums": zeros(self.sums), "input": self._buffer("input")}
+    def forwards(self, collected: Tree, collect: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
+        """Runs a table of forwards, and returns what `collect` makes of what they end with.
+
+        Args:
+          collect: (what it returned before, x, number of x's microbatch) -> what is collected.
+        """
+
+        def tick(carry, row):
+            return self._evaluate_tick(collect, carry, row), None
+
+        carry = {"collected": collected, "input": self._buffer("input")}
+        return jax.lax.scan(tick, carry, self.columns())[0]["collected"]
+
+    def with_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
+        """Returns `sums` with the head's of a microbatch added."""
+        return add(sums, self.ends.sums(x, self._microbatch(index)))
+
+    def with_taught(self, taught: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
+        """Returns `taught` with what `teach` gives of a microbatch in its place."""
+        return write(taught, index, self.ends.taught(x, self._microbatch(index)))
 
     def training_carry(self) -> dict[str, Tree]:
         grads = {"ends": zeros(wide(self.ends.params)), "layers": self.chunks.no_gradients()}
@@ -217,29 +274,29 @@ class _Stage:
             **{name: self._buffer(name) for name in names if name in self.plan.depths},
         }
 
-    def evaluate_tick(self, carry: dict[str, Tree], row: dict[str, jax.Array]):
+    def _evaluate_tick(self, collect: Callable, carry: dict[str, Tree], row) -> dict[str, Tree]:
         carry = self._read_arrived(self._embed_together(carry, row), row)
+        collected = carry["collected"]
 
         def forward():
             microbatch = self._microbatch(row["F.microbatch"])
             x = self._input(carry, row, "F", microbatch)
             return self.chunks.evaluate(row["F.chunk"], x, microbatch)
 
-        def sums(x, name):
-            return add(carry["sums"], self.ends.sums(x, self._microbatch(row[name])))
-
         def together():
             last = self.plan.last_stage
-            return self.ends.only_on(last, sums(self.ends.of(last, y), "head"), carry["sums"])
+            more = collect(collected, self.ends.of(last, y), row["head"])
+            return self.ends.only_on(last, more, collected)
 
         y = self._if_runs("F", row, forward, lambda: zeros(self.x))
         arrivals = self._send("F", y)
-        unchanged = lambda: carry["sums"]  # noqa: E731
+        unchanged = lambda: collected  # noqa: E731
         if self.plan.shares_ends:
-            added = jax.lax.cond(row["head"] >= 0, together, unchanged)
+            more = jax.lax.cond(row["head"] >= 0, together, unchanged)
         else:
-            added = self._if("F", "is_last", row, lambda: sums(y, "F.microbatch"), unchanged)
-        return self._receive(carry | {"sums": added}, row, arrivals), None
+            alone = lambda: collect(collected, y, row["F.microbatch"])  # noqa: E731
+            more = self._if("F", "is_last", row, alone, unchanged)
+        return self._receive(carry | {"collected": more}, row, arrivals)
 
     def train_tick(self, carry: dict[str, Tree], row: dict[str, jax.Array]):
         carry = self._read_arrived(self._embed_together(carry, row), row)

@@ -18,13 +18,12 @@ from jax.sharding import Mesh, PartitionSpec
 from sharding.collectives import psum
 from sharding.estimate import counted_as
 from sharding.memory import MemoryConfig, is_on_host, streamed, to_device
+from sharding.mesh import REPLICA_AXES
 from sharding.rules import axes_of
 from sharding.zero import one_layer_at_a_time
 
 #: Mesh axes whose communication is written out by hand.
 MANUAL_AXES = ("pipeline", "data", "fsdp")
-#: Of these, those whose devices have other examples, and among which parameters may be shared out.
-REPLICA_AXES = ("data", "fsdp")
 
 Tree = Any
 

@@ -69,6 +69,15 @@ _VIT = {
     "image_size": 20,
     "patch_size": 4,
 }
+_MAE = {
+    **_VIT,
+    "num_attention_heads": 4,
+    "hidden_size": 40,
+    "decoder_num_attention_heads": 3,
+    "decoder_hidden_size": 24,
+    "decoder_num_hidden_layers": 3,
+    "decoder_intermediate_size": 33,
+}
 _SWIN = {
     "embed_dim": 12,
     "depths": [2, 4, 2, 2],
@@ -176,6 +185,20 @@ CASES |= {
         {**_VIT, "image_size": 23, "num_channels": 1, "qkv_bias": False, "hidden_act": "gelu_new"},
     ),
     "vit_base": ("ViTModel", _VIT),
+    "mae": ("ViTMAEForPreTraining", _MAE),
+    "mae_odd": (
+        "ViTMAEForPreTraining",
+        {
+            **_MAE,
+            "image_size": 21,
+            "patch_size": 3,
+            "num_channels": 1,
+            "qkv_bias": False,
+            "mask_ratio": 0.6,
+            "norm_pix_loss": True,
+        },
+    ),
+    "mae_base": ("ViTMAEModel", {**_MAE, "mask_ratio": 0.0}),
     "swin": ("SwinForImageClassification", {**_SWIN, **_LABELS}),
     "swin_odd": ("SwinForImageClassification", {**_ODD_SWIN, "mlp_ratio": 2.5}),
     "swin_base": ("SwinModel", {**_SWIN, "qkv_bias": False}),
@@ -214,6 +237,7 @@ def make(name: str) -> Any:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
     with torch.no_grad():
         for key, weight in model.named_parameters():
+            weight.requires_grad_()  # the fixed ones too: their gradients are compared
             is_scale = weight.ndim == 1 and key.endswith("weight")
             torch.nn.init.normal_(weight, mean=1.0 if is_scale else 0.0, std=0.2)
     return model
@@ -229,24 +253,36 @@ def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:
         model.load_state_dict(make(name).state_dict())
         model.config.dtype = dtype
     model.save_pretrained(directory)
+    if name.startswith("mae"):
+        edit(directory, _as_published)
     return directory
 
 
+def _as_published(tensors: dict[str, torch.Tensor]) -> None:
+    """Gives the layers of MAE's decoder the names of published files, which the library lost."""
+    for name in [name for name in tensors if ".decoder_encoder.layer." in name]:
+        published = name.replace(".decoder_encoder.layer.", ".decoder_layers.")
+        tensors[published] = tensors.pop(name)
+
+
 def reads_images(name: str) -> bool:
-    return name.startswith(("vit", "swin"))
+    return name.startswith(("vit", "mae", "swin"))
 
 
 def inputs(name: str) -> dict[str, np.ndarray]:
     """Returns tokens and masks: a whole row, one padded on the right, and one on the left.
 
     Models that read a row's first token have no padding on the left, and models of images get
-    normalised images.
+    normalised images, MAE with the noise that hides patches.
     """
     rng = np.random.default_rng(0)
     if reads_images(name):
         config = make(name).config
         shape = (3, config.image_size, config.image_size, config.num_channels)
-        return {"images": rng.normal(size=shape).astype(np.float32)}
+        images = {"images": rng.normal(size=shape).astype(np.float32)}
+        num_patches = (config.image_size // config.patch_size) ** 2
+        noise = {"noise": rng.random((3, num_patches), np.float32)}
+        return images | noise if name in ("mae", "mae_odd") else images
     mask = np.ones((3, LENGTH), np.int32)
     mask[1, 9:] = 0
     if name.endswith("sequence"):
@@ -272,14 +308,33 @@ def weights(name: str) -> np.ndarray:
     return batch.get("decoder_attention_mask", batch["attention_mask"]).astype(np.float32)
 
 
+def our_outputs(model: Any, name: str) -> Any:
+    """Returns the same of ours."""
+    outputs = model(**inputs(name))
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+def their_images(model: Any, name: str) -> dict[str, torch.Tensor]:
+    """Returns the arguments of a model of images."""
+    batch = inputs(name)
+    images = {"pixel_values": torch.from_numpy(batch["images"]).permute(0, 3, 1, 2)}
+    if not isinstance(model, hf.ViTMAEPreTrainedModel):
+        return images
+    config: Any = model.config
+    num_patches = (config.image_size // config.patch_size) ** 2
+    in_order = np.arange(num_patches, dtype=np.float32)
+    noise = batch.get("noise", np.tile(in_order, (len(batch["images"]), 1)))
+    return {**images, "noise": torch.from_numpy(noise)}
+
+
 def their_outputs(model: Any, name: str) -> torch.Tensor:
     """Returns logits, or the activations of a model without a head."""
     if reads_images(name):
-        output = model(torch.from_numpy(inputs(name)["images"]).permute(0, 3, 1, 2))
+        output = model(**their_images(model, name))
         if "logits" in output:
             return output.logits
         activations = output.last_hidden_state
-        if name.startswith("vit"):
+        if not name.startswith("swin"):
             return activations
         side = round(activations.shape[1] ** 0.5)  # ours are rows of columns
         return activations.reshape(len(activations), side, side, -1)
@@ -334,6 +389,7 @@ def their_gradients(model: Any, directory: Path) -> dict[str, np.ndarray]:
             weight.copy_(torch.zeros_like(weight) if gradient is None else gradient)
     named.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
+    _as_published(tensors)
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from safetensors.torch import load_file
 
 from convert.from_hf import load
 from convert.source import read_source
@@ -26,7 +27,7 @@ def test_loaded_model_has_their_outputs_and_gradients(name, saved, tmp_path):
     params = nnx.to_pure_dict(params)
 
     def loss(params):
-        outputs = nnx.merge(graph, params)(**cases.inputs(name))
+        outputs = cases.our_outputs(nnx.merge(graph, params), name)
         return cases.log_loss(
             outputs, name, functools.partial(jax.nn.log_softmax, axis=-1)
         ), outputs
@@ -70,6 +71,29 @@ def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
         if np.linalg.norm(found) < 1e-6 and scale < 1e-6:
             continue  # zero but for rounding, such as that of a key's bias
         assert np.linalg.norm(found - gradient) < 1e-3 * scale, place.theirs
+
+
+@pytest.mark.parametrize("name", ["mae", "mae_odd"])
+def test_loss_of_hidden_patches_is_theirs(name, saved):
+    batch, theirs, ours = cases.inputs(name), cases.make(name), load(saved(name))
+    with torch.no_grad():
+        expected = theirs(**cases.their_images(theirs, name))
+    np.testing.assert_array_equal(ours(**batch)[1], expected.mask.numpy() > 0)
+    x = ours.encoder(ours.embed(batch), batch)
+    x = ours.decoder(ours.before_decoder(x, batch), batch)
+    loss, weight, _ = ours.head(x, batch | {"weights": np.ones(3, np.float32)})
+    # Rounding of float32, of errors that are about 10.
+    np.testing.assert_allclose(loss / weight, expected.loss.numpy(), rtol=1e-5)
+
+
+def test_names_of_the_decoder_are_read_as_the_library_writes_them(saved, tmp_path):
+    cases.make("mae").save_pretrained(tmp_path)
+    assert "decoder.decoder_encoder.layer.2.output.dense.bias" in load_file(
+        tmp_path / "model.safetensors"
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, cases.parameters(tmp_path), cases.parameters(saved("mae"))
+    )
 
 
 def test_loaded_model_can_be_jitted_with_scaled_positions(saved):

@@ -83,7 +83,8 @@ def test_config_is_made_where_there_is_none_to_keep(name, tmp_path):
     to_hf.convert(tmp_path / "ours", tmp_path / "back")
     assert_same_bits(all_tensors(tmp_path / "back"), all_tensors(tmp_path / "theirs"))
     model, complaints = read_back(tmp_path / "back")
-    assert complaints == [] or name in cases.UNTIED_T5
+    # Without a config to keep, MAE's encoder is a ViT, of which the library misses the pooler.
+    assert complaints == [] or name in (*cases.UNTIED_T5, "mae_base")
     with torch.no_grad():
         found = cases.their_outputs(model, name)
         assert torch.equal(found, cases.their_outputs(cases.make(name), name))

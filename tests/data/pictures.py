@@ -10,7 +10,7 @@ from PIL import Image
 
 from data.config import DataConfig
 from data.corpus import load_corpus
-from data.examples import Corpus
+from data.examples import Corpus, Examples
 from data.image_config import ImageConfig
 
 #: Of the images that `plain_images` returns.
@@ -38,12 +38,21 @@ def textured_images():
     return {"train": pairs[:37], "validation": pairs[37:]}
 
 
+def uneven_images():
+    """Returns 16 images of noise to train on and 37 for validation, of 8 × 8, with 7 labels."""
+    noise = np.random.default_rng(1).integers(256, size=(53, 8, 8, 1), dtype=np.uint8)
+    pairs = [(image, int(image[0, 0, 0]) % 7 if i > 6 else i) for i, image in enumerate(noise)]
+    return {"train": pairs[:16], "validation": pairs[16:]}
+
+
 def lacking_classes():
-    return {"train": [(plain(1), "a"), (plain(2), "b")], "validation": [(plain(3), "c")]}
+    held = [(plain(3), "a"), (plain(4), "c")]
+    return {"train": [(plain(1), "a"), (plain(2), "b")], "validation": held}
 
 
 def wrong_labels():
-    return {"train": [(plain(1), 0), (plain(2), 1.5)], "validation": []}
+    wrong = [(plain(2), 1.5), (plain(3), True)]
+    return {"train": [(plain(1), 0), *wrong, (plain(4), 1)], "validation": []}
 
 
 def negative_labels():
@@ -64,7 +73,27 @@ def floats():
 
 def one_broken():
     good = [(plain(value), value % 2) for value in range(9)]
-    return {"train": [*good[:4], (b"no image", 1), *good[4:]], "validation": good[:2]}
+    broken = [(b"no image", 1), (plain(77), -1)]
+    return {
+        "train": [*good[:4], *broken, *good[4:]],
+        "validation": [*good[:2], (plain(9), 2)],
+    }
+
+
+class Failing:
+    """A sequence of images, one of which cannot be read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise KeyError(f"no image {index}")
+        return plain(index), index % 2
+
+
+def failing():
+    return {"train": Failing(), "validation": []}
 
 
 def encoded(pixels: np.ndarray, kind: str) -> bytes:
@@ -105,6 +134,21 @@ def image_config(directory: Path, **changes) -> DataConfig:
 def load(directory: Path, images: ImageConfig | None = None, **changes) -> Corpus:
     """Returns the corpus of a config."""
     return load_corpus(image_config(directory, **changes), images)
+
+
+def folder(directory: Path, *roots: Path, images: ImageConfig | None = None, **changes) -> Corpus:
+    """Returns the corpus of some folders."""
+    fields = {"name": "image_folder", "paths": tuple(map(str, roots)), "global_batch_size": 4}
+    return load(directory, images, **{**fields, **changes})
+
+
+def values(examples: Examples) -> list[int]:
+    """Returns the value of each of these plain images."""
+    return [int(examples[i]["images"].flat[0]) for i in range(len(examples))]
+
+
+def targets(examples: Examples) -> list[int]:
+    return [int(examples[i]["targets"]) for i in range(len(examples))]
 
 
 def values_of(batch: dict[str, np.ndarray]) -> np.ndarray:

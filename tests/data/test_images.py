@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
 
-from data.batches import train_batches, validation_batches
+from data import batches
+from data.batches import batches_ahead, train_batches, validation_batches
+from data.corpus import load_corpus
 from data.examples import PAIR, generator
 from data.image_config import ImageConfig
+from data.images import Images
 from data.mixing import draw_mix
 from data.shapes import batch_shapes
 from tests.data.corpora import assert_rows, take
@@ -99,6 +103,17 @@ def test_worker_processes_read_the_same_batches_and_states(case, tmp_path):
     back.set_state(state)
     assert_rows(take(back, 5), expected[3:], slice(None))
     assert_rows(list(validation_batches(other, config, rows)), evaluated, slice(None))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 8])
+def test_any_number_of_workers_reads_the_same_batches(num_workers, tmp_path):
+    config = image_config(tmp_path, name=NOISE, global_batch_size=18)
+    images = CASES["image_classification, mixed"]
+    expected = take(train_batches(load_corpus(config, images), config, range(18)), 5)
+    workers = load_corpus(config, dataclasses.replace(images, num_workers=num_workers))
+    assert_rows(take(train_batches(workers, config, range(18)), 5), expected, slice(None))
+    rows = [17, 4, 5, 0, 9]
+    assert_rows(take(train_batches(workers, config, rows), 5), expected, rows)
 
 
 def test_validation_gives_each_image_once_and_then_rows_of_no_weight(case):
@@ -234,6 +249,31 @@ def test_train_fraction_takes_the_same_part_of_each_class_and_smaller_lies_in_la
         load(tmp_path, ImageConfig(size=8, train_fraction=f)).fingerprint for f in (0.1, 0.5, 1.0)
     }
     assert len(fingerprints) == 3
+
+
+@pytest.mark.parametrize("num_ahead", [1, 3])
+def test_large_batches_are_read_less_far_ahead(num_ahead, tmp_path, monkeypatch):
+    assert [batches_ahead(size) for size in (0, 2**27, 2**28, 2**30, 2**40)] == [8, 8, 4, 1, 1]
+    read, train_rows = [], Images.train_rows
+
+    def counted(self, places):
+        read.append(train_rows(self, places))
+        return read[-1]
+
+    monkeypatch.setattr(Images, "train_rows", counted)
+    corpus = load(tmp_path, ImageConfig(size=16, channels=3))
+    bound = num_ahead * 6 * corpus.train.row_bytes
+    monkeypatch.setattr(batches, "_PREFETCHED_BYTES", bound)
+    iterator = train_batches(corpus, image_config(tmp_path), range(6))
+    next(iterator)
+    deadline = time.monotonic() + 30
+    while len(read) <= num_ahead and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    # Beside those that are ready there is the one that was taken, and the one that is put in.
+    assert num_ahead < len(read) <= num_ahead + 2
+    sizes = [values.nbytes for name, values in read[0].items() if name != "index"]
+    assert sum(sizes) == bound // num_ahead
 
 
 def test_too_few_images_for_a_batch_are_refused(tmp_path):

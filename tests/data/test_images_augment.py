@@ -78,6 +78,21 @@ def test_central_crop_takes_the_middle_of_the_resized_image():
     assert central_crop(noise(), 224, 3, 0.875).size == (224, 224)
 
 
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.7, 0.875, 1.0])
+@pytest.mark.parametrize("width, height", [(8, 8), (12, 10), (3, 5), (1, 30), (200, 100)])
+def test_any_part_is_the_middle_of_images_of_any_size(width, height, part):
+    # A column for each place across, from 0 to 250.
+    ramp = np.tile(np.linspace(0, 250, width), (height, 1))
+    found = np.asarray(central_crop(Image.fromarray(ramp.round().astype(np.uint8)), 8, 1, part))
+    assert found.shape == (8, 8)
+    wide = width * int(8 / part) / min(width, height)
+    # Where the middles of the eight columns lie across the image, in parts of its width.
+    places = (np.arange(8) + 0.5 + round((wide - 8) / 2)) / wide
+    expected = np.interp(places * width - 0.5, np.arange(width), ramp[0])
+    # A pixel of the small image is the mean of many, and its edge bends the curve.
+    assert np.abs(found.astype(float) - expected[None]).max() < (25 if width > 1 else 1)
+
+
 def test_large_jpeg_is_decoded_small_and_looks_the_same():
     smooth = Image.fromarray(NOISE[:8, :10]).resize((1000, 800), Image.Resampling.BICUBIC)
     stream = io.BytesIO()
@@ -96,7 +111,9 @@ def test_images_of_every_kind_are_brought_to_the_channels(channels, mode):
     palette = noise().quantize(16)
     palette.info["transparency"] = bytes(16)
     deep = Image.fromarray((NOISE[:, :, 0].astype(np.uint16) << 8) + 17)
-    for image in (noise(), noise("L"), noise("RGBA"), noise("LA"), noise("CMYK"), palette, deep):
+    rare = [Image.new(mode, (50, 40)) for mode in ("LAB", "La", "RGBa", "PA", "YCbCr", "F", "1")]
+    common = [noise(kind) for kind in ("RGB", "L", "RGBA", "LA", "CMYK")]
+    for image in (*common, *rare, palette, deep):
         converted = to_channels(image, channels)
         assert converted.mode == mode and converted.size == (50, 40)
     # 16 bits are scaled to 8, not clipped.

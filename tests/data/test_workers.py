@@ -74,6 +74,16 @@ def test_answers_come_in_the_order_of_the_questions():
     assert found[0]["a"].flags.writeable
 
 
+@pytest.mark.parametrize("num_rows, count", [(64, 16), (64, 3), (7, 2), (5, 16), (1, 1), (256, 2)])
+def test_all_workers_get_a_share_of_even_size(num_rows, count):
+    shares = workers(count).shares(range(num_rows))
+    assert [row for share in shares for row in share] == list(range(num_rows))
+    assert all(len(share) % 2 == 0 for share in shares[:-1])
+    # Two rows cannot be shared out without parting a pair.
+    assert len(shares) >= min(count, -(-num_rows // 2)) - (num_rows < 4 * count)
+    assert max(map(len, shares)) <= 16
+
+
 def test_workers_have_no_jax_and_end_with_what_holds_them():
     pool = workers()
     answers = pool.map("one", "process", ["?"] * 8)

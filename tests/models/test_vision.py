@@ -1,5 +1,7 @@
 """What models of images share, against published formulae and what others compute."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from transformers.models.vit_mae import modeling_vit_mae
 
 from models.flops import traced_flops
 from models.layers import drop_path
+from models.resmlp import ResMLP, ResMLPConfig
 from models.swin import Swin, SwinConfig
 from models.vision import (
     ImageInputConfig,
@@ -102,6 +105,17 @@ def test_accuracy_counts_what_is_among_the_first_and_ties_go_to_the_first_label(
     assert "top5_accuracy" not in label_loss(jnp.asarray(logits[:, :5]), batch, smoothing=0.0)[2]
 
 
+def test_logits_that_are_no_numbers_are_never_right():
+    logits = np.zeros((3, 8), np.float32)
+    logits[0] = np.nan
+    logits[1, 2] = np.nan  # its own
+    logits[2] = np.nan
+    logits[2, 0] = 9.0  # all others are none
+    batch = {"targets": np.array([0, 2, 0]), "weights": np.ones(3, np.float32)}
+    metrics = label_loss(jnp.asarray(logits), batch, smoothing=0.0)[2]
+    assert metrics == {"accuracy": 0, "top5_accuracy": 0}
+
+
 def test_drop_path_drops_whole_examples_and_keeps_the_mean():
     keys = jax.random.split(jax.random.key(0), 4000)
     x = jnp.ones((4000, 2, 3))
@@ -157,10 +171,31 @@ SWIN = SwinConfig(
     window_size=4,
     num_labels=5,
 )
+RESMLP = ResMLPConfig(
+    image_size=11,
+    patch_size=2,
+    num_channels=1,
+    num_layers=2,
+    embed_dim=8,
+    mlp_dim=12,
+    layer_scale=0.1,
+    num_labels=5,
+)
+SWIN_2 = SwinConfig(**{**vars(SWIN), "version": 2})
+
+
+def drawn(model: nnx.Module) -> nnx.Module:
+    """Returns the model with random numbers for its parameters: no block is the identity."""
+    graph, params = nnx.split(model)
+    rng = np.random.default_rng(0)
+    return nnx.merge(graph, jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), params))
+
+
 MODELS = {
     "ViT": lambda: ViT(VIT, rngs=nnx.Rngs(0)),
     "Swin": lambda: Swin(SWIN, rngs=nnx.Rngs(0)),
-    "Swin V2": lambda: Swin(SwinConfig(**{**vars(SWIN), "version": 2}), rngs=nnx.Rngs(0)),
+    "Swin V2": lambda: Swin(SWIN_2, rngs=nnx.Rngs(0)),
+    "ResMLP": lambda: ResMLP(RESMLP, rngs=nnx.Rngs(0)),
 }
 
 
@@ -173,10 +208,17 @@ def test_forward_flops_are_those_of_the_traced_products(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_images_of_a_batch_do_not_see_each_other(name):
-    model = MODELS[name]()
+    model: Any = drawn(MODELS[name]())
     images = np.random.default_rng(0).normal(size=(2, 11, 11, 1)).astype(np.float32)
     gradient = jax.grad(lambda images: model(images)[0].sum())(jnp.asarray(images))
     assert np.abs(gradient[0]).max() > 0 and not np.asarray(gradient[1]).any()
+
+
+def test_blocks_of_swin_2_begin_as_the_identity():
+    model: Any = Swin(SWIN_2, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 11, 11, 8)), jnp.float32)
+    y = model.stage0(x, {"layer": jnp.int32(0)})
+    np.testing.assert_array_equal(y, x)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +235,9 @@ def test_images_of_a_batch_do_not_see_each_other(name):
         (SWIN, {"num_heads": (2,)}, "must both have a number for each stage"),
         (SWIN, {"num_heads": (2, 3)}, "3 must divide the 16 dims of stage 1"),
         (SWIN, {"version": 3}, "model.version=3 is unknown; choose 1 or 2"),
+        (RESMLP, {"patch_size": 12}, r"model.patch_size=12 must lie in 1 .. model.image_size=11"),
+        (RESMLP, {"layer_scale": 0.0}, "model.layer_scale=0.0 must be positive; choose for exam"),
+        (RESMLP, {"head": "tokens"}, "model.head='tokens' is unknown; choose labels, none"),
     ],
 )
 def test_config_that_cannot_be_is_refused(config, changes, message):

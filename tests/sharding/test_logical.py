@@ -10,9 +10,12 @@ from sharding.logical import (
     axes_by_hand,
     axis_rules,
     constrain,
+    first_example,
+    gather_batch,
     max_over,
     offset,
     sum_over,
+    sum_over_batch,
 )
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.parameters import on_shards
@@ -209,3 +212,32 @@ def test_parts_are_the_whole_where_no_stage_shares_the_vocab(sizes, rules):
         values, gradients = over_parts(function, mesh, rules)(x(4), x(1))
     np.testing.assert_array_equal(np.sum(values), 14.0 + 6.0)
     np.testing.assert_array_equal(gradients.reshape(4), 2.0 * np.arange(4))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 4}, {"fsdp": 2, "data": 2}, {"data": 2, "model": 2}, {"model": 2}], ids=str
+)
+def test_functions_of_the_whole_batch_are_alike_on_every_mesh(sizes):
+    """Each example is compared with all: gradients of the sum of all devices' losses.
+
+    They hang on how the executor splits the batch, not on the rule for what models call so.
+    """
+    mesh, rules = make_mesh(MeshConfig(**sizes)), make_rules({"batch": "data"})
+    data = jnp.asarray([1.0, -2.0, 0.5, 3.0, 0.25, -1.0, 2.0, 4.0])
+
+    def loss(part):
+        centred = part - sum_over_batch(jnp.sum(part)) / 8
+        everybody = gather_batch(part)
+        own = jax.lax.dynamic_slice_in_dim(everybody, first_example(part.size), part.size)
+        return jnp.sum(centred**3 + own * part + jnp.max(everybody) * part)
+
+    expected = jax.grad(loss)(data)  # outside a mesh a device has the whole batch
+
+    def local(part):
+        with axis_rules(rules):
+            return jax.grad(loss)(part)
+
+    batch = PartitionSpec(("data", "fsdp"))
+    with jax.set_mesh(mesh):
+        found = jax.jit(on_shards(local, mesh, (batch,), batch))(data)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -32,14 +32,24 @@ _TEXT = (
 _IMAGES = (
     *("images.crop_scale=(0.5,1.0)", "images.mixup=0.8", "images.cutmix=1.0"),
     *("images.randaugment_num=2", "images.erasing=0.25"),
-    *("model.dropout=0.1", "model.drop_path=0.2", "model.label_smoothing=0.1"),
-)
-_VIT = (*_IMAGES, *("model.embed_dim=32", "model.mlp_dim=48"))
-_SWIN = (
-    *(*_IMAGES, "model.embed_dim=16", "model.depths=(2,4)", "model.num_heads=(2,4)"),
-    *("images.size=11", "model.window_size=4"),  # patches are padded to windows, and to pairs
+    *("model.drop_path=0.2", "model.label_smoothing=0.1"),
 )
 _DROPOUT, _MLP = "model.dropout=0.1", "model.mlp_dim=48"
+_VIT = (*_IMAGES, _DROPOUT, "model.embed_dim=32", _MLP)
+_SWIN = (
+    *(*_IMAGES, _DROPOUT, "model.embed_dim=16", "model.depths=(2,4)", "model.num_heads=(2,4)"),
+    *("images.size=11", "model.window_size=4"),  # patches are padded to windows, and to pairs
+)
+_MAE = (
+    *("images.crop_scale=(0.5,1.0)", _DROPOUT, "model.drop_path=0.2"),
+    *("model.embed_dim=32", _MLP, "model.decoder_embed_dim=16", "model.decoder_mlp_dim=24"),
+    *("model.positions=random", "optimizer.frozen=decoder_position_embedding"),
+)
+_MOCO = (
+    *("images.crop_scale=(0.5,1.0)", _DROPOUT, "model.drop_path=0.2"),
+    *("model.embed_dim=32", _MLP, "model.hidden_dim=24", "model.projection_dim=8"),
+    *("train.num_microbatches=1", "train.ema_decay=0.5"),
+)
 _GQA = ("model.num_kv_heads=2", "model.head_dim=6", _MLP)
 _T5 = ("model.num_layers=2", "model.num_decoder_layers=2", "model.head_dim=6", _MLP, _DROPOUT)
 
@@ -72,12 +82,18 @@ MODELS = {
     ),
     "T5 1.1": ("t5", _T5),
     "ViT": ("vit", _VIT),
-    "ViT, mean of patches": ("vit", (*_VIT, "model.pool=mean", "model.positions=sincos")),
+    "ViT, mean of patches": (
+        "vit",
+        (*_VIT, *("model.pool=mean", "model.positions=sincos", "optimizer.frozen=position_*")),
+    ),
     "Swin": ("swin", _SWIN),
     "Swin V2": ("swin", (*_SWIN, "model.version=2")),
+    "ResMLP": ("resmlp", (*_IMAGES, "model.embed_dim=32", _MLP)),
+    "MAE": ("mae", _MAE),
+    "MoCo v3": ("moco", _MOCO),
 }
-#: Models of images have no vocab to share.
-NO_VOCAB = "–"
+#: Configs of models of images, which have no vocab to share.
+_OF_IMAGES, NO_VOCAB = ("vit", "swin", "resmlp", "mae", "moco"), "–"
 MESHES = {
     "data=4": ("mesh.data=4",),
     "fsdp=4": ("mesh.fsdp=4",),
@@ -113,7 +129,7 @@ def losses_on(model: str, mesh: tuple[str, ...]) -> list[float]:
     config, overrides = MODELS[model]
     directory, cache = corpora()
     where = (f"data.cache_dir={cache}",)
-    if config not in ("vit", "swin"):
+    if config not in _OF_IMAGES:
         files = "labelled.jsonl" if "data.objective=classification" in overrides else "*.txt"
         where = (*_TEXT, *where, f"data.paths={directory}/{files}")
     with jax.enable_x64(True):
@@ -125,7 +141,7 @@ def losses_on(model: str, mesh: tuple[str, ...]) -> list[float]:
 
 def applies(model: str, mesh: str) -> bool:
     """Returns whether a model can be on a mesh."""
-    return MODELS[model][0] not in ("vit", "swin") or "vocab" not in mesh
+    return MODELS[model][0] not in _OF_IMAGES or "vocab" not in mesh
 
 
 def deviation(model: str, mesh: str) -> float:

@@ -12,7 +12,7 @@ from sharding.audit import collectives, flops
 from sharding.batches import place_batch
 from tests.runs import TINY, make_run
 from train.frozen import frozen_params
-from train.setup import describe
+from train.summary import describe
 from train.workdir import check, claim
 
 MLP = "optimizer.frozen=*.mlp.*"

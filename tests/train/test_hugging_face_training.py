@@ -14,8 +14,9 @@ from tests.hugging_face import save_model
 from tests.runs import ROOT, write_corpus
 from train.config import resolve
 from train.config_files import load
-from train.init_from import start_params, take_over
+from train.init_from import start_params
 from train.setup import prepare
+from train.take_over import take_over
 
 NUM_STEPS, LEARNING_RATE, WEIGHT_DECAY = 30, 2e-3, 0.1
 #: Float32 in another order: Adam's division amplifies it from step to step.

@@ -1,10 +1,18 @@
 """Training on images, as a user types it: with the speed in images and without a tokenizer."""
 
+import itertools
+import json
+import os
 import re
 
+import numpy as np
 import pytest
 
-from tests.runs import losses, make_run
+from convert.from_hf import load as load_model
+from data.image_folder import FolderImages
+from models.resmlp import ResMLP
+from tests.data.pictures import write_classes
+from tests.runs import ROOT, losses, make_run
 from train.config import resolve
 from train.config_files import load
 from train.main import main
@@ -68,6 +76,9 @@ def test_run_on_images_is_logged_evaluated_and_resumed(config, tmp_path, capsys)
     steps = [entry for entry in entries if "loss" in entry]
     assert all("images_per_s" in e and "tokens_per_s" not in e for e in steps)
     assert steps[0]["images_per_s"] is None and steps[-1]["images_per_s"] > 0
+    assert (
+        steps[0]["data_wait_s"] is None and 0 < steps[-1]["data_wait_s"] < steps[-1]["step_time_s"]
+    )
     evaluated = [entry for entry in entries if "eval_loss" in entry]
     assert [entry["step"] for entry in evaluated] == [10, 20]
     assert {"eval_loss", "eval_accuracy", "step"} == evaluated[-1].keys()
@@ -83,6 +94,14 @@ def test_run_on_images_is_logged_evaluated_and_resumed(config, tmp_path, capsys)
     assert [e for e in timeless(tmp_path / "twice") if e["step"] > 10] == [
         e for e in once if e["step"] > 10
     ]
+
+
+def test_run_of_a_model_without_published_files_is_loaded(config, tmp_path):
+    of_resmlp = str(ROOT / "configs" / "resmlp.py"), config[1]
+    tiny = ("train.num_steps=1", "model.embed_dim=8", "model.mlp_dim=8", "model.num_layers=1")
+    assert run_main(tmp_path, of_resmlp, *tiny) == 0
+    model = load_model(tmp_path)
+    assert isinstance(model, ResMLP) and model.config.num_labels == 10
 
 
 def test_losses_do_not_depend_on_the_mesh(config):
@@ -117,6 +136,77 @@ def test_other_images_are_another_run(config, tmp_path, capsys):
 def test_what_cannot_be_trained_is_refused(overrides, message, config, tmp_path, capsys):
     assert run_main(tmp_path, config, *overrides) == 2
     assert message in refusal(capsys)
+
+
+# Images that break, as a user sees it.
+
+
+def folder_of_images(directory):
+    """Returns the overrides that train on a folder, and one of its images."""
+    write_classes(directory / "images", ["cat", "große Katze"], num_images=40)
+    overrides = ("data.name=image_folder", f"data.paths={directory}/images")
+    steps = ("data.global_batch_size=16", "train.num_steps=20", "checkpoint.every_steps=2")
+    return (*overrides, *steps, "eval.every_steps=0"), directory / "images" / "cat" / "7.png"
+
+
+def test_broken_data_is_refused_before_the_first_step(config, tmp_path, capsys):
+    overrides, image = folder_of_images(tmp_path)
+    image.write_bytes(image.read_bytes()[:50])
+    assert run_main(tmp_path / "run", config, *overrides) == 2
+    said = refusal(capsys)
+    assert "1 of 80 images cannot be used: " in said and f"{image} (" in said
+    assert said.endswith("or set images.on_broken='skip' to leave them out")
+    assert not (tmp_path / "run").exists()
+
+
+def breaking(monkeypatch, image):
+    """Has the image lose its end once the run has read 200 images, and so taken some steps."""
+    read, numbers = FolderImages.read, itertools.count()
+
+    def read_and_break(self, index):
+        if next(numbers) == 200:
+            image.write_bytes(image.read_bytes()[:50])
+        return read(self, index)
+
+    monkeypatch.setattr(FolderImages, "read", read_and_break)
+
+
+def test_image_that_breaks_in_a_run_ends_it_and_the_next_start_goes_on(
+    config, tmp_path, capsys, monkeypatch
+):
+    overrides, image = folder_of_images(tmp_path)
+    content = image.read_bytes()
+    status = image.stat()
+    with monkeypatch.context() as patch:
+        breaking(patch, image)
+        assert run_main(tmp_path / "run", config, *overrides) == 1
+    assert f"{image} cannot be read: " in refusal(capsys)
+    record = json.loads((tmp_path / "run" / "goodput" / "0001.json").read_text())
+    assert record["ended"] == "failed" and 0 < record["last_step"] < 20
+    assert run_main(tmp_path / "run", config, *overrides) == 2
+    assert f"1 of 80 images cannot be used: {image} (" in refusal(capsys)
+    image.write_bytes(content)
+    os.utime(image, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert run_main(tmp_path / "run", config, *overrides) == 0
+    assert run_main(tmp_path / "whole", config, *overrides) == 0
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "whole")
+    names = [path.name for path in tmp_path.rglob("*")]
+    assert not [name for name in names if name.endswith((".tmp", ".new", ".tmp.npy"))]
+
+
+def test_image_that_breaks_in_a_run_is_skipped(config, tmp_path, capsys, monkeypatch):
+    overrides, image = folder_of_images(tmp_path)
+    breaking(monkeypatch, image)
+    assert run_main(tmp_path / "run", config, *overrides, "images.on_broken=skip") == 0
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "cannot be" in line]
+    assert said.startswith(str(image)) and said.endswith("left out (1 so far in this process)")
+    losses = [entry["loss"] for entry in timeless(tmp_path / "run") if "loss" in entry]
+    assert np.isfinite(losses).all()
+
+
+def test_context_is_refused_for_images(config, tmp_path, capsys):
+    assert run_main(tmp_path, config, "mesh.context=2") == 2
+    assert "mesh.context=2 splits sequences of tokens, but data.objective=" in refusal(capsys)
 
 
 def test_model_must_take_the_images_as_they_are(config):

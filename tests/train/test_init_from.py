@@ -21,9 +21,10 @@ from tests.train.models_on_meshes import write_labelled
 from tests.train.test_main import error_line, run_main
 from train.config import resolve
 from train.config_files import load
-from train.init_from import start_params, take_over
+from train.init_from import start_params
 from train.metrics import read_metrics
 from train.setup import prepare
+from train.take_over import take_over
 
 OPT = {
     "num_hidden_layers": 2,
@@ -138,9 +139,10 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     jax.tree.map(np.testing.assert_array_equal, params["classifier"], fresh)
 
 
-def run_from(directory, text, labels):
+def run_from(directory, text, labels, *overrides):
     """Returns (run, source) of a classifier of so many labels."""
-    overrides = (f"data.paths={text[0]}/labelled.jsonl", *SHORT, f"init_from={directory}")
+    where = (f"data.paths={text[0]}/labelled.jsonl", f"init_from={directory}")
+    overrides = (*where, *SHORT, *overrides)
     config, source = load(CLASSIFY, overrides), read_source(directory)
     take_over(config, source, overrides)
     resolved = resolve(config)
@@ -169,9 +171,43 @@ def test_labels_of_a_published_classifier_keep_their_meaning(text, tmp_path):
     for name in ("kernel", "bias"):
         np.testing.assert_array_equal(ours[name], theirs[name][..., ::-1])
     with pytest.raises(
-        ValueError, match="labels none, colon from each other, and the data has a, b"
+        ValueError, match="labels none, colon from each other, and the data has a, b; rename .*=new"
     ):
         start_params(run, source, ("a", "b"))
+    run, source = run_from(tmp_path, text, 2, "train.init_labels=by_position")
+    ours = start_params(run, source, ("a", "b"))["classifier"]
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_classifier_of_another_task_is_drawn_anew_when_asked_for(text, tmp_path):
+    save_model(tmp_path, "BertForSequenceClassification", **BERT)
+    theirs = nnx.to_pure_dict(nnx.split(load_model(tmp_path))[1])
+    for num_labels in (2, 3):
+        run, source = run_from(tmp_path, text, num_labels, "train.init_labels=new")
+        params = start_params(run, source, "abc"[:num_labels])
+        assert run.model_config.num_labels == num_labels
+        fresh = run.state.initial().params["classifier"]
+        jax.tree.map(np.testing.assert_array_equal, params.pop("classifier"), fresh)
+        assert params.keys() == theirs.keys() - {"classifier"}
+        for name in params:
+            jax.tree.map(np.testing.assert_array_equal, params[name], theirs[name])
+    for labels in ("by_name", "by_position"):
+        run, source = run_from(tmp_path, text, 3, f"train.init_labels={labels}")
+        with pytest.raises(ValueError, match="tells 2 labels .* and the run has 3; .*labels=new"):
+            start_params(run, source, "abc")
+
+
+def test_labels_of_what_has_no_classifier_are_refused(bert, opt, text):
+    run, source = run_from(bert, text, 2, "train.init_labels=by_position")
+    with pytest.raises(ValueError, match="has no classifier for model.head='sequence'; leave it"):
+        start_params(run, source, ("colon", "none"))
+    overrides = (*text[1], *SHORT, f"init_from={opt[0]}", "train.init_labels=new")
+    config, source = load(FINETUNE, overrides), read_source(opt[0])
+    take_over(config, source, overrides)
+    resolved = resolve(config)
+    run = prepare(resolved, make_mesh(resolved.mesh), vocab_size=None)
+    with pytest.raises(ValueError, match="train.init_labels='new' is for a classifier, and .*opt"):
+        start_params(run, source)
 
 
 def test_classifier_trains_from_published_weights(bert, text, tmp_path):

@@ -195,6 +195,7 @@ BAD = {
     "wrong type": (("train.num_steps=many",), "train.num_steps=many"),
     "model path": (("model.name=nowhere:Model",), "model.name='nowhere:Model'"),
     "small vocabulary": (("model.vocab_size=100",), "tokenizer's 257 tokens"),
+    "labels of no checkpoint": (("train.init_labels=new",), "is read only with init_from"),
     "unknown corpus": (("data.name=wikki40b", "data.paths="), "wikki40b"),
 }
 

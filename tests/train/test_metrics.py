@@ -244,24 +244,27 @@ def test_throughput_counts_neither_the_first_step_nor_pauses(clock):
     meter = ThroughputMeter(units_per_step=1000)
     clock.now += 30  # compiling
     meter.step(None)
-    assert meter.lap() == {"step_time_s": 30, "tokens_per_s": None}
+    assert meter.lap() == {"step_time_s": 30, "data_wait_s": None, "tokens_per_s": None}
     for _ in range(4):
-        clock.now += 0.5
+        with meter.waiting():
+            clock.now += 0.125
+        clock.now += 0.375
         meter.step(None)
     with meter.paused():
         clock.now += 60  # an evaluation
-    assert meter.lap() == {"step_time_s": 0.5, "tokens_per_s": 2000}
+    assert meter.lap() == {"step_time_s": 0.5, "data_wait_s": 0.125, "tokens_per_s": 2000}
     clock.now += 2
     meter.step(None)
-    assert meter.lap() == {"step_time_s": 2, "tokens_per_s": 500}
+    assert meter.lap() == {"step_time_s": 2, "data_wait_s": 0, "tokens_per_s": 500}
 
 
 def test_throughput_leaves_the_first_step_out_of_a_lap_of_several(clock):
     meter = ThroughputMeter(units_per_step=1000)
     for duration_s in (30, 1, 1):
-        clock.now += duration_s
+        with meter.waiting():
+            clock.now += duration_s
         meter.step(None)
-    assert meter.lap() == {"step_time_s": 1, "tokens_per_s": 1000}
+    assert meter.lap() == {"step_time_s": 1, "data_wait_s": 1, "tokens_per_s": 1000}
 
 
 def test_throughput_waits_for_the_steps_it_counts():

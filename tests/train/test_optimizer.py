@@ -9,9 +9,12 @@ import numpy as np
 import optax
 import pytest
 import torch
+from flax import nnx
 
+from models.swin import Swin, SwinConfig
+from models.vit import ViT, ViTConfig
 from sharding.mesh import make_mesh
-from tests.runs import CONFIG
+from tests.runs import CONFIG, ROOT
 from train.config import resolve
 from train.config_files import load
 from train.optimizer import OptimizerConfig, decay_mask, make_learning_rate, make_optimizer
@@ -92,6 +95,49 @@ def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
     }
     kept = {name.rpartition(".")[2] for name in names.keys() - decayed}
     assert kept == {"bias", "scale"} and len(names.keys() - decayed) == 10
+
+
+def not_decayed_of(model: Any) -> set[str]:
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(params, model.not_decayed))
+    names = {".".join(key.key for key in path) for path, is_decayed in mask if not is_decayed}
+    return {name for name in names if not name.endswith((".bias", ".scale"))}
+
+
+def test_no_decay_of_tokens_positions_and_scales_in_models_of_images():
+    """As `no_weight_decay` and `no_weight_decay_keywords` of the models' published code."""
+    vit: dict[str, Any] = {
+        name: 4 for name in ("image_size", "num_layers", "num_heads", "embed_dim", "mlp_dim")
+    }
+    swin: dict[str, Any] = {
+        "image_size": 8,
+        "embed_dim": 4,
+        "depths": (2,),
+        "num_heads": (2,),
+        "window_size": 4,
+    }
+    build = nnx.eval_shape
+    assert not_decayed_of(build(lambda: ViT(ViTConfig(**vit, patch_size=2), rngs=nnx.Rngs(0)))) == {
+        "class_token",
+        "position_embedding",
+    }
+    first = build(lambda: Swin(SwinConfig(**swin), rngs=nnx.Rngs(0)))
+    blocks = [f"stage0.layers.{block}" for block in ("first", "second")]
+    assert not_decayed_of(first) == {f"{block}.bias.table" for block in blocks}
+    second = build(lambda: Swin(SwinConfig(**swin, version=2), rngs=nnx.Rngs(0)))
+    of_block = ("bias.up.kernel", "bias.down.kernel", "attention.q_norm.log_scale")
+    assert not_decayed_of(second) == {f"{block}.{name}" for block in blocks for name in of_block}
+
+
+def test_run_does_not_decay_what_its_model_names():
+    config = resolve(load(str(ROOT / "configs" / "vit.py"), ["optimizer.warmup_steps=0"]))
+    run = prepare(config, make_mesh(config.mesh), num_labels=10)
+    params = run.state.initial().params
+    zeros: Any = jax.tree.map(jnp.zeros_like, params)
+    updates: Any = run.optimizer.update(zeros, run.optimizer.init(params), params)[0]
+    largest = jax.tree.map(lambda x: float(jnp.abs(x).max()), updates)
+    assert largest["class_token"] == largest["position_embedding"] == 0
+    assert largest["classifier"]["kernel"] > 0
 
 
 def test_adamw_equals_pytorchs():

@@ -37,6 +37,8 @@ MESHES = {
     "context=2 data=2": ("mesh.context=2", "mesh.data=2"),
     "remat": ("train.remat=full", "mesh.pipeline=2"),
 }
+#: What CI trains in float32 too: each axis of the meshes above is in one; the rest is a campaign.
+IN_FLOAT32 = {"2x2x2", "vocab over fsdp", "context=2 data=2"}
 #: Rounding in float64 is 1e-16 a sum; 20 steps of Adam amplify it, a bug is far above.
 FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-4
@@ -55,16 +57,21 @@ def test_losses_equal_one_device_float64(mesh, corpus_overrides):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_losses_and_initial_parameters_equal_one_device_float32(mesh, corpus_overrides):
+def test_initial_parameters_equal_one_device_to_the_bit(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides)
-    run, corpus = make_run((*base, *MESHES[mesh]))
+    run, _ = make_run((*base, *MESHES[mesh]))
     assert digest(run.state.initial().params) == reference_digest(base)
-    np.testing.assert_allclose(
-        losses(run, corpus, NUM_STEPS),
-        reference_losses(base, NUM_STEPS),
-        rtol=FLOAT32_TOLERANCE,
-        atol=0,
-    )
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(mesh, marks=[pytest.mark.slow] * (mesh not in IN_FLOAT32)) for mesh in MESHES],
+)
+def test_losses_equal_one_device_float32(mesh, corpus_overrides):
+    base = (*TINY, *corpus_overrides)
+    found = losses(*make_run((*base, *MESHES[mesh])), NUM_STEPS)
+    expected = reference_losses(base, NUM_STEPS)
+    np.testing.assert_allclose(found, expected, rtol=FLOAT32_TOLERANCE, atol=0)
 
 
 def launch(*command: str) -> str:

@@ -59,12 +59,16 @@ def finish(workdir: Path, overrides) -> str:
     return done.stdout + done.stderr
 
 
+#: Of what is logged of a step.
+TIMES = ("step_time_s", "data_wait_s", "tokens_per_s")
+
+
 def trajectory(workdir: Path) -> dict[int, tuple]:
     """Returns step -> everything logged of it but times."""
     steps: dict[int, tuple] = {}
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
-        kept = {k: v for k, v in entry.items() if k not in ("step_time_s", "tokens_per_s")}
+        kept = {k: v for k, v in entry.items() if k not in TIMES}
         steps[entry["step"]] = (*steps.get(entry["step"], ()), tuple(sorted(kept.items())))
     return steps
 

@@ -22,6 +22,7 @@ class Net:
 
     num_layers = {"body": 8}
     before: dict = {}
+    teach: Any = None
 
     @property
     def blocks(self):
@@ -58,6 +59,17 @@ class Net:
     def params(self, draw, width: int):
         layers = {"body": {"kernel": 0.5 * draw(self.num_layers["body"], width, width)}}
         return {"ends": {"table": draw(width, width)}, "layers": layers}
+
+
+class Teacher(Net):
+    """A net that tells the total of each example, in its head too."""
+
+    def teach(self, ends, x, microbatch):
+        return {"total": jnp.sum(x @ ends["table"].T, axis=1)}
+
+    def head(self, ends, x, microbatch):
+        loss, weight, _ = super().head(ends, x, microbatch)
+        return loss, weight, {"totals": self.teach(ends, x, microbatch)["total"]}
 
 
 class EncoderDecoder(Net):

@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from sharding.audit import collectives, memory
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.executor import make_evaluate, make_loss_and_grad
+from sharding.pipeline.executor import make_evaluate, make_loss_and_grad, make_teach
 from sharding.pipeline.layout import cut
 from sharding.pipeline.parameters import Sharing
 from sharding.pipeline.schedule import forward_only, make_schedule
@@ -21,6 +22,7 @@ from tests.sharding.pipeline.nets import (
     EncoderDecoder,
     Net,
     Pyramid,
+    Teacher,
     inputs,
     place,
     plain_sums,
@@ -88,6 +90,31 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
         counts = counts and (*counts[:-1], counts[-1] + 8 - sum(counts))
         stage = {"fewer": 2, "equal": 0 if remat == "full" else 1, "more": 3}[amount]
         check(Net(), table, devices, config, counts, MemoryConfig(zero_stage=stage))
+
+
+@pytest.mark.parametrize("share_vocab", [False, True])
+@pytest.mark.parametrize("schedule, mesh", [("1f1b", "pipeline=4"), *[("zbv", m) for m in MESHES]])
+def test_what_is_taught_is_that_of_each_example(schedule, mesh, share_vocab):
+    """In the batch's own layout, and nothing but that of the teacher's parameters."""
+    with jax.enable_x64(True):
+        devices, net = make_mesh(MeshConfig(**MESHES[mesh])), Teacher()
+        stages, chunks = devices.shape["pipeline"], SCHEDULES[schedule]
+        table = make_schedule(schedule, stages, 5, chunks)
+        forwards = forward_only(stages, 5, chunks, placement=table.placement)
+        params, data = inputs(net, 5)
+        layouts = cut(net.num_layers, table.placement)
+        sharing = Sharing(mesh=devices, specs=net.specs())
+        config = PipelineConfig(share_vocab=share_vocab)
+        with jax.set_mesh(devices):
+            teach = jax.jit(make_teach(net, forwards, layouts, sharing, config))
+            taught = teach(*place(net, layouts, devices, params, data))
+        assert taught["total"].sharding.is_equivalent_to(
+            jax.NamedSharding(devices, PartitionSpec(None, ("data", "fsdp"))), ndim=2
+        )
+        for index in range(5):
+            microbatch = jax.tree.map(lambda a, i=index: a[i : i + 1], data)
+            expected = plain_sums(net, params, microbatch)[1]["totals"]
+            np.testing.assert_allclose(taught["total"][index], expected, rtol=1e-13)
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])

@@ -1,0 +1,144 @@
+"""Measures what models of images come to on handwritten digits: `python -m benchmarks.digits`.
+
+Every experiment is one or more runs of `python -m train.main`, each of which starts from the one
+before it, once for each seed. Its result is the accuracy on all held-out digits after the last step
+of its last run: no step is picked. With fewer labels the same images keep theirs for every seed.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from train.metrics import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One run: a config, and overrides of it."""
+
+    config: str
+    overrides: tuple[str, ...] = ()
+
+
+_TENTH = "images.train_fraction=0.1"
+_MAE, _MOCO = Training("mae"), Training("moco")
+#: name -> its runs.
+EXPERIMENTS = {
+    "ViT": (Training("vit"),),
+    "Swin": (Training("swin"),),
+    "ResMLP": (Training("resmlp"),),
+    "ViT, 10 % of the labels": (Training("vit", (_TENTH,)),),
+    "ViT of configs/vit_finetune.py, 10 %": (Training("vit_finetune", (_TENTH,)),),
+    "MAE, then fine-tuning, 10 %": (_MAE, Training("vit_finetune", (_TENTH,))),
+    "untrained encoder, linear probe, 5 %": (Training("vit_probe"),),
+    "MoCo v3, linear probe, 5 %": (_MOCO, Training("vit_probe")),
+    "MAE, linear probe, 5 %": (_MAE, Training("vit_probe", ("model.pool=mean",))),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.digits", allow_abbrev=False)
+    parser.add_argument("--only", action="append", help="a part of experiments' names; several do")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each, with seeds from 0")
+    parser.add_argument("--workdir", type=Path, help="a new one, where runs are kept")
+    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    args = parser.parse_args(argv)
+    wanted = [
+        name
+        for name in EXPERIMENTS
+        if args.only is None or any(part.lower() in name.lower() for part in args.only)
+    ]
+    if not wanted:
+        print(f"error: --only={args.only}: choose from {'; '.join(EXPERIMENTS)}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="taibai_digits_") as temporary:
+        directory = args.workdir or Path(temporary)
+        try:
+            results = {name: experiment(name, args.seeds, directory) for name in wanted}
+        except RuntimeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    arguments = sys.argv[1:] if argv is None else argv
+    figures = {
+        "command": shlex.join(["python", "-m", "benchmarks.digits", *arguments]),
+        "versions": report.versions(),
+        "hardware": {"cpu": report.cpu_name(), "num_cores": report.num_cores()},
+        "experiments": results,
+    }
+    print(as_text(figures))
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    return 0
+
+
+def experiment(name: str, num_seeds: int, directory: Path) -> dict[str, Any]:
+    """Returns the runs of an experiment, and the accuracies and seconds of every seed."""
+    trainings, accuracies, seconds = EXPERIMENTS[name], [], []
+    for seed in range(num_seeds):
+        workdir, total = None, 0.0
+        for training in trainings:
+            workdir, taken = train(training, seed, directory, workdir)
+            total += taken
+        assert workdir is not None
+        seconds.append(round(total, 1))
+        scores = [line for line in read_metrics(workdir / METRICS_FILE) if "eval_accuracy" in line]
+        accuracies.append(scores[-1]["eval_accuracy"])
+        print(f"{name}, seed {seed}: {100 * accuracies[-1]:.1f} %, {seconds[-1]} s", flush=True)
+    return {
+        "runs": [dataclasses.asdict(training) for training in trainings],
+        "accuracies": accuracies,
+        "seconds": seconds,
+    }
+
+
+@functools.cache
+def train(
+    training: Training, seed: int, directory: Path, init_from: Path | None
+) -> tuple[Path, float]:
+    """Returns the directory of a run that has ended, and how many seconds it took."""
+    start = time.perf_counter()
+    before = "" if init_from is None else f"_from_{init_from.name}"
+    words = [part.partition("=")[2] for part in training.overrides]
+    workdir = directory / f"{'_'.join([training.config, *words])}_{seed}{before}"
+    overrides = [*training.overrides, f"train.seed={seed}"]
+    overrides += [] if init_from is None else [f"init_from={init_from}"]
+    command = [
+        *(sys.executable, "-m", "train.main", f"--config=configs/{training.config}.py"),
+        *(f"--workdir={workdir}", *(f"--config.{override}" for override in overrides)),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr}")
+    return workdir, time.perf_counter() - start
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """Returns the figures as rows of a table in Markdown."""
+    rows = ["| experiment | top-1 of seeds | mean | seconds |", "|---|---|---|---|"]
+    for name, result in figures["experiments"].items():
+        rows.append(_row(name, result["accuracies"], result["seconds"]))
+    return "\n".join(rows)
+
+
+def _row(name: str, accuracies: Sequence[float], seconds: Sequence[float]) -> str:
+    percents = ", ".join(f"{100 * value:.1f}" for value in accuracies)
+    mean = 100 * statistics.mean(accuracies)
+    return f"| {name} | {percents} | {mean:.1f} % | {statistics.median(seconds):.0f} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

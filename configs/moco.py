@@ -1,0 +1,81 @@
+"""MoCo v3 on one device: a ViT learns handwritten digits without labels, from pairs of views.
+
+Hardware: any; by default a 2-core CPU takes some minutes. Then train a classifier on what it has
+learnt, the encoder left as it is, with configs/vit_probe.py:
+
+    python -m train.main --config=configs/moco.py --workdir=runs/moco
+    python -m train.main --config=configs/vit_probe.py --workdir=runs/probe \\
+        --config.init_from=runs/moco
+
+`--config=configs/moco.py:SIZE` is a published size, for accelerators and a data set such as
+imagenet2012: small16, base16, large16 and huge16, trained as Chen et al. 2021 (arXiv:2104.02057,
+section 5) do. All examples of a batch are compared with each other: a batch is one microbatch, and
+what does not fit on a device is split over mesh.data or mesh.fsdp.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import sizes
+
+#: name -> (layers, heads, embed dim, MLP dim). Chen et al. 2021, table 2.
+SIZES = {
+    "small16": (12, 12, 384, 1536),
+    "base16": (12, 12, 768, 3072),
+    "large16": (24, 16, 1024, 4096),
+    "huge16": (32, 16, 1280, 5120),
+}
+#: What stays as it is at the start: section 4.2, and the sines and cosines of positions.
+FROZEN = ("patch_embedding.*", "position_embedding")
+
+
+def get_config(size: str = "tiny") -> ConfigDict:
+    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    sizes.choose("moco", size, SIZES)
+    config = sizes.of_images("moco", "image_contrast")
+    config.model.patch_size = 2
+    config.model.num_layers = 4
+    config.model.num_heads = 4
+    config.model.embed_dim = 64
+    config.model.mlp_dim = 256
+    config.model.hidden_dim = 256  # of the layers between the encoder and what is compared
+    config.model.projection_dim = 64  # of what is compared
+    config.model.temperature = 0.2
+    config.model.positions = "sincos"  # at the start: random | sincos
+    config.model.dropout = 0.0
+    config.model.drop_path = 0.0
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.beta2 = 0.999
+    config.optimizer.frozen = FROZEN
+    config.train.num_microbatches = 1
+    config.train.ema_decay = 0.99  # of the average that gives the keys
+    config.train.ema_schedule = "cosine"
+    if size == "tiny":
+        sizes.digits(config)
+        config.data.global_batch_size = 256
+        config.images.crop_scale = (0.4, 1.0)
+        config.images.jitter = (0.4, 0.4, 0.0, 0.0)
+        return config
+
+    layers, heads, embed, mlp = SIZES[size]
+    config.model.num_layers = layers
+    config.model.num_heads = heads
+    config.model.embed_dim = embed
+    config.model.mlp_dim = mlp
+    config.model.patch_size = 16
+    config.model.hidden_dim = 4096
+    config.model.projection_dim = 256
+    sizes.imagenet(config)
+    config.data.global_batch_size = 4096
+    config.images.randaugment_num = 0
+    config.images.erasing = 0.0
+    config.images.mixup = 0.0
+    config.images.cutmix = 0.0
+    config.images.jitter = (0.4, 0.4, 0.2, 0.1)
+    config.images.grayscale = 0.2
+    config.images.blur = (1.0, 0.1)
+    config.images.solarize = (0.0, 0.2)
+    config.optimizer.learning_rate = 2.4e-3  # 1.5e-4 × 4096 / 256
+    config.optimizer.final_learning_rate_fraction = 0.0
+    config.optimizer.warmup_steps = 12_511  # 40 epochs
+    config.train.num_steps = 93_835  # 300 epochs
+    return config

@@ -1,0 +1,43 @@
+"""A run's reconstructions are drawn, and what cannot be is said in one sentence."""
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from tests.runs import ROOT
+from train import config_files
+from train.main import main as train
+from train.reconstructions import main
+
+
+def test_reconstructions_of_a_run_are_drawn(tmp_path, capsys):
+    overrides = (
+        *(f"data.cache_dir={tmp_path}/cache", "data.global_batch_size=16", "train.num_steps=1"),
+        *("model.num_layers=1", "model.decoder_num_layers=1", "eval.every_steps=0"),
+    )
+    flags = [f"--config.{override}" for override in overrides]
+    workdir = tmp_path / "run"
+    assert train([f"--config={ROOT}/configs/mae.py", f"--workdir={workdir}", *flags]) == 0
+    heights = []
+    for num_images in (1, 3):
+        out = tmp_path / f"{num_images}.png"
+        main([str(workdir), f"--out={out}", f"--num_images={num_images}"])
+        picture = matplotlib.image.imread(out)[..., 0]
+        heights.append(picture.shape[0])
+        # Three quarters of what is seen are grey; around the images it is white.
+        third = np.array_split(picture, 3, axis=1)[1]
+        assert 0.4 < (np.abs(third - 0.5) < 0.01).mean() < 0.75
+    assert heights[1] > 2 * heights[0]
+    assert "wrote" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"--out=\S+a\.xyz cannot be written"):
+        main([str(workdir), f"--out={tmp_path / 'a.xyz'}"])
+    with pytest.raises(SystemExit, match="--num_images=0 must be at least 1"):
+        main([str(workdir), "--num_images=0"])
+
+
+def test_what_reconstructs_nothing_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"config\.yaml is not there; name the --workdir"):
+        main([str(tmp_path)])
+    config_files.save_yaml(config_files.load(f"{ROOT}/configs/vit.py"), tmp_path / "config.yaml")
+    with pytest.raises(SystemExit, match="model.name='vit', which reconstructs no images"):
+        main([str(tmp_path)])

@@ -1,0 +1,88 @@
+"""Draws what a masked autoencoder makes of held-out images.
+
+python -m train.reconstructions runs/mae [--out=reconstructions.png] [--num_images=8]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from convert.from_hf import load
+from convert.runs import CONFIG_FILE
+from data.corpus import load_corpus
+from data.images import Images
+from train import config_files
+from train.config import resolve
+from train.plot import save
+
+_TITLES = ("image", "what is seen", "reconstruction")
+
+
+def draw_reconstructions(workdir: Path, out: Path, *, num_images: int) -> None:
+    """Writes a picture with a row for each of the first validation images.
+
+    Args:
+        workdir: of a run; its newest intact checkpoint is taken.
+        out: the picture's file.
+        num_images: rows, fewer if there are fewer images.
+
+    Raises:
+        ValueError: there is no such run, it reconstructs no images, or `out` cannot be written as
+            a picture.
+    """
+    rows = _rows(workdir, num_images)
+    size = (1.2 * len(_TITLES), 1.2 * len(rows) + 0.3)
+    figure, axes = plt.subplots(
+        len(rows), len(_TITLES), figsize=size, dpi=150, layout="constrained", squeeze=False
+    )
+    for row, images in zip(axes, rows, strict=True):
+        for axis, image in zip(row, images, strict=True):
+            is_grey = image.shape[-1] == 1
+            axis.imshow(image[..., 0] if is_grey else image, cmap="gray", vmin=0, vmax=1)
+            axis.set_axis_off()
+    for axis, title in zip(axes[0], _TITLES, strict=True):
+        axis.set_title(title, fontsize=8)
+    save(figure, out)
+
+
+def _rows(workdir: Path, num_images: int) -> list[tuple[np.ndarray, ...]]:
+    """Returns (image, what is seen, reconstruction) of each image, floats from 0 to 1."""
+    file = workdir / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(f"{file} is not there; name the --workdir of a run")
+    config = resolve(config_files.load(str(file)))
+    if not hasattr(config.model_class, "reconstructions"):
+        raise ValueError(
+            f"{file} has model.name={config.model_name!r}, which reconstructs no images; name a "
+            "run of mae"
+        )
+    if num_images < 1:
+        raise ValueError(f"--num_images={num_images} must be at least 1")
+    validation = load_corpus(config.data, config.images).validation
+    assert isinstance(validation, Images)
+    if not len(validation):
+        raise ValueError(f"{file}: the data has no validation images, of which rows are drawn")
+    images = validation.evaluation_rows(range(min(num_images, len(validation))))["images"]
+    seen, reconstructed = load(workdir).reconstructions(images)
+    return list(zip(images / 255, np.asarray(seen), np.asarray(reconstructed), strict=True))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command; exits with one sentence and code 1 if a run cannot be drawn."""
+    parser = argparse.ArgumentParser(prog="python -m train.reconstructions", description=__doc__)
+    parser.add_argument("workdir", type=Path, help="of a run of mae")
+    parser.add_argument("--out", type=Path, default=Path("reconstructions.png"), help="the picture")
+    parser.add_argument("--num_images", type=int, default=8, help="rows of the picture")
+    args = parser.parse_args(arguments)
+    try:
+        draw_reconstructions(args.workdir, args.out, num_images=args.num_images)
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
