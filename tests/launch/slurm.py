@@ -137,6 +137,10 @@ class Job:
     def requeue(self) -> None:
         self.cluster("scontrol", "requeue", str(self.number))
 
+    def allow_hours(self, hours: int) -> None:
+        """Puts off the job's time limit."""
+        self.cluster("scontrol", "update", f"JobId={self.number}", f"TimeLimit={hours}:00:00")
+
     def step_daemons(self, step: str = "") -> list[int]:
         """Returns the process ids of the job's daemons, one a step and node."""
         return _step_daemons(self.cluster.directory, rf"{self.number}\.{step}")
