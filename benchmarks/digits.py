@@ -40,12 +40,10 @@ EXPERIMENTS = {
     "ViT": (Training("vit"),),
     "Swin": (Training("swin"),),
     "ResMLP": (Training("resmlp"),),
-    "ViT, 10 % of the labels": (Training("vit", (_TENTH,)),),
-    "ViT of configs/vit_finetune.py, 10 %": (Training("vit_finetune", (_TENTH,)),),
-    "MAE, then fine-tuning, 10 %": (_MAE, Training("vit_finetune", (_TENTH,))),
-    "untrained encoder, linear probe, 5 %": (Training("vit_probe"),),
-    "MoCo v3, linear probe, 5 %": (_MOCO, Training("vit_probe")),
-    "MAE, linear probe, 5 %": (_MAE, Training("vit_probe", ("model.pool=mean",))),
+    "ViT from scratch, 10 % of the labels": (Training("vit_finetune", (_TENTH,)),),
+    "MAE, then fine-tuning, 10 % of the labels": (_MAE, Training("vit_finetune", (_TENTH,))),
+    "untrained encoder, linear probe, 5 % of the labels": (Training("vit_probe"),),
+    "MoCo v3, linear probe, 5 % of the labels": (_MOCO, Training("vit_probe")),
 }
 
 

@@ -1,6 +1,6 @@
 """MAE on one device: handwritten digits, of which a quarter of the patches is seen.
 
-Hardware: any; by default a 2-core CPU takes a minute or two.
+Hardware: any; by default a 2-core CPU takes some minutes.
 
     python -m train.main --config=configs/mae.py --workdir=runs/mae
     python -m train.reconstructions runs/mae --out=reconstructions.png
@@ -43,6 +43,8 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.optimizer.weight_decay = 0.05
     if size == "tiny":
         sizes.digits(config)
+        config.train.num_steps = 4000
+        config.eval.every_steps = 1000
         return config
 
     layers, heads, embed, mlp, patch = SIZES[size]

@@ -51,7 +51,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.train.ema_schedule = "cosine"
     if size == "tiny":
         sizes.digits(config)
-        config.data.global_batch_size = 256
+        config.data.global_batch_size = 128
         config.images.crop_scale = (0.4, 1.0)
         config.images.jitter = (0.4, 0.4, 0.0, 0.0)
         return config

@@ -49,7 +49,7 @@ def of_images(model: str, objective: str) -> ConfigDict:
 def digits(config: ConfigDict) -> None:
     """Sets what small models of images share: a run of a few minutes on handwritten digits."""
     config.data.global_batch_size = 64
-    config.images.crop_scale = (0.6, 1.0)
+    config.images.crop_scale = (0.8, 1.0)
     config.optimizer.learning_rate = 2e-3
     config.optimizer.warmup_steps = 50
     config.train.num_steps = 1000
