@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", help="a part of experiments' names; several do")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each, with seeds from 0")
     parser.add_argument("--workdir", type=Path, help="a new one, where runs are kept")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON that gets the figures; others in it stay")
     args = parser.parse_args(argv)
     wanted = [
         name
@@ -63,23 +63,28 @@ def main(argv: list[str] | None = None) -> int:
     if not wanted:
         print(f"error: --only={args.only}: choose from {'; '.join(EXPERIMENTS)}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="taibai_digits_") as temporary:
-        directory = args.workdir or Path(temporary)
-        try:
-            results = {name: experiment(name, args.seeds, directory) for name in wanted}
-        except RuntimeError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
     arguments = sys.argv[1:] if argv is None else argv
-    figures = {
+    circumstances = {
         "command": shlex.join(["python", "-m", "benchmarks.digits", *arguments]),
         "versions": report.versions(),
         "hardware": {"cpu": report.cpu_name(), "num_cores": report.num_cores()},
-        "experiments": results,
     }
-    print(as_text(figures))
+    with tempfile.TemporaryDirectory(prefix="taibai_digits_") as temporary:
+        directory = args.workdir or Path(temporary)
+        try:
+            results = {
+                name: {**circumstances, **experiment(name, args.seeds, directory)}
+                for name in wanted
+            }
+        except RuntimeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    print(as_text(results))
     if args.out:
-        args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+        before = json.loads(args.out.read_text()) if args.out.exists() else {}
+        all_results = {**before, **results}
+        ordered = {name: all_results[name] for name in EXPERIMENTS if name in all_results}
+        args.out.write_text(json.dumps(ordered, indent=2, allow_nan=False) + "\n")
     return 0
 
 
@@ -124,10 +129,10 @@ def train(
     return workdir, time.perf_counter() - start
 
 
-def as_text(figures: dict[str, Any]) -> str:
-    """Returns the figures as rows of a table in Markdown."""
+def as_text(results: dict[str, Any]) -> str:
+    """Returns the results of experiments as a table in Markdown."""
     rows = ["| experiment | top-1 of seeds | mean | seconds |", "|---|---|---|---|"]
-    for name, result in figures["experiments"].items():
+    for name, result in results.items():
         rows.append(_row(name, result["accuracies"], result["seconds"]))
     return "\n".join(rows)
 

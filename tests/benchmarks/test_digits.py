@@ -1,7 +1,10 @@
 """The benchmark on digits: its runs are runs, and its table says what they gave."""
 
+import json
+
 import pytest
 
+from benchmarks import digits
 from benchmarks.digits import EXPERIMENTS, as_text, main
 from tests.runs import ROOT
 from train.config import resolve
@@ -19,8 +22,28 @@ def test_runs_are_of_configs_as_they_are(name):
 
 def test_table_has_the_accuracies_of_all_seeds():
     result = {"accuracies": [0.95, 0.9714], "seconds": [50.0, 70.0]}
-    rows = as_text({"experiments": {"ViT": result}}).splitlines()
+    rows = as_text({"ViT": result}).splitlines()
     assert rows[2:] == ["| ViT | 95.0, 97.1 | 96.1 % | 60 |"]
+
+
+def test_figures_of_other_experiments_stay(tmp_path, monkeypatch):
+    accuracies = iter([[0.9], [0.8], [0.7]])
+    found = lambda *_: {"runs": [], "accuracies": next(accuracies), "seconds": [1.0]}  # noqa: E731
+    monkeypatch.setattr(digits, "experiment", found)
+    out = tmp_path / "figures.json"
+    for only in ("Swin", "ResMLP", "Swin"):
+        assert main([f"--only={only}", f"--out={out}"]) == 0
+    figures = json.loads(out.read_text())
+    assert {name: result["accuracies"] for name, result in figures.items()} == {
+        "Swin": [0.7],
+        "ResMLP": [0.8],
+    }
+    assert f"--only=ResMLP --out={out}" in figures["ResMLP"]["command"]
+
+
+def test_docs_have_the_figures_that_are_kept():
+    results = json.loads((ROOT / "benchmarks" / "results" / "cpu_digits.json").read_text())
+    assert as_text(results) in (ROOT / "docs" / "vision.md").read_text()
 
 
 def test_unknown_experiment_is_refused(capsys):

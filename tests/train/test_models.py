@@ -22,12 +22,7 @@ def combinations():
 @pytest.mark.parametrize(("model", "mesh"), list(combinations()))
 def test_losses_equal_those_of_one_device(model, mesh):
     assert measured.deviation(model, mesh) <= TOLERANCE
-
-
-@pytest.mark.parametrize("model", measured.MODELS)
-def test_losses_change_from_step_to_step(model):
-    losses = measured.losses_on(model, ())
-    assert len(set(losses)) == measured.NUM_STEPS
+    assert len(set(measured.losses_on(model, ()))) == measured.NUM_STEPS  # it does learn
 
 
 def test_table_of_the_docs_has_all_models_and_meshes():
