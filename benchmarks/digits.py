@@ -63,6 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     if not wanted:
         print(f"error: --only={args.only}: choose from {'; '.join(EXPERIMENTS)}", file=sys.stderr)
         return 2
+    try:  # now, not after hours of training
+        before = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    except (OSError, ValueError) as error:
+        print(f"error: --out={args.out} cannot be read as JSON: {error}", file=sys.stderr)
+        return 2
     arguments = sys.argv[1:] if argv is None else argv
     circumstances = {
         "command": shlex.join(["python", "-m", "benchmarks.digits", *arguments]),
@@ -81,7 +86,6 @@ def main(argv: list[str] | None = None) -> int:
             return 2
     print(as_text(results))
     if args.out:
-        before = json.loads(args.out.read_text()) if args.out.exists() else {}
         all_results = {**before, **results}
         ordered = {name: all_results[name] for name in EXPERIMENTS if name in all_results}
         args.out.write_text(json.dumps(ordered, indent=2, allow_nan=False) + "\n")

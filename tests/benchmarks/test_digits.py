@@ -41,6 +41,14 @@ def test_figures_of_other_experiments_stay(tmp_path, monkeypatch):
     assert f"--only=ResMLP --out={out}" in figures["ResMLP"]["command"]
 
 
+def test_file_that_holds_no_figures_is_refused_before_a_run(tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    out.write_text("figures")
+    assert main(["--only=Swin", f"--out={out}"]) == 2
+    assert f"--out={out} cannot be read as JSON" in capsys.readouterr().err
+    assert out.read_text() == "figures"
+
+
 def test_docs_have_the_figures_that_are_kept():
     results = json.loads((ROOT / "benchmarks" / "results" / "cpu_digits.json").read_text())
     assert as_text(results) in (ROOT / "docs" / "vision.md").read_text()
