@@ -33,7 +33,7 @@ class Training:
     overrides: tuple[str, ...] = ()
 
 
-_TENTH = "images.train_fraction=0.1"
+_TENTH, _MIXUP = "images.train_fraction=0.1", "images.mixup=0.8"
 _MAE, _MOCO = Training("mae"), Training("moco")
 #: name -> its runs.
 EXPERIMENTS = {
@@ -42,6 +42,11 @@ EXPERIMENTS = {
     "ResMLP": (Training("resmlp"),),
     "ViT from scratch, 10 % of the labels": (Training("vit_finetune", (_TENTH,)),),
     "MAE, then fine-tuning, 10 % of the labels": (_MAE, Training("vit_finetune", (_TENTH,))),
+    "ViT from scratch, 10 % of the labels, Mixup": (Training("vit_finetune", (_TENTH, _MIXUP)),),
+    "MAE, then fine-tuning, 10 % of the labels, Mixup": (
+        _MAE,
+        Training("vit_finetune", (_TENTH, _MIXUP)),
+    ),
     "untrained encoder, linear probe, 5 % of the labels": (Training("vit_probe"),),
     "MoCo v3, linear probe, 5 % of the labels": (_MOCO, Training("vit_probe")),
 }

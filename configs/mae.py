@@ -43,8 +43,8 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.optimizer.weight_decay = 0.05
     if size == "tiny":
         sizes.digits(config)
-        config.train.num_steps = 4000
-        config.eval.every_steps = 1000
+        config.train.num_steps = 16_000
+        config.eval.every_steps = 2000
         return config
 
     layers, heads, embed, mlp, patch = SIZES[size]
