@@ -36,6 +36,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.mask_ratio = 0.75  # part of the patches that is hidden
     config.model.normalise_targets = True  # pixels of a patch by their own mean and deviation
     config.model.positions = "sincos"  # at the start, of the encoder: random | sincos
+    config.model.kernels = "xavier"  # at the start: normal, of init_stddev | xavier
     config.model.dropout = 0.0
     config.model.drop_path = 0.0  # of the encoder
     config.optimizer.frozen = ("position_embedding", "decoder_position_embedding")

@@ -41,6 +41,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.projection_dim = 64  # of what is compared
     config.model.temperature = 0.2
     config.model.positions = "sincos"  # at the start: random | sincos
+    config.model.kernels = "xavier"  # at the start: normal, of init_stddev | xavier
     config.model.dropout = 0.0
     config.model.drop_path = 0.0
     config.optimizer.weight_decay = 0.1

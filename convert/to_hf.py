@@ -30,7 +30,7 @@ from data.tokenizer import load_tokenizer_file
 #: What our configs say and Hugging Face's cannot, and need not.
 _OURS_ALONE = (
     *("vocab_multiple", "loss"),
-    *("drop_path", "label_smoothing", "image_mean", "image_stddev", "positions"),
+    *("drop_path", "label_smoothing", "image_mean", "image_stddev", "positions", "kernels"),
 )
 
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}

@@ -98,9 +98,9 @@ class MAE(ImageEncoder):
     def __init__(self, config: MAEConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.config, decoder = config, config.decoder
-        embed, layers, stddev = decoder.embed_dim, decoder.num_layers, config.init_stddev
-        patch = {"_values": config.patch_size**2 * config.num_channels}
-        normal = jax.nn.initializers.normal(stddev)
+        embed, layers = decoder.embed_dim, decoder.num_layers
+        normal = jax.nn.initializers.normal(config.init_stddev)
+        stddev = config.kernel_stddev(config.embed_dim, embed)
         self.decoder_embedding = Linear(
             {"embed": config.embed_dim}, {"_embed": embed}, stddev=stddev, rngs=rngs
         )
@@ -108,7 +108,9 @@ class MAE(ImageEncoder):
         self.decoder_position_embedding = position_embedding(decoder, rngs=rngs)
         self.decoder = Stack(lambda rngs: Block(decoder, layers, rngs=rngs), layers, rngs=rngs)
         self.decoder_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
-        self.prediction = Linear({"embed": embed}, patch, stddev=stddev, rngs=rngs)
+        values = config.patch_size**2 * config.num_channels
+        stddev = config.kernel_stddev(embed, values)
+        self.prediction = Linear({"embed": embed}, {"_values": values}, stddev=stddev, rngs=rngs)
 
     def embed(self, batch: dict) -> jax.Array:
         """Returns activations `[B, 1 + K, D]`: the class token and the patches that are kept."""

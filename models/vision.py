@@ -70,6 +70,8 @@ class PatchEmbedding(nnx.Module):
     Args:
       patch_size: P.
       embed_dim: D.
+      stddev: of the kernel's normal initialisation; None: that of a uniform one by fan-in, which
+        published codes of ViT, Swin and ResMLP use.
       is_padded: whether pixels at the end that fill no patch are padded with zeros, not left out.
     """
 
@@ -79,12 +81,12 @@ class PatchEmbedding(nnx.Module):
         patch_size: int,
         embed_dim: int,
         *,
+        stddev: float | None = None,
         is_padded: bool = False,
         rngs: nnx.Rngs,
     ):
         patch = {"_rows": patch_size, "_columns": patch_size, "_channels": config.num_channels}
-        # That of a uniform initialisation of fan-in, which the papers' codes use.
-        stddev = (3 * patch_size**2 * config.num_channels) ** -0.5
+        stddev = stddev or (3 * patch_size**2 * config.num_channels) ** -0.5
         self.linear = Linear(patch, {"embed": embed_dim}, stddev=stddev, rngs=rngs)
         self.config, self.patch_size, self.is_padded = config, patch_size, is_padded
 

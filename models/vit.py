@@ -6,6 +6,7 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1; stochastic dept
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 import jax
@@ -34,6 +35,8 @@ from sharding.logical import constrain
 POOLS = ("class_token", "mean")
 #: What `position_embedding` is at the start.
 POSITIONS = ("random", "sincos")
+#: What kernels are at the start.
+KERNELS = ("normal", "xavier")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class ImageEncoderConfig(ImageInputConfig):
     embed_dim: int
     mlp_dim: int
     positions: str = "random"  # at the start: random | sincos; optimizer.frozen keeps them so
+    kernels: str = "normal"  # at the start: normal, of init_stddev | xavier, by their sizes
     dropout: float = 0.0  # of embeddings and residual branches, in [0, 1)
     drop_path: float = 0.0  # of the last layer's branches for an image; grows linearly from 0
     qkv_bias: bool = True
@@ -60,11 +64,26 @@ class ImageEncoderConfig(ImageInputConfig):
         check_patch_size(self)
         check_activation(self.activation)
         self._check_choice("positions", POSITIONS)
+        self._check_choice("kernels", KERNELS)
         if self.positions == "sincos" and self.embed_dim % 4:
             raise ValueError(
                 f"model.positions='sincos' needs model.embed_dim={self.embed_dim} to be a multiple "
                 "of 4; choose one, or model.positions='random'"
             )
+
+    def kernel_stddev(self, inputs: int, outputs: int) -> float:
+        """Returns the standard deviation at the start of a kernel between so many features.
+
+        Source: Glorot and Bengio 2010, equation 16, for "xavier".
+        """
+        return self.init_stddev if self.kernels == "normal" else math.sqrt(2 / (inputs + outputs))
+
+    @property
+    def patch_stddev(self) -> float | None:
+        """That of the kernel over patches; None: by its fan-in, as PatchEmbedding has it."""
+        if self.kernels == "normal":
+            return None
+        return self.kernel_stddev(self.patch_size**2 * self.num_channels, self.embed_dim)
 
     def _check_choice(self, name: str, choices: Iterable[str]) -> None:
         value = getattr(self, name)
@@ -98,6 +117,8 @@ class ViTConfig(ImageEncoderConfig):
 class PreTrainingConfig(ImageEncoderConfig):
     """Sizes and regularisation of a model whose encoder is to become a ViT's."""
 
+    kernels: str = "xavier"
+
     @property
     def encoder(self) -> ViTConfig:
         """The ViT that is pre-trained."""
@@ -113,7 +134,7 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ImageEncoderConfig, num_layers: int, *, rngs: nnx.Rngs):
-        embed, stddev = config.embed_dim, config.init_stddev
+        embed, square = config.embed_dim, config.kernel_stddev(config.embed_dim, config.embed_dim)
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.attention_norm = LayerNorm(embed, **norm)
         self.attention = Attention(
@@ -122,7 +143,7 @@ class Block(nnx.Module):
             embed // config.num_heads,
             use_bias=config.qkv_bias,
             use_out_bias=True,
-            stddevs=(stddev, stddev, stddev),
+            stddevs=(square, square, square),
             rngs=rngs,
         )
         self.mlp_norm = LayerNorm(embed, **norm)
@@ -131,7 +152,7 @@ class Block(nnx.Module):
             config.mlp_dim,
             activation=config.activation,
             use_bias=True,
-            stddevs=(stddev, stddev),
+            stddevs=(config.kernel_stddev(embed, config.mlp_dim),) * 2,
             rngs=rngs,
         )
         self.dropout, self.drop_path, self.num_layers = config.dropout, config.drop_path, num_layers
@@ -160,7 +181,9 @@ class ImageEncoder(nnx.Module):
     def __init__(self, config: ImageEncoderConfig, *, block: type[Block] = Block, rngs: nnx.Rngs):
         embed, layers = config.embed_dim, config.num_layers
         normal = jax.nn.initializers.normal(config.init_stddev)
-        self.patch_embedding = PatchEmbedding(config, config.patch_size, embed, rngs=rngs)
+        self.patch_embedding = PatchEmbedding(
+            config, config.patch_size, embed, stddev=config.patch_stddev, rngs=rngs
+        )
         self.class_token = param(normal, rngs, (1, 1, embed), (None, None, "embed"))
         self.position_embedding = position_embedding(config, rngs=rngs)
         self.encoder = Stack(lambda rngs: block(config, layers, rngs=rngs), layers, rngs=rngs)
