@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,9 @@ from data.image_config import ImageConfig
 from data.image_listing import ENDINGS, Listing, list_images, subfolders
 from data.image_sources import Found, ImageSource, Split
 
-# Names of folders that are splits and no classes.
-_TRAIN, _VALIDATION, _OTHER = "train", ("val", "validation"), ("test",)
+# Names of folders that are splits and no classes, in any case.
+_TRAIN, _VALIDATION, _OTHER = "train", ("val", "valid", "validation"), ("test",)
+_SPLITS = {*_VALIDATION, *_OTHER}
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,9 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> Found:
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: It holds no images, or fewer than two classes; or `images.on_broken` does not
-            skip files that are broken, classes without images, and classes of validation that
-            training lacks.
+        ValueError: It holds no images, fewer than two classes, or both splits and other folders; or
+            `images.on_broken` does not skip files that are broken, classes without images, and
+            classes of validation that training lacks.
     """
     roots = _split_folders(config.paths)
     has_labels = config.objective == "image_classification"
@@ -86,12 +87,26 @@ def _split_folders(paths: Sequence[str]) -> list[Path]:
             )
     if len(roots) == 2:
         return roots
-    names = set(subfolders(roots[0]))
-    # A class may be called "train" too, but not all beside it be splits.
-    if _TRAIN not in names or names - {_TRAIN, *_VALIDATION, *_OTHER}:
+    names = {name.casefold(): name for name in subfolders(roots[0])}
+    others = sorted(name for key, name in names.items() if key not in {_TRAIN, *_SPLITS})
+    # A class may be called "train" too, but then no split is beside it.
+    if _TRAIN not in names or (others and not names.keys() & _SPLITS):
         return roots
-    found = [roots[0] / name for name in _VALIDATION if name in names]
-    return [roots[0] / _TRAIN, *found[:1]]
+    if others:
+        splits = _quoted([name for name in names.values() if name not in others])
+        raise ValueError(
+            f"data.paths: {roots[0]} has the splits {splits} in it, "
+            f"and beside them {_quoted(others)}; take these out, or name the folder for training "
+            "and that for validation"
+        )
+    found = [names[key] for key in (_TRAIN, *_VALIDATION) if key in names]
+    return [roots[0] / name for name in found[:2]]
+
+
+def _quoted(names: Collection[str]) -> str:
+    """Returns the first of the names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, sorted(names)[:3])) + more
 
 
 def _check_classes(root: Path, classes: Sequence[str]) -> None:
@@ -151,7 +166,12 @@ def _with_images(listings: Sequence[Listing], images: ImageConfig) -> list[Listi
         leave_out(list(map(repr, empty)), what, f"{remedy}, or take the folders away", images)
         found.append(listing.without_folders(empty))
     train, *validation = found
-    _check_classes(train.root, train.folders)
+    if len(train.folders) < 2 <= len(listings[0].folders):
+        raise ValueError(
+            f"data.paths: of {len(listings[0].folders)} classes in {train.root} only "
+            f"{len(train.folders)} has images that can be used, but data.objective="
+            "'image_classification' needs at least two; put images there"
+        )
     for i, listing in enumerate(validation):
         lacking = sorted(set(listing.folders) - set(train.folders))
         what = f"of {len(listing.folders)} classes in {listing.root} that {train.root} lacks"

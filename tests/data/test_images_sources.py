@@ -25,7 +25,7 @@ from tests.data.pictures import (
 # Folders.
 
 
-@pytest.mark.parametrize("validation", ["val", "validation"])
+@pytest.mark.parametrize("validation", ["val", "validation", "valid", "Val"])
 def test_folder_of_splits_has_its_classes_in_the_order_of_their_names(validation, tmp_path):
     write_classes(tmp_path / "i" / "train", "ba", num_images=3)
     write_classes(tmp_path / "i" / validation, "b", num_images=2, first=100)
@@ -107,6 +107,11 @@ def make_no_images(root):
     (root / "b").mkdir()
 
 
+def make_splits_and_more(root):
+    for name in ("Train", "val", "extra"):
+        write_classes(root / name, "ab")
+
+
 def make_lacking(root):
     write_classes(root / "train", "ab")
     write_classes(root / "val", "abcd", first=50)
@@ -127,6 +132,10 @@ def make_empty_validation(root):
             make_empty_class,
             r"2 of 4 classes in .*i without an image: 'c', 'd'; put images in, or take the folders "
             r"away, or set images\.on_broken='skip'",
+        ),
+        (
+            make_splits_and_more,
+            r"i has the splits 'Train', 'val' in it, and beside them 'extra'; take these out, or",
         ),
         (make_no_images, r"i holds no images that can be used; put .* one of \.jpg, \.jpeg"),
         (
