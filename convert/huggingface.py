@@ -16,6 +16,7 @@ from convert.families import Architecture, find
 from convert.keys import read
 from convert.names import Place, match
 from convert.tensor_files import Tensor, open_tensors, read_json, same_values
+from data.checks import check_types
 from models.vision import ImageInputConfig
 
 _log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
     hf = read_json(path / "config.json")
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=(*architecture.harmless, *harmless))
+    check_types(architecture.model_class.Config, fields, "config.json gives model", tuples=True)
     fields |= architecture.fields
     tensors = open_tensors(path, allow_pickle_weights=allow_pickle_weights)
     if architecture.look is not None:

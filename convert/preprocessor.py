@@ -2,12 +2,14 @@
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from convert.base import Source
 from convert.tensor_files import read_json
+from data.checks import is_number
 from models.vision import ImageInputConfig
 
 FILE = "preprocessor_config.json"
@@ -125,7 +127,10 @@ def _size(file: Path, said: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def _normalisation(file: Path, said: Mapping[str, Any], channels: int) -> dict[str, Any]:
     """Returns our two fields, which are for pixels of 0 to 1, where theirs may be otherwise."""
-    largest = 255 * said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 255
+    factor = said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0
+    if not is_number(factor) or not 0 < factor < math.inf:
+        raise ValueError(f"{file} has rescale_factor={factor!r}, which must be a positive number")
+    largest = 255 * factor
     fields = {"image_mean": (0.0,), "image_stddev": (1 / largest,)}
     if said.get("do_normalize", True):
         for name, key in (("image_mean", "image_mean"), ("image_stddev", "image_std")):
@@ -139,7 +144,7 @@ def _numbers(file: Path, said: Mapping[str, Any], key: str, channels: int) -> li
     """Returns one number, or one for each channel."""
     value = said.get(key)
     numbers = value if isinstance(value, list) else [value]
-    if not all(isinstance(x, int | float) for x in numbers) or len(numbers) not in (1, channels):
+    if not all(map(is_number, numbers)) or len(numbers) not in (1, channels):
         raise ValueError(
             f"{file} has {key}={value!r}; it must be a number, or one for each of the "
             f"num_channels={channels} of config.json"

@@ -6,7 +6,7 @@ from typing import Any
 from convert.families import Architecture
 from convert.keys import NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
-from convert.vit import IMAGE_KEYS, NORMS, patches
+from convert.vit import IMAGE_KEYS, NORMS, patches, side
 from models.swin import MAX_STAGES, Swin
 
 #: Layer of a block -> theirs.
@@ -60,9 +60,15 @@ def _list(theirs: str, ours: str, default: tuple[int, ...]) -> Keys:
     """Returns a key whose value is a list."""
     return Keys(
         (theirs,),
-        lambda hf: {ours: tuple(hf.get(theirs) or default)},
+        lambda hf: {ours: _tuple(hf, theirs) or default},
         lambda fields: {theirs: list(fields[ours])},
     )
+
+
+def _tuple(hf: Config, name: str) -> Any:
+    """Returns a list of config.json as a tuple, and anything else as it is, for who checks it."""
+    value = hf.get(name)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _write_sizes(fields: Config) -> dict[str, int]:
@@ -72,8 +78,9 @@ def _write_sizes(fields: Config) -> dict[str, int]:
 
 
 def _read_pretrained(hf: Config) -> dict[str, tuple[int, ...]]:
-    sides = tuple(hf.get("pretrained_window_sizes") or ())
-    return {"pretrained_windows": sides if any(sides) else ()}
+    sides = _tuple(hf, "pretrained_window_sizes") or ()
+    is_none = isinstance(sides, tuple) and not any(sides)
+    return {"pretrained_windows": () if is_none else sides}
 
 
 def _write_pretrained(fields: Config) -> dict[str, list[int]]:
@@ -83,7 +90,7 @@ def _write_pretrained(fields: Config) -> dict[str, list[int]]:
 
 _KEYS = (
     *IMAGE_KEYS,
-    Key("patch_size", "patch_size", 4),
+    side("patch_size", 4),
     Key("embed_dim", "embed_dim", 96),
     _list("depths", "depths", (2, 2, 6, 2)),
     _list("num_heads", "num_heads", (3, 6, 12, 24)),

@@ -3,7 +3,7 @@
 import dataclasses
 
 from convert.families import Architecture, look_for_pooler
-from convert.keys import ACTIVATIONS, NUM_LABELS, Key, Only
+from convert.keys import ACTIVATIONS, NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
 from models.vit import ViT
 
@@ -42,9 +42,25 @@ BODY = (
     *norm("final_norm", "vit.layernorm"),
 )
 
+
+def side(key: str, default: int) -> Keys:
+    """Returns a key, named as ours, whose value is a number or two equal ones."""
+
+    def read(hf: Config) -> dict[str, int]:
+        value = hf.get(key)
+        sides = value if isinstance(value, list) else [default if value is None else value]
+        if any(a != sides[0] for a in sides) or len(sides) not in (1, 2):
+            raise ValueError(
+                f"config.json has {key}={value!r}, which is not supported; only squares can be had"
+            )
+        return {key: sides[0]}
+
+    return Keys((key,), read, lambda fields: {key: fields[key]})
+
+
 #: Keys of all models of images.
 IMAGE_KEYS = (
-    Key("image_size", "image_size", 224),
+    side("image_size", 224),
     Key("num_channels", "num_channels", 3),
     Key("qkv_bias", "qkv_bias", True),
     Key("hidden_act", "activation", "gelu", ACTIVATIONS),
@@ -53,7 +69,7 @@ IMAGE_KEYS = (
 )
 KEYS = (
     *IMAGE_KEYS,
-    Key("patch_size", "patch_size", 16),
+    side("patch_size", 16),
     Key("num_hidden_layers", "num_layers", 12),
     Key("num_attention_heads", "num_heads", 12),
     Key("hidden_size", "embed_dim", 768),

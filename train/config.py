@@ -4,13 +4,13 @@ import dataclasses
 import difflib
 import math
 import pkgutil
-import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from checkpoint.manager import CheckpointConfig
+from data.checks import check_types
 from data.config import DataConfig
 from data.image_config import ImageConfig, check_images
 from models.names import MODELS
@@ -264,7 +264,7 @@ def resolve(config: Any) -> RunConfig:
         name: _build(section, fields.get(name, {}), name) for name, section in SECTIONS.items()
     }
     sections["data"] = dataclasses.replace(sections["data"], seed=sections["train"].seed)
-    _check_fields(model_class.Config, fields["model"], "model", may_be_open=FROM_DATA)
+    _check_fields(model_class.Config, fields["model"], "model", may_be_open=FROM_DATA, tuples=True)
     return RunConfig(
         **sections,
         rules=fields.get("rules", {}),
@@ -281,7 +281,12 @@ def _build(section: type, values: dict[str, Any], name: str) -> Any:
 
 
 def _check_fields(
-    section: type, values: dict[str, Any], name: str, *, may_be_open: Collection[str] = ()
+    section: type,
+    values: dict[str, Any],
+    name: str,
+    *,
+    may_be_open: Collection[str] = (),
+    tuples: bool = False,
 ) -> None:
     """Refuses unknown and missing keys and wrong types; whole numbers become floats in place."""
     fields = {field.name: field for field in dataclasses.fields(section)}
@@ -289,21 +294,12 @@ def _check_fields(
         if key not in fields:
             keys = [f"{name}.{k}" for k in fields]
             raise ValueError(f"config.{name}.{key}: unknown key{nearest(f'{name}.{key}', keys)}")
+    are_open = [key for key in may_be_open if values.get(key) is None]
     for key, field in fields.items():
-        if values.get(key) is None and key in may_be_open:
-            continue
-        if key not in values:
-            if field.default is field.default_factory is dataclasses.MISSING:
-                raise ValueError(f"config.{name}.{key} is missing")
-            continue
-        value = values[key]
-        kinds: tuple[Any, ...] = typing.get_args(field.type) or (field.type,)
-        if float in kinds and type(value) is int:
-            values[key] = value = float(value)
-        # Other annotations than these are the section's own to check.
-        if {*kinds} <= {int, float, str, bool, type(None)} and type(value) not in kinds:
-            kind = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
-            raise ValueError(f"{name}.{key}={value!r} must be of type {kind}")
+        has_default = not field.default is field.default_factory is dataclasses.MISSING
+        if not has_default and key not in (*values, *are_open):
+            raise ValueError(f"config.{name}.{key} is missing")
+    check_types(section, values, name, but=are_open, tuples=tuples)
 
 
 def find_model(name: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 from convert import from_hf, to_hf
 from convert.from_hf import load
 from convert.names import Place
+from convert.source import read_source
 from tests.convert import cases
 
 
@@ -99,6 +100,38 @@ REFUSED = {
     ),
     "sizes": (lambda d: cases.edit_config(d, n_head=4), r"num_heads=4 must divide"),
 }
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("vit", {"image_size": [20, 24]}, r"image_size=\[20, 24\], .* only squares can be had"),
+        (
+            "vit",
+            {"patch_size": "4"},
+            r"config\.json gives model\.patch_size='4' must be of type int",
+        ),
+        ("swin", {"depths": 2}, r"config\.json gives model\.depths=2 must be values of type int"),
+        (
+            "gpt2",
+            {"n_layer": 2.0},
+            r"config\.json gives model\.num_layers=2\.0 must be of type int",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_refused(name, changes, message, tmp_path):
+    cases.save(name, tmp_path)
+    cases.edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_two_equal_sides_are_one(tmp_path):
+    cases.save("vit", tmp_path)
+    expected = read_source(tmp_path).config
+    size, patch = expected.image_size, expected.patch_size
+    cases.edit_config(tmp_path, image_size=[size, size], patch_size=[patch, patch])
+    assert read_source(tmp_path).config == expected
 
 
 @pytest.mark.parametrize("what", REFUSED)

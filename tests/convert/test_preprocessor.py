@@ -102,6 +102,8 @@ def test_processor_follows_a_run_that_chose_other_pixels(tmp_path):
             {**COLOURS, **SIZE, "image_std": [1, 0, 1]},
             r"image_std=\[1, 0, 1\], which must be",
         ),
+        ({**COLOURS, **SIZE, "rescale_factor": 0}, r"rescale_factor=0, which must be a positive"),
+        ({**COLOURS, **SIZE, "rescale_factor": None}, r"rescale_factor=None, which must be a pos"),
     ],
     ids=str,
 )

@@ -240,6 +240,18 @@ def test_bad_value_in_a_file_is_refused_with_its_key(section, key, value, messag
         resolve(edited(section, key, value))
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [("depths", 2), ("depths", (2, "x")), ("depths", (2, 2.0)), ("image_mean", 0.5)],
+)
+def test_values_of_another_kind_in_a_list_are_refused(key, value):
+    config = load(str(ROOT / "configs" / "swin.py"))
+    with config.unlocked(), config.ignore_type():
+        config.model[key] = value
+    with pytest.raises(ValueError, match=rf"model\.{key}=.* must be values of type \w+ with com"):
+        resolve(config)
+
+
 def test_unknown_section_names_the_nearest():
     config = load(CONFIG)
     with config.unlocked():
