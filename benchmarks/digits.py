@@ -68,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     if not wanted:
         print(f"error: --only={args.only}: choose from {'; '.join(EXPERIMENTS)}", file=sys.stderr)
         return 2
+    if args.seeds < 1:
+        print(f"error: --seeds={args.seeds} must be at least 1", file=sys.stderr)
+        return 2
     try:  # now, not after hours of training
         before = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     except (OSError, ValueError) as error:

@@ -72,7 +72,8 @@ def random_box(
             top = int(random.integers(height - h + 1))
             return left, top, left + w, top + h
     aspect = min(max(width / height, ratio[0]), ratio[1])
-    w, h = min(width, round(height * aspect)), min(height, round(width / aspect))
+    w = min(width, max(round(height * aspect), 1))
+    h = min(height, max(round(width / aspect), 1))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
 
@@ -89,10 +90,13 @@ def central_crop(image: Image.Image, size: int, channels: int, part: float) -> I
     shorter = int(size / part)
     scale = shorter / min(width, height)
     wide, high = (max(round(side * scale), shorter) for side in (width, height))
-    scaled, box = _decode(image, (0, 0, width, height), shorter, channels)
-    resized = scaled.resize((wide, high), Image.Resampling.BICUBIC, box)
+    scaled, (_, _, right, bottom) = _decode(image, (0, 0, width, height), shorter, channels)
     left, top = round((wide - size) / 2), round((high - size) / 2)
-    return resized.crop((left, top, left + size, top + size))
+    across, down = right / wide, bottom / high
+    # Of what is resized only the middle is made: all of a narrow image could be too much to hold.
+    box = (left * across, top * down, (left + size) * across, (top + size) * down)
+    within = (*box[:2], min(box[2], right), min(box[3], bottom))
+    return scaled.resize((size, size), Image.Resampling.BICUBIC, within)
 
 
 def _decode(image: Image.Image, box: Box, size: int, channels: int) -> tuple[Image.Image, Box]:

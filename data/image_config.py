@@ -1,6 +1,7 @@
 """How images are cropped, changed and chosen: the config section `images`."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ class ImageConfig:
         for key in ("mixup", "cutmix"):
             value = getattr(self, key)
             require(
-                is_number(value) and value >= 0,
+                is_number(value) and 0 <= value < math.inf,
                 f"images.{key}={value!r} must be a number above 0, or 0 for none; "
                 "choose for example 1.0",
             )
@@ -123,7 +124,7 @@ class ImageConfig:
         )
         low, high = self.crop_ratio
         require(
-            0 < low <= high,
+            0 < low <= high < math.inf,
             f"images.crop_ratio={self.crop_ratio!r} must be positive, the smaller first; "
             "choose for example (0.75, 1.333)",
         )

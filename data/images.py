@@ -219,9 +219,11 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
     found = hold_out(_find(config, images), config, images)
     assert found.validation is not None
     num_images = len(found.train.source)
-    if num_images * images.repeats < config.global_batch_size:
+    needed = -(-config.global_batch_size // images.repeats)
+    if num_images < needed:
         raise ValueError(
-            f"data.global_batch_size={config.global_batch_size} needs as many training images, but "
+            f"data.global_batch_size={config.global_batch_size} with images.repeats="
+            f"{images.repeats} needs {needed} training images, but "
             f"data.name={config.name!r} has {num_images} with data.validation_fraction="
             f"{config.validation_fraction} and images.train_fraction={images.train_fraction}; "
             "choose a smaller batch, or add images"

@@ -108,7 +108,8 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> Found:
 def _read_labels(source: TfdsImages, config: DataConfig, key: str) -> np.ndarray:
     """Returns int64[number of images]: of each the label, or _BROKEN.
 
-    All images are read once for them; processes that start together do it once.
+    All images are read once for them, and broken ones again at every start; processes that start
+    together do it once.
     """
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     cache = config.cache_path / f"labels-{name}.npy"
@@ -117,14 +118,15 @@ def _read_labels(source: TfdsImages, config: DataConfig, key: str) -> np.ndarray
         if labels is None or len(labels) != len(source):
             labels = np.full(len(source), _BROKEN)
 
-            def check(index: int) -> str | None:
-                content, label = source.encoded(index)
-                problem = problem_of(content)
-                if problem is None:
-                    labels[index] = label
-                return problem
+        def check(index: int) -> str | None:
+            content, label = source.encoded(index)
+            problem = problem_of(content)
+            if problem is None:
+                labels[index] = label
+            return problem
 
-            find_problems(check, range(len(source)))
+        unknown = np.flatnonzero(labels == _BROKEN)
+        if len(find_problems(check, unknown.tolist())) < len(unknown):
             write_array(cache, labels)
     return labels
 
@@ -140,7 +142,7 @@ def _usable(
 
     def problem(label: int, index: int) -> str:
         if label == _BROKEN:
-            return problem_of(source.encoded(index)[0]) or "it could not be read before"
+            return problem_of(source.encoded(index)[0]) or "it could not be read"
         return f"its label {label} is none of the {num_classes} classes, 0 to {num_classes - 1}"
 
     is_usable = (labels >= 0) & (labels < num_classes)

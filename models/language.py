@@ -11,6 +11,7 @@ The batch of a model of text is a dict of
 """
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -150,7 +151,8 @@ def check_sizes(config: Any, *, but: Collection[str] = ()) -> None:
 
     Raises:
       ValueError: `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is less
-        than 1, or `dropout`, `drop_path` or `*_smoothing` is not in [0, 1).
+        than 1, `dropout`, `drop_path` or `*_smoothing` is not in [0, 1), `init_stddev` is negative,
+        or `*_epsilon` not positive.
     """
     for field in dataclasses.fields(config):
         name = field.name
@@ -163,3 +165,7 @@ def check_sizes(config: Any, *, but: Collection[str] = ()) -> None:
             raise ValueError(f"model.{name}={value} must be at least 1")
         if name.endswith(("dropout", "drop_path", "smoothing")) and not (0.0 <= value < 1.0):
             raise ValueError(f"model.{name}={value} must lie in [0, 1)")
+        if name == "init_stddev" and not 0 <= value < math.inf:
+            raise ValueError(f"model.{name}={value} must be 0 or positive")
+        if name.endswith("_epsilon") and not 0 < value < math.inf:
+            raise ValueError(f"model.{name}={value} must be positive")

@@ -61,6 +61,8 @@ class MAEConfig(PreTrainingConfig):
                 f"model.patch_size={self.patch_size} and model.num_channels={self.num_channels}; "
                 "choose larger patches, or False"
             )
+        if not 0 <= self.mask_ratio <= 1:
+            raise ValueError(f"model.mask_ratio={self.mask_ratio} must lie in [0, 1]")
         rows, columns = self.grid
         kept = self.num_kept(rows * columns)
         if not 0 < kept < rows * columns:

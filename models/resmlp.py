@@ -50,7 +50,7 @@ class ResMLPConfig(ImageInputConfig):
         check_patch_size(self)
         if self.head not in HEADS:
             raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
-        if self.layer_scale <= 0:
+        if not self.layer_scale > 0:
             raise ValueError(
                 f"model.layer_scale={self.layer_scale} must be positive; choose for example 0.1 "
                 "for up to 18 layers, 1e-5 for 24, or 1e-6 for more"

@@ -10,6 +10,7 @@ are shifted by half of their side.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -70,7 +71,6 @@ class SwinConfig(ImageInputConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        sizes = dataclasses.asdict(self)
         check_sizes(self, but=("num_heads",))
         check_patch_size(self)
         check_activation(self.activation)
@@ -78,15 +78,33 @@ class SwinConfig(ImageInputConfig):
             raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
         if self.version not in (1, 2):
             raise ValueError(f"model.version={self.version} is unknown; choose 1 or 2")
+        if not 1 <= self.mlp_ratio * self.embed_dim < math.inf:
+            raise ValueError(
+                f"model.mlp_ratio={self.mlp_ratio} must make at least one dim of "
+                f"model.embed_dim={self.embed_dim}; choose for example 4.0"
+            )
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        if self.version == 1 and self.pretrained_windows:
+            raise ValueError(
+                f"model.pretrained_windows={self.pretrained_windows} is of model.version=2 alone; "
+                "leave it out"
+            )
+        if min(self.pretrained_windows, default=0) < 0:
+            raise ValueError(
+                f"model.pretrained_windows={self.pretrained_windows} must be positive; 0 is none"
+            )
         if not 1 <= len(self.depths) <= MAX_STAGES:
             raise ValueError(
                 f"model.depths={self.depths} has {len(self.depths)} stages; choose from 1 to "
                 f"{MAX_STAGES}"
             )
         for name in ("num_heads", *(["pretrained_windows"] if self.pretrained_windows else [])):
-            if len(sizes[name]) != len(self.depths):
+            of_stages = getattr(self, name)
+            if len(of_stages) != len(self.depths):
                 raise ValueError(
-                    f"model.{name}={sizes[name]} and model.depths={self.depths} must both have a "
+                    f"model.{name}={of_stages} and model.depths={self.depths} must both have a "
                     "number for each stage"
                 )
         for depth in self.depths:

@@ -135,6 +135,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ImageEncoderConfig, num_layers: int, *, rngs: nnx.Rngs):
         embed, square = config.embed_dim, config.kernel_stddev(config.embed_dim, config.embed_dim)
+        oblong = config.kernel_stddev(embed, config.mlp_dim)
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.attention_norm = LayerNorm(embed, **norm)
         self.attention = Attention(
@@ -152,7 +153,7 @@ class Block(nnx.Module):
             config.mlp_dim,
             activation=config.activation,
             use_bias=True,
-            stddevs=(config.kernel_stddev(embed, config.mlp_dim),) * 2,
+            stddevs=(oblong, oblong),
             rngs=rngs,
         )
         self.dropout, self.drop_path, self.num_layers = config.dropout, config.drop_path, num_layers

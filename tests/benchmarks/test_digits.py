@@ -54,6 +54,11 @@ def test_docs_have_the_figures_that_are_kept():
     assert as_text(results) in (ROOT / "docs" / "vision.md").read_text()
 
 
+def test_no_seed_is_refused(capsys):
+    assert main(["--only=Swin", "--seeds=0"]) == 2
+    assert "--seeds=0 must be at least 1" in capsys.readouterr().err
+
+
 def test_unknown_experiment_is_refused(capsys):
     assert main(["--only=nothing"]) == 2
     assert "choose from ViT; Swin" in capsys.readouterr().err

@@ -61,6 +61,7 @@ def test_image_that_no_box_fits_gives_its_largest_central_one():
     assert random_box(1000, 10, (0.5, 1.0), (3 / 4, 4 / 3), rng()) == (493, 0, 506, 10)
     assert random_box(10, 1000, (0.5, 1.0), (3 / 4, 4 / 3), rng()) == (0, 493, 10, 506)
     assert random_box(10, 10, (1.0, 1.0), (1.0, 1.0), rng()) == (0, 0, 10, 10)
+    assert random_box(1, 50, (1.0, 1.0), (3.0, 4.0), rng()) == (0, 24, 1, 25), "of one pixel"
 
 
 def test_crop_is_pillows_resize_of_the_box():
@@ -76,6 +77,20 @@ def test_central_crop_takes_the_middle_of_the_resized_image():
     # 100 x 200 stays at its size, of which the middle 80 x 80 is taken.
     assert_same(found, ramp[10:90, 60:140])
     assert central_crop(noise(), 224, 3, 0.875).size == (224, 224)
+
+
+def test_central_crop_is_the_middle_of_the_whole_image_resized():
+    """To the last bit but for rounding: what is far from the middle is not made."""
+    for size in ((300, 200), (257, 911), (64, 63)):
+        image = Image.fromarray(rng().integers(0, 256, (*size, 3), np.uint8))
+        scale = 64 / min(size)
+        whole = image.resize([round(side * scale) for side in image.size], Image.Resampling.BICUBIC)
+        left, top = (round((side - 56) / 2) for side in whole.size)
+        expected = np.asarray(whole.crop((left, top, left + 56, top + 56)), int)
+        found = np.asarray(central_crop(image, 56, 3, 0.875), int)
+        assert np.abs(found - expected).max() <= 1 and (found != expected).mean() < 0.001
+    line = Image.fromarray(rng().integers(0, 256, (1, 8000), np.uint8))
+    assert central_crop(line, 224, 1, 0.875).size == (224, 224)
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.7, 0.875, 1.0])

@@ -32,6 +32,8 @@ IMAGES = DataConfig(name="digits", objective="image_classification", global_batc
         ({"erasing": 1.5}, r"images\.erasing=1\.5 must be a part of all, from 0 .* to 1"),
         ({"cutmix_share": -1}, r"images\.cutmix_share=-1 must be a part of all"),
         ({"mixup": -0.1}, r"images\.mixup=-0\.1 must be a number above 0, or 0 for none"),
+        ({"cutmix": float("inf")}, r"images\.cutmix=inf must be a number above 0"),
+        ({"crop_ratio": (1.0, float("inf"))}, r"images\.crop_ratio=\(1\.0, inf\) must be positive"),
         ({"repeats": 0}, r"images\.repeats=0 must be a whole number of at least 1"),
         ({"eval_crop": 0.0}, r"images\.eval_crop=0\.0 must be more than 0 and at most 1"),
         ({"train_fraction": 2}, r"images\.train_fraction=2 must be more than 0 and at most 1"),

@@ -1,6 +1,7 @@
 """What MAE hides, in which order its decoder sees patches, and what its loss is of."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,8 @@ def test_reconstructions_keep_what_is_seen_and_show_what_is_predicted(normalise)
     [
         ({"mask_ratio": 0.0}, r"model.mask_ratio=0.0 keeps 25 of 25 patches; choose one"),
         ({"mask_ratio": 0.99}, r"model.mask_ratio=0.99 keeps 0 of 25 patches; choose one"),
+        ({"mask_ratio": float("nan")}, r"model.mask_ratio=nan must lie in \[0, 1\]"),
+        ({"kernels": "glorot"}, "model.kernels='glorot' is unknown; choose normal, xavier"),
         ({"decoder_num_heads": 5}, "model.decoder_num_heads=5 must divide model.decoder_embed_dim"),
         ({"decoder_num_layers": 0}, "model.decoder_num_layers=0 must be at least 1"),
         ({"decoder_num_heads": 2, "decoder_embed_dim": 6}, "model.decoder_embed_dim=6 must be a"),
@@ -204,3 +207,27 @@ def test_reconstructions_keep_what_is_seen_and_show_what_is_predicted(normalise)
 def test_config_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         MAEConfig(**{**vars(CONFIG), **changes})
+
+
+def test_kernels_begin_with_the_spread_of_xavier():
+    """As in the code of MAE and of MoCo v3: sqrt(2 / (features in + features out))."""
+    sizes = {"embed_dim": 96, "num_heads": 4, "mlp_dim": 200}
+    sizes |= {"decoder_embed_dim": 48, "decoder_num_heads": 4, "decoder_mlp_dim": 120}
+    mae: Any = model(**sizes)
+    block, decoded = mae.encoder.layers, mae.decoder.layers
+    kernels = {
+        "patches": (mae.patch_embedding.linear.kernel, 12, 96),
+        "q": (block.attention.q.kernel, 96, 96),
+        "out": (block.attention.out.kernel, 96, 96),
+        "down": (block.mlp.down.kernel, 200, 96),
+        "decoder": (mae.decoder_embedding.kernel, 96, 48),
+        "decoder's up": (decoded.mlp.up.kernel, 48, 120),
+        "prediction": (mae.prediction.kernel, 48, 12),
+    }
+    for name, (kernel, inputs, outputs) in kernels.items():
+        expected = (2 / (inputs + outputs)) ** 0.5
+        np.testing.assert_allclose(np.std(kernel[...]), expected, rtol=0.1, err_msg=name)
+    normal: Any = model(**sizes, kernels="normal")
+    np.testing.assert_allclose(np.std(normal.encoder.layers.mlp.up.kernel[...]), 0.02, rtol=0.05)
+    patches = normal.patch_embedding.linear.kernel[...]
+    np.testing.assert_allclose(np.std(patches), (3 * 12) ** -0.5, rtol=0.1)  # uniform, by fan-in
