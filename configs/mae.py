@@ -1,6 +1,6 @@
 """MAE on one device: handwritten digits, of which a quarter of the patches is seen.
 
-Hardware: any; by default a 2-core CPU takes some minutes.
+Hardware: any; by default a 2-core CPU takes a quarter of an hour.
 
     python -m train.main --config=configs/mae.py --workdir=runs/mae
     python -m train.reconstructions runs/mae --out=reconstructions.png

@@ -51,6 +51,7 @@ def test_file_that_holds_no_figures_is_refused_before_a_run(tmp_path, capsys):
 
 def test_docs_have_the_figures_that_are_kept():
     results = json.loads((ROOT / "benchmarks" / "results" / "cpu_digits.json").read_text())
+    assert list(results) == list(EXPERIMENTS)
     assert as_text(results) in (ROOT / "docs" / "vision.md").read_text()
 
 
