@@ -10,6 +10,7 @@ The batch of a model of images is a dict of
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -86,7 +87,8 @@ class PatchEmbedding(nnx.Module):
         rngs: nnx.Rngs,
     ):
         patch = {"_rows": patch_size, "_columns": patch_size, "_channels": config.num_channels}
-        stddev = stddev or (3 * patch_size**2 * config.num_channels) ** -0.5
+        if stddev is None:
+            stddev = 1 / math.sqrt(3 * patch_size**2 * config.num_channels)
         self.linear = Linear(patch, {"embed": embed_dim}, stddev=stddev, rngs=rngs)
         self.config, self.patch_size, self.is_padded = config, patch_size, is_padded
 
