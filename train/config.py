@@ -296,8 +296,8 @@ def _check_fields(
             raise ValueError(f"config.{name}.{key}: unknown key{nearest(f'{name}.{key}', keys)}")
     are_open = [key for key in may_be_open if values.get(key) is None]
     for key, field in fields.items():
-        has_default = not field.default is field.default_factory is dataclasses.MISSING
-        if not has_default and key not in (*values, *are_open):
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and key not in (*values, *are_open):
             raise ValueError(f"config.{name}.{key} is missing")
     check_types(section, values, name, but=are_open, tuples=tuples)
 

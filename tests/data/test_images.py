@@ -277,7 +277,7 @@ def test_large_batches_are_read_less_far_ahead(num_ahead, tmp_path, monkeypatch)
 
 
 def test_too_few_images_for_a_batch_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"global_batch_size=64 .* needs 64 .* has 60 with"):
+    with pytest.raises(ValueError, match=r"batch_size=64 .* needs 64 .* has 60 with data\.valid"):
         load(tmp_path, global_batch_size=64)
     with pytest.raises(ValueError, match=r"has 6 with .* images\.train_fraction=0\.1; choose a"):
         load(tmp_path, ImageConfig(train_fraction=0.1), global_batch_size=8)
