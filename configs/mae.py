@@ -48,12 +48,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
         config.eval.every_steps = 2000
         return config
 
-    layers, heads, embed, mlp, patch = SIZES[size]
-    config.model.num_layers = layers
-    config.model.num_heads = heads
-    config.model.embed_dim = embed
-    config.model.mlp_dim = mlp
-    config.model.patch_size = patch
+    sizes.encoder(config, *SIZES[size])
     config.model.decoder_num_layers = 8
     config.model.decoder_num_heads = 16
     config.model.decoder_embed_dim = 512

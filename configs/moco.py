@@ -57,12 +57,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
         config.images.jitter = (0.4, 0.4, 0.0, 0.0)
         return config
 
-    layers, heads, embed, mlp = SIZES[size]
-    config.model.num_layers = layers
-    config.model.num_heads = heads
-    config.model.embed_dim = embed
-    config.model.mlp_dim = mlp
-    config.model.patch_size = 16
+    sizes.encoder(config, *SIZES[size], patch_size=16)
     config.model.hidden_dim = 4096
     config.model.projection_dim = 256
     sizes.imagenet(config)

@@ -46,6 +46,17 @@ def of_images(model: str, objective: str) -> ConfigDict:
     return config
 
 
+def encoder(
+    config: ConfigDict, layers: int, heads: int, embed_dim: int, mlp_dim: int, patch_size: int
+) -> None:
+    """Sets the sizes of a ViT, or of the encoder of what pre-trains one."""
+    config.model.num_layers = layers
+    config.model.num_heads = heads
+    config.model.embed_dim = embed_dim
+    config.model.mlp_dim = mlp_dim
+    config.model.patch_size = patch_size
+
+
 def digits(config: ConfigDict) -> None:
     """Sets what small models of images share: a run of a few minutes on handwritten digits."""
     config.data.global_batch_size = 64

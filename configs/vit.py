@@ -47,11 +47,6 @@ def get_config(size: str = "tiny") -> ConfigDict:
         sizes.digits(config)
         return config
 
-    layers, heads, embed, mlp, patch = SIZES[size]
-    config.model.num_layers = layers
-    config.model.num_heads = heads
-    config.model.embed_dim = embed
-    config.model.mlp_dim = mlp
-    config.model.patch_size = patch
+    sizes.encoder(config, *SIZES[size])
     sizes.imagenet(config)
     return config

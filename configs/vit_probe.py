@@ -44,12 +44,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
         config.checkpoint.every_steps = 500
         return config
 
-    layers, heads, embed, mlp = SIZES[size]
-    config.model.num_layers = layers
-    config.model.num_heads = heads
-    config.model.embed_dim = embed
-    config.model.mlp_dim = mlp
-    config.model.patch_size = 16
+    sizes.encoder(config, *SIZES[size], patch_size=16)
     sizes.imagenet_images(config)
     config.images.crop_scale = (0.08, 1.0)
     config.images.flip = True

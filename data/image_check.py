@@ -102,11 +102,16 @@ def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig)
     """
     if not found:
         return
-    more = f" and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else ""
-    message = f"{len(found)} {what}: {', '.join(found[:_NUM_NAMED])}{more}"
+    message = f"{len(found)} {what}: {listed(found)}"
     if images.on_broken == "refuse":
         raise ValueError(f"{message}; {remedy}, or set images.on_broken='skip' to leave them out")
     logger.warning("%s; left out", message)
+
+
+def listed(found: Sequence[str]) -> str:
+    """Returns the first of what is found, and how many more there are."""
+    more = f" and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else ""
+    return ", ".join(found[:_NUM_NAMED]) + more
 
 
 def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) -> dict[int, str]:

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from PIL import Image
 
 from data.config import DataConfig
 from data.crops import open_image
-from data.image_check import leave_out, sound_files
+from data.image_check import leave_out, listed, sound_files
 from data.image_config import ImageConfig
 from data.image_listing import ENDINGS, Listing, list_images, subfolders
 from data.image_sources import Found, ImageSource, Split
@@ -93,20 +93,14 @@ def _split_folders(paths: Sequence[str]) -> list[Path]:
     if _TRAIN not in names or (others and not names.keys() & _SPLITS):
         return roots
     if others:
-        splits = _quoted([name for name in names.values() if name not in others])
+        splits = sorted(repr(name) for name in names.values() if name not in others)
         raise ValueError(
-            f"data.paths: {roots[0]} has the splits {splits} in it, "
-            f"and beside them {_quoted(others)}; take these out, or name the folder for training "
-            "and that for validation"
+            f"data.paths: {roots[0]} has the splits {listed(splits)} in it, "
+            f"and beside them {listed(list(map(repr, others)))}; take these out, or name the "
+            "folder for training and that for validation"
         )
     found = [names[key] for key in (_TRAIN, *_VALIDATION) if key in names]
     return [roots[0] / name for name in found[:2]]
-
-
-def _quoted(names: Collection[str]) -> str:
-    """Returns the first of the names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, sorted(names)[:3])) + more
 
 
 def _check_classes(root: Path, classes: Sequence[str]) -> None:
