@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test, chosen before jax looks for any."""
 
+import gc
 import logging
 import os
 import platform
@@ -24,6 +25,10 @@ os.environ["XLA_FLAGS"] = " ".join(f"--{name}={value}" for name, value in _FLAGS
 os.environ["JAX_PLATFORMS"] = "cpu"
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# The lines of code that each operation came from are a tenth of making a program.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+# Millions of objects are what jax keeps of programs, to be looked through again and again.
+gc.set_threshold(100_000, 20, 100)
 jax.devices()  # now, before a test of the command line could choose another number
 
 
