@@ -137,9 +137,15 @@ class Job:
     def requeue(self) -> None:
         self.cluster("scontrol", "requeue", str(self.number))
 
-    def allow_hours(self, hours: int) -> None:
-        """Puts off the job's time limit."""
-        self.cluster("scontrol", "update", f"JobId={self.number}", f"TimeLimit={hours}:00:00")
+    @property
+    def minutes_run(self) -> int:
+        """Whole minutes since the job's last start."""
+        hours, minutes, _ = self.fields["RunTime"].rpartition("-")[2].split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def set_time_limit(self, minutes: int) -> None:
+        """Sets how long the job may run, from its last start."""
+        self.cluster("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
 
     def step_daemons(self, step: str = "") -> list[int]:
         """Returns the process ids of the job's daemons, one a step and node."""

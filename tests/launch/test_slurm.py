@@ -15,11 +15,11 @@ from train.metrics import METRICS_FILE, read_metrics
 
 # Jobs start again and again, with two processes a start: slow where the machine is.
 pytestmark = pytest.mark.timeout(1800)
-NUM_STEPS = 200
+NUM_STEPS = 100
 OVERRIDES = (
     *TINY,
     f"train.num_steps={NUM_STEPS}",
-    "checkpoint.every_steps=50",
+    "checkpoint.every_steps=25",
     "train.failure_timeout_s=60",
 )
 
@@ -109,7 +109,7 @@ def test_requeued_job_goes_on_with_the_same_losses(cluster, corpus, undisturbed,
 def test_job_killed_in_mid_step_starts_again_by_itself(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     job = submit(cluster, corpus, workdir)
-    wait_for_step(workdir, 60)
+    wait_for_step(workdir, 30)
     assert kill(f"train.main.*--workdir={workdir}", most=1)
     log = finish(job, workdir)
     assert "starting again from the last checkpoint" in log
@@ -119,7 +119,7 @@ def test_job_killed_in_mid_step_starts_again_by_itself(cluster, corpus, undistur
 def test_step_daemon_killed_with_its_process_is_no_end(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     job = submit(cluster, corpus, workdir)
-    wait_for_step(workdir, 60)
+    wait_for_step(workdir, 30)
     daemon = job.step_daemons("[0-9]")[-1]  # of a node, not of the batch script
     process = subprocess.run(["pgrep", "-P", str(daemon)], capture_output=True, text=True).stdout
     for pid in (daemon, int(process)):
@@ -131,11 +131,12 @@ def test_step_daemon_killed_with_its_process_is_no_end(cluster, corpus, undistur
 
 def test_time_limit_saves_and_queues_the_job_again(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
-    limit = ("--time=2", "--signal=B:USR1@50")  # it comes up to a minute earlier
-    slow = ("eval.every_steps=1",)
-    job = submit(cluster, corpus, workdir, *limit, changes=slow)
+    slow = ("eval.every_steps=1", "checkpoint.every_steps=1")
+    job = submit(cluster, corpus, workdir, "--time=60", changes=slow)
+    wait_for_step(workdir, 5)
+    job.set_time_limit(job.minutes_run + 2)  # within the script's two minutes, which SLURM sees
     slurm.wait_until(lambda: job.fields["Restarts"] == "1", "the end of its time", timeout_s=300)
-    job.allow_hours(1)  # however slow the machine
+    job.set_time_limit(60)
     log = finish(job, workdir)
     assert job.fields["Restarts"] == "1"
     assert "to be queued again" in log
