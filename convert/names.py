@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from checkpoint.lazy import Index
+from data.checks import listed
 
 #: How a tensor of theirs is ours:
 #: linear: [prod(outputs), prod(inputs)] is [*inputs, *outputs];
@@ -200,14 +201,13 @@ def match(
     missing = [p.theirs for p in places if not matched.keys() & {p.theirs, *p.tied}]
     problems = {"lacks": missing, "has unknown": unknown, "has twice": twice}
     if any(problems.values()):
-        said = (f"{what} {_listed(names)}" for what, names in problems.items() if names)
+        said = (
+            f"{what} {len(names)} tensor(s): {listed(names, most=8)}"
+            for what, names in problems.items()
+            if names
+        )
         raise ValueError(
             f"the checkpoint does not fit its config.json: it {'; it '.join(said)}; "
             "the two must be of one model"
         )
     return matched, left_out
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{len(names)} tensor(s): {', '.join(names[:most])}{more}"

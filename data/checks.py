@@ -1,9 +1,9 @@
-"""What the sections of the config check of their fields."""
+"""What the sections of the config check of their fields, and how messages name what was found."""
 
 import dataclasses
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
 
 
@@ -21,6 +21,12 @@ def is_int(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Returns whether the value is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def listed(found: Sequence[str], most: int = 3) -> str:
+    """Returns the first of what was found, and how many more there are."""
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more
 
 
 def check_types(

@@ -11,12 +11,11 @@ import numpy as np
 from PIL import UnidentifiedImageError
 
 from data.array_cache import locked, read_array, write_array
+from data.checks import listed
 from data.config import DataConfig
 from data.crops import open_image
 from data.image_config import ImageConfig
 
-# So many of what is left out are named.
-_NUM_NAMED = 3
 # Files a thread takes at a time.
 _CHUNK = 256
 # The key of a file that is not there.
@@ -106,12 +105,6 @@ def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig)
     if images.on_broken == "refuse":
         raise ValueError(f"{message}; {remedy}, or set images.on_broken='skip' to leave them out")
     logger.warning("%s; left out", message)
-
-
-def listed(found: Sequence[str]) -> str:
-    """Returns the first of what is found, and how many more there are."""
-    more = f" and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else ""
-    return ", ".join(found[:_NUM_NAMED]) + more
 
 
 def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) -> dict[int, str]:

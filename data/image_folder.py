@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from data.checks import listed
 from data.config import DataConfig
 from data.crops import open_image
-from data.image_check import leave_out, listed, sound_files
+from data.image_check import leave_out, sound_files
 from data.image_config import ImageConfig
 from data.image_listing import ENDINGS, Listing, list_images, subfolders
 from data.image_sources import Found, ImageSource, Split
@@ -93,10 +94,10 @@ def _split_folders(paths: Sequence[str]) -> list[Path]:
     if _TRAIN not in names or (others and not names.keys() & _SPLITS):
         return roots
     if others:
-        splits = sorted(repr(name) for name in names.values() if name not in others)
+        splits = sorted(set(names.values()).difference(others))
         raise ValueError(
-            f"data.paths: {roots[0]} has the splits {listed(splits)} in it, "
-            f"and beside them {listed(list(map(repr, others)))}; take these out, or name the "
+            f"data.paths: {roots[0]} has the splits {listed([*map(repr, splits)])} in it, "
+            f"and beside them {listed([*map(repr, others)])}; take these out, or name the "
             "folder for training and that for validation"
         )
     found = [names[key] for key in (_TRAIN, *_VALIDATION) if key in names]
