@@ -2,7 +2,6 @@
 # make test | make lint | make setup | make setup-test
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
-WORKDIR ?= runs/$(subst .py,,$(subst :,_,$(notdir $(CONFIG))))
 ARGS ?=
 
 REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)
@@ -26,7 +25,7 @@ setup-test: .venv/requirements-test.txt.stamp
 	@touch $@
 
 train: setup
-	.venv/bin/python -m train.main --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+	.venv/bin/python -m train.main --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
 
 test: setup-test
 	.venv/bin/python -m pytest $(ARGS)

@@ -4,7 +4,7 @@ Hardware: any; by default a 2-core CPU takes about 3 minutes to a validation los
 nats a masked token (7.7 at the start), and to telling in 74 % of the pairs whether they belong
 together.
 
-    python -m train.main --config=configs/bert.py --workdir=runs/bert
+    python -m train.main --config=configs/bert.py
 
 `--config=configs/bert.py:SIZE` is a published size, for accelerators: mini, small, medium, base
 and large. They are meant for a corpus and a tokenizer of their size.

@@ -3,7 +3,7 @@
 Hardware: any; by default a 2-core CPU takes about 1.5 minutes to a validation loss of about 3.95
 nats a token (7.65 at the start).
 
-    python -m train.main --config=configs/gpt2.py --workdir=runs/gpt2
+    python -m train.main --config=configs/gpt2.py
 
 `--config=configs/gpt2.py:SIZE` is a published size, for accelerators: small (124 M), medium
 (350 M), large (774 M), xl (1.5 B), 2.7b, 6.7b, 13b and 175b (GPT-3). They are meant for a corpus

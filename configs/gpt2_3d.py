@@ -3,7 +3,7 @@
 Hardware: 8 devices; on a CPU the missing ones are simulated. By default a 2-core CPU takes about
 2 minutes to a validation loss of about 3.95 nats a token (7.65 at the start), as gpt2.py does.
 
-    python -m train.main --config=configs/gpt2_3d.py --workdir=runs/gpt2_3d
+    python -m train.main --config=configs/gpt2_3d.py
 
 `--config=configs/gpt2_3d.py:SIZE` is a published size; see configs/gpt2.py. xl, whose 25
 heads do not split in two, takes data=4, model=1.

@@ -3,7 +3,7 @@
 Hardware: any; by default a 2-core CPU takes about 1 minute to a validation loss of about 3.96
 nats a token (7.64 at the start).
 
-    python -m train.main --config=configs/llama.py --workdir=runs/llama
+    python -m train.main --config=configs/llama.py
 
 `--config=configs/llama.py:SIZE` is a published size of the family, for accelerators; see SIZES:
 LLaMA 1, 2 and 3, Mistral, and Qwen 2, 2.5 and 3. They are meant for a corpus and a tokenizer of

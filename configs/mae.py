@@ -2,7 +2,7 @@
 
 Hardware: any; by default a 2-core CPU takes a quarter of an hour.
 
-    python -m train.main --config=configs/mae.py --workdir=runs/mae
+    python -m train.main --config=configs/mae.py
     python -m train.reconstructions runs/mae --out=reconstructions.png
 
 `--config=configs/mae.py:SIZE` is a published size, for accelerators and a data set such as

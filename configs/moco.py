@@ -3,7 +3,7 @@
 Hardware: any; by default a 2-core CPU takes some minutes. Then train a classifier on what it has
 learnt, the encoder left as it is, with configs/vit_probe.py:
 
-    python -m train.main --config=configs/moco.py --workdir=runs/moco
+    python -m train.main --config=configs/moco.py
     python -m train.main --config=configs/vit_probe.py --workdir=runs/probe \\
         --config.init_from=runs/moco
 

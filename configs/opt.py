@@ -3,7 +3,7 @@
 Hardware: any; by default a 2-core CPU takes about 1 minute to a validation loss of about 4.60
 nats a token (7.64 at the start).
 
-    python -m train.main --config=configs/opt.py --workdir=runs/opt
+    python -m train.main --config=configs/opt.py
 
 `--config=configs/opt.py:SIZE` is a published size, for accelerators: 125m, 350m, 1.3b, 2.7b, 6.7b,
 13b, 30b, 66b and 175b. They are meant for a corpus and a tokenizer of their size.

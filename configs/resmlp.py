@@ -3,7 +3,7 @@
 Hardware: any; by default a 2-core CPU takes a few minutes to telling over 95 % of held-out digits
 right.
 
-    python -m train.main --config=configs/resmlp.py --workdir=runs/resmlp
+    python -m train.main --config=configs/resmlp.py
 
 `--config=configs/resmlp.py:SIZE` is a published size, for accelerators and a data set such as
 imagenet2012: s12, s24, s36 and b24, the number that of the layers. They are trained as their

@@ -3,7 +3,7 @@
 Hardware: any; by default a 2-core CPU takes about 3 minutes to a validation loss of about 5.48
 nats a masked token (7.6 at the start).
 
-    python -m train.main --config=configs/roberta.py --workdir=runs/roberta
+    python -m train.main --config=configs/roberta.py
 
 `--config=configs/roberta.py:SIZE` is a published size, for accelerators: base or large. They are
 meant for a corpus and a tokenizer of their size.

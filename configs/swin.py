@@ -3,7 +3,7 @@
 Hardware: any; by default a 2-core CPU takes a few minutes to telling over 97 % of held-out digits
 right.
 
-    python -m train.main --config=configs/swin.py --workdir=runs/swin
+    python -m train.main --config=configs/swin.py
 
 `--config=configs/swin.py:SIZE` is a published size, for accelerators and a data set such as
 imagenet2012: tiny, small, base and large are written tiny1 to large1, and those of version 2 tiny2

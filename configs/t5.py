@@ -3,7 +3,7 @@
 Hardware: any; by default a 2-core CPU takes about 1 minute to a validation loss of about 4.25
 nats a token of the spans (8.22 at the start).
 
-    python -m train.main --config=configs/t5.py --workdir=runs/t5
+    python -m train.main --config=configs/t5.py
 
 `--config=configs/t5.py:SIZE` is a published size, for accelerators: small, base, large, 3b and 11b,
 the same with v1.1- before them (v1.1-small to v1.1-xxl), and mt5- likewise. They are meant for a

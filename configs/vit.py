@@ -3,7 +3,7 @@
 Hardware: any; by default a 2-core CPU takes a minute or two to telling over 97 % of held-out digits
 right.
 
-    python -m train.main --config=configs/vit.py --workdir=runs/vit
+    python -m train.main --config=configs/vit.py
 
 `--config=configs/vit.py:SIZE` is a published size, for accelerators and a data set such as
 imagenet2012: tiny16, small16, base16, large16, huge14, giant14 and gigantic14, the number the side

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
+from convert.runs import CONFIG_FILE
 from train.config import nearest
 
 
@@ -36,6 +37,23 @@ def load(path: str, overrides: Sequence[str] = ()) -> Any:
             raise ValueError(f"--config.{override} lacks a value; write --config.{key}=value")
         _set(config, key, text)
     return config
+
+
+def default_workdir(path: str) -> Path:
+    """Returns the workdir of a run whose command line names none: `runs/<config>`.
+
+    `configs/llama.py:3-8b` gives `runs/llama_3-8b`. A run's `config.yaml` is named by its
+    directory: `anywhere/gpt2/config.yaml` gives `runs/gpt2`.
+
+    Args:
+        path: as for `load`.
+    """
+    file, _, argument = path.partition(":")
+    name = Path(file).stem
+    if Path(file).name == CONFIG_FILE:
+        name = Path(file).resolve().parent.name
+    # An argument may hold anything; a directory's name holds no separators.
+    return Path("runs") / "_".join(filter(None, [name, argument.replace("/", "_")]))
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Trains or evaluates: `python -m train.main --config=FILE --workdir=DIR`."""
+"""Trains or evaluates: `python -m train.main --config=FILE [--workdir=DIR]`."""
 
 import argparse
 import dataclasses
@@ -40,6 +40,8 @@ ROOMS = ("checkpoint", "data", "models", "sharding", "train")
 #: One host may tokenise, compile or read long after another has; jax notices one that is gone.
 _LONGEST_START_S = 24 * 3600.0
 
+_log = logging.getLogger("train")  # not __name__, which is "__main__" on the command line
+
 
 def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> int:
     """Returns the exit code; see train/exit_codes.py.
@@ -49,11 +51,13 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
     """
     parser = argparse.ArgumentParser(prog="python -m train.main", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
-    parser.add_argument("--workdir", required=True, type=Path, help="where the run's files go")
+    parser.add_argument("--workdir", type=Path, help="the run's files; default: runs/<config>")
     parser.add_argument("--deepspeed", help="a DeepSpeed JSON; keys on the command line win")
     parser.add_argument("--mode", choices=("train", "eval"), default="train")
     parser.add_argument("--fast_dev_run", action="store_true", help="3 steps; workdir is not used")
     args, others = parser.parse_known_args(argv)
+    if args.workdir is None:
+        args.workdir = config_files.default_workdir(args.config)
     if args.mode == "eval" and args.fast_dev_run:
         parser.error("--fast_dev_run tries training; --mode=eval takes --config.eval.num_batches=N")
     logging.basicConfig(format="%(message)s", force=True)
@@ -135,6 +139,9 @@ def _set_up(
     if source is not None:
         take_over(given, source, overrides)
     config = resolve(given)
+    start = devices.how_started(os.environ)
+    if not args.fast_dev_run and (start is None or start.process_id == 0):
+        _log.info("workdir %s", args.workdir)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     if config.train.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.data.cache_path / "xla"))
@@ -159,9 +166,7 @@ def _set_up(
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
     if not args.fast_dev_run:
         workdir.check(args.workdir, run)
-    logging.getLogger("train").info(
-        "%s", "\n".join([describe(run, corpus), planner.report]).strip()
-    )
+    _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
     return run, corpus, source, planner
 
 

@@ -1,0 +1,141 @@
+"""GPUs that are not there, to compile for.
+
+XLA needs a description of a GPU to compile for it, not the GPU itself. A target names one of the
+descriptions in gpu_targets/ (or a file like them) and a number of hosts and of GPUs per host:
+
+    target = parse_target("h100:8x8")
+    mesh = make_mesh(MeshConfig(pipeline=4, data=2, model=8), target.devices())
+    lowered = jax.jit(step).trace(state, batch).lower(lowering_platforms=("cuda",))
+    compiled = lowered.compile(compiler_options=target.compiler_options())
+
+The compiler comes with jax's CUDA plugin, which needs no driver for this.
+"""
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from jax.experimental import topologies
+
+_FOLDER = Path(__file__).parent / "gpu_targets"
+#: Names that need no file.
+TARGETS = tuple(sorted(path.stem for path in _FOLDER.glob("*.txtpb")))
+#: The largest number of GPUs that this has been tried with.
+MAX_DEVICES = 4096
+
+INSTALL = "python -m pip install 'jax[cuda12]' (3 GB; no driver is needed)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """Hosts with GPUs of one kind.
+
+    Attributes:
+      name: as given, such as "h100:8x8".
+      description: text of a GpuTargetConfigProto.
+      num_hosts, gpus_per_host: the GPUs of a host are connected by NVLink.
+    """
+
+    name: str
+    description: str
+    num_hosts: int
+    gpus_per_host: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.gpus_per_host
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one GPU in bytes."""
+        return int(self._number("device_memory_size"))
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Bandwidth of one GPU's memory."""
+        return self._number("memory_bandwidth")
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Bandwidth between one GPU and its host, in one direction."""
+        return self._number("pcie_bandwidth")
+
+    def devices(self) -> list[Any]:
+        """Returns stand-ins for the GPUs, in the order of their hosts: they can hold no array.
+
+        Raises:
+          ValueError: jax's CUDA plugin is not installed, or does not know what the target says.
+        """
+        if not has_compiler():
+            raise ValueError(f"--target={self.name} needs XLA's compiler for CUDA: {INSTALL}")
+        try:
+            found = topologies.get_topology_desc(
+                topology_name=self.name.partition(":")[0],
+                platform="cuda",
+                target_config=self.description,
+                topology=f"1x{self.num_hosts}x{self.gpus_per_host}",
+            )
+        except Exception as error:  # jaxlib raises its own type, jax others
+            raise ValueError(f"--target={self.name}: XLA refuses it: {error}") from error
+        return list(found.devices)
+
+    def compiler_options(self) -> dict[str, str]:
+        """Returns what the step is compiled with beside XLA's defaults.
+
+        Nothing can be autotuned without the GPU. cuBLAS is what a tuned run mostly chooses for a
+        matrix product; an untuned Triton fusion would keep its result in float32 instead.
+        """
+        return {
+            "xla_gpu_enable_triton_gemm": "False",
+            "xla_gpu_collect_cost_model_stats": "True",
+        }
+
+    def _number(self, field: str) -> float:
+        found = re.search(rf"\b{field}:\s*([\d.]+)", self.description)
+        if found is None:
+            raise ValueError(f"--target={self.name}: its description lacks {field}")
+        return float(found[1])
+
+
+def has_compiler() -> bool:
+    """Returns whether a CUDA plugin of jax is installed."""
+    try:
+        found = map(importlib.util.find_spec, ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"))
+        return any(spec is not None for spec in found)
+    except ModuleNotFoundError:  # no plugin of any kind
+        return False
+
+
+def parse_target(text: str) -> Target:
+    """Returns the target that `KIND:HOSTSxGPUS` names, such as `h100:8x8` or `my.txtpb:1x4`.
+
+    Raises:
+      ValueError: it is spelled otherwise, or names no known kind and no file.
+    """
+    kind, _, shape = text.rpartition(":")
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+    if not kind or sizes is None:
+        raise ValueError(
+            f"--target={text!r} must be KIND:HOSTSxGPUS, such as h100:8x8 for 8 hosts of 8 GPUs; "
+            f"KIND is {', '.join(TARGETS)}, or a file"
+        )
+    num_hosts, gpus_per_host = int(sizes[1]), int(sizes[2])
+    if num_hosts * gpus_per_host > MAX_DEVICES:
+        raise ValueError(
+            f"--target={text!r} has {num_hosts * gpus_per_host:,} GPUs; choose at most "
+            f"{MAX_DEVICES:,}"
+        )
+    path = _FOLDER / f"{kind}.txtpb" if kind in TARGETS else Path(kind)
+    if not path.is_file():
+        raise ValueError(
+            f"--target={text!r}: {kind!r} is none of {', '.join(TARGETS)}, and no file with a "
+            "GpuTargetConfigProto as text"
+        )
+    return Target(
+        name=text,
+        description=path.read_text(encoding="utf-8"),
+        num_hosts=num_hosts,
+        gpus_per_host=gpus_per_host,
+    )
