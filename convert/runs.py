@@ -1,5 +1,6 @@
 """Runs of ours on disk: a directory with `config.yaml`, `checkpoints/` and perhaps `hf/`."""
 
+import dataclasses
 import logging
 import pkgutil
 import re
@@ -67,6 +68,9 @@ def open_run(path: Path, step: Path, *, averaged: bool = True) -> Source:
         name = fields.pop("name")
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         raise ValueError(f"{workdir / CONFIG_FILE} is missing or has no section 'model'") from None
+    model_class = _model_class(name)
+    if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
+        fields.pop("attention", None)  # the run's choice of a kernel, not a part of the model
     files = workdir / HF_FILES
     has_config = (files / "config.json").exists()
     hf = read_json(files / "config.json") if has_config else None
@@ -74,7 +78,7 @@ def open_run(path: Path, step: Path, *, averaged: bool = True) -> Source:
     source = Source(
         path=path,
         model=name,
-        model_class=_model_class(name),
+        model_class=model_class,
         architecture=None if hf is None else find(hf),
         fields=fields,
         hf_files=files if files.is_dir() else None,

@@ -1,26 +1,83 @@
 """Scaled dot-product attention.
 
-B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
+B batch, T query seq, S key seq, N heads, K key-value heads, H head_dim.
 Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; grouped queries: Ainslie et al. 2023
 (arXiv:2305.13245); sliding window: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-import functools
-import itertools
-import logging
 import math
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-#: Causal attention on a CPU takes this many queries at a time, in at most so many blocks: n blocks
-#: compute (n + 1) / 2n of the full products, but matrix products of few rows are slow.
-_BLOCK_QUERIES, _MAX_BLOCKS = 128, 8
+from models import blocked_attention, cudnn_attention
+from sharding import hardware
+from sharding.ops.heads import over_heads
 
 Segments = tuple[jax.Array, jax.Array]
+Kernel = Literal["cudnn", "blocked", "plain"]
+
+#: What `model.attention` may be.
+CHOICES = ("auto", "plain")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which kernel runs one attention, and why.
+
+    Attributes:
+      kernel: "cudnn" is cuDNN's fused attention, whose memory is linear in the length; "blocked"
+        is models/blocked_attention.py; "plain" makes all scores at once.
+      why: for people.
+      scores_bytes: bytes of all the scores `[B, N, T, S]` that this attention makes at once on
+        one device; 0 for none.
+    """
+
+    kernel: Kernel
+    why: str
+    scores_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kernel} ({self.why})"
+
+
+_implementation: contextvars.ContextVar[str] = contextvars.ContextVar(
+    "attention_implementation", default="auto"
+)
+_choices: contextvars.ContextVar[dict[Choice, None] | None] = contextvars.ContextVar(
+    "attention_choices", default=None
+)
+
+
+@contextlib.contextmanager
+def use(implementation: str) -> Iterator[None]:
+    """Traces all attention within the block as a config asks for it, one of CHOICES."""
+    token = _implementation.set(implementation)
+    try:
+        yield
+    finally:
+        _implementation.reset(token)
+
+
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[dict[Choice, None]]:
+    """Yields a dict whose keys are the choices of all attention that is traced within the block."""
+    found: dict[Choice, None] = {}
+    token = _choices.set(found)
+    try:
+        yield found
+    finally:
+        _choices.reset(token)
+
+
+def check_choice(name: str) -> None:
+    """Raises a ValueError if `name` is no `model.attention`."""
+    if name not in CHOICES:
+        raise ValueError(f"model.attention={name!r} is unknown; choose {' or '.join(CHOICES)}")
 
 
 def attend(
@@ -36,23 +93,104 @@ def attend(
 ) -> jax.Array:
     """Returns softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
 
+    The kernel depends on the hardware that the step is compiled for (sharding/hardware.py) and on
+    the config (`use`). What its backward pass reads is named "attention", except for plain
+    attention, which names nothing.
+
     Args:
       q_BTNH, k_BSKH, v_BSKH: one floating dtype; K divides N: head n has key-value head n // G.
       is_causal: position t sees positions 0..t only.
-      window: position t sees the `window` positions that end with t, of those that it sees else.
-      segments: int32[B, T] and int32[B, S]; a query sees the keys of its own segment only.
-      bias_BNTS: added to the logits; a dim of size 1 stands for all.
+      window: position t sees only the last `window` positions of those it would see otherwise.
+      segments: int32[B, T] and int32[B, S]; a query sees the keys of its own segment only. On a
+        GPU, tokens of one segment must be neighbours, unless there is a bias.
+      bias_BNTS: added to the logits; a dim of size 1 is broadcast.
       scale: 1 / √H by default.
     """
     if window is not None and not is_causal:
         raise ValueError(f"window={window} needs is_causal=True")
-    is_even = q_BTNH.shape[1] % 2 == k_BSKH.shape[1] % 2 == 0
-    chosen = implementation(q_BTNH.dtype.name, q_BTNH.shape[-1], is_even=is_even)
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
-    if chosen == "batched":
-        sight = _Sight(is_causal, window)
-        return _attend_batched(sight, q_BTNH * scale, k_BSKH, v_BSKH, segments, bias_BNTS)
-    mask_B1TS = None if segments is None else _same(segments)[:, None]
+    arrays = (q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
+
+    def run(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments) -> jax.Array:
+        choice = choose(q_BTNH, k_BSKH, bias_BNTS, segments)
+        if (found := _choices.get()) is not None:
+            found[choice] = None
+        options = {
+            "is_causal": is_causal,
+            "window": window,
+            "segments": segments,
+            "bias_BNTS": bias_BNTS,
+            "scale": scale,
+        }
+        if choice.kernel == "blocked":
+            return blocked_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options)
+        if choice.kernel == "cudnn":
+            can_pack = _can_pack()
+            return cudnn_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options, can_pack=can_pack)
+        return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **options)
+
+    return over_heads(run, *arrays)
+
+
+def choose(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    bias_BNTS: jax.Array | None,
+    segments: Segments | None,
+) -> Choice:
+    """Returns which kernel runs for these arrays, as one device has them."""
+    device, dtype = hardware.current(), q_BTNH.dtype.name
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    scores = batch * num_heads * length * k_BSKH.shape[1]
+    wide = max(q_BTNH.dtype.itemsize, 4)
+    if dtype == "float64":
+        return Choice(kernel="blocked", why="float64, which the others round to float32")
+    if _implementation.get() == "plain":
+        return Choice(kernel="plain", why="model.attention=plain", scores_bytes=wide * scores)
+    if device.platform in ("cpu", "any"):
+        return Choice(kernel="blocked", why=f"platform {device.platform}")
+    why_not = _why_not_cudnn(device, dtype, head_dim)
+    if why_not:
+        return Choice(kernel="plain", why=why_not, scores_bytes=wide * scores)
+    why = f"{dtype}, head_dim {head_dim}, {device.device_kind}"
+    scores_bytes = 0
+    if segments is not None and bias_BNTS is None:
+        if _can_pack():
+            why += ", packed documents"
+        else:
+            why += f", documents as a mask: compute capability {device.compute_capability} < 9.0"
+            scores_bytes = q_BTNH.dtype.itemsize * scores // num_heads
+    elif bias_BNTS is not None:
+        why += ", bias"
+        heads = num_heads if bias_BNTS.shape[1] > 1 else 1
+        examples = batch if segments is not None else bias_BNTS.shape[0]
+        scores_bytes = q_BTNH.dtype.itemsize * examples * heads * length * k_BSKH.shape[1]
+    return Choice(kernel="cudnn", why=why, scores_bytes=scores_bytes)
+
+
+def _why_not_cudnn(device: hardware.Hardware, dtype: str, head_dim: int) -> str:
+    """Returns why cuDNN has no attention for these arrays; "" if it has."""
+    capability = device.compute_capability
+    most = 256 if capability >= 9 else 128
+    if device.platform != "gpu" or not capability:
+        return f"{device.device_kind} has no cuDNN"
+    if capability < 8:
+        return f"cuDNN's attention needs compute capability 8.0, and {capability} is less"
+    if dtype not in ("bfloat16", "float16"):
+        return f"cuDNN's attention has no {dtype}"
+    if head_dim > most:
+        return f"cuDNN's attention takes head_dim {most} at most, not {head_dim}"
+    return ""
+
+
+def _can_pack() -> bool:
+    return hardware.current().compute_capability >= 9
+
+
+def _attend_plain(q_BTNH, k_BSKH, v_BSKH, *, is_causal, window, segments, bias_BNTS, scale):
+    mask_B1TS = None
+    if segments is not None:
+        mask_B1TS = (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
@@ -62,193 +200,5 @@ def attend(
         scale=scale,
         is_causal=is_causal,
         local_window_size=None if window is None else (window - 1, 0),
-        implementation=chosen,
+        implementation="xla",
     )
-
-
-@functools.cache
-def implementation(
-    dtype: str, head_dim: int, *, is_even: bool
-) -> Literal["cudnn", "xla", "batched"]:
-    """Returns which attention runs for such heads, and sequences of even length or not.
-
-    "cudnn" is flash attention and "xla" the plain form, both `jax.nn.dot_product_attention`;
-    "batched" is ours, for CPUs and for float64, which the other two round to float32. What its
-    backward reads is named "attention"; the others name nothing, and run again where a block keeps
-    named activations alone.
-    """
-    backend = jax.default_backend()
-    chosen, why = "xla", f"backend {backend}"
-    if backend == "cpu" or dtype == "float64":
-        chosen = "batched"
-    elif backend == "gpu":
-        # "9.0" on NVIDIA, a name such as "gfx942" elsewhere.
-        version = str(getattr(jax.devices()[0], "compute_capability", "0"))
-        capability = float(version) if version.replace(".", "", 1).isdigit() else 0.0
-        if dtype not in ("bfloat16", "float16"):
-            why = f"cuDNN flash attention has no {dtype}"
-        elif head_dim % 8 or head_dim > (256 if capability >= 9 else 128):
-            why = f"cuDNN flash attention has no head_dim {head_dim}"
-        elif not is_even:
-            why = "cuDNN flash attention has no gradient for sequences of odd length"
-        elif capability < 8:
-            why = f"compute capability {version} is not 8.0 or more"
-        else:
-            chosen, why = "cudnn", f"{dtype}, head_dim {head_dim}, capability {version}"
-    logging.getLogger(__name__).info("attention: %s (%s)", chosen, why)
-    return chosen
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sight:
-    """Which keys a query can see by their positions."""
-
-    is_causal: bool
-    window: int | None
-
-    def blocks(self, num_queries: int, num_keys: int) -> list[tuple[slice, slice]]:
-        """Returns (queries, the keys that they can see) of every block."""
-        count = min(-(-num_queries // _BLOCK_QUERIES), _MAX_BLOCKS) if self.is_causal else 1
-        bounds = [num_queries * i // count for i in range(count + 1)]
-        return [(slice(*rows), self._keys(*rows, num_keys)) for rows in itertools.pairwise(bounds)]
-
-    def _keys(self, start: int, stop: int, num_keys: int) -> slice:
-        if not self.is_causal:
-            return slice(0, num_keys)
-        first = 0 if self.window is None else max(0, start - self.window + 1)
-        return slice(min(first, num_keys - 1), min(stop, num_keys))
-
-    def visible(self, rows: slice, keys: slice) -> jax.Array | None:
-        """Returns bool[T, S] of a block, or None where all of it is visible."""
-        if not self.is_causal:
-            return None
-        distance_TS = jnp.arange(rows.start, rows.stop)[:, None] - jnp.arange(keys.start, keys.stop)
-        if self.window is None:
-            return distance_TS >= 0
-        return (distance_TS >= 0) & (distance_TS < self.window)
-
-
-def _attend_batched(
-    sight: _Sight,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segments: Segments | None,
-    bias_BNTS: jax.Array | None,
-) -> jax.Array:
-    """Attention as matmuls that are batched over leading (B, K), the layout CPUs are fast in."""
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    num_kv_heads = k_BSKH.shape[2]
-    q_BKGTH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-    bias_BKGTS = None
-    if bias_BNTS is not None:
-        groups = (num_kv_heads, -1) if bias_BNTS.shape[1] == num_heads else (1, 1)
-        bias_BKGTS = bias_BNTS.reshape(bias_BNTS.shape[0], *groups, *bias_BNTS.shape[2:])
-    y_BKGTH: Any = _batched(
-        sight, q_BKGTH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), bias_BKGTS, segments
-    )
-    return y_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _batched(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
-    """softmax(q·kᵀ + bias)·v, a block of queries at a time, against the keys that it can see.
-
-    The backward pass computes the weights again from their sums, so nothing of the size `[T, S]`
-    lives from one pass to the other: a few more FLOPs cost less than fresh memory.
-
-    Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
-    """
-    return _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
-
-
-def _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
-    outputs, largest, scales = [], [], []
-    for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
-        logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
-        largest_BKGT1 = jnp.max(logits_BKGTS, axis=-1, keepdims=True)
-        weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1)
-        sum_BKGT1 = jnp.sum(weights_BKGTS, axis=-1, keepdims=True)
-        weights_BKGTS = weights_BKGTS.astype(v_BKSH.dtype)
-        y_BKGTH = _einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH[:, :, keys]) / sum_BKGT1
-        outputs.append(y_BKGTH.astype(v_BKSH.dtype))
-        largest.append(largest_BKGT1)
-        scales.append(1 / sum_BKGT1)
-    # Not their log-sum in one: where nothing is visible, the largest would swallow the rest.
-    y_BKGTH, *normal = (
-        checkpoint_name(jnp.concatenate(parts, axis=3), "attention")
-        for parts in (outputs, largest, scales)
-    )
-    return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, *normal)
-
-
-def _batched_backward(sight, residuals, dy_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals
-    dtype, wide = q_BKGTH.dtype, scale_BKGT1.dtype
-    # The part of every logit's gradient that the softmax's normalisation brings.
-    shift_BKGT1 = jnp.sum(dy_BKGTH.astype(wide) * y_BKGTH, axis=-1, keepdims=True)
-    dq, dk_BKSH, dv_BKSH = [], jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
-    dbias_BKGTS = None if bias_BKGTS is None else jnp.zeros(bias_BKGTS.shape, wide)
-    for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
-        q, dy = q_BKGTH[:, :, :, rows], dy_BKGTH[:, :, :, rows]
-        logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
-        weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1[:, :, :, rows])
-        weights_BKGTS *= scale_BKGT1[:, :, :, rows]
-        dweights_BKGTS = _einsum("BKGTH,BKSH->BKGTS", dy, v_BKSH[:, :, keys])
-        dlogits_BKGTS = weights_BKGTS * (dweights_BKGTS - shift_BKGT1[:, :, :, rows])
-        if segments is not None:
-            # Where a query sees nothing all weights are alike, but no logit has a part in them.
-            is_hidden = logits_BKGTS == jnp.finfo(logits_BKGTS.dtype).min
-            dlogits_BKGTS = jnp.where(is_hidden, 0, dlogits_BKGTS)
-        if dbias_BKGTS is not None:
-            part = (..., *_block_of(dbias_BKGTS, rows, keys))
-            dbias_BKGTS = dbias_BKGTS.at[part].add(_summed_like(dbias_BKGTS[part], dlogits_BKGTS))
-        dlogits_BKGTS = dlogits_BKGTS.astype(dtype)
-        dq.append(_einsum("BKGTS,BKSH->BKGTH", dlogits_BKGTS, k_BKSH[:, :, keys]).astype(dtype))
-        dk = _einsum("BKGTS,BKGTH->BKSH", dlogits_BKGTS, q)
-        dv = _einsum("BKGTS,BKGTH->BKSH", weights_BKGTS.astype(dtype), dy)
-        dk_BKSH, dv_BKSH = dk_BKSH.at[:, :, keys].add(dk), dv_BKSH.at[:, :, keys].add(dv)
-    dq_BKGTH = jnp.concatenate(dq, axis=3)
-    if dbias_BKGTS is not None and bias_BKGTS is not None:
-        dbias_BKGTS = dbias_BKGTS.astype(bias_BKGTS.dtype)
-    return dq_BKGTH, dk_BKSH.astype(dtype), dv_BKSH.astype(dtype), dbias_BKGTS, None
-
-
-_batched.defvjp(_batched_forward, _batched_backward)
-
-
-def _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice) -> jax.Array:
-    logits_BKGTS = _einsum("BKGTH,BKSH->BKGTS", q_BKGTH[:, :, :, rows], k_BKSH[:, :, keys])
-    if bias_BKGTS is not None:
-        logits_BKGTS += bias_BKGTS[..., *_block_of(bias_BKGTS, rows, keys)]
-    hidden = jnp.finfo(logits_BKGTS.dtype).min
-    visible_TS = sight.visible(rows, keys)
-    if visible_TS is not None:
-        logits_BKGTS = jnp.where(visible_TS[None, None, None], logits_BKGTS, hidden)
-    if segments is not None:
-        same_BTS = _same((segments[0][:, rows], segments[1][:, keys]))
-        logits_BKGTS = jnp.where(same_BTS[:, None, None], logits_BKGTS, hidden)
-    return logits_BKGTS
-
-
-def _same(segments: Segments) -> jax.Array:
-    """Returns bool[B, T, S]: whether query and key are of one segment."""
-    return segments[0][:, :, None] == segments[1][:, None, :]
-
-
-def _block_of(bias_BKGTS: jax.Array, rows: slice, keys: slice) -> tuple[slice, slice]:
-    """Returns where a block lies in a bias whose dims of size 1 stand for all."""
-    *_, num_queries, num_keys = bias_BKGTS.shape
-    return rows if num_queries > 1 else slice(None), keys if num_keys > 1 else slice(None)
-
-
-def _summed_like(target: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `x` summed over the dims that have size 1 in `target`."""
-    dims = [dim for dim, size in enumerate(target.shape) if size == 1]
-    return jnp.sum(x, axis=dims, keepdims=True)
-
-
-def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An einsum that sums in float32 or wider."""
-    wide = jnp.promote_types(a.dtype, jnp.float32)
-    return jnp.einsum(spec, a, b, preferred_element_type=wide)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from sharding import hardware
 from sharding.logical import axes_by_hand, constrain, max_over, offset, sum_over
 
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
@@ -81,7 +82,7 @@ def chunked_vocab_loss(
       targets_N: int32, in [0, vocab_size).
       weights_N: float32; 0 leaves a token out. No gradient flows into them.
       bias_V: added to the logits; a part of it where the table is one.
-      chunk_tokens: tokens whose logits exist at once; None chooses by backend: on a CPU fresh
+      chunk_tokens: tokens whose logits exist at once; None chooses by the hardware: on a CPU fresh
         memory is what costs, on an accelerator each chunk's addition to the table's gradient.
 
     Raises:
@@ -96,7 +97,7 @@ def chunked_vocab_loss(
         )
     num_tokens = x_ND.shape[0]
     if chunk_tokens is None:
-        chunk_tokens = 512 if jax.default_backend() == "cpu" else 1024
+        chunk_tokens = 512 if hardware.current().platform in ("cpu", "any") else 1024
     num_chunks = -(-num_tokens // chunk_tokens)
     size = -(-num_tokens // num_chunks)
     pad = num_chunks * size - num_tokens

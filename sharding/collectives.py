@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sharding import hardware
+
 
 def psum(tree: Any, axes: tuple[str, ...]) -> Any:
     """Returns `tree` summed over `axes`, in its own dtypes; as it is if there are none.
@@ -14,7 +16,7 @@ def psum(tree: Any, axes: tuple[str, ...]) -> Any:
     """
     if not axes:
         return tree
-    is_cpu = jax.default_backend() == "cpu"
+    is_cpu = hardware.current().platform in ("cpu", "any")
 
     def summed(x: jax.Array) -> jax.Array:
         if is_cpu and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:

@@ -54,16 +54,27 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         return x
     if x.ndim != len(axes):
         raise ValueError(f"constrain{axes} names {len(axes)} axes of an array of shape {x.shape}")
-    free = {
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and mesh.shape[axis] > 1
-    }
+    free = _automatic(mesh)
     parts = [part if isinstance(part, tuple) else (part,) for part in to_spec(axes, rules)]
     parts = [tuple(axis for axis in part if axis in free) or None for part in parts]
     if not any(parts):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*parts)))
+
+
+def automatic_axes(name: str) -> tuple[str, ...]:
+    """Returns the mesh axes of this logical axis over which XLA splits arrays by itself."""
+    rules, mesh = _active_rules.get(), jax.sharding.get_abstract_mesh()
+    if rules is None or mesh.empty:
+        return ()
+    free = _automatic(mesh)
+    return tuple(axis for axis in rules.get(name, ()) if axis in free)
+
+
+def _automatic(mesh: jax.sharding.AbstractMesh) -> set[str]:
+    """Returns the axes of more than one device that no enclosing `shard_map` handles by hand."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1}
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "data": (),
     "configs": (),
     "checkpoint": ("sharding",),
-    "models": ("sharding.logical",),
+    "models": ("sharding.logical", "sharding.ops", "sharding.hardware"),
     "convert": ("models", "data", "checkpoint", "sharding"),
     "train": ("convert", "models", "data", "checkpoint", "sharding"),
     "launch": ("train", "convert", "models", "data", "checkpoint", "sharding"),

@@ -13,6 +13,7 @@ from checkpoint.manager import CheckpointConfig
 from data.checks import check_types
 from data.config import DataConfig
 from data.image_config import ImageConfig, check_images
+from models.attention import check_choice
 from models.names import MODELS
 from models.stack import REMAT_POLICIES
 from sharding.memory import MemoryConfig
@@ -152,6 +153,7 @@ class RunConfig:
     rules: Mapping[str, Any]
     init_from: str  # a checkpoint that the parameters start from; "" is none
     model_name: str
+    attention: str  # `model.attention`: one of models.attention.CHOICES
     model_class: type
     model_fields: Mapping[str, Any]
 
@@ -258,6 +260,11 @@ def resolve(config: Any) -> RunConfig:
         )
     model_name = fields["model"].pop("name")
     model_class = find_model(model_name)
+    # The kernel is the run's choice, not a part of the model: no model's dataclass has it.
+    attention = "auto"
+    if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
+        attention = fields["model"].pop("attention", "auto")
+    check_choice(attention)
     if "seed" in fields.get("data", {}):
         raise ValueError("config.data.seed: unknown key; train.seed is that of the data too")
     sections = {
@@ -270,6 +277,7 @@ def resolve(config: Any) -> RunConfig:
         rules=fields.get("rules", {}),
         init_from=init_from,
         model_name=model_name,
+        attention=attention,
         model_class=model_class,
         model_fields=fields["model"],
     )

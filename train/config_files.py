@@ -130,6 +130,11 @@ def _set(config: Any, key: str, text: str) -> None:
     if key == "init_from":
         config.init_from = text
         return
+    if key == "model.attention" and "attention" not in config.get("model", ()):
+        # Every model has it (see RunConfig.attention), so no config file needs to name it.
+        with config.unlocked():
+            config.model.attention = text
+        return
     section, _, name = key.partition(".")
     keys = [f"{s}.{k}" for s in config if isinstance(config[s], ConfigDict) for k in config[s]]
     if section == "rules" and name and "rules" in config:

@@ -14,6 +14,7 @@ from data.text import TextCorpus
 from models.stack import REMAT_POLICIES, Parts, can_share_vocab, check, named_activations
 from sharding.logical import Rules
 from sharding.rules import unused_axes
+from train.attention import traced_for
 from train.config import RunConfig
 from train.optimizer import ELEMENTWISE
 from train.shapes import microbatch
@@ -63,7 +64,8 @@ def check_parts(
             f"data.objective={config.data.objective!r} puts "
             f"{', '.join(batch_shapes(config.data, config.images))}"
         ) from None
-    _check_names(config, model, arguments)
+    with traced_for(config, mesh):
+        _check_names(config, model, arguments)
 
 
 def _check_whole_batch(config: RunConfig, model: nnx.Module, parts: Parts) -> None:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
+from models.attention import Choice
 from models.flops import num_tokens, train_flops
 from models.stack import (
     Parts,
@@ -27,6 +28,7 @@ from sharding.pipeline.layout import Layout, cut
 from sharding.pipeline.schedule import Schedule, make_schedule
 from sharding.program import open_jaxpr
 from sharding.rules import make_rules
+from train.attention import attention_choices, traced_for
 from train.balance import Work, count_work
 from train.birth import Start
 from train.config import RunConfig
@@ -59,6 +61,7 @@ class Run:
     layouts: Mapping[str, Layout]  # of every stack
     state: StateLayout
     frozen: Any  # a bool per parameter; None: of none
+    attention: tuple[Choice, ...]  # the kernels that the blocks use; () for no attention
     work: Callable[[], Work]  # of a microbatch; counted when first asked for
 
     @cached_property
@@ -73,7 +76,8 @@ class Run:
     @cached_property
     def activation_names(self) -> set[str]:
         """The names that the model's blocks give to activations."""
-        return named_activations(self.model, *microbatch(self.config, self.mesh, self.model))
+        with traced_for(self.config, self.mesh):
+            return named_activations(self.model, *microbatch(self.config, self.mesh, self.model))
 
     @cached_property
     def num_params(self) -> int:
@@ -209,6 +213,7 @@ class Run:
             seed=self.config.train.seed,
             memory=self.config.memory,
             skip_spikes=self.config.train.skip_spikes,
+            attention=self.config.attention,
         )
 
     def _abstract_batch(self, *per_example: str) -> dict[str, jax.ShapeDtypeStruct]:
@@ -283,6 +288,7 @@ def prepare(
         layouts=layouts,
         state=state,
         frozen=frozen,
+        attention=attention_choices(config, mesh, rules, model, parts),
         work=work,
     )
 

@@ -1,14 +1,17 @@
 """The training and the evaluation step: pure functions, jitted once."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from models import attention
 from models.stack import Parts
+from sharding import hardware
 from sharding.logical import Rules, axis_rules
 from sharding.memory import MemoryConfig
 from sharding.pipeline.config import PipelineConfig
@@ -45,6 +48,7 @@ class StepConfig:
     seed: int  # of dropout, and of rounding at random
     memory: MemoryConfig
     skip_spikes: float | None = None  # multiple of the mean gradient norm; None: of any size
+    attention: str = "auto"  # one of models.attention.CHOICES
 
 
 def make_train_step(
@@ -85,7 +89,7 @@ def make_train_step(
             # As weights, since a head may compute its gradients in its forward.
             batch = _with_scaled_weights(batch, state.loss_scale.value(config.precision))
         keys = _dropout_keys(batch, config.seed)
-        with axis_rules(rules):
+        with _traced_for(config, mesh, rules):
             microbatches = with_taught(averaged(state), _to_microbatches(batch, config))
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(parts.split(state.params), microbatches)
@@ -124,11 +128,19 @@ def make_eval_step(
     with_taught = _with_taught(parts, config, sharing)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
-        with axis_rules(rules):
+        with _traced_for(config, mesh, rules):
             microbatches = _to_microbatches(_with_even_weights(batch), config)
             return evaluate(parts.split(params), with_taught(teacher, microbatches))
 
     return eval_step
+
+
+@contextlib.contextmanager
+def _traced_for(config: StepConfig, mesh: jax.sharding.Mesh, rules: Rules) -> Iterator[None]:
+    """Traces the model within the block for this mesh, its devices and the config."""
+    device = hardware.hardware_of(mesh)
+    with axis_rules(rules), hardware.use(device), attention.use(config.attention):
+        yield
 
 
 def _with_taught(

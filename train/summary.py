@@ -16,6 +16,7 @@ def describe(run: Run, corpus: Corpus) -> str:
         f"{sum(run.parts.num_layers.values())} layers, {_describe_flops(run)}",
         f"mesh    {mesh} on {run.mesh.size} {run.mesh.devices.flat[0].device_kind} device(s), "
         f"{jax.process_count()} process(es)",
+        *(f"attention {choice}" for choice in run.attention),
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "
         f"{len(corpus.validation):,} validation {_describe_rows(run, corpus)}",

@@ -48,7 +48,7 @@ FIXED = (
 #: How fast things are read, and where they lie, may change; the data itself is compared by hash.
 FREE = (
     *("data.cache_dir", "data.mixture", "data.num_threads", "data.paths"),
-    *("images.num_workers", "images.on_broken"),
+    *("images.num_workers", "images.on_broken", "model.attention"),
 )
 
 _log = logging.getLogger(__name__)
@@ -228,7 +228,8 @@ def resolved(run: Run) -> ConfigDict:
     config = run.config
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
     del sections["data"]["seed"]  # it is train.seed
-    model = {"name": config.model_name, **dataclasses.asdict(run.model_config)}
+    own = dataclasses.asdict(run.model_config)
+    model = {"name": config.model_name, "attention": config.attention, **own}
     return ConfigDict(
         {
             "init_from": config.init_from,

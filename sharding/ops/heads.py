@@ -1,0 +1,66 @@
+"""Attention over a mesh: every device computes some of the heads for the whole sequence.
+
+XLA cannot split a kernel that it does not know, such as cuDNN's. So attention runs inside a
+`shard_map` over the mesh axes that are still automatic: heads are split over `model`, and over
+`context` too. The sequence is split over `context` everywhere else, so there XLA exchanges parts of
+the sequence for heads, and back (an all-to-all).
+
+Source: Jacobs et al. 2023 (arXiv:2309.14509), DeepSpeed-Ulysses, section 3.1.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from sharding.logical import automatic_axes
+
+
+def over_heads(
+    function: Callable[..., jax.Array],
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    bias_BNTS: jax.Array | None,
+    segments: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """Returns `function(q, k, v, bias, segments)`, each device computing its own heads.
+
+    Outside a mesh, and where no mesh axis is automatic, the function is called as it is. Heads that
+    an axis does not divide are computed by all its devices alike. Key-value heads that the axes do
+    not divide are repeated until they do.
+
+    Args:
+      function: gets the arrays with the heads of one device, and returns `[B, T, N, H]` of these.
+    """
+    heads_axes = automatic_axes("heads")
+    axes = (*heads_axes, *(a for a in automatic_axes("seq") if a not in heads_axes))
+    if not axes:
+        return function(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
+    mesh = jax.sharding.get_abstract_mesh()
+    num_heads, num_kv_heads = q_BTNH.shape[2], k_BSKH.shape[2]
+    split: tuple[str, ...] = ()
+    for axis in axes:
+        if num_heads % math.prod(mesh.shape[a] for a in (*split, axis)) == 0:
+            split = (*split, axis)
+    count = math.prod(mesh.shape[axis] for axis in split)
+    repeats = count // math.gcd(count, num_kv_heads)
+    if repeats > 1:
+        k_BSKH = jnp.repeat(k_BSKH, repeats, axis=2)
+        v_BSKH = jnp.repeat(v_BSKH, repeats, axis=2)
+    heads = PartitionSpec(None, None, split or None)
+    whole = PartitionSpec()
+    bias: Any = whole
+    if bias_BNTS is not None and bias_BNTS.shape[1] > 1:
+        bias = PartitionSpec(None, split or None)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, bias, whole),
+        out_specs=heads,
+        axis_names=set(axes),
+        check_vma=False,
+    )(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)

@@ -1,0 +1,60 @@
+"""Which attention kernel a run's blocks use on its mesh, found by tracing them."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models import attention
+from models.attention import Choice
+from models.stack import Parts, one_layer
+from sharding import hardware
+from sharding.logical import Rules, axis_rules
+from train.config import RunConfig
+from train.shapes import microbatch
+
+#: Scores of one attention that may exist at once on a device, unless the config asks for it.
+MAX_SCORES_BYTES = 2**30
+
+
+@contextlib.contextmanager
+def traced_for(config: RunConfig, mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Traces a model's functions within the block with the kernels of the mesh's devices."""
+    device = hardware.hardware_of(mesh)
+    with hardware.use(device), attention.use(config.attention):
+        yield
+
+
+def attention_choices(
+    config: RunConfig, mesh: jax.sharding.Mesh, rules: Rules, model: nnx.Module, parts: Parts
+) -> tuple[Choice, ...]:
+    """Returns the kernels of all attention in the model's stacks; () if there is none.
+
+    Raises:
+        ValueError: an attention would make more than MAX_SCORES_BYTES of scores at once, and
+            `model.attention` does not ask for it.
+    """
+    params, batch = microbatch(config, mesh, model)
+    cut = parts.split(params)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    # The microbatch is one device's already: only what is within an example is split here.
+    of_example = {**rules, "batch": ()}
+    with (
+        attention.recorded_choices() as found,
+        traced_for(config, mesh),
+        jax.set_mesh(mesh),
+        axis_rules(of_example),
+    ):
+        for stack, (_, x) in parts.types(cut["ends"], batch).items():
+            jax.eval_shape(parts.blocks[stack], one_layer(cut["layers"][stack]), x, batch, number)
+    for choice in found:
+        if choice.scores_bytes > MAX_SCORES_BYTES and config.attention != "plain":
+            raise ValueError(
+                f"attention would be {choice}, which makes {choice.scores_bytes / 2**30:.1f} GiB "
+                "of scores at once on each device; set precision.compute=bfloat16 where that is "
+                "why, take more microbatches or a shorter sequence, or ask for it with "
+                "model.attention=plain"
+            )
+    return tuple(found)
