@@ -71,6 +71,7 @@ def attend(
         bias_BNTS = _with_mask(bias_BNTS, segments, q_BTNH.dtype)
         lengths = None
         if bias_BNTS is not None:
+            bias_BNTS = jnp.broadcast_to(bias_BNTS, (*bias_BNTS.shape[:2], *sizes[:2]))
             bias_BNTS = _padded(bias_BNTS, {2: 2})
             bias_BNTS = _padded(bias_BNTS, {3: 2}, value=_hidden(q_BTNH.dtype))
         elif sizes[:2] != (q_BTNH.shape[1], k_BSKH.shape[1]):
