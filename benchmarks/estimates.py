@@ -97,7 +97,7 @@ def make_run(name: str) -> Run:
     """Returns the run of a case, on the first devices."""
     config, *overrides = CASES[name]
     resolved = resolve(load(str(_CONFIGS / f"{config}.py"), overrides))
-    return prepare(resolved, make_mesh(resolved.mesh), vocab_size=VOCAB_SIZE)
+    return prepare(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=VOCAB_SIZE)
 
 
 def measure(run: Run) -> dict[str, Any]:

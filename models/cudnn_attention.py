@@ -65,8 +65,8 @@ def attend(
     is_packed = segments is not None and bias_BNTS is None and can_pack
     if is_packed and segments is not None:
         # Padding becomes a document of its own.
-        ids = tuple(_padded(ids, {1: 2}, value=-1) for ids in segments)
-        y_BTNH = _attend_documents(options, q_BTNH, k_BSKH, v_BSKH, *ids)
+        q_ids_BT, k_ids_BS = (_padded(ids, {1: 2}, value=-1) for ids in segments)
+        y_BTNH: Any = _attend_documents(options, q_BTNH, k_BSKH, v_BSKH, q_ids_BT, k_ids_BS)
     else:
         bias_BNTS = _with_mask(bias_BNTS, segments, q_BTNH.dtype)
         lengths = None

@@ -1,8 +1,9 @@
 """cuDNN's fused attention, as one function for the forward and one for the backward.
 
-`jax.nn.dot_product_attention` offers neither packed documents nor the softmax's statistics, and
-asks the GPUs of this process what they can do, so it compiles for no GPU that is not there. The two
-primitives under it are bound here directly. This is the only module that knows them.
+`jax.nn.dot_product_attention` offers neither packed documents nor the softmax's statistics, asks
+the GPUs of this process what they can do, and brings rules for XLA's partitioner that need devices;
+so it compiles for GPUs that are not there only in part. The two primitives here have no such rules,
+only jax's own shapes and lowering. This is the only module that knows jax's private ones.
 
 B batch, T query seq, S key seq, N heads, K key-value heads, H head_dim, M documents of a row.
 Source: cuDNN's documentation of scaled dot-product attention, forward and backward.
@@ -14,9 +15,26 @@ import inspect
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
-#: Newer versions of jax have one more parameter.
-_HAS_SCORE_MOD = "score_mod" in inspect.signature(fused.dot_product_attention).parameters
+#: Parameters that only newer versions of jax have, for a function of the scores: none is wanted.
+_MORE_PARAMS = dict.fromkeys(
+    {"score_mod_name", "score_mod_jaxpr"}.intersection(
+        inspect.signature(fused._dot_product_attention_fwd_cuda_lowering).parameters
+    )
+)
+
+
+_forward_p = Primitive("dot_product_attention_fwd")
+_forward_p.multiple_results = True
+_forward_p.def_abstract_eval(fused._dot_product_attention_fwd_abstract)
+mlir.register_lowering(_forward_p, fused._dot_product_attention_fwd_cuda_lowering, platform="cuda")
+
+_backward_p = Primitive("dot_product_attention_bwd")
+_backward_p.multiple_results = True
+_backward_p.def_abstract_eval(fused._dot_product_attention_bwd_abstract)
+mlir.register_lowering(_backward_p, fused._dot_product_attention_bwd_cuda_lowering, platform="cuda")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +95,7 @@ def forward(
       stats float32[B, N, T], or float32[B · M, N, T] with offsets: a row for each document, in the
         order of `lengths`, its first query first.
     """
-    y, stats = fused._dot_product_attention_fwd_p.bind(
+    y, stats = _forward_p.bind(
         q_BTNH,
         k_BSKH,
         v_BSKH,
@@ -104,7 +122,7 @@ def backward(
     Args:
       stats, y_BTNH: what `forward` returned.
     """
-    dq, dk, dv, *dbias = fused._dot_product_attention_bwd_p.bind(
+    dq, dk, dv, *dbias = _backward_p.bind(
         q_BTNH,
         k_BSKH,
         v_BSKH,
@@ -132,7 +150,7 @@ def _params(bias_BNTS, lengths: Lengths | None, options: Options) -> dict:
         (True, False): fused.MaskType.PADDING,
         (True, True): fused.MaskType.PADDING_CAUSAL,
     }
-    params = {
+    return _MORE_PARAMS | {
         "scale": options.scale,
         "seed": 42,  # of a dropout that does not happen
         "dropout_rate": 0.0,
@@ -141,4 +159,3 @@ def _params(bias_BNTS, lengths: Lengths | None, options: Options) -> dict:
         "layout": fused.AttentionLayout.BTNH.value,
         "sliding_window_length": options.window,
     }
-    return params | ({"score_mod": None} if _HAS_SCORE_MOD else {})

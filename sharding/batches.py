@@ -7,10 +7,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.logical import Rules
+from sharding.mesh import AnyMesh
 from sharding.rules import to_spec
 
 
-def batch_sharding(mesh: jax.sharding.Mesh, rules: Rules) -> NamedSharding:
+def batch_sharding(mesh: AnyMesh, rules: Rules) -> NamedSharding:
     """Returns how a batch lies on the mesh: its first dim is split, the rest is not."""
     return NamedSharding(mesh, PartitionSpec(*to_spec(("batch",), rules)))
 

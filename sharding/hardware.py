@@ -1,16 +1,15 @@
-"""The hardware that a step is compiled for, as its mesh's devices describe it.
+"""The hardware that a step is compiled for, as the devices of its mesh describe it.
 
 Kernels and chunk sizes depend on the device that will run the step, which need not be one that this
 process has: a step for an H100 may be compiled on a laptop. So code that chooses between them asks
-`current()` and never jax's own backend. `use(hardware_of(mesh))` sets the answer around a trace.
+`current()` and never jax's own backend. `use(hardware_of(device))` sets the answer around a trace.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-
-import jax
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,9 +49,8 @@ def use(hardware: Hardware) -> Iterator[None]:
         _current.reset(token)
 
 
-def hardware_of(mesh: jax.sharding.Mesh) -> Hardware:
-    """Returns the hardware of a mesh, whose devices are all of one kind."""
-    device = mesh.devices.flat[0]
+def hardware_of(device: Any) -> Hardware:
+    """Returns the hardware that a `jax.Device` is, or that a description stands for."""
     # "9.0" on NVIDIA, a name such as "gfx942" elsewhere, absent on CPUs.
     version = str(getattr(device, "compute_capability", ""))
     is_number = version.replace(".", "", 1).isdigit()

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.mesh import REPLICA_AXES
+from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.rules import axes_of
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -81,7 +81,7 @@ class MemoryConfig:
             )
 
 
-def streamed(params: Any, specs: Any, mesh: Mesh, config: MemoryConfig) -> Any:
+def streamed(params: Any, specs: Any, mesh: AnyMesh, config: MemoryConfig) -> Any:
     """Returns a bool per parameter of a stack: whether forward and backward read it from the host.
 
     The largest come first. A parameter that replicas hold alike stays on the device: its gradients

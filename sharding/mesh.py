@@ -9,6 +9,7 @@ pipeline=2, data=2, model=2 the stages are [0,1,2,3] and [4,5,6,7]; in stage 0 t
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,6 +17,11 @@ import jax
 AXES = ("pipeline", "data", "fsdp", "context", "expert", "model")
 #: Those whose devices have other examples, and among which parameters may be shared out.
 REPLICA_AXES = ("data", "fsdp")
+
+
+#: A mesh of devices, or of none: what is traced on the latter keeps memory kinds that a device
+#: which is not there cannot state.
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +85,8 @@ class MeshConfig:
         return " × ".join(shown) or "data=1"
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """Returns the mesh over the first `config.num_devices` devices (default: all of jax's)."""
-    devices = jax.devices() if devices is None else devices
+def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """Returns the mesh over the first `config.num_devices` of the devices."""
     config = config.resolve(len(devices))
     return jax.make_mesh(
         tuple(config.sizes.values()),
@@ -89,6 +94,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.s
         axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
         devices=devices[: config.num_devices],
     )
+
+
+def use_mesh(mesh: AnyMesh) -> AbstractContextManager:
+    """Returns a context in which functions are traced on `mesh`."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
+    return jax.set_mesh(mesh)
 
 
 def _meshes_that_fit(config: MeshConfig, num_available: int) -> str:

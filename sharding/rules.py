@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.logical import Rules, to_spec
-from sharding.mesh import AXES
+from sharding.mesh import AXES, AnyMesh
 
 #: logical axis -> mesh axes over which the dimension is split, major first.
 #: An `act_` name exists only where an activation is laid out otherwise than the weights.
@@ -61,7 +61,7 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
     return rules
 
 
-def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: jax.sharding.Mesh) -> Any:
+def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMesh) -> Any:
     """Returns the PartitionSpec of every parameter, checked against the mesh.
 
     Args:
@@ -93,7 +93,7 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: jax.sh
     return jax.tree_util.tree_map_with_path(spec_of, abstract, logical_axes)
 
 
-def shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
+def shardings(mesh: AnyMesh, specs: Any) -> Any:
     """Returns the tree of PartitionSpecs as NamedShardings on `mesh`."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
@@ -102,7 +102,7 @@ def shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
     )
 
 
-def unused_axes(specs: Any, rules: Rules, mesh: jax.sharding.Mesh) -> list[str]:
+def unused_axes(specs: Any, rules: Rules, mesh: AnyMesh) -> list[str]:
     """Returns the mesh axes of more than one device that neither a parameter nor the batch uses."""
     used = set(rules["batch"])
     for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):

@@ -16,15 +16,16 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from sharding.memory import MemoryConfig, largest
+from sharding.mesh import AnyMesh
 from sharding.rules import axes_of
 
 Tree = Any
 
 
-def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: Mesh) -> Tree:
+def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> Tree:
     """Returns the specs with `data` added to one dim of each parameter that can be cut so.
 
     That is the dim that is split over `fsdp` already, or else the largest that is not split; of a

@@ -64,7 +64,7 @@ def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpu
     """Returns the run on the first devices, and its corpus; `jax_enable_x64` is the caller's."""
     resolved = resolve(load(config, overrides))
     corpus = load_corpus(resolved.data, resolved.images)
-    mesh = make_mesh(resolved.mesh)
+    mesh = make_mesh(resolved.mesh, jax.devices())
     num_labels = len(corpus.labels) or None
     run = prepare(resolved, mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
     return run, corpus

@@ -11,7 +11,9 @@ from models import attention
 from models.attention import Choice
 from models.stack import Parts, one_layer
 from sharding import hardware
+from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
+from sharding.mesh import AnyMesh, use_mesh
 from train.config import RunConfig
 from train.shapes import microbatch
 
@@ -20,15 +22,19 @@ MAX_SCORES_BYTES = 2**30
 
 
 @contextlib.contextmanager
-def traced_for(config: RunConfig, mesh: jax.sharding.Mesh) -> Iterator[None]:
+def traced_for(config: RunConfig, device: Hardware) -> Iterator[None]:
     """Traces a model's functions within the block with the kernels of the mesh's devices."""
-    device = hardware.hardware_of(mesh)
     with hardware.use(device), attention.use(config.attention):
         yield
 
 
 def attention_choices(
-    config: RunConfig, mesh: jax.sharding.Mesh, rules: Rules, model: nnx.Module, parts: Parts
+    config: RunConfig,
+    mesh: AnyMesh,
+    device: Hardware,
+    rules: Rules,
+    model: nnx.Module,
+    parts: Parts,
 ) -> tuple[Choice, ...]:
     """Returns the kernels of all attention in the model's stacks; () if there is none.
 
@@ -43,8 +49,8 @@ def attention_choices(
     of_example = {**rules, "batch": ()}
     with (
         attention.recorded_choices() as found,
-        traced_for(config, mesh),
-        jax.set_mesh(mesh),
+        traced_for(config, device),
+        use_mesh(mesh),
         axis_rules(of_example),
     ):
         for stack, (_, x) in parts.types(cut["ends"], batch).items():

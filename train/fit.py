@@ -5,14 +5,15 @@ Every function raises a ValueError that says in one sentence what does not fit, 
 
 from typing import Any
 
-import jax
 from flax import nnx
 
 from data.examples import Corpus
 from data.shapes import batch_shapes
 from data.text import TextCorpus
 from models.stack import REMAT_POLICIES, Parts, can_share_vocab, check, named_activations
+from sharding.hardware import Hardware
 from sharding.logical import Rules
+from sharding.mesh import AnyMesh
 from sharding.rules import unused_axes
 from train.attention import traced_for
 from train.config import RunConfig
@@ -20,7 +21,7 @@ from train.optimizer import ELEMENTWISE
 from train.shapes import microbatch
 
 
-def check_mesh(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
+def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
     """Refuses to split what images are made of over `context`."""
     if config.data.reads_images and mesh.shape["context"] > 1:
         raise ValueError(
@@ -43,7 +44,7 @@ def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
 
 
 def check_parts(
-    config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module, parts: Parts
+    config: RunConfig, mesh: AnyMesh, device: Hardware, model: nnx.Module, parts: Parts
 ) -> None:
     """Refuses a model that does not fit its batch, its pipeline, or itself."""
     name = type(model).__name__
@@ -64,7 +65,7 @@ def check_parts(
             f"data.objective={config.data.objective!r} puts "
             f"{', '.join(batch_shapes(config.data, config.images))}"
         ) from None
-    with traced_for(config, mesh):
+    with traced_for(config, device):
         _check_names(config, model, arguments)
 
 
@@ -115,7 +116,7 @@ def check_optimizer(config: RunConfig) -> None:
         )
 
 
-def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: jax.sharding.Mesh) -> None:
+def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> None:
     """Refuses mesh axes over which nothing is split.
 
     Args:

@@ -141,7 +141,7 @@ def _place(batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:
 def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:
     values = {name: value.item() for name, value in jax.device_get(metrics).items()}
     logged = values | meter.lap()
-    peak = peak_flops_per_s(run.mesh.devices.flat[0].device_kind, run.config.precision.compute)
+    peak = peak_flops_per_s(run.hardware.device_kind, run.config.precision.compute)
     units_per_s = logged[f"{run.unit}s_per_s"]
     if peak and units_per_s and run.flops_per_unit:
         flops_per_s = run.flops_per_unit * units_per_s

@@ -20,9 +20,12 @@ from models.stack import (
     named_activations,
     partition,
 )
+from sharding.analysis.targets import Target
 from sharding.batches import batch_sharding, process_rows
 from sharding.estimate import Estimate, estimate
+from sharding.hardware import Hardware, hardware_of
 from sharding.logical import Rules
+from sharding.mesh import AnyMesh, use_mesh
 from sharding.pipeline.config import AUTO
 from sharding.pipeline.layout import Layout, cut
 from sharding.pipeline.schedule import Schedule, make_schedule
@@ -50,6 +53,9 @@ class Run:
 
     config: RunConfig
     mesh: jax.sharding.Mesh
+    trace_mesh: AnyMesh  # what steps are traced on: the mesh, or the same one without its devices
+    hardware: Hardware  # of each of the mesh's devices
+    target: Target | None  # GPUs that are not there, which steps are compiled for; None: the mesh's
     rules: Rules
     build: Callable[[], nnx.Module]
     model_config: Any  # the model's own dataclass, complete
@@ -76,7 +82,7 @@ class Run:
     @cached_property
     def activation_names(self) -> set[str]:
         """The names that the model's blocks give to activations."""
-        with traced_for(self.config, self.mesh):
+        with traced_for(self.config, self.hardware):
             return named_activations(self.model, *microbatch(self.config, self.mesh, self.model))
 
     @cached_property
@@ -117,14 +123,19 @@ class Run:
         """`train_step(state, batch)` as traced; the state is donated."""
         step, out_shardings = self._train_step_function(), (shardings_of(self.state.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
-        with jax.set_mesh(self.mesh):
+        with use_mesh(self.trace_mesh):
             return jitted.trace(*self._arguments)
 
     @cached_property
     def train_step(self) -> jax.stages.Compiled:
         """The compiled `train_step(state, batch)`; the state is donated."""
-        with jax.set_mesh(self.mesh):
-            return self.traced.lower().compile()
+        return self._compiled(self.traced)
+
+    def _compiled(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
+        with use_mesh(self.trace_mesh):
+            if self.target is not None:
+                return self.target.compile(traced, self.trace_mesh)
+            return traced.lower().compile()
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -143,7 +154,7 @@ class Run:
             program,
             [*jax.tree.leaves(labels), *["batch"] * len(batch)],
             self.mesh.shape,
-            platform=self.mesh.devices.flat[0].platform,
+            platform=self.hardware.platform,
         )
 
     @property
@@ -157,7 +168,7 @@ class Run:
             self.config.optimizer.clip_norm,
             self.state,
             self.layouts,
-            self.mesh,
+            self.trace_mesh,
             self.config.train.seed,
         )
         return make_train_step(
@@ -165,7 +176,7 @@ class Run:
             update,
             self.learning_rate,
             self._step_config(),
-            self.mesh,
+            self.trace_mesh,
             self.rules,
             specs,
         )
@@ -174,10 +185,11 @@ class Run:
     def eval_step(self) -> jax.stages.Compiled:
         """The compiled `eval_step(params, teacher, batch)`, for what `evaluated` gives."""
         specs = partition_specs_of(self.state.abstract.params)
-        step = make_eval_step(self.parts, self._step_config(), self.mesh, self.rules, specs)
-        with jax.set_mesh(self.mesh):
+        step = make_eval_step(self.parts, self._step_config(), self.trace_mesh, self.rules, specs)
+        with use_mesh(self.trace_mesh):
             arguments = (*self.evaluated(self.state.abstract), self._abstract_batch())
-            return jax.jit(step).lower(*arguments).compile()
+            traced = jax.jit(step).trace(*arguments)
+        return self._compiled(traced)
 
     def evaluated(self, state: TrainState) -> tuple[Any, Any]:
         """Returns the parameters that an evaluation is of, and its teacher's; see train/ema.py."""
@@ -213,6 +225,7 @@ class Run:
             seed=self.config.train.seed,
             memory=self.config.memory,
             skip_spikes=self.config.train.skip_spikes,
+            hardware=self.hardware,
             attention=self.config.attention,
         )
 
@@ -220,7 +233,8 @@ class Run:
         size = self.config.data.global_batch_size
         batch = batch_of(self.config, size)
         batch |= {name: jax.ShapeDtypeStruct((size,), jnp.uint32) for name in per_example}
-        return {name: leaf.update(sharding=self.batch_sharding) for name, leaf in batch.items()}
+        sharding = batch_sharding(self.trace_mesh, self.rules)
+        return {name: leaf.update(sharding=sharding) for name, leaf in batch.items()}
 
 
 def prepare(
@@ -229,16 +243,23 @@ def prepare(
     *,
     vocab_size: int | None = None,
     num_labels: int | None = None,
+    target: Target | None = None,
 ) -> Run:
     """Returns the run that the config describes on this mesh.
 
     Args:
+        mesh: over the target's devices, if there is a target.
+        target: GPUs that are not there: steps can be compiled for them, and not run.
         vocab_size: of the tokenizer; None: there is none.
         num_labels: that the data has, if it has labels.
 
     Raises:
         ValueError: the model, the mesh, the rules or the data do not fit each other.
     """
+    hardware = hardware_of(mesh.devices.flat[0])
+    # GPUs that are not there state no memories, so a sharding over them forgets its memory kind.
+    is_abstract = target is not None and config.memory.placement != "device"
+    trace_mesh = mesh.abstract_mesh if is_abstract else mesh
     check_mesh(config, mesh)
     pipeline = config.pipeline
     shares_vocab = pipeline.share_vocab and mesh.shape["pipeline"] > 1
@@ -253,7 +274,7 @@ def prepare(
     model = nnx.eval_shape(build)
     offload = config.memory.offload_activations
     parts = partition(model, remat=config.train.remat, offload=offload)
-    check_parts(config, mesh, model, parts)
+    check_parts(config, mesh, hardware, model, parts)
     learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
     optimizer, frozen = _optimizer(config, mesh, model, parts, learning_rate)
     schedule = make_schedule(
@@ -271,12 +292,15 @@ def prepare(
         tracks_spikes=config.train.skip_spikes is not None,
         frozen=frozen,
     )
-    state = StateLayout(start, mesh, rules, layouts, config.memory)
+    state = StateLayout(start, trace_mesh, rules, layouts, config.memory)
     specs = partition_specs_of(state.abstract.params)
     check_axes(model, specs, rules, mesh)
     return Run(
         config=config,
         mesh=mesh,
+        trace_mesh=trace_mesh,
+        hardware=hardware,
+        target=target,
         rules=rules,
         build=build,
         model_config=model_config,
@@ -288,14 +312,14 @@ def prepare(
         layouts=layouts,
         state=state,
         frozen=frozen,
-        attention=attention_choices(config, mesh, rules, model, parts),
+        attention=attention_choices(config, mesh, hardware, rules, model, parts),
         work=work,
     )
 
 
 def _optimizer(
     config: RunConfig,
-    mesh: jax.sharding.Mesh,
+    mesh: AnyMesh,
     model: nnx.Module,
     parts: Parts,
     learning_rate: optax.Schedule,
@@ -318,7 +342,7 @@ def _optimizer(
     return optimizer, frozen_params(arguments[0], patterns) if patterns else None
 
 
-def _work(config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module, parts: Parts) -> Work:
+def _work(config: RunConfig, mesh: AnyMesh, model: nnx.Module, parts: Parts) -> Work:
     """Returns the work of a microbatch on the devices of one replica."""
     recomputes = config.pipeline.remat == "full"
     return count_work(parts, *microbatch(config, mesh, model), recomputes=recomputes)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from data.shapes import batch_shapes
+from sharding.mesh import AnyMesh
 from train.config import RunConfig
 
 
@@ -17,7 +18,7 @@ def batch_of(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def microbatch(
-    config: RunConfig, mesh: jax.sharding.Mesh, model: nnx.Module
+    config: RunConfig, mesh: AnyMesh, model: nnx.Module
 ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
     """Returns parameters and a microbatch as the devices of one replica get them."""
     num_parts = config.train.num_microbatches * mesh.shape["data"] * mesh.shape["fsdp"]

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models.stack import logical_axes
 from sharding.logical import Rules
 from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest, streamed
+from sharding.mesh import AnyMesh
 from sharding.pipeline.layout import Layout
 from sharding.rules import partition_specs
 from sharding.zero import split_over_data
@@ -50,7 +51,7 @@ class StateLayout:
     def __init__(
         self,
         start: Start,
-        mesh: jax.sharding.Mesh,
+        mesh: AnyMesh,
         rules: Rules,
         layouts: Mapping[str, Layout],
         memory: MemoryConfig = ON_DEVICE,

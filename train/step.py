@@ -12,8 +12,10 @@ import optax
 from models import attention
 from models.stack import Parts
 from sharding import hardware
+from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.memory import MemoryConfig
+from sharding.mesh import AnyMesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.executor import make_evaluate, make_loss_and_grad, make_teach
 from sharding.pipeline.layout import Layout
@@ -47,6 +49,7 @@ class StepConfig:
     precision: PrecisionConfig
     seed: int  # of dropout, and of rounding at random
     memory: MemoryConfig
+    hardware: Hardware  # that the step is compiled for
     skip_spikes: float | None = None  # multiple of the mean gradient norm; None: of any size
     attention: str = "auto"  # one of models.attention.CHOICES
 
@@ -56,7 +59,7 @@ def make_train_step(
     update: Update,
     learning_rate: optax.Schedule,
     config: StepConfig,
-    mesh: jax.sharding.Mesh,
+    mesh: AnyMesh,
     rules: Rules,
     specs: Tree,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
@@ -89,7 +92,7 @@ def make_train_step(
             # As weights, since a head may compute its gradients in its forward.
             batch = _with_scaled_weights(batch, state.loss_scale.value(config.precision))
         keys = _dropout_keys(batch, config.seed)
-        with _traced_for(config, mesh, rules):
+        with _traced_for(config, rules):
             microbatches = with_taught(averaged(state), _to_microbatches(batch, config))
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(parts.split(state.params), microbatches)
@@ -114,7 +117,7 @@ def make_train_step(
 def make_eval_step(
     parts: Parts,
     config: StepConfig,
-    mesh: jax.sharding.Mesh,
+    mesh: AnyMesh,
     rules: Rules,
     specs: Tree,
 ) -> Callable[[Tree, Tree | None, Batch], dict[str, jax.Array]]:
@@ -128,7 +131,7 @@ def make_eval_step(
     with_taught = _with_taught(parts, config, sharing)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
-        with _traced_for(config, mesh, rules):
+        with _traced_for(config, rules):
             microbatches = _to_microbatches(_with_even_weights(batch), config)
             return evaluate(parts.split(params), with_taught(teacher, microbatches))
 
@@ -136,10 +139,9 @@ def make_eval_step(
 
 
 @contextlib.contextmanager
-def _traced_for(config: StepConfig, mesh: jax.sharding.Mesh, rules: Rules) -> Iterator[None]:
-    """Traces the model within the block for this mesh, its devices and the config."""
-    device = hardware.hardware_of(mesh)
-    with axis_rules(rules), hardware.use(device), attention.use(config.attention):
+def _traced_for(config: StepConfig, rules: Rules) -> Iterator[None]:
+    """Traces the model within the block for the mesh's devices, as the config asks for it."""
+    with axis_rules(rules), hardware.use(config.hardware), attention.use(config.attention):
         yield
 
 
@@ -169,7 +171,7 @@ def _forwards(schedule: Schedule) -> Schedule:
     )
 
 
-def _sharing(specs: Tree, mesh: jax.sharding.Mesh, config: StepConfig) -> Sharing:
+def _sharing(specs: Tree, mesh: AnyMesh, config: StepConfig) -> Sharing:
     return Sharing(
         mesh=mesh,
         specs=specs,

@@ -14,7 +14,7 @@ def describe(run: Run, corpus: Corpus) -> str:
     lines = [
         f"model   {type(run.model).__name__}, {run.num_params:,} parameters{frozen}, "
         f"{sum(run.parts.num_layers.values())} layers, {_describe_flops(run)}",
-        f"mesh    {mesh} on {run.mesh.size} {run.mesh.devices.flat[0].device_kind} device(s), "
+        f"mesh    {mesh} on {run.mesh.size} {run.hardware.device_kind} device(s), "
         f"{jax.process_count()} process(es)",
         *(f"attention {choice}" for choice in run.attention),
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),

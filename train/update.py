@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from sharding.memory import is_on_host, to_device, to_where
+from sharding.mesh import AnyMesh
 from sharding.pipeline.layout import Layout
 from sharding.rules import axes_of
 from train.precision import rounded_at_random
@@ -66,7 +67,7 @@ class Update:
         clip_norm: float,
         state: StateLayout,
         layouts: Mapping[str, Layout],
-        mesh: Mesh,
+        mesh: AnyMesh,
         seed: int,
     ):
         self._optimizer = optax.with_extra_args_support(optimizer)

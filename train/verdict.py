@@ -99,7 +99,7 @@ def compiled_bytes(run: Run) -> int | None:
     It is the most that any process is told. Beside an evaluation's step lies what that does not
     read of the state. A compiler for CPUs takes the host's memory for the device's.
     """
-    is_cpu = run.mesh.devices.flat[0].platform == "cpu"
+    is_cpu = run.hardware.platform == "cpu"
     if is_cpu and run.estimate.host_bytes:
         return None
     train, evaluation = (memory(step).in_all for step in (run.train_step, run.eval_step))

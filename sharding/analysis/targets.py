@@ -17,7 +17,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import topologies
+
+from sharding.mesh import AnyMesh
 
 _FOLDER = Path(__file__).parent / "gpu_targets"
 #: Names that need no file.
@@ -81,7 +84,7 @@ class Target:
             raise ValueError(f"--target={self.name}: XLA refuses it: {error}") from error
         return list(found.devices)
 
-    def compiler_options(self) -> dict[str, str]:
+    def compiler_options(self) -> dict[str, Any]:
         """Returns what the step is compiled with beside XLA's defaults.
 
         Nothing can be autotuned without the GPU. cuBLAS is what a tuned run mostly chooses for a
@@ -91,6 +94,24 @@ class Target:
             "xla_gpu_enable_triton_gemm": "False",
             "xla_gpu_collect_cost_model_stats": "True",
         }
+
+    def compile(self, traced: jax.stages.Traced, mesh: AnyMesh) -> jax.stages.Compiled:
+        """Returns the compiled program of a function that was traced over these devices.
+
+        Args:
+          traced: may be traced over an `AbstractMesh`, on which jax keeps the memory kinds of
+            arguments; devices that are not there state none.
+        """
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        options = self.compiler_options()
+        if isinstance(mesh, jax.sharding.Mesh):
+            return lowered.compile(compiler_options=options)
+        devices = self.devices()[: mesh.size]
+        # jax takes the default backend's compiler for an abstract mesh, which is the CPU's. There
+        # is no public way to name another one.
+        arguments: Any = lowered._lowering.compile_args
+        arguments["backend"] = devices[0].client
+        return lowered.compile(compiler_options=options, device_assignment=tuple(devices))
 
     def _number(self, field: str) -> float:
         found = re.search(rf"\b{field}:\s*([\d.]+)", self.description)

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from sharding.collectives import psum
 from sharding.estimate import counted_as
 from sharding.memory import MemoryConfig, is_on_host, streamed, to_device
-from sharding.mesh import REPLICA_AXES
+from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.rules import axes_of
 from sharding.zero import one_layer_at_a_time
 
@@ -40,7 +40,7 @@ class Way(enum.IntEnum):
 class Sharing:
     """How a run's parameters lie on its mesh, and what is sent of them."""
 
-    mesh: Mesh  # all axes Auto
+    mesh: AnyMesh  # all axes Auto
     # {"ends": ..., "layers": {stack: ...}}, the PartitionSpec of every parameter; every leaf of
     # `layers` has its dim of slots first, split over `pipeline`.
     specs: dict[str, Tree]
@@ -272,12 +272,12 @@ class Shards:
         return found
 
 
-def total(tree: Tree, mesh: Mesh, axes: tuple[str, ...]) -> Tree:
+def total(tree: Tree, mesh: AnyMesh, axes: tuple[str, ...]) -> Tree:
     """Returns `tree` summed over those of the axes that have more than one device."""
     return psum(tree, tuple(axis for axis in axes if mesh.shape[axis] > 1))
 
 
-def on_shards(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+def on_shards(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
     """Returns `function` run on every device with its shards of the manual axes."""
     return jax.shard_map(
         function,

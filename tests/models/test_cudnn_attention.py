@@ -1,5 +1,8 @@
 """The wrapper around cuDNN's kernel, with a stand-in for the kernel: exact in float64."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,7 +76,7 @@ def test_attend_pads_lengths_and_head_dims(monkeypatch, case, lengths):
     check(draw(queries=queries, keys=keys, heads=6, kv_heads=2, head_dim=5), **options)
 
 
-def documents(length: int, *starts: tuple[int, ...]) -> np.ndarray:
+def documents(length: int, *starts: Iterable[int]) -> np.ndarray:
     """Returns segment ids of 3 rows with a document from each of these tokens on."""
     ids = np.zeros((3, length), np.int32)
     for row, firsts in enumerate(starts):
@@ -142,8 +145,9 @@ def test_attend_adds_a_bias_and_returns_its_gradient(monkeypatch, case, shape, h
     check(arrays, bias=bias, segments=segments, **CASES[case])
 
 
-def arrays_of(dtype: str, *, head_dim: int = 64, length: int = 64):
-    return [jax.ShapeDtypeStruct((2, length, 4, head_dim), dtype)] * 2
+def arrays_of(dtype: str, *, head_dim: int = 64, length: int = 64) -> tuple[Any, Any]:
+    array = jax.ShapeDtypeStruct((2, length, 4, head_dim), dtype)
+    return array, array
 
 
 @pytest.mark.parametrize(
@@ -174,7 +178,7 @@ def test_choose_is_plain_where_the_config_asks_for_it():
 
 
 def test_choose_counts_documents_as_a_mask_on_devices_that_cannot_pack():
-    ids = jax.ShapeDtypeStruct((2, 64), "int32")
+    ids: Any = jax.ShapeDtypeStruct((2, 64), "int32")
     with hardware.use(A100):
         choice = attention.choose(*arrays_of("bfloat16"), None, (ids, ids))
     assert choice.kernel == "cudnn"

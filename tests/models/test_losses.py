@@ -114,7 +114,7 @@ def on_stages(function, sizes, *arrays):
     The function's value is the same on all stages. Gradients of the table come back whole, those
     of the next argument from every stage, `[stages, ...]`.
     """
-    mesh, rows = make_mesh(MeshConfig(**sizes)), PartitionSpec("pipeline")
+    mesh, rows = make_mesh(MeshConfig(**sizes), jax.devices()), PartitionSpec("pipeline")
 
     def local(table, other, *rest):
         with axis_rules(make_rules(shares_vocab=True)):

@@ -88,7 +88,7 @@ def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, st
             return parts.head(params["ends"], x, flat)[0]
 
         expected_loss, expected = jax.value_and_grad(plain)(params)
-        mesh = make_mesh(MeshConfig(pipeline=stages))
+        mesh = make_mesh(MeshConfig(pipeline=stages), jax.devices())
         table = make_schedule(schedule, stages, MICROBATCHES, chunks)
         layouts = cut(parts.num_layers, table.placement)
         slots = {

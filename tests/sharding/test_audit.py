@@ -17,7 +17,7 @@ X = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
 
 @pytest.fixture(scope="module")
 def mesh():
-    return make_mesh(MeshConfig(pipeline=2, data=2, model=2))
+    return make_mesh(MeshConfig(pipeline=2, data=2, model=2), jax.devices())
 
 
 def compile_mapped(function, mesh):
@@ -145,7 +145,7 @@ def test_collectives_none_without_communication(mesh):
 def test_collectives_rejects_another_mesh(mesh):
     compiled = compile_mapped(lambda x: jax.lax.psum(x, "data"), mesh)
     with pytest.raises(ValueError, match="spans 8 devices but the mesh .* has 2"):
-        audit.collectives(compiled, make_mesh(MeshConfig(data=2)))
+        audit.collectives(compiled, make_mesh(MeshConfig(data=2), jax.devices()))
 
 
 def test_summary_groups_and_multiplies_by_trip_counts(mesh):

@@ -22,12 +22,12 @@ class HeldBy:
 
 
 def rows_of(device_ids: range, batch_size: int, **sizes: int) -> list[int]:
-    sharding = batch_sharding(make_mesh(MeshConfig(**sizes)), DEFAULT_RULES)
+    sharding = batch_sharding(make_mesh(MeshConfig(**sizes), jax.devices()), DEFAULT_RULES)
     return process_rows(HeldBy(sharding, device_ids), batch_size)  # pyright: ignore[reportArgumentType]
 
 
 def test_one_process_holds_every_row():
-    sharding = batch_sharding(make_mesh(MeshConfig(data=4, model=2)), DEFAULT_RULES)
+    sharding = batch_sharding(make_mesh(MeshConfig(data=4, model=2), jax.devices()), DEFAULT_RULES)
     assert process_rows(sharding, 12) == list(range(12))
 
 
@@ -56,7 +56,7 @@ def test_stages_in_two_processes_both_hold_every_row():
     "sizes", [{}, {"data": 8}, {"pipeline": 2, "fsdp": 2, "model": 2}], ids=str
 )
 def test_place_batch_puts_every_row_in_its_place(sizes):
-    sharding = batch_sharding(make_mesh(MeshConfig(**sizes)), DEFAULT_RULES)
+    sharding = batch_sharding(make_mesh(MeshConfig(**sizes), jax.devices()), DEFAULT_RULES)
     batch = {
         "tokens": np.arange(16 * 3, dtype=np.int32).reshape(16, 3),
         "index": np.arange(16, dtype=np.uint32),
@@ -72,7 +72,7 @@ def test_place_batch_puts_every_row_in_its_place(sizes):
 
 def test_place_batch_reads_only_the_rows_that_this_process_holds(monkeypatch):
     """What a process of two does: its 8 rows stand for rows 8..15 of the global batch."""
-    sharding = batch_sharding(make_mesh(MeshConfig(data=4, model=2)), DEFAULT_RULES)
+    sharding = batch_sharding(make_mesh(MeshConfig(data=4, model=2), jax.devices()), DEFAULT_RULES)
     rows = rows_of(range(4, 8), 16, data=4, model=2)
     pieces = {}
 

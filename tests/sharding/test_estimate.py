@@ -20,7 +20,7 @@ def no_gaps(monkeypatch):
 
 def estimate_of(function, *args, mesh=None, platform="gpu") -> Estimate:
     """Args are shapes in float32, or (shape, spec) of what is split over the mesh."""
-    mesh = mesh or make_mesh(MeshConfig())
+    mesh = mesh or make_mesh(MeshConfig(), jax.devices())
     structs = []
     for arg in args:
         shape, spec = arg if isinstance(arg[0], tuple) else (arg, P())
@@ -106,7 +106,7 @@ def test_what_holds_a_function_without_calling_it_is_left_alone():
 
 
 def test_one_mesh_axis_splits_one_dim_of_what_comes_of_two():
-    mesh = make_mesh(MeshConfig(data=4))
+    mesh = make_mesh(MeshConfig(data=4), jax.devices())
     found = estimate_of(
         lambda x, y: jnp.tanh(x[:, None] + y[None, :]),
         *(((64,), P("data")), ((64,), P("data"))),
@@ -140,7 +140,7 @@ def test_donated_input_is_written_over(platform, copies):
 
 
 def test_arrays_that_the_compiler_splits_count_by_their_shards():
-    mesh = make_mesh(MeshConfig(model=4))
+    mesh = make_mesh(MeshConfig(model=4), jax.devices())
 
     def layer(x, up, down):
         return jnp.tanh(x @ up) @ down
@@ -167,7 +167,7 @@ def test_host_memory_and_the_way_there_are_counted_apart():
 
 
 def test_collectives_written_by_hand_are_counted_with_their_loops():
-    mesh = make_mesh(MeshConfig(data=4))
+    mesh = make_mesh(MeshConfig(data=4), jax.devices())
 
     def gather(x):
         def body(_, i):

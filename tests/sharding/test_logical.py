@@ -28,7 +28,7 @@ def x(*shape: int) -> jax.Array:
 
 def local_shape(rules, axes, **sizes: int) -> tuple[int, ...]:
     """Returns a device's part of an (8, 4) array that is constrained inside a jit."""
-    with jax.set_mesh(make_mesh(MeshConfig(**sizes))), axis_rules(rules):
+    with jax.set_mesh(make_mesh(MeshConfig(**sizes), jax.devices())), axis_rules(rules):
         y = jax.jit(lambda a: constrain(a, *axes) * 1.0)(x(8, 4))
     np.testing.assert_array_equal(y, x(8, 4))
     return y.addressable_shards[0].data.shape
@@ -43,7 +43,7 @@ def test_outside_a_mesh_nothing_happens_and_no_name_is_looked_up():
 
 def test_inside_a_mesh_without_rules_nothing_happens():
     array = x(2, 3)
-    with jax.set_mesh(make_mesh(MeshConfig(data=2))):
+    with jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices())):
         assert constrain(array, "batch", None) is array
 
 
@@ -55,12 +55,12 @@ def test_inside_a_jit_the_rules_split_the_array():
 
 def test_axes_of_one_device_leave_the_array_alone():
     array = x(8, 4)
-    with jax.set_mesh(make_mesh(MeshConfig(data=2))), axis_rules(DEFAULT_RULES):
+    with jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices())), axis_rules(DEFAULT_RULES):
         assert constrain(array, "seq", "mlp") is array
 
 
 def test_rules_end_with_their_block():
-    mesh = make_mesh(MeshConfig(data=2))
+    mesh = make_mesh(MeshConfig(data=2), jax.devices())
     with jax.set_mesh(mesh):
         with axis_rules(DEFAULT_RULES):
             with axis_rules(make_rules({"colour": ()})):
@@ -71,13 +71,13 @@ def test_rules_end_with_their_block():
 
 
 def test_another_rank_is_refused_with_axes_and_shape():
-    with jax.set_mesh(make_mesh(MeshConfig(data=2))), axis_rules(DEFAULT_RULES):
+    with jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices())), axis_rules(DEFAULT_RULES):
         with pytest.raises(ValueError, match=r"2 axes of an array of shape \(2, 3, 4\)"):
             constrain(x(2, 3, 4), "batch", "seq")
 
 
 def test_inside_a_partly_manual_shard_map_only_the_automatic_axes_are_used():
-    mesh = make_mesh(MeshConfig(data=2, model=4))
+    mesh = make_mesh(MeshConfig(data=2, model=4), jax.devices())
 
     def local(a):
         assert a.shape == (4, 8)  # `data` is manual: this is one replica's half
@@ -103,7 +103,7 @@ def test_inside_a_partly_manual_shard_map_only_the_automatic_axes_are_used():
 
 
 def test_inside_a_wholly_manual_shard_map_nothing_happens():
-    mesh = make_mesh(MeshConfig(data=2, model=4))
+    mesh = make_mesh(MeshConfig(data=2, model=4), jax.devices())
 
     def local(a):
         with axis_rules(DEFAULT_RULES):
@@ -137,7 +137,7 @@ def over_parts(function, mesh, rules=SHARED):
 
 @pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
 def test_offset_numbers_the_entries_of_a_split_axis(sizes, num_parts):
-    mesh = make_mesh(MeshConfig(**sizes))
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
     with jax.set_mesh(mesh):
         found = over_parts(lambda part, _: offset("vocab", len(part)), mesh)(x(8), x(1))
     # Only what is split by hand counts: `model` splits the dim behind the program's back.
@@ -147,7 +147,7 @@ def test_offset_numbers_the_entries_of_a_split_axis(sizes, num_parts):
 @pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
 def test_sum_over_gives_all_parts_the_sum_and_its_gradient(sizes, num_parts):
     """Every part goes on with the same sum and has the whole gradient of it: no other is added."""
-    mesh = make_mesh(MeshConfig(**sizes))
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
 
     def function(part, scale):
         return jax.value_and_grad(lambda part: scale[0] * sum_over("vocab", jnp.sum(part**2)))(part)
@@ -160,7 +160,7 @@ def test_sum_over_gives_all_parts_the_sum_and_its_gradient(sizes, num_parts):
 
 @pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
 def test_max_over_gives_all_parts_the_largest_and_no_gradient(sizes, num_parts):
-    mesh = make_mesh(MeshConfig(**sizes))
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
 
     def function(part, _):
         return jax.value_and_grad(lambda part: max_over("vocab", jnp.max(part)) + 2 * part[0])(part)
@@ -182,7 +182,7 @@ def test_parts_are_the_whole_outside_a_mesh_and_without_rules():
     np.testing.assert_array_equal(max_over("vocab", array), array)
     with axis_rules(SHARED):
         assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
-    with jax.set_mesh(make_mesh(MeshConfig(pipeline=4))):
+    with jax.set_mesh(make_mesh(MeshConfig(pipeline=4), jax.devices())):
         assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
         with axis_rules(SHARED):  # here the pipeline is not handled by hand
             assert axes_by_hand("vocab") == ()
@@ -195,7 +195,7 @@ def test_parts_are_the_whole_outside_a_mesh_and_without_rules():
     ids=["not shared", "one stage", "one stage of four replicas"],
 )
 def test_parts_are_the_whole_where_no_stage_shares_the_vocab(sizes, rules):
-    mesh = make_mesh(MeshConfig(**sizes))
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
 
     def function(part, common):
         assert axes_by_hand("vocab") == ()
@@ -222,7 +222,7 @@ def test_functions_of_the_whole_batch_are_alike_on_every_mesh(sizes):
 
     They hang on how the executor splits the batch, not on the rule for what models call so.
     """
-    mesh, rules = make_mesh(MeshConfig(**sizes)), make_rules({"batch": "data"})
+    mesh, rules = make_mesh(MeshConfig(**sizes), jax.devices()), make_rules({"batch": "data"})
     data = jnp.asarray([1.0, -2.0, 0.5, 3.0, 0.25, -1.0, 2.0, 4.0])
 
     def loss(part):

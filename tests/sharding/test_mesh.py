@@ -14,14 +14,14 @@ def groups(mesh: jax.sharding.Mesh, axis: str) -> list[list[int]]:
 
 
 def test_mesh_has_the_documented_axes_all_automatic():
-    mesh = make_mesh(MeshConfig(data=2, model=2))
+    mesh = make_mesh(MeshConfig(data=2, model=2), jax.devices())
     assert mesh.axis_names == ("pipeline", "data", "fsdp", "context", "expert", "model")
     assert dict(mesh.shape) == {name: {"data": 2, "model": 2}.get(name, 1) for name in AXES}
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
 def test_cube_of_8_devices_groups_as_documented():
-    mesh = make_mesh(MeshConfig(pipeline=2, data=2, model=2))
+    mesh = make_mesh(MeshConfig(pipeline=2, data=2, model=2), jax.devices())
     stages = [[device.id for device in stage.flat] for stage in mesh.devices]
     assert stages == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert groups(mesh, "data")[:2] == [[0, 2], [1, 3]]
@@ -31,20 +31,20 @@ def test_cube_of_8_devices_groups_as_documented():
 
 @pytest.mark.parametrize("outer, inner", [*zip(AXES[:-1], AXES[1:], strict=True)])
 def test_each_axis_lies_outside_the_next(outer, inner):
-    mesh = make_mesh(MeshConfig(**{outer: 2, inner: 4}))
+    mesh = make_mesh(MeshConfig(**{outer: 2, inner: 4}), jax.devices())
     assert groups(mesh, inner) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert groups(mesh, outer) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_minus_one_takes_what_is_left():
-    assert make_mesh(MeshConfig(data=-1, model=2)).shape["data"] == 4
+    assert make_mesh(MeshConfig(data=-1, model=2), jax.devices()).shape["data"] == 4
     assert MeshConfig(fsdp=-1, pipeline=4).resolve(16) == MeshConfig(fsdp=4, pipeline=4)
     assert MeshConfig(data=-1, model=8).resolve(8).data == 1
 
 
 def test_minus_one_with_a_remainder_names_the_axis_and_the_numbers():
     with pytest.raises(ValueError, match=r"mesh\.data=-1.*model=3.* 3 devices.*\b8 available"):
-        make_mesh(MeshConfig(data=-1, model=3))
+        make_mesh(MeshConfig(data=-1, model=3), jax.devices())
 
 
 def test_two_free_axes_are_refused_by_name():
@@ -68,9 +68,9 @@ def test_too_few_devices_lists_exactly_the_largest_meshes_that_fit():
 
 def test_free_axis_does_not_hide_too_few_devices():
     with pytest.raises(ValueError, match="needs 16 devices but 8 are available"):
-        make_mesh(MeshConfig(data=-1, model=16))
+        make_mesh(MeshConfig(data=-1, model=16), jax.devices())
 
 
 def test_mesh_smaller_than_the_machine_takes_the_first_devices():
-    mesh = make_mesh(MeshConfig(data=2))
+    mesh = make_mesh(MeshConfig(data=2), jax.devices())
     assert mesh.devices.flatten().tolist() == jax.devices()[:2]

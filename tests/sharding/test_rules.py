@@ -63,7 +63,7 @@ def test_override_with_no_mesh_axis_names_the_row_and_the_axes(axes):
 
 
 def test_partition_specs_keeps_the_tree():
-    mesh = make_mesh(MeshConfig(fsdp=2, model=2))
+    mesh = make_mesh(MeshConfig(fsdp=2, model=2), jax.devices())
     tree = {"a": {"kernel": tensor(4, 6)}, "b": tensor(5)}
     axes = {"a": {"kernel": ("embed", "mlp")}, "b": (None,)}
     assert partition_specs(tree, axes, DEFAULT_RULES, mesh) == {
@@ -79,7 +79,7 @@ def refusal(shape, axes, rules=DEFAULT_RULES, **mesh: int) -> str:
             {"block": {"kernel": tensor(*shape)}},
             {"block": {"kernel": axes}},
             rules,
-            make_mesh(MeshConfig(**mesh)),
+            make_mesh(MeshConfig(**mesh), jax.devices()),
         )
     return str(caught.value)
 
@@ -107,7 +107,7 @@ def test_axes_of_another_rank_name_the_parameter_and_its_shape():
 
 
 def test_shardings_lay_out_what_the_specs_say():
-    mesh = make_mesh(MeshConfig(data=2, model=4))
+    mesh = make_mesh(MeshConfig(data=2, model=4), jax.devices())
     specs = {"x": PartitionSpec("data", "model"), "scalar": PartitionSpec()}
     made = shardings(mesh, specs)
     assert made["scalar"] == NamedSharding(mesh, PartitionSpec())
@@ -116,7 +116,7 @@ def test_shardings_lay_out_what_the_specs_say():
 
 
 def test_unused_axes_are_those_that_only_repeat_work():
-    mesh = make_mesh(MeshConfig(data=2, expert=2, model=2))
+    mesh = make_mesh(MeshConfig(data=2, expert=2, model=2), jax.devices())
     specs = {"kernel": PartitionSpec(None, ("fsdp", "model")), "bias": PartitionSpec()}
     assert unused_axes(specs, DEFAULT_RULES, mesh) == ["expert"]
     assert unused_axes({"bias": PartitionSpec()}, DEFAULT_RULES, mesh) == ["expert", "model"]

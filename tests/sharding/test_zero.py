@@ -30,13 +30,13 @@ def shape(*sizes: int) -> jax.ShapeDtypeStruct:
     ],
 )
 def test_dim_that_is_split(sizes, spec, is_layers, expected):
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, model=2))
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, model=2), jax.devices())
     found = split_over_data({"w": spec}, {"w": shape(*sizes)}, {"w": is_layers}, mesh)
     assert found == {"w": expected}
 
 
 def test_nothing_is_split_where_there_is_one_replica():
-    mesh = make_mesh(MeshConfig(model=2))
+    mesh = make_mesh(MeshConfig(model=2), jax.devices())
     assert split_over_data([P("model")], [shape(8, 8)], [False], mesh) == [P("model")]
 
 

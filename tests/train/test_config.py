@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 
@@ -390,7 +391,7 @@ def test_shipped_config_resolves_and_fits_its_mesh(name):
     run = run_of(config=path)
     # Abstract: shapes and shardings only, so 175 B parameters cost nothing.
     vocab_size = None if run.data.reads_images else run.data.vocab_size
-    made = prepare(run, make_mesh(run.mesh), vocab_size=vocab_size)
+    made = prepare(run, make_mesh(run.mesh, jax.devices()), vocab_size=vocab_size)
     assert made.num_params > 0
 
 

@@ -93,7 +93,7 @@ def test_losses_of_30_steps_are_those_of_torch(name, tmp_path):
     take_over(config, source, overrides)
     resolved = resolve(config)
     corpus = load_text(resolved.data)
-    mesh = make_mesh(resolved.mesh)
+    mesh = make_mesh(resolved.mesh, jax.devices())
     run = prepare(resolved, mesh, vocab_size=corpus.tokenizer.vocab_size)
     state = run.state.initial(start_params(run, source))
 

@@ -129,7 +129,9 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     take_over(config, source, overrides)
     resolved = resolve(config)
     vocab_size = resolved.model_fields["vocab_size"]
-    run = prepare(resolved, make_mesh(resolved.mesh), vocab_size=vocab_size, num_labels=2)
+    run = prepare(
+        resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=vocab_size, num_labels=2
+    )
     params, plain = start_params(run, source), nnx.to_pure_dict(nnx.split(load_model(bert))[1])
     assert params.keys() - plain.keys() == {"pooler", "classifier"}
     assert plain.keys() - params.keys() == {"masked_lm"}
@@ -147,7 +149,7 @@ def run_from(directory, text, labels, *overrides):
     take_over(config, source, overrides)
     resolved = resolve(config)
     sizes = {"vocab_size": resolved.model_fields["vocab_size"], "num_labels": labels}
-    return prepare(resolved, make_mesh(resolved.mesh), **sizes), source
+    return prepare(resolved, make_mesh(resolved.mesh, jax.devices()), **sizes), source
 
 
 def test_classifier_is_new_where_the_checkpoint_has_one_of_another_task(text, tmp_path):
@@ -205,7 +207,7 @@ def test_labels_of_what_has_no_classifier_are_refused(bert, opt, text):
     config, source = load(FINETUNE, overrides), read_source(opt[0])
     take_over(config, source, overrides)
     resolved = resolve(config)
-    run = prepare(resolved, make_mesh(resolved.mesh), vocab_size=None)
+    run = prepare(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None)
     with pytest.raises(ValueError, match="train.init_labels='new' is for a classifier, and .*opt"):
         start_params(run, source)
 

@@ -82,7 +82,9 @@ def run_from(directory, config, *overrides):
     take_over(given, source, overrides)
     resolved = resolve(given)
     labels = load_corpus(resolved.data, resolved.images).labels
-    run = prepare(resolved, make_mesh(resolved.mesh), vocab_size=None, num_labels=len(labels))
+    run = prepare(
+        resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None, num_labels=len(labels)
+    )
     params = start_params(run, source, labels)
     for found, wanted in zip(
         jax.tree.leaves(params), jax.tree.leaves(run.state.portable.params), strict=True

@@ -198,7 +198,7 @@ def test_compiled_bytes_are_those_of_the_larger_step(corpus_overrides):
 
 
 def test_budget_is_what_the_config_says_or_nine_tenths_of_what_there_is(monkeypatch):
-    mesh = make_mesh(MeshConfig(data=2))
+    mesh = make_mesh(MeshConfig(data=2), jax.devices())
     found = budget_of(MemoryConfig(device_budget=2.0, host_budget=0.5), mesh)
     assert (found.device_bytes, found.host_bytes) == (2 * 2**30, 2**29)
     found = budget_of(MemoryConfig(), mesh)

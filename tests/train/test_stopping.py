@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -166,7 +167,7 @@ def test_process_that_hangs_is_named_and_the_others_end(overrides, tmp_path):
 
 
 def test_vote_of_one_process_is_known_a_call_later():
-    votes = Votes(make_mesh(MeshConfig(data=4, model=2)))
+    votes = Votes(make_mesh(MeshConfig(data=4, model=2), jax.devices()))
     assert votes.cast(1, 0) == (0, 0)
     assert votes.cast(False, 7) == (1, 0)
     assert votes.cast(0, 0) == (0, 7)

@@ -85,7 +85,7 @@ def combinations():
 def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
     """With microbatches fewer than, as many as, and more than the stages."""
     with jax.enable_x64(True):
-        devices = make_mesh(MeshConfig(**MESHES[mesh]))
+        devices = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices())
         num_stages, num_chunks = devices.shape["pipeline"], SCHEDULES[schedule]
         num_microbatches = {"fewer": max(num_stages - 1, 1), "equal": num_stages, "more": 7}[amount]
         table = make_schedule(schedule, num_stages, num_microbatches, num_chunks)
@@ -103,7 +103,7 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
 def test_what_is_taught_is_that_of_each_example(schedule, mesh, share_vocab):
     """In the batch's own layout, and nothing but that of the teacher's parameters."""
     with jax.enable_x64(True):
-        devices, net = make_mesh(MeshConfig(**MESHES[mesh])), Teacher()
+        devices, net = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices()), Teacher()
         stages, chunks = devices.shape["pipeline"], SCHEDULES[schedule]
         table = make_schedule(schedule, stages, 5, chunks)
         forwards = forward_only(stages, 5, chunks, placement=table.placement)
@@ -138,7 +138,7 @@ def test_what_is_taught_is_that_of_each_example(schedule, mesh, share_vocab):
 @pytest.mark.parametrize("net", [EncoderDecoder(), Pyramid()], ids=lambda n: type(n).__name__)
 def test_several_stacks_run_in_one_pipeline(net, schedule, chunks, sizes, remat):
     with jax.enable_x64(True):
-        mesh = make_mesh(MeshConfig(**sizes))
+        mesh = make_mesh(MeshConfig(**sizes), jax.devices())
         table = make_schedule(schedule, mesh.shape["pipeline"], 5, chunks)
         zero = MemoryConfig(zero_stage=3, shard_parameters_fraction=0.6)
         check(net, table, mesh, PipelineConfig(remat=remat), zero=zero)
@@ -146,7 +146,7 @@ def test_several_stacks_run_in_one_pipeline(net, schedule, chunks, sizes, remat)
 
 def test_a_stack_may_lie_between_two_stages_or_all_on_one():
     with jax.enable_x64(True):
-        mesh = make_mesh(MeshConfig(pipeline=4))
+        mesh = make_mesh(MeshConfig(pipeline=4), jax.devices())
         table = make_schedule("1f1b", 4, 5, 1)
         for counts in ((8, 0, 0, 0), (1, 6, 0, 1), (0, 3, 3, 2), (2, 4, 2, 0)):
             check(Pyramid(), table, mesh, PipelineConfig(), counts)
@@ -165,13 +165,18 @@ def test_buffers_of_a_hand_made_table_are_told_apart():
     verify(table)
     with jax.enable_x64(True):
         for remat in ("full", "none"):
-            check(Net(), table, make_mesh(MeshConfig(pipeline=2)), PipelineConfig(remat=remat))
+            check(
+                Net(),
+                table,
+                make_mesh(MeshConfig(pipeline=2), jax.devices()),
+                PipelineConfig(remat=remat),
+            )
 
 
 def compiled(
     schedule: str, num_microbatches: int, sizes: dict[str, int], remat="full", **shape: Any
 ):
-    net, mesh = Net(), make_mesh(MeshConfig(**sizes))
+    net, mesh = Net(), make_mesh(MeshConfig(**sizes), jax.devices())
     params, data = inputs(net, num_microbatches, dtype=np.float32, **shape)
     chunks = SCHEDULES[schedule]
     table = make_schedule(schedule, mesh.shape["pipeline"], num_microbatches, chunks)
