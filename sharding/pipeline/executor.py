@@ -44,6 +44,15 @@ from sharding.rules import axes_of
 Tree = Any
 Params = dict[str, Tree]
 
+#: Scope of the loop over ticks. XLA keeps the names of scopes, so that whoever reads a compiled
+#: program (sharding/analysis/cost.py) finds there the loop and what it runs only in some ticks.
+TICKS = "pipeline_ticks"
+
+
+def scope_of(part: str) -> str:
+    """Returns the scope of a tick's operation (F, B, W) or of a shared part (a `Plan.shared`)."""
+    return f"pipeline_{part}"
+
 
 class Model(Protocol):
     """A model as the executor sees it; arrays of `microbatch` have a leading batch dim."""
@@ -109,7 +118,9 @@ def make_loss_and_grad(
 
     def local(params, batch):
         stage = _Stage(model, plan, layouts, sharing, params, batch)
-        carry, _ = jax.lax.scan(stage.train_tick, stage.training_carry(), stage.columns())
+        start, columns = stage.training_carry(), stage.columns()
+        with jax.named_scope(TICKS):
+            carry, _ = jax.lax.scan(stage.train_tick, start, columns)
         sums = total(carry["sums"], sharing.mesh, MANUAL_AXES)
         return sums, stage.reduced(carry["grads"])
 
@@ -253,8 +264,9 @@ class _Stage:
         def tick(carry, row):
             return self._evaluate_tick(collect, carry, row), None
 
-        carry = {"collected": collected, "input": self._buffer("input")}
-        return jax.lax.scan(tick, carry, self.columns())[0]["collected"]
+        carry, columns = {"collected": collected, "input": self._buffer("input")}, self.columns()
+        with jax.named_scope(TICKS):
+            return jax.lax.scan(tick, carry, columns)[0]["collected"]
 
     def with_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
         """Returns `sums` with the head's of a microbatch added."""
@@ -292,7 +304,7 @@ class _Stage:
         arrivals = self._send("F", y)
         unchanged = lambda: collected  # noqa: E731
         if self.plan.shares_ends:
-            more = jax.lax.cond(row["head"] >= 0, together, unchanged)
+            more = self._if_shared("head", row, together, unchanged)
         else:
             alone = lambda: collect(collected, y, row["F.microbatch"])  # noqa: E731
             more = self._if("F", "is_last", row, alone, unchanged)
@@ -398,7 +410,7 @@ class _Stage:
             written = write(carry["input"], row["F.input"], x)
             return self.ends.only_on(self.plan.first_stage, written, carry["input"])
 
-        return carry | {"input": jax.lax.cond(row["embed"] >= 0, embed, lambda: carry["input"])}
+        return carry | {"input": self._if_shared("embed", row, embed, lambda: carry["input"])}
 
     def _head_together(self, carry, row) -> dict:
         """Adds what the head yields, and `dy`, the gradient of its input."""
@@ -413,7 +425,7 @@ class _Stage:
             return sums, self.ends.add_together(last, grads["ends"], ends), dy
 
         nothing = lambda: (carry["sums"], grads["ends"], zeros(self.x))  # noqa: E731
-        sums, ends, dy = jax.lax.cond(row["head"] >= 0, head, nothing)
+        sums, ends, dy = self._if_shared("head", row, head, nothing)
         return carry | {"sums": sums, "grads": grads | {"ends": ends}, "dy": dy}
 
     def _embed_gradient_together(self, carry, row, dx) -> dict:
@@ -426,7 +438,7 @@ class _Stage:
             gradients = self.ends.embed_gradient(self.ends.of(first, dx), microbatch)
             return self.ends.add_together(first, grads["ends"], gradients)
 
-        ends = jax.lax.cond(row["embed_gradient"] >= 0, embed, lambda: grads["ends"])
+        ends = self._if_shared("embed_gradient", row, embed, lambda: grads["ends"])
         return carry | {"grads": grads | {"ends": ends}}
 
     # The table, buffers and sends.
@@ -445,7 +457,12 @@ class _Stage:
 
     def _if_runs(self, kind: str, row, then: Callable[[], Tree], otherwise: Callable[[], Tree]):
         runs = row[f"{kind}.microbatch"] >= 0
-        return branch(self.plan.runs(kind), runs, then, otherwise)
+        with jax.named_scope(scope_of(kind)):
+            return branch(self.plan.runs(kind), runs, then, otherwise)
+
+    def _if_shared(self, part: str, row, then: Callable[[], Tree], otherwise: Callable[[], Tree]):
+        with jax.named_scope(scope_of(part)):
+            return jax.lax.cond(row[part] >= 0, then, otherwise)
 
     def _if(self, kind: str, flag: str, row, then, otherwise) -> Tree:
         return branch(self.plan.holds(kind, flag), row[f"{kind}.{flag}"] > 0, then, otherwise)

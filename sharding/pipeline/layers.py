@@ -197,7 +197,8 @@ class Layers:
             return jax.lax.cond(number >= 0, run, lambda carry: carry, carry), None
 
         steps = jnp.arange(self._depth, dtype=jnp.int32)
-        return jax.lax.scan(step, carry, steps, reverse=reverse)[0]
+        with jax.named_scope("layers"):
+            return jax.lax.scan(step, carry, steps, reverse=reverse)[0]
 
 
 def _added(g: jax.Array, slot: jax.Array, value: jax.Array | None) -> jax.Array:
