@@ -14,17 +14,9 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.typing import DTypeLike
 
-from sharding import device_groups, hlo
+from sharding import asynchrony, device_groups, hlo
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+KINDS = asynchrony.COLLECTIVES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +35,10 @@ class Collective:
       bytes: bytes of its output on one device in one execution.
       name: its name in the compiled program.
       op_name: the traced operation it comes from, '' where unknown.
+      is_async: whether it runs on a stream of its own, so that kernels could run meanwhile.
+      is_overlapped: whether a kernel or a loop is issued between its start and its done.
+      loop: label of the innermost loop around it: the scope in which the loop was traced, such as
+        'layers', else 'loop 2' at a depth of 2; '' outside loops.
     """
 
     kind: str
@@ -52,6 +48,32 @@ class Collective:
     bytes: int
     name: str
     op_name: str = ""
+    is_async: bool = False
+    is_overlapped: bool = False
+    loop: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCopy:
+    """One copy of a compiled step between a device and its host.
+
+    Attributes:
+      direction: 'to host' or 'to device'.
+      trip_count: as in `Collective`.
+      bytes: bytes that one device moves in one execution.
+      name: its name in the compiled program.
+      is_async: as in `Collective`.
+      is_overlapped: as in `Collective`.
+      loop: as in `Collective`.
+    """
+
+    direction: asynchrony.Direction
+    trip_count: int | None
+    bytes: int
+    name: str
+    is_async: bool
+    is_overlapped: bool
+    loop: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,21 +160,83 @@ def collectives_in_text(text: str, mesh_shape: Mapping[str, int]) -> list[Collec
                 f"the program spans {module.num_partitions} devices but the mesh {dict(mesh_shape)}"
                 f" has {num_devices}; pass the mesh that the program was compiled for"
             )
-        for instruction, trip_counts in module.in_loops(lambda i: _kind(i) is not None):
-            groups = device_groups.parse(instruction.attributes, num_devices)
-            known = [count for count in trip_counts if count is not None]
+        found += _collectives_of(module, mesh_shape)
+    return found
+
+
+def _collectives_of(module: hlo.Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    num_devices = math.prod(mesh_shape.values())
+    overlapped = asynchrony.overlapped(module)
+    wrapper = {
+        inner.name: start.name
+        for body in module.computations.values()
+        for start in body
+        if (inner := asynchrony.wrapped_collective(module, start)) is not None
+    }
+    found = []
+    for instruction, loops in module.under_loops(
+        lambda i: asynchrony.collective_kind(i) is not None
+    ):
+        groups = device_groups.parse(instruction.attributes, num_devices)
+        start = wrapper.get(instruction.name, instruction.name)
+        is_async = start != instruction.name or asynchrony.is_start(instruction)
+        found.append(
+            Collective(
+                kind=asynchrony.collective_kind(instruction) or "",
+                axes=device_groups.axes_of(groups, mesh_shape),
+                loop_depth=len(loops),
+                trip_count=_executions(loops),
+                bytes=sum(a.bytes for a in hlo.arrays_of(asynchrony.result_of(instruction))),
+                name=instruction.name,
+                op_name=instruction.op_name,
+                is_async=is_async and not asynchrony.is_said_to_be_synchronous(instruction),
+                is_overlapped=start in overlapped,
+                loop=_innermost(loops),
+            )
+        )
+    return found
+
+
+def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
+    """The copies of a compiled step between device and host, in the order of the program."""
+    return host_copies_in_text(_text(compiled))
+
+
+def host_copies_in_text(text: str) -> list[HostCopy]:
+    """The same from the program's text."""
+    found = []
+    for module in hlo.parse_modules(text):
+        overlapped = asynchrony.overlapped(module)
+        # A fusion is one copy, whatever the computation that it calls says.
+        for instruction, loops in module.under_loops(
+            lambda i: asynchrony.host_copy(i) is not None or i.opcode == "fusion"
+        ):
+            moved = asynchrony.host_copy(instruction)
+            if moved is None:
+                continue
             found.append(
-                Collective(
-                    kind=_kind(instruction) or "",
-                    axes=device_groups.axes_of(groups, mesh_shape),
-                    loop_depth=len(trip_counts),
-                    trip_count=math.prod(known) if len(known) == len(trip_counts) else None,
-                    bytes=sum(array.bytes for array in hlo.arrays_of(_output(instruction))),
+                HostCopy(
+                    direction=moved.direction,
+                    trip_count=_executions(loops),
+                    bytes=moved.bytes,
                     name=instruction.name,
-                    op_name=instruction.op_name,
+                    is_async=asynchrony.is_start(instruction),
+                    is_overlapped=instruction.name in overlapped,
+                    loop=_innermost(loops),
                 )
             )
     return found
+
+
+def _executions(loops: Sequence[hlo.Instruction]) -> int | None:
+    """How often the loops together run what is in them, None where XLA does not know."""
+    counts = [hlo.trip_count(loop) for loop in loops]
+    known = [count for count in counts if count is not None]
+    return math.prod(known) if len(known) == len(counts) else None
+
+
+def _innermost(loops: Sequence[hlo.Instruction]) -> str:
+    return (hlo.loop_label(loops[-1]) or f"loop {len(loops)}") if loops else ""
 
 
 def tasks_of_loop(
@@ -184,7 +268,7 @@ def tasks_of_loop_in_text(
     num_devices = math.prod(mesh_shape.values())
 
     def pairs(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
-        if _kind(instruction) != "collective-permute":
+        if asynchrony.collective_kind(instruction) != "collective-permute":
             return ()
         groups = device_groups.parse(instruction.attributes, num_devices)
         return tuple(groups) if axis in device_groups.axes_of(groups, mesh_shape) else ()
@@ -339,26 +423,6 @@ def has_array(compiled: jax.stages.Compiled, shape: Sequence[int], dtype: DTypeL
     """
     widest = widest_arrays(compiled, dtype, count=1)
     return bool(widest) and widest[0][0].num_elements >= math.prod(shape)
-
-
-def _kind(instruction: hlo.Instruction) -> str | None:
-    opcode = instruction.opcode.removesuffix("-start")
-    if opcode == "send" and "source_target_pairs" in instruction.attributes:
-        return "collective-permute"
-    return opcode if opcode in KINDS else None
-
-
-def _output(instruction: hlo.Instruction) -> hlo.Type:
-    """The type of a collective's result, without the operands that asynchronous forms carry."""
-    output = instruction.type
-    if isinstance(output, hlo.Array):
-        return output
-    if instruction.opcode == "send":
-        return output[0]
-    # all-reduce-start alone yields its result directly; the others yield (operands, results, ...).
-    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
-        return output[1]
-    return output
 
 
 def _text(compiled: jax.stages.Compiled) -> str:

@@ -21,10 +21,12 @@ class Array:
     Attributes:
       dtype: XLA's name of the element type: 'f32', 'bf16', 's32', 'pred', 'f8e4m3fn', ...
       shape: per-device size of each dim.
+      on_host: whether it is stored in host memory, XLA's memory space 5.
     """
 
     dtype: str
     shape: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -96,17 +98,26 @@ class Module:
           In the order of the program; outermost loop first, None for a trip count that XLA does not
           know. An instruction of a computation that is called twice is there twice.
         """
+        return [
+            (instruction, tuple(trip_count(loop) for loop in loops))
+            for instruction, loops in self.under_loops(is_wanted)
+        ]
+
+    def under_loops(
+        self, is_wanted: Callable[[Instruction], bool]
+    ) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
+        """The same with the `while` instructions themselves, outermost first."""
 
         @functools.cache
-        def under(name: str) -> list[tuple[Instruction, tuple[int | None, ...]]]:
-            found: list[tuple[Instruction, tuple[int | None, ...]]] = []
+        def under(name: str) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
+            found: list[tuple[Instruction, tuple[Instruction, ...]]] = []
             for instruction in self.computations.get(name, []):
                 if is_wanted(instruction):
                     found.append((instruction, ()))
                     continue
-                loops = (_trip_count(instruction),) if instruction.opcode == "while" else ()
+                loops = (instruction,) if instruction.opcode == "while" else ()
                 for called in instruction.called:
-                    found += [(inner, loops + trips) for inner, trips in under(called)]
+                    found += [(inner, loops + around) for inner, around in under(called)]
             return found
 
         return under(self.entry)
@@ -114,7 +125,7 @@ class Module:
     def loop_bodies(self) -> list[list[Instruction]]:
         """The instructions of the body of each while loop."""
         loops = [i for body in self.computations.values() for i in body if i.opcode == "while"]
-        names = dict.fromkeys(_BODY.findall(" ".join(loop.attributes for loop in loops)))
+        names = dict.fromkeys(map(body_of, loops))
         return [self.computations[name] for name in names if name in self.computations]
 
     def reaches(self, instruction: Instruction, is_wanted: Callable[[Instruction], bool]) -> bool:
@@ -147,7 +158,8 @@ _CALLED = re.compile(
 )
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _AFTER = re.compile(r"\bcontrol-predecessors=\{([^}]*)\}")
-_TYPE_TOKEN = re.compile(r"([a-z]\w*)\[([^\]]*)\]|[()]")
+_TYPE_TOKEN = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{[^{}]*\})?|[()]")
+_HOST_MEMORY = "S(5)"
 
 
 def parse_modules(text: str) -> list[Module]:
@@ -243,8 +255,7 @@ def _end_of_type(text: str) -> int:
 
 def parse_type(text: str) -> Type:
     """The output type in a text such as 'f32[4,16]{1,0}' or '(f32[8]{0}, (u32[], token[]))'."""
-    # Layouts go first: their tiles, {1,0:T(8,128)}, look like tuples.
-    text = re.sub(r"\{[^{}]*\}", "", text)
+    # A layout is part of its array's token: its tiles, {1,0:T(8,128)}, look like tuples.
     stack: list[list[Type]] = [[]]
     for token in _TYPE_TOKEN.finditer(text):
         if token[0] == "(":
@@ -255,7 +266,8 @@ def parse_type(text: str) -> Type:
         else:
             # '<=5' is a dim of at most 5, '?' one without a bound.
             sizes = (size.strip().removeprefix("<=") for size in token[2].split(","))
-            stack[-1].append(Array(token[1], tuple(int(size) for size in sizes if size.isdigit())))
+            shape = tuple(int(size) for size in sizes if size.isdigit())
+            stack[-1].append(Array(token[1], shape, _HOST_MEMORY in (token[3] or "")))
     return stack[0][0] if stack[0] else ()
 
 
@@ -286,8 +298,7 @@ def matmul_flops(instruction: Instruction) -> int | None:
     pads with or puts between elements are not multiplied. Calls of cuBLAS, cuDNN's convolutions and
     oneDNN's products count as what they stand for; fused attention of a library does not count.
     """
-    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-    name = target[1] if target and instruction.opcode == "custom-call" else instruction.opcode
+    name = custom_call_target(instruction) or instruction.opcode
     operands = [next(arrays_of(t), Array("f32", ())) for t in instruction.operand_types[:2]]
     output = next(arrays_of(instruction.type), Array("f32", ()))
     if name == "dot" or name.startswith("__cublas$"):
@@ -332,10 +343,48 @@ def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Arr
     return 2 * products
 
 
-def _trip_count(loop: Instruction) -> int | None:
+def trip_count(loop: Instruction) -> int | None:
     """How often the body of a `while` instruction runs, None where XLA does not know."""
-    found = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes)
+    found = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
     return int(found[1]) if found else None
+
+
+def body_of(loop: Instruction) -> str:
+    """The name of the computation that a `while` instruction repeats."""
+    found = _BODY.search(loop.attributes)
+    return found[1] if found else ""
+
+
+def custom_call_target(instruction: Instruction) -> str:
+    """The library's function that a `custom-call` runs, '' for other instructions."""
+    if instruction.opcode != "custom-call":
+        return ""
+    found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    return found[1] if found else ""
+
+
+def loop_label(loop: Instruction) -> str:
+    """The `jax.named_scope` in which a loop was traced, '' if there is none.
+
+    JAX writes the path of a loop as '.../shard_map/layers/while', and as
+    '.../transpose(jvp(layers))/while' where it is differentiated.
+    """
+    path = loop.op_name.split("/")
+    if "while" not in path:
+        return ""
+    last = len(path) - 1 - path[::-1].index("while")
+    scope = path[last - 1] if last else ""
+    while wrapped := _WRAPPED.fullmatch(scope):
+        scope = wrapped[1]
+    return "" if _NO_SCOPE.fullmatch(scope) else scope
+
+
+_WRAPPED = re.compile(r"(?:jvp|transpose|vmap|rematted_computation)\((.*)\)")
+# What JAX itself puts into the path.
+_NO_SCOPE = re.compile(
+    r"|body|cond|closed_call|core_call|eval_jaxpr|shard_map|checkpoint|remat2?|pjit|while|scan"
+    r"|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|jit\(.*\)|rematted_computation|main.*"
+)
 
 
 def dtype_name(dtype: DTypeLike) -> str:
