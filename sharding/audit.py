@@ -152,20 +152,18 @@ def collectives(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[
 
 def collectives_in_text(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
     """The same from the program's text and the sizes of the mesh axes, in mesh order."""
-    num_devices = math.prod(mesh_shape.values())
-    found = []
-    for module in hlo.parse_modules(text):
-        if module.num_partitions not in (1, num_devices):
-            raise ValueError(
-                f"the program spans {module.num_partitions} devices but the mesh {dict(mesh_shape)}"
-                f" has {num_devices}; pass the mesh that the program was compiled for"
-            )
-        found += _collectives_of(module, mesh_shape)
-    return found
+    modules = hlo.parse_modules(text)
+    return [found for module in modules for found in collectives_of(module, mesh_shape)]
 
 
-def _collectives_of(module: hlo.Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
+def collectives_of(module: hlo.Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """The same from the parsed program."""
     num_devices = math.prod(mesh_shape.values())
+    if module.num_partitions not in (1, num_devices):
+        raise ValueError(
+            f"the program spans {module.num_partitions} devices but the mesh {dict(mesh_shape)}"
+            f" has {num_devices}; pass the mesh that the program was compiled for"
+        )
     overlapped = asynchrony.overlapped(module)
     wrapper = {
         inner.name: start.name

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from sharding.analysis.kernel_time import Machine
+from sharding.analysis.targets import Target
 from sharding.estimate import Work
 from train.throughput import peak_flops_per_s
 
@@ -53,6 +55,22 @@ class Rates:
         )
         moved = work.host_bytes / self.host_bytes_per_s
         return products + moved + work.network_bytes / self.network_bytes_per_s
+
+
+def machine_of(target: Target) -> Machine:
+    """Returns the datasheet rates of a target's GPUs, those of an A100 where they are not known."""
+    known = rates_of(target.device_kind, "float32")
+    names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+    peaks = {short: peak_flops_per_s(known.device_kind, name) for short, name in names.items()}
+    return Machine(
+        device_kind=known.device_kind,
+        # A GPU without bfloat16, a V100, computes such products in float32.
+        flops_per_s={short: peak for short, peak in peaks.items() if peak is not None},
+        memory_bytes_per_s=known.memory_bytes_per_s,
+        host_bytes_per_s=known.host_bytes_per_s,
+        link_bytes_per_s=known.network_bytes_per_s,
+        gpus_per_host=target.gpus_per_host,
+    )
 
 
 def rates_of(device_kind: str, dtype: Any) -> Rates:

@@ -51,6 +51,12 @@ class Target:
         return self.num_hosts * self.gpus_per_host
 
     @property
+    def device_kind(self) -> str:
+        """What jax calls one of the GPUs, such as "NVIDIA H100 80GB HBM3"."""
+        found = re.search(r'\bdevice_description_str:\s*"([^"]*)"', self.description)
+        return found[1] if found else self.name.rpartition(":")[0]
+
+    @property
     def memory_bytes(self) -> int:
         """Memory of one GPU in bytes."""
         return int(self._number("device_memory_size"))
@@ -88,12 +94,17 @@ class Target:
         """Returns what the step is compiled with beside XLA's defaults.
 
         Nothing can be autotuned without the GPU. cuBLAS is what a tuned run mostly chooses for a
-        matrix product; an untuned Triton fusion would keep its result in float32 instead.
+        matrix product; an untuned Triton fusion would keep its result in float32 instead. CUB's
+        sort asks the GPU how much memory it takes, so XLA's own is used. Estimates of times exist
+        for compute capability 9 and later; for others XLA fails instead of leaving them out.
         """
-        return {
+        options = {
             "xla_gpu_enable_triton_gemm": "False",
-            "xla_gpu_collect_cost_model_stats": "True",
+            "xla_gpu_enable_cub_radix_sort": "False",
         }
+        if self._number(r"cuda_compute_capability\s*{\s*major") >= 9:
+            options["xla_gpu_collect_cost_model_stats"] = "True"
+        return options
 
     def compile(self, traced: jax.stages.Traced, mesh: AnyMesh) -> jax.stages.Compiled:
         """Returns the compiled program of a function that was traced over these devices.

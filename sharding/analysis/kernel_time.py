@@ -1,0 +1,345 @@
+"""How long one instruction of a compiled GPU program takes, by XLA's own cost model or without it.
+
+Compiled with `xla_gpu_collect_cost_model_stats`, every kernel carries estimates:
+
+    backend_config={..., "reification_cost":[{"exec_time_us":6.26,...,"name":""},
+                                             {"exec_time_us":6.26,...,"name":"sol"}]}
+
+- `sol` of a cuBLAS call or a collective is interpolated from measurements on an H100 or a B200, or
+  for a collective across hosts computed from a ring. It is absurd outside of what was measured: a
+  bfloat16 product with a float32 result of 512x32000 is said to take 80 times its FLOPs.
+- `indexing-cost-model` is that of a Triton fusion, whose unnamed entry is absurd; the unnamed one
+  is that of any other fusion.
+- cuDNN's calls, sorts, copies, and most reduce-scatters and all-to-alls carry none. Neither do
+  collectives whose groups are written as axes of a mesh (jax 0.12), nor anything on GPUs other than
+  those two.
+
+What is absurd or missing is computed here from FLOPs, bytes and the efficiencies below.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from sharding import asynchrony, device_groups, hlo
+
+#: Share of the peak that a large matrix product reaches: XLA's tables say 0.79 for bfloat16
+#: products of 8192x4096x4096 on an H100, and less for smaller ones.
+MATMUL_EFFICIENCY = 0.7
+#: A product that XLA prices at less than this share of the peak, and of the memory's bandwidth, is
+#: taken to be outside of what its tables were measured for. Its tables are this low only for
+#: products that a kernel's start dominates, which SMALL_S covers.
+LOWEST_EFFICIENCY = 0.3
+SMALL_S = 20e-6
+#: Shares of the bfloat16 peak of cuDNN's flash attention, forward and backward. FlashAttention-3
+#: (arXiv:2407.08608), figures 5 and 6, measured about 400 to 600 and 300 to 550 TFLOP/s for cuDNN
+#: on an H100 (989 at most) at 2 to 16 thousand tokens: the middle.
+ATTENTION_FORWARD_EFFICIENCY = 0.5
+ATTENTION_BACKWARD_EFFICIENCY = 0.4
+#: Share of the memory's bandwidth that kernels reach which stream through large arrays: about 3.0
+#: of an H100's 3.35 TB/s.
+MEMORY_EFFICIENCY = 0.9
+#: Share of the host link that copies of pinned memory reach: about 50 of PCIe 5.0's 63 GB/s.
+HOST_EFFICIENCY = 0.8
+#: Share of NVLink's bandwidth that NCCL reaches: XLA's table of an H100 says 344 of 450 GB/s for an
+#: all-gather of 2.9 GB over 8 GPUs.
+LINK_EFFICIENCY = 0.75
+#: Share of a network adapter's bandwidth that NCCL reaches across hosts.
+NETWORK_EFFICIENCY = 0.85
+#: The least time of a collective, in a host and across hosts: NCCL's kernels meet in a few steps of
+#: some microseconds each. XLA's table of permutations begins at 13 us.
+COLLECTIVE_LATENCY_S = 15e-6
+NETWORK_LATENCY_S = 30e-6
+#: XLA's time of a collective counts up to this multiple of what its bytes take here. Its estimate
+#: of a permutation across hosts is 22 GB/s, of one in a host 111 of NVLink's 450.
+MOST_OF_ESTIMATE = 2.0
+#: The least time of a kernel, from its start to that of the next: XLA's model has none, and says
+#: nanoseconds for scalars. An empty kernel takes about this on an A100 or H100.
+KERNEL_S = 2e-6
+
+Category = Literal["matmul", "attention", "other"]
+_ENTRIES = re.compile(r'"reification_cost":\s*\[([^\]]*)\]')
+_ENTRY = re.compile(r'"exec_time_us":\s*([\d.eE+\-]+)[^{}]*"name":\s*"([^"]*)"')
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Hosts with GPUs: the rates of one GPU, by its datasheet.
+
+    Attributes:
+      device_kind: whose rates these are, such as "NVIDIA H100 80GB HBM3".
+      flops_per_s: XLA's name of the operands' element type -> the most FLOP/s of matrix products;
+        "f32" stands for those that are not there.
+      memory_bytes_per_s: of its memory.
+      host_bytes_per_s: of its link to the host, in one direction.
+      link_bytes_per_s: of its links to the other GPUs of its host, in one direction.
+      gpus_per_host: partitions 0 .. gpus_per_host - 1 of a program are on the first host, etc.
+      network_bytes_per_s: of its network adapter, in one direction. InfiniBand NDR by default:
+        one adapter of 400 Gbit/s for each GPU, as in an NVIDIA DGX H100.
+    """
+
+    device_kind: str
+    flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    host_bytes_per_s: float
+    link_bytes_per_s: float
+    gpus_per_host: int
+    network_bytes_per_s: float = 50e9
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Returns the most FLOP/s of a product of such operands."""
+        return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What the compute stream runs: its kind, and its seconds in one execution."""
+
+    category: Category
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What a collective moves: its groups' mesh axes, bytes, and seconds in one execution.
+
+    Attributes:
+      kind: one of `asynchrony.COLLECTIVES`.
+      axes: the mesh axes along which devices of one group differ.
+      bytes: of its output on one device.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    seconds: float
+
+
+class Costs:
+    """The times of the instructions of one program.
+
+    Args:
+      module: the program.
+      mesh_shape: sizes of the mesh's axes, in mesh order.
+      machine: what it runs on.
+    """
+
+    def __init__(self, module: hlo.Module, mesh_shape: Mapping[str, int], machine: Machine):
+        self.module, self.mesh_shape, self.machine = module, mesh_shape, machine
+
+    def kernel(self, instruction: hlo.Instruction) -> Kernel | None:
+        """Returns what an instruction costs the compute stream, None if nothing runs.
+
+        Collectives, copies to and from the host, and calls of computations are not for this.
+        """
+        if instruction.opcode in asynchrony.NO_WORK:
+            return None
+        target = hlo.custom_call_target(instruction)
+        if target.startswith("__cudnn$fmha"):
+            return _kernel("attention", self._attention_s(instruction))
+        flops = self._flops(instruction)
+        if flops:
+            return _kernel("matmul", self._product_s(instruction, flops))
+        given = entries(instruction)
+        seconds = given.get(
+            "indexing-cost-model", None if _is_triton(instruction) else given.get("")
+        )
+        if seconds is None:
+            moved = moved_bytes(self.module, instruction)
+            seconds = moved / (MEMORY_EFFICIENCY * self.machine.memory_bytes_per_s)
+        return _kernel("other", seconds)
+
+    def collective(self, instruction: hlo.Instruction) -> Transfer:
+        """Returns what a collective, or the start of one, costs."""
+        num_devices = math.prod(self.mesh_shape.values())
+        groups = device_groups.parse(instruction.attributes, num_devices)
+        kind = asynchrony.collective_kind(instruction)
+        assert kind is not None
+        result = hlo.arrays_of(asynchrony.result_of(instruction))
+        num_bytes = sum(array.bytes for array in result)
+        slow_s, fast_s = self._wire_s(kind, groups, num_bytes)
+        given_s = entries(instruction).get("sol")
+        # What XLA says counts between what the links could do at best and a multiple of ours.
+        seconds = (
+            slow_s if given_s is None else min(max(given_s, fast_s), MOST_OF_ESTIMATE * slow_s)
+        )
+        crosses = any(self._hosts(group) > 1 for group in groups)
+        if all(len(set(group)) < 2 for group in groups):
+            seconds = 0.0
+        else:
+            seconds = max(seconds, NETWORK_LATENCY_S if crosses else COLLECTIVE_LATENCY_S)
+        return Transfer(
+            kind=kind,
+            axes=device_groups.axes_of(groups, self.mesh_shape),
+            bytes=num_bytes,
+            seconds=seconds,
+        )
+
+    def host_copy_s(self, copy: asynchrony.HostCopy) -> float:
+        """Returns the time of a copy to or from the host."""
+        return copy.bytes / (HOST_EFFICIENCY * self.machine.host_bytes_per_s)
+
+    def _flops(self, instruction: hlo.Instruction) -> int:
+        """Returns the FLOPs of products in an instruction, fused ones included."""
+        own = hlo.matmul_flops(instruction)
+        if own is not None or instruction.opcode != "fusion":
+            return own or 0
+        inner = (i for name in instruction.called for i in self.module.computations.get(name, []))
+        return sum(hlo.matmul_flops(i) or 0 for i in inner)
+
+    def _product_s(self, instruction: hlo.Instruction, flops: int) -> float:
+        operands = [array for t in instruction.operand_types for array in hlo.arrays_of(t)]
+        # The type that is computed in is the narrowest: a float32 bias does not make it float32.
+        dtype = min(operands[:2], key=lambda array: array.bytes / max(1, array.num_elements)).dtype
+        peak, memory = self.machine.peak_flops_per_s(dtype), self.machine.memory_bytes_per_s
+        num_bytes = _array_bytes(instruction)
+        least_s = flops / peak
+        slowest_s = SMALL_S + max(least_s, num_bytes / memory) / LOWEST_EFFICIENCY
+        given = entries(instruction)
+        given_s = given.get("sol" if instruction.opcode == "custom-call" else "indexing-cost-model")
+        if given_s is not None and given_s <= slowest_s:
+            return max(given_s, least_s)
+        return max(least_s / MATMUL_EFFICIENCY, num_bytes / (MEMORY_EFFICIENCY * memory))
+
+    def _attention_s(self, instruction: hlo.Instruction) -> float:
+        is_backward = "Backward" in hlo.custom_call_target(instruction)
+        share = ATTENTION_BACKWARD_EFFICIENCY if is_backward else ATTENTION_FORWARD_EFFICIENCY
+        dtype = next(hlo.arrays_of(instruction.operand_types[0])).dtype
+        compute_s = attention_flops(instruction) / (share * self.machine.peak_flops_per_s(dtype))
+        moved_s = _array_bytes(instruction) / self.machine.memory_bytes_per_s
+        return max(compute_s, moved_s / MEMORY_EFFICIENCY)
+
+    def _wire_s(
+        self, kind: str, groups: device_groups.Groups, num_bytes: int
+    ) -> tuple[float, float]:
+        """Returns the time of a collective's bytes on its links: as NCCL does, and at best."""
+        machine = self.machine
+        size = max(len(group) for group in groups)
+        num_hosts = max(self._hosts(group) for group in groups)
+        per_host = size / num_hosts
+        moved = _sent_bytes(kind, size, num_bytes)
+        link_s = moved / machine.link_bytes_per_s
+        network_s = 0.0
+        if num_hosts > 1 and kind in ("all-to-all", "ragged-all-to-all"):
+            # Each GPU sends what is for other hosts through its own adapter.
+            network_s = num_bytes * (size - per_host) / size / machine.network_bytes_per_s
+        elif num_hosts > 1:
+            # Rings go out of a host through the adapters of all its GPUs in the group.
+            per_host = 1 if kind == "collective-permute" else per_host
+            network_s = moved / (per_host * machine.network_bytes_per_s)
+        usual_s = max(link_s / LINK_EFFICIENCY, network_s / NETWORK_EFFICIENCY)
+        return usual_s, max(link_s, network_s)
+
+    def _hosts(self, group: tuple[int, ...]) -> int:
+        return len({device // self.machine.gpus_per_host for device in group}) or 1
+
+
+def entries(instruction: hlo.Instruction) -> dict[str, float]:
+    """Returns XLA's estimates of an instruction: name -> seconds."""
+    found = _ENTRIES.search(instruction.attributes)
+    parts = _ENTRY.findall(found[1]) if found else []
+    return {name: float(microseconds) * 1e-6 for microseconds, name in parts}
+
+
+def attention_flops(instruction: hlo.Instruction) -> int:
+    """Returns the FLOPs of a cuDNN attention call: 2 products forward, 5 backward.
+
+    Pairs of a query and a key that the mask hides from all examples are not counted; what packed
+    segments or padding hide is, as the program does not know it. A causal mask without a window
+    halves the pairs, nearly.
+    """
+    query, _, value = (next(hlo.arrays_of(t)) for t in instruction.operand_types[:3])
+    shape = re.search(
+        r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.attributes
+    )
+    assert shape is not None, instruction.name
+    batch, num_heads, num_queries, num_keys = map(int, re.findall(r"\d+", shape[1]))
+    window = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.attributes)
+    is_causal = re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) is not None
+    pairs = num_queries * num_keys
+    if is_causal:
+        sight = min(num_keys, (int(window[1]) if window else 0) or num_keys)
+        growing = min(num_queries, sight)
+        pairs = growing * (growing + 1) // 2 + (num_queries - growing) * sight
+    head_dims = query.shape[-1] + value.shape[-1]
+    if "Backward" in hlo.custom_call_target(instruction):
+        # The logits, their gradient and those of queries, keys and values.
+        head_dims = 3 * query.shape[-1] + 2 * value.shape[-1]
+    return 2 * batch * num_heads * pairs * head_dims
+
+
+def moved_bytes(module: hlo.Module, instruction: hlo.Instruction) -> int:
+    """Returns the bytes that a kernel reads and writes in the device's memory.
+
+    A fusion, or an instruction, reads of an operand that it slices the slice alone, and where its
+    result is an operand with a part replaced, it writes that part.
+    """
+    if instruction.opcode in _SLICES:
+        return 2 * sum(array.bytes for array in hlo.arrays_of(instruction.type))
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * _update_bytes(instruction)
+    if instruction.opcode != "fusion" or not instruction.called:
+        return _array_bytes(instruction)
+    body = module.computations.get(instruction.called[0], [])
+    readers: dict[str, list[hlo.Instruction]] = {}
+    for inner in body:
+        for operand in dict.fromkeys(inner.operands):
+            readers.setdefault(operand, []).append(inner)
+    total = 0
+    for parameter in (inner for inner in body if inner.opcode == "parameter"):
+        total += _read_bytes(parameter, readers)
+    root = body[-1] if body else instruction
+    updates = [inner for inner in body if inner.opcode == "dynamic-update-slice"]
+    if updates and (root.opcode == "tuple" or root in updates):
+        return total + sum(_update_bytes(update) for update in updates)
+    return total + sum(array.bytes for array in hlo.arrays_of(instruction.type))
+
+
+def _read_bytes(parameter: hlo.Instruction, readers: Mapping[str, list[hlo.Instruction]]) -> int:
+    """Returns the bytes that a fusion reads of one of its parameters."""
+    whole = sum(array.bytes for array in hlo.arrays_of(parameter.type))
+    part = 0
+    for reader in readers.get(parameter.name, []):
+        if reader.opcode in _SLICES:
+            part += sum(array.bytes for array in hlo.arrays_of(reader.type))
+        elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == parameter.name:
+            part += 0  # it is replaced in place
+        else:
+            return whole
+    return min(part, whole)
+
+
+def _update_bytes(update: hlo.Instruction) -> int:
+    return sum(array.bytes for array in hlo.arrays_of(update.operand_types[1]))
+
+
+def _array_bytes(instruction: hlo.Instruction) -> int:
+    """Returns the bytes of an instruction's operands and results, workspaces left out."""
+    arrays = [array for t in instruction.operand_types for array in hlo.arrays_of(t)]
+    arrays += hlo.arrays_of(instruction.type)
+    if instruction.opcode == "custom-call":
+        arrays = [array for array in arrays if array.dtype not in ("s8", "u8")]
+    return sum(array.bytes for array in arrays)
+
+
+def _sent_bytes(kind: str, size: int, num_bytes: int) -> float:
+    """Returns what each GPU sends in a group of `size`, by the bytes of the collective's output."""
+    others = (size - 1) / size
+    if kind == "all-reduce":
+        return 2 * others * num_bytes
+    if kind == "reduce-scatter":
+        return (size - 1) * num_bytes
+    if kind in ("collective-permute", "collective-broadcast"):
+        return num_bytes
+    return others * num_bytes  # all-gather, all-to-all
+
+
+def _is_triton(instruction: hlo.Instruction) -> bool:
+    return '"__triton' in instruction.attributes
+
+
+def _kernel(category: Category, seconds: float) -> Kernel:
+    return Kernel(category=category, seconds=max(seconds, KERNEL_S))

@@ -1,0 +1,382 @@
+"""A compiled program run by its estimated times, instruction by instruction.
+
+The instructions are in the order in which they are issued. Kernels run one after another. A start
+gives its work to a stream, which runs it when it is free; the matching done makes the kernels wait
+until it has ended. Example, with an all-gather of 5 ms and two products of 2 ms:
+
+    all-gather-start  |  product  |  product  |  all-gather-done  |  product
+    kernels           [ product 2 ][ product 2 ][ wait 1 ]          [ product 2 ]    7 ms in all,
+    all-gather        [ all-gather 5                     ]                           1 ms exposed
+
+A computation is run once for each state in which it begins: which streams are still busy, and for
+how long. An iteration of a loop therefore costs one run, however often it is repeated.
+
+A pipeline's stages run one program, and differ by the conditionals of a tick: the forward runs
+where a stage has one, and so on. All stages begin a tick together, since they exchange activations
+in it, so a tick takes as long as for a stage that does what any stage does in it. What is reported
+is the busiest stage: its own operations, and in each tick the wait for the others, the bubble.
+"""
+
+import collections
+import dataclasses
+import re
+
+import numpy as np
+
+from sharding import asynchrony, hlo
+from sharding.analysis.kernel_time import Costs
+from sharding.pipeline.executor import TICKS, scope_of
+from sharding.pipeline.plan import Plan
+
+#: The lane of kernels, and that of a pipeline's idle time.
+COMPUTE = "compute"
+BUBBLE = "bubble"
+#: What one stage runs in one tick: "F", "B", "W", and `Plan.shared`'s names.
+Operations = frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that runs once.
+
+    Attributes:
+      lane: `COMPUTE`, `BUBBLE`, the kind of a collective, "to host" or "to device".
+      category: "matmul", "attention" or "other" of a kernel, else the lane.
+      name: the instruction's.
+      start_s: since the start of the run that it belongs to.
+    """
+
+    lane: str
+    category: str
+    name: str
+    start_s: float
+    duration_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """A run inside another, several times without a pause: a loop's iterations, or a branch.
+
+    Attributes:
+      label: of the loop; "" for what is no loop.
+      start_s: since the start of the run that it belongs to.
+    """
+
+    label: str
+    start_s: float
+    count: int
+    run: "Run"
+
+
+@dataclasses.dataclass
+class CollectiveUse:
+    """What one collective of the program adds up to.
+
+    Attributes:
+      executions: how often it runs.
+      seconds: on its stream.
+      exposed_s: for which kernels waited.
+    """
+
+    executions: int = 0
+    seconds: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclasses.dataclass
+class Totals:
+    """Seconds of a run, or of several.
+
+    Attributes:
+      by_category: of kernels ("matmul", "attention", "other"), of copies to and from the host on
+        their streams ("to host", "to device"), and of the bubble.
+      exposed_host_s: for which kernels waited for copies to or from the host.
+      collectives: by the name of the instruction.
+    """
+
+    by_category: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    exposed_host_s: float = 0.0
+    collectives: dict[str, CollectiveUse] = dataclasses.field(default_factory=dict)
+
+    def add(self, other: "Totals", times: int = 1) -> None:
+        """Adds other totals so many times."""
+        for category, seconds in other.by_category.items():
+            self.by_category[category] += times * seconds
+        self.exposed_host_s += times * other.exposed_host_s
+        for name, use in other.collectives.items():
+            own = self.collectives.setdefault(name, CollectiveUse())
+            own.executions += times * use.executions
+            own.seconds += times * use.seconds
+            own.exposed_s += times * use.exposed_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A computation that ran.
+
+    Attributes:
+      duration_s: until its last kernel has ended and its last done has returned.
+      busy: (stream, seconds) for which streams are busy after that.
+      items: what ran, in the order of issue.
+    """
+
+    duration_s: float
+    busy: "Busy"
+    totals: Totals
+    items: tuple[Event | Repeat, ...]
+
+
+Busy = tuple[tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ticks:
+    """What the stages of a pipeline run in each tick.
+
+    Attributes:
+      stages: tick -> stage -> operations.
+    """
+
+    stages: tuple[tuple[Operations, ...], ...]
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> "Ticks":
+        """Returns those of a plan."""
+        kinds = [kind for kind in "FBW" if f"{kind}.microbatch" in plan.tables]
+        runs = {kind: plan.tables[f"{kind}.microbatch"] >= 0 for kind in kinds}
+        for name, row in plan.shared.items():  # all stages together
+            runs[name] = np.broadcast_to((row >= 0)[:, None], runs[kinds[0]].shape)
+        num_ticks, num_stages = runs[kinds[0]].shape
+        return cls(
+            stages=tuple(
+                tuple(
+                    frozenset(kind for kind, table in runs.items() if table[tick, stage])
+                    for stage in range(num_stages)
+                )
+                for tick in range(num_ticks)
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+
+class Simulator:
+    """Runs a program's computations, each once for each state in which it begins.
+
+    Args:
+      module: the scheduled program.
+      costs: of its instructions.
+      ticks: of its pipeline; None makes every conditional take the longer branch, always.
+    """
+
+    def __init__(self, module: hlo.Module, costs: Costs, ticks: Ticks | None):
+        self.module, self.costs, self.ticks = module, costs, ticks
+        self._runs: dict[tuple[str, Busy, Operations | None], Run] = {}
+
+    def step(self) -> Run:
+        """Returns the run of the whole program; what streams do after its last kernel counts."""
+        run = self.run(self.module.entry, (), None)
+        last = max((seconds for _, seconds in run.busy), default=0.0)
+        return dataclasses.replace(run, duration_s=run.duration_s + last)
+
+    def run(self, name: str, busy: Busy, operations: Operations | None) -> Run:
+        """Returns the run of a computation.
+
+        Args:
+          name: the computation's.
+          busy: (stream, seconds) for which streams are busy when it begins.
+          operations: what the stage runs in the tick; None outside a pipeline's ticks.
+        """
+        key = name, busy, operations
+        if key not in self._runs:
+            state = _State(self, busy, operations)
+            for instruction in self.module.computations.get(name, []):
+                state.issue(instruction)
+            self._runs[key] = state.finish()
+        return self._runs[key]
+
+    def busiest(self, body: str, ticks: Ticks) -> tuple[Operations, ...]:
+        """Returns what the stage with the most work runs in each tick."""
+
+        def work_s(stage: tuple[Operations, ...]) -> float:
+            return sum(self.run(body, (), operations).duration_s for operations in stage)
+
+        return max(zip(*ticks.stages, strict=True), key=work_s)
+
+
+class _State:
+    """A computation as it runs."""
+
+    def __init__(self, simulator: Simulator, busy: Busy, operations: Operations | None):
+        self.simulator, self.operations = simulator, operations
+        self.now_s = 0.0
+        self.totals = Totals()
+        self.items: list[Event | Repeat] = []
+        self._free_s: dict[str, float] = dict(busy)  # stream -> when it is free
+        self._pending: dict[str, _Pending] = {}  # what dones wait for, by the name of the start
+
+    def issue(self, instruction: hlo.Instruction) -> None:
+        """Runs an instruction."""
+        if instruction.opcode == "while":
+            self._loop(instruction)
+        elif instruction.opcode == "conditional":
+            self._include(self._branch(instruction), "")
+        elif instruction.opcode == "call":
+            for name in instruction.called:
+                self._include(self._run(name), "")
+        elif asynchrony.is_done(instruction):
+            for name in instruction.operands:
+                self._wait(name)
+        elif instruction.opcode.endswith("-update"):
+            for name in instruction.operands:
+                if name in self._pending:
+                    self._pending[instruction.name] = self._pending[name]
+        else:
+            self._work(instruction)
+
+    def finish(self) -> Run:
+        """Returns what ran."""
+        busy = {stream: free_s - self.now_s for stream, free_s in self._free_s.items()}
+        return Run(
+            duration_s=self.now_s,
+            busy=tuple(sorted((stream, left_s) for stream, left_s in busy.items() if left_s > 0)),
+            totals=self.totals,
+            items=tuple(self.items),
+        )
+
+    def _work(self, instruction: hlo.Instruction) -> None:
+        """Runs an instruction with work of its own: on a stream, or as a kernel."""
+        costs = self.simulator.costs
+        collective = asynchrony.wrapped_collective(self.simulator.module, instruction)
+        if collective is None and asynchrony.collective_kind(instruction) is not None:
+            collective = instruction
+        copy = None if collective is not None else asynchrony.host_copy(instruction)
+        if collective is not None:
+            transfer = costs.collective(collective)
+            self._start(instruction, transfer.kind, transfer.seconds, collective.name)
+            if asynchrony.is_said_to_be_synchronous(collective):
+                self._wait(instruction.name)
+        elif copy is not None:
+            self._start(instruction, copy.direction, costs.host_copy_s(copy), None)
+        elif (kernel := costs.kernel(instruction)) is not None:
+            self.totals.by_category[kernel.category] += kernel.seconds
+            self._append(COMPUTE, kernel.category, instruction.name, self.now_s, kernel.seconds)
+            self.now_s += kernel.seconds
+            return
+        if not asynchrony.is_start(instruction):
+            self._wait(instruction.name)
+
+    def _start(
+        self, instruction: hlo.Instruction, lane: str, seconds: float, collective: str | None
+    ) -> None:
+        """Gives work to a stream."""
+        stream = _stream_of(lane)
+        start_s = max(self.now_s, self._free_s.get(stream, 0.0))
+        self._free_s[stream] = start_s + seconds
+        self._pending[instruction.name] = _Pending(start_s + seconds, collective)
+        if collective is None:
+            self.totals.by_category[lane] += seconds
+        else:
+            use = self.totals.collectives.setdefault(collective, CollectiveUse())
+            use.executions += 1
+            use.seconds += seconds
+        self._append(lane, lane, instruction.name, start_s, seconds)
+
+    def _wait(self, name: str) -> None:
+        """Lets kernels wait until what was started has ended."""
+        pending = self._pending.get(name)
+        if pending is None:
+            return
+        exposed_s = max(0.0, pending.end_s - self.now_s)
+        self.now_s += exposed_s
+        if pending.collective is None:
+            self.totals.exposed_host_s += exposed_s
+        else:
+            self.totals.collectives[pending.collective].exposed_s += exposed_s
+
+    def _branch(self, conditional: hlo.Instruction) -> Run:
+        """Returns the run of the branch that is taken: the longer one, or in a tick, a stage's."""
+        runs = [self._run(name) for name in conditional.called]
+        operation = _OPERATION.search(conditional.op_name)
+        is_idle = (
+            self.operations is not None
+            and operation is not None
+            and operation[1] not in self.operations
+        )
+        return (min if is_idle else max)(runs, key=lambda run: run.duration_s)
+
+    def _loop(self, loop: hlo.Instruction) -> None:
+        """Runs a loop, once if XLA does not know how often it runs."""
+        body, ticks = hlo.body_of(loop), self.simulator.ticks
+        label, count = hlo.loop_label(loop), hlo.trip_count(loop) or 1
+        if ticks is not None and label == TICKS and count == len(ticks):
+            self._run_ticks(body, ticks)
+            return
+        while count:
+            before, run = self._busy(), self._run(body)
+            # Once the streams are at the end as they were at the start, nothing changes any more.
+            times = count if run.busy == before else 1
+            self._include(run, label or "loop", times)
+            count -= times
+
+    def _run_ticks(self, body: str, ticks: Ticks) -> None:
+        """Runs a pipeline's ticks as the busiest stage does."""
+        own = self.simulator.busiest(body, ticks)
+        for operations, stages in zip(own, ticks.stages, strict=True):
+            everyone = self.simulator.run(body, self._busy(), frozenset().union(*stages))
+            run = self.simulator.run(body, self._busy(), operations)
+            self._include(run, TICKS)
+            idle_s = everyone.duration_s - run.duration_s
+            if idle_s > 0:
+                self.totals.by_category[BUBBLE] += idle_s
+                self._append(BUBBLE, BUBBLE, "waits for other stages", self.now_s, idle_s)
+                self.now_s += idle_s
+
+    def _run(self, name: str) -> Run:
+        return self.simulator.run(name, self._busy(), self.operations)
+
+    def _busy(self) -> Busy:
+        busy = ((stream, free_s - self.now_s) for stream, free_s in self._free_s.items())
+        return tuple(sorted((stream, left_s) for stream, left_s in busy if left_s > 0))
+
+    def _include(self, run: Run, label: str, times: int = 1) -> None:
+        """Lets a run follow what ran so far."""
+        if run.items:
+            self.items.append(Repeat(label=label, start_s=self.now_s, count=times, run=run))
+        self.totals.add(run.totals, times)
+        self.now_s += times * run.duration_s
+        for stream, left_s in run.busy:
+            self._free_s[stream] = self.now_s + left_s
+
+    def _append(self, lane: str, category: str, name: str, start_s: float, seconds: float) -> None:
+        self.items.append(
+            Event(lane=lane, category=category, name=name, start_s=start_s, duration_s=seconds)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """Work that a stream was given.
+
+    Attributes:
+      end_s: when it has ended.
+      collective: the name of its collective; None for a copy to or from the host.
+    """
+
+    end_s: float
+    collective: str | None
+
+
+def _stream_of(lane: str) -> str:
+    """Returns the stream of a lane.
+
+    XLA runs collectives one after another on one stream, except permutations (sends and receives),
+    which have their own. Copies in either direction have one each.
+    """
+    if lane in ("collective-permute", "to host", "to device"):
+        return lane
+    return "collectives"
+
+
+_OPERATION = re.compile(rf"\b{scope_of('')}(\w+)/cond$")
