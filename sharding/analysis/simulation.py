@@ -12,9 +12,12 @@ A computation is run once for each state in which it begins: which streams are s
 how long. An iteration of a loop therefore costs one run, however often it is repeated.
 
 A pipeline's stages run one program, and differ by the conditionals of a tick: the forward runs
-where a stage has one, and so on. All stages begin a tick together, since they exchange activations
-in it, so a tick takes as long as for a stage that does what any stage does in it. What is reported
-is the busiest stage: its own operations, and in each tick the wait for the others, the bubble.
+where a stage has one, the head on the last stage, and so on. All stages begin a tick together,
+since they exchange activations in it, so a tick takes as long as the stage that does most in it.
+Where an exchange holds up the kernels in the middle of a tick, forwards must all have ended before
+any backward begins, so the tick takes as long as for a stage that does what any stage does.
+What is reported is the busiest stage: its own operations, and in each tick the wait for the others,
+the bubble.
 """
 
 import collections
@@ -31,7 +34,8 @@ from sharding.pipeline.plan import Plan
 #: The lane of kernels, and that of a pipeline's idle time.
 COMPUTE = "compute"
 BUBBLE = "bubble"
-#: What one stage runs in one tick: "F", "B", "W", and `Plan.shared`'s names.
+#: What one stage runs in one tick: "F", "B", "W", flags that hold for these, such as "B.is_last",
+#: and names of `Plan.shared`.
 Operations = frozenset[str]
 
 
@@ -142,20 +146,20 @@ class Ticks:
     @classmethod
     def of_plan(cls, plan: Plan) -> "Ticks":
         """Returns those of a plan."""
-        kinds = [kind for kind in "FBW" if f"{kind}.microbatch" in plan.tables]
-        runs = {kind: plan.tables[f"{kind}.microbatch"] >= 0 for kind in kinds}
+        runs: dict[str, np.ndarray] = {}
+        for kind in "FBW":
+            runs[kind] = plan.tables[f"{kind}.microbatch"] >= 0
+            for flag in ("is_first", "is_last"):
+                runs[f"{kind}.{flag}"] = runs[kind] & (plan.tables[f"{kind}.{flag}"] > 0)
+        num_ticks, num_stages = runs["F"].shape
         for name, row in plan.shared.items():  # all stages together
-            runs[name] = np.broadcast_to((row >= 0)[:, None], runs[kinds[0]].shape)
-        num_ticks, num_stages = runs[kinds[0]].shape
-        return cls(
-            stages=tuple(
-                tuple(
-                    frozenset(kind for kind, table in runs.items() if table[tick, stage])
-                    for stage in range(num_stages)
-                )
-                for tick in range(num_ticks)
-            )
-        )
+            runs[name] = np.repeat((row >= 0)[:, None], num_stages, axis=1)
+
+        def cell(tick: int, stage: int) -> Operations:
+            return frozenset(name for name, table in runs.items() if table[tick, stage])
+
+        stages = range(num_stages)
+        return cls(stages=tuple(tuple(cell(tick, s) for s in stages) for tick in range(num_ticks)))
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -173,6 +177,7 @@ class Simulator:
     def __init__(self, module: hlo.Module, costs: Costs, ticks: Ticks | None):
         self.module, self.costs, self.ticks = module, costs, ticks
         self._runs: dict[tuple[str, Busy, Operations | None], Run] = {}
+        self._overlapped = asynchrony.overlapped(module)
 
     def step(self) -> Run:
         """Returns the run of the whole program; what streams do after its last kernel counts."""
@@ -195,6 +200,23 @@ class Simulator:
                 state.issue(instruction)
             self._runs[key] = state.finish()
         return self._runs[key]
+
+    def tick_s(self, body: str, busy: Busy, stages: tuple[Operations, ...]) -> float:
+        """Returns the time of a tick in which the stages run these operations."""
+        if self._exchange_waits(body):
+            return self.run(body, busy, frozenset().union(*stages)).duration_s
+        return max(self.run(body, busy, operations).duration_s for operations in {*stages})
+
+    def _exchange_waits(self, body: str) -> bool:
+        """Returns whether kernels wait for a permutation where it is issued."""
+        return any(
+            asynchrony.collective_kind(instruction) == "collective-permute"
+            and (
+                instruction.name not in self._overlapped
+                or asynchrony.is_said_to_be_synchronous(instruction)
+            )
+            for instruction in self.module.computations.get(body, [])
+        )
 
     def busiest(self, body: str, ticks: Ticks) -> tuple[Operations, ...]:
         """Returns what the stage with the most work runs in each tick."""
@@ -324,10 +346,10 @@ class _State:
         """Runs a pipeline's ticks as the busiest stage does."""
         own = self.simulator.busiest(body, ticks)
         for operations, stages in zip(own, ticks.stages, strict=True):
-            everyone = self.simulator.run(body, self._busy(), frozenset().union(*stages))
+            tick_s = self.simulator.tick_s(body, self._busy(), stages)
             run = self.simulator.run(body, self._busy(), operations)
             self._include(run, TICKS)
-            idle_s = everyone.duration_s - run.duration_s
+            idle_s = tick_s - run.duration_s
             if idle_s > 0:
                 self.totals.by_category[BUBBLE] += idle_s
                 self._append(BUBBLE, BUBBLE, "waits for other stages", self.now_s, idle_s)
@@ -379,4 +401,4 @@ def _stream_of(lane: str) -> str:
     return "collectives"
 
 
-_OPERATION = re.compile(rf"\b{scope_of('')}(\w+)/cond$")
+_OPERATION = re.compile(rf"\b{scope_of('')}([\w.]+)/cond$")

@@ -50,7 +50,12 @@ TICKS = "pipeline_ticks"
 
 
 def scope_of(part: str) -> str:
-    """Returns the scope of a tick's operation (F, B, W) or of a shared part (a `Plan.shared`)."""
+    """Returns the scope of what runs in some ticks only.
+
+    Args:
+      part: an operation (F, B, W), one where a flag of the table holds (B.is_last), or what all
+        stages do together (a key of `Plan.shared`).
+    """
     return f"pipeline_{part}"
 
 
@@ -465,7 +470,9 @@ class _Stage:
             return jax.lax.cond(row[part] >= 0, then, otherwise)
 
     def _if(self, kind: str, flag: str, row, then, otherwise) -> Tree:
-        return branch(self.plan.holds(kind, flag), row[f"{kind}.{flag}"] > 0, then, otherwise)
+        holds = self.plan.holds(kind, flag)
+        with jax.named_scope(scope_of(f"{kind}.{flag}")):
+            return branch(holds, row[f"{kind}.{flag}"] > 0, then, otherwise)
 
     def _send(self, kind: str, x: Tree) -> dict[str, Tree]:
         """Returns, per channel of that kind, what arrives."""

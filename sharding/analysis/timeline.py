@@ -1,0 +1,352 @@
+"""The predicted step drawn: as a trace for Perfetto, and as a picture.
+
+    write_trace(prediction, "step.json")            # open in https://ui.perfetto.dev
+    Path("step.svg").write_text(draw(prediction))
+
+Both have a lane for kernels and one for each kind of communication. A run is a tree (a loop repeats
+a run, which holds loops), far smaller than the list of everything that happens in a step. The trace
+spells out the first iterations of a loop and sums up the others, so that its size is bounded. The
+picture fills columns of time, and spreads evenly over them what is shorter than a column.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from sharding.analysis.cost import Prediction
+from sharding.analysis.simulation import BUBBLE, COMPUTE, Event, Repeat, Run
+
+#: category -> (name, colour). Okabe and Ito's, which colour-blind readers tell apart too.
+_KERNELS = {
+    "matmul": ("matrix products", "#0072b2"),
+    "attention": ("attention", "#d55e00"),
+    "other": ("other kernels", "#f0c04a"),
+    BUBBLE: ("waits for other stages", "#d9d9d9"),
+}
+_COMMUNICATION, _HOST = ("communication", "#009e73"), ("host copies", "#cc79a7")
+_HOST_LANES = ("to host", "to device")
+
+#: How many iterations of a loop the trace spells out before it sums up the others.
+_SPELLED_OUT = 4
+#: The most events in a trace: about 20 MB.
+_MOST_EVENTS = 100_000
+
+_WIDTH, _LEFT, _RIGHT, _TOP = 1200, 150, 24, 66
+_LANE, _GAP = 34, 12
+_COLUMNS = 1026  # of time, one pixel each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """Something on a lane, by the time since the step began.
+
+    Attributes:
+      count: 1 of an event; of a loop, the iterations that it sums up.
+    """
+
+    lane: str
+    category: str
+    name: str
+    start_s: float
+    duration_s: float
+    count: int = 1
+
+
+def write_trace(prediction: Prediction, path: str | Path) -> None:
+    """Writes the step as Chrome's trace events, which Perfetto and chrome://tracing read."""
+    Path(path).write_text(json.dumps(trace(prediction), separators=(",", ":")), encoding="utf-8")
+
+
+def trace(prediction: Prediction) -> dict[str, Any]:
+    """Returns the step as Chrome's trace events: one thread per lane, times in microseconds.
+
+    Of a loop, some iterations are spelled out, fewer of a program with many instructions. What the
+    others do is one event per lane, whose `args` say how many iterations it stands for.
+    """
+    for spelled_out in (_SPELLED_OUT, 2, 1, 0):
+        placed = list(_spelled(prediction.run, 0.0, spelled_out, _MOST_EVENTS))
+        if len(placed) <= _MOST_EVENTS:
+            break
+    placed = placed[:_MOST_EVENTS]
+    lanes = {lane: number for number, lane in enumerate(_lanes(prediction.run))}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "predicted step"}}
+    ]
+    for lane, number in lanes.items():
+        name = {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": lane}}
+        events += [name, {**name, "name": "thread_sort_index", "args": {"sort_index": number}}]
+    for item in placed:
+        event = {
+            "ph": "X",
+            "pid": 0,
+            "tid": lanes[_lane(item.lane)],
+            "name": item.name,
+            "cat": item.category,
+            "ts": round(1e6 * item.start_s, 3),
+            "dur": round(1e6 * item.duration_s, 3),
+        }
+        if item.count > 1:
+            event["args"] = {"iterations": item.count}
+        events.append(event)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw(prediction: Prediction, title: str = "") -> str:
+    """Returns the step as an SVG picture.
+
+    Args:
+      prediction: the step.
+      title: what it is a step of; "predicted" and the time are added.
+    """
+    step_s = prediction.step_s or 1e-9
+    lanes = _lanes(prediction.run)
+    columns = _Columns(step_s)
+    columns.add(prediction.run, 0.0)
+    bottom = _TOP + len(lanes) * (_LANE + _GAP)
+    height = bottom + 74
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif" '
+        'font-size="12" fill="#222222">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        *_heading(prediction, title),
+        *_axis(step_s, bottom),
+    ]
+    for row, lane in enumerate(lanes):
+        parts += _draw_lane(lane, _TOP + row * (_LANE + _GAP), columns)
+    parts += _legend(prediction, bottom + 48)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+class _Columns:
+    """How much of each column of time each category takes on each lane.
+
+    Args:
+      step_s: time that all columns together stand for.
+    """
+
+    def __init__(self, step_s: float):
+        self._column_s = step_s / _COLUMNS
+        self.shares: dict[str, dict[str, list[float]]] = {}  # lane -> category -> columns
+        self._sums: dict[int, list[tuple[str, str, float]]] = {}  # id of a run -> its seconds
+
+    def add(self, run: Run, start_s: float) -> None:
+        """Adds a run that begins at a time."""
+        for item in run.items:
+            at_s = start_s + item.start_s
+            if isinstance(item, Event):
+                self._fill(item.lane, item.category, at_s, item.duration_s, item.duration_s)
+            elif item.run.duration_s > self._column_s:
+                for i in range(item.count):
+                    self.add(item.run, at_s + i * item.run.duration_s)
+            else:
+                duration_s = item.count * item.run.duration_s
+                for lane, category, seconds in self._sum(item.run):
+                    self._fill(lane, category, at_s, duration_s, item.count * seconds)
+
+    def _fill(
+        self, lane: str, category: str, start_s: float, duration_s: float, seconds: float
+    ) -> None:
+        """Spreads seconds evenly over a time."""
+        empty = [0.0] * _COLUMNS
+        share = self.shares.setdefault(_lane(lane), {}).setdefault(category, empty)
+        start, stop = start_s / self._column_s, (start_s + duration_s) / self._column_s
+        per_column = seconds / self._column_s / max(stop - start, 1e-12)
+        for column in range(int(start), min(_COLUMNS, math.ceil(stop))):
+            covered = min(stop, column + 1) - max(start, column)
+            share[column] += covered * per_column
+
+    def _sum(self, run: Run) -> list[tuple[str, str, float]]:
+        if id(run) not in self._sums:
+            sums = _seconds(run)
+            self._sums[id(run)] = [(*key, seconds) for key, seconds in sums.items()]
+        return self._sums[id(run)]
+
+
+def _draw_lane(lane: str, top: float, columns: _Columns) -> Iterator[str]:
+    """Yields a lane: its name, its background, and a path for each category.
+
+    In a column the categories are stacked, and the rest of it is idle.
+    """
+    middle = top + _LANE / 2
+    yield (
+        f'<text x="{_LEFT - 10}" y="{middle}" text-anchor="end" dominant-baseline="central">'
+        f"{escape(lane)}</text>"
+    )
+    yield (f'<rect x="{_LEFT}" y="{top}" width="{_COLUMNS}" height="{_LANE}" fill="#f4f4f4"/>')
+    filled = [0.0] * _COLUMNS
+    shares = columns.shares.get(lane, {})
+    order = [*_KERNELS, *(category for category in shares if category not in _KERNELS)]
+    for category in order:
+        if category not in shares:
+            continue
+        outline = []
+        for column, share in enumerate(shares[category]):
+            low, filled[column] = filled[column], min(1.0, filled[column] + share)
+            tall = round(_LANE * (filled[column] - low), 1)
+            if tall > 0:
+                base = round(top + _LANE * (1 - low), 1)
+                outline.append((column, base, tall))
+        boxes = "".join(
+            f"M{_LEFT + column} {base:g}h{width}v{-tall:g}h{-width}z"
+            for column, width, base, tall in _merged(outline)
+        )
+        if boxes:
+            _, colour = _style(category)
+            yield f'<path d="{boxes}" fill="{colour}" shape-rendering="crispEdges"/>'
+
+
+def _merged(outline: list[tuple[int, float, float]]) -> Iterator[tuple[int, int, float, float]]:
+    """Yields (first column, number of columns, base, height) of equal neighbours."""
+    run: tuple[int, int, float, float] | None = None
+    for column, base, tall in outline:
+        if run is not None and run[0] + run[1] == column and run[2:] == (base, tall):
+            run = (run[0], run[1] + 1, base, tall)
+            continue
+        if run is not None:
+            yield run
+        run = (column, 1, base, tall)
+    if run is not None:
+        yield run
+
+
+def _heading(prediction: Prediction, title: str) -> Iterator[str]:
+    heading = f"{title}: predicted step" if title else "predicted step"
+    yield (
+        f'<text x="{_LEFT}" y="26" font-size="16" font-weight="bold">'
+        f"{escape(heading)}, {_milliseconds(prediction.step_s)} ms</text>"
+    )
+    yield (
+        f'<text x="{_LEFT}" y="46" fill="#666666">'
+        "from the compiled program and XLA’s cost model, not measured; in each column of time, "
+        "the coloured part is busy</text>"
+    )
+
+
+def _axis(step_s: float, bottom: float) -> Iterator[str]:
+    """Yields the time axis in milliseconds, with lines behind the lanes."""
+    step_ms = 1e3 * step_s
+    unit = 10.0 ** math.floor(math.log10(step_ms / 5))
+    tick_ms = next(unit * factor for factor in (1, 2, 5, 10) if step_ms / (unit * factor) <= 12)
+    for i in range(int(step_ms / tick_ms + 1e-9) + 1):
+        x = round(_LEFT + _COLUMNS * i * tick_ms / step_ms, 1)
+        yield f'<path d="M{x:g} {_TOP - 6}V{bottom - _GAP + 6}" stroke="#cccccc"/>'
+        yield (
+            f'<text x="{x:g}" y="{bottom + 12}" text-anchor="middle" fill="#444444">'
+            f"{i * tick_ms:g}</text>"
+        )
+    yield (f'<text x="{_LEFT - 10}" y="{bottom + 12}" text-anchor="end" fill="#444444">ms</text>')
+
+
+def _legend(prediction: Prediction, y: float) -> Iterator[str]:
+    """Yields a coloured box, name and time for each part that the step has."""
+    exposed_s = prediction.exposed_communication_s
+    parts = [
+        (*_KERNELS["matmul"], prediction.matmul_s, ""),
+        (*_KERNELS["attention"], prediction.attention_s, ""),
+        (*_KERNELS["other"], prediction.other_s, ""),
+        (*_KERNELS[BUBBLE], prediction.bubble_s, ""),
+        (*_COMMUNICATION, prediction.communication_s, f", {_milliseconds(exposed_s)} exposed"),
+        (*_HOST, prediction.host_s, f", {_milliseconds(prediction.exposed_host_s)} exposed"),
+    ]
+
+    x = float(_LEFT)
+    for name, colour, seconds, more in parts:
+        if not seconds:
+            continue
+        label = f"{name} {_milliseconds(seconds)} ms{more}"
+        yield f'<rect x="{x:g}" y="{y - 6}" width="12" height="12" fill="{colour}"/>'
+        yield f'<text x="{x + 18:g}" y="{y}" dominant-baseline="central">{escape(label)}</text>'
+        x += 18 + 6.9 * len(label) + 20
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
+def _style(category: str) -> tuple[str, str]:
+    if category in _KERNELS:
+        return _KERNELS[category]
+    return _HOST if category in _HOST_LANES else _COMMUNICATION
+
+
+def _lane(lane: str) -> str:
+    """Returns the lane that something is drawn on: idle time is among the kernels."""
+    return COMPUTE if lane == BUBBLE else lane
+
+
+def _lanes(run: Run) -> list[str]:
+    """Returns the lanes of a run: kernels, collectives by name, copies to and from the host."""
+    found = {_lane(lane) for lane, _ in _seconds(run)} - {COMPUTE}
+    return [COMPUTE, *sorted(found, key=lambda lane: (lane in _HOST_LANES, lane))]
+
+
+def _seconds(run: Run) -> dict[tuple[str, str], float]:
+    """Returns the seconds of each (lane, category) in a run and all that it repeats."""
+    memo: dict[int, dict[tuple[str, str], float]] = {}
+
+    def of(run: Run) -> dict[tuple[str, str], float]:
+        if id(run) not in memo:
+            sums: collections.Counter[tuple[str, str]] = collections.Counter()
+            for item in run.items:
+                if isinstance(item, Event):
+                    sums[item.lane, item.category] += item.duration_s
+                else:
+                    for key, seconds in of(item.run).items():
+                        sums[key] += item.count * seconds
+            memo[id(run)] = dict(sums)
+        return memo[id(run)]
+
+    return of(run)
+
+
+def _spelled(run: Run, start_s: float, spelled_out: int, most: int) -> Iterator[_Placed]:
+    """Yields what is on the lanes, `spelled_out` iterations of each loop one by one.
+
+    Stops soon after `most` of them.
+    """
+    num = 0
+    for item in run.items:
+        for placed in _spelled_item(item, start_s + item.start_s, spelled_out, most - num):
+            num += 1
+            yield placed
+        if num > most:
+            return
+
+
+def _spelled_item(
+    item: Event | Repeat, start_s: float, spelled_out: int, most: int
+) -> Iterator[_Placed]:
+    if isinstance(item, Event):
+        yield _Placed(
+            lane=item.lane,
+            category=item.category,
+            name=item.name,
+            start_s=start_s,
+            duration_s=item.duration_s,
+        )
+        return
+    count = item.count if not item.label else min(item.count, spelled_out)
+    for _ in range(count):
+        yield from _spelled(item.run, start_s, spelled_out, most)
+        start_s += item.run.duration_s
+    if item.count > count:
+        yield from _summed_up(item, start_s, item.count - count)
+
+
+def _summed_up(item: Repeat, start_s: float, count: int) -> Iterator[_Placed]:
+    """Yields one event per lane for iterations that are not spelled out."""
+    for lane in _lanes(item.run):
+        yield _Placed(
+            lane=lane,
+            category="loop",
+            name=f"{item.label or 'loop'} × {count}",
+            start_s=start_s,
+            duration_s=count * item.run.duration_s,
+            count=count,
+        )
