@@ -20,6 +20,7 @@ from xml.sax.saxutils import escape
 
 from sharding.analysis.cost import Prediction
 from sharding.analysis.simulation import BUBBLE, COMPUTE, Event, Repeat, Run
+from sharding.pipeline.executor import TICKS
 
 #: category -> (name, colour). Okabe and Ito's, which colour-blind readers tell apart too.
 _KERNELS = {
@@ -33,11 +34,14 @@ _HOST_LANES = ("to host", "to device")
 
 #: How many iterations of a loop the trace spells out before it sums up the others.
 _SPELLED_OUT = 4
+#: The share of a step from which on a loop is named in the picture.
+_SHORTEST_BRACKET = 0.06
 #: The most events in a trace: about 20 MB.
 _MOST_EVENTS = 100_000
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 1200, 150, 24, 66
+_WIDTH, _LEFT, _TOP = 1240, 190, 92
 _LANE, _GAP = 34, 12
+_LEAST = 1.5  # height of the shortest event
 _COLUMNS = 1026  # of time, one pixel each
 
 
@@ -108,7 +112,10 @@ def draw(prediction: Prediction, title: str = "") -> str:
     columns = _Columns(step_s)
     columns.add(prediction.run, 0.0)
     bottom = _TOP + len(lanes) * (_LANE + _GAP)
-    height = bottom + 74
+    height = bottom + 92
+    seconds = collections.Counter()
+    for (lane, _), value in _seconds(prediction.run).items():
+        seconds[lane] += value
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif" '
@@ -116,9 +123,11 @@ def draw(prediction: Prediction, title: str = "") -> str:
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         *_heading(prediction, title),
         *_axis(step_s, bottom),
+        *_brackets(prediction.run, step_s),
     ]
     for row, lane in enumerate(lanes):
-        parts += _draw_lane(lane, _TOP + row * (_LANE + _GAP), columns)
+        top = _TOP + row * (_LANE + _GAP)
+        parts += _draw_lane(f"{lane} {_milliseconds(seconds[lane])}", lane, top, columns)
     parts += _legend(prediction, bottom + 48)
     return "\n".join([*parts, "</svg>", ""])
 
@@ -168,7 +177,7 @@ class _Columns:
         return self._sums[id(run)]
 
 
-def _draw_lane(lane: str, top: float, columns: _Columns) -> Iterator[str]:
+def _draw_lane(label: str, lane: str, top: float, columns: _Columns) -> Iterator[str]:
     """Yields a lane: its name, its background, and a path for each category.
 
     In a column the categories are stacked, and the rest of it is idle.
@@ -176,7 +185,7 @@ def _draw_lane(lane: str, top: float, columns: _Columns) -> Iterator[str]:
     middle = top + _LANE / 2
     yield (
         f'<text x="{_LEFT - 10}" y="{middle}" text-anchor="end" dominant-baseline="central">'
-        f"{escape(lane)}</text>"
+        f"{escape(label)}</text>"
     )
     yield (f'<rect x="{_LEFT}" y="{top}" width="{_COLUMNS}" height="{_LANE}" fill="#f4f4f4"/>')
     filled = [0.0] * _COLUMNS
@@ -189,6 +198,8 @@ def _draw_lane(lane: str, top: float, columns: _Columns) -> Iterator[str]:
         for column, share in enumerate(shares[category]):
             low, filled[column] = filled[column], min(1.0, filled[column] + share)
             tall = round(_LANE * (filled[column] - low), 1)
+            if share and not low:
+                tall = max(tall, _LEAST)
             if tall > 0:
                 base = round(top + _LANE * (1 - low), 1)
                 outline.append((column, base, tall))
@@ -235,12 +246,37 @@ def _axis(step_s: float, bottom: float) -> Iterator[str]:
     tick_ms = next(unit * factor for factor in (1, 2, 5, 10) if step_ms / (unit * factor) <= 12)
     for i in range(int(step_ms / tick_ms + 1e-9) + 1):
         x = round(_LEFT + _COLUMNS * i * tick_ms / step_ms, 1)
-        yield f'<path d="M{x:g} {_TOP - 6}V{bottom - _GAP + 6}" stroke="#cccccc"/>'
+        yield f'<path d="M{x:g} {_TOP - 4}V{bottom - _GAP + 6}" stroke="#cccccc"/>'
         yield (
             f'<text x="{x:g}" y="{bottom + 12}" text-anchor="middle" fill="#444444">'
             f"{i * tick_ms:g}</text>"
         )
     yield (f'<text x="{_LEFT - 10}" y="{bottom + 12}" text-anchor="end" fill="#444444">ms</text>')
+
+
+def _brackets(run: Run, step_s: float) -> Iterator[str]:
+    """Yields a bracket with a label above each long outermost loop."""
+    loops: list[tuple[str, float, float, int]] = []  # label, start, end, iterations
+    for item in run.items:
+        if not isinstance(item, Repeat):
+            continue
+        end_s = item.start_s + item.count * item.run.duration_s
+        if loops and loops[-1][0] == item.label == TICKS:
+            label, start_s, _, count = loops.pop()
+            loops.append((label, start_s, end_s, count + item.count))
+        else:
+            loops.append((item.label, item.start_s, end_s, item.count))
+    for label, start_s, end_s, count in loops:
+        if label and end_s - start_s > _SHORTEST_BRACKET * step_s:
+            left, right = (round(_LEFT + _COLUMNS * t / step_s, 1) for t in (start_s, end_s))
+            y = _TOP - 14
+            name = f"{label.replace('_', ' ')} × {count}"
+            outline = f"M{left:g} {y + 6}V{y}H{right:g}V{y + 6}"
+            yield f'<path d="{outline}" stroke="#666666" fill="none"/>'
+            yield (
+                f'<text x="{(left + right) / 2:g}" y="{y - 5}" text-anchor="middle" '
+                f'font-size="11" fill="#444444">{escape(name)}</text>'
+            )
 
 
 def _legend(prediction: Prediction, y: float) -> Iterator[str]:
@@ -260,9 +296,12 @@ def _legend(prediction: Prediction, y: float) -> Iterator[str]:
         if not seconds:
             continue
         label = f"{name} {_milliseconds(seconds)} ms{more}"
+        width = 18 + 6.9 * len(label) + 20
+        if x + width > _WIDTH:
+            x, y = float(_LEFT), y + 20
         yield f'<rect x="{x:g}" y="{y - 6}" width="12" height="12" fill="{colour}"/>'
         yield f'<text x="{x + 18:g}" y="{y}" dominant-baseline="central">{escape(label)}</text>'
-        x += 18 + 6.9 * len(label) + 20
+        x += width
 
 
 def _milliseconds(seconds: float) -> str:
