@@ -21,7 +21,7 @@ from typing import Any
 
 from sharding import audit, hlo
 from sharding.analysis.kernel_time import Costs, Machine
-from sharding.analysis.simulation import BUBBLE, Run, Simulator, Ticks
+from sharding.analysis.simulation import BUBBLE, HOST_LANES, Run, Simulator, Ticks
 
 __all__ = ["CollectiveTime", "Machine", "Prediction", "Ticks", "format_prediction", "predict"]
 
@@ -127,7 +127,7 @@ def predict(
     # What streams still do after the last kernel is waited for at the end of the step.
     exposed_host_s = totals.exposed_host_s
     last_s = run.duration_s - known_s - exposed - exposed_host_s
-    if any(direction in dict(run.busy) for direction in ("to host", "to device")):
+    if any(lane in dict(run.busy) for lane in HOST_LANES):
         exposed_host_s += max(0.0, last_s)
     else:
         exposed += max(0.0, last_s)

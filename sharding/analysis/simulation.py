@@ -34,6 +34,8 @@ from sharding.pipeline.plan import Plan
 #: The lane of kernels, and that of a pipeline's idle time.
 COMPUTE = "compute"
 BUBBLE = "bubble"
+#: Those of copies to and from the host.
+HOST_LANES = ("to host", "to device")
 #: What one stage runs in one tick: "F", "B", "W", flags that hold for these, such as "B.is_last",
 #: and names of `Plan.shared`.
 Operations = frozenset[str]
@@ -236,7 +238,11 @@ class _State:
         self.totals = Totals()
         self.items: list[Event | Repeat] = []
         self._free_s: dict[str, float] = dict(busy)  # stream -> when it is free
-        self._pending: dict[str, _Pending] = {}  # what dones wait for, by the name of the start
+        # stream -> (when it ends, what it is) of what it was given, in order.
+        self._given: dict[str, list[tuple[float, str]]] = {
+            stream: [(end_s, _INHERITED + stream)] for stream, end_s in busy
+        }
+        self._pending: dict[str, tuple[str, float]] = {}  # start -> its stream, and when it ends
 
     def issue(self, instruction: hlo.Instruction) -> None:
         """Runs an instruction."""
@@ -296,7 +302,8 @@ class _State:
         stream = _stream_of(lane)
         start_s = max(self.now_s, self._free_s.get(stream, 0.0))
         self._free_s[stream] = start_s + seconds
-        self._pending[instruction.name] = _Pending(start_s + seconds, collective)
+        self._pending[instruction.name] = (stream, start_s + seconds)
+        self._given.setdefault(stream, []).append((start_s + seconds, collective or ""))
         if collective is None:
             self.totals.by_category[lane] += seconds
         else:
@@ -306,16 +313,21 @@ class _State:
         self._append(lane, lane, instruction.name, start_s, seconds)
 
     def _wait(self, name: str) -> None:
-        """Lets kernels wait until what was started has ended."""
-        pending = self._pending.get(name)
-        if pending is None:
+        """Lets kernels wait for what was started, and for all that its stream does first."""
+        if name not in self._pending:
             return
-        exposed_s = max(0.0, pending.end_s - self.now_s)
-        self.now_s += exposed_s
-        if pending.collective is None:
-            self.totals.exposed_host_s += exposed_s
+        stream, until_s = self._pending[name]
+        for end_s, collective in self._given[stream]:
+            if self.now_s < end_s <= until_s:
+                self._expose(stream, collective, end_s - self.now_s)
+                self.now_s = end_s
+
+    def _expose(self, stream: str, collective: str, seconds: float) -> None:
+        if stream in HOST_LANES:
+            self.totals.exposed_host_s += seconds
         else:
-            self.totals.collectives[pending.collective].exposed_s += exposed_s
+            use = self.totals.collectives.setdefault(collective, CollectiveUse())
+            use.exposed_s += seconds
 
     def _branch(self, conditional: hlo.Instruction) -> Run:
         """Returns the run of the branch that is taken: the longer one, or in a tick, a stage's."""
@@ -367,6 +379,11 @@ class _State:
         if run.items:
             self.items.append(Repeat(label=label, start_s=self.now_s, count=times, run=run))
         self.totals.add(run.totals, times)
+        for stream, given in self._given.items():
+            # What the run waited for, but did not start, is the last that the stream was given.
+            inherited = self.totals.collectives.pop(_INHERITED + stream, None)
+            if inherited is not None:
+                self._expose(stream, given[-1][1], inherited.exposed_s)
         self.now_s += times * run.duration_s
         for stream, left_s in run.busy:
             self._free_s[stream] = self.now_s + left_s
@@ -377,28 +394,17 @@ class _State:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """Work that a stream was given.
-
-    Attributes:
-      end_s: when it has ended.
-      collective: the name of its collective; None for a copy to or from the host.
-    """
-
-    end_s: float
-    collective: str | None
-
-
 def _stream_of(lane: str) -> str:
     """Returns the stream of a lane.
 
     XLA runs collectives one after another on one stream, except permutations (sends and receives),
     which have their own. Copies in either direction have one each.
     """
-    if lane in ("collective-permute", "to host", "to device"):
+    if lane == "collective-permute" or lane in HOST_LANES:
         return lane
     return "collectives"
 
 
+# Stands for a collective that was started outside of a run, and delays what the run starts.
+_INHERITED = "before: "
 _OPERATION = re.compile(rf"\b{scope_of('')}([\w.]+)/cond$")

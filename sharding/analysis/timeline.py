@@ -19,7 +19,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from sharding.analysis.cost import Prediction
-from sharding.analysis.simulation import BUBBLE, COMPUTE, Event, Repeat, Run
+from sharding.analysis.simulation import BUBBLE, COMPUTE, HOST_LANES, Event, Repeat, Run
 from sharding.pipeline.executor import TICKS
 
 #: category -> (name, colour). Okabe and Ito's, which colour-blind readers tell apart too.
@@ -30,7 +30,6 @@ _KERNELS = {
     BUBBLE: ("waits for other stages", "#d9d9d9"),
 }
 _COMMUNICATION, _HOST = ("communication", "#009e73"), ("host copies", "#cc79a7")
-_HOST_LANES = ("to host", "to device")
 
 #: How many iterations of a loop the trace spells out before it sums up the others.
 _SPELLED_OUT = 4
@@ -311,7 +310,7 @@ def _milliseconds(seconds: float) -> str:
 def _style(category: str) -> tuple[str, str]:
     if category in _KERNELS:
         return _KERNELS[category]
-    return _HOST if category in _HOST_LANES else _COMMUNICATION
+    return _HOST if category in HOST_LANES else _COMMUNICATION
 
 
 def _lane(lane: str) -> str:
@@ -322,7 +321,7 @@ def _lane(lane: str) -> str:
 def _lanes(run: Run) -> list[str]:
     """Returns the lanes of a run: kernels, collectives by name, copies to and from the host."""
     found = {_lane(lane) for lane, _ in _seconds(run)} - {COMPUTE}
-    return [COMPUTE, *sorted(found, key=lambda lane: (lane in _HOST_LANES, lane))]
+    return [COMPUTE, *sorted(found, key=lambda lane: (lane in HOST_LANES, lane))]
 
 
 def _seconds(run: Run) -> dict[tuple[str, str], float]:

@@ -85,6 +85,88 @@ def test_collectives_asynchronous_forms_count_once_with_the_bytes_of_their_resul
     assert found[0].op_name == "jit(step)/psum, channel_id={9}"
 
 
+def test_collectives_tell_what_runs_meanwhile():
+    text = GPU_TEXT.replace(
+        "%ar-done =", "%work = f32[8,16]{1,0} negate(%a)\n  %ar-done ="
+    ).replace("use_global_device_ids=true, dimensions={0}", 'dimensions={0}, "is_sync":true')
+    found = {c.name: c for c in audit.collectives_in_text(text, MESH)}
+    assert {name: (c.is_async, c.is_overlapped) for name, c in found.items()} == {
+        "ar-start": (True, True),
+        "ag-start": (True, False),
+        "sugar": (True, False),
+        "start.1": (True, False),
+        "send": (True, False),
+        "rs": (False, False),  # wrapped, but said to be synchronous
+    }
+    assert found["ar-start"].loop == "" and found["rs"].loop == "loop 1"
+
+
+@pytest.mark.parametrize(
+    "op_name, label",
+    [
+        ("jit(f)/shard_map/pipeline_ticks/while", "pipeline_ticks"),
+        ("jit(f)/ticks/while/body/closed_call/layers/while", "layers"),
+        ("jit(f)/transpose(jvp(layers))/while", "layers"),
+        ("jit(f)/shard_map/while/body/closed_call/jvp()/while", ""),
+        ("jit(f)/while/body/eval_jaxpr/while", ""),
+        ("", ""),
+    ],
+)
+def test_loop_label_is_the_scope_of_the_loop(op_name, label):
+    loop = hlo.Instruction(
+        name="w",
+        opcode="while",
+        type=(),
+        operands=(),
+        operand_types=(),
+        attributes="",
+        called=(),
+        op_name=op_name,
+    )
+    assert hlo.loop_label(loop) == label
+
+
+HOST_TEXT = """HloModule jit_step, is_scheduled=true
+
+%body (s: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %s = (s32[], f32[4,8,16]{2,1,0:S(5)}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %stack = f32[4,8,16]{2,1,0:S(5)} get-tuple-element(%s), index=1
+  %ds = ((f32[4,8,16]{2,1,0:S(5)}, s32[]), f32[1,8,16]{2,1,0}, u32[]) fusion-start(%stack, %i), \
+kind=kLoop, calls=%sliced
+  %work = s32[] negate(%i)
+  %row = f32[1,8,16]{2,1,0} fusion-done(%ds)
+  %dus = ((f32[4,8,16]{2,1,0:S(5)}, f32[1,8,16]{2,1,0}, s32[]), f32[4,8,16]{2,1,0:S(5)}, u32[]) \
+async-start(%stack, %row, %i), calls=%updated
+  %new = f32[4,8,16]{2,1,0:S(5)} async-done(%dus)
+  ROOT %t = (s32[], f32[4,8,16]{2,1,0:S(5)}) tuple(%work, %new)
+}
+
+ENTRY %main (a: f32[4,8,16]) -> f32[4,8,16] {
+  %a = f32[4,8,16]{2,1,0:T(8,128)S(5)} parameter(0)
+  %loop = (s32[], f32[4,8,16]{2,1,0:S(5)}) while(%a), condition=%c, body=%body, \
+backend_config={"known_trip_count":{"n":"4"}}, metadata={op_name="jit(f)/optimizer/while"}
+  %all = f32[4,8,16]{2,1,0:S(5)} get-tuple-element(%loop), index=1
+  %cs = (f32[4,8,16]{2,1,0}, f32[4,8,16]{2,1,0:S(5)}, u32[]) copy-start(%all)
+  %cd = f32[4,8,16]{2,1,0} copy-done(%cs)
+  ROOT %back = f32[4,8,16]{2,1,0:S(5)} copy(%cd)
+}
+"""
+
+
+def test_host_copies_have_the_bytes_that_move():
+    row, whole = 8 * 16 * 4, 4 * 8 * 16 * 4
+    assert [
+        (c.name, c.direction, c.bytes, c.trip_count, c.is_async, c.is_overlapped, c.loop)
+        for c in audit.host_copies_in_text(HOST_TEXT)
+    ] == [
+        ("ds", "to device", row, 4, True, True, "optimizer"),
+        ("dus", "to host", row, 4, True, False, "optimizer"),
+        ("cs", "to device", whole, 1, True, False, ""),
+        ("back", "to host", whole, 1, False, False, ""),
+    ]
+
+
 LIBRARY_TEXT = """HloModule jit_step, is_scheduled=true
 
 %body (s: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {

@@ -1,0 +1,132 @@
+"""Predicted times of steps that XLA compiles for GPUs that are not there."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding.analysis.cost import Prediction, Ticks, predict
+from sharding.analysis.simulation import Operations
+from sharding.analysis.targets import parse_target
+from sharding.analysis.timeline import draw, trace
+from sharding.pipeline.executor import TICKS, scope_of
+from train.step_time import machine_of
+
+pytestmark = pytest.mark.gpu_compiler
+
+TARGET = parse_target("h100:1x8")
+MACHINE = machine_of(TARGET)
+LAYERS, BATCH, TOKENS, HEADS, EMBED = 6, 8, 1024, 16, 2048
+
+
+def compiled_text(function, mesh: Mesh, *arguments: jax.ShapeDtypeStruct) -> str:
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+        compiled = lowered.compile(compiler_options=TARGET.compiler_options())
+    return compiled.as_text()
+
+
+def mesh_of(**axes: int) -> Mesh:
+    devices = np.array(TARGET.devices()).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+@functools.cache
+def transformer_step() -> tuple[Prediction, float]:
+    """Forward and backward of attention and products, split over 8 GPUs; and its FLOPs."""
+    mesh = mesh_of(fsdp=8)
+
+    def loss(weights, x):
+        def layer(x, w):
+            q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
+            split = lambda y: y.reshape(*y.shape[:2], HEADS, -1)  # noqa: E731
+            y = jax.nn.dot_product_attention(
+                split(q), split(k), split(v), is_causal=True, implementation="cudnn"
+            )
+            return x + jnp.tanh(y.reshape(x.shape) @ w["out"]), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32))
+
+    def argument(shape, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    weights = {
+        "qkv": argument((LAYERS, EMBED, 3 * EMBED), None, "fsdp"),
+        "out": argument((LAYERS, EMBED, EMBED), None, "fsdp"),
+    }
+    x = argument((BATCH, TOKENS, EMBED), "fsdp")
+    text = compiled_text(jax.grad(loss), mesh, weights, x)
+    # 6 FLOPs per parameter and token; attention is left out.
+    flops = 6.0 * LAYERS * 4 * EMBED**2 * BATCH * TOKENS
+    return predict(text, mesh.shape, MACHINE), flops
+
+
+def check_parts(found: Prediction) -> None:
+    parts = found.to_json()
+    assert all(seconds >= 0 for name, seconds in parts.items() if name.endswith("_s"))
+    kernels = found.matmul_s + found.attention_s + found.other_s
+    exposed = found.exposed_communication_s + found.exposed_host_s
+    assert found.step_s == pytest.approx(kernels + exposed + found.bubble_s)
+    assert found.step_s >= max(kernels, found.communication_s, found.host_s) * (1 - 1e-9)
+    assert found.exposed_communication_s <= found.communication_s + 1e-9
+    assert found.exposed_host_s <= found.host_s + 1e-9
+    assert "predicted" in draw(found)
+    assert len(trace(found)["traceEvents"]) > 10
+
+
+def test_predict_a_step_of_a_transformer():
+    found, flops = transformer_step()
+    check_parts(found)
+    assert found.matmul_s > 0 and found.attention_s > 0 and found.communication_s > 0
+    assert found.bubble_s == found.host_s == 0
+    mfu = flops / 8 / found.step_s / MACHINE.peak_flops_per_s("bf16")
+    assert 0.02 < mfu < 1
+    # No faster than the peak: the products take at least their FLOPs.
+    assert found.matmul_s >= flops / 8 / MACHINE.peak_flops_per_s("bf16")
+    assert {row.axes for row in found.collectives if row.bytes > 1 << 20} == {("fsdp",)}
+
+
+def test_predict_the_bubble_of_ticks():
+    mesh = mesh_of(pipeline=8)
+    num_microbatches, size = 8, 4096
+    runs = np.array([[0 <= t - s < num_microbatches for s in range(8)] for t in range(15)])
+
+    def local(w, x):
+        stage = jax.lax.axis_index("pipeline")
+
+        def tick(x, row):
+            with jax.named_scope(scope_of("F")):
+                x = jax.lax.cond(row[stage], lambda x: jnp.tanh(x @ w[0]), lambda x: x, x)
+            return jax.lax.ppermute(x, "pipeline", [(i, i + 1) for i in range(7)]), None
+
+        with jax.named_scope(TICKS):
+            return jax.lax.scan(tick, x, jnp.asarray(runs))[0][None]
+
+    def argument(shape, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    step = jax.shard_map(
+        local, mesh=mesh, in_specs=(P("pipeline"), P()), out_specs=P("pipeline"), check_vma=False
+    )
+    weights = argument((8, size, size), "pipeline")
+    text = compiled_text(step, mesh, weights, argument((size, size)))
+
+    def cell(does_run: bool) -> Operations:
+        return frozenset("F" if does_run else "")
+
+    ticks = Ticks(stages=tuple(tuple(map(cell, row)) for row in runs))
+    found = predict(text, mesh.shape, MACHINE, ticks)
+    check_parts(found)
+    everywhere = predict(text, mesh.shape, MACHINE)
+    # Each stage runs in 8 of 15 ticks, and waits for the others in 7.
+    assert found.step_s == pytest.approx(everywhere.step_s)
+    assert found.matmul_s == pytest.approx(everywhere.matmul_s * 8 / 15)
+    assert found.bubble_s >= found.matmul_s * 7 / 8 * (1 - 1e-9)
+    assert math.isclose(found.communication_s, everywhere.communication_s)
