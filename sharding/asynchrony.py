@@ -87,10 +87,13 @@ def result_of(instruction: hlo.Instruction) -> hlo.Type:
         return output
     if instruction.opcode == "send":
         return output[0]
-    # all-reduce-start alone yields its result directly; the others yield (operands, results, ...).
-    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
-        return output[1]
-    return output
+    # Starts yield (operands, results, ...). all-reduce-start of older versions yields its results
+    # alone; that of newer ones, an abbreviated async-start, has its operands as a tuple.
+    if not instruction.opcode.endswith("-start"):
+        return output
+    if instruction.opcode == "all-reduce-start" and isinstance(output[0], hlo.Array):
+        return output
+    return output[1]
 
 
 def is_said_to_be_synchronous(instruction: hlo.Instruction) -> bool:

@@ -196,7 +196,7 @@ class Costs:
         # The type that is computed in is the narrowest: a float32 bias does not make it float32.
         dtype = min(operands[:2], key=lambda array: array.bytes / max(1, array.num_elements)).dtype
         peak, memory = self.machine.peak_flops_per_s(dtype), self.machine.memory_bytes_per_s
-        num_bytes = _array_bytes(instruction)
+        num_bytes = moved_bytes(self.module, instruction)
         least_s = flops / peak
         slowest_s = SMALL_S + max(least_s, num_bytes / memory) / LOWEST_EFFICIENCY
         given = entries(instruction)
@@ -275,14 +275,15 @@ def attention_flops(instruction: hlo.Instruction) -> int:
 def moved_bytes(module: hlo.Module, instruction: hlo.Instruction) -> int:
     """Returns the bytes that a kernel reads and writes in the device's memory.
 
-    A fusion, or an instruction, reads of an operand that it slices the slice alone, and where its
-    result is an operand with a part replaced, it writes that part.
+    Of an operand that it slices, a fusion or another instruction reads the slice alone, and where
+    its result is an operand with a part replaced, it writes that part. Workspaces of libraries do
+    not count.
     """
     if instruction.opcode in _SLICES:
         return 2 * sum(array.bytes for array in hlo.arrays_of(instruction.type))
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _update_bytes(instruction)
-    if instruction.opcode != "fusion" or not instruction.called:
+    if instruction.opcode not in ("fusion", "fusion-start") or not instruction.called:
         return _array_bytes(instruction)
     body = module.computations.get(instruction.called[0], [])
     readers: dict[str, list[hlo.Instruction]] = {}
@@ -293,10 +294,11 @@ def moved_bytes(module: hlo.Module, instruction: hlo.Instruction) -> int:
     for parameter in (inner for inner in body if inner.opcode == "parameter"):
         total += _read_bytes(parameter, readers)
     root = body[-1] if body else instruction
+    output = instruction.type if instruction.opcode == "fusion" else root.type
     updates = [inner for inner in body if inner.opcode == "dynamic-update-slice"]
     if updates and (root.opcode == "tuple" or root in updates):
         return total + sum(_update_bytes(update) for update in updates)
-    return total + sum(array.bytes for array in hlo.arrays_of(instruction.type))
+    return total + _result_bytes(instruction, output)
 
 
 def _read_bytes(parameter: hlo.Instruction, readers: Mapping[str, list[hlo.Instruction]]) -> int:
@@ -318,12 +320,16 @@ def _update_bytes(update: hlo.Instruction) -> int:
 
 
 def _array_bytes(instruction: hlo.Instruction) -> int:
-    """Returns the bytes of an instruction's operands and results, workspaces left out."""
-    arrays = [array for t in instruction.operand_types for array in hlo.arrays_of(t)]
-    arrays += hlo.arrays_of(instruction.type)
-    if instruction.opcode == "custom-call":
-        arrays = [array for array in arrays if array.dtype not in ("s8", "u8")]
-    return sum(array.bytes for array in arrays)
+    """Returns the bytes of an instruction's operands and results."""
+    given = sum(array.bytes for t in instruction.operand_types for array in hlo.arrays_of(t))
+    return given + _result_bytes(instruction, instruction.type)
+
+
+def _result_bytes(instruction: hlo.Instruction, result: hlo.Type) -> int:
+    """Returns the bytes of an instruction's results, a library's workspace left out."""
+    has_workspace = instruction.opcode == "custom-call" or '"__custom' in instruction.attributes
+    kinds = ("s8", "u8") if has_workspace else ()
+    return sum(array.bytes for array in hlo.arrays_of(result) if array.dtype not in kinds)
 
 
 def _sent_bytes(kind: str, size: int, num_bytes: int) -> float:

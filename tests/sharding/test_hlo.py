@@ -167,6 +167,15 @@ def test_host_copies_have_the_bytes_that_move():
     ]
 
 
+def test_collectives_read_both_spellings_of_an_asynchronous_all_reduce():
+    old = "(f32[8,16]{1,0}, bf16[64]{0}) all-reduce-start(%a, %b)"
+    new = f"((f32[8,16]{{1,0}}, bf16[64]{{0}}), {old.split(') all')[0]})) all-reduce-start(%a, %b)"
+    texts = (GPU_TEXT, GPU_TEXT.replace(old, new))
+    assert texts[0] != texts[1]
+    sizes = [{c.name: c.bytes for c in audit.collectives_in_text(t, MESH)} for t in texts]
+    assert sizes[0] == sizes[1]
+
+
 LIBRARY_TEXT = """HloModule jit_step, is_scheduled=true
 
 %body (s: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {

@@ -340,11 +340,14 @@ def test_moved_bytes_of_slices_and_updates_are_those_of_the_part():
     entry = (
         "  %x = f32[32,1000]{1,0} parameter(1)\n  %i.1 = s32[] parameter(2)\n"
         "  %f = f32[32,1000]{1,0} fusion(%x, %x, %i.1), kind=kLoop, calls=%fused\n"
+        "  %s = ((f32[32,1000]{1,0}, s32[]), f32[32,1000]{1,0}, u32[]) "
+        "fusion-start(%x, %x, %i.1), kind=kLoop, calls=%fused\n"
         f"  %c = {GATHERED} copy(%p)\n"
     )
     (parsed,) = hlo.parse_modules(module(fused, entry))
-    *_, update, copy = parsed.computations["main"]
+    *_, update, start, copy = parsed.computations["main"]
     assert moved_bytes(parsed, update) == 2 * 4000 + 4  # read, written, and the index
+    assert moved_bytes(parsed, start) == 2 * 4000 + 4
     assert moved_bytes(parsed, copy) == 160_000_000 + 32
 
 
