@@ -85,12 +85,14 @@ class Memory:
       output_bytes: its results, donated arguments that they reuse included.
       alias_bytes: the part of output_bytes that reuses donated arguments.
       temp_bytes: everything it holds in between.
+      host_bytes: what all of these take of the host's memory instead, for this device.
     """
 
     argument_bytes: int | None
     output_bytes: int | None
     alias_bytes: int | None
     temp_bytes: int | None
+    host_bytes: int | None = None
 
     @property
     def in_all(self) -> int | None:
@@ -299,7 +301,10 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     def read(part: str) -> int | None:
         return getattr(stats, f"{part}_size_in_bytes", None)
 
+    host = [read(f"host_{part}") for part in ("argument", "output", "temp", "alias")]
+    known = [num_bytes for num_bytes in host if num_bytes is not None]
     return Memory(
+        host_bytes=sum(known[:3]) - known[3] if len(known) == len(host) else None,
         argument_bytes=read("argument"),
         output_bytes=read("output"),
         alias_bytes=read("alias"),

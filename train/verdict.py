@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from sharding.analysis.targets import Target
 from sharding.audit import memory
 from sharding.estimate import GAPS, LABELS, TEMPORARIES, Needs
 from sharding.exchange import Exchange
@@ -56,6 +57,20 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
         host_bytes=host_bytes,
         devices_per_host=max(hosts.values()) * num_devices,
         device_kind=kind,
+    )
+
+
+def target_budget(config: MemoryConfig, target: Target) -> Budget:
+    """Returns the budget of GPUs that are not there: what the config says, or a share of theirs.
+
+    Nothing is known of their hosts, so host memory is unlimited unless the config limits it.
+    """
+    given = config.device_budget, config.host_budget
+    return Budget(
+        device_bytes=SHARE * target.memory_bytes if given[0] is None else given[0] * 2**30,
+        host_bytes=math.inf if given[1] is None else given[1] * 2**30,
+        devices_per_host=target.gpus_per_host,
+        device_kind=target.device_kind,
     )
 
 

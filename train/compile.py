@@ -1,0 +1,281 @@
+"""Compiles a training step for GPUs that are not there: `python -m train.compile --help`.
+
+    python -m train.compile --config=configs/llama.py:3-8b --target=h100:1x8 --config.mesh.fsdp=8
+
+No GPU and no data are needed: XLA compiles for the description of a GPU, and the vocabulary's size
+comes from the config. What it prints of memory and collectives is read from the compiled program;
+times are predicted. docs/before_you_rent.md explains the output.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from convert.source import read_source
+from data.text import load_fixed_tokenizer
+from sharding import audit
+from sharding.analysis import timeline
+from sharding.analysis.cost import Prediction, format_prediction, predict
+from sharding.analysis.simulation import Ticks
+from sharding.analysis.targets import TARGETS, Target, parse_target
+from sharding.memory import AUTO
+from sharding.mesh import make_mesh
+from sharding.pipeline.plan import make_plan
+from train import config_files
+from train.config import RunConfig, resolve
+from train.exit_codes import FINISHED, REFUSED
+from train.plan import Planner
+from train.setup import Run, prepare
+from train.step_time import machine_of
+from train.take_over import take_over
+from train.throughput import mfu, peak_flops_per_s
+from train.verdict import Budget, size, target_budget
+
+#: Labels where only the data would say how many: `data.name` of images -> labels.
+_IMAGE_LABELS = {"digits": 10}
+_OTHER_IMAGE_LABELS = 1000  # ImageNet's
+_TEXT_LABELS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """A training step as XLA compiled it for a target, and what was found in it.
+
+    Attributes:
+      run: of the config.
+      compiled: the program.
+      budget: memory that a step may take.
+      assumed: what the config leaves to the data, in words.
+      trace_s, compile_s: seconds on this machine.
+      memory: of one device.
+      prediction: of the step's time.
+    """
+
+    run: Run
+    compiled: jax.stages.Compiled
+    budget: Budget
+    assumed: tuple[str, ...]
+    trace_s: float
+    compile_s: float
+    memory: audit.Memory
+    prediction: Prediction
+
+    @property
+    def units_per_s(self) -> float:
+        """Predicted tokens, or images, per second of all devices."""
+        return self.run.units_per_step / self.prediction.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Predicted model FLOPs utilization, from 0 to 1; None where FLOPs are not known."""
+        if not self.run.flops_per_unit:
+            return None
+        peak = peak_flops_per_s(self.run.hardware.device_kind, self.run.config.precision.compute)
+        return mfu(self.run.flops_per_unit * self.units_per_s, self.run.mesh.size, peak)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `--json` prints; docs/before_you_rent.md lists the keys."""
+        run, prediction = self.run, self.prediction
+        estimated, compiled = run.estimate.device_bytes, self.memory.in_all
+        per_host = self.budget.devices_per_host
+        collectives = [dataclasses.asdict(row) for row in prediction.collectives]
+        return {
+            "target": run.target.name if run.target else "",
+            "mesh": {axis: n for axis, n in run.mesh.shape.items() if n > 1},
+            "num_devices": run.mesh.size,
+            "num_params": run.num_params,
+            "assumed": list(self.assumed),
+            "attention": [dataclasses.asdict(choice) for choice in run.attention],
+            "trace_s": self.trace_s,
+            "compile_s": self.compile_s,
+            "memory": {
+                "compiled_bytes": compiled,
+                "estimated_bytes": estimated,
+                "ratio": estimated / compiled if compiled else None,
+                "device_bytes": run.target.memory_bytes if run.target else None,
+                "budget_bytes": int(self.budget.device_bytes),
+                "fits": compiled is not None and compiled <= self.budget.device_bytes,
+                "host_bytes": (self.memory.host_bytes or 0) * per_host,
+                "estimated_host_bytes": run.estimate.host_bytes * per_host,
+            },
+            "collectives": collectives,
+            "predicted": {
+                "step_time_s": prediction.step_s,
+                "matmul_s": prediction.matmul_s,
+                "attention_s": prediction.attention_s,
+                "other_kernels_s": prediction.other_s,
+                "communication_s": prediction.communication_s,
+                "exposed_communication_s": prediction.exposed_communication_s,
+                "host_copy_s": prediction.host_s,
+                "exposed_host_copy_s": prediction.exposed_host_s,
+                "bubble_s": prediction.bubble_s,
+                f"{run.unit}s_per_s": self.units_per_s,
+                "mfu": self.mfu,
+            },
+            "versions": {"jax": jax.__version__},
+        }
+
+    def to_text(self) -> str:
+        """Returns the report for people."""
+        run, found = self.run, self.to_json()
+        memory = found["memory"]
+        mesh = " × ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
+        utilization = "not known" if self.mfu is None else f"{self.mfu:.1%}"
+        fits = "fits" if memory["fits"] else "does not fit"
+        lines = [
+            f"target     {found['target']}: {run.mesh.size} × {run.hardware.device_kind}",
+            f"mesh       {mesh}",
+            f"model      {type(run.model).__name__}, {run.num_params:,} parameters",
+            *(f"assumed    {line}" for line in self.assumed),
+            *(f"attention  {choice}" for choice in run.attention),
+            f"compiled   {self.trace_s:.1f} s tracing, {self.compile_s:.1f} s compiling",
+            f"memory     {size(memory['compiled_bytes'])} per device compiled, "
+            f"{size(memory['estimated_bytes'])} estimated ({memory['ratio']:.2f}); {fits} into the "
+            f"budget of {size(memory['budget_bytes'])}",
+            f"           {size(memory['host_bytes'])} per host",
+            "",
+            format_prediction(self.prediction),
+            "",
+            f"predicted: {self.prediction.step_s * 1e3:,.1f} ms per step, "
+            f"{self.units_per_s:,.0f} {run.unit}s/s, MFU {utilization}",
+        ]
+        return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compiles and prints the report; returns the exit code, see train/exit_codes.py."""
+    parser = argparse.ArgumentParser(
+        prog="python -m train.compile",
+        description="Compiles a training step for GPUs that are not there, and predicts its time.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
+    parser.add_argument(
+        "--target",
+        required=True,
+        help=f"KIND:HOSTSxGPUS, such as h100:8x8; KIND is {', '.join(TARGETS)}, or a file",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--out", type=Path, help="also write HLO, trace and picture here")
+    args, others = parser.parse_known_args(argv)
+    logging.basicConfig(format="%(message)s", force=True)
+    # The compiler needs no device, and a CUDA plugin without a driver would fail to find one.
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        overrides = config_files.overrides(others)
+        step = compile_step(args.config, parse_target(args.target), overrides)
+        if args.out is not None:
+            write_files(step, args.out)
+    except (ValueError, OSError) as error:
+        if os.environ.get("TAIBAI_TRACEBACK"):
+            raise
+        hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
+        print(f"error: {error}\n{hint}", file=sys.stderr)
+        return REFUSED
+    print(json.dumps(step.to_json()) if args.json else step.to_text())
+    return FINISHED
+
+
+def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledStep:
+    """Returns the compiled training step of a config.
+
+    Args:
+        path: as `--config` has it.
+        overrides: `section.key=value`.
+
+    Raises:
+        ValueError: the config, the mesh or the target is wrong.
+        OSError: a file is missing.
+    """
+    config, (vocab_size, num_labels, assumed) = _read(path, overrides)
+    jax.config.update("jax_enable_x64", config.precision.compute == "float64")
+    mesh_config = config.mesh.resolve(target.num_devices)
+    if mesh_config.num_devices != target.num_devices:
+        raise ValueError(
+            f"mesh {mesh_config} has {mesh_config.num_devices} devices, and --target={target.name} "
+            f"has {target.num_devices}; make them equal, for example with mesh.data=-1"
+        )
+    mesh = make_mesh(mesh_config, target.devices())
+    config = dataclasses.replace(config, mesh=mesh_config)
+    budget = target_budget(config.memory, target)
+    make = partial(prepare, mesh=mesh, vocab_size=vocab_size, num_labels=num_labels, target=target)
+    start = time.perf_counter()
+    is_planned = config.memory.placement == AUTO
+    run = Planner(make, budget).plan(config) if is_planned else make(config)
+    _ = run.traced
+    traced = time.perf_counter()
+    compiled = run.train_step
+    compile_s = time.perf_counter() - traced
+    return CompiledStep(
+        run=run,
+        compiled=compiled,
+        budget=budget,
+        assumed=assumed,
+        trace_s=traced - start,
+        compile_s=compile_s,
+        memory=audit.memory(compiled),
+        prediction=predict(
+            compiled.as_text() or "", dict(mesh.shape), machine_of(target), _ticks(run)
+        ),
+    )
+
+
+def write_files(step: CompiledStep, directory: Path) -> None:
+    """Writes the program, the report, a trace for Perfetto and a picture into `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "step.hlo.txt").write_text(step.compiled.as_text() or "", encoding="utf-8")
+    (directory / "report.json").write_text(json.dumps(step.to_json(), indent=2) + "\n")
+    timeline.write_trace(step.prediction, directory / "trace.json")
+    target = step.run.target.name if step.run.target else ""
+    title = f"{type(step.run.model).__name__}, {step.run.num_params:,} parameters, {target}"
+    (directory / "step.svg").write_text(timeline.draw(step.prediction, title), encoding="utf-8")
+
+
+def _ticks(run: Run) -> Ticks | None:
+    """Returns what each stage of a pipeline does in each tick; None without a pipeline."""
+    if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
+        return None
+    pipeline = run.config.pipeline
+    shares_ends = pipeline.share_vocab and run.schedule.num_stages > 1
+    return Ticks.of_plan(make_plan(run.schedule, remat=pipeline.remat, shares_ends=shares_ends))
+
+
+def _read(path: str, overrides: list[str]) -> tuple[RunConfig, tuple]:
+    """Returns the config, and (vocab_size, num_labels, what was assumed of the data)."""
+    given: Any = config_files.load(path, overrides)
+    if given.get("init_from"):
+        take_over(given, read_source(given.init_from), overrides)
+    config = resolve(given)
+    fields = {field.name for field in dataclasses.fields(config.model_class.Config)}
+    vocab_size, num_labels, assumed = None, None, []
+    if not config.data.reads_images:
+        vocab_size = _vocab_size(config)
+        if config.model_fields.get("vocab_size") is None:
+            assumed.append(f"{vocab_size:,} tokens of data.tokenizer={config.data.tokenizer!r}")
+    if "num_labels" in fields and config.model_fields.get("num_labels") is None:
+        num_labels = _TEXT_LABELS
+        if config.data.reads_images:
+            num_labels = _IMAGE_LABELS.get(config.data.name, _OTHER_IMAGE_LABELS)
+        assumed.append(f"{num_labels:,} labels; --config.model.num_labels=N says otherwise")
+    return config, (vocab_size, num_labels, tuple(assumed))
+
+
+def _vocab_size(config: RunConfig) -> int:
+    """Returns the tokens of a tokenizer, as far as that is known without data."""
+    if config.model_fields.get("vocab_size") is not None:
+        return config.model_fields["vocab_size"]
+    tokenizer = load_fixed_tokenizer(config.data)
+    return config.data.vocab_size if tokenizer is None else tokenizer.vocab_size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
