@@ -1,5 +1,6 @@
 # make train [CONFIG=configs/gpt2_3d.py] [WORKDIR=runs/gpt2_3d] [ARGS="--config.train.num_steps=50"]
 # make test | make lint | make setup | make setup-test
+# make test-compiler: installs XLA's compiler for GPUs (3 GB, no GPU needed) and compiles for them
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
 ARGS ?=
@@ -7,9 +8,10 @@ ARGS ?=
 REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup setup-test train test lint
+.PHONY: setup setup-test setup-compiler train test test-compiler lint
 setup: .venv/$(REQUIREMENTS).stamp
 setup-test: .venv/requirements-test.txt.stamp
+setup-compiler: .venv/requirements-compiler.txt.stamp
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv || (rm -rf .venv; exit 1)
@@ -24,11 +26,19 @@ setup-test: .venv/requirements-test.txt.stamp
 	$(PIP) -r requirements-test.txt
 	@touch $@
 
+.venv/requirements-compiler.txt.stamp: requirements-compiler.txt .venv/requirements-test.txt.stamp
+	@echo "Installing requirements-compiler.txt into .venv (3 GB)"
+	$(PIP) -r requirements-compiler.txt
+	@touch $@
+
 train: setup
 	.venv/bin/python -m train.main --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
 
 test: setup-test
 	.venv/bin/python -m pytest $(ARGS)
+
+test-compiler: setup-test setup-compiler
+	.venv/bin/python -m pytest tests/gpu $(ARGS)
 
 lint: setup-test
 	.venv/bin/ruff check .

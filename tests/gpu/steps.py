@@ -1,0 +1,75 @@
+"""Training steps of the shipped models, compiled for an H100 once per process."""
+
+import functools
+
+import jax
+
+from sharding import audit
+from sharding.analysis.targets import parse_target
+from sharding.mesh import make_mesh
+from tests.runs import ROOT
+from tests.train.models_on_meshes import MODELS, SHARED
+from train.config import resolve
+from train.config_files import load
+from train.setup import Run, prepare
+
+BFLOAT16 = ("precision.compute=bfloat16",)
+MESHES = {
+    "one device": (),
+    "model=2": ("mesh.model=2",),
+    "fsdp=2": ("mesh.fsdp=2",),
+    "2×2×2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+}
+_TEXT = ("data.tokenizer=bytes", "data.sequence_length=32")
+_SIZES = ("model.num_heads=4", "model.embed_dim=32", "model.num_layers=4")
+
+
+@functools.cache
+def make_run(config: str, overrides: tuple[str, ...], target: str = "h100") -> Run:
+    """Returns a run for as many GPUs as its mesh has.
+
+    Args:
+      config: name of a file in configs/, with `:size` or without.
+    """
+    file, _, size = config.partition(":")
+    path = f"{ROOT}/configs/{file}.py" + (f":{size}" if size else "")
+    given = resolve(load(path, overrides))
+    count = given.mesh.num_devices
+    chosen = parse_target(f"{target}:{max(1, count // 8)}x{min(8, count)}")
+    fields = given.model_class.Config.__dataclass_fields__
+    return prepare(
+        given,
+        make_mesh(given.mesh, chosen.devices()),
+        vocab_size=None if given.data.reads_images else given.data.vocab_size,
+        num_labels=10 if "num_labels" in fields else None,
+        target=chosen,
+    )
+
+
+def model_run(model: str, *overrides: str) -> Run:
+    """Returns the run of a model of the table of meshes, in bfloat16, at a tiny size."""
+    config, own = MODELS[model]
+    is_text = "images" not in " ".join(own) and config not in ("vit", "swin", "resmlp", "mae")
+    is_text = is_text and config != "moco"
+    sizes = (*_TEXT, *_SIZES) if is_text else ()
+    if "data.objective=classification" in own:
+        sizes = (*sizes, "data.name=text", "data.paths=labelled.jsonl")
+    return make_run(config, (*SHARED, *sizes, *own, *BFLOAT16, *overrides))
+
+
+def text_of(run: Run) -> str:
+    """Returns the program of the compiled training step."""
+    text = run.train_step.as_text()
+    assert text is not None
+    return text
+
+
+def compiled_bytes(run: Run) -> int:
+    found = audit.memory(run.train_step).in_all
+    assert found is not None
+    return found
+
+
+def forget() -> None:
+    """Drops what jax keeps of compiled programs: gigabytes, after many."""
+    jax.clear_caches()

@@ -1,0 +1,68 @@
+"""Attention as XLA compiles it for an H100: packed documents and long rows stay linear."""
+
+import pytest
+
+from sharding import audit
+from tests.gpu import steps
+
+pytestmark = pytest.mark.gpu_compiler
+
+#: A step of one layer of LLaMA's shapes at 8,192 tokens.
+LONG = (
+    *("data.sequence_length=8192", "data.global_batch_size=2", "train.num_microbatches=1"),
+    *("model.num_layers=2", "model.embed_dim=1024", "model.num_heads=8", "model.num_kv_heads=8"),
+    *("model.head_dim=128", "model.mlp_dim=2816", *steps.BFLOAT16),
+)
+
+
+def temporaries(*overrides: str) -> int:
+    run = steps.make_run("llama", (*LONG, *overrides))
+    found = audit.memory(run.train_step).temp_bytes
+    assert found is not None
+    return found
+
+
+def test_packed_documents_add_little_memory():
+    packed = temporaries("data.isolate_documents=True")
+    assert packed <= 1.1 * temporaries()
+
+
+def test_packed_documents_are_given_to_the_kernel():
+    run = steps.make_run("llama", (*LONG, "data.isolate_documents=True"))
+    text = steps.text_of(run)
+    assert '"max_seg_per_batch":8' in text.replace(" ", "").replace('"8"', "8")
+    # No mask of a whole row's scores, in any dtype.
+    shapes = {array.shape for array, _ in audit.widest_arrays(run.train_step, count=20)}
+    assert not any(shape[-2:] == (8192, 8192) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        ("vit", ("images.size=14", "model.patch_size=2")),  # 50 tokens
+        ("vit", ("images.size=12", "model.patch_size=2")),  # 37 tokens: padded
+        ("llama", ("model.sliding_window=16",)),
+        ("llama", ("mesh.model=4", "rules.kv_heads=()")),  # 2 key-value heads
+        ("llama", ("mesh.context=2", "mesh.model=2", "data.isolate_documents=True")),
+        ("t5", ("data.target_length=33",)),
+        ("swin", ("model.version=2", "mesh.fsdp=2", "mesh.model=2")),
+        ("gpt2", ("data.isolate_documents=True", "mesh.pipeline=2", "train.num_microbatches=4")),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_attention_is_fused(config, overrides, dtype):
+    if dtype == "float16" and config in ("swin", "vit"):
+        overrides = (*overrides, "precision.loss_scale=1024")
+    run = steps.make_run(config, (*overrides, f"precision.compute={dtype}"))
+    assert {choice.kernel for choice in run.attention} == {"cudnn"}
+    assert "__cudnn$fmha" in steps.text_of(run)
+    steps.forget()
+
+
+def test_plain_attention_that_makes_too_many_scores_is_refused():
+    overrides = ("data.sequence_length=8192", "data.global_batch_size=16", "model.num_heads=4")
+    with pytest.raises(ValueError, match=r"float32.*32.0 GiB of scores.*model.attention=plain"):
+        steps.make_run("gpt2", overrides)
+    assert steps.make_run("gpt2", (*overrides, "model.attention=plain")).attention[0].kernel == (
+        "plain"
+    )

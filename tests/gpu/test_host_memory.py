@@ -1,0 +1,50 @@
+"""State and activations in host memory, in programs that XLA compiles for an H100."""
+
+import pytest
+
+from sharding import audit
+from tests.gpu import steps
+
+pytestmark = pytest.mark.gpu_compiler
+
+HOST = ("memory.placement=host", *steps.BFLOAT16)
+
+
+def host_bytes(run) -> int:
+    found = audit.memory(run.train_step).host_bytes
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("mesh.data=2", "memory.zero_stage=2"),
+        ("mesh.model=2",),
+        ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2", "train.num_microbatches=4"),
+        ("memory.offload_parameters_fraction=1.0",),
+    ],
+)
+def test_state_is_in_host_memory(overrides):
+    run = steps.make_run("gpt2", (*HOST, *overrides))
+    # All that the estimate says of the state, and little else.
+    assert host_bytes(run) >= 0.99 * run.estimate.host_bytes > 0
+    copies = audit.host_copies(run.train_step)
+    moved = {copy.direction for copy in copies}
+    assert moved == {"to host", "to device"}
+    in_loops = [copy for copy in copies if copy.loop and copy.bytes > 1024]
+    assert in_loops and all(copy.is_async for copy in in_loops)
+    steps.forget()
+
+
+def test_activations_are_in_host_memory():
+    overrides = ("train.remat=full", *steps.BFLOAT16)
+    plain = steps.make_run("gpt2", overrides)
+    moved = steps.make_run("gpt2", (*overrides, "memory.offload_activations=qkv,mlp"))
+    assert host_bytes(plain) == 0
+    layers, tokens, width = 4, 16 * 128, 128
+    # qkv is 3 widths and mlp 4 of them, in bfloat16.
+    assert host_bytes(moved) >= layers * tokens * 7 * width * 2
+    copies = [copy for copy in audit.host_copies(moved.train_step) if copy.loop]
+    assert copies and all(copy.is_async for copy in copies)
