@@ -100,7 +100,9 @@ class Totals:
       collectives: by the name of the instruction.
     """
 
-    by_category: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    by_category: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
     exposed_host_s: float = 0.0
     collectives: dict[str, CollectiveUse] = dataclasses.field(default_factory=dict)
 

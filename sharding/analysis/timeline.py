@@ -112,7 +112,7 @@ def draw(prediction: Prediction, title: str = "") -> str:
     columns.add(prediction.run, 0.0)
     bottom = _TOP + len(lanes) * (_LANE + _GAP)
     height = bottom + 92
-    seconds = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     for (lane, _), value in _seconds(prediction.run).items():
         seconds[lane] += value
     parts = [
@@ -330,7 +330,7 @@ def _seconds(run: Run) -> dict[tuple[str, str], float]:
 
     def of(run: Run) -> dict[tuple[str, str], float]:
         if id(run) not in memo:
-            sums: collections.Counter[tuple[str, str]] = collections.Counter()
+            sums: dict[tuple[str, str], float] = collections.defaultdict(float)
             for item in run.items:
                 if isinstance(item, Event):
                     sums[item.lane, item.category] += item.duration_s

@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +26,13 @@ MACHINE = machine_of(TARGET)
 LAYERS, BATCH, TOKENS, HEADS, EMBED = 6, 8, 1024, 16, 2048
 
 
-def compiled_text(function, mesh: Mesh, *arguments: jax.ShapeDtypeStruct) -> str:
+def compiled_text(function: Callable, mesh: Mesh, *arguments: Any) -> str:
     with jax.set_mesh(mesh):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-        compiled = lowered.compile(compiler_options=TARGET.compiler_options())
-    return compiled.as_text()
+        compiled = lowered.compile(compiler_options={**TARGET.compiler_options()})
+    text = compiled.as_text()
+    assert text is not None
+    return text
 
 
 def mesh_of(**axes: int) -> Mesh:

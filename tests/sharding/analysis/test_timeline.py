@@ -81,7 +81,7 @@ def test_draw_shows_each_part_for_its_time():
     # The gather's box is half as wide as the lane.
     (communication,) = (p for p in root.iter() if p.get("fill") == "#009e73" and p.get("d"))
     widths = [
-        float(box.split("h")[1].split("v")[0]) for box in communication.get("d").split("z")[:-1]
+        float(box.split("h")[1].split("v")[0]) for box in communication.attrib["d"].split("z")[:-1]
     ]
     assert sum(widths) == pytest.approx(1026 / 2, abs=1.5)
 
