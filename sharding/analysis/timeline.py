@@ -248,7 +248,7 @@ def _axis(step_s: float, bottom: float) -> Iterator[str]:
         yield f'<path d="M{x:g} {_TOP - 4}V{bottom - _GAP + 6}" stroke="#cccccc"/>'
         yield (
             f'<text x="{x:g}" y="{bottom + 12}" text-anchor="middle" fill="#444444">'
-            f"{i * tick_ms:g}</text>"
+            f"{i * tick_ms:,g}</text>"
         )
     yield (f'<text x="{_LEFT - 10}" y="{bottom + 12}" text-anchor="end" fill="#444444">ms</text>')
 
