@@ -35,8 +35,9 @@ MATMUL_EFFICIENCY = 0.7
 LOWEST_EFFICIENCY = 0.4
 SMALL_S = 20e-6
 #: Shares of the bfloat16 peak of cuDNN's flash attention, forward and backward. FlashAttention-3
-#: (arXiv:2407.08608), figures 5 and 6, measured about 400 to 600 and 300 to 550 TFLOP/s for cuDNN
-#: on an H100 (989 at most) at 2 to 16 thousand tokens: the middle.
+#: (arXiv:2407.08608), figure 5, measured 395 to 617 TFLOP/s forward for cuDNN on an H100 (989 at
+#: most) without a mask, at 2 to 16 thousand tokens and head dims of 64 and 128: the middle. Its
+#: backward (figure 6) is slower, and so is anything with a mask: the second is a rounded guess.
 ATTENTION_FORWARD_EFFICIENCY = 0.5
 ATTENTION_BACKWARD_EFFICIENCY = 0.4
 #: Share of the memory's bandwidth that kernels reach which stream through large arrays: about 3.0
@@ -47,7 +48,7 @@ HOST_EFFICIENCY = 0.8
 #: Share of NVLink's bandwidth that NCCL reaches: XLA's table of an H100 says 344 of 450 GB/s for an
 #: all-gather of 2.9 GB over 8 GPUs.
 LINK_EFFICIENCY = 0.75
-#: Share of a network adapter's bandwidth that NCCL reaches across hosts.
+#: Share of a network adapter's bandwidth that NCCL reaches across hosts: assumed.
 NETWORK_EFFICIENCY = 0.85
 #: The least time of a collective, in a host and across hosts: NCCL's kernels meet in a few steps of
 #: some microseconds each. XLA's table of permutations begins at 13 us.
@@ -57,7 +58,7 @@ NETWORK_LATENCY_S = 30e-6
 #: of a permutation across hosts is 22 GB/s, of one in a host 111 of NVLink's 450.
 MOST_OF_ESTIMATE = 2.0
 #: The least time of a kernel, from its start to that of the next: XLA's model has none, and says
-#: nanoseconds for scalars. An empty kernel takes about this on an A100 or H100.
+#: nanoseconds for scalars. A rule of thumb for small kernels that follow each other: not measured.
 KERNEL_S = 2e-6
 
 Category = Literal["matmul", "attention", "other"]
