@@ -12,10 +12,12 @@ and under SLURM's `srun` SLURM's own variables say as much.
 
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 
@@ -48,6 +50,7 @@ def start(
       ValueError: processes are missing or do not fit each other, or an accelerator backend, or a
         set of CPU processes, has too few devices.
     """
+    skip_absent_gpus()
     flags = os.environ.get("XLA_FLAGS", "")
     extra = [f"--{name}={value}" for name, value in CPU_XLA_FLAGS.items() if name not in flags]
     os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
@@ -73,6 +76,25 @@ def start(
             )
         _log.warning("the mesh uses %d of %d devices", mesh.size, len(devices))
     return mesh
+
+
+def skip_absent_gpus() -> None:
+    """Makes jax use CPUs where its CUDA plugin is installed and no NVIDIA GPU is.
+
+    The plugin would print a stack trace before jax fell back to CPUs. Call this before jax is asked
+    for its devices. What `JAX_PLATFORMS` says is left as it is, and so are plugins of other vendors.
+    """
+    if jax.config.jax_platforms:
+        return
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = plugins.submodule_search_locations if plugins is not None else None
+    names = {path.name for folder in folders or () for path in Path(folder).iterdir()}
+    names = {name for name in names if not name.startswith(("_", "."))}
+    is_cuda_only = bool(names) and all(name.startswith("xla_cuda") for name in names)
+    # The second is how Windows' subsystem for Linux shows a GPU.
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    if is_cuda_only and not has_gpu and importlib.util.find_spec("libtpu") is None:
+        jax.config.update("jax_platforms", "cpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ class CompiledStep:
 
     Attributes:
       run: of the config.
+      target: that it was compiled for.
       compiled: the program.
       budget: memory that a step may take.
       assumed: what the config leaves to the data, in words.
@@ -61,6 +62,7 @@ class CompiledStep:
     """
 
     run: Run
+    target: Target
     compiled: jax.stages.Compiled
     budget: Budget
     assumed: tuple[str, ...]
@@ -89,7 +91,7 @@ class CompiledStep:
         per_host = self.budget.devices_per_host
         collectives = [dataclasses.asdict(row) for row in prediction.collectives]
         return {
-            "target": run.target.name if run.target else "",
+            "target": self.target.name,
             "mesh": {axis: n for axis, n in run.mesh.shape.items() if n > 1},
             "num_devices": run.mesh.size,
             "num_params": run.num_params,
@@ -101,7 +103,7 @@ class CompiledStep:
                 "compiled_bytes": compiled,
                 "estimated_bytes": estimated,
                 "ratio": estimated / compiled if compiled else None,
-                "device_bytes": run.target.memory_bytes if run.target else None,
+                "device_bytes": self.target.memory_bytes,
                 "budget_bytes": int(self.budget.device_bytes),
                 "fits": compiled is not None and compiled <= self.budget.device_bytes,
                 "host_bytes": (self.memory.host_bytes or 0) * per_host,
@@ -206,26 +208,37 @@ def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledSte
         )
     mesh = make_mesh(mesh_config, target.devices())
     config = dataclasses.replace(config, mesh=mesh_config)
-    budget = target_budget(config.memory, target)
     make = partial(prepare, mesh=mesh, vocab_size=vocab_size, num_labels=num_labels, target=target)
+    if config.memory.placement == AUTO:
+        return compile_run(
+            Planner(make, target_budget(config.memory, target)).plan(config), assumed
+        )
+    return compile_run(make(config), assumed)
+
+
+def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
+    """Returns the compiled training step of a run that has a target.
+
+    Args:
+        assumed: what the config leaves to the data, in words.
+    """
+    assert run.target is not None
     start = time.perf_counter()
-    is_planned = config.memory.placement == AUTO
-    run = Planner(make, budget).plan(config) if is_planned else make(config)
     _ = run.traced
     traced = time.perf_counter()
     compiled = run.train_step
     compile_s = time.perf_counter() - traced
+    text, machine = compiled.as_text() or "", machine_of(run.target)
     return CompiledStep(
         run=run,
+        target=run.target,
         compiled=compiled,
-        budget=budget,
+        budget=target_budget(run.config.memory, run.target),
         assumed=assumed,
         trace_s=traced - start,
         compile_s=compile_s,
         memory=audit.memory(compiled),
-        prediction=predict(
-            compiled.as_text() or "", dict(mesh.shape), machine_of(target), _ticks(run)
-        ),
+        prediction=predict(text, dict(run.mesh.shape), machine, _ticks(run)),
     )
 
 
@@ -235,8 +248,8 @@ def write_files(step: CompiledStep, directory: Path) -> None:
     (directory / "step.hlo.txt").write_text(step.compiled.as_text() or "", encoding="utf-8")
     (directory / "report.json").write_text(json.dumps(step.to_json(), indent=2) + "\n")
     timeline.write_trace(step.prediction, directory / "trace.json")
-    target = step.run.target.name if step.run.target else ""
-    title = f"{type(step.run.model).__name__}, {step.run.num_params:,} parameters, {target}"
+    model = f"{type(step.run.model).__name__}, {step.run.num_params:,} parameters"
+    title = f"{model}, {step.target.name}"
     (directory / "step.svg").write_text(timeline.draw(step.prediction, title), encoding="utf-8")
 
 

@@ -1,0 +1,116 @@
+"""Compiles the published sizes, and every shipped config on 2×2×2, for H100s that are not there.
+
+    python -m benchmarks.predictions --out=benchmarks/results/h100_predictions.json
+    python -m benchmarks.predictions --docs
+
+The second writes the table of docs/before_you_rent.md from the results. Memory is what the compiler
+plans; times are predicted. Needs `jax[cuda12]` and no GPU.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import gpu_estimates, report
+from train.compile import compile_run
+
+_ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results" / "h100_predictions.json"
+_DOCS = _ROOT / "docs" / "before_you_rent.md"
+_MESH = "2×2×2"
+_BEGIN, _END = "<!-- predictions -->\n", "\n<!-- end of predictions -->"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the figures, or the table of the docs; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=_RESULTS, help="where the figures go, as JSON")
+    parser.add_argument("--docs", action="store_true", help="write the table of the docs")
+    args = parser.parse_args(argv)
+    if args.docs:
+        _DOCS.write_text(with_table(_DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
+    jax.config.update("jax_platforms", "cpu")  # CUDA's plugin is for its compiler alone
+    arguments = sys.argv[1:] if argv is None else argv
+    found: dict[str, Any] = {}
+    for case in gpu_estimates.cases():
+        if case.name in gpu_estimates.PUBLISHED or case.name.endswith(f", {_MESH}"):
+            found[case.name] = _measured(case)
+            jax.clear_caches()
+            print(case.name, found[case.name], flush=True)
+    whole = {
+        "command": shlex.join(["python", "-m", "benchmarks.predictions", *arguments]),
+        "versions": report.versions(),
+        "machine": {"cpu": report.cpu_name(), "num_cores": report.num_cores()},
+        "cases": found,
+    }
+    args.out.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return 0
+
+
+def _measured(case: gpu_estimates.Case) -> dict[str, Any]:
+    """Returns the figures of a case; "refused" and why if the config does not fit the mesh."""
+    described = {"config": case.config, "overrides": list(case.overrides), "gpus": case.num_gpus}
+    try:
+        run = gpu_estimates.make_run(case, "h100")
+    except ValueError as error:
+        return described | {"refused": str(error)}
+    step = compile_run(run)
+    found = step.to_json()
+    return described | {
+        "attention": sorted({choice.kernel for choice in run.attention}),
+        "seconds": round(step.trace_s + step.compile_s, 1),
+        "compiled_bytes": found["memory"]["compiled_bytes"],
+        "estimated_bytes": found["memory"]["estimated_bytes"],
+        "step_time_s": step.prediction.step_s,
+        "exposed_communication_s": step.prediction.exposed_communication_s,
+        "mfu": step.mfu,
+    }
+
+
+def with_table(text: str) -> str:
+    """Returns the text of the docs page with the table that the results give."""
+    before, _, rest = text.partition(_BEGIN)
+    _, found, after = rest.partition(_END)
+    if not found:
+        raise ValueError(f"{_DOCS} lacks {_BEGIN.strip()} or {_END.strip()}")
+    cases = json.loads(_RESULTS.read_text(encoding="utf-8"))["cases"]
+    return f"{before}{_BEGIN}{table(cases)}{_END}{after}"
+
+
+def table(cases: dict[str, dict[str, Any]]) -> str:
+    """Returns the figures as rows of Markdown; tiny configs have no MFU worth a number."""
+    heads = ("step", "GPUs", "attention", "seconds to compile", "compiled, GiB", "estimated, GiB")
+    rows = [" | ".join((*heads, "predicted step, ms", "predicted MFU"))]
+    for name, case in cases.items():
+        if "refused" in case:
+            rows.append(" | ".join((name, f"{case['gpus']:,}", "refused", *["–"] * 5)))
+            continue
+        is_small = name.endswith(_MESH)
+        size = "{:.3f}" if is_small else "{:.1f}"
+        utilization = case["mfu"]
+        rows.append(
+            " | ".join(
+                (
+                    name,
+                    f"{case['gpus']:,}",
+                    ", ".join(case["attention"]) or "none",
+                    f"{case['seconds']:.0f}",
+                    size.format(case["compiled_bytes"] / 2**30),
+                    size.format(case["estimated_bytes"] / 2**30),
+                    f"{1e3 * case['step_time_s']:,.1f}",
+                    "–" if is_small or utilization is None else f"{utilization:.0%}",
+                )
+            )
+        )
+    rows.insert(1, "|".join(["---"] * (len(heads) + 2)))
+    return "\n".join(f"| {row} |" for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
