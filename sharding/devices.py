@@ -82,7 +82,7 @@ def skip_absent_gpus() -> None:
     """Makes jax use CPUs where its CUDA plugin is installed and no NVIDIA GPU is.
 
     The plugin would print a stack trace before jax fell back to CPUs. Call this before jax is asked
-    for its devices. What `JAX_PLATFORMS` says is left as it is, and so are plugins of other vendors.
+    for its devices. `JAX_PLATFORMS` takes precedence, and plugins of other vendors are left alone.
     """
     if jax.config.jax_platforms:
         return
