@@ -24,6 +24,11 @@ Axes = tuple[tuple[str, ...], ...]
 
 #: Operations that give the same arrays other names.
 RENAMES = ("name", "once", "optimization_barrier")
+#: Operations whose inputs are split as their outputs are, where nothing else splits them.
+_ALIKE = (
+    *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "select_n"),
+    *("convert_element_type", "psum", *RENAMES),
+)
 #: A loop's body is gone through until what it carries is split as what it gives out: in so few.
 _MAX_ROUNDS = 4
 
@@ -86,7 +91,12 @@ def open_jaxpr(closed: ClosedJaxpr, args: Sequence[Any]) -> Program:
         _value(v.aval, _axes_of(arg.sharding.spec, v.aval.ndim))
         for v, arg in zip(closed.jaxpr.invars, args, strict=True)
     ]
-    return _Builder(frozenset()).program(closed, inputs)
+    program = _Builder(frozenset()).program(closed, inputs)
+    for _ in range(_MAX_ROUNDS):
+        _split_back(program.operations)
+        if not _split_on(program.operations):
+            break
+    return program
 
 
 def _value(aval: Any, axes: Axes | None = None) -> Value:
@@ -254,7 +264,8 @@ class _Builder:
         for v, value in zip(jaxpr.invars, inputs, strict=True):
             kept = tuple(tuple(a for a in dim if a not in manual) for dim in value.axes)
             local.append(_value(v.aval, kept))
-        operations.append(Operation("shard_map", inputs, local, {}))
+        given = [_axes_of(spec, len(x.shape)) for x, spec in zip(inputs, eqn.params["in_specs"])]
+        operations.append(Operation("shard_map", inputs, local, {"given": given}))
         inner = _Builder(frozenset(manual))
         made = inner.run(jaxpr, local, operations)
         outputs = []
@@ -262,8 +273,78 @@ class _Builder:
             axes = _axes_of(spec, len(v.aval.shape))
             axes = tuple((*a, *b) for a, b in zip(axes, value.axes, strict=True))
             outputs.append(_value(v.aval, axes))
-        operations.append(Operation("shard_map", made, outputs, {}))
+        operations.append(Operation("shard_map", made, outputs, {"manual": frozenset(manual)}))
         return outputs
+
+
+def _split_back(operations: Sequence[Operation]) -> None:
+    """Splits what operations read as what they give out, where nothing else says how.
+
+    Gradients begin as zeros, and nothing in a step's forward and backward says how those of an
+    embedding are split: the update does, which adds them to parameters that are.
+    """
+    for op in reversed(operations):
+        if isinstance(op, Loop):
+            (body,), carry = op.bodies, slice(op.num_consts, op.num_consts + op.num_carry)
+            _join(body.outputs[: op.num_carry], op.outputs[: op.num_carry])
+            _split_back(body.operations)
+            _join(body.inputs[carry], body.outputs[: op.num_carry])
+            _join(op.inputs[carry], body.inputs[carry])
+        elif op.name == "cond":
+            for body in op.bodies:
+                _join(body.outputs, op.outputs)
+                _split_back(body.operations)
+                _join(op.inputs[1:], body.inputs)
+        elif op.name == "shard_map":
+            for i, (value, output) in enumerate(zip(op.inputs, op.outputs, strict=True)):
+                if any(value.axes):
+                    continue
+                if "given" in op.params:  # the way in
+                    value.axes = op.params["given"][i]
+                else:
+                    manual = op.params["manual"]
+                    value.axes = tuple(
+                        tuple(axis for axis in dim if axis not in manual) for dim in output.axes
+                    )
+        elif op.name in _ALIKE:
+            for value, output in _alike(op):
+                if not any(value.axes):
+                    value.axes = output.axes
+        elif op.name in ("scatter-add", "scatter"):
+            _join(op.inputs[:1], op.outputs)
+
+
+def _split_on(operations: Sequence[Operation]) -> bool:
+    """Splits what operations give out as what they read; returns whether anything has changed."""
+    has_changed = False
+    for op in operations:
+        before = [value.axes for value in op.outputs]
+        if isinstance(op, Loop):
+            (body,), carry = op.bodies, slice(op.num_consts, op.num_consts + op.num_carry)
+            _join(body.inputs[: carry.stop], op.inputs[: carry.stop])
+            has_changed |= _split_on(body.operations)
+            _join(op.outputs[: op.num_carry], body.outputs[: op.num_carry])
+            for output, made in zip(
+                op.outputs[op.num_carry :], body.outputs[op.num_carry :], strict=True
+            ):
+                output.axes = _merged(output.axes, ((), *made.axes))
+        elif op.name == "cond":
+            for body in op.bodies:
+                _join(body.inputs, op.inputs[1:])
+                has_changed |= _split_on(body.operations)
+                _join(op.outputs, body.outputs)
+        elif op.name not in ("shard_map", "sharding_constraint", "once"):
+            for output in op.outputs:
+                output.axes = _merged(output.axes, _passed_on(op, output, frozenset()))
+        has_changed |= before != [value.axes for value in op.outputs]
+    return has_changed
+
+
+def _alike(op: Operation) -> list[tuple[Value, Value]]:
+    """Returns each input with the output that has its shape and its place."""
+    outputs = op.outputs if len(op.outputs) == len(op.inputs) else op.outputs[:1] * len(op.inputs)
+    pairs = zip(op.inputs, outputs, strict=True)
+    return [(value, output) for value, output in pairs if value.shape == output.shape]
 
 
 def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
@@ -297,10 +378,20 @@ def _shapes(taker: Any) -> list[list[tuple]]:
 
 
 def _join(values: Sequence[Value], others: Sequence[Value]) -> None:
-    """Splits those of `values` that are whole as the others are."""
+    """Splits the dims of `values` that are whole as those of the others are."""
     for value, other in zip(values, others, strict=True):
-        if not any(value.axes):
-            value.axes = other.axes
+        value.axes = _merged(value.axes, other.axes)
+
+
+def _merged(axes: Axes, others: Axes) -> Axes:
+    """Returns `axes`, with those of `others` for dims that are whole; no axis splits two dims."""
+    taken = {axis for dim in axes for axis in dim}
+    merged = []
+    for dim, other in zip(axes, others, strict=True):
+        is_free = not dim and not taken.intersection(other)
+        merged.append(other if is_free else dim)
+        taken.update(merged[-1])
+    return tuple(merged)
 
 
 def _passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Axes:
@@ -324,8 +415,10 @@ def _passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> A
             return tuple(first.axes[dim] for dim in params["permutation"])
         case "reshape" | "squeeze" | "expand_dims":
             return _reshaped(first, output.shape)
-        case "gather" | "scatter-add" | "scatter":
+        case "gather":
             return _by_size(inputs, output)
+        case "scatter-add" | "scatter":
+            return _of_scatter(params["dimension_numbers"], *inputs)
     if operation.name.startswith(("reduce_", "arg")) and "axes" in params:
         return tuple(a for dim, a in enumerate(first.axes) if dim not in params["axes"])
     return _by_position(inputs, output)
@@ -374,6 +467,22 @@ def _reshaped(value: Value, shape: tuple[int, ...]) -> Axes:
             axes[dim] = starts[done]
         done *= size
     return tuple(axes)
+
+
+def _of_scatter(dimension_numbers: Any, operand: Value, _indices: Value, updates: Value) -> Axes:
+    """Returns the operand's axes, and the updates' where they write all of a dim of it.
+
+    So gradients that a loop adds to zeros are split as what is added: of `[L, D, F]`, which begins
+    whole, D and F as in the `[D, F]` of a layer.
+    """
+    numbers = dimension_numbers
+    outside = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window = [dim for dim in range(len(operand.shape)) if dim not in outside]
+    axes: list[tuple[str, ...]] = [()] * len(operand.shape)
+    for dim, place in zip(window, numbers.update_window_dims, strict=True):
+        if operand.shape[dim] == updates.shape[place]:
+            axes[dim] = updates.axes[place]
+    return _merged(operand.axes, tuple(axes))
 
 
 def _by_position(inputs: Sequence[Value], output: Value) -> Axes:
