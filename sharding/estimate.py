@@ -154,6 +154,7 @@ class _Buffer:
     on_host: bool
     label: str
     num_holders: int = 0
+    num_loops: int = 0  # that carry it, and keep its place as long as they run
     is_input: bool = False
     is_read_at_end: bool = False  # by what makes an output of the program
     is_written_over: bool = False  # likewise
@@ -175,6 +176,8 @@ class _Frame:
 
     def __init__(self, program: Program):
         self.held: dict[Value, _Held] = {}
+        self.places: dict[Value, _Buffer] = {}  # where values go that a loop carries on
+        self.own_inputs: set[_Buffer] = set()
         self.num_uses = collections.Counter(v for op in program.operations for v in op.inputs)
         self.num_uses.update(program.outputs)
         #: What a loop begins with is there from where it is written, be it only zeros.
@@ -188,6 +191,15 @@ class _Frame:
 
     def __getitem__(self, value: Value) -> _Held:
         return self.held.get(value, _Held())  # literals and constants take no memory
+
+    def place(self, program: Program, places: Mapping[Value, _Buffer]) -> None:
+        """Takes note of where outputs go, and with them what has only another name."""
+        self.places = dict(places)
+        for op in reversed(program.operations):
+            if op.name in _VIEWS and not self.places.keys().isdisjoint(op.outputs):
+                for value, output in _pairs(op):
+                    if output in self.places:
+                        self.places.setdefault(value, self.places[output])
 
 
 class _Run:
@@ -208,6 +220,7 @@ class _Run:
         num_made: int,
         *,
         is_whole: bool = False,
+        places: Sequence[_Buffer] = (),
     ) -> list[_Held]:
         """Returns what the outputs stand for, the first `num_made` of them arrays in memory.
 
@@ -215,8 +228,13 @@ class _Run:
           inputs: what the inputs stand for, held for this program. The caller releases what is
             returned.
           is_whole: it is no part of another one.
+          places: where the first outputs go if nothing is there any more when they are made.
         """
         frame = _Frame(program)
+        if places:
+            frame.place(program, dict(zip(program.outputs, places, strict=False)))
+        if not is_whole:
+            frame.own_inputs.update(buffer for held in inputs for buffer in held.buffers)
         for value, held in zip(program.inputs, inputs, strict=True):
             if frame.num_uses[value]:
                 frame.held[value] = held
@@ -233,9 +251,15 @@ class _Run:
         assert not frame.held
         return outputs
 
-    def made(self, value: Value, label: str = TEMPORARIES) -> _Held:
-        """Returns a new array in memory."""
-        buffer = _Buffer(self._size(value), value.on_host, label)
+    def made(
+        self, value: Value, label: str = TEMPORARIES, place: _Buffer | None = None
+    ) -> _Held:
+        """Returns a new array in memory, at its place if that is free."""
+        size = self._size(value)
+        if place is not None and place.num_holders == 0:
+            if (place.num_bytes, place.on_host) == (size, value.on_host):
+                return self._hold(_Held((place,), is_made=True, label=label))
+        buffer = _Buffer(size, value.on_host, label)
         live, where = self._live[value.on_host], value.on_host
         live[buffer] = None
         self._total[where] += buffer.num_bytes
@@ -246,7 +270,7 @@ class _Run:
     def release(self, held: _Held) -> None:
         for buffer in held.buffers:
             buffer.num_holders -= 1
-            if buffer.num_holders == 0:
+            if buffer.num_holders == 0 and not buffer.num_loops:
                 del self._live[buffer.on_host][buffer]
                 self._total[buffer.on_host] -= buffer.num_bytes
 
@@ -285,7 +309,7 @@ class _Run:
                     self.copied.append(buffer.num_bytes)
                 buffer.is_written_over = is_output
             buffer.is_read_at_end |= is_output
-        made = made or self.made(value, held.label)
+        made = made or self.made(value, held.label, frame.places.get(value))
         self.release(held)
         frame.held[value] = made
         return made
@@ -349,7 +373,7 @@ class _Run:
             if op.name in _IN_PLACE and is_last and held.buffers[0].num_bytes == size:
                 outputs.append(self._hold(held))
             else:
-                outputs.append(self.made(output))
+                outputs.append(self.made(output, place=frame.places.get(output)))
         self._count(op)
         self._done(frame, *op.inputs)
         return outputs
@@ -378,7 +402,10 @@ class _Run:
                 inputs.append(self._hold(_Held(held.buffers, is_made=i < consts)))
         stacked = [self.made(value) for value in op.outputs[op.num_carry :]]
         before, self.work = self.work, Work()
-        outputs = self.program(op.bodies[0], inputs, op.num_carry)
+        if self._is_cpu:
+            outputs = self.program(op.bodies[0], inputs, op.num_carry)
+        else:
+            outputs = self._in_places(op, inputs, [h.buffers[0] for h in inputs[consts:carried]])
         before.add(self.work, op.trip_count)
         self.work = before
         self._done(frame, *op.inputs[:consts], *op.inputs[carried:])
@@ -386,9 +413,27 @@ class _Run:
             self.release(held)
         return [*outputs[: op.num_carry], *stacked]
 
+    def _in_places(
+        self, op: Loop, inputs: Sequence[_Held], places: Sequence[_Buffer]
+    ) -> list[_Held]:
+        """Runs a loop's body; what is carried goes back to where it was, by a copy if need be."""
+        for place in places:
+            place.num_loops += 1
+        outputs = self.program(op.bodies[0], inputs, op.num_carry, places=places)
+        carried = [self._hold(_Held((place,), is_made=True)) for place in places]
+        for made in outputs[: op.num_carry]:
+            self.release(made)
+        for place in places:
+            place.num_loops -= 1
+        return [*carried, *outputs[op.num_carry :]]
+
     def _cond(self, op: Operation, frame: _Frame) -> list[_Held]:
         """Runs every branch from the same start; of their work, the most is counted."""
         inputs = [self._make(value, frame) for value in op.inputs][1:]
+        kept = []
+        if not self._is_cpu:
+            # What is an input around the branches is copied before one of them changes it.
+            kept = [self._hold(h) for h in inputs if not frame.own_inputs.isdisjoint(h.buffers)]
         start, work, results, works = self._state(frame), self.work, [], []
         for body in op.bodies:
             self._set(start, frame)
@@ -407,7 +452,10 @@ class _Run:
             is_kept = len(found) == 1 and was_there.issuperset(*found)
             outputs.append(self._hold(made[0]) if is_kept else None)
         self._done(frame, *op.inputs)
-        return [held or self.made(v) for held, v in zip(outputs, op.outputs, strict=True)]
+        made = [held or self.made(v) for held, v in zip(outputs, op.outputs, strict=True)]
+        for held in kept:
+            self.release(held)
+        return made
 
     def _state(self, frame: _Frame) -> tuple:
         live = {on_host: dict(buffers) for on_host, buffers in self._live.items()}
