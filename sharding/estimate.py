@@ -32,6 +32,9 @@ _UNFUSED = (
     *("scatter", "scatter-add", "dynamic_update_slice"),
     *_COLLECTIVES,
 )
+_PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
+#: What cuBLAS works with beside the arrays of a product, for as long as that takes.
+_WORKSPACE = Value((4 * 2**20,), itemsize=1, on_host=False, axes=((),))
 #: Of these, those that write into their first input, or each into its own, if nobody reads it.
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum")
 #: Nor can kernels be part of one that are written out, such as cuDNN's.
@@ -180,6 +183,12 @@ class _Frame:
         self.own_inputs: set[_Buffer] = set()
         self.num_uses = collections.Counter(v for op in program.operations for v in op.inputs)
         self.num_uses.update(program.outputs)
+        #: What reductions read, directly or as part of a fusion.
+        self.is_reduced: set[Value] = set()
+        for op in reversed(program.operations):
+            if op.name in _REDUCTIONS or not self.is_reduced.isdisjoint(op.outputs):
+                if op.name not in _UNFUSED and not isinstance(op, Loop) and not op.bodies:
+                    self.is_reduced.update(op.inputs)
         #: What a loop begins with is there from where it is written, be it only zeros.
         self.is_early: set[Value] = set()
         for op in reversed(program.operations):
@@ -302,6 +311,8 @@ class _Run:
         for buffer in sorted(held.buffers, key=lambda buffer: buffer.num_holders):
             is_same = (buffer.num_bytes, buffer.on_host) == (size, value.on_host)
             is_free = buffer.num_holders == 1 or is_output and not buffer.is_written_over
+            if not self._is_cpu and not is_output and value in frame.is_reduced:
+                is_free = False  # a fusion that also reduces what it makes writes nothing over
             if made is None and is_same and is_free and buffer not in held.moved:
                 made = self._hold(_Held((buffer,), is_made=True))
                 is_read = buffer.is_read_at_end or buffer.num_holders > 2
@@ -331,7 +342,8 @@ class _Run:
                 continue
             frame.held[value] = held
             is_shared = held.is_costly and frame.num_uses[value] > 1
-            if is_shared or op.name == "broadcast_in_dim" and value in frame.is_early:
+            is_early = self._is_cpu and op.name == "broadcast_in_dim" and value in frame.is_early
+            if is_shared or is_early:
                 self._make(value, frame)
 
     def _view(self, op: Operation, frame: _Frame) -> list[_Held]:
@@ -374,6 +386,8 @@ class _Run:
                 outputs.append(self._hold(held))
             else:
                 outputs.append(self.made(output, place=frame.places.get(output)))
+        if op.name in _PRODUCTS and not self._is_cpu:
+            self.release(self.made(_WORKSPACE))
         self._count(op)
         self._done(frame, *op.inputs)
         return outputs
