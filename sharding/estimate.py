@@ -22,6 +22,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding.program import RENAMES, Loop, Operation, Program, Value
+from sharding.simplify import simplified
 
 _COLLECTIVES = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin")
 #: What cannot be part of a fusion: its inputs and outputs are arrays in memory.
@@ -132,6 +133,8 @@ def estimate(
       labels: of the inputs.
       platform: of the devices.
     """
+    if platform != "cpu":
+        program = simplified(program)
     run = _Run(mesh_shape, platform)
     inputs = []
     for value, label in zip(program.inputs, labels, strict=True):

@@ -41,6 +41,7 @@ class Value:
     itemsize: int
     on_host: bool
     axes: Axes  # that the compiler splits its dims over
+    literal: str | None = None  # its value, of a scalar that the program itself holds
 
     def local_shape(self, mesh_shape: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape of what one device has of it."""
@@ -144,7 +145,14 @@ class _Builder:
         jaxpr = _bare(closed)
         env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= {v: _value(v.aval) for v in jaxpr.constvars}
-        read = lambda v: _value(v.aval) if isinstance(v, Literal) else env[v]  # noqa: E731
+
+        def read(v: Any) -> Value:
+            if not isinstance(v, Literal):
+                return env[v]
+            value = _value(v.aval)
+            value.literal = str(v.val) if not value.shape else None
+            return value
+
         for eqn in jaxpr.eqns:
             outputs = self._equation(eqn, [read(v) for v in eqn.invars], operations)
             env.update(zip(eqn.outvars, outputs, strict=True))
