@@ -14,8 +14,10 @@ P = PartitionSpec
 
 
 @pytest.fixture(autouse=True)
-def no_gaps(monkeypatch):
+def only_arrays(monkeypatch):
     monkeypatch.setattr("sharding.estimate.GAPS_SHARE", 0)
+    monkeypatch.setattr("sharding.estimate.GPU_GAPS_SHARE", 0)
+    monkeypatch.setattr("sharding.estimate.WORKSPACE_BYTES", 0)
 
 
 def estimate_of(function, *args, mesh=None, platform="gpu") -> Estimate:
