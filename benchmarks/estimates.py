@@ -1,14 +1,22 @@
 """Compares the memory that steps are estimated to take with what they take as compiled.
 
     python -m benchmarks.estimates --out=benchmarks/results/cpu_estimates.json
+    python -m benchmarks.estimates --target=h100 --out=benchmarks/results/h100_estimates.json
+    python -m benchmarks.estimates --docs
 
-Every case is a shipped config at its default size, with a vocab of 8,192 tokens. What a compiled
-step takes is what its compiler says: its arguments, its results and its temporaries, what is reused
-counted once. Nothing runs.
+The first compiles for CPUs: every case is a shipped config at its default size, with a vocab of
+8,192 tokens. The second compiles for GPUs, which need not be there; see gpu_estimates.py for the
+cases. What a compiled step takes is what its compiler says: its arguments, its results and its
+temporaries, what is reused counted once. Nothing runs. The third writes the tables of
+docs/memory.md from the results of both.
+
+After a change of the estimate alone, `--keep-compiled` takes what is compiled from the file and
+compiles only what is missing there.
 """
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -16,7 +24,8 @@ from typing import Any
 
 import jax
 
-from benchmarks import report
+from benchmarks import gpu_estimates, report
+from sharding.analysis.targets import TARGETS
 from sharding.audit import memory
 from sharding.mesh import make_mesh
 from train.config import resolve
@@ -25,6 +34,8 @@ from train.setup import Run, prepare
 
 VOCAB_SIZE = 8192
 _CONFIGS = Path(__file__).parents[1] / "configs"
+_RESULTS = Path(__file__).parent / "results"
+_DOCS = Path(__file__).parents[1] / "docs" / "memory.md"
 
 #: Config file and overrides.
 CASES = {
@@ -74,23 +85,94 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the figures; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimates", allow_abbrev=False)
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--target", choices=TARGETS, help="GPUs to compile for; default: CPUs")
+    parser.add_argument(
+        "--keep-compiled", action="store_true", help="compile only what --out does not have"
+    )
+    parser.add_argument("--only", default="", help="regular expression of cases to run")
+    parser.add_argument("--docs", action="store_true", help="write the tables of docs/memory.md")
     args = parser.parse_args(argv)
+    if args.docs:
+        _DOCS.write_text(with_tables(_DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
+    arguments = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "benchmarks.estimates", *arguments])
+    if args.target:
+        _compare_on_gpus(args, command)
+    else:
+        _compare_on_cpus(args, command)
+    return 0
+
+
+def _compare_on_cpus(args: argparse.Namespace, command: str) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     figures: dict[str, Any] = {}
-    for name in CASES:
+    names = [name for name in CASES if re.search(args.only, name)]
+    for name in names:
         run = make_run(name)
         figures[name] = measure(run)
         print(as_text(name, figures[name]))
-    arguments = sys.argv[1:] if argv is None else argv
     whole = {
-        "command": shlex.join(["python", "-m", "benchmarks.estimates", *arguments]),
+        "command": command,
         "hardware": report.hardware(run.mesh),
         "versions": report.versions(),
-        "cases": {name: {"config": CASES[name], **figures[name]} for name in CASES},
+        "cases": {name: {"config": CASES[name], **figures[name]} for name in names},
     }
-    if args.out:
-        args.out.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n")
-    return 0
+    _write(args.out, whole)
+
+
+def _compare_on_gpus(args: argparse.Namespace, command: str) -> None:
+    """Compares the cases of gpu_estimates.py; what is done so far is in the file at any time."""
+    jax.config.update("jax_platforms", "cpu")  # CUDA's plugin is for its compiler alone
+    before = {}
+    if args.out and args.out.exists():
+        before = json.loads(args.out.read_text(encoding="utf-8"))["cases"]
+    found = dict(before)
+    whole = {
+        "command": command,
+        "target": args.target,
+        "versions": report.versions(),
+        "cases": found,
+    }
+    cases = gpu_estimates.cases()
+    for case in cases:
+        if not re.search(args.only, case.name):
+            continue
+        known = before.get(case.name)
+        is_same = known is not None and known["overrides"] == list(case.overrides)
+        keeps = args.keep_compiled and is_same and "compiled" in known
+        found[case.name] = gpu_estimates.measure(case, args.target, known if keeps else None)
+        jax.clear_caches()
+        shown = found[case.name]
+        print(f"{case.name}: {shown.get('ratio', shown.get('refused'))}", flush=True)
+        whole["cases"] = {c.name: found[c.name] for c in cases if c.name in found}
+        _write(args.out, whole)
+    for name in gpu_estimates.out_of_bounds(found):
+        print(f"out of bounds: {name}: {found[name]['ratio']}")
+
+
+def _write(path: Path | None, figures: dict[str, Any]) -> None:
+    if path:
+        path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def with_tables(text: str) -> str:
+    """Returns the text of docs/memory.md with the tables that the results give."""
+    cases = {
+        kind: json.loads((_RESULTS / f"{kind}_estimates.json").read_text(encoding="utf-8"))["cases"]
+        for kind in ("cpu", "h100")
+    }
+    rows = ["| config | estimated | compiled | ratio |", "|---|---|---|---|"]
+    rows += [as_text(name, figures) for name, figures in cases["cpu"].items()]
+    tables = {"cpu": "\n".join(rows), "h100": gpu_estimates.tables(cases["h100"])}
+    for kind, table in tables.items():
+        begin, end = f"<!-- {kind} estimates -->\n", f"\n<!-- end of {kind} estimates -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"docs/memory.md lacks {begin.strip()} or {end.strip()}")
+        text = f"{before}{begin}{table}{end}{after}"
+    return text
 
 
 def make_run(name: str) -> Run:
