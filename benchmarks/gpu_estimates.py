@@ -53,9 +53,7 @@ _EIGHT = ("mesh.data=8", "memory.zero_stage=3", "train.remat=full", "data.global
 _IMAGES = ("mesh.data=8", "data.global_batch_size=1024")
 #: Name -> config and overrides.
 PUBLISHED = {
-    "GPT-2 XL, 1 GPU": (
-        *("gpt2.py:xl", "train.remat=full", "data.global_batch_size=64"),
-    ),
+    "GPT-2 XL, 1 GPU": (*("gpt2.py:xl", "train.remat=full", "data.global_batch_size=64"),),
     "LLaMA-3.2-3B, ZeRO 3, data=8": ("llama.py:3.2-3b", *_EIGHT),
     "LLaMA-3-8B, ZeRO 3, data=8": ("llama.py:3-8b", *_EIGHT),
     "LLaMA-3-8B, fsdp=8": (

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from sharding.program import RENAMES, Loop, Operation, Program, Value
+from sharding.operations import RENAMES, Loop, Operation, Program, Value
 from sharding.simplify import simplified
 
 _COLLECTIVES = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin")
@@ -269,9 +269,7 @@ class _Run:
         assert not frame.held
         return outputs
 
-    def made(
-        self, value: Value, label: str = TEMPORARIES, place: _Buffer | None = None
-    ) -> _Held:
+    def made(self, value: Value, label: str = TEMPORARIES, place: _Buffer | None = None) -> _Held:
         """Returns a new array in memory, at its place if that is free."""
         size = self._size(value)
         if place is not None and place.num_holders == 0:

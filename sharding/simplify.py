@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from sharding.program import RENAMES, Operation, Program, Value
+from sharding.operations import RENAMES, Operation, Program, Value
 
 #: Never merged: they communicate, or are there to keep the compiler from merging.
 _KEPT_APART = (

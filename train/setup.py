@@ -149,12 +149,14 @@ class Run:
             # XLA leaves out what only gradients of frozen parameters are for.
             needed = [True] * len(jaxpr.jaxpr.outvars)
             jaxpr = jaxpr.replace(jaxpr=dce_jaxpr(jaxpr.jaxpr, needed, instantiate=True)[0])
-        program = open_jaxpr(jaxpr, jax.tree.leaves(self._arguments))
+        platform = self.hardware.platform
+        arguments = jax.tree.leaves(self._arguments)
+        program = open_jaxpr(jaxpr, arguments, splits_gradients=platform != "cpu")
         return estimate(
             program,
             [*jax.tree.leaves(labels), *["batch"] * len(batch)],
             self.mesh.shape,
-            platform=self.hardware.platform,
+            platform=platform,
         )
 
     @property
