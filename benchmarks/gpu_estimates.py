@@ -43,10 +43,11 @@ MESHES = {
     "zbv": ("mesh.pipeline=2", "pipeline.schedule=zbv", "pipeline.chunks=2"),
 }
 
-#: What the checkpoint says that these start from.
-_OF_CHECKPOINTS = {
-    "bert_classify": ("data.tokenizer=bpe",),
-    "opt_finetune": ("data.tokenizer=bpe", "model.name=opt"),
+#: Configs that start from a checkpoint -> the config whose model that would have.
+_STARTS_FROM = {"bert_classify": "bert.py", "opt_finetune": "opt.py"}
+_WITHOUT_CHECKPOINT = {
+    "bert_classify": ("data.tokenizer=bpe", "data.paths=texts/*.txt"),
+    "opt_finetune": ("data.tokenizer=bpe",),
 }
 _TEXT_AT_SCALE = ("train.remat=full", "memory.zero_stage=1")
 _EIGHT = ("mesh.data=8", "memory.zero_stage=3", "train.remat=full", "data.global_batch_size=128")
@@ -100,7 +101,7 @@ def cases() -> list[Case]:
     """Returns the published sizes, then every config on every mesh."""
     published = [_case(name, *overrides) for name, overrides in PUBLISHED.items()]
     return published + [
-        _case(f"{config}, {mesh}", f"{config}.py", *overrides, *_OF_CHECKPOINTS.get(config, ()))
+        _case(f"{config}, {mesh}", f"{config}.py", *overrides, *_WITHOUT_CHECKPOINT.get(config, ()))
         for config in config_names()
         for mesh, overrides in MESHES.items()
     ]
@@ -136,6 +137,13 @@ def make_run(case: Case, kind: str) -> Run:
       ValueError: the config does not fit the mesh.
     """
     config = load(str(CONFIGS / case.config), case.overrides)
+    name = case.config.removesuffix(".py")
+    if name in _STARTS_FROM:
+        base = load(str(CONFIGS / _STARTS_FROM[name]), ()).model
+        with config.unlocked():
+            for field, value in base.items():
+                if config.model.get(field) is None:
+                    config.model[field] = value
     resolved = resolve(config)
     mesh = make_mesh(resolved.mesh, target_of(kind, case.num_gpus).devices())
     resolved = dataclasses.replace(resolved, mesh=resolved.mesh.resolve(mesh.size))

@@ -1,0 +1,50 @@
+"""The comparison of estimates with compiled steps: its cases, its results, and the docs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import estimates, gpu_estimates
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_docs_show_the_results():
+    """After a change: python -m benchmarks.estimates --docs."""
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert estimates.with_tables(text) == text
+
+
+def test_tables_need_their_places_in_the_docs():
+    with pytest.raises(ValueError, match="cpu estimates"):
+        estimates.with_tables("no tables here")
+
+
+def test_every_config_is_a_case_on_every_mesh():
+    names = {case.name for case in gpu_estimates.cases()}
+    for config in gpu_estimates.config_names():
+        assert {f"{config}, {mesh}" for mesh in gpu_estimates.MESHES} <= names
+    assert {"gpt2", "swin", "moco"} <= set(gpu_estimates.config_names())
+
+
+def test_case_names_every_axis_and_counts_its_gpus():
+    case = next(c for c in gpu_estimates.cases() if c.name == "gpt2_3d, 2×2×2")
+    assert case.num_gpus == 8 and "mesh.fsdp=1" in case.overrides
+    assert next(c for c in gpu_estimates.cases() if c.name == "gpt2_3d, one GPU").num_gpus == 1
+
+
+@pytest.mark.parametrize(
+    ("compiled", "ratio", "is_within"),
+    [(2**30, 0.96, False), (2**30, 1.1, True), (2**20, 0.96, True), (2**20, 0.89, False)],
+)
+def test_bounds_are_wider_for_small_steps(compiled, ratio, is_within):
+    assert gpu_estimates.is_within({"compiled": compiled, "ratio": ratio}) == is_within
+
+
+def test_results_are_within_their_bounds_or_named_in_the_docs():
+    """What is out of bounds is in bold in the tables."""
+    results = ROOT / "benchmarks" / "results" / "h100_estimates.json"
+    found = json.loads(results.read_text(encoding="utf-8"))["cases"]
+    out = gpu_estimates.out_of_bounds(found)
+    assert gpu_estimates.tables(found).count("**") == 2 * len(out)
