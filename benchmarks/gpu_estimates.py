@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from sharding.analysis.targets import Target, parse_target
 from sharding.audit import memory
 from sharding.mesh import make_mesh
@@ -41,6 +39,7 @@ MESHES = {
     "ZeRO 3": (*_HALVES, "memory.zero_stage=3"),
     "zero bubble": ("mesh.pipeline=2", "pipeline.schedule=zero_bubble"),
     "zbv": ("mesh.pipeline=2", "pipeline.schedule=zbv", "pipeline.chunks=2"),
+    "host": ("memory.placement=host",),
 }
 
 #: Configs that start from a checkpoint -> the config whose model that would have.
@@ -145,7 +144,8 @@ def make_run(case: Case, kind: str) -> Run:
                 if config.model.get(field) is None:
                     config.model[field] = value
     resolved = resolve(config)
-    mesh = make_mesh(resolved.mesh, target_of(kind, case.num_gpus).devices())
+    target = target_of(kind, case.num_gpus)
+    mesh = make_mesh(resolved.mesh, target.devices())
     resolved = dataclasses.replace(resolved, mesh=resolved.mesh.resolve(mesh.size))
     fields = {field.name for field in dataclasses.fields(resolved.model_class.Config)}
     data, of_images = resolved.data, resolved.data.reads_images
@@ -155,14 +155,8 @@ def make_run(case: Case, kind: str) -> Run:
         mesh,
         vocab_size=None if of_images else config.model.get("vocab_size") or data.vocab_size,
         num_labels=num_labels if "num_labels" in fields else None,
+        target=target,
     )
-
-
-def compiled_step(run: Run, target: Target) -> jax.stages.Compiled:
-    """Returns the training step as compiled for the target."""
-    with jax.set_mesh(run.mesh):
-        lowered = run.traced.lower(lowering_platforms=("cuda",))
-        return lowered.compile(compiler_options=target.compiler_options())
 
 
 def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -188,7 +182,7 @@ def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[
         compiled, seconds = known["compiled"], known["seconds"]
     else:
         start = time.perf_counter()
-        compiled = memory(compiled_step(run, target_of(kind, case.num_gpus))).in_all
+        compiled = memory(run.train_step).in_all
         seconds = round(time.perf_counter() - start, 1)
     assert compiled is not None
     return described | {

@@ -34,8 +34,12 @@ _UNFUSED = (
     *_COLLECTIVES,
 )
 _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
+#: What differs between XLA's versions for GPUs, as measured with jax 0.10.2 and 0.12.0.
+_IS_NEW_XLA = jax.__version_info__ >= (0, 12)
 #: What cuBLAS works with in addition to the arrays of a product, for as long as that takes.
-WORKSPACE_BYTES = 4 * 2**20
+WORKSPACE_BYTES = (32 if _IS_NEW_XLA else 4) * 2**20
+#: Whether branches copy what the computation around them was given before they change it.
+COPIES_IN_BRANCHES = not _IS_NEW_XLA
 #: Of these, those that write into their first input, or each into its own, if nobody reads it.
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum")
 #: Nor can kernels be part of one that are written out, such as cuDNN's.
@@ -453,7 +457,7 @@ class _Run:
         """Runs every branch from the same start; of their work, the most is counted."""
         inputs = [self._make(value, frame) for value in op.inputs][1:]
         kept = []
-        if not self._is_cpu:
+        if COPIES_IN_BRANCHES and not self._is_cpu:
             # What is an input around the branches is copied before one of them changes it.
             kept = [self._hold(h) for h in inputs if not frame.own_inputs.isdisjoint(h.buffers)]
         start, work, results, works = self._state(frame), self.work, [], []
