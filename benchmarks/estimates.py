@@ -140,8 +140,9 @@ def _compare_on_gpus(args: argparse.Namespace, command: str) -> None:
             continue
         known = before.get(case.name)
         is_same = known is not None and known["overrides"] == list(case.overrides)
-        keeps = args.keep_compiled and is_same and "compiled" in known
-        found[case.name] = gpu_estimates.measure(case, args.target, known if keeps else None)
+        if not (args.keep_compiled and is_same and known is not None and "compiled" in known):
+            known = None
+        found[case.name] = gpu_estimates.measure(case, args.target, known)
         jax.clear_caches()
         shown = found[case.name]
         print(f"{case.name}: {shown.get('ratio', shown.get('refused'))}", flush=True)

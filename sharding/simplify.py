@@ -76,8 +76,9 @@ def _is_view(op: Operation) -> bool:
 
 def _reshaped(identity: Hashable, before: tuple[int, ...], after: tuple[int, ...]) -> Hashable:
     """Returns the identity of an array after a reshape: one for each shape, however it came."""
-    is_reshaped = isinstance(identity, tuple) and identity[0] == "reshape"
-    original, shape = identity[1:3] if is_reshaped else (identity, before)
+    original, shape = identity, before
+    if isinstance(identity, tuple) and identity[0] == "reshape":
+        _, original, shape, _ = identity
     return original if after == shape else ("reshape", original, shape, after)
 
 

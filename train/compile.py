@@ -38,7 +38,7 @@ from train.setup import Run, prepare
 from train.step_time import machine_of
 from train.take_over import take_over
 from train.throughput import mfu, peak_flops_per_s
-from train.verdict import Budget, size, target_budget
+from train.verdict import Budget, pressure_of, size, target_budget
 
 #: Labels where only the data would say how many: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
@@ -105,6 +105,7 @@ class CompiledStep:
                 "ratio": estimated / compiled if compiled else None,
                 "device_bytes": self.target.memory_bytes,
                 "budget_bytes": int(self.budget.device_bytes),
+                "warning": pressure_of(run, self.budget),
                 "fits": compiled is not None and compiled <= self.budget.device_bytes,
                 "host_bytes": (self.memory.host_bytes or 0) * per_host,
                 "estimated_host_bytes": run.estimate.host_bytes * per_host,
@@ -144,6 +145,7 @@ class CompiledStep:
             f"{size(memory['estimated_bytes'])} estimated ({memory['ratio']:.2f}); {fits} into the "
             f"budget of {size(memory['budget_bytes'])}",
             f"           {size(memory['host_bytes'])} per host",
+            *([f"warning    {memory['warning']}"] if memory["warning"] else []),
             "",
             format_prediction(self.prediction),
             "",

@@ -25,6 +25,7 @@ from train.verdict import (
     compiled_bytes,
     excess,
     needs_of,
+    pressure_of,
     size,
     table,
 )
@@ -97,6 +98,8 @@ class Planner:
         if compiled is None:
             return
         _log.info("memory  %s a device, as compiled", size(compiled))
+        if warning := pressure_of(run, self._budget):
+            _log.warning("memory  %s", warning)
         if compiled > self._budget.device_bytes:
             raise ValueError(self._refusal(run, compiled))
 

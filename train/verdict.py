@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from sharding.analysis.memory_pressure import memory_pressure
 from sharding.analysis.targets import Target
 from sharding.audit import memory
 from sharding.estimate import GAPS, LABELS, TEMPORARIES, Needs
@@ -33,6 +34,7 @@ class Budget:
     host_bytes: float  # of each host
     devices_per_host: int  # of those that have most
     device_kind: str  # of each device
+    limit_bytes: float = math.inf  # of each device, all of it, whatever the config says
 
 
 def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
@@ -47,6 +49,7 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
         return [least, host_memory_bytes(), len(devices), devices[0].device_kind]
 
     device_bytes, host_bytes, num_devices, kind = exchange.on_first(own)
+    limit_bytes = device_bytes
     device_bytes, host_bytes = SHARE * device_bytes, SHARE * host_bytes
     if config.device_budget is not None:
         device_bytes = config.device_budget * 2**30
@@ -57,6 +60,7 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
         host_bytes=host_bytes,
         devices_per_host=max(hosts.values()) * num_devices,
         device_kind=kind,
+        limit_bytes=limit_bytes,
     )
 
 
@@ -71,7 +75,20 @@ def target_budget(config: MemoryConfig, target: Target) -> Budget:
         host_bytes=math.inf if given[1] is None else given[1] * 2**30,
         devices_per_host=target.gpus_per_host,
         device_kind=target.device_kind,
+        limit_bytes=target.memory_bytes,
     )
+
+
+def pressure_of(run: Run, budget: Budget) -> str:
+    """Returns a warning if XLA had to recompute, or lacked memory; "" if not, or if not known."""
+    if run.hardware.platform != "gpu" or budget.limit_bytes == math.inf:
+        return ""
+    found = memory_pressure(
+        run.train_step,
+        device_bytes=int(budget.limit_bytes),
+        is_described=run.target is not None,
+    )
+    return str(found or "")
 
 
 def host_memory_bytes() -> int:

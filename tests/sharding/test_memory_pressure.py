@@ -1,6 +1,7 @@
 """What a compiled step says about XLA's limit, read off stand-ins for compiled steps."""
 
 import types
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
-def compiled(temp_bytes: int, text: str = TEXT):
+def compiled(temp_bytes: int, text: str = TEXT) -> Any:
     stats = types.SimpleNamespace(
         argument_size_in_bytes=10 * GIB,
         output_size_in_bytes=10 * GIB,
@@ -28,6 +29,7 @@ def compiled(temp_bytes: int, text: str = TEXT):
 def test_limit_is_what_xla_plans_with(temp_gib, is_over):
     """Of 80 GiB 64 are planned with, and of the 54 that arguments leave, 51.3."""
     found = memory_pressure(compiled(temp_gib * GIB), device_bytes=80 * GIB)
+    assert found is not None
     assert found.limit_bytes == pytest.approx((10 + 0.95 * (64 - 10)) * GIB)
     assert found.is_over == is_over
     assert ("61.3 GiB that XLA tried to keep to" in str(found)) == is_over
@@ -35,6 +37,7 @@ def test_limit_is_what_xla_plans_with(temp_gib, is_over):
 
 def test_memory_of_a_gpu_that_is_there_is_planned_with_as_a_whole():
     found = memory_pressure(compiled(52 * GIB), device_bytes=80 * GIB, is_described=False)
+    assert found is not None
     assert not found.is_over and str(found) == ""
 
 
@@ -44,10 +47,11 @@ def test_recomputed_instructions_are_counted_where_they_are_defined():
   ROOT %premature = f32[4]{0} add(%copy.remat2.1, %fusion.7.remat)
 """
     found = memory_pressure(compiled(GIB, TEXT + more), device_bytes=80 * GIB)
+    assert found is not None
     assert found.num_recomputed == 2
     assert str(found).startswith("XLA recomputes 2 instructions")
 
 
 def test_pressure_is_unknown_where_the_compiler_does_not_tell():
-    silent = types.SimpleNamespace(memory_analysis=lambda: None, as_text=lambda: TEXT)
+    silent: Any = types.SimpleNamespace(memory_analysis=lambda: None, as_text=lambda: TEXT)
     assert memory_pressure(silent, device_bytes=80 * GIB) is None
