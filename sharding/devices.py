@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -84,7 +85,8 @@ def skip_absent_gpus() -> None:
     The plugin would print a stack trace before jax fell back to CPUs. Call this before jax is asked
     for its devices. `JAX_PLATFORMS` takes precedence, and plugins of other vendors are left alone.
     """
-    if jax.config.read("jax_platforms"):
+    config: Any = jax.config  # its fields are added when jax is imported
+    if config.jax_platforms:
         return
     plugins = importlib.util.find_spec("jax_plugins")
     folders = plugins.submodule_search_locations if plugins is not None else None
