@@ -93,10 +93,13 @@ def skip_absent_gpus() -> None:
     names = {path.name for folder in folders or () for path in Path(folder).iterdir()}
     names = {name for name in names if not name.startswith(("_", "."))}
     is_cuda_only = bool(names) and all(name.startswith("xla_cuda") for name in names)
-    # The second is how Windows' subsystem for Linux shows a GPU.
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
-    if is_cuda_only and not has_gpu and importlib.util.find_spec("libtpu") is None:
+    if is_cuda_only and not _has_nvidia_gpu() and importlib.util.find_spec("libtpu") is None:
         jax.config.update("jax_platforms", "cpu")
+
+
+def _has_nvidia_gpu() -> bool:
+    # The second is how Windows' subsystem for Linux shows a GPU.
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from sharding.mesh import MeshConfig, make_mesh
 from tests.runs import CONFIG, ROOT
 from train import config_files
 from train.config import RunConfig, resolve
-from train.config_files import differences, overrides, save_yaml, shorten
+from train.config_files import default_workdir, differences, overrides, save_yaml, shorten
 from train.setup import prepare
 
 USERS_CONFIG = """
@@ -409,3 +409,31 @@ def test_common_has_a_comment_for_every_field():
     # A long value's comment is on the line inside its brackets.
     bare = [lines[i] for i in fields if "#" not in lines[i] and not re.search(r"\($", lines[i])]
     assert bare == [] and len(fields) > 30
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("configs/gpt2_3d.py", "runs/gpt2_3d"),
+        ("configs/llama.py:3-8b", "runs/llama_3-8b"),
+        ("somewhere/gpt2/config.yaml", "runs/gpt2"),
+        ("mine.yaml", "runs/mine"),
+        ("configs/own.py:a/b", "runs/own_a_b"),
+    ],
+)
+def test_default_workdir_is_named_after_the_config(config, expected):
+    assert str(default_workdir(config)) == expected
+
+
+def test_attention_of_a_config_is_the_runs_and_not_the_models():
+    config = load(f"{ROOT}/configs/gpt2.py", ("model.attention=plain",))
+    resolved = resolve(config)
+    assert resolved.attention == "plain"
+    assert "attention" not in resolved.model_fields
+    assert resolve(load(f"{ROOT}/configs/gpt2.py")).attention == "auto"
+
+
+def test_unknown_attention_is_refused():
+    config = load(f"{ROOT}/configs/gpt2.py", ("model.attention=fast",))
+    with pytest.raises(ValueError, match="model.attention='fast' is unknown; choose auto or plain"):
+        resolve(config)
