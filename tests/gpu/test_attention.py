@@ -37,22 +37,25 @@ def test_packed_documents_are_given_to_the_kernel():
 
 
 @pytest.mark.parametrize(
-    ("config", "overrides"),
+    ("config", "dtype", "overrides"),
     [
-        ("vit", ("images.size=14", "model.patch_size=2")),  # 50 tokens
-        ("vit", ("images.size=12", "model.patch_size=2")),  # 37 tokens: padded
-        ("llama", ("model.sliding_window=16",)),
-        ("llama", ("mesh.model=4", "rules.kv_heads=()")),  # 2 key-value heads
-        ("llama", ("mesh.context=2", "mesh.model=2", "data.isolate_documents=True")),
-        ("t5", ("data.target_length=33",)),
-        ("swin", ("model.version=2", "mesh.fsdp=2", "mesh.model=2")),
-        ("gpt2", ("data.isolate_documents=True", "mesh.pipeline=2", "train.num_microbatches=4")),
+        ("vit", "bfloat16", ("images.size=14", "model.patch_size=2")),  # 50 tokens
+        ("vit", "float16", ("images.size=12", "model.patch_size=2")),  # 37 tokens: padded
+        ("llama", "bfloat16", ("model.sliding_window=16",)),
+        ("llama", "bfloat16", ("mesh.model=4", "rules.kv_heads=()")),  # 2 key-value heads
+        (
+            *("llama", "bfloat16"),
+            ("mesh.context=2", "mesh.model=2", "data.isolate_documents=True"),
+        ),
+        ("t5", "float16", ("data.target_length=33",)),
+        ("swin", "bfloat16", ("model.version=2", "mesh.fsdp=2", "mesh.model=2")),
+        (
+            *("gpt2", "float16"),
+            ("data.isolate_documents=True", "mesh.pipeline=2", "train.num_microbatches=4"),
+        ),
     ],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_attention_is_fused(config, overrides, dtype):
-    if dtype == "float16" and config in ("swin", "vit"):
-        overrides = (*overrides, "precision.loss_scale=1024")
+def test_attention_is_fused(config, dtype, overrides):
     run = steps.make_run(config, (*overrides, f"precision.compute={dtype}"))
     assert {choice.kernel for choice in run.attention} == {"cudnn"}
     assert "__cudnn$fmha" in steps.text_of(run)
