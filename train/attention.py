@@ -39,7 +39,7 @@ def attention_choices(
     """Returns the kernels of all attention in the model's stacks; () if there is none.
 
     Raises:
-        ValueError: an attention would make more than MAX_SCORES_BYTES of scores at once, and
+        ValueError: plain attention would make more than MAX_SCORES_BYTES of scores at once, and
             `model.attention` does not ask for it.
     """
     params, batch = microbatch(config, mesh, model)
@@ -56,11 +56,12 @@ def attention_choices(
         for stack, (_, x) in parts.types(cut["ends"], batch).items():
             jax.eval_shape(parts.blocks[stack], one_layer(cut["layers"][stack]), x, batch, number)
     for choice in found:
-        if choice.scores_bytes > MAX_SCORES_BYTES and config.attention != "plain":
-            raise ValueError(
-                f"attention would be {choice}, which makes {choice.scores_bytes / 2**30:.1f} GiB "
-                "of scores at once on each device; set precision.compute=bfloat16 where that is "
-                "why, take more microbatches or a shorter sequence, or ask for it with "
-                "model.attention=plain"
-            )
+        is_asked_for = config.attention == "plain"
+        if choice.kernel != "plain" or is_asked_for or choice.scores_bytes <= MAX_SCORES_BYTES:
+            continue
+        raise ValueError(
+            f"attention would be {choice}, which makes {choice.scores_bytes / 2**30:.1f} GiB of "
+            "scores at once on each device; set precision.compute=bfloat16 where that is why, take "
+            "more microbatches or a shorter sequence, or ask for it with model.attention=plain"
+        )
     return tuple(found)
