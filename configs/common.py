@@ -1,7 +1,8 @@
 """The sections that every config shares, with a comment per field.
 
 A config file starts from `get_config()` and sets what it wants otherwise. Any field can be set on
-the command line: `--config.section.key=value`.
+the command line: `--config.section.key=value`. The section `model` is the config file's own; every
+model with attention also takes `model.attention`: "auto" (the devices' best kernel) or "plain".
 """
 
 from ml_collections import ConfigDict
