@@ -1,0 +1,8 @@
+"""The table of predictions in the docs is the one that the results give."""
+
+from benchmarks import predictions
+
+
+def test_docs_have_the_table_of_the_results():
+    text = predictions._DOCS.read_text(encoding="utf-8")
+    assert predictions.with_table(text) == text
