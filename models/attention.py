@@ -1,6 +1,6 @@
 """Scaled dot-product attention.
 
-B batch, T query seq, S key seq, N heads, K key-value heads, H head_dim.
+B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
 Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; grouped queries: Ainslie et al. 2023
 (arXiv:2305.13245); sliding window: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1.
 """
@@ -147,7 +147,7 @@ def choose(
         return Choice(kernel="blocked", why="float64, which the others round to float32")
     if _implementation.get() == "plain":
         return Choice(kernel="plain", why="model.attention=plain", scores_bytes=wide * scores)
-    if device.platform in ("cpu", "any"):
+    if device.runs_on_cpu:
         return Choice(kernel="blocked", why=f"platform {device.platform}")
     why_not = _why_not_cudnn(device, dtype, head_dim)
     if why_not:

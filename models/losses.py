@@ -97,7 +97,7 @@ def chunked_vocab_loss(
         )
     num_tokens = x_ND.shape[0]
     if chunk_tokens is None:
-        chunk_tokens = 512 if hardware.current().platform in ("cpu", "any") else 1024
+        chunk_tokens = 512 if hardware.current().runs_on_cpu else 1024
     num_chunks = -(-num_tokens // chunk_tokens)
     size = -(-num_tokens // num_chunks)
     pad = num_chunks * size - num_tokens

@@ -16,7 +16,7 @@ def psum(tree: Any, axes: tuple[str, ...]) -> Any:
     """
     if not axes:
         return tree
-    is_cpu = hardware.current().platform in ("cpu", "any")
+    is_cpu = hardware.current().runs_on_cpu
 
     def summed(x: jax.Array) -> jax.Array:
         if is_cpu and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:

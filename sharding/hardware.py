@@ -26,6 +26,11 @@ class Hardware:
     device_kind: str
     compute_capability: float = 0.0
 
+    @property
+    def runs_on_cpu(self) -> bool:
+        """Whether to choose what suits CPUs: for a CPU, and where the hardware is not known."""
+        return self.platform in ("cpu", "any")
+
 
 #: What a function is traced for outside any run, such as a converted model that is called directly:
 #: only operations that every device has.
