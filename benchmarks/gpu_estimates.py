@@ -20,8 +20,8 @@ from train.setup import Run, prepare
 CONFIGS = Path(__file__).parents[1] / "configs"
 GPUS_PER_HOST = 8
 
-#: A compiled step below this is small: single buffers of XLA's own are a large part of it.
-SMALL_BYTES = 256 * 2**20
+#: A model below this is small: of its step, single buffers of XLA's own are a large part.
+SMALL_MODEL_BYTES = 10_000_000
 #: Within these lies what is estimated, divided by what is compiled.
 BOUNDS, SMALL_BOUNDS = (0.97, 1.10), (0.9, 1.2)
 
@@ -160,7 +160,7 @@ def make_run(case: Case, kind: str) -> Run:
 
 
 def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the bytes on a GPU as estimated and as compiled, and what the case is.
+    """Returns the bytes on a GPU as estimated and as compiled, of the model, and what the case is.
 
     Args:
       known: what this returned before: it is estimated again, but not compiled.
@@ -186,6 +186,7 @@ def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[
         seconds = round(time.perf_counter() - start, 1)
     assert compiled is not None
     return described | {
+        "model": 4 * run.num_params,
         "estimated": estimated.device_bytes,
         "compiled": compiled,
         "ratio": round(estimated.device_bytes / compiled, 3),
@@ -193,14 +194,14 @@ def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[
     }
 
 
-def bounds(compiled: int) -> tuple[float, float]:
-    """Returns between what the ratio must lie for a compiled step of so many bytes."""
-    return SMALL_BOUNDS if compiled < SMALL_BYTES else BOUNDS
+def bounds(model: int) -> tuple[float, float]:
+    """Returns between what the ratio must lie for a model of so many bytes of parameters."""
+    return SMALL_BOUNDS if model < SMALL_MODEL_BYTES else BOUNDS
 
 
 def is_within(figures: dict[str, Any]) -> bool:
     """Returns whether a case's ratio lies within its bounds."""
-    low, high = bounds(figures["compiled"])
+    low, high = bounds(figures["model"])
     return low <= figures["ratio"] <= high
 
 

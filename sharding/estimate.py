@@ -4,7 +4,8 @@ The step's program (program.py) is gone through once. What an operation gives ou
 it runs, and goes when nothing reads it any more. What XLA does to save memory is followed in its
 main lines: chains of element-wise operations are fused, so that nothing within them is ever made;
 an operation that can write over an input that nobody else reads does; loops change what they carry
-in place. What XLA adds is not: copies for another layout, and what a scheduler runs ahead of time.
+in place; addresses are given as XLA gives them (packing.py). What XLA adds is not: copies for
+another layout, and what a scheduler runs ahead of time.
 
 Of compilers for CPUs two habits are followed: what a reduction reads is made; and an input that is
 changed in place and that another fusion reads as well is copied first, which leaves its own room to
@@ -22,6 +23,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding.operations import RENAMES, Loop, Operation, Program, Value
+from sharding.packing import Lifetime, most_bytes_at_once, packed_bytes
 from sharding.simplify import simplified
 
 _COLLECTIVES = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin")
@@ -37,7 +39,9 @@ _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
 #: What differs between XLA's versions for GPUs, as measured with jax 0.10.2 and 0.12.0.
 _IS_NEW_XLA = jax.__version_info__ >= (0, 12)
 #: What cuBLAS works with in addition to the arrays of a product, for as long as that takes.
-WORKSPACE_BYTES = (32 if _IS_NEW_XLA else 4) * 2**20
+WORKSPACE_BYTES = 4 * 2**20
+#: The same for a product that reads one of its inputs where a loop slices it.
+SLICED_WORKSPACE_BYTES = (32 if _IS_NEW_XLA else 4) * 2**20
 #: Whether branches copy what the computation around them was given before they change it.
 COPIES_IN_BRANCHES = not _IS_NEW_XLA
 #: Of these, those that write into their first input, or each into its own, if nobody reads it.
@@ -71,9 +75,11 @@ GAPS = "gaps"
 #: On CPUs arrays of different lives leave gaps between them: the mean of 21 compiled steps of five
 #: models (docs/memory.md).
 GAPS_SHARE = 0.08
-#: For GPUs XLA packs arrays almost without gaps (less than 2 %), but its scheduler computes some of
-#: them earlier than they are needed, or reads them later: the mean of the steps in docs/memory.md.
+#: For GPUs the gaps are computed. What is added is for XLA's scheduler, which computes some arrays
+#: earlier than they are needed, or reads them later: the mean of the steps in docs/memory.md.
 GPU_GAPS_SHARE = 0.04
+#: Smaller ones than this share of all that a step makes leave no gaps worth computing.
+_MIN_PACKED_SHARE = 1 / 2000
 
 
 def counted_as(label: str, tree: Any) -> Any:
@@ -157,8 +163,12 @@ def estimate(
             at_peak[on_host][buffer.label] += buffer.num_bytes
     made = [buffer.num_bytes for buffer in run.at_peak[False] if not buffer.is_input]
     at_peak[False][TEMPORARIES] += _unused(run.copied, made)
-    share = GAPS_SHARE if platform == "cpu" else GPU_GAPS_SHARE
-    at_peak[False][GAPS] = round(share * sum(made))
+    if platform == "cpu":
+        gaps = GAPS_SHARE * sum(made)
+    else:
+        large = run.lifetimes(at_least=_MIN_PACKED_SHARE * sum(made))
+        gaps = packed_bytes(large) - most_bytes_at_once(large) + GPU_GAPS_SHARE * sum(made)
+    at_peak[False][GAPS] = round(gaps)
     return Estimate(device=at_peak[False], host=at_peak[True], work=run.work)
 
 
@@ -169,6 +179,8 @@ class _Buffer:
     num_bytes: int
     on_host: bool
     label: str
+    start: int  # how many buffers there were before it
+    end: int | None = None  # likewise, when it went; None: it is there
     num_holders: int = 0
     num_loops: int = 0  # that carry it, and keep its place as long as they run
     is_input: bool = False
@@ -185,6 +197,7 @@ class _Held:
     is_costly: bool = False
     label: str = TEMPORARIES
     moved: frozenset[_Buffer] = frozenset()  # of the buffers, those not read element by element
+    is_slice: bool = False  # of what a loop goes through, as it is there
 
 
 class _Frame:
@@ -233,6 +246,7 @@ class _Run:
         self._total, self._peak = {False: 0, True: 0}, {False: 0, True: 0}
         self.at_peak: dict[bool, list[_Buffer]] = {False: [], True: []}
         self.copied: list[int] = []  # bytes of inputs that are copied before they are changed
+        self._buffers: list[_Buffer] = []  # all that there ever were
         self.work = Work()
 
     def program(
@@ -279,7 +293,8 @@ class _Run:
         if place is not None and place.num_holders == 0:
             if (place.num_bytes, place.on_host) == (size, value.on_host):
                 return self._hold(_Held((place,), is_made=True, label=label))
-        buffer = _Buffer(size, value.on_host, label)
+        buffer = _Buffer(size, value.on_host, label, start=len(self._buffers))
+        self._buffers.append(buffer)
         live, where = self._live[value.on_host], value.on_host
         live[buffer] = None
         self._total[where] += buffer.num_bytes
@@ -293,6 +308,20 @@ class _Run:
             if buffer.num_holders == 0 and not buffer.num_loops:
                 del self._live[buffer.on_host][buffer]
                 self._total[buffer.on_host] -= buffer.num_bytes
+                buffer.end = len(self._buffers)
+
+    def lifetimes(self, at_least: float) -> list[Lifetime]:
+        """Returns when each array of a program lived that came to be on the device meanwhile.
+
+        Args:
+          at_least: bytes; smaller arrays are left out.
+        """
+        last = len(self._buffers) + 1
+        return [
+            Lifetime(buffer.num_bytes, buffer.start, buffer.end or last)
+            for buffer in self._buffers
+            if not (buffer.is_input or buffer.on_host) and buffer.num_bytes >= at_least
+        ]
 
     def _hold(self, held: _Held) -> _Held:
         for buffer in held.buffers:
@@ -385,6 +414,7 @@ class _Run:
         return outputs
 
     def _unfused(self, op: Operation, frame: _Frame) -> list[_Held]:
+        reads_slice = any(frame[value].is_slice for value in op.inputs)
         for i, value in enumerate(op.inputs):
             is_fused = op.name == "dynamic_update_slice" and i == 1
             if not is_fused and (self._is_cpu or op.name not in _REDUCTIONS):
@@ -398,7 +428,8 @@ class _Run:
             else:
                 outputs.append(self.made(output, place=frame.places.get(output)))
         if op.name in _PRODUCTS and not self._is_cpu:
-            workspace = Value((WORKSPACE_BYTES,), itemsize=1, on_host=False, axes=((),))
+            size = SLICED_WORKSPACE_BYTES if reads_slice else WORKSPACE_BYTES
+            workspace = Value((size,), itemsize=1, on_host=False, axes=((),))
             self.release(self.made(workspace))
         self._count(op)
         self._done(frame, *op.inputs)
@@ -425,7 +456,9 @@ class _Run:
                 inputs.append(self._hold(held) if is_last else self.made(value, held.label))
                 self._done(frame, value)
             else:  # of slices, each one comes when it is read
-                inputs.append(self._hold(_Held(held.buffers, is_made=i < consts)))
+                is_const = i < consts
+                seen = _Held(held.buffers, is_made=is_const, is_slice=not is_const)
+                inputs.append(self._hold(seen))
         stacked = [self.made(value) for value in op.outputs[op.num_carry :]]
         before, self.work = self.work, Work()
         if self._is_cpu:
@@ -490,6 +523,9 @@ class _Run:
 
     def _set(self, state: tuple, frame: _Frame) -> None:
         live, holders, total, held, num_uses = state
+        for on_host, buffers in self._live.items():
+            for buffer in buffers.keys() - live[on_host].keys():
+                buffer.end = len(self._buffers)  # an output of a branch, which takes that of _cond
         self._live = {on_host: dict(buffers) for on_host, buffers in live.items()}
         self._total = dict(total)
         frame.held, frame.num_uses = dict(held), collections.Counter(num_uses)

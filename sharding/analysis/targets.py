@@ -97,8 +97,8 @@ class Target:
         matrix product; an untuned Triton fusion would keep its result in float32 instead. CUB's
         sort asks the GPU how much memory it takes, so XLA's own is used. Estimates of times exist
         for compute capability 9 and later; for others XLA fails instead of leaving them out.
-        All-reduces of a few bytes across hosts go to NCCL: the kernel that jax 0.12's XLA writes for
-        them ends the process ("size mismatch when packing elements for LLVM struct").
+        All-reduces of a few bytes across hosts go to NCCL: the kernel that jax 0.12 has for them
+        ends the process ("size mismatch when packing elements for LLVM struct").
         """
         options = {
             "xla_gpu_enable_triton_gemm": "False",

@@ -35,11 +35,11 @@ def test_case_names_every_axis_and_counts_its_gpus():
 
 
 @pytest.mark.parametrize(
-    ("compiled", "ratio", "is_within"),
+    ("model", "ratio", "is_within"),
     [(2**30, 0.96, False), (2**30, 1.1, True), (2**20, 0.96, True), (2**20, 0.89, False)],
 )
-def test_bounds_are_wider_for_small_steps(compiled, ratio, is_within):
-    assert gpu_estimates.is_within({"compiled": compiled, "ratio": ratio}) == is_within
+def test_bounds_are_wider_for_small_models(model, ratio, is_within):
+    assert gpu_estimates.is_within({"model": model, "ratio": ratio}) == is_within
 
 
 def test_results_are_within_their_bounds_or_named_in_the_docs():

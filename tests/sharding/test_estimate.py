@@ -18,6 +18,7 @@ def only_arrays(monkeypatch):
     monkeypatch.setattr("sharding.estimate.GAPS_SHARE", 0)
     monkeypatch.setattr("sharding.estimate.GPU_GAPS_SHARE", 0)
     monkeypatch.setattr("sharding.estimate.WORKSPACE_BYTES", 0)
+    monkeypatch.setattr("sharding.estimate.SLICED_WORKSPACE_BYTES", 0)
 
 
 def estimate_of(function, *args, mesh=None, platform="gpu") -> Estimate:
@@ -261,6 +262,21 @@ def test_matrix_products_have_a_workspace_on_gpus_alone(monkeypatch):
         for platform in ("cpu", "gpu")
     }
     assert found == {"cpu": 3 * KIB, "gpu": 13 * KIB}
+
+
+@pytest.mark.parametrize(("is_sliced", "workspace"), [(True, 80), (False, 10)])
+def test_product_of_what_a_loop_slices_has_a_workspace_of_its_own(
+    monkeypatch, is_sliced, workspace
+):
+    monkeypatch.setattr("sharding.estimate.WORKSPACE_BYTES", 10 * KIB)
+    monkeypatch.setattr("sharding.estimate.SLICED_WORKSPACE_BYTES", 80 * KIB)
+
+    def products(xs, w):
+        body = lambda sum, x: (sum + (x if is_sliced else jnp.sin(x)) @ w, None)  # noqa: E731
+        return jax.lax.scan(body, jnp.zeros((16, 16)), xs)[0], xs, w
+
+    found = estimate_of(products, (4, 16, 16), (16, 16)).device_bytes // KIB
+    assert 4 + 1 + 1 + workspace < found < 4 + 1 + 1 + workspace + 5
 
 
 def test_what_is_also_reduced_is_not_written_over_its_input():
