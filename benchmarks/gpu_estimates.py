@@ -12,10 +12,10 @@ from typing import Any
 
 from sharding.analysis.targets import Target, parse_target
 from sharding.audit import memory
-from sharding.mesh import make_mesh
+from train.compile import run_for
 from train.config import resolve
 from train.config_files import load
-from train.setup import Run, prepare
+from train.setup import Run
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GPUS_PER_HOST = 8
@@ -143,20 +143,7 @@ def make_run(case: Case, kind: str) -> Run:
             for field, value in base.items():
                 if config.model.get(field) is None:
                     config.model[field] = value
-    resolved = resolve(config)
-    target = target_of(kind, case.num_gpus)
-    mesh = make_mesh(resolved.mesh, target.devices())
-    resolved = dataclasses.replace(resolved, mesh=resolved.mesh.resolve(mesh.size))
-    fields = {field.name for field in dataclasses.fields(resolved.model_class.Config)}
-    data, of_images = resolved.data, resolved.data.reads_images
-    num_labels = config.model.get("num_labels") or (10 if of_images else 2)
-    return prepare(
-        resolved,
-        mesh,
-        vocab_size=None if of_images else config.model.get("vocab_size") or data.vocab_size,
-        num_labels=num_labels if "num_labels" in fields else None,
-        target=target,
-    )
+    return run_for(resolve(config), target_of(kind, case.num_gpus))
 
 
 def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
 _IS_NEW_XLA = jax.__version_info__ >= (0, 12)
 #: What cuBLAS works with in addition to the arrays of a product, for as long as that takes.
 WORKSPACE_BYTES = 4 * 2**20
-#: The same for a product that reads one of its inputs where a loop slices it.
+#: The same for a product that reads one of its inputs where a loop slices it, and adds nothing.
 SLICED_WORKSPACE_BYTES = (32 if _IS_NEW_XLA else 4) * 2**20
 #: Whether branches copy what the computation around them was given before they change it.
 COPIES_IN_BRANCHES = not _IS_NEW_XLA
@@ -215,6 +215,8 @@ class _Frame:
             if op.name in _REDUCTIONS or not self.is_reduced.isdisjoint(op.outputs):
                 if op.name not in _UNFUSED and not isinstance(op, Loop) and not op.bodies:
                     self.is_reduced.update(op.inputs)
+        #: What is added to something.
+        self.is_added = {v for op in program.operations if op.name == "add" for v in op.inputs}
         #: What a loop begins with is there from where it is written, be it only zeros.
         self.is_early: set[Value] = set()
         for op in reversed(program.operations):
@@ -428,6 +430,7 @@ class _Run:
             else:
                 outputs.append(self.made(output, place=frame.places.get(output)))
         if op.name in _PRODUCTS and not self._is_cpu:
+            reads_slice &= frame.is_added.isdisjoint(op.outputs)
             size = SLICED_WORKSPACE_BYTES if reads_slice else WORKSPACE_BYTES
             workspace = Value((size,), itemsize=1, on_host=False, axes=((),))
             self.release(self.made(workspace))

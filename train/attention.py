@@ -22,9 +22,13 @@ MAX_SCORES_BYTES = 2**30
 
 
 @contextlib.contextmanager
-def traced_for(config: RunConfig, device: Hardware) -> Iterator[None]:
-    """Traces a model's functions within the block with the kernels of the mesh's devices."""
-    with hardware.use(device), attention.use(config.attention):
+def traced_for(device: Hardware, kernel: str) -> Iterator[None]:
+    """Traces a model's functions within the block for devices of one kind.
+
+    Args:
+        kernel: `model.attention` of the config, one of models.attention.CHOICES.
+    """
+    with hardware.use(device), attention.use(kernel):
         yield
 
 
@@ -49,7 +53,7 @@ def attention_choices(
     of_example = {**rules, "batch": ()}
     with (
         attention.recorded_choices() as found,
-        traced_for(config, device),
+        traced_for(device, config.attention),
         use_mesh(mesh),
         axis_rules(of_example),
     ):

@@ -16,7 +16,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -200,7 +200,19 @@ def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledSte
         ValueError: the config, the mesh or the target is wrong.
         OSError: a file is missing.
     """
-    config, (vocab_size, num_labels, assumed) = _read(path, overrides)
+    given: Any = config_files.load(path, overrides)
+    if given.get("init_from"):
+        take_over(given, read_source(given.init_from), overrides)
+    config = resolve(given)
+    return compile_run(run_for(config, target), sizes_without_data(config).assumed)
+
+
+def run_for(config: RunConfig, target: Target) -> Run:
+    """Returns the run of a config on GPUs that are not there, and without its data.
+
+    Raises:
+        ValueError: the config does not fit the target's number of GPUs, or itself.
+    """
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     mesh_config = config.mesh.resolve(target.num_devices)
     if mesh_config.num_devices != target.num_devices:
@@ -208,14 +220,18 @@ def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledSte
             f"mesh {mesh_config} has {mesh_config.num_devices} devices, and --target={target.name} "
             f"has {target.num_devices}; make them equal, for example with mesh.data=-1"
         )
-    mesh = make_mesh(mesh_config, target.devices())
+    mesh, sizes = make_mesh(mesh_config, target.devices()), sizes_without_data(config)
     config = dataclasses.replace(config, mesh=mesh_config)
-    make = partial(prepare, mesh=mesh, vocab_size=vocab_size, num_labels=num_labels, target=target)
+    make = partial(
+        prepare,
+        mesh=mesh,
+        vocab_size=sizes.vocab_size,
+        num_labels=sizes.num_labels,
+        target=target,
+    )
     if config.memory.placement == AUTO:
-        return compile_run(
-            Planner(make, target_budget(config.memory, target)).plan(config), assumed
-        )
-    return compile_run(make(config), assumed)
+        return Planner(make, target_budget(config.memory, target)).plan(config)
+    return make(config)
 
 
 def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
@@ -264,12 +280,20 @@ def _ticks(run: Run) -> Ticks | None:
     return Ticks.of_plan(make_plan(run.schedule, remat=pipeline.remat, shares_ends=shares_ends))
 
 
-def _read(path: str, overrides: list[str]) -> tuple[RunConfig, tuple]:
-    """Returns the config, and (vocab_size, num_labels, what was assumed of the data)."""
-    given: Any = config_files.load(path, overrides)
-    if given.get("init_from"):
-        take_over(given, read_source(given.init_from), overrides)
-    config = resolve(given)
+class Sizes(NamedTuple):
+    """What the data would say of a model's sizes; None for what the model does not have.
+
+    Attributes:
+        assumed: in words, what neither the config nor a tokenizer's file says.
+    """
+
+    vocab_size: int | None
+    num_labels: int | None
+    assumed: tuple[str, ...]
+
+
+def sizes_without_data(config: RunConfig) -> Sizes:
+    """Returns the sizes that a config's data would give to its model, as far as they are known."""
     fields = {field.name for field in dataclasses.fields(config.model_class.Config)}
     vocab_size, num_labels, assumed = None, None, []
     if not config.data.reads_images:
@@ -281,7 +305,7 @@ def _read(path: str, overrides: list[str]) -> tuple[RunConfig, tuple]:
         if config.data.reads_images:
             num_labels = _IMAGE_LABELS.get(config.data.name, _OTHER_IMAGE_LABELS)
         assumed.append(f"{num_labels:,} labels; --config.model.num_labels=N says otherwise")
-    return config, (vocab_size, num_labels, tuple(assumed))
+    return Sizes(vocab_size, num_labels, tuple(assumed))
 
 
 def _vocab_size(config: RunConfig) -> int:

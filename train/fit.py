@@ -65,7 +65,7 @@ def check_parts(
             f"data.objective={config.data.objective!r} puts "
             f"{', '.join(batch_shapes(config.data, config.images))}"
         ) from None
-    with traced_for(config, device):
+    with traced_for(device, config.attention):
         _check_names(config, model, arguments)
 
 

@@ -82,7 +82,7 @@ class Run:
     @cached_property
     def activation_names(self) -> set[str]:
         """The names that the model's blocks give to activations."""
-        with traced_for(self.config, self.hardware):
+        with traced_for(self.hardware, self.config.attention):
             return named_activations(self.model, *microbatch(self.config, self.mesh, self.model))
 
     @cached_property

@@ -1,17 +1,14 @@
 """The training and the evaluation step: pure functions, jitted once."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from models import attention
 from models.stack import Parts
-from sharding import hardware
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.memory import MemoryConfig
@@ -21,6 +18,7 @@ from sharding.pipeline.executor import make_evaluate, make_loss_and_grad, make_t
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.parameters import Sharing
 from sharding.pipeline.schedule import Schedule, forward_only
+from train.attention import traced_for
 from train.ema import averaged
 from train.precision import PrecisionConfig
 from train.state import Spikes, TrainState
@@ -92,7 +90,7 @@ def make_train_step(
             # As weights, since a head may compute its gradients in its forward.
             batch = _with_scaled_weights(batch, state.loss_scale.value(config.precision))
         keys = _dropout_keys(batch, config.seed)
-        with _traced_for(config, rules):
+        with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = with_taught(averaged(state), _to_microbatches(batch, config))
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(parts.split(state.params), microbatches)
@@ -131,18 +129,11 @@ def make_eval_step(
     with_taught = _with_taught(parts, config, sharing)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
-        with _traced_for(config, rules):
+        with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = _to_microbatches(_with_even_weights(batch), config)
             return evaluate(parts.split(params), with_taught(teacher, microbatches))
 
     return eval_step
-
-
-@contextlib.contextmanager
-def _traced_for(config: StepConfig, rules: Rules) -> Iterator[None]:
-    """Traces the model within the block for the mesh's devices, as the config asks for it."""
-    with axis_rules(rules), hardware.use(config.hardware), attention.use(config.attention):
-        yield
 
 
 def _with_taught(

@@ -6,12 +6,12 @@ import jax
 
 from sharding import audit
 from sharding.analysis.targets import parse_target
-from sharding.mesh import make_mesh
 from tests.runs import ROOT
 from tests.train.models_on_meshes import MODELS, SHARED
+from train.compile import run_for
 from train.config import resolve
 from train.config_files import load
-from train.setup import Run, prepare
+from train.setup import Run
 
 BFLOAT16 = ("precision.compute=bfloat16",)
 MESHES = {
@@ -36,14 +36,7 @@ def make_run(config: str, overrides: tuple[str, ...], target: str = "h100") -> R
     given = resolve(load(path, overrides))
     count = given.mesh.num_devices
     chosen = parse_target(f"{target}:{max(1, count // 8)}x{min(8, count)}")
-    fields = given.model_class.Config.__dataclass_fields__
-    return prepare(
-        given,
-        make_mesh(given.mesh, chosen.devices()),
-        vocab_size=None if given.data.reads_images else given.data.vocab_size,
-        num_labels=10 if "num_labels" in fields else None,
-        target=chosen,
-    )
+    return run_for(given, chosen)
 
 
 def model_run(model: str, *overrides: str) -> Run:

@@ -264,15 +264,21 @@ def test_matrix_products_have_a_workspace_on_gpus_alone(monkeypatch):
     assert found == {"cpu": 3 * KIB, "gpu": 13 * KIB}
 
 
-@pytest.mark.parametrize(("is_sliced", "workspace"), [(True, 80), (False, 10)])
+@pytest.mark.parametrize(
+    ("factor", "is_added", "workspace"),
+    [("slice", False, 80), ("sine of a slice", False, 10), ("slice", True, 10)],
+)
 def test_product_of_what_a_loop_slices_has_a_workspace_of_its_own(
-    monkeypatch, is_sliced, workspace
+    monkeypatch, factor, is_added, workspace
 ):
     monkeypatch.setattr("sharding.estimate.WORKSPACE_BYTES", 10 * KIB)
     monkeypatch.setattr("sharding.estimate.SLICED_WORKSPACE_BYTES", 80 * KIB)
 
     def products(xs, w):
-        body = lambda sum, x: (sum + (x if is_sliced else jnp.sin(x)) @ w, None)  # noqa: E731
+        def body(best, x):
+            product = (x if factor == "slice" else jnp.sin(x)) @ w
+            return jnp.maximum(best, product + 1 if is_added else product), None
+
         return jax.lax.scan(body, jnp.zeros((16, 16)), xs)[0], xs, w
 
     found = estimate_of(products, (4, 16, 16), (16, 16)).device_bytes // KIB
