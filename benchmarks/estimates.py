@@ -8,7 +8,8 @@ The first compiles for CPUs: every case is a shipped config at its default size,
 8,192 tokens. The second compiles for GPUs, which need not be there; see gpu_estimates.py for the
 cases. What a compiled step takes is what its compiler says: its arguments, its results and its
 temporaries, what is reused counted once. Nothing runs. The third writes the tables of
-docs/memory.md from the results of both.
+docs/memory.md from the results of both. Results of another version of jax are kept beside these, as
+h100_estimates_jax_VERSION.json.
 
 After a change of the estimate alone, `--keep-compiled` takes what is compiled from the file and
 compiles only what is missing there.
@@ -159,13 +160,14 @@ def _write(path: Path | None, figures: dict[str, Any]) -> None:
 
 def with_tables(text: str) -> str:
     """Returns the text of docs/memory.md with the tables that the results give."""
-    cases = {
-        kind: json.loads((_RESULTS / f"{kind}_estimates.json").read_text(encoding="utf-8"))["cases"]
-        for kind in ("cpu", "h100")
-    }
+    on_cpus = json.loads((_RESULTS / "cpu_estimates.json").read_text(encoding="utf-8"))
     rows = ["| config | estimated | compiled | ratio |", "|---|---|---|---|"]
-    rows += [as_text(name, figures) for name, figures in cases["cpu"].items()]
-    tables = {"cpu": "\n".join(rows), "h100": gpu_estimates.tables(cases["h100"])}
+    rows += [as_text(name, figures) for name, figures in on_cpus["cases"].items()]
+    on_gpus = [
+        f"With jax {found['versions']['jax']}:\n\n{gpu_estimates.tables(found['cases'])}"
+        for found in h100_results()
+    ]
+    tables = {"cpu": "\n".join(rows), "h100": "\n\n".join(on_gpus)}
     for kind, table in tables.items():
         begin, end = f"<!-- {kind} estimates -->\n", f"\n<!-- end of {kind} estimates -->"
         before, _, rest = text.partition(begin)
@@ -174,6 +176,12 @@ def with_tables(text: str) -> str:
             raise ValueError(f"docs/memory.md lacks {begin.strip()} or {end.strip()}")
         text = f"{before}{begin}{table}{end}{after}"
     return text
+
+
+def h100_results() -> list[dict[str, Any]]:
+    """Returns what was found for H100s, one for each version of jax that it was compiled with."""
+    paths = sorted(_RESULTS.glob("h100_estimates*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def make_run(name: str) -> Run:

@@ -1,6 +1,5 @@
 """The comparison of estimates with compiled steps: its cases, its results, and the docs."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -42,9 +41,14 @@ def test_bounds_are_wider_for_small_models(model, ratio, is_within):
     assert gpu_estimates.is_within({"model": model, "ratio": ratio}) == is_within
 
 
-def test_results_are_within_their_bounds_or_named_in_the_docs():
-    """What is out of bounds is in bold in the tables."""
-    results = ROOT / "benchmarks" / "results" / "h100_estimates.json"
-    found = json.loads(results.read_text(encoding="utf-8"))["cases"]
-    out = gpu_estimates.out_of_bounds(found)
-    assert gpu_estimates.tables(found).count("**") == 2 * len(out)
+@pytest.mark.parametrize(
+    "found", estimates.h100_results(), ids=lambda found: found["versions"]["jax"]
+)
+def test_results_are_within_their_bounds(found):
+    assert gpu_estimates.out_of_bounds(found["cases"]) == []
+
+
+def test_what_is_out_of_bounds_is_in_bold():
+    figures = {"model": 2**30, "estimated": 9, "compiled": 10, "ratio": 0.9, "gpus": 1}
+    assert gpu_estimates.tables({"gpt2, one GPU": figures}).count("**0.90**") == 1
+    assert gpu_estimates.out_of_bounds({"gpt2, one GPU": figures}) == ["gpt2, one GPU"]
