@@ -97,15 +97,16 @@ class Target:
         matrix product; an untuned Triton fusion would keep its result in float32 instead. CUB's
         sort asks the GPU how much memory it takes, so XLA's own is used. Estimates of times exist
         for compute capability 9 and later; for others XLA fails instead of leaving them out.
-        All-reduces of a few bytes across hosts go to NCCL: the kernel that jax 0.12 has for them
-        ends the process ("size mismatch when packing elements for LLVM struct").
+        Small all-reduces go to NCCL. The kernel that jax 0.12 has for them does not show in the
+        program as a collective, and across hosts its compiler ends the process ("size mismatch when
+        packing elements for LLVM struct").
         """
         options = {
             "xla_gpu_enable_triton_gemm": "False",
             "xla_gpu_enable_cub_radix_sort": "False",
         }
         if jax.__version_info__ >= (0, 12):
-            options["xla_gpu_unsupported_use_cross_host_one_shot_kernel"] = ""
+            options["xla_gpu_experimental_use_collective_kernels"] = ""
         if self._number(r"cuda_compute_capability\s*{\s*major") >= 9:
             options["xla_gpu_collect_cost_model_stats"] = "True"
         return options

@@ -41,6 +41,21 @@ def test_compile_reports_a_step_and_writes_its_files(capsys, tmp_path):
     assert (tmp_path / "step.hlo.txt").read_text().startswith("HloModule")
 
 
+def test_compile_takes_4096_gpus(capsys):
+    """All-reduces of single numbers cross hosts here, and small ones run in loops."""
+    code, printed = run(
+        capsys,
+        *("--target=h100:512x8", "--json", "--config.mesh.data=1024"),
+        *("--config.data.global_batch_size=4096", "--config.precision.compute=bfloat16"),
+    )
+    assert code == 0
+    found = json.loads(printed.out)
+    assert found["num_devices"] == 4096
+    rows = {(row["kind"], tuple(row["axes"]), row["loop"]) for row in found["collectives"]}
+    assert ("all-reduce", ("model",), "layers") in rows
+    assert {axes for kind, axes, _ in rows if kind == "all-reduce"} >= {("data",), ("pipeline",)}
+
+
 @pytest.mark.parametrize("kind", ["h200", "b200", "a100", "v100"])
 def test_compile_takes_every_target(capsys, kind):
     code, printed = run(
