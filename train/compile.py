@@ -44,6 +44,8 @@ from train.verdict import Budget, pressure_of, size, target_budget
 _IMAGE_LABELS = {"digits": 10}
 _OTHER_IMAGE_LABELS = 1000  # ImageNet's
 _TEXT_LABELS = 2
+#: `data.name` of what lies in `data.paths`.
+_READ_FROM_PATHS = ("text", "megatron", "image_folder")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,6 +205,8 @@ def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledSte
     given: Any = config_files.load(path, overrides)
     if given.get("init_from"):
         take_over(given, read_source(given.init_from), overrides)
+    if given.data.name in _READ_FROM_PATHS and not given.data.paths:
+        given.data.paths = ("not_read",)  # a config may leave them to the command line
     config = resolve(given)
     return compile_run(run_for(config, target), sizes_without_data(config).assumed)
 

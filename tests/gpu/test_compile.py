@@ -56,6 +56,16 @@ def test_compile_takes_4096_gpus(capsys):
     assert {axes for kind, axes, _ in rows if kind == "all-reduce"} >= {("data",), ("pipeline",)}
 
 
+def test_compile_needs_no_data(capsys):
+    code, printed = run(
+        capsys,
+        *("--target=h100:1x1", "--config.data.name=text", "--config.precision.compute=bfloat16"),
+        *("--config.mesh.pipeline=1", "--config.mesh.data=1", "--config.mesh.model=1"),
+        *("--config.model.num_layers=1", "--config.train.num_microbatches=1"),
+    )
+    assert (code, printed.err) == (0, "")
+
+
 @pytest.mark.parametrize("kind", ["h200", "b200", "a100", "v100"])
 def test_compile_takes_every_target(capsys, kind):
     code, printed = run(
