@@ -21,9 +21,9 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from convert.base import shapes_of
-from convert.families import architectures
 from convert.keys import read
+from convert.model_on_disk import shapes_of
+from convert.registry import architectures
 from convert.tensor_files import ShardWriter, open_tensors, same_values
 
 #: Sizes of the model; those of about 2 billion weights.

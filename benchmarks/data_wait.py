@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks.harness import report
 from benchmarks.images import write_images
-from train.metrics import METRICS_FILE, read_metrics
+from train.reporting.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[1]
 # The first steps live on what was read while the step was compiled.

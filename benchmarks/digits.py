@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from train.metrics import METRICS_FILE, read_metrics
+from benchmarks.harness import report
+from train.reporting.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parent.parent
 

@@ -25,13 +25,13 @@ from typing import Any
 
 import jax
 
-from benchmarks import gpu_estimates, report
+from benchmarks.harness import gpu_estimates, report
+from sharding.analysis.audit import memory
 from sharding.analysis.targets import TARGETS
-from sharding.audit import memory
 from sharding.mesh import make_mesh
-from train.config import resolve
-from train.config_files import load
-from train.setup import Run, prepare
+from train.config.config_files import load
+from train.config.schema import resolve
+from train.run.build import Run, prepare
 
 VOCAB_SIZE = 8192
 _CONFIGS = Path(__file__).parents[1] / "configs"

@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from benchmarks import report
-from data.augment import augment
+from benchmarks.harness import report
 from data.batches import train_batches
 from data.config import DataConfig
 from data.corpus import load_corpus
-from data.crops import open_image
 from data.examples import Batch, generator
 from data.image_config import ImageConfig
+from data.images.transforms.augment import augment
+from data.images.transforms.crops import open_image
 
 #: Width and height of ImageNet's images: most of them, and some of the others.
 _SIZES = ((500, 375), (500, 375), (375, 500), (500, 333), (500, 500), (400, 300), (1024, 768))

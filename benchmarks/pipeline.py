@@ -26,18 +26,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import report
+from benchmarks.harness import report
+from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, Times, interleave, ratios
 from benchmarks.stage_parts import Part, StageParts
 from benchmarks.step import make_run, random_batch
-from benchmarks.timing import NUM_WARM_UP_STEPS, Contender, Times, interleave, ratios
-from sharding import audit, devices
+from sharding.analysis import audit
 from sharding.batches import place_batch
+from sharding.distributed import startup
 from sharding.mesh import MeshConfig
 from sharding.pipeline.config import REMAT
 from sharding.pipeline.schedule import SCHEDULES
-from sharding.pipeline.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op, max_in_flight
-from train import config_files
-from train.setup import Run
+from sharding.pipeline.schedules.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op, max_in_flight
+from train.config import config_files
+from train.run.build import Run
 
 DEFAULT_STAGES = 4
 #: Chunks of a stage, where not one.
@@ -182,7 +183,7 @@ def measure(
 
 
 def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
-    """Returns what one operation of a run's table computes; see sharding/pipeline/executor.py."""
+    """Returns what one operation of a run's table computes; see the pipeline's executor."""
     (layout,) = run.layouts.values()
     virtual = run.schedule.virtual_stage(stage, op.chunk)
     is_first, is_last = virtual == 0, virtual == len(run.schedule.placement) - 1
@@ -358,7 +359,7 @@ def _check(run: Run) -> None:
 
 def _default_stages() -> int:
     with contextlib.suppress(ValueError):  # too few accelerators: the caller says so
-        devices.start(MeshConfig(pipeline=DEFAULT_STAGES))
+        startup.start(MeshConfig(pipeline=DEFAULT_STAGES))
     found = jax.devices()
     return DEFAULT_STAGES if found[0].platform == "cpu" else len(found)
 

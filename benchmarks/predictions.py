@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import gpu_estimates, report
+from benchmarks.harness import gpu_estimates, report
 from train.compile import compile_run
 
 _ROOT = Path(__file__).parents[1]

@@ -22,11 +22,11 @@ from typing import Any
 
 import jax
 
-from benchmarks import report
+from benchmarks.harness import report
 from benchmarks.step import make_run
 from checkpoint.manager import CheckpointConfig, Checkpoints
-from train import config_files
-from train.setup import Run
+from train.config import config_files
+from train.run.build import Run
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """What the stages of a pipeline compute, part by part, compiled to be timed.
 
 A part is a stage's forward, backward or one of its halves, the embedding, the head, or the
-optimizer's update. Layers run as they do in the executor, by sharding/pipeline/layers.py.
+optimizer's update. Layers run as they do in the executor, by sharding/pipeline/runtime/layers.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender
 from benchmarks.step import random_batch
-from benchmarks.timing import NUM_WARM_UP_STEPS, Contender
-from sharding import audit
-from sharding.pipeline.layers import Layers
-from sharding.pipeline.parameters import Shards, Sharing, Way
-from sharding.pipeline.trees import add, wide, zeros
-from train.setup import Run
+from sharding.analysis import audit
+from sharding.pipeline.runtime.gather import Shards, Sharing, Way
+from sharding.pipeline.runtime.layers import Layers
+from sharding.pipeline.runtime.trees import add, wide, zeros
+from train.run.build import Run
 
 Tree = Any
 

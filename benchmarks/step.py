@@ -19,15 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import report
-from benchmarks.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
+from benchmarks.harness import report
+from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
 from data.shapes import batch_shapes
-from sharding import audit, devices
+from sharding.analysis import audit
 from sharding.batches import place_batch
-from train import config_files
-from train.config import resolve
-from train.setup import Run, prepare
-from train.throughput import mfu, peak_flops_per_s
+from sharding.distributed import startup
+from train.config import config_files
+from train.config.schema import resolve
+from train.reporting.throughput import mfu, peak_flops_per_s
+from train.run.build import Run, prepare
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +67,7 @@ def make_run(config: str, overrides: list[str]) -> Run:
     """Returns the run that a config describes, without its data."""
     resolved = resolve(config_files.load(config, overrides))
     jax.config.update("jax_enable_x64", resolved.precision.compute == "float64")
-    mesh = devices.start(resolved.mesh)
+    mesh = startup.start(resolved.mesh)
     resolved = dataclasses.replace(resolved, mesh=resolved.mesh.resolve(mesh.size))
     if resolved.data.reads_images:
         return prepare(resolved, mesh)
@@ -91,7 +92,7 @@ def measure(
       ValueError: the peer has nothing equal to the run, or does other work than ours.
     """
     if with_torch:
-        from benchmarks import peers  # torch is needed for a peer only
+        from benchmarks.harness import peers  # torch is needed for a peer only
 
         peers.check(run)
     batch = random_batch(run)

@@ -41,7 +41,7 @@ from checkpoint.layout import (
 )
 from checkpoint.lazy import LazyArray, LazyHandler, save_args
 from checkpoint.quiet import keep_quiet
-from sharding.exchange import TIMEOUT_S, Exchange
+from sharding.distributed.messages import TIMEOUT_S, Exchange
 
 #: What writing fails with if a disk, and not a program, is at fault: TensorStore says ValueError.
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)

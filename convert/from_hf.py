@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from checkpoint.manager import CheckpointConfig, Checkpoints
 from convert import preprocessor
-from convert.base import Source, shapes_of
 from convert.directories import new_directory
 from convert.keys import plain
+from convert.model_on_disk import Source, shapes_of
 from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
 from convert.source import load_params, read_source
 from models.stack import logical_axes

@@ -11,13 +11,14 @@ from flax import nnx
 
 from checkpoint.lazy import Index, LazyArray
 from convert import preprocessor
-from convert.base import Shapes, Source, check_known, shapes_of
-from convert.families import Architecture, find
+from convert.architecture import Architecture
 from convert.keys import read
+from convert.model_on_disk import Shapes, Source, check_known, shapes_of
 from convert.names import Place, match
+from convert.registry import find
 from convert.tensor_files import Tensor, open_tensors, read_json, same_values
 from data.checks import check_types
-from models.vision import ImageInputConfig
+from models.vision.common import ImageInputConfig
 
 _log = logging.getLogger(__name__)
 

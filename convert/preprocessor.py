@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from convert.base import Source
+from convert.model_on_disk import Source
 from convert.tensor_files import read_json
 from data.checks import is_number
-from models.vision import ImageInputConfig
+from models.vision.common import ImageInputConfig
 
 FILE = "preprocessor_config.json"
 #: What it says of our config.

@@ -14,17 +14,17 @@ from flax import nnx
 from checkpoint.checksums import find_damage
 from checkpoint.layout import steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
-from convert.base import Shapes, Source, check_known
-from convert.families import find
+from convert.model_on_disk import Shapes, Source, check_known
+from convert.registry import find
 from convert.tensor_files import read_json
-from models.names import MODELS
+from models.registry import MODELS
 from models.stack import logical_axes
 
 CONFIG_FILE, CHECKPOINTS, HF_FILES = "config.yaml", "checkpoints", "hf"
 #: Beside the original config.json: the dtype of each tensor.
 DTYPES_FILE = "dtypes.json"
 
-#: The name, in a checkpoint, of the average of a parameter; see train/ema.py.
+#: The name, in a checkpoint, of the average of a parameter; see train/optim/ema.py.
 _AVERAGE = re.compile(r"opt_state\.\d+\.average\.(.+)")
 
 _log = logging.getLogger(__name__)

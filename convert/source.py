@@ -8,8 +8,8 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoint.lazy import LazyArray
-from convert.base import Source
 from convert.huggingface import open_huggingface
+from convert.model_on_disk import Source
 from convert.runs import newest_checkpoint, open_run
 
 Tree = Any

@@ -16,16 +16,17 @@ from flax import nnx
 
 from checkpoint.lazy import blocks
 from convert import preprocessor
-from convert.base import Source, shapes_of
+from convert.architecture import Architecture
 from convert.directories import new_directory
-from convert.families import Architecture, architectures
 from convert.from_hf import KEPT_FILES
 from convert.keys import plain, read, write
+from convert.model_on_disk import Source, shapes_of
 from convert.names import Place
+from convert.registry import architectures
 from convert.runs import newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
-from data.tokenizer import load_tokenizer_file
+from data.text.tokenizer import load_tokenizer_file
 
 #: What our configs say and Hugging Face's cannot, and need not.
 _OURS_ALONE = (

@@ -35,7 +35,7 @@ _SHORTEST = {
     "seq2seq": 2,
     "classification": 3,
 }
-# What 'bytes' and 'bpe' know besides text: see data/special_tokens.py.
+# What 'bytes' and 'bpe' know besides text: see data/text/special_tokens.py.
 _MIN_VOCAB_SIZE, _MIN_VOCAB_SIZE_WITH_SPECIAL = 257, 361
 
 

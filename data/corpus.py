@@ -21,9 +21,9 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
     check_images(config, images)
     # Texts need no Pillow, and images no tokenizers.
     if config.reads_images:
-        from data.images import load_images
+        from data.images.image_corpus import load_images
 
         return load_images(config, images)
-    from data.text import load_text
+    from data.text.text_corpus import load_text
 
     return load_text(config)

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from data.config import DataConfig
-from data.text import load_fixed_tokenizer, load_stores
-from data.token_files import TokenFile, open_token_file, write_token_file
-from data.token_store import TokenStore, document_ends
+from data.text.text_corpus import load_fixed_tokenizer, load_stores
+from data.text.token_files import TokenFile, open_token_file, write_token_file
+from data.text.token_store import TokenStore, document_ends
 
 
 def main(argv: list[str] | None = None) -> int:

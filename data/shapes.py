@@ -4,7 +4,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.image_config import ImageConfig
-from data.spans import target_length
+from data.text.objectives.span_corruption import target_length
 
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 

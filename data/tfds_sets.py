@@ -19,7 +19,10 @@ import filelock
 import numpy as np
 
 # Sets that ship with the project: name -> the builder's import path.
-_OWN = {"python_stdlib": "data.python_stdlib:PythonStdlib", "digits": "data.digits:Digits"}
+_OWN = {
+    "python_stdlib": "data.text.python_stdlib:PythonStdlib",
+    "digits": "data.images.digits:Digits",
+}
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from launch import environment
 from launch.processes import Event, Processes
-from train.exit_codes import FINAL, STOPPED
+from train.lifecycle.exit_codes import FINAL, STOPPED
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

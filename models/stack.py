@@ -9,8 +9,8 @@ A model is an `nnx.Module` with
 - `head(x, batch) -> (loss_sum, weight_sum, metrics)`: scalars, sums over the batch's tokens.
 
 A model whose `embed` and `head` compute with a part of the vocab, because they use
-`models.layers.lookup` and `models.losses.chunked_vocab_loss`, says so: `can_share_vocab = True`.
-A class that changes either says it again.
+`models.layers.basic.lookup` and `models.losses.chunked_vocab_loss`, says so:
+`can_share_vocab = True`. A class that changes either says it again.
 
 A model that learns from an average of itself has `teach(x, batch) -> arrays [B, ...]` too. Before
 a step its stacks run with the average's parameters (`train.ema_decay`) and without dropout, `teach`
@@ -55,7 +55,7 @@ REMAT_POLICIES: dict[str, Callable] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
-#: What the step itself measures; see train/step.py.
+#: What the step itself measures; see train/step/train_step.py.
 RESERVED_METRICS = {
     *("loss", "weight", "grad_norm", "learning_rate", "loss_scale"),
     *("num_skipped", "num_nonfinite_in_a_row", "num_stuck_in_a_row"),
@@ -116,7 +116,7 @@ def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A model as pure functions of its parameters; see sharding/pipeline/executor.py, `Model`.
+    """A model as pure functions of its parameters; see `Model` in sharding/pipeline.
 
     `params` is the model's own tree of arrays; `split` cuts it into `ends` (all but the stacks) and
     `layers` (stack -> its parameters, with a leading layers dim), and `join` puts them together.
@@ -183,7 +183,7 @@ def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Parts:
         if not isinstance(variable, nnx.Param):
             raise ValueError(
                 f"{name}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a model holds "
-                "parameters alone (nnx.Param); for dropout use models.layers.dropout"
+                "parameters alone (nnx.Param); for dropout use models.layers.basic.dropout"
             )
     without_stacks: Any = nnx.merge(*nnx.split(model))
     for stack in stacks:

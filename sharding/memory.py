@@ -12,7 +12,7 @@ from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.rules import axes_of
 
 ZERO_STAGES = (0, 1, 2, 3)
-#: Chosen so that the run fits; see train/plan.py.
+#: Chosen so that the run fits; see train/planning/memory_search.py.
 AUTO = "auto"
 PLACEMENTS = ("device", "host", AUTO)
 

@@ -8,7 +8,7 @@ import platform
 import jax
 import pytest
 
-from sharding.devices import CPU_XLA_FLAGS
+from sharding.distributed.startup import CPU_XLA_FLAGS
 from tests.runs import write_corpus
 
 # The machine code of tests runs for a moment, and making it took two thirds of all time. What XLA

@@ -8,13 +8,13 @@ import sys
 
 from jax.experimental import multihost_utils
 
-from sharding import devices
+from sharding.distributed import startup
 from tests.runs import CONFIG, digest, make_run
-from train.config import resolve
-from train.config_files import load
+from train.config.config_files import load
+from train.config.schema import resolve
 
 if __name__ == "__main__":
-    devices.start(resolve(load(CONFIG, sys.argv[1:])).mesh)
+    startup.start(resolve(load(CONFIG, sys.argv[1:])).mesh)
     run, _ = make_run(sys.argv[1:])
     params = multihost_utils.process_allgather(run.state.initial().params, tiled=True)
     print(f"digest {digest(params)}", flush=True)

@@ -13,13 +13,13 @@ import optax
 from data.batches import train_batches
 from data.corpus import load_corpus
 from data.examples import Corpus
-from models.gpt2 import GPT2
-from models.layers import lookup
+from models.layers.basic import lookup
+from models.text.gpt2 import GPT2
 from sharding.batches import place_batch
 from sharding.mesh import make_mesh
-from train.config import resolve
-from train.config_files import load
-from train.setup import Run, prepare
+from train.config.config_files import load
+from train.config.schema import resolve
+from train.run.build import Run, prepare
 
 ROOT = Path(__file__).parents[1]
 CONFIG = str(ROOT / "configs" / "gpt2.py")

@@ -1,6 +1,13 @@
-"""Imports run one way: from launch and benchmarks down to sharding, as the map says."""
+"""Imports run one way: between rooms as docs/architecture.md draws them, and inside each room.
+
+Inside a room the rule is the same at every level: the modules and subfolders of one folder can be
+sorted so that each imports only those before it. A subfolder counts as one, so two subfolders
+never import each other, and there is no import cycle between modules either.
+"""
 
 import ast
+import graphlib
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import pytest
@@ -63,6 +70,57 @@ def test_imports_run_one_way(room):
     assert found == {}
 
 
+def imports_between_siblings(imports: Mapping[str, Set[str]]) -> dict[str, dict[str, set[str]]]:
+    """Groups imports by the folder in which the importer and the imported part ways.
+
+    Args:
+        imports: module -> the modules that it imports, all dotted.
+
+    Returns:
+        Folder (dotted, "" for the root) -> child -> the siblings that it imports.
+    """
+    levels: dict[str, dict[str, set[str]]] = {}
+    for importer, targets in imports.items():
+        for target in targets:
+            mine = importer.split(".")
+            theirs = target.split(".")
+            pairs = enumerate(zip(mine, theirs, strict=False))
+            fork = next((i for i, (a, b) in pairs if a != b), None)
+            if fork is not None:
+                siblings = levels.setdefault(".".join(mine[:fork]), {})
+                siblings.setdefault(mine[fork], set()).add(theirs[fork])
+    return levels
+
+
+def project_imports() -> dict[str, set[str]]:
+    """Returns module -> the modules of ours that it imports, of all rooms."""
+    files = [file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py")]
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+    imports = {}
+    for name, file in modules.items():
+        found = imported_modules(file.read_text(encoding="utf-8"), name.rpartition(".")[0])
+        imports[name] = {other for other in found if other in modules}
+    return imports
+
+
+def test_no_folder_has_an_import_cycle_among_its_modules_and_subfolders():
+    cycles = {}
+    for folder, siblings in imports_between_siblings(project_imports()).items():
+        try:
+            graphlib.TopologicalSorter(siblings).prepare()
+        except graphlib.CycleError as error:
+            cycles[folder] = error.args[1]
+    assert cycles == {}
+
+
+def test_imports_between_siblings_sees_cycles_through_subfolders():
+    imports = {"a.b.x": {"a.c.y"}, "a.c.z": {"a.b.w"}, "a.b.w": {"a.b.x"}}
+    assert imports_between_siblings(imports) == {
+        "a": {"b": {"c"}, "c": {"b"}},
+        "a.b": {"w": {"x"}},
+    }
+
+
 def test_every_room_has_its_rule():
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert rooms - set(OUTSIDE) <= set(MAY_IMPORT)
@@ -71,12 +129,16 @@ def test_every_room_has_its_rule():
 @pytest.mark.parametrize(
     "source, package, expected",
     [
-        ("import train.step", "sharding.pipeline", ["train.step"]),
+        ("import train.loop", "sharding.pipeline", ["train.loop"]),
         ("from sharding.logical import constrain, Rules", "models", []),
         ("from sharding import rules", "models", ["sharding.rules"]),
         ("from sharding import logical", "models", []),
         ("import sharding.logical_extra", "models", ["sharding.logical_extra"]),
-        ("def f():\n    from models.gpt2 import GPT2", "checkpoint", ["models.gpt2.GPT2"]),
+        (
+            "def f():\n    from models.text.gpt2 import GPT2",
+            "checkpoint",
+            ["models.text.gpt2.GPT2"],
+        ),
         ("from ..sharding import mesh", "sharding.pipeline", []),
         ("from . import text\nimport database", "data", []),
         ("import tests.runs", "train", ["tests.runs"]),

@@ -21,24 +21,23 @@ from typing import Any, NamedTuple
 import jax
 
 from convert.source import read_source
-from data.text import load_fixed_tokenizer
-from sharding import audit
-from sharding.analysis import timeline
+from data.text.text_corpus import load_fixed_tokenizer
+from sharding.analysis import audit, timeline
 from sharding.analysis.cost import Prediction, format_prediction, predict
 from sharding.analysis.simulation import Ticks
 from sharding.analysis.targets import TARGETS, Target, parse_target
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
-from sharding.pipeline.plan import make_plan
-from train import config_files
-from train.config import RunConfig, resolve
-from train.exit_codes import FINISHED, REFUSED
-from train.plan import Planner
-from train.setup import Run, prepare
-from train.step_time import machine_of
-from train.take_over import take_over
-from train.throughput import mfu, peak_flops_per_s
-from train.verdict import Budget, pressure_of, size, target_budget
+from sharding.pipeline.runtime.buffers import make_plan
+from train.config import config_files
+from train.config.checkpoint_config import take_over
+from train.config.schema import RunConfig, resolve
+from train.lifecycle.exit_codes import FINISHED, REFUSED
+from train.planning.memory_budget import Budget, pressure_of, size, target_budget
+from train.planning.memory_search import Planner
+from train.planning.step_time import machine_of
+from train.reporting.throughput import mfu, peak_flops_per_s
+from train.run.build import Run, prepare
 
 #: Labels where only the data would say how many: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
@@ -158,7 +157,7 @@ class CompiledStep:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compiles and prints the report; returns the exit code, see train/exit_codes.py."""
+    """Compiles and prints the report; returns the exit code, see train/lifecycle/exit_codes.py."""
     parser = argparse.ArgumentParser(
         prog="python -m train.compile",
         description="Compiles a training step for GPUs that are not there, and predicts its time.",

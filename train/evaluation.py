@@ -10,11 +10,11 @@ import numpy as np
 from data.batches import validation_batches
 from data.examples import Corpus
 from sharding.batches import place_batch
-from sharding.exchange import Exchange
-from train.metrics import METRICS_FILE, read_metrics
-from train.phases import Phases
-from train.setup import Run
-from train.state import TrainState
+from sharding.distributed.messages import Exchange
+from train.lifecycle.phases import Phases
+from train.reporting.metrics import METRICS_FILE, read_metrics
+from train.run.build import Run
+from train.state.train_state import TrainState
 
 
 def evaluate(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from train.phases import NAMES, RECOMPUTED, Phases
+from train.lifecycle.phases import NAMES, RECOMPUTED, Phases
 
 GOODPUT_DIRECTORY = "goodput"
 #: How a start may end; None if it was killed, or still runs.

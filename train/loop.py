@@ -7,17 +7,17 @@ import numpy as np
 
 from data.examples import BrokenExample, Corpus
 from sharding.batches import place_batch
-from train.divergence import Diverged, Patience
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
-from train.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.goodput import GoodputRecord
-from train.metrics import MetricsWriter
-from train.phases import Phases
-from train.progress import Progress
-from train.setup import Run
-from train.stopping import StopSignals, Timer, Votes, wait_for_all
-from train.throughput import ThroughputMeter, mfu, peak_flops_per_s
-from train.workdir import Position, roll_back
+from train.lifecycle.divergence import Diverged, Patience
+from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
+from train.lifecycle.phases import Phases
+from train.lifecycle.stop_signals import StopSignals, Timer, Votes, wait_for_all
+from train.lifecycle.workdir import Position, roll_back
+from train.reporting.metrics import MetricsWriter
+from train.reporting.progress import Progress
+from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
+from train.run.build import Run
 
 
 def train(
@@ -40,7 +40,7 @@ def train(
         saves: False leaves no checkpoint behind.
 
     Returns:
-        The process's exit code; see train/exit_codes.py.
+        The process's exit code; see train/lifecycle/exit_codes.py.
 
     Raises:
         Diverged: too many steps in a row were not finite.

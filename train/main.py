@@ -18,23 +18,25 @@ import jax
 from convert.source import Source, read_source
 from data.corpus import load_corpus
 from data.examples import BrokenExample, Corpus
-from sharding import devices
-from sharding.exchange import Exchange, may_pass
+from sharding.distributed import startup
+from sharding.distributed.messages import Exchange, may_pass
 from sharding.memory import AUTO
-from train import config_files, deepspeed, loop, workdir
-from train.config import resolve
-from train.divergence import Diverged
+from train import loop
+from train.config import config_files, deepspeed
+from train.config.checkpoint_config import take_over
+from train.config.schema import resolve
 from train.evaluation import evaluate
-from train.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
-from train.fit import check_tokenizer
-from train.phases import Phases
-from train.plan import Planner
-from train.setup import Run, prepare
-from train.stopping import SIGNALS, StopSignals
-from train.summary import describe
-from train.take_over import take_over
-from train.verdict import budget_of
-from train.watchdog import Watchdog
+from train.lifecycle import workdir
+from train.lifecycle.divergence import Diverged
+from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
+from train.lifecycle.phases import Phases
+from train.lifecycle.stop_signals import SIGNALS, StopSignals
+from train.lifecycle.watchdog import Watchdog
+from train.planning.memory_budget import budget_of
+from train.planning.memory_search import Planner
+from train.run.build import Run, prepare
+from train.run.compatibility import check_tokenizer
+from train.run.summary import describe
 
 ROOMS = ("checkpoint", "data", "models", "sharding", "train")
 #: One host may tokenise, compile or read long after another has; jax notices one that is gone.
@@ -44,7 +46,7 @@ _log = logging.getLogger("train")  # not __name__, which is "__main__" on the co
 
 
 def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> int:
-    """Returns the exit code; see train/exit_codes.py.
+    """Returns the exit code; see train/lifecycle/exit_codes.py.
 
     Args:
         signals: that the caller gives back afterwards; by default they are given back here.
@@ -139,13 +141,13 @@ def _set_up(
     if source is not None:
         take_over(given, source, overrides)
     config = resolve(given)
-    start = devices.how_started(os.environ)
+    start = startup.how_started(os.environ)
     if not args.fast_dev_run and (start is None or start.process_id == 0):
         _log.info("workdir %s", args.workdir)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     if config.train.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.data.cache_path / "xla"))
-    mesh = devices.start(
+    mesh = startup.start(
         config.mesh,
         start_timeout_s=config.train.start_timeout_s,
         failure_timeout_s=config.train.failure_timeout_s,
@@ -174,7 +176,7 @@ def _end(code: int) -> NoReturn:
     """Ends the process: at once after a failure beside others, who would be waited for."""
     for name in SIGNALS:  # a further one would take the place of the code
         signal.signal(name, signal.SIG_IGN)
-    if code not in (*FINAL, STOPPED) and devices.how_started(os.environ) is not None:
+    if code not in (*FINAL, STOPPED) and startup.how_started(os.environ) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

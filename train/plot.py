@@ -9,7 +9,7 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from train.metrics import METRICS_FILE, read_metrics
+from train.reporting.metrics import METRICS_FILE, read_metrics
 
 matplotlib.use("Agg")  # a file, never a window
 import matplotlib.pyplot as plt  # noqa: E402

@@ -13,9 +13,9 @@ import numpy as np
 from convert.from_hf import load
 from convert.runs import CONFIG_FILE
 from data.corpus import load_corpus
-from data.images import Images
-from train import config_files
-from train.config import resolve
+from data.images.image_corpus import Images
+from train.config import config_files
+from train.config.schema import resolve
 from train.plot import save
 
 _TITLES = ("image", "what is seen", "reconstruction")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers import LayerNorm, Linear, dropout, lookup, param
+from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
 from models.losses import chunked_vocab_loss
 from models.stack import Stack
 from sharding.logical import constrain

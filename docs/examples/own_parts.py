@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from models.losses import cross_entropy
-from train.optimizer import OptimizerConfig
+from train.optim.optimizer import OptimizerConfig
 
 
 def poems() -> dict[str, list[str]]:

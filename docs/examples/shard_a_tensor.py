@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers import param
+from models.layers.basic import param
 from models.stack import logical_axes
-from sharding import devices
+from sharding.distributed import startup
 from sharding.logical import axis_rules, constrain
 from sharding.mesh import MeshConfig
 from sharding.rules import make_rules, partition_specs, shardings
@@ -30,7 +30,7 @@ class AddWeight(nnx.Module):
 
 
 def main() -> jax.Array:
-    mesh = devices.start(MeshConfig(data=2, model=2))
+    mesh = startup.start(MeshConfig(data=2, model=2))
     rules = make_rules({"rows": "data", "columns": "model"})  # logical axis -> mesh axis
     graph, state = nnx.split(nnx.eval_shape(lambda: AddWeight(rngs=nnx.Rngs(0))))
     axes = logical_axes(nnx.merge(graph, state))

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sharding import audit, hlo
+from sharding.analysis import audit, hlo
 from sharding.analysis.kernel_time import Costs, Machine
 from sharding.analysis.simulation import BUBBLE, HOST_LANES, Run, Simulator, Ticks
 

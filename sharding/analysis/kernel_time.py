@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from sharding import asynchrony, device_groups, hlo
+from sharding.analysis import asynchrony, device_groups, hlo
 
 #: Share of the peak that a large matrix product reaches: XLA's tables say 0.79 for bfloat16
 #: products of 8192x4096x4096 on an H100, and less for smaller ones.

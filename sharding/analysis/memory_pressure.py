@@ -13,7 +13,7 @@ import re
 
 import jax
 
-from sharding.audit import memory
+from sharding.analysis.audit import memory
 
 #: Of a GPU's memory, what XLA plans with where no allocator says how much there is.
 DEVICE_SHARE = 0.8

@@ -26,10 +26,10 @@ import re
 
 import numpy as np
 
-from sharding import asynchrony, hlo
+from sharding.analysis import asynchrony, hlo
 from sharding.analysis.kernel_time import Costs
-from sharding.pipeline.executor import TICKS, scope_of
-from sharding.pipeline.plan import Plan
+from sharding.pipeline.runtime.buffers import Plan
+from sharding.pipeline.runtime.executor import TICKS, scope_of
 
 #: The lane of kernels, and that of a pipeline's idle time.
 COMPUTE = "compute"

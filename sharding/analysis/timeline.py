@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape
 
 from sharding.analysis.cost import Prediction
 from sharding.analysis.simulation import BUBBLE, COMPUTE, HOST_LANES, Event, Repeat, Run
-from sharding.pipeline.executor import TICKS
+from sharding.pipeline.runtime.executor import TICKS
 
 #: category -> (name, colour). Okabe and Ito's, which colour-blind readers tell apart too.
 _KERNELS = {

@@ -9,10 +9,9 @@ writes it. docs/pipelines.md says which to choose.
 import argparse
 from collections.abc import Callable
 
-from sharding.pipeline.clocks import CLOCKS, Times, bubble_fraction
-from sharding.pipeline.csv_table import read_csv, write_csv
-from sharding.pipeline.drawing import draw_picture, draw_text
-from sharding.pipeline.generators import (
+from sharding.pipeline.schedules.csv_table import read_csv, write_csv
+from sharding.pipeline.schedules.drawing import draw_picture, draw_text
+from sharding.pipeline.schedules.generators import (
     forward_only,
     gpipe,
     interleaved_1f1b,
@@ -20,7 +19,8 @@ from sharding.pipeline.generators import (
     zbv,
     zero_bubble,
 )
-from sharding.pipeline.table import Schedule, max_in_flight, verify
+from sharding.pipeline.schedules.simulate import CLOCKS, Times, bubble_fraction
+from sharding.pipeline.schedules.table import Schedule, max_in_flight, verify
 
 __all__ = ["SCHEDULES", "forward_only", "make_schedule"]
 

@@ -7,8 +7,8 @@ import pytest
 from benchmarks import digits
 from benchmarks.digits import EXPERIMENTS, as_text, main
 from tests.runs import ROOT
-from train.config import resolve
-from train.config_files import load
+from train.config.config_files import load
+from train.config.schema import resolve
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import estimates, gpu_estimates
+from benchmarks import estimates
+from benchmarks.harness import gpu_estimates
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import pipeline, report
-from sharding.pipeline.clocks import Times, bubble_fraction, synchronous_time
+from benchmarks import pipeline
+from benchmarks.harness import report
+from sharding.pipeline.schedules.simulate import Times, bubble_fraction, synchronous_time
 from tests.runs import CONFIG, TINY
 
 OVERRIDES = [

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import step, timing
+from benchmarks import step
+from benchmarks.harness import timing
 from tests.runs import CONFIG, TINY
 
 ARGS = [

@@ -7,10 +7,10 @@ import pytest
 import transformers
 
 from convert import from_hf, to_hf
-from convert.families import architectures
 from convert.from_hf import load
 from convert.keys import REQUIRED, Key, read, write
-from models.llama import LlamaConfig
+from convert.registry import architectures
+from models.text.llama import LlamaConfig
 from tests.convert import cases
 
 

@@ -10,10 +10,10 @@ import torch
 from flax import nnx
 
 from convert import from_hf
-from convert.base import shapes_of
-from convert.families import architectures, find
 from convert.from_hf import load
 from convert.keys import read
+from convert.model_on_disk import shapes_of
+from convert.registry import architectures, find
 from convert.source import load_params, read_source
 from convert.to_hf import describe
 from tests.convert import cases

@@ -7,7 +7,7 @@ import tokenizers
 
 from data.config import DataConfig
 from data.examples import Examples
-from data.windows import Windows
+from data.text.objectives.causal_lm import Windows
 
 #: Of the tokenizer 'bytes' with special tokens.
 EOS, PAD, CLS, SEP, MASK, FIRST_SENTINEL = 256, 257, 258, 259, 260, 360

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data.batches import train_batches, validation_batches
 from data.blend import Blend, parse_mixture
-from data.text import load_text
+from data.text.text_corpus import load_text
 from tests.data.corpora import documents, jsonl_config
 
 

@@ -4,14 +4,14 @@ import functools
 
 import jax
 
-from sharding import audit
+from sharding.analysis import audit
 from sharding.analysis.targets import parse_target
 from tests.runs import ROOT
-from tests.train.models_on_meshes import MODELS, SHARED
+from tests.train.meshes.models_on_meshes import MODELS, SHARED
 from train.compile import run_for
-from train.config import resolve
-from train.config_files import load
-from train.setup import Run
+from train.config.config_files import load
+from train.config.schema import resolve
+from train.run.build import Run
 
 BFLOAT16 = ("precision.compute=bfloat16",)
 MESHES = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sharding import audit
+from sharding.analysis import audit
 from tests.gpu import steps
 
 pytestmark = pytest.mark.gpu_compiler

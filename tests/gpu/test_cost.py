@@ -16,8 +16,8 @@ from sharding.analysis.cost import Prediction, Ticks, predict
 from sharding.analysis.simulation import Operations
 from sharding.analysis.targets import parse_target
 from sharding.analysis.timeline import draw, trace
-from sharding.pipeline.executor import TICKS, scope_of
-from train.step_time import machine_of
+from sharding.pipeline.runtime.executor import TICKS, scope_of
+from train.planning.step_time import machine_of
 
 pytestmark = pytest.mark.gpu_compiler
 

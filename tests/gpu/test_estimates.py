@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from benchmarks import gpu_estimates
-from benchmarks.gpu_estimates import Case
+from benchmarks.harness import gpu_estimates
+from benchmarks.harness.gpu_estimates import Case
 
 pytestmark = pytest.mark.gpu_compiler
 

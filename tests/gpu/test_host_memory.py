@@ -5,9 +5,9 @@ import math
 import jax
 import pytest
 
-from sharding import audit
+from sharding.analysis import audit
 from tests.gpu import steps
-from train.state import is_for_host
+from train.state.train_state import is_for_host
 
 pytestmark = pytest.mark.gpu_compiler
 

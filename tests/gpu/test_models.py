@@ -3,7 +3,7 @@
 import pytest
 
 from tests.gpu import steps
-from tests.train.models_on_meshes import MODELS
+from tests.train.meshes.models_on_meshes import MODELS
 
 pytestmark = pytest.mark.gpu_compiler
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from launch import environment
-from sharding import devices
+from sharding.distributed import startup
 
 
 def test_merge_xla_flags_keeps_the_users():
@@ -34,7 +34,7 @@ def test_gpu_variables_share_out_what_is_visible():
 
 def test_compiler_flags_for_cpus_are_those_that_a_process_sets_itself():
     # Written twice, as importing them would load JAX into the launcher.
-    assert environment.CPU_XLA_FLAGS == devices.CPU_XLA_FLAGS
+    assert environment.CPU_XLA_FLAGS == startup.CPU_XLA_FLAGS
 
 
 def test_compiler_flags_are_known_to_xla():

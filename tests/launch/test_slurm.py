@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch import slurm
 from tests.runs import ROOT, TINY, write_corpus
-from train.metrics import METRICS_FILE, read_metrics
+from train.reporting.metrics import METRICS_FILE, read_metrics
 
 # Jobs start again and again, with two processes a start: slow where the machine is.
 pytestmark = pytest.mark.timeout(1800)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from models.bert import Bert, BertConfig
 from models.flops import attention_flops, num_tokens, traced_flops, train_flops
-from models.gpt2 import GPT2, GPT2Config
-from models.llama import Llama, LlamaConfig
-from models.opt import OPT, OPTConfig
-from models.t5 import T5, T5Config
+from models.text.bert import Bert, BertConfig
+from models.text.gpt2 import GPT2, GPT2Config
+from models.text.llama import Llama, LlamaConfig
+from models.text.opt import OPT, OPTConfig
+from models.text.t5 import T5, T5Config
 
 B, S, T, VOCAB = 3, 11, 7, 50
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "num_layers": 2, "num_heads": 4, "embed_dim": 24}

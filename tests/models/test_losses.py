@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.layers import lookup
+from models.layers.basic import lookup
 from models.losses import chunked_vocab_loss, cross_entropy, make_token_loss
-from sharding import audit
+from sharding.analysis import audit
 from sharding.logical import axis_rules
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.pipeline.parameters import on_shards
+from sharding.pipeline.runtime.gather import on_shards
 from sharding.rules import make_rules
 from tests.runs import squared_error
 

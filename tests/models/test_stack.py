@@ -7,13 +7,13 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.layers import Linear
+from models.layers.basic import Linear
 from models.stack import Stack, can_share_vocab, check, partition, run_layers
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.executor import make_loss_and_grad
 from sharding.pipeline.layout import cut
-from sharding.pipeline.parameters import Sharing
+from sharding.pipeline.runtime.executor import make_loss_and_grad
+from sharding.pipeline.runtime.gather import Sharing
 from sharding.pipeline.schedule import make_schedule
 
 WIDTH, BATCH, MICROBATCHES = 8, 2, 4

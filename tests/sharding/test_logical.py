@@ -18,7 +18,7 @@ from sharding.logical import (
     sum_over_batch,
 )
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.pipeline.parameters import on_shards
+from sharding.pipeline.runtime.gather import on_shards
 from sharding.rules import DEFAULT_RULES, make_rules
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers import LayerNorm, Linear
+from models.layers.basic import LayerNorm, Linear
 from models.stack import Stack
 from sharding.logical import constrain
 

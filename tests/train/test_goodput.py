@@ -6,7 +6,7 @@ import pytest
 
 from train import goodput
 from train.goodput import CAUSES, GoodputRecord, summarize
-from train.phases import NAMES, Phases
+from train.lifecycle.phases import NAMES, Phases
 
 
 class World:

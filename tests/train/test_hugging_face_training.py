@@ -7,16 +7,16 @@ import torch
 
 from convert.source import read_source
 from data.batches import train_batches
-from data.text import load_text
+from data.text.text_corpus import load_text
 from sharding.batches import place_batch
 from sharding.mesh import make_mesh
 from tests.hugging_face import save_model
 from tests.runs import ROOT, write_corpus
-from train.config import resolve
-from train.config_files import load
-from train.init_from import start_params
-from train.setup import prepare
-from train.take_over import take_over
+from train.config.checkpoint_config import take_over
+from train.config.config_files import load
+from train.config.schema import resolve
+from train.run.build import prepare
+from train.run.init_from import start_params
 
 NUM_STEPS, LEARNING_RATE, WEIGHT_DECAY = 30, 2e-3, 0.1
 #: Float32 in another order: Adam's division amplifies it from step to step.

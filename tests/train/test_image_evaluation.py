@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.vit import ViT
-from tests.data.pictures import uneven_images
+from models.vision.vit import ViT
+from tests.data.images.pictures import uneven_images
 from tests.runs import FLOAT64, ROOT, make_run
 from train.evaluation import evaluate
-from train.phases import Phases
+from train.lifecycle.phases import Phases
 
 #: 37 images of validation, of which no mesh and no batch holds a whole number of equal parts.
 VIT = (
-    *("data.name=tests.data.pictures:uneven_images", "data.global_batch_size=8"),
+    *("data.name=tests.data.images.pictures:uneven_images", "data.global_batch_size=8"),
     *("model.num_layers=2", "model.num_heads=2", "model.embed_dim=8", "model.mlp_dim=12"),
     *("train.num_microbatches=2", "eval.every_steps=0"),
     *("images.crop_scale=(1.0,1.0)", *FLOAT64),

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from convert.from_hf import load as load_model
-from data.image_folder import FolderImages
-from models.resmlp import ResMLP
-from tests.data.pictures import write_classes
+from data.images.folder import FolderImages
+from models.vision.resmlp import ResMLP
+from tests.data.images.pictures import write_classes
 from tests.runs import ROOT, losses, make_run
-from train.config import resolve
-from train.config_files import load
+from train.config.config_files import load
+from train.config.schema import resolve
 from train.main import main
-from train.metrics import read_metrics
+from train.reporting.metrics import read_metrics
 
 CONFIG = """
 from configs import common

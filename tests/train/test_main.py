@@ -8,7 +8,7 @@ import yaml
 
 from tests.runs import CONFIG, TINY, write_corpus
 from train.main import main
-from train.metrics import read_metrics
+from train.reporting.metrics import read_metrics
 
 
 def run_main(workdir, overrides, *flags, config=CONFIG) -> int:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.gpt2 import GPT2
+from models.text.gpt2 import GPT2
 from sharding.pipeline.layout import Layout
 from tests.runs import TINY, arguments, losses, make_run, reference_losses
 from train.main import main
-from train.metrics import read_metrics
 from train.precision import LossScale, PrecisionConfig, rounded_at_random, to_bfloat16
+from train.reporting.metrics import read_metrics
 
 FLOAT16 = ("precision.compute=float16",)
 MESHES = {
@@ -108,7 +108,12 @@ def values(workdir, *names: str) -> list[tuple]:
 
 def test_float16_survives_overflows_and_goes_on_alike_after_a_stop(corpus_overrides, tmp_path):
     overrides = (
-        *(*TINY, *corpus_overrides, *FLOAT16, "model.name=tests.train.test_precision:Overflows"),
+        *(
+            *TINY,
+            *corpus_overrides,
+            *FLOAT16,
+            "model.name=tests.train.test_precision:Overflows",
+        ),
         *("precision.loss_scale=1e7", "precision.loss_scale_window=4", "eval.every_steps=0"),
         *("train.max_nonfinite_steps=3", "checkpoint.every_steps=9"),
     )

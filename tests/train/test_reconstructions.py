@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.runs import ROOT
-from train import config_files
+from train.config import config_files
 from train.main import main as train
 from train.reconstructions import main
 

@@ -15,10 +15,10 @@ import pytest
 
 from tests.runs import CONFIG, FLOAT64, ROOT, TINY, make_run
 from train import loop
-from train.metrics import read_metrics
-from train.phases import Phases
-from train.stopping import StopSignals
-from train.workdir import find_position
+from train.lifecycle.phases import Phases
+from train.lifecycle.stop_signals import StopSignals
+from train.lifecycle.workdir import find_position
+from train.reporting.metrics import read_metrics
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 KILLED = (*TINY, *CUBE, "train.num_steps=12", "checkpoint.every_steps=3", "eval.every_steps=4")

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from sharding import hlo
-from sharding.analysis import kernel_time
+from sharding.analysis import hlo, kernel_time
 from sharding.analysis.cost import format_prediction, predict
 from sharding.analysis.kernel_time import attention_flops, moved_bytes
 from sharding.analysis.simulation import Ticks
-from sharding.pipeline.plan import make_plan
+from sharding.pipeline.runtime.buffers import make_plan
 from sharding.pipeline.schedule import make_schedule
 from tests.sharding.analysis.programs import (
     GATHERED,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.pipeline.layout import Layout, balanced_cut, cut, even_cut
-from sharding.pipeline.table import loop_placement, v_placement
-from tests.sharding.pipeline.tables import properties
+from sharding.pipeline.schedules.table import loop_placement, v_placement
+from tests.sharding.pipeline.schedules.tables import properties
 
 LOOP_4 = loop_placement(4, 1)
 

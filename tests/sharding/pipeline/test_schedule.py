@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from sharding.pipeline.csv_table import read_csv, write_csv
-from sharding.pipeline.drawing import draw_text
-from sharding.pipeline.generators import forward_only, one_f_one_b, zbv
 from sharding.pipeline.schedule import SCHEDULES, main, make_schedule
-from sharding.pipeline.table import Op
-from tests.sharding.pipeline.tables import properties, schedules, with_cell
+from sharding.pipeline.schedules.csv_table import read_csv, write_csv
+from sharding.pipeline.schedules.drawing import draw_text
+from sharding.pipeline.schedules.generators import forward_only, one_f_one_b, zbv
+from sharding.pipeline.schedules.table import Op
+from tests.sharding.pipeline.schedules.tables import properties, schedules, with_cell
 
 DOCS = Path(__file__).parents[3] / "docs" / "pipelines.md"
 

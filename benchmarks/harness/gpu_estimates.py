@@ -1,0 +1,222 @@
+"""The cases in which estimated memory is compared with what XLA's compiler for GPUs plans.
+
+Every shipped config on a dozen meshes, and published sizes on the GPUs that they are meant for, all
+in bfloat16. Nothing needs a GPU: the steps are compiled for a described one.
+"""
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from sharding.analysis.audit import memory
+from sharding.analysis.targets import Target, parse_target
+from train.compile import run_for
+from train.config.config_files import load
+from train.config.schema import resolve
+from train.run.build import Run
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GPUS_PER_HOST = 8
+
+#: A model below this is small: of its step, single buffers of XLA's own are a large part.
+SMALL_MODEL_BYTES = 10_000_000
+#: Within these lies what is estimated, divided by what is compiled.
+BOUNDS, SMALL_BOUNDS = (0.97, 1.10), (0.9, 1.2)
+
+_HALVES = ("mesh.data=2",)
+#: Name -> overrides. What is not named is 1.
+MESHES = {
+    "one GPU": (),
+    "data=2": _HALVES,
+    "fsdp=2": ("mesh.fsdp=2",),
+    "model=2": ("mesh.model=2",),
+    "pipeline=2": ("mesh.pipeline=2",),
+    "2×2×2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+    "ZeRO 1": (*_HALVES, "memory.zero_stage=1"),
+    "ZeRO 2": (*_HALVES, "memory.zero_stage=2"),
+    "ZeRO 3": (*_HALVES, "memory.zero_stage=3"),
+    "zero bubble": ("mesh.pipeline=2", "pipeline.schedule=zero_bubble"),
+    "zbv": ("mesh.pipeline=2", "pipeline.schedule=zbv", "pipeline.chunks=2"),
+    "host": ("memory.placement=host",),
+}
+
+#: Configs that start from a checkpoint -> the config whose model that would have.
+_STARTS_FROM = {"bert_classify": "bert.py", "opt_finetune": "opt.py"}
+_WITHOUT_CHECKPOINT = {
+    "bert_classify": ("data.tokenizer=bpe", "data.paths=texts/*.txt"),
+    "opt_finetune": ("data.tokenizer=bpe",),
+}
+_TEXT_AT_SCALE = ("train.remat=full", "memory.zero_stage=1")
+_EIGHT = ("mesh.data=8", "memory.zero_stage=3", "train.remat=full", "data.global_batch_size=128")
+_IMAGES = ("mesh.data=8", "data.global_batch_size=1024")
+#: Name -> config and overrides.
+PUBLISHED = {
+    "GPT-2 XL, 1 GPU": (*("gpt2.py:xl", "train.remat=full", "data.global_batch_size=64"),),
+    "LLaMA-3.2-3B, ZeRO 3, data=8": ("llama.py:3.2-3b", *_EIGHT),
+    "LLaMA-3-8B, ZeRO 3, data=8": ("llama.py:3-8b", *_EIGHT),
+    "LLaMA-3-8B, fsdp=8": (
+        *("llama.py:3-8b", "mesh.fsdp=8", "train.remat=full", "data.global_batch_size=128"),
+    ),
+    "LLaMA-3-8B, pipeline=4, data=2": (
+        *("llama.py:3-8b", "mesh.pipeline=4", "mesh.data=2", "data.global_batch_size=32"),
+        *_TEXT_AT_SCALE,
+    ),
+    "LLaMA-3-70B, pipeline=4, data=2, model=8": (
+        *("llama.py:3-70b", "mesh.pipeline=4", "mesh.data=2", "mesh.model=8"),
+        *("data.global_batch_size=64", "train.num_microbatches=32", *_TEXT_AT_SCALE),
+    ),
+    "GPT-3 175B, pipeline=8, data=16, model=8": (
+        *("gpt2.py:175b", "mesh.pipeline=8", "mesh.data=16", "mesh.model=8"),
+        *("data.global_batch_size=1536", "train.num_microbatches=96", *_TEXT_AT_SCALE),
+    ),
+    "ViT-B/16, data=8": ("vit.py:base16", *_IMAGES),
+    "Swin-T, data=8": ("swin.py:tiny1", *_IMAGES),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step to estimate and to compile.
+
+    Attributes:
+      name: of the row and, after a comma, the column of a table.
+      config: file in configs/, with a size.
+      overrides: of the config, `precision.compute=bfloat16` among them.
+    """
+
+    name: str
+    config: str
+    overrides: tuple[str, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        sizes = dict(o.split("=") for o in self.overrides if o.startswith("mesh."))
+        return math.prod(map(int, sizes.values()))
+
+
+def cases() -> list[Case]:
+    """Returns the published sizes, then every config on every mesh."""
+    published = [_case(name, *overrides) for name, overrides in PUBLISHED.items()]
+    return published + [
+        _case(f"{config}, {mesh}", f"{config}.py", *overrides, *_WITHOUT_CHECKPOINT.get(config, ()))
+        for config in config_names()
+        for mesh, overrides in MESHES.items()
+    ]
+
+
+def config_names() -> list[str]:
+    """Returns the names of the shipped configs of models."""
+    files = sorted(path for path in CONFIGS.glob("*.py") if path.stem not in ("__init__", "common"))
+    return [path.stem for path in files if "def get_config" in path.read_text(encoding="utf-8")]
+
+
+def _case(name: str, config: str, *overrides: str) -> Case:
+    # Every axis is named, as some configs set them.
+    axes = {axis: f"mesh.{axis}=1" for axis in ("pipeline", "data", "fsdp", "model")}
+    for override in overrides:
+        if override.startswith("mesh."):
+            axes[override.partition("=")[0].removeprefix("mesh.")] = override
+    rest = (o for o in overrides if not o.startswith("mesh."))
+    all_overrides = (*axes.values(), *rest, "precision.compute=bfloat16")
+    return Case(name=name, config=config, overrides=all_overrides)
+
+
+def target_of(kind: str, num_gpus: int) -> Target:
+    """Returns so many GPUs of a kind, on hosts of up to eight."""
+    num_hosts = max(1, num_gpus // GPUS_PER_HOST)
+    return parse_target(f"{kind}:{num_hosts}x{num_gpus // num_hosts}")
+
+
+def make_run(case: Case, kind: str) -> Run:
+    """Returns a case's run on described GPUs.
+
+    Raises:
+      ValueError: the config does not fit the mesh.
+    """
+    config = load(str(CONFIGS / case.config), case.overrides)
+    name = case.config.removesuffix(".py")
+    if name in _STARTS_FROM:
+        base = load(str(CONFIGS / _STARTS_FROM[name]), ()).model
+        with config.unlocked():
+            for field, value in base.items():
+                if config.model.get(field) is None:
+                    config.model[field] = value
+    return run_for(resolve(config), target_of(kind, case.num_gpus))
+
+
+def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the bytes on a GPU as estimated and as compiled, of the model, and what the case is.
+
+    Args:
+      known: what this returned before: it is estimated again, but not compiled.
+
+    Returns:
+      With "refused" and the reason in place of figures if the config does not fit the mesh.
+    """
+    described = {
+        "config": case.config,
+        "overrides": list(case.overrides),
+        "gpus": case.num_gpus,
+    }
+    try:
+        run = make_run(case, kind)
+        estimated = run.estimate
+    except ValueError as error:
+        return described | {"refused": str(error)}
+    if known is not None:
+        compiled, seconds = known["compiled"], known["seconds"]
+    else:
+        start = time.perf_counter()
+        compiled = memory(run.train_step).in_all
+        seconds = round(time.perf_counter() - start, 1)
+    assert compiled is not None
+    return described | {
+        "model": 4 * run.num_params,
+        "estimated": estimated.device_bytes,
+        "compiled": compiled,
+        "ratio": round(estimated.device_bytes / compiled, 3),
+        "seconds": seconds,
+    }
+
+
+def bounds(model: int) -> tuple[float, float]:
+    """Returns between what the ratio must lie for a model of so many bytes of parameters."""
+    return SMALL_BOUNDS if model < SMALL_MODEL_BYTES else BOUNDS
+
+
+def is_within(figures: dict[str, Any]) -> bool:
+    """Returns whether a case's ratio lies within its bounds."""
+    low, high = bounds(figures["model"])
+    return low <= figures["ratio"] <= high
+
+
+def tables(found: dict[str, dict[str, Any]]) -> str:
+    """Returns the published sizes and the matrix as tables of Markdown."""
+    lines = ["| published size | GPUs | estimated, GB | compiled, GB | ratio |"]
+    lines += ["|---|---|---|---|---|"]
+    for name in PUBLISHED:
+        if "ratio" in found.get(name, {}):
+            figures = found[name]
+            estimated, compiled = (figures[key] / 1e9 for key in ("estimated", "compiled"))
+            row = [name, f"{figures['gpus']:,}", f"{estimated:.1f}", f"{compiled:.1f}"]
+            lines.append(f"| {' | '.join(row)} | {_ratio(figures)} |")
+    lines += ["", f"| ratio | {' | '.join(MESHES)} |", "|---" * (len(MESHES) + 1) + "|"]
+    for config in config_names():
+        row = [found.get(f"{config}, {mesh}", {}) for mesh in MESHES]
+        if any(row):
+            lines.append(f"| {config} | {' | '.join(map(_ratio, row))} |")
+    return "\n".join(lines)
+
+
+def _ratio(figures: dict[str, Any]) -> str:
+    if "ratio" not in figures:
+        return "×" if "refused" in figures else ""
+    text = f"{figures['ratio']:.2f}"
+    return text if is_within(figures) else f"**{text}**"
+
+
+def out_of_bounds(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns the names of cases whose ratio lies outside of their bounds."""
+    return [name for name, case in found.items() if "ratio" in case and not is_within(case)]

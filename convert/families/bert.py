@@ -1,0 +1,196 @@
+"""Names of BERT and RoBERTa."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from convert.architecture import Architecture, look_for_pooler
+from convert.keys import ACTIVATIONS, NUM_LABELS, Config, Key, Keys, Only
+from convert.names import Row, linear, norm
+from convert.tensor_files import Tensor
+from models.text.bert import Bert
+
+#: Layer of a block -> theirs.
+_LINEARS = {
+    "attention.q": "attention.self.query",
+    "attention.k": "attention.self.key",
+    "attention.v": "attention.self.value",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+}
+_NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
+
+
+def _body(base: str, *tied: str) -> tuple[Row, ...]:
+    """Returns the rows of the model without heads, whose names begin with `base`."""
+    ours, theirs = "encoder.layers", f"{base}.encoder.layer.{{layer}}"
+    out = f"{theirs}.attention.output.dense"
+    return (
+        Row("token_embedding", f"{base}.embeddings.word_embeddings.weight", "vocab", tied=tied),
+        Row("position_embedding", f"{base}.embeddings.position_embeddings.weight"),
+        Row("type_embedding", f"{base}.embeddings.token_type_embeddings.weight"),
+        *norm("embedding_norm", f"{base}.embeddings.LayerNorm"),
+        *(r for a, b in _LINEARS.items() for r in linear(f"{ours}.{a}", f"{theirs}.{b}")),
+        *linear(f"{ours}.attention.out", out, num_inputs=2),
+        *(r for a, b in _NORMS.items() for r in norm(f"{ours}.{a}", f"{theirs}.{b}")),
+    )
+
+
+def _look_for_pairs(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
+    """Finds the heads of BERT's own training, which published files hold under other names."""
+    both = ("pooler.dense.weight", "seq_relationship.weight")
+    has_both = all(any(name.endswith(end) for name in tensors) for end in both)
+    return {"head": "pretraining"} if has_both else {}
+
+
+_KEYS = (
+    Key("vocab_size", "vocab_size"),
+    Key("num_hidden_layers", "num_layers"),
+    Key("num_attention_heads", "num_heads"),
+    Key("hidden_size", "embed_dim"),
+    Key("intermediate_size", "mlp_dim"),
+    Key("hidden_act", "activation", "gelu", ACTIVATIONS),
+    Key("hidden_dropout_prob", "dropout", 0.1),
+    Key("type_vocab_size", "num_token_types", 2),
+    Key("layer_norm_eps", "layer_norm_epsilon", 1e-12),
+    Key("initializer_range", "init_stddev", 0.02),
+    Only("position_embedding_type", ("absolute",)),
+    Only("is_decoder", (False,)),
+    Only("add_cross_attention", (False,)),
+    Only("tie_word_embeddings", (True,)),
+)
+_LABEL_KEYS = (NUM_LABELS, Only("problem_type", (None, "single_label_classification")))
+
+
+def _read_roberta_positions(hf: Config) -> dict[str, Any]:
+    pad = hf.get("pad_token_id", 1)
+    if pad is None:
+        raise ValueError("config.json has no pad_token_id, from which RoBERTa counts positions")
+    positions = hf.get("max_position_embeddings", 512) - pad - 1
+    return {"pad_id": pad, "first_position": pad + 1, "max_positions": positions}
+
+
+def _write_roberta_positions(fields: Config) -> dict[str, Any]:
+    rows = fields["max_positions"] + fields["first_position"]
+    return {"pad_token_id": fields["pad_id"], "max_position_embeddings": rows}
+
+
+_BERT_KEYS = (*_KEYS, Key("max_position_embeddings", "max_positions"))
+_ROBERTA_KEYS = (
+    *_KEYS,
+    Keys(
+        ("max_position_embeddings", "pad_token_id"),
+        _read_roberta_positions,
+        _write_roberta_positions,
+    ),
+)
+
+_BERT_MLM = (
+    *_body("bert", "cls.predictions.decoder.weight"),
+    *linear("masked_lm.dense", "cls.predictions.transform.dense"),
+    *norm("masked_lm.norm", "cls.predictions.transform.LayerNorm"),
+    Row("masked_lm.bias", "cls.predictions.bias", "vocab", tied=("cls.predictions.decoder.bias",)),
+)
+_BERT_POOLER = linear("pooler", "bert.pooler.dense")
+_BERT_PAIRS = (*_BERT_POOLER, *linear("classifier", "cls.seq_relationship"))
+_ROBERTA_POOLER = linear("pooler", "roberta.pooler.dense")
+
+_BERT = Architecture(
+    name="BertForMaskedLM",
+    model_type="bert",
+    model="bert",
+    model_class=Bert,
+    keys=_BERT_KEYS,
+    rows=(*_BERT_MLM, *_BERT_PAIRS),
+    prefix="bert.",
+    fields={"head": "masked_lm"},
+    harmless=(
+        "attention_probs_dropout_prob",
+        "classifier_dropout",
+        "directionality",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
+        "problem_type",
+    ),
+    buffers=(r"\.position_ids$",),
+    other_heads=(r"(bert\.)?pooler\.", r"cls\.seq_relationship\."),
+    look=_look_for_pairs,
+)
+_BERT_LABELS = dataclasses.replace(
+    _BERT, look=None, keys=(*_BERT_KEYS, *_LABEL_KEYS), other_heads=(r"(bert\.)?pooler\.", r"cls\.")
+)
+_ROBERTA = dataclasses.replace(
+    _BERT,
+    name="RobertaForMaskedLM",
+    model_type="roberta",
+    keys=_ROBERTA_KEYS,
+    rows=(
+        *_body("roberta", "lm_head.decoder.weight"),
+        *linear("masked_lm.dense", "lm_head.dense"),
+        *norm("masked_lm.norm", "lm_head.layer_norm"),
+        Row("masked_lm.bias", "lm_head.bias", "vocab", tied=("lm_head.decoder.bias",)),
+    ),
+    prefix="roberta.",
+    other_heads=(r"(roberta\.)?pooler\.",),
+)
+_ROBERTA_LABELS = dataclasses.replace(
+    _ROBERTA,
+    keys=(*_ROBERTA_KEYS, *_LABEL_KEYS),
+    other_heads=(r"(roberta\.)?pooler\.", r"lm_head\."),
+)
+
+ARCHITECTURES = (
+    _BERT,
+    dataclasses.replace(
+        _BERT,
+        name="BertForPreTraining",
+        fields={"head": "pretraining"},
+        look=None,
+        other_heads=(),
+    ),
+    dataclasses.replace(
+        _BERT_LABELS,
+        name="BertForSequenceClassification",
+        rows=(*_body("bert"), *_BERT_POOLER, *linear("classifier", "classifier")),
+        fields={"head": "sequence"},
+        other_heads=(r"cls\.",),
+    ),
+    dataclasses.replace(
+        _BERT_LABELS,
+        name="BertForTokenClassification",
+        rows=(*_body("bert"), *linear("classifier", "classifier")),
+        fields={"head": "token"},
+    ),
+    dataclasses.replace(_BERT, rows=(*_body("bert"), *_BERT_POOLER)).base(
+        "BertModel",
+        look=look_for_pooler,
+        looked=("use_pooler",),
+        other_heads=(r"cls\.", r"classifier\."),
+    ),
+    _ROBERTA,
+    dataclasses.replace(
+        _ROBERTA_LABELS,
+        name="RobertaForSequenceClassification",
+        rows=(
+            *_body("roberta"),
+            *linear("pooler", "classifier.dense"),
+            *linear("classifier", "classifier.out_proj"),
+        ),
+        fields={"head": "sequence"},
+    ),
+    dataclasses.replace(
+        _ROBERTA_LABELS,
+        name="RobertaForTokenClassification",
+        rows=(*_body("roberta"), *linear("classifier", "classifier")),
+        fields={"head": "token"},
+    ),
+    dataclasses.replace(_ROBERTA, rows=(*_body("roberta"), *_ROBERTA_POOLER)).base(
+        "RobertaModel",
+        look=look_for_pooler,
+        looked=("use_pooler",),
+        other_heads=(r"lm_head\.", r"classifier\."),
+    ),
+)

@@ -1,0 +1,218 @@
+"""Names of LLaMA, Mistral, and Qwen 2 and 3."""
+
+import dataclasses
+from typing import Any
+
+from convert.architecture import Architecture
+from convert.keys import Config, Key, Keys, Only
+from convert.names import Row
+from models.text.llama import Llama
+
+_THEIRS = "model.layers.{layer}"
+
+
+def _block_rows(ours: str) -> tuple[Row, ...]:
+    attention = f"{ours}.attention"
+    return (
+        Row(f"{ours}.attention_norm.scale", f"{_THEIRS}.input_layernorm.weight"),
+        *(
+            Row(f"{attention}.{x}.{word}", f"{_THEIRS}.self_attn.{x}_proj.{suffix}")
+            for x in "qkv"
+            for word, suffix in (("kernel", "weight"), ("bias", "bias"))
+        ),
+        Row(f"{attention}.q_norm.scale", f"{_THEIRS}.self_attn.q_norm.weight"),
+        Row(f"{attention}.k_norm.scale", f"{_THEIRS}.self_attn.k_norm.weight"),
+        Row(f"{attention}.out.kernel", f"{_THEIRS}.self_attn.o_proj.weight", num_inputs=2),
+        Row(f"{attention}.out.bias", f"{_THEIRS}.self_attn.o_proj.bias"),
+        Row(f"{ours}.mlp_norm.scale", f"{_THEIRS}.post_attention_layernorm.weight"),
+        *(
+            Row(f"{ours}.mlp.{x}.{word}", f"{_THEIRS}.mlp.{x}_proj.{suffix}")
+            for x in ("gate", "up", "down")
+            for word, suffix in (("kernel", "weight"), ("bias", "bias"))
+        ),
+    )
+
+
+_ROWS = (
+    Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
+    *_block_rows("decoder.layers"),
+    *_block_rows("windowed_decoder.layers"),
+    Row("final_norm.scale", "model.norm.weight"),
+    Row("output_embedding", "lm_head.weight", "vocab"),
+)
+
+
+def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> Keys:
+    """Returns the keys of the heads' sizes, given what absent ones mean."""
+
+    def read(hf: Config) -> dict[str, Any]:
+        heads = hf["num_attention_heads"]
+        kv_heads = hf.get("num_key_value_heads", num_kv_heads)
+        size = hf.get("head_dim", head_dim)
+        return {"num_kv_heads": kv_heads or heads, "head_dim": size or hf["hidden_size"] // heads}
+
+    def write(fields: Config) -> dict[str, Any]:
+        return {"num_key_value_heads": fields["num_kv_heads"], "head_dim": fields["head_dim"]}
+
+    return Keys(("num_key_value_heads", "head_dim"), read, write)
+
+
+def _read_rope(hf: Config) -> dict[str, Any]:
+    scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise ValueError(f"config.json has rope_parameters={scaling}: they must not vary by layer")
+    theta = scaling.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    rotated = scaling.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
+    if rotated != 1.0:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={rotated}, which is not supported; "
+            "only models that rotate all of a head's features can be had"
+        )
+    old_name = scaling.pop("type", "default")
+    kind = scaling.setdefault("rope_type", old_name)
+    if kind == "default":
+        return {"rope_theta": float(theta), "rope_scaling": None}
+    key = "original_max_position_embeddings"
+    if kind in ("llama3", "yarn", "longrope"):
+        scaling[key] = hf.get(key) or scaling.get(key) or hf["max_position_embeddings"]
+    elif kind == "dynamic":
+        scaling.pop(key, None)
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    return {"rope_theta": float(theta), "rope_scaling": scaling}
+
+
+def _write_rope(fields: Config) -> dict[str, Any]:
+    scaling = fields["rope_scaling"]
+    return {
+        "rope_theta": fields["rope_theta"],
+        "rope_scaling": None if scaling is None else dict(scaling),
+    }
+
+
+_ROPE = Keys(
+    (
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+    ),
+    _read_rope,
+    _write_rope,
+)
+
+_KEYS = (
+    Key("vocab_size", "vocab_size"),
+    Key("max_position_embeddings", "max_positions"),
+    Key("num_hidden_layers", "num_layers"),
+    Key("num_attention_heads", "num_heads"),
+    Key("hidden_size", "embed_dim"),
+    Key("intermediate_size", "mlp_dim"),
+    _ROPE,
+    Key("tie_word_embeddings", "tie_embeddings", False),
+    Key("rms_norm_eps", "rms_norm_epsilon", 1e-6),
+    Key("initializer_range", "init_stddev", 0.02),
+    Only("hidden_act", ("silu", "swish")),
+)
+
+_ATTENTION_BIAS = Keys(
+    ("attention_bias",),
+    lambda hf: {name: bool(hf.get("attention_bias")) for name in ("qkv_bias", "out_bias")},
+    lambda fields: {"attention_bias": fields["qkv_bias"]},
+)
+
+
+def _read_mistral_window(hf: Config) -> dict[str, Any]:
+    return {"sliding_window": hf.get("sliding_window", 4096), "first_windowed_layer": 0}
+
+
+def _read_qwen_window(hf: Config) -> dict[str, Any]:
+    layers = hf["num_hidden_layers"]
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    first = hf.get("max_window_layers")
+    num_full = min(28 if first is None else first, layers) if window else layers
+    types = ["full_attention"] * num_full + ["sliding_attention"] * (layers - num_full)
+    given = hf.get("layer_types") or types
+    if given != types and window:
+        num_full = given.index("sliding_attention") if "sliding_attention" in given else layers
+        types = ["full_attention"] * num_full + ["sliding_attention"] * (layers - num_full)
+    if given != types:
+        raise ValueError(
+            f"config.json has layer_types={given} with sliding_window={window}, which is not "
+            "supported; all layers with a window must come after those without"
+        )
+    if num_full == layers:
+        return {"sliding_window": None, "first_windowed_layer": 0}
+    return {"sliding_window": window, "first_windowed_layer": num_full}
+
+
+def _write_qwen_window(fields: Config) -> dict[str, Any]:
+    if fields["sliding_window"] is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    first = fields["first_windowed_layer"]
+    return {
+        "use_sliding_window": True,
+        "sliding_window": fields["sliding_window"],
+        "max_window_layers": first,
+        "layer_types": ["full_attention"] * first
+        + ["sliding_attention"] * (fields["num_layers"] - first),
+    }
+
+
+_QWEN_WINDOW = Keys(
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    _read_qwen_window,
+    _write_qwen_window,
+)
+
+_LLAMA = Architecture(
+    name="LlamaForCausalLM",
+    model_type="llama",
+    model="llama",
+    model_class=Llama,
+    keys=(*_KEYS, _heads(), _ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
+    rows=_ROWS,
+    prefix="model.",
+    fields={"head": "lm"},
+    harmless=("attention_dropout", "pretraining_tp"),
+    buffers=(r"\.rotary_emb\.inv_freq$",),
+)
+_MISTRAL = dataclasses.replace(
+    _LLAMA,
+    name="MistralForCausalLM",
+    model_type="mistral",
+    keys=(
+        *_KEYS,
+        _heads(num_kv_heads=8),
+        Keys(
+            ("sliding_window",),
+            _read_mistral_window,
+            lambda fields: {"sliding_window": fields["sliding_window"]},
+        ),
+    ),
+)
+_QWEN2 = dataclasses.replace(
+    _LLAMA,
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    keys=(*_KEYS, _heads(num_kv_heads=32), _QWEN_WINDOW),
+    fields={"head": "lm", "qkv_bias": True},
+)
+_QWEN3 = dataclasses.replace(
+    _LLAMA,
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    keys=(*_KEYS, _heads(num_kv_heads=32, head_dim=128), _ATTENTION_BIAS, _QWEN_WINDOW),
+    fields={"head": "lm", "qk_norm": True},
+)
+
+_MODELS = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3)
+
+ARCHITECTURES = tuple(
+    architecture
+    for model in _MODELS
+    for architecture in (
+        model,
+        model.base(model.name.replace("ForCausalLM", "Model"), other_heads=(r"lm_head\.",)),
+    )
+)

@@ -1,0 +1,106 @@
+"""Names of ViT."""
+
+import dataclasses
+
+from convert.architecture import Architecture, look_for_pooler
+from convert.keys import ACTIVATIONS, NUM_LABELS, Config, Key, Keys, Only
+from convert.names import Row, linear, norm
+from models.vision.vit import ViT
+
+#: Layer of a block -> theirs.
+_LINEARS = {
+    "attention.q": "attention.attention.query",
+    "attention.k": "attention.attention.key",
+    "attention.v": "attention.attention.value",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+}
+NORMS = {"attention_norm": "layernorm_before", "mlp_norm": "layernorm_after"}
+
+
+def patches(ours: str, theirs: str) -> tuple[Row, Row]:
+    """Returns the rows of a linear layer over patches."""
+    projection = f"{theirs}.patch_embeddings.projection"
+    kernel = Row(f"{ours}.linear.kernel", f"{projection}.weight", "conv2d", num_inputs=3)
+    return kernel, Row(f"{ours}.linear.bias", f"{projection}.bias")
+
+
+def blocks(ours: str, theirs: str) -> tuple[Row, ...]:
+    """Returns the rows of a stack; `theirs` has `{layer}` in it."""
+    return (
+        *(r for a, b in _LINEARS.items() for r in linear(f"{ours}.layers.{a}", f"{theirs}.{b}")),
+        *linear(f"{ours}.layers.attention.out", f"{theirs}.attention.output.dense", num_inputs=2),
+        *(r for a, b in NORMS.items() for r in norm(f"{ours}.layers.{a}", f"{theirs}.{b}")),
+    )
+
+
+BODY = (
+    *patches("patch_embedding", "vit.embeddings"),
+    Row("class_token", "vit.embeddings.cls_token"),
+    Row("position_embedding", "vit.embeddings.position_embeddings"),
+    *blocks("encoder", "vit.encoder.layer.{layer}"),
+    *norm("final_norm", "vit.layernorm"),
+)
+
+
+def side(key: str, default: int) -> Keys:
+    """Returns a key, named as ours, whose value is a number or two equal ones."""
+
+    def read(hf: Config) -> dict[str, int]:
+        value = hf.get(key)
+        sides = value if isinstance(value, list) else [default if value is None else value]
+        if any(a != sides[0] for a in sides) or len(sides) not in (1, 2):
+            raise ValueError(
+                f"config.json has {key}={value!r}, which is not supported; only squares can be had"
+            )
+        return {key: sides[0]}
+
+    return Keys((key,), read, lambda fields: {key: fields[key]})
+
+
+#: Keys of all models of images.
+IMAGE_KEYS = (
+    side("image_size", 224),
+    Key("num_channels", "num_channels", 3),
+    Key("qkv_bias", "qkv_bias", True),
+    Key("hidden_act", "activation", "gelu", ACTIVATIONS),
+    Key("hidden_dropout_prob", "dropout", 0.0),
+    Key("initializer_range", "init_stddev", 0.02),
+)
+KEYS = (
+    *IMAGE_KEYS,
+    side("patch_size", 16),
+    Key("num_hidden_layers", "num_layers", 12),
+    Key("num_attention_heads", "num_heads", 12),
+    Key("hidden_size", "embed_dim", 768),
+    Key("intermediate_size", "mlp_dim", 3072),
+    Key("layer_norm_eps", "layer_norm_epsilon", 1e-12),
+)
+HARMLESS = ("attention_probs_dropout_prob", "encoder_stride", "problem_type")
+
+
+_VIT = Architecture(
+    name="ViTForImageClassification",
+    model_type="vit",
+    model="vit",
+    model_class=ViT,
+    keys=(*KEYS, NUM_LABELS),
+    rows=(*BODY, *linear("classifier", "classifier")),
+    prefix="vit.",
+    harmless=(*HARMLESS, "pooler_act", "pooler_output_size"),
+    other_heads=(r"(vit\.)?pooler\.", r"(vit\.)?embeddings\.mask_token", r"decoder\."),
+)
+ARCHITECTURES = (
+    _VIT,
+    dataclasses.replace(
+        _VIT,
+        keys=(*KEYS, Only("pooler_act", ("tanh",))),
+        rows=(*BODY, *linear("pooler", "vit.pooler.dense")),
+    ).base(
+        "ViTModel",
+        look=look_for_pooler,
+        looked=("use_pooler",),
+        harmless=(*HARMLESS, "pooler_output_size"),
+        other_heads=(r"classifier\.", r"(vit\.)?embeddings\.mask_token", r"decoder\."),
+    ),
+)

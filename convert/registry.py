@@ -1,0 +1,35 @@
+"""The models that can be converted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from convert.architecture import Architecture
+from convert.families import bert, gpt2, llama, mae, opt, swin, t5, vit
+
+_FAMILIES = (gpt2, opt, llama, bert, t5, vit, swin, mae)
+
+_OLD_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
+
+
+def architectures() -> dict[str, Architecture]:
+    """Returns all that are known by name; of one model_type, the usual one is the first."""
+    return {a.name: a for family in _FAMILIES for a in family.ARCHITECTURES}
+
+
+def find(hf: Mapping[str, Any]) -> Architecture:
+    """Returns the architecture that a config.json names.
+
+    Raises:
+      ValueError: it names none that is known.
+    """
+    known = architectures()
+    names, model_type = hf.get("architectures") or [], hf.get("model_type")
+    names = [_OLD_NAMES.get(name, name) for name in names]
+    if not names:
+        names = [a.name for a in known.values() if a.model_type == model_type][:1]
+    if len(names) != 1 or names[0] not in known:
+        raise ValueError(
+            f"config.json has architectures={hf.get('architectures')} and "
+            f"model_type={model_type!r}, which cannot be converted; choose from {', '.join(known)}"
+        )
+    return known[names[0]]

@@ -1,0 +1,213 @@
+"""Folders of image files, a folder for each class."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from data.checks import listed
+from data.config import DataConfig
+from data.image_config import ImageConfig
+from data.images.listing import ENDINGS, Listing, list_images, subfolders
+from data.images.readability import leave_out, sound_files
+from data.images.sources import Found, ImageSource, Split
+from data.images.transforms.crops import open_image
+
+# Names of folders that are splits and no classes, in any case.
+_TRAIN, _VALIDATION, _OTHER = "train", ("val", "valid", "validation"), ("test",)
+_SPLITS = {*_VALIDATION, *_OTHER}
+
+logger = logging.getLogger(__name__)
+
+
+class FolderImages(ImageSource):
+    """Image files, read on access.
+
+    Args:
+        root: The folder they lie in.
+        files: bytes[number of images]: their paths below it.
+        labels: int32[number of images].
+    """
+
+    def __init__(self, root: Path, files: np.ndarray, labels: np.ndarray):
+        self._root, self._files, self._labels = str(root), files, labels
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        content = Path(self.place(index)).read_bytes()
+        return open_image(content), int(self._labels[index])
+
+    def place(self, index: int) -> str:
+        return os.path.join(self._root, os.fsdecode(self._files[index]))
+
+
+def find_image_folder(config: DataConfig, images: ImageConfig) -> Found:
+    """Returns the images of `data.paths`, each file of which was found to be sound once.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: It holds no images, fewer than two classes, or both splits and other folders; or
+            `images.on_broken` does not skip files that are broken, classes without images, and
+            classes of validation that training lacks.
+    """
+    roots = _split_folders(config.paths)
+    has_labels = config.objective == "image_classification"
+    if has_labels:
+        _check_classes(roots[0], subfolders(roots[0]))
+    listings = [list_images(root, images) for root in roots]
+    _check_none_empty(listings)
+    if has_labels:
+        # Before all files are read for it.
+        listings = _with_images(_of_classes(listings), images)
+    listings = _without_broken(listings, config, images)
+    if has_labels:
+        listings = _with_images(listings, images)
+    _check_none_empty(listings)
+    classes = listings[0].folders if has_labels else ()
+    return Found(
+        train=_split(listings[0], classes),
+        validation=_split(listings[1], classes) if len(listings) > 1 else None,
+        classes=classes,
+        key=_key(listings, classes),
+    )
+
+
+def _split_folders(paths: Sequence[str]) -> list[Path]:
+    """Returns the folder of the training images, and that of the validation images, if any."""
+    roots = [Path(path).expanduser() for path in paths]
+    for root in roots:
+        if not root.is_dir():
+            raise FileNotFoundError(
+                f"data.paths: there is no folder {root} (in {Path.cwd()}); correct the path"
+            )
+    if len(roots) == 2:
+        return roots
+    names = {name.casefold(): name for name in subfolders(roots[0])}
+    others = sorted(name for key, name in names.items() if key not in {_TRAIN, *_SPLITS})
+    # A class may be called "train" too, but then no split is beside it.
+    if _TRAIN not in names or (others and not names.keys() & _SPLITS):
+        return roots
+    if others:
+        splits = sorted(set(names.values()).difference(others))
+        raise ValueError(
+            f"data.paths: {roots[0]} has the splits {listed([*map(repr, splits)])} in it, "
+            f"and beside them {listed([*map(repr, others)])}; take these out, or name the "
+            "folder for training and that for validation"
+        )
+    found = [names[key] for key in (_TRAIN, *_VALIDATION) if key in names]
+    return [roots[0] / name for name in found[:2]]
+
+
+def _check_classes(root: Path, classes: Sequence[str]) -> None:
+    if len(classes) < 2:
+        what = f"only the folder {classes[0]!r} of images" if classes else "no folders of images"
+        raise ValueError(
+            f"data.paths: {root} has {what} in it, but data.objective='image_classification' needs "
+            "a folder of images for each of at least two classes; sort the images into folders, or "
+            "learn without labels (image_reconstruction, image_contrast)"
+        )
+    for name in classes:
+        if os.fsencode(name).decode("utf-8", "replace") != name:
+            raise ValueError(
+                f"data.paths: {root} has the class {os.fsencode(name)!r}, whose name is not UTF-8; "
+                "rename the folder"
+            )
+
+
+def _check_none_empty(listings: Sequence[Listing]) -> None:
+    for listing in listings:
+        if not len(listing.files):
+            raise ValueError(
+                f"data.paths: {listing.root} holds no images that can be used; put images there, "
+                f"whose names end with one of {', '.join(ENDINGS)}"
+            )
+
+
+def _of_classes(listings: Sequence[Listing]) -> list[Listing]:
+    """Returns the listings without files that lie in no class."""
+    found = []
+    for listing in listings:
+        is_in = listing.of_folder >= 0
+        if not is_in.all():
+            count = np.count_nonzero(~is_in)
+            logger.info(
+                "%d image(s) right in %s are of no class, and not used", count, listing.root
+            )
+        found.append(listing.chosen(is_in))
+    return found
+
+
+def _with_images(listings: Sequence[Listing], images: ImageConfig) -> list[Listing]:
+    """Returns the listings without classes that have no images, or none to train on.
+
+    Raises:
+        ValueError: There are some, and `images.on_broken` does not skip them, or fewer than two
+            are left.
+    """
+    found = []
+    for listing in listings:
+        counts = np.bincount(listing.of_folder, minlength=len(listing.folders))
+        empty = [name for name, count in zip(listing.folders, counts, strict=True) if not count]
+        what, remedy = (
+            f"of {len(counts)} classes in {listing.root} without an image",
+            "put images in",
+        )
+        leave_out(list(map(repr, empty)), what, f"{remedy}, or take the folders away", images)
+        found.append(listing.without_folders(empty))
+    train, *validation = found
+    if len(train.folders) < 2 <= len(listings[0].folders):
+        raise ValueError(
+            f"data.paths: of {len(listings[0].folders)} classes in {train.root} only "
+            f"{len(train.folders)} has images that can be used, but data.objective="
+            "'image_classification' needs at least two; put images there"
+        )
+    for i, listing in enumerate(validation):
+        lacking = sorted(set(listing.folders) - set(train.folders))
+        what = f"of {len(listing.folders)} classes in {listing.root} that {train.root} lacks"
+        remedy = "a class of validation must be one of training: add its images there"
+        leave_out(list(map(repr, lacking)), what, remedy, images)
+        validation[i] = listing.without_folders(lacking)
+    return [train, *validation]
+
+
+def _without_broken(
+    listings: Sequence[Listing], config: DataConfig, images: ImageConfig
+) -> list[Listing]:
+    """Returns the listings with the files that can be read alone."""
+    is_sound = sound_files([path for listing in listings for path in listing.paths], config, images)
+    bounds = np.cumsum([len(listing.files) for listing in listings])[:-1]
+    parts = np.split(is_sound, bounds)
+    return [listing.chosen(is_kept) for listing, is_kept in zip(listings, parts, strict=True)]
+
+
+def _split(listing: Listing, classes: Sequence[str]) -> Split:
+    labels = _labels(listing, classes)
+    # Paths must be the same on every system.
+    names = [bytes(file).replace(os.sep.encode(), b"/") for file in listing.files]
+    source = FolderImages(listing.root, listing.files, labels)
+    return Split(source=source, names=names, labels=lambda: labels)
+
+
+def _labels(listing: Listing, classes: Sequence[str]) -> np.ndarray:
+    """Returns int32[number of images]; without classes, each folder counts as one."""
+    if not classes:
+        return listing.of_folder + 1
+    number = {name: i for i, name in enumerate(classes)}
+    return np.array([number[name] for name in listing.folders], np.int32)[listing.of_folder]
+
+
+def _key(listings: Sequence[Listing], classes: Sequence[str]) -> str:
+    """Returns a hash of paths, sizes and classes: a copy elsewhere has the same."""
+    digest = hashlib.sha256()
+    for listing in listings:
+        digest.update(f"{len(listing.files)}\0".encode())
+        labels = _labels(listing, classes)
+        for file, path, label in zip(listing.files, listing.paths, labels, strict=True):
+            digest.update(bytes(file) + f"\0{os.stat(path).st_size}\0{label}\0".encode())
+    return digest.hexdigest()

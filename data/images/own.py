@@ -1,0 +1,168 @@
+"""Images of the user's own: what a function returns."""
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data.checks import is_int
+from data.config import DataConfig
+from data.examples import Label
+from data.image_config import ImageConfig
+from data.images.readability import problem_of, report
+from data.images.sources import Found, ImageSource, Numbered, Split
+from data.images.transforms.crops import open_image
+from data.own import SPLITS, call_own
+
+_WHAT = "(image, label)"
+# By number, of the images that can be used: the label, and a hash of the two.
+_Scan = dict[int, tuple[Label, bytes]]
+
+
+class OwnImages(ImageSource):
+    """A sequence of (image, label), each checked when read.
+
+    A copy in another process calls the user's function again there.
+
+    Args:
+        name: The function's import path.
+        split: Of what it returned.
+        values: That.
+
+    Attributes:
+        split: Its name.
+        label_numbers: Of all labels; empty where none are learnt.
+    """
+
+    def __init__(self, name: str, split: str, values: Sequence[Any]):
+        self._name, self.split = name, split
+        self._values: Sequence[Any] | None = values
+        self.label_numbers: dict[Label, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_values": None}
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def values(self) -> Sequence[Any]:
+        """What the user's function returned."""
+        if self._values is None:
+            self._values = _call_again(self._name)[self.split]
+        return self._values
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        image, label = self.values[index]
+        return open_image(image), self.label_numbers.get(label, 0)
+
+    def place(self, index: int) -> str:
+        return f"data.name={self._name!r}: image {index} of {self.split!r}"
+
+
+@functools.cache  # For both splits.
+def _call_again(name: str) -> Mapping[str, Sequence[Any]]:
+    return call_own(name, _WHAT)
+
+
+def find_own_images(config: DataConfig, images: ImageConfig) -> Found:
+    """Returns the images of a function of the user's, each of which is read and checked.
+
+    Raises:
+        ValueError: There is no such function, or it returns something else, or too few labels; or
+            `images.on_broken` does not skip broken images, labels that are none, and labels of
+            validation that training lacks.
+    """
+    returned = call_own(config.name, _WHAT)
+    sources = [OwnImages(config.name, split, returned[split]) for split in SPLITS]
+    scans = [_scan(source, images) for source in sources]
+    classes: tuple[Label, ...] = ()
+    if config.objective == "image_classification":
+        classes = _find_classes(sources[0], scans[0])
+        scans[1] = _of_classes(sources, scans[1], set(classes), images)
+    known, digest = {label: i for i, label in enumerate(classes)}, hashlib.sha256()
+    splits = []
+    for source, scan in zip(sources, scans, strict=True):
+        source.label_numbers = known
+        digest.update(f"{len(scan)}\0".encode())
+        labels = np.zeros(len(source), np.int32)
+        for index, (label, content) in scan.items():
+            labels[index] = known.get(label, 0)
+            digest.update(content)
+        split = Split(source=source, names=Numbered(len(source)), labels=labels.copy)
+        positions = np.array(list(scan), np.int64)
+        splits.append(split.chosen(positions) if len(positions) < len(source) else split)
+    return Found(
+        train=splits[0], validation=splits[1], classes=classes, key=f"own {digest.hexdigest()}"
+    )
+
+
+def _scan(source: OwnImages, images: ImageConfig) -> _Scan:
+    """Returns the images that can be used."""
+    problems, found = {}, {}
+    for index in range(len(source)):
+        try:
+            item = source.values[index]
+        except Exception as error:  # The sequence is the user's, and may raise anything.
+            problems[index] = f"{type(error).__name__}: {error}"
+            continue
+        problem = _flaw(item) or problem_of(item[0])
+        if problem is None:
+            found[index] = _label(item[1]), _digest(item)
+        else:
+            problems[index] = problem
+    report(problems, len(source), source.place, images)
+    return found
+
+
+def _flaw(item: Any) -> str | None:
+    """Returns why an item is no pair of an image and a label, or None if it is."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        return f"it is a {type(item).__name__}, but must be a pair (image, label)"
+    label = _label(item[1])
+    if (is_int(label) and label >= 0) or (isinstance(label, str) and label):
+        return None
+    return f"its label {item[1]!r} must be a string or a whole number of at least 0"
+
+
+def _label(label: Any) -> Any:
+    return int(label) if isinstance(label, np.integer) else label
+
+
+def _digest(item: Any) -> bytes:
+    image, label = item
+    content = image if isinstance(image, bytes) else _content(open_image(image))
+    told = f"{_label(label)!r} {len(content)}\0".encode()
+    return hashlib.sha256(told + content).digest()
+
+
+def _content(image: Image.Image) -> bytes:
+    return f"{image.mode} {image.size}".encode() + image.tobytes()
+
+
+def _find_classes(source: OwnImages, scan: _Scan) -> tuple[Label, ...]:
+    known = {label for label, _ in scan.values()}
+    if len({type(label) for label in known}) != 1 or len(known) < 2:
+        some = ", ".join(sorted(map(repr, known))[:4]) or "none"
+        raise ValueError(
+            f"{source.place(0)} and the others have the labels {some}, but there must be at "
+            "least two, all strings or all whole numbers"
+        )
+    return tuple(sorted(known))  # pyright: ignore[reportArgumentType]
+
+
+def _of_classes(
+    sources: Sequence[OwnImages], scan: _Scan, known: set[Label], images: ImageConfig
+) -> _Scan:
+    """Returns the images of validation whose labels training has."""
+    train, validation = sources
+    problems = {
+        index: f"its label {label!r} is that of no image of {train.split!r}"
+        for index, (label, _) in scan.items()
+        if label not in known
+    }
+    report(problems, len(validation), validation.place, images)
+    return {index: found for index, found in scan.items() if index not in problems}

@@ -1,0 +1,187 @@
+"""Sets of TFDS with images, the project's own `digits` among them."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data.array_cache import locked, read_array, write_array
+from data.config import DataConfig
+from data.image_config import ImageConfig
+from data.images.readability import find_problems, problem_of, report
+from data.images.sources import Found, ImageSource, Numbered, Split
+from data.images.transforms.crops import open_image
+from data.tfds_sets import builder_key, open_builder, open_split
+
+# Instead of the label of an image that cannot be read.
+_BROKEN = np.iinfo(np.int64).min
+
+
+class TfdsImages(ImageSource):
+    """The images of a split of a prepared set, still encoded when they are read.
+
+    A copy in another process opens the set again there.
+
+    Args:
+        directory: Of the set.
+        split: Its name.
+        features: The names of the image and of the label; without the latter all labels are 0.
+    """
+
+    def __init__(self, directory: Path, split: str, features: tuple[str, str | None]):
+        self._directory, self._split = directory, split
+        self._image, self._label = features
+        self._source: Sequence[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_source": None}
+
+    def __len__(self) -> int:
+        return len(self._open())
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        content, label = self.encoded(index)
+        return open_image(content), label
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        """Returns the file of an image, and its label."""
+        example = self._open()[index]
+        return bytes(example[self._image]), 0 if self._label is None else int(example[self._label])
+
+    def place(self, index: int) -> str:
+        return f"image {index} of the split {self._split!r} in {self._directory}"
+
+    def _open(self) -> Sequence[Any]:
+        if self._source is None:
+            import tensorflow_datasets as tfds
+
+            builder = tfds.builder_from_directory(str(self._directory))
+            decoders = {self._image: tfds.decode.SkipDecoding()}
+            self._source = open_split(builder, self._split, decoders)
+        return self._source
+
+
+def find_tfds_images(config: DataConfig, images: ImageConfig) -> Found:
+    """Returns the images of the TFDS set that `data.name` names, each of which was read once.
+
+    Its validation split is the set's own 'validation', or else its 'test'.
+
+    Raises:
+        ValueError: There is no such set, or it has no images, no labels, no train split; or
+            `images.on_broken` does not skip images that are broken or have no label.
+    """
+    has_labels = config.objective == "image_classification"
+
+    def features_of(builder: Any) -> tuple[str, str | None]:
+        return _image_feature(builder), _label_feature(builder, config) if has_labels else None
+
+    builder = open_builder(config.name, config.cache_path, features_of)
+    features, splits = features_of(builder), builder.info.splits
+    if "train" not in splits:
+        raise ValueError(
+            f"data.name: the TFDS set {builder.info.full_name!r} has the splits {sorted(splits)}, "
+            "but no 'train'; choose a set that has one"
+        )
+    label = features[1]
+    classes = tuple(builder.info.features[label].names) if label is not None else ()
+    held_out = next((name for name in ("validation", "test") if name in splits), None)
+
+    def split(name: str) -> Split:
+        source = TfdsImages(Path(os.fspath(builder.data_path)), name, features)
+        labels = _read_labels(source, config, f"{builder_key(builder)} {name} {features}")
+        found = Split(source=source, names=Numbered(len(source)), labels=labels.copy)
+        positions = _usable(source, labels, len(classes) if label is not None else 1, images)
+        return found if len(positions) == len(source) else found.chosen(positions)
+
+    return Found(
+        train=split("train"),
+        validation=None if held_out is None else split(held_out),
+        classes=classes,
+        key=f"tfds {builder_key(builder)} {features}",
+    )
+
+
+def _read_labels(source: TfdsImages, config: DataConfig, key: str) -> np.ndarray:
+    """Returns int64[number of images]: of each the label, or _BROKEN.
+
+    All images are read once for them, and broken ones again at every start; processes that start
+    together do it once.
+    """
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    cache = config.cache_path / f"labels-{name}.npy"
+    with locked(cache):
+        labels = read_array(cache)
+        if labels is None or len(labels) != len(source):
+            labels = np.full(len(source), _BROKEN)
+
+        def check(index: int) -> str | None:
+            content, label = source.encoded(index)
+            problem = problem_of(content)
+            if problem is None:
+                labels[index] = label
+            return problem
+
+        unknown = np.flatnonzero(labels == _BROKEN)
+        if len(find_problems(check, unknown.tolist())) < len(unknown):
+            write_array(cache, labels)
+    return labels
+
+
+def _usable(
+    source: TfdsImages, labels: np.ndarray, num_classes: int, images: ImageConfig
+) -> np.ndarray:
+    """Returns int64[number of images that can be used]: their numbers.
+
+    Raises:
+        ValueError: Some cannot, and `images.on_broken` does not skip them, or none can.
+    """
+
+    def problem(label: int, index: int) -> str:
+        if label == _BROKEN:
+            return problem_of(source.encoded(index)[0]) or "it could not be read"
+        return f"its label {label} is none of the {num_classes} classes, 0 to {num_classes - 1}"
+
+    is_usable = (labels >= 0) & (labels < num_classes)
+    problems = {int(i): problem(int(labels[i]), int(i)) for i in np.flatnonzero(~is_usable)}
+    report(problems, len(source), source.place, images)
+    if not is_usable.any():
+        raise ValueError(f"{source.place(0)} and all others cannot be used; choose another set")
+    return np.flatnonzero(is_usable)
+
+
+def _image_feature(builder: Any) -> str:
+    import tensorflow_datasets as tfds
+
+    features = builder.info.features
+    found = [name for name, value in features.items() if isinstance(value, tfds.features.Image)]
+    if "image" in found or len(found) == 1:
+        return "image" if "image" in found else found[0]
+    raise ValueError(
+        f"data.name: the TFDS set {builder.info.full_name!r} has the features {sorted(features)}, "
+        f"and {f'the images {found}' if found else 'none of them is an image'}; choose a set with "
+        "one image an example"
+    )
+
+
+def _label_feature(builder: Any, config: DataConfig) -> str:
+    import tensorflow_datasets as tfds
+
+    found = [
+        name
+        for name, value in builder.info.features.items()
+        if isinstance(value, tfds.features.ClassLabel)
+    ]
+    if config.label_field in found:
+        return config.label_field
+    # The default name stands for "the label", whatever the set calls it.
+    if config.label_field == "label" and len(found) == 1:
+        return found[0]
+    remedy = f"set data.label_field to one of {found}" if found else "choose a set with classes"
+    raise ValueError(
+        f"data.label_field={config.label_field!r} is no class of the TFDS set "
+        f"{builder.info.full_name!r}; {remedy}"
+    )

@@ -1,0 +1,155 @@
+"""Every kind of corpus behind one door: documents by split, and a key that tells corpora apart."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from data import tfds_sets
+from data.config import DataConfig
+from data.own import SPLITS, call_own, is_own
+from data.text import text_files, tfds_text, token_files
+from data.text.chained import Chained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """The documents of a corpus that has been found, but not yet read.
+
+    Attributes:
+        key: Changes when a document, or the split of the documents, does.
+        open: Returns the documents of each split; may read the whole corpus once.
+        is_encoded: Documents are arrays of token ids, not str.
+    """
+
+    key: str
+    open: Callable[[], dict[str, Sequence[Any]]]
+    is_encoded: bool = False
+
+
+def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
+    """Returns the corpus's documents as {'train': ..., 'validation': ...}, read on access.
+
+    Raises:
+        ValueError: The corpus is unknown, unreadable or empty.
+        FileNotFoundError: A glob of `data.paths` matches nothing.
+    """
+    return find_corpus(config).open()
+
+
+def find_corpus(config: DataConfig) -> Documents:
+    """Returns the corpus that `data.name` names, prepared but not read.
+
+    Raises:
+        ValueError: The name is unknown, or the corpus could not be prepared.
+        FileNotFoundError: A glob of `data.paths` matches nothing.
+    """
+    if config.name == "text":
+        found = _find_text_files(config)
+    elif config.name == "megatron":
+        found = _find_token_files(config)
+    elif is_own(config.name):
+        found = _find_user_corpus(config.name)
+    else:
+        found = _find_tfds(config)
+
+    def open_checked() -> dict[str, Sequence[Any]]:
+        documents = found.open()
+        if len(documents["train"]) == 0:
+            raise ValueError(
+                f"data.name={config.name!r} has no documents in its train split, and needs at "
+                "least one; choose another corpus or add text"
+            )
+        return documents
+
+    return replace(found, open=open_checked)
+
+
+def _find_text_files(config: DataConfig) -> Documents:
+    files = text_files.find_files(config.paths)
+    key = (
+        f"text {text_files.TEXT_PART_BYTES} {config.text_field} {config.validation_fraction} "
+        f"{text_files.files_key(files)}"
+    )
+    return Documents(
+        key=key,
+        open=lambda: text_files.open_text_files(
+            files, config.text_field, config.validation_fraction
+        ),
+    )
+
+
+def _find_token_files(config: DataConfig) -> Documents:
+    files = [path for prefix in config.paths for path in token_files.token_file_paths(prefix)]
+
+    def open_files() -> dict[str, Sequence[Any]]:
+        parts = [token_files.open_token_file(prefix) for prefix in config.paths]
+        positions = range(sum(map(len, parts)))
+        # The last ones, as Megatron does; at least one where any is asked for.
+        num_held = max(round(len(positions) * config.validation_fraction), 1)
+        num_train = len(positions) - (num_held if config.validation_fraction else 0)
+        return {
+            "train": Chained(parts, positions[: max(num_train, 0)]),
+            "validation": Chained(parts, positions[max(num_train, 0) :]),
+        }
+
+    key = f"megatron {config.validation_fraction} {text_files.files_key(files)}"
+    return Documents(key=key, open=open_files, is_encoded=True)
+
+
+def _find_tfds(config: DataConfig) -> Documents:
+    builder = tfds_text.open_builder(config.name, config.text_field, config.cache_path)
+    fraction = "" if "validation" in builder.info.splits else config.validation_fraction
+    return Documents(
+        key=f"tfds {config.text_field} {fraction} {tfds_sets.builder_key(builder)}",
+        open=lambda: tfds_text.open_builder_documents(
+            builder, config.text_field, config.validation_fraction
+        ),
+    )
+
+
+def _find_user_corpus(name: str) -> Documents:
+    returned = call_own(name, "str")
+    documents: dict[str, Sequence[Any]] = {
+        split: _UserDocuments(returned[split], f"data.name={name!r}: document {{}} of {split!r}")
+        for split in SPLITS
+    }
+    # A corpus may name its own state, to spare a reading of all of it at every start.
+    fingerprint = returned.get("fingerprint") or _hash_documents(documents)
+    return Documents(key=f"user {name} {fingerprint}", open=lambda: documents)
+
+
+def _hash_documents(documents: Mapping[str, Sequence[str]]) -> str:
+    digest = hashlib.sha256()
+    for split, values in documents.items():
+        digest.update(f"{split} {len(values)}\0".encode())
+        for document in values:
+            digest.update(f"{len(document)}\0{document}".encode())
+    return digest.hexdigest()
+
+
+class _UserDocuments(Sequence[str]):
+    """A user's documents, each checked when read.
+
+    Args:
+        values: What the user's function returned for a split.
+        description: Names a document in messages, with {} for its index.
+    """
+
+    def __init__(self, values: Sequence[object], description: str):
+        self._values, self._description = values, description
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        document = self._values[index]
+        if not isinstance(document, str):
+            raise ValueError(
+                f"{self._description.format(index)} is a {type(document).__name__}, but must be "
+                "a str; return decoded text"
+            )
+        # Half a surrogate pair is a legal str, but no tokenizer takes it.
+        return document.encode("utf-8", "replace").decode("utf-8")

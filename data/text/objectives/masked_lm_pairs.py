@@ -1,0 +1,79 @@
+"""Pairs of texts of which the second follows the first, or does not.
+
+T: tokens a row.
+Source: Devlin et al. 2018 (arXiv:1810.04805), section 3.1, "next sentence prediction".
+"""
+
+import numpy as np
+
+from data.config import DataConfig
+from data.examples import Example, Examples, generator
+from data.text.objectives.masked_lm import Masking
+from data.text.objectives.rows import Joiner
+from data.text.token_store import document_ends
+from data.text.tokenizer import Tokenizer
+
+
+class Pairs(Examples):
+    """Pieces of documents cut in two, half of them with a second part from another document.
+
+    Its rows are CLS A SEP B SEP: tokens, targets, token_types, segment_ids: int32[T]; weights:
+    float32[T], 1 at the chosen tokens; labels: int32, 0 if B follows A and 1 if it does not;
+    label_weights: float32, 1.
+
+    Args:
+        tokens: uint16 or uint32 [number of tokens], an end of document first.
+        config: T, and what is chosen.
+        tokenizer: Of the tokens.
+
+    Raises:
+        ValueError: There is but one document, so none to take another text from.
+    """
+
+    def __init__(self, tokens: np.ndarray, config: DataConfig, tokenizer: Tokenizer):
+        self._tokens, self._masking = tokens, Masking(config, tokenizer)
+        self._joiner = Joiner(config, tokenizer)
+        self._room = self._joiner.room(is_pair=True)
+        ends = document_ends(tokens, tokenizer.eos_id)
+        has_two = np.diff(ends) > 2  # One token cannot be cut in two.
+        self._starts, self._ends = ends[:-1][has_two] + 1, ends[1:][has_two]
+        if len(self._starts) == 1:
+            raise ValueError(
+                f"data.objective={config.objective!r} takes second texts from other documents, but "
+                f"a split of data.name={config.name!r} has but one document of two tokens or more; "
+                "add documents, or choose data.objective='masked_lm'"
+            )
+        whole, rest = np.divmod(self._ends - self._starts, self._room)
+        self._last_pieces = np.cumsum(whole + (rest > 1))
+
+    def __len__(self) -> int:
+        return int(self._last_pieces[-1]) if len(self._last_pieces) else 0
+
+    def example(self, index: int, key: tuple[int, ...]) -> Example:
+        random = generator(key)
+        document = int(np.searchsorted(self._last_pieces, index, side="right"))
+        before = int(self._last_pieces[document - 1]) if document else 0
+        start = int(self._starts[document]) + (index - before) * self._room
+        stop = min(start + self._room, int(self._ends[document]))
+        cut = int(random.integers(start + 1, stop))
+        follows = bool(random.random() < 0.5)
+        text = self._tokens[start:cut]
+        pair = self._tokens[cut:stop] if follows else self._other(document, stop - cut, random)
+        row = self._joiner.row(text, pair)
+        tokens, weights = self._masking(row["tokens"], random)
+        return {
+            **row,
+            "tokens": tokens,
+            "targets": row["tokens"],
+            "weights": weights,
+            "labels": np.array(not follows, np.int32),
+            "label_weights": np.array(1, np.float32),
+        }
+
+    def _other(self, document: int, length: int, random: np.random.Generator) -> np.ndarray:
+        """Returns `length` tokens, or as many as there are, of a document that is not this one."""
+        other = int(random.integers(len(self._starts) - 1))
+        other += other >= document
+        start, end = int(self._starts[other]), int(self._ends[other])
+        begin = int(random.integers(start, max(end - length, start) + 1))
+        return self._tokens[begin : min(begin + length, end)]

@@ -1,0 +1,143 @@
+"""A text corpus in tokens."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from data.blend import parse_mixture
+from data.config import RECORD_OBJECTIVES, DataConfig, make_cache
+from data.examples import Corpus, Joined, Label
+from data.mixture import sources
+from data.text.chained import Chained
+from data.text.documents import find_corpus
+from data.text.objectives.labelled import Answers, Labelled
+from data.text.objectives.registry import make_examples, num_tokens_needed
+from data.text.records import RecordTexts, check_labels, open_records, scan
+from data.text.token_store import TokenStore, load_tokens
+from data.text.tokenizer import ByteTokenizer, Tokenizer, load_bpe, load_tokenizer_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCorpus(Corpus):
+    """A tokenised corpus; of a stream, the train split has full rows only.
+
+    Attributes:
+        tokenizer: What made the tokens.
+    """
+
+    tokenizer: Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+
+def load_text(config: DataConfig) -> TextCorpus:
+    """Returns the corpus in tokens, built on first use and read from the cache afterwards.
+
+    Raises:
+        ValueError: The corpus or the tokenizer is unknown, broken, unfit for the objective, or too
+            small for one row.
+        FileNotFoundError: A glob, a token file or the tokenizer file is not there.
+    """
+    if config.objective in RECORD_OBJECTIVES:
+        return _load_records(config)
+    tokenizer, stores = load_stores(config)
+    parts = [
+        _make_corpus(store, each, tokenizer)
+        for store, each in zip(stores, sources(config), strict=True)
+    ]
+    return parts[0] if config.name != "mixture" else _mixed(parts, config)
+
+
+def load_stores(config: DataConfig) -> tuple[Tokenizer, list[TokenStore]]:
+    """Returns the tokenizer and the tokens of each source of an objective of STREAM_OBJECTIVES.
+
+    Raises:
+        ValueError: A source or the tokenizer is unknown or broken.
+        FileNotFoundError: A glob, a token file or the tokenizer file is not there.
+    """
+    make_cache(config)
+    # A file of the user's is checked before a corpus is downloaded or read.
+    tokenizer = load_fixed_tokenizer(config)
+    corpora = [find_corpus(source) for source in sources(config)]
+    corpora = [replace(corpus, open=functools.cache(corpus.open)) for corpus in corpora]
+    tokenizer = tokenizer or _load_bpe(
+        config,
+        "\0".join(corpus.key for corpus in corpora),
+        lambda: Chained([corpus.open()["train"] for corpus in corpora]),
+    )
+    directory = config.cache_path
+    return tokenizer, [load_tokens(corpus, tokenizer, directory=directory) for corpus in corpora]
+
+
+def _make_corpus(store: TokenStore, config: DataConfig, tokenizer: Tokenizer) -> TextCorpus:
+    train, validation = (
+        make_examples(store.splits[split], config, tokenizer, keep_partial=split != "train")
+        for split in ("train", "validation")
+    )
+    if len(train) == 0:
+        raise ValueError(
+            f"data.sequence_length={config.sequence_length} needs {num_tokens_needed(config)} "
+            f"tokens for one sequence, but the train split of data.name={config.name!r} has "
+            f"{len(store.splits['train'])}; shorten data.sequence_length or add text"
+        )
+    return TextCorpus(
+        tokenizer=tokenizer, train=train, validation=validation, fingerprint=store.fingerprint
+    )
+
+
+def _mixed(parts: Sequence[TextCorpus], config: DataConfig) -> TextCorpus:
+    shares = [share for share, _ in parse_mixture(config.mixture)]
+    keyed = " ".join(map(str, [*shares, *(part.fingerprint for part in parts)]))
+    return TextCorpus(
+        tokenizer=parts[0].tokenizer,
+        train=Joined([part.train for part in parts]),
+        validation=Joined([part.validation for part in parts]),
+        fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),
+    )
+
+
+def _load_records(config: DataConfig) -> TextCorpus:
+    make_cache(config)
+    tokenizer = load_fixed_tokenizer(config)
+    splits = open_records(config)
+    fingerprint, found = scan(splits)
+    tokenizer = tokenizer or _load_bpe(
+        config, f"records {fingerprint}", lambda: RecordTexts(splits["train"])
+    )
+    labels: tuple[Label, ...] = ()
+    if config.objective == "classification":
+        labels = check_labels(found, splits, config)
+        rows = [Labelled(records, labels, config, tokenizer) for records in splits.values()]
+    else:
+        rows = [Answers(records, config, tokenizer) for records in splits.values()]
+    keyed = f"{fingerprint} {tokenizer.fingerprint}"
+    return TextCorpus(
+        tokenizer=tokenizer,
+        train=rows[0],
+        validation=rows[1],
+        fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),
+        labels=labels,
+    )
+
+
+def load_fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
+    """Returns the tokenizer, or None if it has to be trained from the corpus."""
+    if config.tokenizer == "bytes":
+        return ByteTokenizer(has_special_tokens=config.has_special_tokens)
+    return None if config.tokenizer == "bpe" else load_tokenizer_file(config.tokenizer)
+
+
+def _load_bpe(
+    config: DataConfig, corpus_key: str, open_documents: Callable[[], Sequence[str]]
+) -> Tokenizer:
+    key = hashlib.sha256(corpus_key.encode()).hexdigest()[:16]
+    kind = "-special" if config.has_special_tokens else ""
+    return load_bpe(
+        open_documents,
+        config.cache_path / f"bpe-{config.vocab_size}-{key}{kind}.json",
+        config.vocab_size,
+        has_special_tokens=config.has_special_tokens,
+    )

@@ -1,0 +1,204 @@
+"""Scaled dot-product attention.
+
+B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
+Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; grouped queries: Ainslie et al. 2023
+(arXiv:2305.13245); sliding window: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+
+from models.layers import blocked_attention, cudnn_attention
+from sharding import hardware
+from sharding.ops.heads import over_heads
+
+Segments = tuple[jax.Array, jax.Array]
+Kernel = Literal["cudnn", "blocked", "plain"]
+
+#: What `model.attention` may be.
+CHOICES = ("auto", "plain")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which kernel runs one attention, and why.
+
+    Attributes:
+      kernel: "cudnn" is cuDNN's fused attention, whose memory is linear in the length; "blocked"
+        is models/layers/blocked_attention.py; "plain" makes all scores at once.
+      why: for people.
+      scores_bytes: bytes of all the scores `[B, N, T, S]` that this attention makes at once on
+        one device; 0 for none.
+    """
+
+    kernel: Kernel
+    why: str
+    scores_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kernel} ({self.why})"
+
+
+_implementation: contextvars.ContextVar[str] = contextvars.ContextVar(
+    "attention_implementation", default="auto"
+)
+_choices: contextvars.ContextVar[dict[Choice, None] | None] = contextvars.ContextVar(
+    "attention_choices", default=None
+)
+
+
+@contextlib.contextmanager
+def use(implementation: str) -> Iterator[None]:
+    """Traces all attention within the block as a config asks for it, one of CHOICES."""
+    token = _implementation.set(implementation)
+    try:
+        yield
+    finally:
+        _implementation.reset(token)
+
+
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[dict[Choice, None]]:
+    """Yields a dict whose keys are the choices of all attention that is traced within the block."""
+    found: dict[Choice, None] = {}
+    token = _choices.set(found)
+    try:
+        yield found
+    finally:
+        _choices.reset(token)
+
+
+def check_choice(name: str) -> None:
+    """Raises a ValueError if `name` is no `model.attention`."""
+    if name not in CHOICES:
+        raise ValueError(f"model.attention={name!r} is unknown; choose {' or '.join(CHOICES)}")
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    is_causal: bool,
+    window: int | None = None,
+    segments: Segments | None = None,
+    bias_BNTS: jax.Array | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Returns softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
+
+    The kernel depends on the hardware that the step is compiled for (sharding/hardware.py) and on
+    the config (`use`). What its backward pass reads is named "attention", except for plain
+    attention, which names nothing.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH: one floating dtype; K divides N: head n has key-value head n // G.
+      is_causal: position t sees positions 0..t only.
+      window: position t sees only the last `window` positions of those it would see otherwise.
+      segments: int32[B, T] and int32[B, S]; a query sees the keys of its own segment only. On a
+        GPU, tokens of one segment must be neighbours, unless there is a bias.
+      bias_BNTS: added to the logits; a dim of size 1 is broadcast.
+      scale: 1 / √H by default.
+    """
+    if window is not None and not is_causal:
+        raise ValueError(f"window={window} needs is_causal=True")
+    scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
+    arrays = (q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
+
+    def run(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments) -> jax.Array:
+        choice = choose(q_BTNH, k_BSKH, bias_BNTS, segments)
+        if (found := _choices.get()) is not None:
+            found[choice] = None
+        options = {
+            "is_causal": is_causal,
+            "window": window,
+            "segments": segments,
+            "bias_BNTS": bias_BNTS,
+            "scale": scale,
+        }
+        if choice.kernel == "blocked":
+            return blocked_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options)
+        if choice.kernel == "cudnn":
+            can_pack = _can_pack()
+            return cudnn_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options, can_pack=can_pack)
+        return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **options)
+
+    return over_heads(run, *arrays)
+
+
+def choose(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    bias_BNTS: jax.Array | None,
+    segments: Segments | None,
+) -> Choice:
+    """Returns which kernel runs for these arrays, as one device has them."""
+    device, dtype = hardware.current(), q_BTNH.dtype.name
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    scores = batch * num_heads * length * k_BSKH.shape[1]
+    wide = max(q_BTNH.dtype.itemsize, 4)
+    if dtype == "float64":
+        return Choice(kernel="blocked", why="float64, which the others round to float32")
+    if _implementation.get() == "plain":
+        return Choice(kernel="plain", why="model.attention=plain", scores_bytes=wide * scores)
+    if device.runs_on_cpu:
+        return Choice(kernel="blocked", why=f"platform {device.platform}")
+    why_not = _why_not_cudnn(device, dtype, head_dim)
+    if why_not:
+        return Choice(kernel="plain", why=why_not, scores_bytes=wide * scores)
+    why = f"{dtype}, head_dim {head_dim}, {device.device_kind}"
+    scores_bytes = 0
+    if segments is not None and bias_BNTS is None:
+        if _can_pack():
+            why += ", packed documents"
+        else:
+            why += f", documents as a mask: compute capability {device.compute_capability} < 9.0"
+            scores_bytes = q_BTNH.dtype.itemsize * scores // num_heads
+    elif bias_BNTS is not None:
+        why += ", bias"
+        heads = num_heads if bias_BNTS.shape[1] > 1 else 1
+        examples = batch if segments is not None else bias_BNTS.shape[0]
+        scores_bytes = q_BTNH.dtype.itemsize * examples * heads * length * k_BSKH.shape[1]
+    return Choice(kernel="cudnn", why=why, scores_bytes=scores_bytes)
+
+
+def _why_not_cudnn(device: hardware.Hardware, dtype: str, head_dim: int) -> str:
+    """Returns why cuDNN has no attention for these arrays; "" if it has."""
+    capability = device.compute_capability
+    most = 256 if capability >= 9 else 128
+    if device.platform != "gpu" or not capability:
+        return f"{device.device_kind} has no cuDNN"
+    if capability < 8:
+        return f"cuDNN's attention needs compute capability 8.0, and {capability} is less"
+    if dtype not in ("bfloat16", "float16"):
+        return f"cuDNN's attention has no {dtype}"
+    if head_dim > most:
+        return f"cuDNN's attention takes head_dim {most} at most, not {head_dim}"
+    return ""
+
+
+def _can_pack() -> bool:
+    return hardware.current().compute_capability >= 9
+
+
+def _attend_plain(q_BTNH, k_BSKH, v_BSKH, *, is_causal, window, segments, bias_BNTS, scale):
+    mask_B1TS = None
+    if segments is not None:
+        mask_B1TS = (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        bias=bias_BNTS,
+        mask=mask_B1TS,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="xla",
+    )

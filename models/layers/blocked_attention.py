@@ -1,0 +1,183 @@
+"""Attention as blocks of queries in plain jax.numpy: what runs on CPUs and in float64.
+
+Memory between the forward and the backward pass is linear in the length; within a pass, one block's
+logits exist at a time. Matrix products are batched over leading (B, K), which is fast on CPUs.
+
+B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+#: Causal attention takes this many queries at a time, in at most so many blocks: n blocks compute
+#: (n + 1) / 2n of the full products, but matrix products of few rows are slow.
+_BLOCK_QUERIES = 128
+_MAX_BLOCKS = 8
+
+Segments = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sight:
+    """Which keys a query can see by their positions."""
+
+    is_causal: bool
+    window: int | None
+
+    def blocks(self, num_queries: int, num_keys: int) -> list[tuple[slice, slice]]:
+        """Returns (queries, the keys that they can see) of every block."""
+        count = min(-(-num_queries // _BLOCK_QUERIES), _MAX_BLOCKS) if self.is_causal else 1
+        bounds = [num_queries * i // count for i in range(count + 1)]
+        return [(slice(*rows), self._keys(*rows, num_keys)) for rows in itertools.pairwise(bounds)]
+
+    def _keys(self, start: int, stop: int, num_keys: int) -> slice:
+        if not self.is_causal:
+            return slice(0, num_keys)
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        return slice(min(first, num_keys - 1), min(stop, num_keys))
+
+    def visible(self, rows: slice, keys: slice) -> jax.Array | None:
+        """Returns bool[T, S] of a block, or None where all of it is visible."""
+        if not self.is_causal:
+            return None
+        distance_TS = jnp.arange(rows.start, rows.stop)[:, None] - jnp.arange(keys.start, keys.stop)
+        if self.window is None:
+            return distance_TS >= 0
+        return (distance_TS >= 0) & (distance_TS < self.window)
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    is_causal: bool,
+    window: int | None,
+    segments: Segments | None,
+    bias_BNTS: jax.Array | None,
+    scale: float,
+) -> jax.Array:
+    """Returns softmax(q·kᵀ · scale + bias)·v; arguments as for `models.layers.attention.attend`."""
+    sight = _Sight(is_causal, window)
+    q_BTNH = q_BTNH * scale
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BSKH.shape[2]
+    q_BKGTH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    bias_BKGTS = None
+    if bias_BNTS is not None:
+        groups = (num_kv_heads, -1) if bias_BNTS.shape[1] == num_heads else (1, 1)
+        bias_BKGTS = bias_BNTS.reshape(bias_BNTS.shape[0], *groups, *bias_BNTS.shape[2:])
+    y_BKGTH: Any = _batched(
+        sight, q_BKGTH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), bias_BKGTS, segments
+    )
+    return y_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _batched(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+    """softmax(q·kᵀ + bias)·v, a block of queries at a time, against the keys that it can see.
+
+    The backward pass computes the weights again from their sums, so nothing of the size `[T, S]`
+    lives from one pass to the other: a few more FLOPs cost less than fresh memory.
+
+    Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
+    """
+    return _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
+
+
+def _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+    outputs, largest, scales = [], [], []
+    for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
+        logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
+        largest_BKGT1 = jnp.max(logits_BKGTS, axis=-1, keepdims=True)
+        weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1)
+        sum_BKGT1 = jnp.sum(weights_BKGTS, axis=-1, keepdims=True)
+        weights_BKGTS = weights_BKGTS.astype(v_BKSH.dtype)
+        y_BKGTH = _einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH[:, :, keys]) / sum_BKGT1
+        outputs.append(y_BKGTH.astype(v_BKSH.dtype))
+        largest.append(largest_BKGT1)
+        scales.append(1 / sum_BKGT1)
+    # Not their log-sum in one: where nothing is visible, the largest would swallow the rest.
+    y_BKGTH, *normal = (
+        checkpoint_name(jnp.concatenate(parts, axis=3), "attention")
+        for parts in (outputs, largest, scales)
+    )
+    return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, *normal)
+
+
+def _batched_backward(sight, residuals, dy_BKGTH):
+    q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals
+    dtype, wide = q_BKGTH.dtype, scale_BKGT1.dtype
+    # The part of every logit's gradient that the softmax's normalisation brings.
+    shift_BKGT1 = jnp.sum(dy_BKGTH.astype(wide) * y_BKGTH, axis=-1, keepdims=True)
+    dq, dk_BKSH, dv_BKSH = [], jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
+    dbias_BKGTS = None if bias_BKGTS is None else jnp.zeros(bias_BKGTS.shape, wide)
+    for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
+        q, dy = q_BKGTH[:, :, :, rows], dy_BKGTH[:, :, :, rows]
+        logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
+        weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1[:, :, :, rows])
+        weights_BKGTS *= scale_BKGT1[:, :, :, rows]
+        dweights_BKGTS = _einsum("BKGTH,BKSH->BKGTS", dy, v_BKSH[:, :, keys])
+        dlogits_BKGTS = weights_BKGTS * (dweights_BKGTS - shift_BKGT1[:, :, :, rows])
+        if segments is not None:
+            # Where a query sees nothing all weights are alike, but no logit has a part in them.
+            is_hidden = logits_BKGTS == jnp.finfo(logits_BKGTS.dtype).min
+            dlogits_BKGTS = jnp.where(is_hidden, 0, dlogits_BKGTS)
+        if dbias_BKGTS is not None:
+            part = (..., *_block_of(dbias_BKGTS, rows, keys))
+            dbias_BKGTS = dbias_BKGTS.at[part].add(_summed_like(dbias_BKGTS[part], dlogits_BKGTS))
+        dlogits_BKGTS = dlogits_BKGTS.astype(dtype)
+        dq.append(_einsum("BKGTS,BKSH->BKGTH", dlogits_BKGTS, k_BKSH[:, :, keys]).astype(dtype))
+        dk = _einsum("BKGTS,BKGTH->BKSH", dlogits_BKGTS, q)
+        dv = _einsum("BKGTS,BKGTH->BKSH", weights_BKGTS.astype(dtype), dy)
+        dk_BKSH, dv_BKSH = dk_BKSH.at[:, :, keys].add(dk), dv_BKSH.at[:, :, keys].add(dv)
+    dq_BKGTH = jnp.concatenate(dq, axis=3)
+    if dbias_BKGTS is not None and bias_BKGTS is not None:
+        dbias_BKGTS = dbias_BKGTS.astype(bias_BKGTS.dtype)
+    return dq_BKGTH, dk_BKSH.astype(dtype), dv_BKSH.astype(dtype), dbias_BKGTS, None
+
+
+_batched.defvjp(_batched_forward, _batched_backward)
+
+
+def _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice) -> jax.Array:
+    logits_BKGTS = _einsum("BKGTH,BKSH->BKGTS", q_BKGTH[:, :, :, rows], k_BKSH[:, :, keys])
+    if bias_BKGTS is not None:
+        logits_BKGTS += bias_BKGTS[..., *_block_of(bias_BKGTS, rows, keys)]
+    hidden = jnp.finfo(logits_BKGTS.dtype).min
+    visible_TS = sight.visible(rows, keys)
+    if visible_TS is not None:
+        logits_BKGTS = jnp.where(visible_TS[None, None, None], logits_BKGTS, hidden)
+    if segments is not None:
+        same_BTS = _same((segments[0][:, rows], segments[1][:, keys]))
+        logits_BKGTS = jnp.where(same_BTS[:, None, None], logits_BKGTS, hidden)
+    return logits_BKGTS
+
+
+def _same(segments: Segments) -> jax.Array:
+    """Returns bool[B, T, S]: whether query and key are of one segment."""
+    return segments[0][:, :, None] == segments[1][:, None, :]
+
+
+def _block_of(bias_BKGTS: jax.Array, rows: slice, keys: slice) -> tuple[slice, slice]:
+    """Returns where a block lies in a bias whose dims of size 1 stand for all."""
+    *_, num_queries, num_keys = bias_BKGTS.shape
+    return rows if num_queries > 1 else slice(None), keys if num_keys > 1 else slice(None)
+
+
+def _summed_like(target: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x` summed over the dims that have size 1 in `target`."""
+    dims = [dim for dim, size in enumerate(target.shape) if size == 1]
+    return jnp.sum(x, axis=dims, keepdims=True)
+
+
+def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An einsum that sums in float32 or wider."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.einsum(spec, a, b, preferred_element_type=wide)

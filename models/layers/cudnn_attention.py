@@ -1,0 +1,285 @@
+"""Attention by cuDNN's fused kernel, made to fit what the kernel asks for.
+
+The kernel takes float16 or bfloat16, even lengths, head dims that are multiples of 8, and documents
+only as places in memory. So here
+
+- lengths and head dims are padded, and the padding is masked by the row's length, or by the bias
+  where there is one;
+- packed documents are given to the kernel in its ragged layout, `DOCUMENTS_PER_CALL` of each row at
+  a time. The kernel keeps statistics for every document as if it were as long as the row, so a call
+  with room for all documents of a row could take more memory than attention itself. A loop goes on
+  until every row's documents are done, so no number of documents is too many:
+
+      segments  1 1 1 2 2 3 3 3 3 4      two documents a call
+      call 0    q q q q q . . . . .      documents at 0 and 3, of lengths 3 and 2
+      call 1    . . . . . q q q q q      documents at 5 and 9, of lengths 4 and 1
+
+Memory is linear in the length, except for a bias, which is `[·, ·, T, S]` by itself.
+
+B batch, T query seq, S key seq, N heads, K key-value heads, H head_dim, M documents of a call.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from models.layers import cudnn_kernel
+from models.layers.cudnn_kernel import Lengths, Options
+
+#: Documents of each row that one call of the kernel works on.
+DOCUMENTS_PER_CALL = 8
+
+Segments = tuple[jax.Array, jax.Array]
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    is_causal: bool,
+    window: int | None,
+    segments: Segments | None,
+    bias_BNTS: jax.Array | None,
+    scale: float,
+    can_pack: bool,
+) -> jax.Array:
+    """Returns softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]`.
+
+    Args:
+      segments: as for `models.layers.attention.attend`; tokens of one segment are neighbours.
+      can_pack: whether the device has the kernel's layout for packed documents.
+    """
+    sizes = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
+    q_BTNH = _padded(q_BTNH, {1: 2, 3: 8})
+    k_BSKH = _padded(k_BSKH, {1: 2, 3: 8})
+    v_BSKH = _padded(v_BSKH, {1: 2, 3: 8})
+    options = Options(
+        scale=scale, is_causal=is_causal, window=window, has_bias_gradient=bias_BNTS is not None
+    )
+    is_packed = segments is not None and bias_BNTS is None and can_pack
+    if is_packed and segments is not None:
+        # Padding becomes a document of its own.
+        q_ids_BT, k_ids_BS = (_padded(ids, {1: 2}, value=-1) for ids in segments)
+        y_BTNH: Any = _attend_documents(options, q_BTNH, k_BSKH, v_BSKH, q_ids_BT, k_ids_BS)
+    else:
+        bias_BNTS = _with_mask(bias_BNTS, segments, q_BTNH.dtype)
+        lengths = None
+        if bias_BNTS is not None:
+            bias_BNTS = jnp.broadcast_to(bias_BNTS, (*bias_BNTS.shape[:2], *sizes[:2]))
+            bias_BNTS = _padded(bias_BNTS, {2: 2})
+            bias_BNTS = _padded(bias_BNTS, {3: 2}, value=_hidden(q_BTNH.dtype))
+        elif sizes[:2] != (q_BTNH.shape[1], k_BSKH.shape[1]):
+            batch = q_BTNH.shape[:1]
+            lengths = Lengths(
+                q=jnp.full(batch, sizes[0], jnp.int32), k=jnp.full(batch, sizes[1], jnp.int32)
+            )
+        y_BTNH = _attend(options, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, lengths)
+    return y_BTNH[:, : sizes[0], :, : sizes[2]]
+
+
+def _padded(x: jax.Array, multiples: dict[int, int], value: float = 0) -> jax.Array:
+    """Returns `x` with each of these dims padded to a multiple."""
+    widths = [(0, -size % multiples.get(dim, 1)) for dim, size in enumerate(x.shape)]
+    return jnp.pad(x, widths, constant_values=value) if any(w for _, w in widths) else x
+
+
+def _hidden(dtype: Any) -> float:
+    """Returns what hides a key: large, but not so large that two of them overflow."""
+    return -(2.0**14) if jnp.dtype(dtype) == jnp.float16 else -(2.0**40)
+
+
+def _with_mask(
+    bias_BNTS: jax.Array | None, segments: Segments | None, dtype: Any
+) -> jax.Array | None:
+    """Returns the bias, and what hides keys of other segments added to it."""
+    if segments is not None:
+        is_same_BTS = segments[0][:, :, None] == segments[1][:, None, :]
+        mask_B1TS = jnp.where(is_same_BTS, 0, _hidden(dtype)).astype(dtype)[:, None]
+        bias_BNTS = mask_B1TS if bias_BNTS is None else bias_BNTS.astype(dtype) + mask_B1TS
+    return None if bias_BNTS is None else bias_BNTS.astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: Options, q, k, v, bias, lengths) -> jax.Array:
+    """Attention in one call of the kernel."""
+    return cudnn_kernel.forward(q, k, v, bias, lengths, options)[0]
+
+
+def _attend_forward(options, q, k, v, bias, lengths):
+    y, stats = _named(*cudnn_kernel.forward(q, k, v, bias, lengths, options))
+    return y, (q, k, v, bias, lengths, stats, y)
+
+
+def _attend_backward(options, residuals, dy):
+    q, k, v, bias, lengths, stats, y = residuals
+    gradients = cudnn_kernel.backward(q, k, v, bias, lengths, options, stats, y, dy)
+    return *gradients, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what the backward reads, named so that a config can keep it."""
+    return tuple(checkpoint_name(array, "attention") for array in arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Documents:
+    """The documents that one call of the kernel works on, at most R = B · DOCUMENTS_PER_CALL.
+
+    The kernel reads them from lists without gaps, used ones first; a place in these is a "row".
+
+    Attributes:
+      lengths: for the kernel.
+      batch_R, start_R: int32[R], where each row's queries are: example, and first token.
+      row_BT: int32[B, T], the row of each query's document.
+      index_BT: int32[B, T], the number of each query in its document.
+      is_query_BT, is_key_BS: whether a query or a key belongs to one of the documents. For others
+        the above means nothing.
+    """
+
+    lengths: Lengths
+    batch_R: jax.Array
+    start_R: jax.Array
+    row_BT: jax.Array
+    index_BT: jax.Array
+    is_query_BT: jax.Array
+    is_key_BS: jax.Array
+
+    @classmethod
+    def of_call(
+        cls, number: jax.Array, q_ids_BT: jax.Array, k_ids_BS: jax.Array, per_token: tuple[int, int]
+    ) -> "_Documents":
+        """Returns the documents of a call.
+
+        Args:
+          number: int32[], of the call, from 0.
+          per_token: elements of a query and of a key, all heads together.
+        """
+        (batch, num_queries), num_keys = q_ids_BT.shape, k_ids_BS.shape[1]
+        run_BT = _runs(q_ids_BT) - number * DOCUMENTS_PER_CALL
+        numbers_M = jnp.arange(DOCUMENTS_PER_CALL, dtype=jnp.int32)
+        is_in_BMT = run_BT[:, None, :] == numbers_M[None, :, None]
+        q_start_BM = jnp.argmax(is_in_BMT, axis=2).astype(jnp.int32)
+        id_BM = jnp.take_along_axis(q_ids_BT, q_start_BM, axis=1)
+        is_in_BMS = k_ids_BS[:, None, :] == id_BM[:, :, None]
+        k_start_BM = jnp.argmax(is_in_BMS, axis=2).astype(jnp.int32)
+        # A document that sees no key has no softmax: it is left out, and its output is 0.
+        is_used_BM = jnp.any(is_in_BMT, axis=2) & jnp.any(is_in_BMS, axis=2)
+        row_BM = jnp.cumsum(is_used_BM.reshape(-1), dtype=jnp.int32).reshape(is_used_BM.shape) - 1
+        place_R = jnp.where(is_used_BM, row_BM, row_BM.size).reshape(-1)
+
+        def in_rows(values_BM: jax.Array, fill: int = 0, size: int = row_BM.size) -> jax.Array:
+            empty = jnp.full((size,), fill, jnp.int32)
+            values_BM = jnp.broadcast_to(values_BM, row_BM.shape)
+            return empty.at[place_R].set(values_BM.reshape(-1), mode="drop")
+
+        example_B1 = jnp.arange(batch, dtype=jnp.int32)[:, None]
+
+        def offsets(start_BM: jax.Array, num_tokens: int, per_token: int) -> jax.Array:
+            first_BM = (example_B1 * num_tokens + start_BM) * per_token
+            end = batch * num_tokens * per_token
+            return in_rows(first_BM, end, row_BM.size + batch).reshape(batch, -1)
+
+        document_BT = jnp.clip(run_BT, 0, DOCUMENTS_PER_CALL - 1)
+        at_queries = lambda values_BM: jnp.take_along_axis(values_BM, document_BT, axis=1)  # noqa: E731
+        return cls(
+            lengths=Lengths(
+                q=in_rows(jnp.sum(is_in_BMT, axis=2, dtype=jnp.int32)).reshape(row_BM.shape),
+                k=in_rows(jnp.sum(is_in_BMS, axis=2, dtype=jnp.int32)).reshape(row_BM.shape),
+                q_offsets=offsets(q_start_BM, num_queries, per_token[0]),
+                k_offsets=offsets(k_start_BM, num_keys, per_token[1]),
+            ),
+            batch_R=in_rows(example_B1),
+            start_R=in_rows(q_start_BM),
+            row_BT=at_queries(row_BM),
+            index_BT=jnp.arange(num_queries, dtype=jnp.int32)[None] - at_queries(q_start_BM),
+            is_query_BT=(run_BT == document_BT) & at_queries(is_used_BM),
+            is_key_BS=jnp.any(is_in_BMS & is_used_BM[:, :, None], axis=1),
+        )
+
+    def to_queries(self, stats_RNT: jax.Array) -> jax.Array:
+        """Returns the kernel's statistics of its rows for each query, `[B, N, T]`."""
+        heads_1N1 = jnp.arange(stats_RNT.shape[1], dtype=jnp.int32)[None, :, None]
+        row_B1T, index_B1T = self.row_BT[:, None], self.index_BT[:, None]
+        return stats_RNT.at[row_B1T, heads_1N1, index_B1T].get(mode="clip")
+
+    def to_rows(self, stats_BNT: jax.Array) -> jax.Array:
+        """Returns statistics of queries as the kernel has them for its rows, `[R, N, T]`."""
+        heads_1N1 = jnp.arange(stats_BNT.shape[1], dtype=jnp.int32)[None, :, None]
+        token_RT = self.start_R[:, None] + jnp.arange(stats_BNT.shape[2], dtype=jnp.int32)
+        batch_R11 = self.batch_R[:, None, None]
+        return stats_BNT.at[batch_R11, heads_1N1, token_RT[:, None]].get(mode="clip")
+
+
+def _runs(ids_BT: jax.Array) -> jax.Array:
+    """Returns, int32[B, T], the number of each token's run of equal ids, from 0."""
+    is_new_BT = ids_BT[:, 1:] != ids_BT[:, :-1]
+    return jnp.pad(jnp.cumsum(is_new_BT, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def _num_calls(q_ids: jax.Array) -> jax.Array:
+    return (jnp.max(_runs(q_ids)) + DOCUMENTS_PER_CALL) // DOCUMENTS_PER_CALL
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_documents(options: Options, q, k, v, q_ids, k_ids) -> jax.Array:
+    """Attention of packed documents, `DOCUMENTS_PER_CALL` of each row at a time."""
+    return _documents_forward(options, q, k, v, q_ids, k_ids)[0]
+
+
+def _documents_forward(options, q, k, v, q_ids, k_ids):
+    per_token = math.prod(q.shape[2:]), math.prod(k.shape[2:])
+
+    def call(state):
+        number, y, stats_BNT = state
+        documents = _Documents.of_call(number, q_ids, k_ids, per_token)
+        own_y, own_stats = cudnn_kernel.forward(q, k, v, None, documents.lengths, options)
+        is_query_BT = documents.is_query_BT
+        y = jnp.where(is_query_BT[:, :, None, None], own_y, y)
+        stats_BNT = jnp.where(is_query_BT[:, None], documents.to_queries(own_stats), stats_BNT)
+        return number + 1, y, stats_BNT
+
+    batch, length, num_heads, _ = q.shape
+    stats = jnp.zeros((batch, num_heads, length), jnp.promote_types(q.dtype, jnp.float32))
+    start = (jnp.int32(0), jnp.zeros_like(q), stats)
+    num_calls = _num_calls(q_ids)
+    _, y, stats = jax.lax.while_loop(lambda state: state[0] < num_calls, call, start)
+    y, stats = _named(y, stats)
+    return y, (q, k, v, q_ids, k_ids, stats, y)
+
+
+def _documents_backward(options, residuals, dy):
+    q, k, v, q_ids, k_ids, stats, y = residuals
+    per_token = math.prod(q.shape[2:]), math.prod(k.shape[2:])
+
+    def call(state):
+        number, dq, dk, dv = state
+        documents = _Documents.of_call(number, q_ids, k_ids, per_token)
+        own_stats = documents.to_rows(stats)
+        own = cudnn_kernel.backward(q, k, v, None, documents.lengths, options, own_stats, y, dy)
+        is_query = documents.is_query_BT[:, :, None, None]
+        is_key = documents.is_key_BS[:, :, None, None]
+        # A key has one document: gradients of two calls never meet, except in cross-attention
+        # with two runs of queries of one id.
+        dq = jnp.where(is_query, own[0], dq)
+        dk, dv = (
+            total + jnp.where(is_key, part, jnp.zeros((), part.dtype))
+            for total, part in zip((dk, dv), own[1:3], strict=True)
+        )
+        return number + 1, dq, dk, dv
+
+    start = (jnp.int32(0), jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v))
+    num_calls = _num_calls(q_ids)
+    _, dq, dk, dv = jax.lax.while_loop(lambda state: state[0] < num_calls, call, start)
+    return dq, dk, dv, None, None
+
+
+_attend_documents.defvjp(_documents_forward, _documents_backward)

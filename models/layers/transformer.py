@@ -1,0 +1,152 @@
+"""The two halves of a Transformer's block: attention, and the feed-forward network.
+
+B batch, T query seq, S key seq, D embed, F mlp, N heads, K key-value heads, H head_dim.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from models.layers.attention import attend
+from models.layers.basic import Linear, after
+from sharding.logical import constrain
+
+Norm = Callable[[jax.Array], jax.Array]
+
+#: Name in a config, Hugging Face's too -> function.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def check_activation(name: str) -> None:
+    """Raises a ValueError if `name` is no key of ACTIVATIONS."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"model.activation={name!r} is unknown; choose {', '.join(ACTIVATIONS)}")
+
+
+def identity(x: jax.Array) -> jax.Array:
+    return x
+
+
+class Attention(nnx.Module):
+    """Multi-head attention, of a sequence to itself or to another.
+
+    Args:
+      embed_dim, num_heads, head_dim: D, N, H.
+      num_kv_heads: K; N by default.
+      use_bias: whether queries, keys and values have a bias.
+      use_key_bias, use_out_bias: whether keys and the output have one; as `use_bias` by default.
+      stddevs: of the kernels of (queries, keys and values, output) at the start.
+      make_head_norms: gives what normalises each head's (queries, keys), if anything does.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        use_bias: bool,
+        use_key_bias: bool | None = None,
+        use_out_bias: bool | None = None,
+        stddevs: tuple[float, float, float],
+        make_head_norms: Callable[[], tuple[nnx.Module, nnx.Module]] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        embed = {"embed": embed_dim}
+        heads = {"heads": num_heads, "head_dim": head_dim}
+        kv_heads = {"kv_heads": num_kv_heads or num_heads, "head_dim": head_dim}
+        options: dict[str, Any] = {"use_bias": use_bias, "rngs": rngs}
+        of_keys: dict[str, Any] = (
+            options if use_key_bias is None else options | {"use_bias": use_key_bias}
+        )
+        self.q = Linear(embed, heads, stddev=stddevs[0], **options)
+        self.k = Linear(embed, kv_heads, stddev=stddevs[1], **of_keys)
+        self.v = Linear(embed, kv_heads, stddev=stddevs[1], **options)
+        use_out_bias = use_bias if use_out_bias is None else use_out_bias
+        self.out = Linear(heads, embed, stddev=stddevs[2], use_bias=use_out_bias, rngs=rngs)
+        self.q_norm, self.k_norm = make_head_norms() if make_head_norms else (None, None)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        norm: Norm = identity,
+        *,
+        source_BSD: jax.Array | None = None,
+        rotate: Callable[[jax.Array], jax.Array] = identity,
+        **sight: Any,
+    ) -> jax.Array:
+        """Returns `[B, T, D]`; names activations "qkv" and "attention_out" on the way.
+
+        Args:
+          x_BTD: what asks.
+          norm: applied to it first.
+          source_BSD: what is asked, as it is; norm(x) by default.
+          rotate: applied to queries and keys; see models/layers/rope.py.
+          **sight: the keyword arguments of `models.layers.attention.attend`.
+        """
+        if source_BSD is None:
+            q, k, v = after(norm, lambda h: (self.q(h), self.k(h), self.v(h)), x_BTD)
+        else:
+            q, k, v = after(norm, self.q, x_BTD), self.k(source_BSD), self.v(source_BSD)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTNH = constrain(rotate(q), "batch", "seq", "heads", "head_dim")
+        k_BSKH, v_BSKH = (
+            constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in (rotate(k), v)
+        )
+        qkv = (checkpoint_name(x, "qkv") for x in (q_BTNH, k_BSKH, v_BSKH))
+        y_BTNH = attend(*qkv, **sight)
+        out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
+        return checkpoint_name(out_BTD, "attention_out")
+
+
+class MLP(nnx.Module):
+    """Two linear layers with an activation between them.
+
+    Args:
+      embed_dim, mlp_dim: D, F.
+      activation: a key of ACTIVATIONS.
+      is_gated: multiplies the activation by a third linear layer (Shazeer 2020, arXiv:2002.05202).
+      use_bias: whether the layers have a bias.
+      stddevs: of the kernels of (up and gate, down) at the start.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        *,
+        activation: str,
+        is_gated: bool = False,
+        use_bias: bool,
+        stddevs: tuple[float, float],
+        rngs: nnx.Rngs,
+    ):
+        embed, mlp = {"embed": embed_dim}, {"mlp": mlp_dim}
+        options: dict[str, Any] = {"use_bias": use_bias, "rngs": rngs}
+        self.gate = Linear(embed, mlp, stddev=stddevs[0], **options) if is_gated else None
+        self.up = Linear(embed, mlp, stddev=stddevs[0], **options)
+        self.down = Linear(mlp, embed, stddev=stddevs[1], **options)
+        self.activation = activation
+
+    def __call__(self, x_BTD: jax.Array, norm: Norm = identity) -> jax.Array:
+        """Returns `[B, T, D]` of norm(x); names what the activation is applied to "mlp"."""
+        activation, gate = ACTIVATIONS[self.activation], self.gate
+        if gate is None:
+            h_BTF = constrain(after(norm, self.up, x_BTD), "batch", "seq", "mlp")
+            return after(activation, self.down, checkpoint_name(h_BTF, "mlp"))
+
+        def project(x):
+            return tuple(constrain(f(x), "batch", "seq", "mlp") for f in (gate, self.up))
+
+        pair = tuple(checkpoint_name(h, "mlp") for h in after(norm, project, x_BTD))
+        return after(lambda pair: activation(pair[0]) * pair[1], self.down, pair)

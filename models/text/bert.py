@@ -1,0 +1,274 @@
+"""BERT and RoBERTa: an encoder that norms after its residual sums, and heads for several tasks.
+
+B batch, T seq, D embed, V vocab, C labels.
+Source: Devlin et al. 2018 (arXiv:1810.04805), sections 3 and A.2; Liu et al. 2019
+(arXiv:1907.11692), section 3.
+
+Beside what models/text/common.py lists, a batch has `token_types`, int32[B, T], if the rows are
+pairs of texts. `targets` and `weights` are [B, T], and for `head="sequence"` [B]: a label of each
+row. For `head="pretraining"` there are `labels`, int32[B], 0 if the second text follows the first
+and 1 if it does not, and `label_weights`, float32[B], beside the targets of the masked tokens.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.flops import attention_flops, dense_flops
+from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
+from models.layers.transformer import ACTIVATIONS, MLP, Attention, check_activation
+from models.losses import make_token_loss
+from models.stack import Stack
+from models.text.common import (
+    check_has_loss,
+    check_heads_divide,
+    check_sizes,
+    count_positions,
+    learned_positions,
+    padded_vocab,
+    positions_by_index,
+    segments,
+    text_batch,
+    vocab_logits,
+    vocab_loss,
+)
+from sharding.logical import constrain
+
+#: `model.head` -> what it learns: masked tokens; these, and whether two texts follow each other; a
+#: label of a row; nothing yet, a label of each token; nothing, it gives activations.
+HEADS = {
+    "masked_lm": ("masked_lm", "masked_lm_pairs"),
+    "pretraining": ("masked_lm_pairs",),
+    "sequence": ("classification",),
+    "token": (),
+    "none": (),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertConfig:
+    """Sizes, regularisation and head of a BERT or RoBERTa."""
+
+    vocab_size: int  # tokens that the tokenizer knows
+    max_positions: int  # longest sequence
+    num_layers: int
+    num_heads: int
+    embed_dim: int
+    mlp_dim: int
+    dropout: float  # of embeddings, residual branches and classifiers, in [0, 1)
+    head: str  # masked_lm | pretraining | sequence | token | none
+    num_labels: int = 2  # of the heads "sequence" and "token"
+    num_token_types: int = 2  # texts in a row; RoBERTa: 1
+    first_position: int = 0  # row of position 0 in the table of positions; RoBERTa: pad_id + 1
+    pad_id: int | None = None  # RoBERTa counts positions over the tokens that are not this one
+    use_pooler: bool = True  # with head="none": keep the layer that other heads read
+    activation: str = "gelu"
+    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
+    layer_norm_epsilon: float = 1e-12
+    init_stddev: float = 0.02
+    loss: str = "cross_entropy"  # of masked tokens; or an import path, see models/losses.py
+
+    def __post_init__(self):
+        check_sizes(self)
+        check_heads_divide(self)
+        if self.head not in HEADS:
+            raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
+        check_activation(self.activation)
+        make_token_loss(self.loss)
+
+    @property
+    def has_pooler(self) -> bool:
+        return self.head in ("pretraining", "sequence") or (self.head == "none" and self.use_pooler)
+
+
+class Block(nnx.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x))."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        embed, stddev = config.embed_dim, config.init_stddev
+        norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
+        self.attention = Attention(
+            embed,
+            config.num_heads,
+            embed // config.num_heads,
+            use_bias=True,
+            stddevs=(stddev, stddev, stddev),
+            rngs=rngs,
+        )
+        self.attention_norm = LayerNorm(embed, **norm)
+        self.mlp = MLP(
+            embed,
+            config.mlp_dim,
+            activation=config.activation,
+            use_bias=True,
+            stddevs=(stddev, stddev),
+            rngs=rngs,
+        )
+        self.mlp_norm = LayerNorm(embed, **norm)
+        self.dropout = config.dropout
+
+    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        branch = self.attention(x_BTD, is_causal=False, segments=segments(batch))
+        x_BTD = self.attention_norm(x_BTD + dropout(branch, self.dropout, keys, site=0))
+        branch = self.mlp(x_BTD)
+        x_BTD = self.mlp_norm(x_BTD + dropout(branch, self.dropout, keys, site=1))
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+
+class MaskedLMHead(nnx.Module):
+    """What the table of tokens makes logits of, and the logits' bias."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        sizes = {"embed": config.embed_dim}, {"_embed": config.embed_dim}
+        self.dense = Linear(*sizes, stddev=config.init_stddev, rngs=rngs)
+        epsilon = config.layer_norm_epsilon
+        self.norm = LayerNorm(config.embed_dim, epsilon=epsilon, rngs=rngs)
+        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
+        self.bias = param(jax.nn.initializers.zeros, rngs, (vocab,), ("vocab",))
+        self.activation = config.activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.norm(ACTIVATIONS[self.activation](self.dense(x_BTD)))
+
+
+class Bert(nnx.Module):
+    """An encoder of text with a head."""
+
+    Config = BertConfig
+    can_share_vocab = True
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        self.config, self.objectives = config, HEADS[config.head]
+        embed, stddev = config.embed_dim, config.init_stddev
+        normal = jax.nn.initializers.normal(stddev)
+        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
+        rows = config.first_position + config.max_positions
+        types = config.num_token_types
+        self.token_embedding = param(normal, rngs, (vocab, embed), ("vocab", "embed"))
+        self.position_embedding = param(normal, rngs, (rows, embed), (None, "embed"))
+        self.type_embedding = param(normal, rngs, (types, embed), (None, "embed"))
+        self.embedding_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
+        self.encoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
+
+        def linear(outputs: int) -> Linear:
+            return Linear({"embed": embed}, {"_out": outputs}, stddev=stddev, rngs=rngs)
+
+        has_mlm = config.head in ("masked_lm", "pretraining")
+        num_labels = {"pretraining": 2, "sequence": config.num_labels, "token": config.num_labels}
+        labels = num_labels.get(config.head)
+        self.masked_lm = MaskedLMHead(config, rngs=rngs) if has_mlm else None
+        self.pooler = linear(embed) if config.has_pooler else None
+        self.classifier = linear(labels) if labels else None
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
+        config, tokens = self.config, batch["tokens"]
+        x_BTD = lookup(self.token_embedding[...], tokens)
+        x_BTD += learned_positions(
+            self.position_embedding[...], self._positions(batch), first=config.first_position
+        )
+        types = batch.get("token_types", jnp.zeros((1, 1), jnp.int32))
+        x_BTD += self.type_embedding[...][types]
+        x_BTD = dropout(self.embedding_norm(x_BTD), config.dropout, batch.get("dropout_keys"))
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of weighted losses, sum of weights, sums of the head's metrics)."""
+        config = self.config
+        check_has_loss(config)
+        if self.masked_lm is None:
+            logits = self._label_logits(x_BTD, batch)
+            return label_loss(logits, batch["targets"], batch["weights"])
+        loss, weight = vocab_loss(
+            self.masked_lm(x_BTD),
+            self.token_embedding[...],
+            batch,
+            vocab_size=config.vocab_size,
+            loss=config.loss,
+            bias_V=self.masked_lm.bias[...],
+        )
+        if self.classifier is None:
+            return loss, weight, {}
+        logits = self._label_logits(x_BTD, batch)
+        pair_loss, _, right = label_loss(logits, batch["labels"], batch["label_weights"])
+        metrics = {"mlm_loss": loss, "nsp_loss": pair_loss, "nsp_accuracy": right["accuracy"]}
+        return loss + pair_loss, weight, metrics
+
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        config, embed = self.config, self.config.embed_dim
+        batch, length = shapes["tokens"].shape
+        kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
+        head_dim = embed // config.num_heads
+        scores = attention_flops(length, config.num_heads, head_dim, is_causal=False)
+        ends = 0
+        if self.masked_lm is not None:
+            ends += dense_flops(embed, embed) + dense_flops(embed, config.vocab_size)
+        if config.head == "token":
+            ends += dense_flops(embed, config.num_labels)
+        rows = 0 if self.pooler is None else dense_flops(embed, embed)
+        if self.pooler is not None and self.classifier is not None:
+            rows += dense_flops(*self.classifier.kernel.shape)
+        return batch * (length * (config.num_layers * (kernels + scores) + ends) + rows)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        attention_mask: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns what the head gives for int32[B, T], float32 but for `head="none"`.
+
+        That is logits of the vocab `[B, T, V]` (V without padding), logits of labels `[B, C]` or
+        `[B, T, C]`, or activations `[B, T, D]`.
+
+        Args:
+          attention_mask: [B, T], 0 at padding.
+          token_types: int32[B, T], 0 for the first text and 1 for the second.
+        """
+        config, batch = self.config, text_batch(tokens, attention_mask)
+        if token_types is not None:
+            batch["token_types"] = token_types
+        x_BTD = self.encoder(self.embed(batch), batch)
+        if config.head == "none":
+            return x_BTD
+        if self.masked_lm is None:
+            return self._label_logits(x_BTD, batch)
+        table, bias = self.token_embedding[...], self.masked_lm.bias[...]
+        x_BTD = self.masked_lm(x_BTD)
+        return vocab_logits(x_BTD, table, vocab_size=config.vocab_size, bias_V=bias)
+
+    def _positions(self, batch: dict) -> jax.Array:
+        if self.config.pad_id is None or "positions" in batch:
+            return positions_by_index(batch)
+        return count_positions(batch["tokens"] != self.config.pad_id)
+
+    def _label_logits(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        assert self.classifier is not None
+        x, keys = x_BTD, batch.get("dropout_keys")
+        if self.pooler is not None:
+            x = jnp.tanh(self.pooler(x_BTD[:, 0]))
+        # Site 0 of the same keys is the embedding's.
+        logits = self.classifier(dropout(x, self.config.dropout, keys, site=1))
+        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def label_loss(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, dict]:
+    """Returns (sum of weighted losses, sum of weights, {"accuracy": sum of weights of hits}).
+
+    Args:
+      logits: float32[..., C].
+      targets: int32[...], in [0, C).
+      weights: float32[...]; 0 leaves one out.
+    """
+    # Not the cross-entropy of models/losses.py: labels are no part of a vocab, whoever shares that.
+    flat = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
+    losses = -jnp.take_along_axis(flat, targets.reshape(-1, 1), axis=1)[:, 0]
+    weights = weights.reshape(-1).astype(losses.dtype)
+    hits = (jnp.argmax(logits, axis=-1) == targets).reshape(-1)
+    right = jnp.sum(jnp.where(hits, weights, 0))
+    return jnp.sum(losses * weights), jnp.sum(weights), {"accuracy": right}

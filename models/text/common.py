@@ -1,0 +1,171 @@
+"""What models of text have in common: their batch, and their head over the vocab.
+
+B batch, T seq, D embed, V vocab.
+
+The batch of a model of text is a dict of
+- `tokens`: int32[B, T];
+- `targets`: int32[B, T], and `weights`: float32[B, T], 0 where there is nothing to learn;
+- `segment_ids`: int32[B, T], if a row holds more than one text, or padding: tokens see the tokens
+  of their own segment only, and padding is a segment of its own, number 0;
+- `positions`: int32[B, T], if they are not those that the model gives by itself.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.layers.attention import Segments
+from models.losses import chunked_vocab_loss, make_token_loss
+
+
+def text_batch(tokens: jax.Array, attention_mask: jax.Array | None) -> dict[str, jax.Array]:
+    """Returns the batch of int32[B, T] tokens, of which `attention_mask` [B, T] is 0 at padding."""
+    if attention_mask is None:
+        return {"tokens": tokens}
+    return {"tokens": tokens, "segment_ids": attention_mask.astype(jnp.int32)}
+
+
+def segments(batch: dict, name: str = "segment_ids") -> Segments | None:
+    """Returns the argument `segments` of `attend` for a sequence that attends to itself."""
+    ids = batch.get(name)
+    return None if ids is None else (ids, ids)
+
+
+def positions_by_index(batch: dict) -> jax.Array:
+    """Returns int32[B or 1, T]: the batch's positions, or else 0, 1, 2, ... along the row."""
+    if "positions" in batch:
+        return batch["positions"]
+    return jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None]
+
+
+def positions_by_count(batch: dict) -> jax.Array:
+    """Returns int32[B or 1, T]: the batch's positions, or else how many tokens stand before.
+
+    Padding does not count, and has the position -1.
+    """
+    if "positions" in batch or "segment_ids" not in batch:
+        return positions_by_index(batch)
+    return count_positions(batch["segment_ids"] != 0)
+
+
+def count_positions(is_token: jax.Array) -> jax.Array:
+    """Returns int32[B, T]: how many tokens stand before each, -1 at padding, of bool[B, T]."""
+    is_token = is_token.astype(jnp.int32)
+    return jnp.cumsum(is_token, axis=1) * is_token - 1
+
+
+def learned_positions(table_PD: jax.Array, positions: jax.Array, *, first: int = 0) -> jax.Array:
+    """Returns the rows of a table of positions, `[*positions, D]`.
+
+    Args:
+      positions: int32[B or 1, T].
+      first: the row of position 0.
+
+    Raises:
+      ValueError: the sequence is longer than the table.
+    """
+    length, rows = positions.shape[-1], table_PD.shape[0] - first
+    if length > rows:
+        raise ValueError(
+            f"a sequence of {length} tokens is longer than the {rows} positions that the model has"
+        )
+    return table_PD[positions + first]
+
+
+def vocab_loss(
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    batch: dict,
+    *,
+    vocab_size: int,
+    loss: str,
+    bias_V: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (sum of the weighted losses of `targets`, sum of `weights`).
+
+    Args:
+      x_BTD: what the head makes logits of.
+      table_VD, vocab_size, bias_V: see `models.losses.chunked_vocab_loss`.
+      loss: see `models.losses.make_token_loss`.
+    """
+    total = chunked_vocab_loss(
+        x_BTD.reshape(-1, x_BTD.shape[-1]),
+        table_VD,
+        batch["targets"].reshape(-1),
+        batch["weights"].reshape(-1),
+        vocab_size=vocab_size,
+        bias_V=bias_V,
+        token_loss=make_token_loss(loss),
+    )
+    return total, jnp.sum(batch["weights"], dtype=total.dtype)
+
+
+def vocab_logits(
+    x_BTD: jax.Array, table_VD: jax.Array, *, vocab_size: int, bias_V: jax.Array | None = None
+) -> jax.Array:
+    """Returns logits, float32[B, T, V] or wider, of the vocab without its padding."""
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD[:vocab_size], preferred_element_type=wide)
+    return logits if bias_V is None else logits + bias_V[None, None, :vocab_size]
+
+
+def check_heads_divide(config: Any, *, prefix: str = "") -> None:
+    """Raises a ValueError if the heads do not divide the embedding's dim evenly.
+
+    Args:
+      prefix: of the names of both fields.
+    """
+    heads, embed = (getattr(config, f"{prefix}{name}") for name in ("num_heads", "embed_dim"))
+    if embed % heads:
+        raise ValueError(
+            f"model.{prefix}num_heads={heads} must divide model.{prefix}embed_dim={embed}"
+        )
+
+
+def check_head(name: str) -> None:
+    """Raises a ValueError if `name` is no `model.head` of a causal language model."""
+    if name not in ("lm", "none"):
+        raise ValueError(f"model.head={name!r} is unknown; choose lm, or none for activations")
+
+
+def check_has_loss(config: Any) -> None:
+    """Raises a ValueError if the model has no head that gives a loss."""
+    if config.head == "none":
+        raise ValueError("model.head='none' gives activations and no loss; choose another")
+
+
+def padded_vocab(vocab_size: int, multiple: int) -> int:
+    """Returns the rows of an embedding whose vocab is padded to a multiple, so that it splits."""
+    return -(-vocab_size // multiple) * multiple
+
+
+def check_sizes(config: Any, *, but: Collection[str] = ()) -> None:
+    """Checks the fields of a model's config that are counts, sizes or rates.
+
+    Args:
+      but: fields that are something else in spite of their names.
+
+    Raises:
+      ValueError: `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is less
+        than 1, `dropout`, `drop_path` or `*_smoothing` is not in [0, 1), `init_stddev` is negative,
+        or `*_epsilon` not positive.
+    """
+    for field in dataclasses.fields(config):
+        name = field.name
+        value: Any = getattr(config, name)
+        if value is None or name in but:
+            continue
+        kind = name.removeprefix("decoder_")
+        is_size = kind.endswith(("_dim", "_size", "_multiple")) or kind.startswith(("num_", "max_"))
+        if is_size and value < 1:
+            raise ValueError(f"model.{name}={value} must be at least 1")
+        if name.endswith(("dropout", "drop_path", "smoothing")) and not (0.0 <= value < 1.0):
+            raise ValueError(f"model.{name}={value} must lie in [0, 1)")
+        if name == "init_stddev" and not 0 <= value < math.inf:
+            raise ValueError(f"model.{name}={value} must be 0 or positive")
+        if name.endswith("_epsilon") and not 0 < value < math.inf:
+            raise ValueError(f"model.{name}={value} must be positive")

@@ -1,0 +1,171 @@
+"""GPT-2, and GPT-3's sizes: a pre-norm decoder with learned positions and a tied head.
+
+B batch, T seq, D embed, N heads, H head_dim, V vocab.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3;
+Brown et al. 2020 (arXiv:2005.14165), table 2.1.
+"""
+
+import dataclasses
+import math
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from models.flops import attention_flops, dense_flops
+from models.layers.attention import Segments, attend
+from models.layers.basic import LayerNorm, Linear, after, dropout, lookup, param
+from models.layers.transformer import MLP, check_activation
+from models.losses import make_token_loss
+from models.stack import Stack
+from models.text.common import (
+    check_has_loss,
+    check_head,
+    check_heads_divide,
+    check_sizes,
+    learned_positions,
+    padded_vocab,
+    positions_by_index,
+    segments,
+    text_batch,
+    vocab_logits,
+    vocab_loss,
+)
+from sharding.logical import constrain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """Sizes and regularisation of a GPT-2."""
+
+    vocab_size: int  # tokens that the tokenizer knows
+    max_positions: int  # longest sequence
+    num_layers: int
+    num_heads: int
+    embed_dim: int
+    dropout: float  # of embeddings and residual branches, in [0, 1)
+    mlp_dim: int | None = None  # 4 × embed_dim if None
+    activation: str = "gelu_tanh"  # of the MLP; see models/layers/transformer.py
+    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
+    layer_norm_epsilon: float = 1e-5
+    init_stddev: float = 0.02
+    loss: str = "cross_entropy"  # or an import path; see models/losses.py
+    head: str = "lm"  # lm | none, for activations
+
+    def __post_init__(self):
+        check_sizes(self)
+        check_heads_divide(self)
+        check_activation(self.activation)
+        make_token_loss(self.loss)
+        check_head(self.head)
+
+
+class Attention(nnx.Module):
+    """Causal multi-head self-attention of norm(x)."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        embed = {"embed": config.embed_dim}
+        heads = {"heads": config.num_heads, "head_dim": config.embed_dim // config.num_heads}
+        self.qkv = Linear(embed, {"_qkv": 3, **heads}, stddev=config.init_stddev, rngs=rngs)
+        self.out = Linear(heads, embed, stddev=_residual_stddev(config), rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, norm: LayerNorm, segments: Segments | None) -> jax.Array:
+        qkv = after(norm, self.qkv, x_BTD)
+        qkv = constrain(qkv, "batch", "seq", None, "heads", "head_dim")
+        qkv = checkpoint_name(qkv, "qkv")
+        q_BTNH, k_BTNH, v_BTNH = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        y_BTNH = attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
+        out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
+        return checkpoint_name(out_BTD, "attention_out")
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
+        self.attention_norm = LayerNorm(config.embed_dim, **norm)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = LayerNorm(config.embed_dim, **norm)
+        self.mlp = MLP(
+            config.embed_dim,
+            config.mlp_dim or 4 * config.embed_dim,
+            activation=config.activation,
+            use_bias=True,
+            stddevs=(config.init_stddev, _residual_stddev(config)),
+            rngs=rngs,
+        )
+        self.dropout = config.dropout
+
+    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        branch = self.attention(x_BTD, self.attention_norm, segments(batch))
+        x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=0)
+        branch = self.mlp(x_BTD, self.mlp_norm)
+        x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=1)
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+
+class GPT2(nnx.Module):
+    """A causal language model."""
+
+    Config = GPT2Config
+    can_share_vocab = True
+    objectives = ("causal_lm",)
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        normal = jax.nn.initializers.normal(config.init_stddev)
+        embed = config.embed_dim
+        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
+        self.token_embedding = param(normal, rngs, (vocab, embed), ("vocab", "embed"))
+        self.position_embedding = param(
+            normal, rngs, (config.max_positions, embed), (None, "embed")
+        )
+        self.decoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
+        self.final_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
+        self.config = config
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
+        x_BTD = lookup(self.token_embedding[...], batch["tokens"])
+        x_BTD += learned_positions(self.position_embedding[...], positions_by_index(batch))
+        x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        check_has_loss(self.config)
+        config, table_VD = self.config, self.token_embedding[...]
+        sums = vocab_loss(
+            self.final_norm(x_BTD), table_VD, batch, vocab_size=config.vocab_size, loss=config.loss
+        )
+        return *sums, {}
+
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        config, embed = self.config, self.config.embed_dim
+        batch, length = shapes["tokens"].shape
+        kernels = dense_flops(embed, 3 * embed) + dense_flops(embed, embed)
+        kernels += 2 * dense_flops(embed, config.mlp_dim or 4 * embed)
+        heads, head_dim = config.num_heads, embed // config.num_heads
+        scores = attention_flops(length, heads, head_dim, is_causal=True)
+        head = dense_flops(embed, config.vocab_size)
+        return batch * length * (config.num_layers * (kernels + scores) + head)
+
+    def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
+        """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
+
+        For `head="none"` it returns activations `[B, T, D]`.
+
+        Args:
+          attention_mask: [B, T], 0 at padding.
+        """
+        batch = text_batch(tokens, attention_mask)
+        x_BTD = self.final_norm(self.decoder(self.embed(batch), batch))
+        if self.config.head == "none":
+            return x_BTD
+        return vocab_logits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
+
+
+def _residual_stddev(config: GPT2Config) -> float:
+    """Returns GPT-2's smaller deviation for layers that write to the residual stream."""
+    return config.init_stddev / math.sqrt(2 * config.num_layers)

@@ -1,0 +1,217 @@
+"""The LLaMA family: rotary positions, RMS norms, grouped queries, and a gated MLP.
+
+One model is LLaMA 1 to 3, Mistral, and Qwen 2, 2.5 and 3; they differ in what their configs say.
+B batch, T seq, D embed, V vocab.
+Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2, and (arXiv:2307.09288), section 2.2;
+Jiang et al. 2023 (arXiv:2310.06825); Yang et al. 2024 (arXiv:2407.10671), section 2.2, and 2025
+(arXiv:2505.09388), section 2.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+from models.flops import attention_flops, dense_flops
+from models.layers.basic import RMSNorm, lookup, param
+from models.layers.rope import HashableScaling, check_scaling, rope_frequencies, rotate
+from models.layers.transformer import MLP, Attention
+from models.losses import make_token_loss
+from models.stack import Stack
+from models.text.common import (
+    check_has_loss,
+    check_head,
+    check_sizes,
+    padded_vocab,
+    positions_by_index,
+    segments,
+    text_batch,
+    vocab_logits,
+    vocab_loss,
+)
+from sharding.logical import constrain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes of a model of the LLaMA family."""
+
+    vocab_size: int  # tokens that the tokenizer knows
+    max_positions: int  # longest sequence that it is made for
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int  # divides num_heads
+    head_dim: int
+    embed_dim: int
+    mlp_dim: int
+    rope_theta: float = 10000.0  # base of the rotary wavelengths
+    rope_scaling: Mapping[str, Any] | None = None  # see models/layers/rope.py
+    qkv_bias: bool = False  # Qwen 2
+    out_bias: bool = False  # of the attention's output
+    mlp_bias: bool = False
+    qk_norm: bool = False  # of each head's queries and keys: Qwen 3
+    sliding_window: int | None = None  # tokens that a token sees, itself included: Mistral
+    first_windowed_layer: int = 0  # the layers before it have no sliding window
+    tie_embeddings: bool = False  # the head is the token embedding
+    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
+    rms_norm_epsilon: float = 1e-5
+    init_stddev: float = 0.02
+    loss: str = "cross_entropy"  # or an import path; see models/losses.py
+    head: str = "lm"  # lm | none, for activations
+
+    def __post_init__(self):
+        check_sizes(self)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads={self.num_kv_heads} must divide "
+                f"model.num_heads={self.num_heads}"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(
+                f"model.sliding_window={self.sliding_window} must be at least 1, or None"
+            )
+        last = self.num_layers - 1 if self.sliding_window else 0
+        if not 0 <= self.first_windowed_layer <= last:
+            raise ValueError(
+                f"model.first_windowed_layer={self.first_windowed_layer} must lie in 0 .. {last}, "
+                f"for model.sliding_window={self.sliding_window} and "
+                f"model.num_layers={self.num_layers}"
+            )
+        check_scaling(self.rope_scaling, self.head_dim)
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", HashableScaling(self.rope_scaling))
+        make_token_loss(self.loss)
+        check_head(self.head)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig, *, window: int | None, rngs: nnx.Rngs):
+        embed, stddev = config.embed_dim, config.init_stddev
+        norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
+        self.attention_norm = RMSNorm(embed, **norm)
+
+        def head_norms() -> tuple[nnx.Module, nnx.Module]:
+            return RMSNorm(config.head_dim, **norm), RMSNorm(config.head_dim, **norm)
+
+        self.attention = Attention(
+            embed,
+            config.num_heads,
+            config.head_dim,
+            num_kv_heads=config.num_kv_heads,
+            use_bias=config.qkv_bias,
+            use_out_bias=config.out_bias,
+            stddevs=(stddev, stddev, stddev),
+            make_head_norms=head_norms if config.qk_norm else None,
+            rngs=rngs,
+        )
+        self.mlp_norm = RMSNorm(embed, **norm)
+        self.mlp = MLP(
+            embed,
+            config.mlp_dim,
+            activation="silu",
+            is_gated=True,
+            use_bias=config.mlp_bias,
+            stddevs=(stddev, stddev),
+            rngs=rngs,
+        )
+        self.config, self.window = config, window
+
+    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        config, positions = self.config, positions_by_index(batch)
+        frequencies, factor = rope_frequencies(
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scaling,
+            num_positions=x_BTD.shape[1],
+            max_positions=config.max_positions,
+        )
+        x_BTD += self.attention(
+            x_BTD,
+            self.attention_norm,
+            rotate=partial(rotate, positions_BT=positions, frequencies=frequencies, factor=factor),
+            is_causal=True,
+            window=self.window,
+            segments=segments(batch),
+        )
+        x_BTD += self.mlp(x_BTD, self.mlp_norm)
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+
+class Llama(nnx.Module):
+    """A causal language model."""
+
+    Config = LlamaConfig
+    stacks = ("decoder", "windowed_decoder")
+    can_share_vocab = True
+    objectives = ("causal_lm",)
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        normal = jax.nn.initializers.normal(config.init_stddev)
+        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
+        table = (vocab, config.embed_dim), ("vocab", "embed")
+        self.token_embedding = param(normal, rngs, *table)
+
+        def stack(num_layers: int, window: int | None) -> Stack | None:
+            make = lambda rngs: Block(config, window=window, rngs=rngs)  # noqa: E731
+            return Stack(make, num_layers, rngs=rngs) if num_layers else None
+
+        window, num_full = config.sliding_window, config.first_windowed_layer
+        self.decoder = stack(num_full or config.num_layers, None if num_full else window)
+        self.windowed_decoder = stack(config.num_layers - num_full if num_full else 0, window)
+        self.final_norm = RMSNorm(config.embed_dim, epsilon=config.rms_norm_epsilon, rngs=rngs)
+        has_own_table = config.head == "lm" and not config.tie_embeddings
+        self.output_embedding = param(normal, rngs, *table) if has_own_table else None
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
+        x_BTD = lookup(self.token_embedding[...], batch["tokens"])
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        check_has_loss(self.config)
+        vocab_size, loss = self.config.vocab_size, self.config.loss
+        x_BTD = self.final_norm(x_BTD)
+        return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
+
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        config, embed = self.config, self.config.embed_dim
+        batch, length = shapes["tokens"].shape
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        kernels = dense_flops(embed, 2 * (heads + kv_heads) * head_dim)
+        kernels += 3 * dense_flops(embed, config.mlp_dim)
+        full = attention_flops(length, heads, head_dim, is_causal=True)
+        window = config.sliding_window
+        windowed = attention_flops(length, heads, head_dim, is_causal=True, window=window)
+        num_full = config.first_windowed_layer if window else config.num_layers
+        scores = num_full * full + (config.num_layers - num_full) * windowed
+        head = dense_flops(embed, config.vocab_size)
+        return batch * length * (config.num_layers * kernels + scores + head)
+
+    def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
+        """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
+
+        For `head="none"` it returns activations `[B, T, D]`.
+
+        Args:
+          attention_mask: [B, T], 0 at padding.
+        """
+        batch = text_batch(tokens, attention_mask)
+        x_BTD = self.embed(batch)
+        for stack in (self.decoder, self.windowed_decoder):
+            x_BTD = x_BTD if stack is None else stack(x_BTD, batch)
+        x_BTD = self.final_norm(x_BTD)
+        if self.config.head == "none":
+            return x_BTD
+        return vocab_logits(x_BTD, self._table(), vocab_size=self.config.vocab_size)
+
+    def _table(self) -> jax.Array:
+        table = self.token_embedding if self.output_embedding is None else self.output_embedding
+        return table[...]

@@ -1,0 +1,175 @@
+"""OPT: a decoder with learned positions, separate projections and a tied head.
+
+B batch, T seq, D embed, V vocab.
+Source: Zhang et al. 2022 (arXiv:2205.01068), table 1. Its 350 M model norms after the residual sum,
+and has a narrower embedding than its blocks.
+"""
+
+import dataclasses
+
+import jax
+from flax import nnx
+
+from models.flops import attention_flops, dense_flops
+from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
+from models.layers.transformer import MLP, Attention, check_activation, identity
+from models.losses import make_token_loss
+from models.stack import Stack
+from models.text.common import (
+    check_has_loss,
+    check_head,
+    check_heads_divide,
+    check_sizes,
+    learned_positions,
+    padded_vocab,
+    positions_by_count,
+    segments,
+    text_batch,
+    vocab_logits,
+    vocab_loss,
+)
+from sharding.logical import constrain
+
+#: Rows of the table of positions before that of position 0; padding has the second.
+_FIRST_POSITION = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OPTConfig:
+    """Sizes and regularisation of an OPT."""
+
+    vocab_size: int  # tokens that the tokenizer knows
+    max_positions: int  # longest sequence
+    num_layers: int
+    num_heads: int
+    embed_dim: int  # of the blocks
+    mlp_dim: int
+    dropout: float  # of residual branches, in [0, 1)
+    token_embed_dim: int | None = None  # of embedding and head; embed_dim if None
+    norm_first: bool = True  # before each branch, or after its sum with the residual
+    activation: str = "relu"
+    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
+    layer_norm_epsilon: float = 1e-5
+    init_stddev: float = 0.02
+    loss: str = "cross_entropy"  # or an import path; see models/losses.py
+    head: str = "lm"  # lm | none, for activations
+
+    def __post_init__(self):
+        check_sizes(self)
+        check_heads_divide(self)
+        check_activation(self.activation)
+        make_token_loss(self.loss)
+        check_head(self.head)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each with a residual sum, and a norm before or after it."""
+
+    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
+        embed, stddev = config.embed_dim, config.init_stddev
+        norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
+        self.attention_norm = LayerNorm(embed, **norm)
+        self.attention = Attention(
+            embed,
+            config.num_heads,
+            embed // config.num_heads,
+            use_bias=True,
+            stddevs=(stddev, stddev, stddev),
+            rngs=rngs,
+        )
+        self.mlp_norm = LayerNorm(embed, **norm)
+        self.mlp = MLP(
+            embed,
+            config.mlp_dim,
+            activation=config.activation,
+            use_bias=True,
+            stddevs=(stddev, stddev),
+            rngs=rngs,
+        )
+        self.dropout, self.norm_first = config.dropout, config.norm_first
+
+    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        before = lambda norm: norm if self.norm_first else identity  # noqa: E731
+        after = lambda norm: identity if self.norm_first else norm  # noqa: E731
+        norm = self.attention_norm
+        branch = self.attention(x_BTD, before(norm), is_causal=True, segments=segments(batch))
+        x_BTD = after(norm)(x_BTD + dropout(branch, self.dropout, keys, site=0))
+        branch = self.mlp(x_BTD, before(self.mlp_norm))
+        x_BTD = after(self.mlp_norm)(x_BTD + dropout(branch, self.dropout, keys, site=1))
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+
+class OPT(nnx.Module):
+    """A causal language model."""
+
+    Config = OPTConfig
+    can_share_vocab = True
+    objectives = ("causal_lm",)
+
+    def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        embed, narrow = config.embed_dim, config.token_embed_dim or config.embed_dim
+        normal = jax.nn.initializers.normal(config.init_stddev)
+        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
+        self.token_embedding = param(normal, rngs, (vocab, narrow), ("vocab", "embed"))
+        rows = _FIRST_POSITION + config.max_positions
+        self.position_embedding = param(normal, rngs, (rows, embed), (None, "embed"))
+
+        def project(inputs: int, outputs: int) -> Linear | None:
+            sizes = {"embed": inputs}, {"_embed": outputs}
+            options = {"stddev": config.init_stddev, "use_bias": False, "rngs": rngs}
+            return None if narrow == embed else Linear(*sizes, **options)
+
+        self.project_in, self.project_out = project(narrow, embed), project(embed, narrow)
+        self.decoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
+        norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
+        self.final_norm = LayerNorm(embed, **norm) if config.norm_first else None
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
+        x_BTD = lookup(self.token_embedding[...], batch["tokens"])
+        if self.project_in is not None:
+            x_BTD = self.project_in(x_BTD)
+        x_BTD += learned_positions(
+            self.position_embedding[...], positions_by_count(batch), first=_FIRST_POSITION
+        )
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        check_has_loss(self.config)
+        config, table = self.config, self.token_embedding[...]
+        vocab_size, loss = config.vocab_size, config.loss
+        sums = vocab_loss(self._outputs(x_BTD), table, batch, vocab_size=vocab_size, loss=loss)
+        return *sums, {}
+
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        config, embed = self.config, self.config.embed_dim
+        batch, length = shapes["tokens"].shape
+        kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
+        head_dim = embed // config.num_heads
+        scores = attention_flops(length, config.num_heads, head_dim, is_causal=True)
+        narrow = config.token_embed_dim or embed
+        ends = dense_flops(narrow, config.vocab_size)
+        ends += 0 if self.project_in is None else 2 * dense_flops(narrow, embed)
+        return batch * length * (config.num_layers * (kernels + scores) + ends)
+
+    def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
+        """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
+
+        For `head="none"` it returns activations `[B, T, D]`.
+
+        Args:
+          attention_mask: [B, T], 0 at padding.
+        """
+        batch = text_batch(tokens, attention_mask)
+        x_BTD = self._outputs(self.decoder(self.embed(batch), batch))
+        if self.config.head == "none":
+            return x_BTD
+        return vocab_logits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
+
+    def _outputs(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns what the table of tokens makes logits of."""
+        x_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+        return x_BTD if self.project_out is None else self.project_out(x_BTD)

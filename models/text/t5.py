@@ -1,0 +1,274 @@
+"""T5: an encoder and a decoder without absolute positions.
+
+B batch, S seq of the encoder, T seq of the decoder, D embed, N heads, R buckets, V vocab.
+Source: Raffel et al. 2019 (arXiv:1910.10683), section 2.1; version 1.1: Shazeer 2020
+(arXiv:2002.05202); mT5: Xue et al. 2020 (arXiv:2010.11934), section 3.2.
+
+A batch has `tokens` and `segment_ids` of the encoder, as in models/text/common.py, and of the
+decoder `decoder_tokens`, `targets`: int32[B, T]; `weights`: float32[B, T]; and
+`decoder_segment_ids` where there are `segment_ids`: a token of the decoder sees the encoder's
+tokens of its own segment.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.flops import attention_flops, dense_flops
+from models.layers.basic import RMSNorm, dropout, lookup, param
+from models.layers.transformer import MLP, Attention, check_activation
+from models.losses import make_token_loss
+from models.stack import Stack
+from models.text.common import check_sizes, padded_vocab, segments, vocab_logits, vocab_loss
+from sharding.logical import constrain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config:
+    """Sizes and regularisation of a T5."""
+
+    vocab_size: int  # tokens that the tokenizer knows
+    num_layers: int  # of the encoder
+    num_decoder_layers: int
+    num_heads: int
+    head_dim: int
+    embed_dim: int
+    mlp_dim: int
+    dropout: float  # of embeddings, residual branches and outputs, in [0, 1)
+    activation: str = "relu"  # version 1.1: gelu_tanh
+    is_gated: bool = False  # version 1.1: True
+    tie_embeddings: bool = True  # the head is the token embedding; version 1.1: False
+    scale_outputs: bool = True  # by 1 / √D before the head; version 1.1: False
+    num_buckets: int = 32  # of relative positions
+    max_distance: int = 128  # from which on all positions are in one bucket
+    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
+    rms_norm_epsilon: float = 1e-6
+    loss: str = "cross_entropy"  # or an import path; see models/losses.py
+
+    def __post_init__(self):
+        check_sizes(self)
+        if self.num_buckets % 4 or self.max_distance <= self.num_buckets // 2:
+            raise ValueError(
+                f"model.num_buckets={self.num_buckets} must be a multiple of 4, and "
+                f"model.max_distance={self.max_distance} more than half of it"
+            )
+        check_activation(self.activation)
+        make_token_loss(self.loss)
+
+
+class Block(nnx.Module):
+    """Attention, in a decoder to the encoder too, and an MLP, each x + branch(norm(x)).
+
+    What it is given and returns is a dict: `encoder` [B, S, D], `decoder` [B, T, D], and the tables
+    `encoder_bias` and `decoder_bias` [R, N], which all layers read and none changes.
+    """
+
+    def __init__(self, config: T5Config, *, is_decoder: bool, rngs: nnx.Rngs):
+        embed, inner = config.embed_dim, config.num_heads * config.head_dim
+        norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
+
+        def attention() -> Attention:
+            # The deviation of the queries stands for the 1 / √H that the logits lack.
+            queries = (embed * config.head_dim) ** -0.5
+            return Attention(
+                embed,
+                config.num_heads,
+                config.head_dim,
+                use_bias=False,
+                stddevs=(queries, embed**-0.5, inner**-0.5),
+                rngs=rngs,
+            )
+
+        self.attention_norm, self.attention = RMSNorm(embed, **norm), attention()
+        self.cross_norm = RMSNorm(embed, **norm) if is_decoder else None
+        self.cross_attention = attention() if is_decoder else None
+        self.mlp_norm = RMSNorm(embed, **norm)
+        self.mlp = MLP(
+            embed,
+            config.mlp_dim,
+            activation=config.activation,
+            is_gated=config.is_gated,
+            use_bias=False,
+            stddevs=(embed**-0.5, config.mlp_dim**-0.5),
+            rngs=rngs,
+        )
+        self.config, self.side = config, "decoder" if is_decoder else "encoder"
+
+    def __call__(self, x: dict, batch: dict, keys: jax.Array | None) -> dict:
+        config, x_BTD = self.config, x[self.side]
+        is_decoder = self.side == "decoder"
+        bias_1NTT = relative_bias(
+            x[f"{self.side}_bias"],
+            x_BTD.shape[1],
+            is_causal=is_decoder,
+            max_distance=config.max_distance,
+        )
+        ids = segments(batch, "decoder_segment_ids" if is_decoder else "segment_ids")
+        branch = self.attention(
+            x_BTD,
+            self.attention_norm,
+            is_causal=is_decoder,
+            segments=ids,
+            bias_BNTS=bias_1NTT,
+            scale=1.0,
+        )
+        x_BTD += dropout(branch, config.dropout, keys, site=0)
+        if self.cross_attention is not None and self.cross_norm is not None:
+            branch = self.cross_attention(
+                x_BTD,
+                self.cross_norm,
+                source_BSD=x["encoder"],
+                is_causal=False,
+                segments=None if ids is None else (ids[0], batch["segment_ids"]),
+                scale=1.0,
+            )
+            x_BTD += dropout(branch, config.dropout, keys, site=1)
+        x_BTD += dropout(self.mlp(x_BTD, self.mlp_norm), config.dropout, keys, site=2)
+        return {**x, self.side: constrain(x_BTD, "batch", "seq", "act_embed")}
+
+
+class T5(nnx.Module):
+    """A sequence-to-sequence model."""
+
+    Config = T5Config
+    stacks = ("encoder", "decoder")
+    can_share_vocab = True
+    objectives = ("span_corruption", "seq2seq")
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.config = config
+        normal = jax.nn.initializers.normal
+        table = (padded_vocab(config.vocab_size, config.vocab_multiple), config.embed_dim)
+        axes, bias = ("vocab", "embed"), (config.num_buckets, config.num_heads)
+        self.token_embedding = param(normal(1.0), rngs, table, axes)
+        stddev = config.embed_dim**-0.5
+        self.encoder_bias = param(normal(stddev), rngs, bias, (None, "heads"))
+        self.decoder_bias = param(normal(stddev), rngs, bias, (None, "heads"))
+
+        def stack(num_layers: int, is_decoder: bool) -> Stack:
+            make = lambda rngs: Block(config, is_decoder=is_decoder, rngs=rngs)  # noqa: E731
+            return Stack(make, num_layers, rngs=rngs)
+
+        norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
+        self.encoder = stack(config.num_layers, False)
+        self.encoder_norm = RMSNorm(config.embed_dim, **norm)
+        self.decoder = stack(config.num_decoder_layers, True)
+        self.decoder_norm = RMSNorm(config.embed_dim, **norm)
+        tied = config.tie_embeddings
+        # A tied table is scaled down before the head instead.
+        self.output_embedding = None if tied else param(normal(stddev), rngs, table, axes)
+
+    def embed(self, batch: dict) -> dict:
+        """Returns what `Block` is given, of `tokens` and `decoder_tokens`."""
+        keys, rate = batch.get("dropout_keys"), self.config.dropout
+        x = {"encoder_bias": self.encoder_bias[...], "decoder_bias": self.decoder_bias[...]}
+        for site, (side, name) in enumerate((("encoder", "tokens"), ("decoder", "decoder_tokens"))):
+            x_BTD = dropout(lookup(self.token_embedding[...], batch[name]), rate, keys, site=site)
+            x[side] = constrain(x_BTD, "batch", "seq", "act_embed")
+        return x
+
+    def before_decoder(self, x: dict, batch: dict) -> dict:
+        """Returns `x` with the encoder's output normed."""
+        keys = batch.get("dropout_keys")
+        output = dropout(self.encoder_norm(x["encoder"]), self.config.dropout, keys, site=2)
+        return {**x, "encoder": output}
+
+    def head(self, x: dict, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        config = self.config
+        x_BTD = dropout(self._outputs(x), config.dropout, batch.get("dropout_keys"), site=3)
+        vocab_size, loss = config.vocab_size, config.loss
+        return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
+
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        config, embed = self.config, self.config.embed_dim
+        batch, sources = shapes["tokens"].shape
+        targets = shapes["decoder_tokens"].shape[1]
+        heads = config.num_heads, config.head_dim
+        projection = dense_flops(embed, *heads)
+        mlp = (3 if config.is_gated else 2) * dense_flops(embed, config.mlp_dim)
+        encoder = 4 * projection + mlp + attention_flops(sources, *heads, is_causal=False)
+        decoder = 6 * projection + mlp + attention_flops(targets, *heads, is_causal=True)
+        decoder += attention_flops(sources, *heads, is_causal=False)
+        # Each layer of the decoder makes keys and values of the encoder's output.
+        per_source = config.num_layers * encoder + config.num_decoder_layers * 2 * projection
+        per_target = config.num_decoder_layers * decoder + dense_flops(embed, config.vocab_size)
+        return batch * (sources * per_source + targets * per_target)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        decoder_tokens: jax.Array,
+        attention_mask: jax.Array | None = None,
+        decoder_attention_mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns logits, float32[B, T, V] (V without padding).
+
+        Args:
+          tokens: int32[B, S], of the encoder.
+          decoder_tokens: int32[B, T]; they begin with what the model starts from, the padding.
+          attention_mask, decoder_attention_mask: [B, S] and [B, T], 0 at padding.
+        """
+        batch = {"tokens": tokens, "decoder_tokens": decoder_tokens}
+        if attention_mask is not None or decoder_attention_mask is not None:
+            for name, ids, mask in (
+                ("segment_ids", tokens, attention_mask),
+                ("decoder_segment_ids", decoder_tokens, decoder_attention_mask),
+            ):
+                batch[name] = (jnp.ones_like(ids) if mask is None else mask).astype(jnp.int32)
+        x = self.encoder(self.embed(batch), batch)
+        x = self.decoder(self.before_decoder(x, batch), batch)
+        return vocab_logits(self._outputs(x), self._table(), vocab_size=self.config.vocab_size)
+
+    def _outputs(self, x: dict) -> jax.Array:
+        """Returns what the table of tokens makes logits of, `[B, T, D]`."""
+        scale = self.config.embed_dim**-0.5 if self.config.scale_outputs else 1.0
+        return self.decoder_norm(x["decoder"]) * scale
+
+    def _table(self) -> jax.Array:
+        table = self.token_embedding if self.output_embedding is None else self.output_embedding
+        return table[...]
+
+
+def relative_bias(
+    table_RN: jax.Array, length: int, *, is_causal: bool, max_distance: int
+) -> jax.Array:
+    """Returns what is added to the logits of T queries and T keys, `[1, N, T, T]`.
+
+    Args:
+      table_RN: a number for each bucket of distances and each head.
+      length: T.
+      is_causal: all buckets are for keys before the query, or half of them for those after it.
+      max_distance: from which on all keys are in one bucket.
+    """
+    distances = np.arange(-(length - 1), length)  # of the key from the query
+    buckets = _buckets(distances, table_RN.shape[0], is_causal, max_distance)
+    by_distance_NR = table_RN[buckets].T
+    # Row q of the result is a window into the distances that moves one to the left with q: rows of
+    # one repeated line, each read one element later than a whole line after the one before.
+    num = len(distances)
+    lines = jnp.tile(by_distance_NR, (1, length))[:, length - 1 :][:, : length * (num - 1)]
+    return lines.reshape(-1, length, num - 1)[None, :, :, :length]
+
+
+def _buckets(
+    distances: np.ndarray, num_buckets: int, is_causal: bool, max_distance: int
+) -> np.ndarray:
+    """Returns the bucket of each distance: one each for the small ones, then logarithmic."""
+    first = np.zeros_like(distances)
+    if is_causal:
+        distances = np.maximum(-distances, 0)
+    else:
+        num_buckets //= 2
+        first, distances = np.where(distances > 0, num_buckets, 0), np.abs(distances)
+    exact = num_buckets // 2
+    # In float32, as published checkpoints were trained: a boundary may fall on a whole number.
+    ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact))
+    ratio /= np.float32(math.log(max_distance / exact))
+    large = exact + (ratio * np.float32(num_buckets - exact)).astype(np.int64)
+    return first + np.where(distances < exact, distances, np.minimum(large, num_buckets - 1))

@@ -1,0 +1,230 @@
+"""What models of images have in common: their batch, patches, positions, and labels.
+
+B batch, H and W pixels, C channels, P patch side, T patches, D embed, K labels.
+
+The batch of a model of images is a dict of
+- `images`: uint8[B, H, W, C], 0 to 255, or floating, normalised already;
+- `weights`: float32[B], 0 for what only fills a batch;
+- `targets`: int32[B], labels, for a model with a head for them; if images are mixed,
+  `other_targets`: int32[B], and `target_shares`: float32[B], the share that `targets` have.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.layers.basic import Linear
+
+#: `model.head` -> what it learns: labels; nothing, it gives activations.
+HEADS = {"labels": ("image_classification",), "none": ()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageInputConfig:
+    """What a model takes: images, and how their numbers are normalised."""
+
+    image_size: int  # pixels of a side
+    num_channels: int = 3
+    image_mean: tuple[float, ...] = (0.5,)  # of each channel, or of all, where pixels are 0 to 1
+    image_stddev: tuple[float, ...] = (0.5,)  # what they are divided by, once the mean is taken off
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if isinstance(getattr(self, field.name), list):  # as YAML and JSON have them
+                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+        for name in ("image_size", "num_channels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        for name in ("image_mean", "image_stddev"):
+            values = getattr(self, name)
+            if len(values) not in (1, self.num_channels):
+                raise ValueError(
+                    f"model.{name}={values} has {len(values)} numbers; give one, or one for each "
+                    f"of model.num_channels={self.num_channels}"
+                )
+        if min(self.image_stddev) <= 0:
+            raise ValueError(f"model.image_stddev={self.image_stddev} must be positive")
+
+    def normalised(self, images_BHWC: jax.Array, dtype: Any) -> jax.Array:
+        """Returns images as the model computes with them; floating ones are so already."""
+        if jnp.issubdtype(images_BHWC.dtype, jnp.floating):
+            return images_BHWC.astype(dtype)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        mean, stddev = (jnp.asarray(v, wide) for v in (self.image_mean, self.image_stddev))
+        return ((images_BHWC.astype(wide) / 255 - mean) / stddev).astype(dtype)
+
+    def pixels(self, normalised_BHWC: jax.Array) -> jax.Array:
+        """Returns floating pixels, 0 to 1 where they are an image's, of what is normalised."""
+        dtype = normalised_BHWC.dtype
+        mean, stddev = (jnp.asarray(v, dtype) for v in (self.image_mean, self.image_stddev))
+        return normalised_BHWC * stddev + mean
+
+
+class PatchEmbedding(nnx.Module):
+    """A linear layer over each patch of an image.
+
+    Args:
+      patch_size: P.
+      embed_dim: D.
+      stddev: of the kernel's normal initialisation; None: that of a uniform one by fan-in, which
+        published codes of ViT, Swin and ResMLP use.
+      is_padded: whether pixels at the end that fill no patch are padded with zeros, not left out.
+    """
+
+    def __init__(
+        self,
+        config: ImageInputConfig,
+        patch_size: int,
+        embed_dim: int,
+        *,
+        stddev: float | None = None,
+        is_padded: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        patch = {"_rows": patch_size, "_columns": patch_size, "_channels": config.num_channels}
+        if stddev is None:
+            stddev = 1 / math.sqrt(3 * patch_size**2 * config.num_channels)
+        self.linear = Linear(patch, {"embed": embed_dim}, stddev=stddev, rngs=rngs)
+        self.config, self.patch_size, self.is_padded = config, patch_size, is_padded
+
+    def __call__(self, images_BHWC: jax.Array) -> jax.Array:
+        """Returns `[B, rows, columns, D]`."""
+        images = self.config.normalised(images_BHWC, self.linear.kernel.dtype)
+        if self.is_padded:
+            missing = [(0, -size % self.patch_size) for size in images.shape[1:3]]
+            images = jnp.pad(images, ((0, 0), *missing, (0, 0)))
+        return self.linear(cut_patches(images, self.patch_size))
+
+
+def cut_patches(images_BHWC: jax.Array, size: int) -> jax.Array:
+    """Returns `[B, rows, columns, P, P, C]`; pixels that fill no patch at the end are left out."""
+    batch, height, width, channels = images_BHWC.shape
+    rows, columns = height // size, width // size
+    images = images_BHWC[:, : rows * size, : columns * size]
+    return images.reshape(batch, rows, size, columns, size, channels).swapaxes(2, 3)
+
+
+def joined_patches(patches: jax.Array) -> jax.Array:
+    """Returns images `[B, H, W, C]` of what `cut_patches` makes of them."""
+    batch, rows, columns, size, _, channels = patches.shape
+    return patches.swapaxes(2, 3).reshape(batch, rows * size, columns * size, channels)
+
+
+def check_patch_size(config: Any) -> None:
+    """Raises a ValueError if not even one patch of a model's config fits into its images."""
+    if not 1 <= config.patch_size <= config.image_size:
+        raise ValueError(
+            f"model.patch_size={config.patch_size} must lie in 1 .. "
+            f"model.image_size={config.image_size}"
+        )
+
+
+def sincos_positions(rows: int, columns: int, embed_dim: int) -> np.ndarray:
+    """Returns fixed positions in two dimensions, float64[rows·columns, D], a row after another.
+
+    The first half of D tells the column, the second the row, each by sines and then cosines.
+
+    Source: Chen et al. 2021 (arXiv:2104.02057), section 5; He et al. 2021 (arXiv:2111.06377).
+    """
+    rates = 10000.0 ** -(np.arange(embed_dim // 4) / (embed_dim / 4))
+
+    def along(places: np.ndarray) -> np.ndarray:
+        angles = places.reshape(-1, 1) * rates
+        return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+    row, column = np.mgrid[:rows, :columns]
+    return np.concatenate([along(column), along(row)], axis=1)
+
+
+def resized_positions(table_TD: jax.Array, grid: tuple[int, int]) -> jax.Array:
+    """Returns a table of positions of another grid of patches, by bicubic interpolation.
+
+    Args:
+      table_TD: of a square grid, a row after another.
+      grid: (rows, columns) wanted.
+
+    Source: Keys 1981 (doi:10.1109/TASSP.1981.1163711) with a = -0.75, as published fine-tuning at
+      other resolutions uses it.
+    """
+    side = round(table_TD.shape[0] ** 0.5)
+    if grid == (side, side):
+        return table_TD
+    down, across = (jnp.asarray(_bicubic(side, n), table_TD.dtype) for n in grid)
+    square = table_TD.reshape(side, side, -1)
+    return jnp.einsum("rs,ct,std->rcd", down, across, square).reshape(-1, table_TD.shape[1])
+
+
+def _bicubic(size: int, new_size: int) -> np.ndarray:
+    """Returns float64[new_size, size], what each new point takes of each old one."""
+    a, weights = -0.75, np.zeros((new_size, size))
+    places = (np.arange(new_size) + 0.5) * size / new_size - 0.5
+    for new, place in enumerate(places):
+        first = int(np.floor(place)) - 1
+        for old in range(first, first + 4):
+            x = abs(place - old)
+            near = (a + 2) * x**3 - (a + 3) * x**2 + 1
+            far = a * (x**3 - 5 * x**2 + 8 * x - 4)
+            weights[new, min(max(old, 0), size - 1)] += near if x <= 1 else far
+    return weights
+
+
+def path_rate(last: float, branch: jax.Array, num_branches: int) -> jax.Array | float:
+    """Returns the rate of stochastic depth of a branch, which grows linearly from 0 to `last`.
+
+    Args:
+      branch: int32[], its number.
+      num_branches: among which it is.
+    """
+    return last * branch / max(num_branches - 1, 1) if last else 0.0
+
+
+def label_logits(logits: jax.Array) -> jax.Array:
+    """Returns logits in float32 or wider."""
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def label_loss(
+    logits_BK: jax.Array, batch: dict, *, smoothing: float
+) -> tuple[jax.Array, jax.Array, dict]:
+    """Returns (sum of weighted losses, sum of weights, sums of metrics) of labels.
+
+    The loss is the cross-entropy with what the batch says of each image: one label, or shares of
+    two. The metrics are `accuracy` and, with more than five labels, `top5_accuracy`: whether
+    `targets` are the label, or among the five labels, with the largest logits.
+
+    Args:
+      smoothing: while training, the part of each target that is spread over all labels evenly.
+    """
+    num_labels, weights = logits_BK.shape[1], batch["weights"].astype(logits_BK.dtype)
+    targets = soft_targets(batch, num_labels, logits_BK.dtype)
+    if "dropout_keys" in batch:
+        targets = (1 - smoothing) * targets + smoothing / num_labels
+    losses = -jnp.sum(targets * jax.nn.log_softmax(logits_BK), axis=1)
+    rank = _rank(logits_BK, batch["targets"])
+    metrics = {"accuracy": jnp.sum(weights * (rank < 1))}
+    if num_labels > 5:
+        metrics["top5_accuracy"] = jnp.sum(weights * (rank < 5))
+    return jnp.sum(losses * weights), jnp.sum(weights), metrics
+
+
+def soft_targets(batch: dict, num_labels: int, dtype: Any) -> jax.Array:
+    """Returns what a batch says of its labels as shares of all of them, `[B, K]`."""
+    targets = jax.nn.one_hot(batch["targets"], num_labels, dtype=dtype)
+    if "other_targets" not in batch:
+        return targets
+    others = jax.nn.one_hot(batch["other_targets"], num_labels, dtype=dtype)
+    shares = batch["target_shares"].astype(dtype)[:, None]
+    return shares * targets + (1 - shares) * others
+
+
+def _rank(logits_BK: jax.Array, labels_B: jax.Array) -> jax.Array:
+    """Returns how many labels come before each image's own; of equal logits, the first does."""
+    own = jnp.take_along_axis(logits_BK, labels_B[:, None], axis=1)
+    is_after = jnp.arange(logits_BK.shape[1]) >= labels_B[:, None]  # or is its own
+    # Those not after it are counted: NaN compares as false, and must not make a label the first.
+    return jnp.sum(~((logits_BK < own) | ((logits_BK == own) & is_after)), axis=1)

@@ -1,0 +1,180 @@
+"""MoCo v3: an encoder learns to tell an image's other view from all other images of a batch.
+
+B batch, V = 2 views, T patches and a class token, D embed, F hidden, P projection.
+Source: Chen et al. 2021 (arXiv:2104.02057), algorithm 1 and section 4; the momentum encoder is the
+average of the parameters that `train.ema_decay` keeps.
+
+The batch is that of models/vision/common.py without labels, and its images are two views each:
+- `images`: `[B, V, H, W, C]`;
+- `keys`: float32[B, V, P], for the head: what `teach` gives of these views.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.flops import dense_flops
+from models.layers.basic import BatchNorm, Linear, dropout, unit_length
+from models.vision.vit import Block, ImageEncoder, PreTrainingConfig, encoder_flops
+from sharding.logical import constrain, first_example, gather_batch
+
+NUM_VIEWS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoCoConfig(PreTrainingConfig):
+    """Sizes and regularisation of a MoCo v3."""
+
+    hidden_dim: int  # of the layers after the encoder
+    projection_dim: int  # of what is compared
+    temperature: float = 0.2
+    positions: str = "sincos"
+    layer_norm_epsilon: float = 1e-6
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.temperature > 0:
+            raise ValueError(
+                f"model.temperature={self.temperature} must be above 0; choose for example 0.2"
+            )
+
+
+class ViewsBlock(Block):
+    """ViT's block over several views of each image, `[B, V, T, D]`."""
+
+    def __call__(self, x_BVTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        views = jnp.arange(x_BVTD.shape[1])
+        if keys is not None:
+            of_views = jax.vmap(jax.random.fold_in, (None, 0))
+            keys = jax.vmap(of_views, (0, None))(keys, views).reshape(-1)
+        flat = x_BVTD.reshape(-1, *x_BVTD.shape[2:])
+        return super().__call__(flat, batch, keys).reshape(x_BVTD.shape)
+
+
+class NormalisedLinear(nnx.Module):
+    """A linear layer without bias, whose outputs are normalised over the batch.
+
+    Args:
+      inputs, outputs: a logical name -> size, as for Linear.
+      learns: whether the normalisation has scale and bias.
+    """
+
+    def __init__(
+        self,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        learns: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        (size,), ((name, features),) = inputs.values(), outputs.items()
+        # That of a uniform initialisation of fan-in, which the paper's code uses.
+        stddev = (3 * size) ** -0.5
+        self.linear = Linear(inputs, outputs, stddev=stddev, use_bias=False, rngs=rngs)
+        axis = "mlp" if name == "mlp" else None
+        self.norm = BatchNorm(features, axis, learns=learns, rngs=rngs)
+
+    def __call__(self, x: jax.Array, weights_B: jax.Array) -> jax.Array:
+        """Returns `[B, ..., outputs]`; for the weights see BatchNorm."""
+        return self.norm(self.linear(x), weights_B)
+
+
+class Projector(nnx.Module):
+    """Two or three such layers, with ReLU between them.
+
+    Args:
+      inputs: size of what comes in.
+      hidden: F, of all layers but the last.
+      outputs: P, of the last, whose normalisation learns nothing.
+    """
+
+    def __init__(self, inputs: int, hidden: int, outputs: int, *, is_deep: bool, rngs: nnx.Rngs):
+        split, whole, last = {"mlp": hidden}, {"embed": hidden}, {"_projection": outputs}
+        self.first = NormalisedLinear({"embed": inputs}, split, rngs=rngs)
+        self.middle = NormalisedLinear(split, whole, rngs=rngs) if is_deep else None
+        self.last = NormalisedLinear(whole if is_deep else split, last, learns=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array, weights_B: jax.Array) -> jax.Array:
+        """Returns `[B, ..., P]` of `[B, ..., inputs]`; for the weights see BatchNorm."""
+        x = jax.nn.relu(self.first(x, weights_B))
+        if self.middle is not None:
+            x = jax.nn.relu(self.middle(x, weights_B))
+        return self.last(x, weights_B)
+
+
+class MoCo(ImageEncoder):
+    """An encoder of images that learns from pairs of their views."""
+
+    Config = MoCoConfig
+    objectives = ("image_contrast",)
+    sees_whole_batch = True
+
+    def __init__(self, config: MoCoConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, block=ViewsBlock, rngs=rngs)
+        self.config = config
+        hidden, outputs = config.hidden_dim, config.projection_dim
+        self.projector = Projector(config.embed_dim, hidden, outputs, is_deep=True, rngs=rngs)
+        self.predictor = Projector(outputs, hidden, outputs, is_deep=False, rngs=rngs)
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Returns activations `[B, V, 1 + T, D]`, the class token first."""
+        images = batch["images"]
+        flat = images.reshape(-1, *images.shape[2:])
+        x = jnp.concatenate(self.tokens(flat), axis=1)
+        x = constrain(x, "batch", "seq", "act_embed")
+        x_BVTD = x.reshape(*images.shape[:2], *x.shape[1:])
+        return dropout(x_BVTD, self.config.dropout, batch.get("dropout_keys"))
+
+    def teach(self, x_BVTD: jax.Array, batch: dict) -> dict[str, jax.Array]:
+        """Returns `keys`, float32[B, V, P] of length 1."""
+        return {"keys": unit_length(self._projections(x_BVTD, batch))}
+
+    def head(self, x_BVTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of weighted losses, sum of weights, sums of metrics).
+
+        The loss of an image is the cross-entropy of finding its other view's key among all keys of
+        the batch, for both views, times 2 × temperature. The metric is `contrast_accuracy`: how
+        often that key is the nearest.
+        """
+        projections = self._projections(x_BVTD, batch)
+        queries_BVP = unit_length(self.predictor(projections, batch["weights"]))
+        keys_SVP, weights_S = gather_batch(batch["keys"]), gather_batch(batch["weights"])
+        size, temperature = len(queries_BVP), self.config.temperature
+        own_B = first_example(size) + jnp.arange(size)
+        losses_B, hits_B = jnp.zeros(size), jnp.zeros(size)
+        for view in range(NUM_VIEWS):
+            cosines = queries_BVP[:, view] @ keys_SVP[:, 1 - view].T
+            # What only fills the batch is nobody's key.
+            logits_BS = jnp.where(weights_S > 0, cosines / temperature, -jnp.inf)
+            log_shares = jax.nn.log_softmax(logits_BS)
+            own = jnp.take_along_axis(log_shares, own_B[:, None], axis=1)[:, 0]
+            losses_B -= 2 * temperature * jnp.where(batch["weights"] > 0, own, 0)
+            hits_B += (jnp.argmax(logits_BS, axis=1) == own_B) / NUM_VIEWS
+        weights_B = batch["weights"].astype(losses_B.dtype)
+        metrics = {"contrast_accuracy": jnp.sum(hits_B * weights_B)}
+        return jnp.sum(losses_B * weights_B), jnp.sum(weights_B), metrics
+
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        config, size = self.config, shapes["images"].shape[0]
+        hidden, outputs = config.hidden_dim, config.projection_dim
+        predictor = dense_flops(outputs, hidden) + dense_flops(hidden, outputs)
+        comparisons = dense_flops(size, outputs)
+        return self.teach_flops(shapes) + NUM_VIEWS * size * (predictor + comparisons)
+
+    def teach_flops(self, shapes: dict) -> int:
+        """Returns those of the forward pass up to `teach`."""
+        config = self.config
+        size, _, height, width, channels = shapes["images"].shape
+        patches = (height // config.patch_size) * (width // config.patch_size)
+        sizes = config.embed_dim, config.hidden_dim, config.hidden_dim, config.projection_dim
+        total = patches * dense_flops(config.patch_size**2, channels, config.embed_dim)
+        total += encoder_flops(config, 1 + patches)
+        total += sum(dense_flops(*pair) for pair in zip(sizes, sizes[1:], strict=False))
+        return NUM_VIEWS * size * total
+
+    def _projections(self, x_BVTD: jax.Array, batch: dict) -> jax.Array:
+        """Returns `[B, V, P]`."""
+        return self.projector(self.final_norm(x_BVTD[:, :, 0]), batch["weights"])

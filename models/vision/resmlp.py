@@ -1,0 +1,181 @@
+"""ResMLP: linear layers across the patches of an image and within them, and nothing else.
+
+B batch, H and W pixels, T patches, D embed, K labels.
+Source: Touvron et al. 2021 (arXiv:2105.03404), section 2, and their code, resmlp_models.py in
+github.com/facebookresearch/deit, where what ends a branch is a scale without a bias, and stochastic
+depth has the same rate in all layers.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.flops import dense_flops
+from models.layers.basic import Linear, after, drop_path, param
+from models.layers.transformer import MLP
+from models.stack import Stack
+from models.text.common import check_sizes
+from models.vision.common import (
+    HEADS,
+    ImageInputConfig,
+    PatchEmbedding,
+    check_patch_size,
+    label_logits,
+    label_loss,
+)
+from sharding.logical import constrain
+
+_STDDEV = 0.02  # of the kernels at the start
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResMLPConfig(ImageInputConfig):
+    """Sizes, regularisation and head of a ResMLP."""
+
+    patch_size: int  # pixels of a side
+    num_layers: int
+    embed_dim: int
+    mlp_dim: int
+    layer_scale: float  # of branches at the start; the deeper, the less: 0.1 up to 18 layers
+    head: str = "labels"  # labels | none
+    num_labels: int = 2  # of the head "labels"
+    drop_path: float = 0.0  # of every layer's branches for an image, in [0, 1)
+    label_smoothing: float = 0.0  # while training
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_sizes(self)
+        check_patch_size(self)
+        if self.head not in HEADS:
+            raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
+        if not self.layer_scale > 0:
+            raise ValueError(
+                f"model.layer_scale={self.layer_scale} must be positive; choose for example 0.1 "
+                "for up to 18 layers, 1e-5 for 24, or 1e-6 for more"
+            )
+
+    @property
+    def num_patches(self) -> int:
+        """T."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+class Affine(nnx.Module):
+    """Each dim times a scale, plus a bias: what stands where other models have a norm."""
+
+    def __init__(self, features: int, *, rngs: nnx.Rngs):
+        self.scale = param(jax.nn.initializers.ones, rngs, (features,), (None,))
+        self.bias = param(jax.nn.initializers.zeros, rngs, (features,), (None,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the shape and dtype of `x`."""
+        return x * self.scale[...] + self.bias[...]
+
+
+class LayerScale(nnx.Module):
+    """Each dim times a scale that is small at the start.
+
+    Source: Touvron et al. 2021 (arXiv:2103.17239), section 2.
+    """
+
+    def __init__(self, features: int, start: float, *, rngs: nnx.Rngs):
+        self.scale = param(jax.nn.initializers.constant(start), rngs, (features,), (None,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the shape and dtype of `x`."""
+        return x * self.scale[...]
+
+
+class Block(nnx.Module):
+    """x + scale(across patches(affine(x))), then x + scale(mlp(affine(x)))."""
+
+    def __init__(self, config: ResMLPConfig, *, rngs: nnx.Rngs):
+        embed, patches = config.embed_dim, config.num_patches
+        self.patches_affine = Affine(embed, rngs=rngs)
+        # Whole on every device of the axis `model`, as all that lies between two MLPs is: it makes
+        # T / 8D of an MLP's products (6 % of the size s12), and splitting them would move x.
+        self.across_patches = Linear({"_in": patches}, {"_out": patches}, stddev=_STDDEV, rngs=rngs)
+        self.patches_scale = LayerScale(embed, config.layer_scale, rngs=rngs)
+        self.mlp_affine = Affine(embed, rngs=rngs)
+        self.mlp = MLP(
+            embed,
+            config.mlp_dim,
+            activation="gelu",
+            use_bias=True,
+            stddevs=(_STDDEV, _STDDEV),
+            rngs=rngs,
+        )
+        self.mlp_scale = LayerScale(embed, config.layer_scale, rngs=rngs)
+        self.drop_path = config.drop_path
+
+    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        branch = self.patches_scale(after(self.patches_affine, self._mix, x_BTD))
+        x_BTD += drop_path(branch, self.drop_path, keys, site=0)
+        branch = self.mlp_scale(self.mlp(x_BTD, self.mlp_affine))
+        x_BTD += drop_path(branch, self.drop_path, keys, site=1)
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+    def _mix(self, x_BTD: jax.Array) -> jax.Array:
+        return self.across_patches(x_BTD.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+class ResMLP(nnx.Module):
+    """Residual linear layers over patches with a head."""
+
+    Config = ResMLPConfig
+
+    def __init__(self, config: ResMLPConfig, *, rngs: nnx.Rngs):
+        self.config, self.objectives = config, HEADS[config.head]
+        embed = config.embed_dim
+        self.patch_embedding = PatchEmbedding(config, config.patch_size, embed, rngs=rngs)
+        self.encoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
+        self.final_affine = Affine(embed, rngs=rngs)
+        labels = {"_out": config.num_labels}
+        linear = Linear({"embed": embed}, labels, stddev=_STDDEV, rngs=rngs)
+        self.classifier = linear if config.head == "labels" else None
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Returns activations `[B, T, D]` of `batch["images"]`.
+
+        Raises:
+          ValueError: the images are not of the model's size.
+        """
+        size, side = batch["images"].shape[1:3], self.config.image_size
+        if size != (side, side):
+            raise ValueError(
+                f"images of {size[0]} × {size[1]} pixels do not fit model.image_size={side}: each "
+                "patch has weights of its own in a ResMLP; resize the images"
+            )
+        patches = self.patch_embedding(batch["images"])
+        x_BTD = patches.reshape(len(patches), self.config.num_patches, -1)
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of weighted losses, sum of weights, sums of metrics) of labels."""
+        return label_loss(self._logits(x_BTD), batch, smoothing=self.config.label_smoothing)
+
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        config, embed, patches = self.config, self.config.embed_dim, self.config.num_patches
+        layer = dense_flops(patches, embed) + 2 * dense_flops(embed, config.mlp_dim)
+        of_patch = dense_flops(config.patch_size**2, config.num_channels, embed)
+        total = patches * (of_patch + config.num_layers * layer)
+        if self.classifier is not None:
+            total += dense_flops(embed, config.num_labels)
+        return shapes["images"].shape[0] * total
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Returns logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.
+
+        Args:
+          images: `[B, H, W, channels]`, uint8 or normalised.
+        """
+        batch = {"images": images}
+        x_BTD = self.encoder(self.embed(batch), batch)
+        return self.final_affine(x_BTD) if self.classifier is None else self._logits(x_BTD)
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        assert self.classifier is not None
+        return label_logits(self.classifier(self.final_affine(jnp.mean(x_BTD, axis=1))))

@@ -1,0 +1,369 @@
+"""Swin and Swin V2: a pyramid of stages whose attention sees one window of the image.
+
+B batch, H and W rows and columns of patches, C embed (of the first stage, doubled in each next), N
+heads, S side of a window, T = S² its patches, K labels.
+Source: Liu et al. 2021 (arXiv:2103.14030), section 3; version 2: Liu et al. 2021
+(arXiv:2111.09883), section 3.
+
+A stage is a stack of pairs of blocks: one whose windows begin at the corner, and one whose windows
+are shifted by half of their side.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.flops import dense_flops
+from models.layers.basic import LayerNorm, Linear, drop_path, dropout
+from models.layers.transformer import MLP, Attention, Norm, check_activation, identity
+from models.layers.windows import (
+    BIAS_DIM,
+    ContinuousBias,
+    RelativeBias,
+    ScaledUnitNorm,
+    UnitNorm,
+    cut_windows,
+    joined_windows,
+    regions,
+)
+from models.stack import Stack
+from models.text.common import check_sizes
+from models.vision.common import (
+    HEADS,
+    ImageInputConfig,
+    PatchEmbedding,
+    check_patch_size,
+    label_logits,
+    label_loss,
+    path_rate,
+)
+from sharding.logical import constrain
+
+MAX_STAGES = 4
+_NORM_EPSILON = 1e-5  # of patches and where they are merged
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwinConfig(ImageInputConfig):
+    """Sizes, regularisation and head of a Swin."""
+
+    patch_size: int = 4  # pixels of a side
+    embed_dim: int  # of the first stage
+    depths: tuple[int, ...]  # blocks of each stage, an even number
+    num_heads: tuple[int, ...]  # of each stage
+    window_size: int  # patches of a side; smaller where a stage has not so many
+    mlp_ratio: float = 4.0
+    version: int = 1  # 1 | 2
+    pretrained_windows: tuple[int, ...] = ()  # of each stage in version 2, if they were others
+    head: str = "labels"  # labels | none
+    num_labels: int = 2  # of the head "labels"
+    dropout: float = 0.0  # of embeddings and residual branches, in [0, 1)
+    drop_path: float = 0.0  # of the last block's branches for an image; grows linearly from 0
+    label_smoothing: float = 0.0  # while training
+    qkv_bias: bool = True
+    activation: str = "gelu"
+    layer_norm_epsilon: float = 1e-5
+    init_stddev: float = 0.02
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_sizes(self, but=("num_heads",))
+        check_patch_size(self)
+        check_activation(self.activation)
+        if self.head not in HEADS:
+            raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
+        if self.version not in (1, 2):
+            raise ValueError(f"model.version={self.version} is unknown; choose 1 or 2")
+        if not 1 <= self.mlp_ratio * self.embed_dim < math.inf:
+            raise ValueError(
+                f"model.mlp_ratio={self.mlp_ratio} must make at least one dim of "
+                f"model.embed_dim={self.embed_dim}; choose for example 4.0"
+            )
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        if self.version == 1 and self.pretrained_windows:
+            raise ValueError(
+                f"model.pretrained_windows={self.pretrained_windows} is of model.version=2 alone; "
+                "leave it out"
+            )
+        if min(self.pretrained_windows, default=0) < 0:
+            raise ValueError(
+                f"model.pretrained_windows={self.pretrained_windows} must be positive; 0 is none"
+            )
+        if not 1 <= len(self.depths) <= MAX_STAGES:
+            raise ValueError(
+                f"model.depths={self.depths} has {len(self.depths)} stages; choose from 1 to "
+                f"{MAX_STAGES}"
+            )
+        for name in ("num_heads", *(["pretrained_windows"] if self.pretrained_windows else [])):
+            of_stages = getattr(self, name)
+            if len(of_stages) != len(self.depths):
+                raise ValueError(
+                    f"model.{name}={of_stages} and model.depths={self.depths} must both have a "
+                    "number for each stage"
+                )
+        for depth in self.depths:
+            if depth < 2 or depth % 2:
+                raise ValueError(
+                    f"model.depths={self.depths}: a stage is made of pairs of blocks, and {depth} "
+                    "is not an even number of them; choose even numbers"
+                )
+        for stage, heads in enumerate(self.num_heads):
+            if heads < 1 or self.width(stage) % heads:
+                raise ValueError(
+                    f"model.num_heads={self.num_heads}: {heads} must divide the "
+                    f"{self.width(stage)} dims of stage {stage}, "
+                    f"model.embed_dim={self.embed_dim} × {2**stage}"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.depths)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The side of the windows of each stage."""
+        return tuple(self.window(stage)[0] for stage in range(self.num_stages))
+
+    def width(self, stage: int) -> int:
+        """Returns C of a stage."""
+        return self.embed_dim * 2**stage
+
+    def side(self, stage: int) -> int:
+        """Returns the rows and columns of patches of a stage; what is left over is padded."""
+        return -(-self.image_size // (self.patch_size * 2**stage))
+
+    def window(self, stage: int) -> tuple[int, int]:
+        """Returns (side of a window, how far the second block of a pair shifts it)."""
+        side = self.side(stage)
+        if self.version == 2:
+            # Published code counts what fills whole patches here, and pads all the same.
+            side = self.image_size // self.patch_size // 2**stage
+        if side <= self.window_size:
+            return max(side, 1), 0
+        return self.window_size, self.window_size // 2
+
+
+class Block(nnx.Module):
+    """Attention within windows, and an MLP.
+
+    Version 1 is x + branch(norm(x)) of each; version 2 is x + norm(branch(x)), its logits cosines,
+    and is the identity at the start.
+
+    Args:
+      stage: of which it is.
+      second: whether it is the second of a pair: its windows are shifted.
+    """
+
+    def __init__(self, config: SwinConfig, stage: int, *, second: bool, rngs: nnx.Rngs):
+        embed, heads, stddev = config.width(stage), config.num_heads[stage], config.init_stddev
+        self.config, self.second, is_first = config, second, config.version == 1
+        start = 1.0 if is_first else 0.0
+        norm: dict[str, Any] = {"epsilon": config.layer_norm_epsilon, "start": start, "rngs": rngs}
+        self.side, shift = config.window(stage)
+        self.shift = shift if second else 0
+
+        def cosine() -> tuple[nnx.Module, nnx.Module]:
+            return ScaledUnitNorm(heads, rngs=rngs), UnitNorm()
+
+        self.attention_norm = LayerNorm(embed, **norm)
+        self.attention = Attention(
+            embed,
+            heads,
+            embed // heads,
+            use_bias=config.qkv_bias,
+            use_key_bias=config.qkv_bias and is_first,
+            use_out_bias=True,
+            stddevs=(stddev, stddev, stddev),
+            make_head_norms=None if is_first else cosine,
+            rngs=rngs,
+        )
+        if is_first:
+            self.bias = RelativeBias(self.side, heads, stddev=stddev, rngs=rngs)
+        else:
+            pretrained = (config.pretrained_windows or (0,) * config.num_stages)[stage]
+            self.bias = ContinuousBias(
+                self.side, heads, pretrained or self.side, stddev=stddev, rngs=rngs
+            )
+        self.mlp_norm = LayerNorm(embed, **norm)
+        self.mlp = MLP(
+            embed,
+            round(config.mlp_ratio * embed),
+            activation=config.activation,
+            use_bias=True,
+            stddevs=(stddev, stddev),
+            rngs=rngs,
+        )
+
+    def __call__(self, x_BHWC: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        config, site = self.config, 4 if self.second else 0
+        branch_number = 2 * batch["layer"] + int(self.second)
+        rate = path_rate(config.drop_path, branch_number, sum(config.depths))
+
+        def added(x, branch, site):
+            return x + drop_path(branch, rate, keys, site=site)
+
+        if config.version == 1:
+            branch = self._attend(self.attention_norm(x_BHWC))
+            x_BHWC = added(x_BHWC, dropout(branch, config.dropout, keys, site), site + 1)
+            branch = self._mlp(x_BHWC, self.mlp_norm)
+            return added(x_BHWC, dropout(branch, config.dropout, keys, site + 2), site + 3)
+        branch = dropout(self._attend(x_BHWC), config.dropout, keys, site)
+        x_BHWC = added(x_BHWC, self.attention_norm(branch), site + 1)
+        branch = dropout(self._mlp(x_BHWC, identity), config.dropout, keys, site + 2)
+        return added(x_BHWC, self.mlp_norm(branch), site + 3)
+
+    def _mlp(self, x_BHWC: jax.Array, norm: Norm) -> jax.Array:
+        batch, height, width, dim = x_BHWC.shape
+        return self.mlp(x_BHWC.reshape(batch, height * width, dim), norm).reshape(x_BHWC.shape)
+
+    def _attend(self, x_BHWC: jax.Array) -> jax.Array:
+        batch, height, width, _ = x_BHWC.shape
+        ids = None
+        if self.shift:
+            of_image = jnp.asarray(regions(height, width, self.side, self.shift))
+            ids = jnp.tile(of_image, (batch, 1))
+        windows = self.attention(
+            cut_windows(x_BHWC, self.side, self.shift),
+            is_causal=False,
+            bias_BNTS=self.bias(),
+            segments=None if ids is None else (ids, ids),
+            scale=None if self.config.version == 1 else 1.0,
+        )
+        return joined_windows(windows, height, width, self.shift)
+
+
+class Pair(nnx.Module):
+    """A block whose windows begin at the corner, and one whose windows are shifted."""
+
+    def __init__(self, config: SwinConfig, stage: int, *, rngs: nnx.Rngs):
+        self.first = Block(config, stage, second=False, rngs=rngs)
+        self.second = Block(config, stage, second=True, rngs=rngs)
+
+    def __call__(self, x_BHWC: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        for block in (self.first, self.second):
+            x_BHWC = constrain(block(x_BHWC, batch, keys), "batch", None, None, "act_embed")
+        return x_BHWC
+
+
+class PatchMerging(nnx.Module):
+    """Four neighbours become one patch of twice as many dims.
+
+    Args:
+      stage: that it leads to.
+    """
+
+    def __init__(self, config: SwinConfig, stage: int, *, rngs: nnx.Rngs):
+        old, new = 4 * config.width(stage - 1), config.width(stage)
+        self.normed_first, stddev = config.version == 1, config.init_stddev
+        self.norm = LayerNorm(old if self.normed_first else new, epsilon=_NORM_EPSILON, rngs=rngs)
+        self.reduction = Linear(
+            {"_four": old}, {"embed": new}, stddev=stddev, use_bias=False, rngs=rngs
+        )
+
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        """Returns `[B, ⌈H / 2⌉, ⌈W / 2⌉, 2C]`."""
+        batch, height, width, dim = x_BHWC.shape
+        x = jnp.pad(x_BHWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)))
+        x = x.reshape(batch, (height + 1) // 2, 2, (width + 1) // 2, 2, dim)
+        # Columns before rows: the upper, then the lower of the left two, then those of the right.
+        x = x.transpose(0, 1, 3, 4, 2, 5).reshape(*x.shape[:2], x.shape[3], 4 * dim)
+        x = self.reduction(self.norm(x)) if self.normed_first else self.norm(self.reduction(x))
+        return constrain(x, "batch", None, None, "act_embed")
+
+
+class Swin(nnx.Module):
+    """A pyramid of windows with a head."""
+
+    Config = SwinConfig
+    #: As in published code: what makes the biases of attention, and the cosines' scales.
+    not_decayed = ("bias", "log_scale")
+
+    def __init__(self, config: SwinConfig, *, rngs: nnx.Rngs):
+        self.config, self.objectives = config, HEADS[config.head]
+        self.stacks = tuple(f"stage{i}" for i in range(config.num_stages))
+        self.patch_embedding = PatchEmbedding(
+            config, config.patch_size, config.embed_dim, is_padded=True, rngs=rngs
+        )
+        self.embedding_norm = LayerNorm(config.embed_dim, epsilon=_NORM_EPSILON, rngs=rngs)
+
+        def merging(stage: int) -> PatchMerging | None:
+            return PatchMerging(config, stage, rngs=rngs) if stage < config.num_stages else None
+
+        self.merging1, self.merging2, self.merging3 = merging(1), merging(2), merging(3)
+
+        def stack(stage: int) -> Stack:
+            num_pairs = config.depths[stage] // 2
+            return Stack(lambda rngs: Pair(config, stage, rngs=rngs), num_pairs, rngs=rngs)
+
+        for stage, name in enumerate(self.stacks):
+            setattr(self, name, stack(stage))
+        width = config.width(config.num_stages - 1)
+        self.final_norm = LayerNorm(width, epsilon=config.layer_norm_epsilon, rngs=rngs)
+        has_labels, labels = config.head == "labels", {"_out": config.num_labels}
+        linear = Linear({"embed": width}, labels, stddev=config.init_stddev, rngs=rngs)
+        self.classifier = linear if has_labels else None
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Returns the activations of the first stage, `[B, H, W, C]`, of `batch["images"]`."""
+        x_BHWC = self.embedding_norm(self.patch_embedding(batch["images"]))
+        x_BHWC = dropout(x_BHWC, self.config.dropout, batch.get("dropout_keys"))
+        return constrain(x_BHWC, "batch", None, None, "act_embed")
+
+    def before_stage1(self, x_BHWC: jax.Array, batch: dict) -> jax.Array:
+        assert self.merging1 is not None
+        return self.merging1(x_BHWC)
+
+    def before_stage2(self, x_BHWC: jax.Array, batch: dict) -> jax.Array:
+        assert self.merging2 is not None
+        return self.merging2(x_BHWC)
+
+    def before_stage3(self, x_BHWC: jax.Array, batch: dict) -> jax.Array:
+        assert self.merging3 is not None
+        return self.merging3(x_BHWC)
+
+    def head(self, x_BHWC: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of weighted losses, sum of weights, sums of metrics) of labels."""
+        return label_loss(self._logits(x_BHWC), batch, smoothing=self.config.label_smoothing)
+
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        config, batch = self.config, shapes["images"].shape[0]
+        patch = dense_flops(config.patch_size**2, config.num_channels, config.embed_dim)
+        total, fixed = config.side(0) ** 2 * patch, 0
+        for stage, depth in enumerate(config.depths):
+            width, side, (window, _) = config.width(stage), config.side(stage), config.window(stage)
+            in_windows = (-(-side // window) * window) ** 2
+            attention = 4 * dense_flops(width, width) + 2 * dense_flops(window**2, width)
+            mlp = 2 * dense_flops(width, round(config.mlp_ratio * width))
+            total += depth * (in_windows * attention + side**2 * mlp)
+            if stage:
+                total += side**2 * dense_flops(2 * width, width)
+            if config.version == 2:
+                offset = dense_flops(2, BIAS_DIM) + dense_flops(BIAS_DIM, config.num_heads[stage])
+                fixed += depth * (2 * window - 1) ** 2 * offset
+        if self.classifier is not None:
+            total += dense_flops(config.width(config.num_stages - 1), config.num_labels)
+        return batch * total + fixed
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Returns logits, float32[B, K], or activations `[B, H, W, C]` for `head="none"`.
+
+        Args:
+          images: `[B, pixels, pixels, channels]`, uint8 or normalised.
+        """
+        batch = {"images": images}
+        x_BHWC = self.embed(batch)
+        for i, name in enumerate(self.stacks):
+            x_BHWC = getattr(self, f"before_{name}")(x_BHWC, batch) if i else x_BHWC
+            x_BHWC = getattr(self, name)(x_BHWC, batch)
+        return self.final_norm(x_BHWC) if self.classifier is None else self._logits(x_BHWC)
+
+    def _logits(self, x_BHWC: jax.Array) -> jax.Array:
+        assert self.classifier is not None
+        return label_logits(self.classifier(jnp.mean(self.final_norm(x_BHWC), axis=(1, 2))))

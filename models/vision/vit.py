@@ -1,0 +1,278 @@
+"""ViT: an encoder over the patches of an image.
+
+B batch, H and W pixels, C channels, T patches and perhaps a class token, D embed, K labels.
+Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1; stochastic depth: Huang et al. 2016
+(arXiv:1603.09382); the mean of patches: He et al. 2021 (arXiv:2111.06377), section A.1.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.flops import attention_flops, dense_flops
+from models.layers.basic import LayerNorm, Linear, drop_path, dropout, param
+from models.layers.transformer import MLP, Attention, check_activation
+from models.stack import Stack
+from models.text.common import check_heads_divide, check_sizes
+from models.vision.common import (
+    HEADS,
+    ImageInputConfig,
+    PatchEmbedding,
+    check_patch_size,
+    label_logits,
+    label_loss,
+    path_rate,
+    resized_positions,
+    sincos_positions,
+)
+from sharding.logical import constrain
+
+POOLS = ("class_token", "mean")
+#: What `position_embedding` is at the start.
+POSITIONS = ("random", "sincos")
+#: What kernels are at the start.
+KERNELS = ("normal", "xavier")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageEncoderConfig(ImageInputConfig):
+    """Sizes and regularisation of an encoder of patches."""
+
+    patch_size: int  # pixels of a side
+    num_layers: int
+    num_heads: int
+    embed_dim: int
+    mlp_dim: int
+    positions: str = "random"  # at the start: random | sincos; optimizer.frozen keeps them so
+    kernels: str = "normal"  # at the start: normal, of init_stddev | xavier, by their sizes
+    dropout: float = 0.0  # of embeddings and residual branches, in [0, 1)
+    drop_path: float = 0.0  # of the last layer's branches for an image; grows linearly from 0
+    qkv_bias: bool = True
+    activation: str = "gelu"
+    layer_norm_epsilon: float = 1e-12
+    init_stddev: float = 0.02
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_sizes(self)
+        check_heads_divide(self)
+        check_patch_size(self)
+        check_activation(self.activation)
+        self._check_choice("positions", POSITIONS)
+        self._check_choice("kernels", KERNELS)
+        if self.positions == "sincos" and self.embed_dim % 4:
+            raise ValueError(
+                f"model.positions='sincos' needs model.embed_dim={self.embed_dim} to be a multiple "
+                "of 4; choose one, or model.positions='random'"
+            )
+
+    def kernel_stddev(self, inputs: int, outputs: int) -> float:
+        """Returns the standard deviation at the start of a kernel between so many features.
+
+        Source: Glorot and Bengio 2010, equation 16, for "xavier".
+        """
+        return self.init_stddev if self.kernels == "normal" else math.sqrt(2 / (inputs + outputs))
+
+    @property
+    def patch_stddev(self) -> float | None:
+        """That of the kernel over patches; None: by its fan-in, as PatchEmbedding has it."""
+        if self.kernels == "normal":
+            return None
+        return self.kernel_stddev(self.patch_size**2 * self.num_channels, self.embed_dim)
+
+    def _check_choice(self, name: str, choices: Iterable[str]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        side = self.image_size // self.patch_size
+        return side, side
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig(ImageEncoderConfig):
+    """Sizes, regularisation and head of a ViT."""
+
+    head: str = "labels"  # labels | none
+    num_labels: int = 2  # of the head "labels"
+    pool: str = "class_token"  # what the head reads: class_token | mean, of the patches
+    label_smoothing: float = 0.0  # while training
+    use_pooler: bool = False  # with head="none": keep a layer that none of our heads reads
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_choice("head", HEADS)
+        self._check_choice("pool", POOLS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreTrainingConfig(ImageEncoderConfig):
+    """Sizes and regularisation of a model whose encoder is to become a ViT's."""
+
+    kernels: str = "xavier"
+
+    @property
+    def encoder(self) -> ViTConfig:
+        """The ViT that is pre-trained."""
+        names = [field.name for field in dataclasses.fields(ImageEncoderConfig)]
+        return ViTConfig(head="none", **{name: getattr(self, name) for name in names})
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+      num_layers: among which the rate of stochastic depth grows.
+    """
+
+    def __init__(self, config: ImageEncoderConfig, num_layers: int, *, rngs: nnx.Rngs):
+        embed, square = config.embed_dim, config.kernel_stddev(config.embed_dim, config.embed_dim)
+        oblong = config.kernel_stddev(embed, config.mlp_dim)
+        norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
+        self.attention_norm = LayerNorm(embed, **norm)
+        self.attention = Attention(
+            embed,
+            config.num_heads,
+            embed // config.num_heads,
+            use_bias=config.qkv_bias,
+            use_out_bias=True,
+            stddevs=(square, square, square),
+            rngs=rngs,
+        )
+        self.mlp_norm = LayerNorm(embed, **norm)
+        self.mlp = MLP(
+            embed,
+            config.mlp_dim,
+            activation=config.activation,
+            use_bias=True,
+            stddevs=(oblong, oblong),
+            rngs=rngs,
+        )
+        self.dropout, self.drop_path, self.num_layers = config.dropout, config.drop_path, num_layers
+
+    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        rate = path_rate(self.drop_path, batch["layer"], self.num_layers)
+        branch = self.attention(x_BTD, self.attention_norm, is_causal=False)
+        branch = dropout(branch, self.dropout, keys, site=0)
+        x_BTD += drop_path(branch, rate, keys, site=1)
+        branch = dropout(self.mlp(x_BTD, self.mlp_norm), self.dropout, keys, site=2)
+        x_BTD += drop_path(branch, rate, keys, site=3)
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+
+class ImageEncoder(nnx.Module):
+    """What ViT is made of but its head: an encoder of patches and a class token.
+
+    A model that pre-trains it has these parameters under the same names.
+
+    Args:
+      block: the class of the blocks.
+    """
+
+    not_decayed = ("class_token", "position_embedding")  # as in published code
+
+    def __init__(self, config: ImageEncoderConfig, *, block: type[Block] = Block, rngs: nnx.Rngs):
+        embed, layers = config.embed_dim, config.num_layers
+        normal = jax.nn.initializers.normal(config.init_stddev)
+        self.patch_embedding = PatchEmbedding(
+            config, config.patch_size, embed, stddev=config.patch_stddev, rngs=rngs
+        )
+        self.class_token = param(normal, rngs, (1, 1, embed), (None, None, "embed"))
+        self.position_embedding = position_embedding(config, rngs=rngs)
+        self.encoder = Stack(lambda rngs: block(config, layers, rngs=rngs), layers, rngs=rngs)
+        self.final_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
+
+    def tokens(self, images_BHWC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (class token `[B, 1, D]`, patches `[B, T, D]`) of images, with positions."""
+        patches = self.patch_embedding(images_BHWC)
+        size, rows, columns, embed = patches.shape
+        positions = positions_on(self.position_embedding[...], (rows, columns))
+        first = jnp.broadcast_to(self.class_token[...] + positions[:, :1], (size, 1, embed))
+        return first, patches.reshape(size, rows * columns, embed) + positions[:, 1:]
+
+
+def position_embedding(config: ImageEncoderConfig, *, rngs: nnx.Rngs) -> nnx.Param:
+    """Returns a table `[1, 1 + T, D]` of positions, that of the class token first."""
+    embed, (rows, columns) = config.embed_dim, config.grid
+    init = jax.nn.initializers.normal(config.init_stddev)
+    if config.positions == "sincos":
+        fixed = np.pad(sincos_positions(rows, columns, embed), ((1, 0), (0, 0)))[None]
+        init = lambda key, shape, dtype: jnp.asarray(fixed, dtype).reshape(shape)  # noqa: E731
+    return param(init, rngs, (1, 1 + rows * columns, embed), (None, None, "embed"))
+
+
+def positions_on(table: jax.Array, grid: tuple[int, int]) -> jax.Array:
+    """Returns a table `[1, 1 + T, D]` of positions as it is on a grid of patches."""
+    return jnp.concatenate([table[:, :1], resized_positions(table[0, 1:], grid)[None]], axis=1)
+
+
+def encoder_flops(config: ImageEncoderConfig, num_tokens: int) -> int:
+    """Returns matrix-product FLOPs of all blocks over a sequence."""
+    embed = config.embed_dim
+    kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
+    heads = config.num_heads, embed // config.num_heads
+    scores = attention_flops(num_tokens, *heads, is_causal=False)
+    return num_tokens * config.num_layers * (kernels + scores)
+
+
+class ViT(ImageEncoder):
+    """An encoder of images with a head."""
+
+    Config = ViTConfig
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.config, self.objectives = config, HEADS[config.head]
+        embed, stddev = config.embed_dim, config.init_stddev
+
+        def linear(outputs: int) -> Linear:
+            return Linear({"embed": embed}, {"_out": outputs}, stddev=stddev, rngs=rngs)
+
+        has_pooler, has_labels = config.head == "none" and config.use_pooler, config.head != "none"
+        self.pooler = linear(embed) if has_pooler else None
+        self.classifier = linear(config.num_labels) if has_labels else None
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Returns activations `[B, T, D]` of `batch["images"]`, the class token first."""
+        x_BTD = jnp.concatenate(self.tokens(batch["images"]), axis=1)
+        x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
+        return constrain(x_BTD, "batch", "seq", "act_embed")
+
+    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of weighted losses, sum of weights, sums of metrics) of labels."""
+        return label_loss(self._logits(x_BTD), batch, smoothing=self.config.label_smoothing)
+
+    def forward_flops(self, shapes: dict) -> int:
+        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        config, embed = self.config, self.config.embed_dim
+        batch, height, width, channels = shapes["images"].shape
+        patches = (height // config.patch_size) * (width // config.patch_size)
+        total = patches * dense_flops(config.patch_size**2, channels, embed)
+        total += encoder_flops(config, 1 + patches)
+        if self.classifier is not None:
+            total += dense_flops(embed, config.num_labels)
+        return batch * total
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Returns logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.
+
+        Args:
+          images: `[B, H, W, C]`, uint8 or normalised.
+        """
+        batch = {"images": images}
+        x_BTD = self.encoder(self.embed(batch), batch)
+        return self.final_norm(x_BTD) if self.classifier is None else self._logits(x_BTD)
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        assert self.classifier is not None
+        is_mean = self.config.pool == "mean"
+        x_BD = jnp.mean(x_BTD[:, 1:], axis=1) if is_mean else x_BTD[:, 0]
+        return label_logits(self.classifier(self.final_norm(x_BD)))

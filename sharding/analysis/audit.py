@@ -1,0 +1,438 @@
+"""What a compiled step does that its source does not show: collectives, large arrays, memory.
+
+XLA decides where to communicate and what to keep, so promises such as "no gradient all-reduce
+inside the microbatch loop" are held by reading the compiled program:
+
+    compiled = jax.jit(train_step).lower(state, batch).compile()
+    print(format_table(summary(collectives(compiled, mesh))))
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.typing import DTypeLike
+
+from sharding.analysis import asynchrony, device_groups, hlo
+
+KINDS = asynchrony.COLLECTIVES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One communication of a compiled step.
+
+    Attributes:
+      kind: one of `KINDS`. Asynchronous forms count once, under the kind of the synchronous one; a
+        permutation that XLA split into send and receive is a 'collective-permute'.
+      axes: the mesh axes, in mesh order, along which devices of one group differ; empty if every
+        group is a single device.
+      loop_depth: number of while loops around it; a `jax.lax.scan` compiles to one.
+      trip_count: executions per step: the product of the trip counts of the loops around it, 1
+        outside loops, None where the program does not say one of them. A collective in one branch
+        of a conditional counts as if the branch were always taken.
+      bytes: bytes of its output on one device in one execution.
+      name: its name in the compiled program.
+      op_name: the traced operation it comes from, '' where unknown.
+      is_async: whether it runs on a stream of its own, so that kernels could run meanwhile.
+      is_overlapped: whether a kernel or a loop is issued between its start and its done.
+      loop: label of the innermost loop around it: the scope in which the loop was traced, such as
+        'layers', else 'loop 2' at a depth of 2; '' outside loops.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    loop_depth: int
+    trip_count: int | None
+    bytes: int
+    name: str
+    op_name: str = ""
+    is_async: bool = False
+    is_overlapped: bool = False
+    loop: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCopy:
+    """One copy of a compiled step between a device and its host.
+
+    Attributes:
+      direction: 'to host' or 'to device'.
+      trip_count: as in `Collective`.
+      bytes: bytes that one device moves in one execution.
+      name: its name in the compiled program.
+      is_async: as in `Collective`.
+      is_overlapped: as in `Collective`.
+      loop: as in `Collective`.
+    """
+
+    direction: asynchrony.Direction
+    trip_count: int | None
+    bytes: int
+    name: str
+    is_async: bool
+    is_overlapped: bool
+    loop: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device of a compiled step; None where the backend does not tell.
+
+    Attributes:
+      argument_bytes: its arguments.
+      output_bytes: its results, donated arguments that they reuse included.
+      alias_bytes: the part of output_bytes that reuses donated arguments.
+      temp_bytes: everything it holds in between.
+      host_bytes: what all of these take of the host's memory instead, for this device.
+    """
+
+    argument_bytes: int | None
+    output_bytes: int | None
+    alias_bytes: int | None
+    temp_bytes: int | None
+    host_bytes: int | None = None
+
+    @property
+    def in_all(self) -> int | None:
+        """All of it together, what is reused counted once."""
+        added, reused = (self.argument_bytes, self.output_bytes, self.temp_bytes), self.alias_bytes
+        known = [num_bytes for num_bytes in added if num_bytes is not None]
+        return sum(known) - reused if len(known) == 3 and reused is not None else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """A permutation, or something that computes matrix products, in one iteration of a loop.
+
+    Attributes:
+      name: its name in the compiled program.
+      pairs: (from, to) of every transfer of a permutation; () if it is none.
+      needs: the names of those tasks of the same iteration that must end before it can begin,
+        because it uses what they yield, directly or through other instructions.
+    """
+
+    name: str
+    pairs: tuple[tuple[int, ...], ...]
+    needs: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SummaryRow:
+    """The collectives of one kind, set of axes and loop depth.
+
+    Attributes:
+      kind: as in `Collective`.
+      axes: as in `Collective`.
+      loop_depth: as in `Collective`.
+      count: number of such instructions in the program.
+      bytes: bytes of output on one device when each of them is executed once.
+      bytes_per_step: the same with each as often as its loops run it; None if that is unknown.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    loop_depth: int
+    count: int
+    bytes: int
+    bytes_per_step: int | None
+
+
+def collectives(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[Collective]:
+    """The collectives of a compiled step, in the order of the program.
+
+    Args:
+      compiled: the result of `jax.jit(f).lower(...).compile()`.
+      mesh: the mesh it was compiled for.
+
+    Raises:
+      ValueError: the program spans another number of devices than the mesh.
+    """
+    return collectives_in_text(_text(compiled), mesh.shape)
+
+
+def collectives_in_text(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """The same from the program's text and the sizes of the mesh axes, in mesh order."""
+    modules = hlo.parse_modules(text)
+    return [found for module in modules for found in collectives_of(module, mesh_shape)]
+
+
+def collectives_of(module: hlo.Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """The same from the parsed program."""
+    num_devices = math.prod(mesh_shape.values())
+    if module.num_partitions not in (1, num_devices):
+        raise ValueError(
+            f"the program spans {module.num_partitions} devices but the mesh {dict(mesh_shape)}"
+            f" has {num_devices}; pass the mesh that the program was compiled for"
+        )
+    overlapped = asynchrony.overlapped(module)
+    wrapper = {
+        inner.name: start.name
+        for body in module.computations.values()
+        for start in body
+        if (inner := asynchrony.wrapped_collective(module, start)) is not None
+    }
+    found = []
+    for instruction, loops in module.under_loops(
+        lambda i: asynchrony.collective_kind(i) is not None
+    ):
+        groups = device_groups.parse(instruction.attributes, num_devices)
+        start = wrapper.get(instruction.name, instruction.name)
+        is_async = start != instruction.name or asynchrony.is_start(instruction)
+        found.append(
+            Collective(
+                kind=asynchrony.collective_kind(instruction) or "",
+                axes=device_groups.axes_of(groups, mesh_shape),
+                loop_depth=len(loops),
+                trip_count=_executions(loops),
+                bytes=sum(a.bytes for a in hlo.arrays_of(asynchrony.result_of(instruction))),
+                name=instruction.name,
+                op_name=instruction.op_name,
+                is_async=is_async and not asynchrony.is_said_to_be_synchronous(instruction),
+                is_overlapped=start in overlapped,
+                loop=_innermost(loops),
+            )
+        )
+    return found
+
+
+def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
+    """The copies of a compiled step between device and host, in the order of the program."""
+    return host_copies_in_text(_text(compiled))
+
+
+def host_copies_in_text(text: str) -> list[HostCopy]:
+    """The same from the program's text."""
+    found = []
+    for module in hlo.parse_modules(text):
+        overlapped = asynchrony.overlapped(module)
+        # A fusion is one copy, whatever the computation that it calls says.
+        for instruction, loops in module.under_loops(
+            lambda i: asynchrony.host_copy(i) is not None or i.opcode == "fusion"
+        ):
+            moved = asynchrony.host_copy(instruction)
+            if moved is None:
+                continue
+            found.append(
+                HostCopy(
+                    direction=moved.direction,
+                    trip_count=_executions(loops),
+                    bytes=moved.bytes,
+                    name=instruction.name,
+                    is_async=asynchrony.is_start(instruction),
+                    is_overlapped=instruction.name in overlapped,
+                    loop=_innermost(loops),
+                )
+            )
+    return found
+
+
+def _executions(loops: Sequence[hlo.Instruction]) -> int | None:
+    """How often the loops together run what is in them, None where XLA does not know."""
+    counts = [hlo.trip_count(loop) for loop in loops]
+    known = [count for count in counts if count is not None]
+    return math.prod(known) if len(known) == len(counts) else None
+
+
+def _innermost(loops: Sequence[hlo.Instruction]) -> str:
+    return (hlo.loop_label(loops[-1]) or f"loop {len(loops)}") if loops else ""
+
+
+def tasks_of_loop(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, axis: str = "pipeline"
+) -> list[Task]:
+    """The permutations over a mesh axis in a loop, and the matrix products beside them.
+
+    Two tasks of which neither needs the other can run at the same time. A task is one instruction
+    of the loop's body, and may be a conditional or an inner loop with all that is in it.
+
+    Args:
+      compiled: a compiled step of which one loop permutes over the axis.
+      mesh: the mesh it was compiled for.
+      axis: the name of the mesh axis.
+
+    Returns:
+      In the order of the program.
+
+    Raises:
+      ValueError: no loop permutes over the axis, or several do.
+    """
+    return tasks_of_loop_in_text(_text(compiled), mesh.shape, axis)
+
+
+def tasks_of_loop_in_text(
+    text: str, mesh_shape: Mapping[str, int], axis: str = "pipeline"
+) -> list[Task]:
+    """The same from the program's text and the sizes of the mesh axes, in mesh order."""
+    num_devices = math.prod(mesh_shape.values())
+
+    def pairs(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
+        if asynchrony.collective_kind(instruction) != "collective-permute":
+            return ()
+        groups = device_groups.parse(instruction.attributes, num_devices)
+        return tuple(groups) if axis in device_groups.axes_of(groups, mesh_shape) else ()
+
+    bodies = [
+        (module, body)
+        for module in hlo.parse_modules(text)
+        for body in module.loop_bodies()
+        if any(map(pairs, body))
+    ]
+    if len(bodies) != 1:
+        raise ValueError(
+            f"{len(bodies)} loops of the program permute over mesh axis {axis!r}, but it must be"
+            " one; pass a pipeline's compiled step"
+        )
+    module, body = bodies[0]
+    tasks, needs = [], hlo.dependencies(body)
+    for instruction in body:
+        moved = pairs(instruction)
+        if moved or module.reaches(instruction, lambda i: hlo.matmul_flops(i) is not None):
+            tasks.append(Task(name=instruction.name, pairs=moved, needs=needs[instruction.name]))
+    names = {task.name for task in tasks}
+    return [dataclasses.replace(task, needs=task.needs & names) for task in tasks]
+
+
+def memory(compiled: jax.stages.Compiled) -> Memory:
+    """The memory of a compiled step on one device, as the compiler planned it."""
+    stats = compiled.memory_analysis()
+
+    def read(part: str) -> int | None:
+        return getattr(stats, f"{part}_size_in_bytes", None)
+
+    host = [read(f"host_{part}") for part in ("argument", "output", "temp", "alias")]
+    known = [num_bytes for num_bytes in host if num_bytes is not None]
+    return Memory(
+        host_bytes=sum(known[:3]) - known[3] if len(known) == len(host) else None,
+        argument_bytes=read("argument"),
+        output_bytes=read("output"),
+        alias_bytes=read("alias"),
+        temp_bytes=read("temp"),
+    )
+
+
+def flops(compiled: jax.stages.Compiled) -> float | None:
+    """FLOPs of one device as the compiler counts them, None where the backend does not tell.
+
+    The compiler counts the body of a loop once, however often it runs, so this is too small for any
+    program that scans over layers or microbatches.
+    """
+    analysis = compiled.cost_analysis()
+    # Some backends answer with one dict per program.
+    parts = analysis if isinstance(analysis, list | tuple) else [analysis]
+    counts = [part["flops"] for part in parts if part and "flops" in part]
+    return float(sum(counts)) if counts else None
+
+
+def matmul_flops(compiled: jax.stages.Compiled) -> float | None:
+    """FLOPs of matrix products and convolutions of one device in one run of a compiled step.
+
+    Unlike in `flops`, what a loop runs counts as often as it runs. Every branch of a conditional
+    counts as if it were always taken, so a pipeline's step has here the work of stages that are
+    never idle. What counts as a product is said in `hlo.matmul_flops`.
+
+    Returns:
+      The sum, None where the program does not say how often a loop around a product runs.
+    """
+    return matmul_flops_in_text(_text(compiled))
+
+
+def matmul_flops_in_text(text: str) -> float | None:
+    """The same from the program's text."""
+    total = 0.0
+    for module in hlo.parse_modules(text):
+        for product, trip_counts in module.in_loops(lambda i: hlo.matmul_flops(i) is not None):
+            known = [count for count in trip_counts if count is not None]
+            if len(known) < len(trip_counts):
+                return None
+            total += (hlo.matmul_flops(product) or 0) * math.prod(known)
+    return total
+
+
+def summary(found: Sequence[Collective]) -> list[SummaryRow]:
+    """The collectives grouped by kind, axes and loop depth, the most bytes per step first."""
+    groups: dict[tuple[str, tuple[str, ...], int], list[Collective]] = {}
+    for collective in found:
+        key = (collective.kind, collective.axes, collective.loop_depth)
+        groups.setdefault(key, []).append(collective)
+    rows = []
+    for (kind, axes, loop_depth), members in groups.items():
+        per_step = [c.bytes * c.trip_count for c in members if c.trip_count is not None]
+        rows.append(
+            SummaryRow(
+                kind=kind,
+                axes=axes,
+                loop_depth=loop_depth,
+                count=len(members),
+                bytes=sum(c.bytes for c in members),
+                bytes_per_step=sum(per_step) if len(per_step) == len(members) else None,
+            )
+        )
+    return sorted(rows, key=lambda row: (-(row.bytes_per_step or row.bytes), row.kind, row.axes))
+
+
+def format_table(rows: Sequence[SummaryRow]) -> str:
+    """The rows as an aligned table with a header line; bytes are per device."""
+    if not rows:
+        return "no collectives"
+    cells = [("collective", "axes", "loops", "count", "bytes", "bytes/step")]
+    for row in rows:
+        per_step = "unknown" if row.bytes_per_step is None else f"{row.bytes_per_step:,}"
+        axes = ",".join(row.axes) or "-"
+        cells.append(
+            (row.kind, axes, str(row.loop_depth), str(row.count), f"{row.bytes:,}", per_step)
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for line in cells:
+        left = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        lines.append("  ".join(left + right))
+    return "\n".join(lines)
+
+
+def widest_arrays(
+    compiled: jax.stages.Compiled, dtype: DTypeLike | None = None, count: int = 5
+) -> list[tuple[hlo.Array, str]]:
+    """The largest arrays that the step holds, each with the name of what yields it.
+
+    Args:
+      compiled: the compiled step.
+      dtype: list only arrays of this element type; all of them if None.
+      count: number of arrays, the largest first.
+
+    Returns:
+      Arrays with their per-device shapes. Arguments are among them; values that exist only inside a
+      fused kernel are not.
+    """
+    wanted = None if dtype is None else hlo.dtype_name(dtype)
+    found = {
+        (array, instruction.op_name or instruction.name)
+        for module in hlo.parse_modules(_text(compiled))
+        for instruction in module.materialised()
+        for array in hlo.arrays_of(instruction.type)
+        if wanted in (None, array.dtype)
+    }
+    order = sorted(found, key=lambda item: (-item[0].num_elements, item[0].shape, item[1]))
+    return order[:count]
+
+
+def has_array(compiled: jax.stages.Compiled, shape: Sequence[int], dtype: DTypeLike) -> bool:
+    """Whether a step holds an array of `dtype` at least as large as `shape` on one device.
+
+    Shapes are compared by their number of elements, as XLA reshapes freely. Arguments count, so
+    choose sizes such that no parameter has as many elements as the array looked for.
+    """
+    widest = widest_arrays(compiled, dtype, count=1)
+    return bool(widest) and widest[0][0].num_elements >= math.prod(shape)
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    text = compiled.as_text()
+    if text is None:
+        raise ValueError(
+            "the backend gives no text for this compiled program (compiled.as_text() is None);"
+            " audit it on a CPU mesh of the same shape"
+        )
+    return text

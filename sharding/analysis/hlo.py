@@ -1,0 +1,405 @@
+"""Reads the text of a compiled XLA program: computations, instructions, arrays.
+
+Only what sharding/analysis/audit.py needs is parsed. The text is the one interface to a compiled
+program that all backends and JAX versions share; its spellings differ between them and are gathered
+here.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+
+import numpy as np
+from jax.typing import DTypeLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of an instruction's output, as one device holds it.
+
+    Attributes:
+      dtype: XLA's name of the element type: 'f32', 'bf16', 's32', 'pred', 'f8e4m3fn', ...
+      shape: per-device size of each dim.
+      on_host: whether it is stored in host memory, XLA's memory space 5.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    on_host: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements on one device."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on one device; 0 for tokens and other types without data."""
+        if self.dtype == "pred":
+            return self.num_elements
+        # The first number in a type's name is its width in bits, also in 'bf16' and 'f8e4m3fn'.
+        bits = re.search(r"\d+", self.dtype)
+        return math.ceil(self.num_elements * int(bits[0]) / 8) if bits else 0
+
+
+# An instruction's output type: an array, or a tuple of types.
+Type = Array | tuple["Type", ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One instruction of a computation.
+
+    Attributes:
+      name: its name in the program, without '%'.
+      opcode: 'all-reduce', 'while', 'fusion', ...
+      type: output type.
+      operands: names of the instructions whose results it takes.
+      operand_types: their output types.
+      attributes: the text behind the opcode, without metadata.
+      called: names of the computations it calls, in the order of the text.
+      op_name: where in the traced program it comes from, '' where XLA does not say.
+    """
+
+    name: str
+    opcode: str
+    type: Type
+    operands: tuple[str, ...]
+    operand_types: tuple[Type, ...]
+    attributes: str
+    called: tuple[str, ...]
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Module:
+    """A parsed program.
+
+    Attributes:
+      entry: name of the computation that runs first.
+      num_partitions: devices that one run of the program spans, where the text says it, else 1.
+      computations: the instructions of each computation, by its name.
+    """
+
+    entry: str
+    num_partitions: int
+    computations: dict[str, list[Instruction]]
+
+    def in_loops(
+        self, is_wanted: Callable[[Instruction], bool]
+    ) -> list[tuple[Instruction, tuple[int | None, ...]]]:
+        """The wanted instructions that run, each with the trip counts of the while loops around it.
+
+        Args:
+          is_wanted: whether an instruction is wanted; what a wanted one calls is not looked at.
+
+        Returns:
+          In the order of the program; outermost loop first, None for a trip count that XLA does not
+          know. An instruction of a computation that is called twice is there twice.
+        """
+        return [
+            (instruction, tuple(trip_count(loop) for loop in loops))
+            for instruction, loops in self.under_loops(is_wanted)
+        ]
+
+    def under_loops(
+        self, is_wanted: Callable[[Instruction], bool]
+    ) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
+        """The same with the `while` instructions themselves, outermost first."""
+
+        @functools.cache
+        def under(name: str) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
+            found: list[tuple[Instruction, tuple[Instruction, ...]]] = []
+            for instruction in self.computations.get(name, []):
+                if is_wanted(instruction):
+                    found.append((instruction, ()))
+                    continue
+                loops = (instruction,) if instruction.opcode == "while" else ()
+                for called in instruction.called:
+                    found += [(inner, loops + around) for inner, around in under(called)]
+            return found
+
+        return under(self.entry)
+
+    def loop_bodies(self) -> list[list[Instruction]]:
+        """The instructions of the body of each while loop."""
+        loops = [i for body in self.computations.values() for i in body if i.opcode == "while"]
+        names = dict.fromkeys(map(body_of, loops))
+        return [self.computations[name] for name in names if name in self.computations]
+
+    def reaches(self, instruction: Instruction, is_wanted: Callable[[Instruction], bool]) -> bool:
+        """Whether an instruction, or one of a computation that it calls, is wanted."""
+        return is_wanted(instruction) or any(
+            self.reaches(inner, is_wanted)
+            for called in instruction.called
+            for inner in self.computations.get(called, [])
+        )
+
+    def materialised(self) -> Iterator[Instruction]:
+        """The instructions whose results are stored in memory: those inside fusions are not."""
+        seen = {self.entry}
+        waiting = [self.entry]
+        while waiting:
+            for instruction in self.computations.get(waiting.pop(), []):
+                yield instruction
+                called = set() if instruction.opcode == "fusion" else {*instruction.called} - seen
+                seen |= called
+                waiting += called
+
+
+_METADATA = re.compile(r'metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation"
+    r"|branch_computations|called_computations)=(\{[^{}]*\}|%?[\w.\-]+)"
+)
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_AFTER = re.compile(r"\bcontrol-predecessors=\{([^}]*)\}")
+_TYPE_TOKEN = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{[^{}]*\})?|[()]")
+_HOST_MEMORY = "S(5)"
+
+
+def parse_modules(text: str) -> list[Module]:
+    """The programs in the text of a compiled step, which holds at least one."""
+    modules = [_parse_module(part) for part in re.split(r"(?m)^(?=HloModule )", text)]
+    modules = [module for module in modules if module is not None]
+    if not modules:
+        raise ValueError(
+            f"the text of a compiled program has an ENTRY computation, but {text[:80]!r} has none;"
+            " pass the result of jax.jit(f).lower(...).compile()"
+        )
+    return modules
+
+
+def _parse_module(text: str) -> Module | None:
+    computations: dict[str, list[Instruction]] = {}
+    entry = None
+    instructions: list[Instruction] = []
+    types: dict[str, Type] = {}  # of what the computation has made so far
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            instructions, types = computations.setdefault(header[2], []), {}
+            entry = header[2] if header[1] else entry
+        elif parts := _INSTRUCTION.match(line):
+            instruction = _parse_instruction(parts[1], parts[2], types)
+            if instruction is not None:
+                instructions.append(instruction)
+                types[instruction.name] = instruction.type
+    if entry is None:
+        return None
+    partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
+    return Module(
+        entry=entry,
+        num_partitions=int(partitions[1]) if partitions else 1,
+        computations=computations,
+    )
+
+
+def _parse_instruction(name: str, text: str, types: Mapping[str, Type]) -> Instruction | None:
+    text = re.sub(r"/\*.*?\*/", "", text)  # XLA counts long tuples by comments: /*index=5*/
+    split = _end_of_type(text)
+    rest = re.match(r"\s*([a-z][\w\-]*)\(", text[split:])
+    if rest is None:
+        return None
+    metadata = _METADATA.search(text)
+    op_name = _OP_NAME.search(metadata[0]) if metadata else None
+    # Removed because op_name holds names chosen by users, which may look like attributes.
+    attributes = _METADATA.sub("", text[split + rest.end() :])
+    called = [
+        name.strip().lstrip("%")
+        for match in _CALLED.finditer(attributes)
+        for name in match[1].strip("{}").split(",")
+    ]
+    operands = _operands(attributes, types)
+    return Instruction(
+        name=name,
+        opcode=rest[1],
+        type=parse_type(text[:split]),
+        operands=tuple(operands),
+        operand_types=tuple(types[operand] for operand in operands),
+        attributes=attributes,
+        called=tuple(name for name in called if name),
+        op_name=op_name[1] if op_name else "",
+    )
+
+
+def _operands(text: str, known: Container[str]) -> list[str]:
+    """The known names in a list of operands, which begins behind its '('.
+
+    An operand is written as '%name', 'name' or 'f32[8,16]{1,0} %name'.
+    """
+    depth, end = 0, len(text)
+    for index, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            end = index
+            break
+    names = re.findall(r"[\w.\-]+", re.sub(r"\{[^{}]*\}", "", text[:end]))
+    return [name for name in names if name in known]
+
+
+def _end_of_type(text: str) -> int:
+    """Index behind the output type at the start of an instruction's right-hand side."""
+    if not text.startswith("("):
+        return len(text.split(maxsplit=1)[0]) if text.strip() else 0
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return index + 1
+    return len(text)
+
+
+def parse_type(text: str) -> Type:
+    """The output type in a text such as 'f32[4,16]{1,0}' or '(f32[8]{0}, (u32[], token[]))'."""
+    # A layout is part of its array's token: its tiles, {1,0:T(8,128)}, look like tuples.
+    stack: list[list[Type]] = [[]]
+    for token in _TYPE_TOKEN.finditer(text):
+        if token[0] == "(":
+            stack.append([])
+        elif token[0] == ")":
+            inner = tuple(stack.pop())
+            stack[-1].append(inner)
+        else:
+            # '<=5' is a dim of at most 5, '?' one without a bound.
+            sizes = (size.strip().removeprefix("<=") for size in token[2].split(","))
+            shape = tuple(int(size) for size in sizes if size.isdigit())
+            stack[-1].append(Array(token[1], shape, _HOST_MEMORY in (token[3] or "")))
+    return stack[0][0] if stack[0] else ()
+
+
+def arrays_of(output: Type) -> Iterator[Array]:
+    """The arrays of an output type, tuples flattened."""
+    if isinstance(output, Array):
+        yield output
+    else:
+        for part in output:
+            yield from arrays_of(part)
+
+
+def dependencies(body: Sequence[Instruction]) -> dict[str, frozenset[str]]:
+    """For each instruction of a computation, the names of all that must end before it begins."""
+    found: dict[str, frozenset[str]] = {}
+    for instruction in body:
+        after = _AFTER.search(instruction.attributes)
+        names = re.findall(r"[\w.\-]+", after[1]) if after else []
+        direct = [name for name in (*instruction.operands, *names) if name in found]
+        found[instruction.name] = frozenset(direct).union(*(found[name] for name in direct))
+    return found
+
+
+def matmul_flops(instruction: Instruction) -> int | None:
+    """The FLOPs of a matrix product or a convolution, None of any other instruction.
+
+    A product is two FLOPs per multiplication: 2·M·N·K per batch for a dot. Zeros that a convolution
+    pads with or puts between elements are not multiplied. Calls of cuBLAS, cuDNN's convolutions and
+    oneDNN's products count as what they stand for; fused attention of a library does not count.
+    """
+    name = custom_call_target(instruction) or instruction.opcode
+    operands = [next(arrays_of(t), Array("f32", ())) for t in instruction.operand_types[:2]]
+    output = next(arrays_of(instruction.type), Array("f32", ()))
+    if name == "dot" or name.startswith("__cublas$"):
+        dims = _LHS_CONTRACTING.search(instruction.attributes)
+        sizes = [operands[0].shape[int(d)] for d in re.findall(r"\d+", dims[1])] if dims else []
+        return 2 * output.num_elements * math.prod(sizes)
+    if name == "__onednn$matmul":
+        # The left side has M·K elements and the output M·N, however they are transposed.
+        return 2 * operands[0].num_elements * output.shape[-1]
+    if name == "convolution" or name.startswith("__cudnn$convForward"):
+        return _convolution_flops(instruction.attributes, operands[0], operands[1], output)
+    # A gradient of a convolution that cuDNN computes is described as the convolution itself.
+    if name == "__cudnn$convBackwardInput":
+        return _convolution_flops(instruction.attributes, output, operands[1], operands[0])
+    if name == "__cudnn$convBackwardFilter":
+        return _convolution_flops(instruction.attributes, operands[0], output, operands[1])
+    return None
+
+
+_LHS_CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)')
+
+
+def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Array) -> int:
+    """The FLOPs of a convolution: `dim_labels=b01f_01io->b01f`, `window={size=3x3 stride=2x2}`."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    assert labels is not None
+    window = re.search(r"window=\{([^}]*)\}", attributes)
+    given = dict(field.split("=") for field in window[1].split()) if window else {}
+    products = output.shape[labels[3].index("b")] * output.shape[labels[3].index("f")]
+    products *= kernel.shape[labels[2].index("i")]
+    for i, label in enumerate(sorted(set(labels[2]) - {"i", "o"})):
+        size = image.shape[labels[1].index(label)]
+        stride, image_dilation, kernel_dilation = (
+            int(given[name].split("x")[i]) if name in given else 1
+            for name in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(given["pad"].split("x")[i].split("_")[0]) if "pad" in given else 0
+        starts = np.arange(output.shape[labels[3].index(label)])[:, None] * stride - low
+        at = starts + np.arange(kernel.shape[labels[2].index(label)]) * kernel_dilation
+        inside = (at >= 0) & (at <= (size - 1) * image_dilation) & (at % image_dilation == 0)
+        products *= int(inside.sum())
+    return 2 * products
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """How often the body of a `while` instruction runs, None where XLA does not know."""
+    found = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
+    return int(found[1]) if found else None
+
+
+def body_of(loop: Instruction) -> str:
+    """The name of the computation that a `while` instruction repeats."""
+    found = _BODY.search(loop.attributes)
+    return found[1] if found else ""
+
+
+def custom_call_target(instruction: Instruction) -> str:
+    """The library's function that a `custom-call` runs, '' for other instructions."""
+    if instruction.opcode != "custom-call":
+        return ""
+    found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    return found[1] if found else ""
+
+
+def loop_label(loop: Instruction) -> str:
+    """The `jax.named_scope` in which a loop was traced, '' if there is none.
+
+    JAX writes the path of a loop as '.../shard_map/layers/while', and as
+    '.../transpose(jvp(layers))/while' where it is differentiated.
+    """
+    path = loop.op_name.split("/")
+    if "while" not in path:
+        return ""
+    last = len(path) - 1 - path[::-1].index("while")
+    scope = path[last - 1] if last else ""
+    while wrapped := _WRAPPED.fullmatch(scope):
+        scope = wrapped[1]
+    return "" if _NO_SCOPE.fullmatch(scope) else scope
+
+
+_WRAPPED = re.compile(r"(?:jvp|transpose|vmap|rematted_computation)\((.*)\)")
+# What JAX itself puts into the path.
+_NO_SCOPE = re.compile(
+    r"|body|cond|closed_call|core_call|eval_jaxpr|shard_map|checkpoint|remat2?|pjit|while|scan"
+    r"|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|jit\(.*\)|rematted_computation|main.*"
+)
+
+
+def dtype_name(dtype: DTypeLike) -> str:
+    """XLA's name of an element type: 'f32' for float32."""
+    name = np.dtype(dtype).name
+    if name == "bool":
+        return "pred"
+    for prefix, short in (
+        ("bfloat", "bf"),
+        ("float", "f"),
+        ("uint", "u"),
+        ("int", "s"),
+        ("complex", "c"),
+    ):
+        if name.startswith(prefix):
+            return (short + name.removeprefix(prefix)).replace("_", "")
+    return name

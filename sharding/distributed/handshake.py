@@ -1,0 +1,194 @@
+"""A roll call of all processes before they join: who is missing, and who does not fit, is named.
+
+Joining by itself waits in silence for a process that never comes, takes processes that count
+themselves differently for complete, and ends all with an abort. Here process 0 listens where it
+will coordinate; each process sends one line of JSON about itself, and all get the same answer.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import resource
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+#: Of which all processes must have one version.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+#: What the project's own code is in.
+ROOMS = ("checkpoint", "convert", "data", "models", "sharding", "train")
+_RETRY_S = 0.2
+_OPEN_FILES = 512
+_READ_S = 5.0  # who comes says at once who it is
+_IS_MISSING = " processes are missing after "
+
+
+def software() -> dict[str, str]:
+    """Returns the versions of Python, of PACKAGES, and of the project's own code."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions | {"taibai": _own_version(Path(__file__).parents[2])}
+
+
+def _own_version(root: Path) -> str:
+    """Returns a digest of the modules beneath `root` that this process has loaded."""
+    files = (Path(getattr(each, "__file__", None) or "") for each in sys.modules.values())
+    names = {file.relative_to(root) for file in files if file.is_relative_to(root)}
+    digest = hashlib.sha256()
+    for name in sorted(name for name in names if name.parts[0] in ROOMS):
+        digest.update(str(name).encode() + (root / name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """What a process says of itself."""
+
+    process_id: int
+    num_processes: int  # as it was told
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    software: Mapping[str, str] = field(default_factory=software)
+
+    def __str__(self) -> str:
+        return f"process {self.process_id} on {self.host}"
+
+
+def call_roll(own: Process, coordinator: str, timeout_s: float) -> None:
+    """Returns when all processes are there and fit each other.
+
+    Args:
+        own: this process; the one with id 0 listens.
+        coordinator: host:port of process 0.
+        timeout_s: seconds to wait for others; hosts may take long to start.
+
+    Raises:
+        ValueError: on all processes that are there: some do not fit; they are named.
+        OSError: some are missing, process 0 cannot be reached, or cannot listen.
+    """
+    deadline = time.monotonic() + timeout_s
+    if own.process_id == 0:
+        error = _listen(own, coordinator, deadline, timeout_s)
+    else:
+        error = _report(own, coordinator, deadline, timeout_s)
+    if error:
+        # Of the two, only who is missing may be there at another start.
+        raise TimeoutError(error) if _IS_MISSING in error else ValueError(error)
+
+
+def problem(other: Process, present: Mapping[int, Process]) -> str | None:
+    """Returns in a sentence what keeps a process from joining those that are there, or None.
+
+    Args:
+        other: has just come.
+        present: those before it by their ids, 0 among them.
+    """
+    first, same = present[0], present.get(other.process_id)
+    if other.num_processes != first.num_processes:
+        return (
+            f"{other} was started as one of {other.num_processes} processes, and {first} as "
+            f"one of {first.num_processes}; start all with one command"
+        )
+    if same is not None:
+        where = " and ".join(f"on {p.host} (pid {p.pid})" for p in (same, other))
+        return f"process {other.process_id} was started twice, {where}; give each its own id"
+    names = sorted({*first.software, *other.software})
+    differing = [n for n in names if first.software.get(n) != other.software.get(n)]
+    if not differing:
+        return None
+    theirs, ours = (
+        ", ".join(f"{name} {p.software.get(name, 'missing')}" for name in differing)
+        for p in (other, first)
+    )
+    return f"{other} has {theirs}, and {first} has {ours}; install the same on all hosts"
+
+
+def _listen(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
+    """Returns what is wrong, after telling it to all that are there."""
+    port = int(coordinator.rpartition(":")[2])
+    connections, present = [], {0: own}
+    _allow_connections(own.num_processes)
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(socket.create_server(("", port), backlog=4096))
+        except OSError as error:
+            raise ConnectionError(
+                f"process 0 on {own.host} cannot listen on port {port} ({error.strerror}), where "
+                "the others will look for it; is another run coordinated there?"
+            ) from None
+        error = None
+        while len(present) < own.num_processes and error is None:
+            server.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                connection = stack.enter_context(server.accept()[0])
+            except TimeoutError:
+                error = _missing(present, timeout_s)
+                break
+            try:
+                connection.settimeout(_READ_S)
+                other = Process(**json.loads(_read_line(connection)))
+            except (OSError, ValueError, TypeError):
+                connection.close()  # a port scanner, or a process that died meanwhile
+                continue
+            connections.append(connection)
+            error = problem(other, present)
+            present.setdefault(other.process_id, other)
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(json.dumps({"error": error}).encode() + b"\n")
+        return error
+
+
+def _report(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
+    """Returns what process 0 says is wrong."""
+    host, _, port = coordinator.rpartition(":")
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            # Process 0 answers when the last is there; it waits no longer than this one.
+            with socket.create_connection((host, int(port)), timeout=max(left, 0.01)) as connection:
+                connection.settimeout(max(left, 0) + 5)
+                connection.sendall(json.dumps(asdict(own)).encode() + b"\n")
+                return json.loads(_read_line(connection))["error"]
+        except (OSError, ValueError, KeyError) as error:
+            if left <= 0:
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                raise ConnectionError(
+                    f"{own} cannot reach process 0 at {coordinator} for {timeout_s:.0f} s "
+                    f"({reason}); does process 0 run there, and do both hosts see each other?"
+                ) from None
+        time.sleep(_RETRY_S)
+
+
+def _allow_connections(count: int) -> None:
+    """Lets this process have so many open beside its files, if the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OPEN_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _missing(present: Mapping[int, Process], timeout_s: float) -> str:
+    num = present[0].num_processes
+    missing = [str(i) for i in range(num) if i not in present]
+    listed = ", ".join(missing[:20]) + (" and more" if len(missing) > 20 else "")
+    hosts = ", ".join(sorted({process.host for process in present.values()}))
+    return (
+        f"{len(missing)} of {num}{_IS_MISSING}{timeout_s:.0f} s: {listed}; those "
+        f"that came are on {hosts}; look at what the missing ones printed"
+    )
+
+
+def _read_line(connection: socket.socket) -> str:
+    with connection.makefile("r", encoding="utf-8") as file:
+        return file.readline(2**20)

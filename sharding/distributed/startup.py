@@ -1,0 +1,153 @@
+"""Getting hold of devices: one code path for CPU and accelerators, one process or many.
+
+A process finds out how it was started from its environment. `python -m launch.local` sets
+
+    TAIBAI_COORDINATOR         host:port of process 0
+    TAIBAI_NUM_PROCESSES       number of processes
+    TAIBAI_PROCESS_ID          0 .. TAIBAI_NUM_PROCESSES - 1
+    TAIBAI_DEVICES_PER_PROCESS CPU devices that each process simulates
+
+and under SLURM's `srun` SLURM's own variables say as much.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sharding.distributed.handshake import Process, call_roll
+from sharding.mesh import MeshConfig, make_mesh
+
+#: Simulated devices on few, busy cores can miss XLA's default time-outs and abort the process.
+CPU_XLA_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+    "xla_cpu_collective_call_terminate_timeout_seconds": "300",
+    "xla_cpu_collective_timeout_seconds": "300",
+}
+
+_log = logging.getLogger(__name__)
+
+
+def start(
+    config: MeshConfig, *, start_timeout_s: float = 60.0, failure_timeout_s: float = 100.0
+) -> jax.sharding.Mesh:
+    """Joins the other processes, if there are any, and returns the mesh.
+
+    Must run before anything else asks jax for its devices: on CPU the devices that the mesh needs
+    and the machine lacks are simulated, and one line says so.
+
+    Args:
+      start_timeout_s: seconds to wait for the other processes.
+      failure_timeout_s: twice so long, and 10 s, without a sign of another process ends this one.
+
+    Raises:
+      ValueError: processes are missing or do not fit each other, or an accelerator backend, or a
+        set of CPU processes, has too few devices.
+    """
+    skip_absent_gpus()
+    flags = os.environ.get("XLA_FLAGS", "")
+    extra = [f"--{name}={value}" for name, value in CPU_XLA_FLAGS.items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
+
+    per_process = os.environ.get("TAIBAI_DEVICES_PER_PROCESS")
+    how = how_started(os.environ)
+    if how is not None:
+        _join(how, start_timeout_s, failure_timeout_s)
+    distributed = how is not None
+    if per_process or not distributed:
+        with contextlib.suppress(RuntimeError):  # jax has its devices already, as in a notebook
+            jax.config.update("jax_num_cpu_devices", int(per_process or config.num_devices))
+    devices = jax.devices()
+    mesh = make_mesh(config, devices)
+    if devices[0].platform == "cpu" and not distributed and mesh.size > 1:
+        _log.info("simulating the mesh's %d devices on this machine's CPU", mesh.size)
+    if mesh.size < len(devices):
+        if distributed:
+            raise ValueError(
+                f"mesh {config} uses {mesh.size} of the {len(devices)} devices of "
+                f"{jax.process_count()} processes; every device must have its place, "
+                "for example with mesh.data=-1"
+            )
+        _log.warning("the mesh uses %d of %d devices", mesh.size, len(devices))
+    return mesh
+
+
+def skip_absent_gpus() -> None:
+    """Makes jax use CPUs where its CUDA plugin is installed and no NVIDIA GPU is.
+
+    The plugin would print a stack trace before jax fell back to CPUs. Call this before jax is asked
+    for its devices. `JAX_PLATFORMS` takes precedence, and plugins of other vendors are left alone.
+    """
+    config: Any = jax.config  # its fields are added when jax is imported
+    if config.jax_platforms:
+        return
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = plugins.submodule_search_locations if plugins is not None else None
+    names = {path.name for folder in folders or () for path in Path(folder).iterdir()}
+    names = {name for name in names if not name.startswith(("_", "."))}
+    is_cuda_only = bool(names) and all(name.startswith("xla_cuda") for name in names)
+    if is_cuda_only and not _has_nvidia_gpu() and importlib.util.find_spec("libtpu") is None:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _has_nvidia_gpu() -> bool:
+    # The second is how Windows' subsystem for Linux shows a GPU.
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """How this process was started, if it is one of several."""
+
+    coordinator: str  # host:port
+    num_processes: int
+    process_id: int
+    local_device_ids: list[int] | None  # None: all that the process sees
+
+
+def how_started(env: Mapping[str, str]) -> Start | None:
+    """Returns what the environment says; None if the process is alone."""
+    if int(env.get("TAIBAI_NUM_PROCESSES", "1")) > 1:
+        return Start(
+            coordinator=env["TAIBAI_COORDINATOR"],
+            num_processes=int(env["TAIBAI_NUM_PROCESSES"]),
+            process_id=int(env["TAIBAI_PROCESS_ID"]),
+            local_device_ids=None,
+        )
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) <= 1:
+        return None
+    # Of "n[01-03,7]" or "n01,m7", the first host; a port that no other job's step has.
+    host = "".join(re.findall(r"^([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])[0])
+    step = int(env["SLURM_JOB_ID"]) * 8 + int(env.get("SLURM_STEP_ID", "0"))
+    # Several processes on a host, each of which sees all GPUs: one for each.
+    shares_host = not re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    sees_one = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
+    return Start(
+        coordinator=f"{host}:{61440 + step % 4096}",
+        num_processes=int(env["SLURM_STEP_NUM_TASKS"]),
+        process_id=int(env["SLURM_PROCID"]),
+        local_device_ids=[int(env["SLURM_LOCALID"])] if shares_host and not sees_one else None,
+    )
+
+
+def _join(start: Start, start_timeout_s: float, failure_timeout_s: float) -> None:
+    own = Process(process_id=start.process_id, num_processes=start.num_processes)
+    call_roll(own, start.coordinator, start_timeout_s)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It would catch SIGTERM, which is the run's own to answer.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        coordinator_address=start.coordinator,
+        num_processes=start.num_processes,
+        process_id=start.process_id,
+        local_device_ids=start.local_device_ids,
+        # The watchdog comes first, as it says more.
+        heartbeat_timeout_seconds=round(2 * failure_timeout_s) + 10,
+    )

@@ -1,0 +1,506 @@
+"""Runs any schedule's table inside one jit, as one program that every device executes.
+
+The executor knows no model. It gets a model's functions (`Model`) and a table, and returns a
+function from parameters and microbatches to summed losses and gradients:
+
+- `shard_map` is manual over `pipeline`, `data` and `fsdp`, so that nothing is communicated over
+  them except what is written here and in parameters.py; the other axes stay automatic.
+- A `lax.scan` runs over the table's ticks. In a tick a stage runs at most one forward, one
+  backward (or its half for the input's gradient) and one weight gradient, each under a `lax.cond`.
+  What a forward gives out leaves for the next stage before the backward begins, and what an input
+  gradient gives out before the weight gradient: a send can hide behind the work that follows it.
+- Everything that waits for a later tick lies in the buffers that plan.py allots.
+- Gradients are summed over microbatches locally, and over `data` once, after the scan.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from sharding.estimate.memory_estimate import counted_as
+from sharding.mesh import REPLICA_AXES
+from sharding.pipeline.config import PipelineConfig
+from sharding.pipeline.layout import Layout
+from sharding.pipeline.runtime.buffers import Channel, Plan, make_plan
+from sharding.pipeline.runtime.chunks import Chunks, Part
+from sharding.pipeline.runtime.embed_and_head import Ends
+from sharding.pipeline.runtime.gather import (
+    MANUAL_AXES,
+    Sharing,
+    check_specs,
+    manual_specs,
+    on_shards,
+    total,
+)
+from sharding.pipeline.runtime.layers import Layers
+from sharding.pipeline.runtime.packed_activations import Parcels
+from sharding.pipeline.runtime.trees import Flag, add, branch, read, wide, write, zeros
+from sharding.pipeline.schedules.table import Schedule
+from sharding.rules import axes_of
+
+Tree = Any
+Params = dict[str, Tree]
+
+#: Scope of the loop over ticks. XLA keeps the names of scopes, so that whoever reads a compiled
+#: program (sharding/analysis/cost.py) finds there the loop and what it runs only in some ticks.
+TICKS = "pipeline_ticks"
+
+
+def scope_of(part: str) -> str:
+    """Returns the scope of what runs in some ticks only.
+
+    Args:
+      part: an operation (F, B, W), one where a flag of the table holds (B.is_last), or what all
+        stages do together (a key of `Plan.shared`).
+    """
+    return f"pipeline_{part}"
+
+
+class Model(Protocol):
+    """A model as the executor sees it; arrays of `microbatch` have a leading batch dim."""
+
+    @property
+    def blocks(self) -> Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]:
+        """Stack -> `block(params of one layer, x, microbatch, number of the layer) -> x`."""
+        ...
+
+    @property
+    def before(self) -> Mapping[str, Callable[[Tree, Tree, Tree], Tree]]:
+        """Stack -> `before(ends, x, microbatch) -> x`, for stacks that x is made ready for.
+
+        What it returns may be of another type than what it takes.
+        """
+        ...
+
+    def types(self, ends: Tree, microbatch: Tree, /) -> Mapping[str, tuple[Tree, Tree]]:
+        """Returns stack -> types of what comes before it, and of what its blocks take and return.
+
+        They are ShapeDtypeStructs, and the stacks are in the order in which they run.
+        """
+        ...
+
+    def embed(self, ends: Tree, microbatch: Tree, /) -> Tree:
+        """Returns the activations that enter the first layer: a tree of floating arrays."""
+        ...
+
+    def head(self, ends: Tree, x: Tree, microbatch: Tree, /) -> tuple[jax.Array, jax.Array, dict]:
+        """Returns (sum of losses, sum of weights, sums of further metrics), all scalars."""
+        ...
+
+    @property
+    def teach(self) -> Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None:
+        """`teach(ends, x, microbatch) -> arrays [B, ...]`, run by `make_teach` for the head."""
+        ...
+
+
+def make_loss_and_grad(
+    model: Model,
+    schedule: Schedule,
+    layouts: Mapping[str, Layout],
+    sharing: Sharing,
+    config: PipelineConfig,
+) -> Callable[[Params, Tree], tuple[dict, Params]]:
+    """Returns `f(params, batch) -> (sums, gradients)` that runs a training schedule.
+
+    Args:
+      schedule: a verified table with as many stages as the mesh has along `pipeline`.
+      layouts: of every stack, in the order in which they run.
+      sharing: how the parameters lie on the mesh.
+      config: `remat` and `share_vocab` of it are followed here.
+
+    `f` takes parameters of that structure and a batch whose arrays are `[M, B, ...]`; `sums` holds
+    `loss`, `weight` and the head's metrics, summed over microbatches and devices; the gradients
+    are those of `sums["loss"]`, in float32 or wider, laid out like the parameters.
+
+    Raises:
+      ValueError: a parameter is split over `data`, or over `pipeline` other than by layers.
+    """
+    assert schedule.has_backward()
+    plan = _plan(schedule, sharing, config)
+
+    def local(params, batch):
+        stage = _Stage(model, plan, layouts, sharing, params, batch)
+        start, columns = stage.training_carry(), stage.columns()
+        with jax.named_scope(TICKS):
+            carry, _ = jax.lax.scan(stage.train_tick, start, columns)
+        sums = total(carry["sums"], sharing.mesh, MANUAL_AXES)
+        return sums, stage.reduced(carry["grads"])
+
+    return _on_mesh(local, plan, sharing, (PartitionSpec(), manual_specs(sharing.specs)))
+
+
+def make_evaluate(
+    model: Model,
+    schedule: Schedule,
+    layouts: Mapping[str, Layout],
+    sharing: Sharing,
+    config: PipelineConfig,
+) -> Callable[[Params, Tree], dict]:
+    """Returns `f(params, batch) -> sums` that runs a schedule of forwards alone.
+
+    Arguments and errors as for `make_loss_and_grad`.
+    """
+    assert not schedule.has_backward()
+    plan = _plan(schedule, sharing, config)
+
+    def local(params, batch):
+        stage = _Stage(model, plan, layouts, sharing, params, batch)
+        sums = stage.forwards(zeros(stage.sums), stage.with_sums)
+        return total(sums, sharing.mesh, MANUAL_AXES)
+
+    return _on_mesh(local, plan, sharing, PartitionSpec())
+
+
+def make_teach(
+    model: Model,
+    schedule: Schedule,
+    layouts: Mapping[str, Layout],
+    sharing: Sharing,
+    config: PipelineConfig,
+) -> Callable[[Params, Tree], dict[str, jax.Array]]:
+    """Returns `f(params, batch) -> taught` that runs a schedule of forwards up to `model.teach`.
+
+    `taught` holds what that gives of every microbatch, arrays `[M, B, ...]` laid out as the batch.
+    Arguments and errors as for `make_loss_and_grad`.
+    """
+    assert not schedule.has_backward()
+    plan = _plan(schedule, sharing, config)
+
+    def local(params, batch):
+        stage = _Stage(model, plan, layouts, sharing, params, batch)
+        taught = stage.forwards(zeros(stage.taught, plan.num_microbatches), stage.with_taught)
+        return total(taught, sharing.mesh, ("pipeline",))
+
+    return _on_mesh(local, plan, sharing, PartitionSpec(None, REPLICA_AXES))
+
+
+def _plan(schedule: Schedule, sharing: Sharing, config: PipelineConfig) -> Plan:
+    assert schedule.num_stages == sharing.mesh.shape["pipeline"]
+    shares_ends = config.share_vocab and schedule.num_stages > 1
+    return make_plan(schedule, remat=config.remat, shares_ends=shares_ends)
+
+
+def _on_mesh(local, plan: Plan, sharing: Sharing, out_specs):
+    check_specs(sharing, shares_ends=plan.shares_ends)
+    batch = PartitionSpec(None, REPLICA_AXES)
+    return on_shards(local, sharing.mesh, (manual_specs(sharing.specs), batch), out_specs)
+
+
+class _Stage:
+    """One device's view of the run: its parameters, its batch, its column of the table."""
+
+    def __init__(self, model, plan: Plan, layouts, sharing: Sharing, params, batch):
+        self.plan, self.batch = plan, batch
+        assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
+        self.index = jax.lax.axis_index("pipeline")
+        of_ends = sharing.of_ends()
+        self.shards: dict[str, Any] = {"ends": of_ends, "layers": {}}
+        ends = of_ends.together(params["ends"])
+        is_split = jax.tree.map(lambda spec: "pipeline" in axes_of(spec), sharing.specs["ends"])
+        example = self._microbatch(jnp.int32(0))
+        types = model.types(ends, example)
+        parcels = Parcels([x for pair in types.values() for x in pair])
+        _, taken = [*types.values()][-1]
+        self.ends = Ends(model, parcels, taken, ends, self.index, is_split)
+        self.x = parcels.type
+        self._example = example
+        parts: dict[str, Part] = {}
+        for name, layout in layouts.items():
+            of_stack = params["layers"][name]
+            shards = sharing.of_stack(name, of_stack)
+            self.shards["layers"][name] = shards
+            given, taken = types[name]
+            layers = Layers(
+                model.blocks[name],
+                shards.together(of_stack),
+                shards,
+                layout.layer_of_slot.reshape(len(layout.chunks), -1),
+                (self.index, taken, example),
+                len(layout.chunks[0]),
+                splits=plan.splits_backward,
+            )
+            holds = [[count > 0 for _, count in stage] for stage in layout.chunks]
+            begins = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
+            parts[name] = Part(
+                layers=layers,
+                before=model.before.get(name),
+                given=given,
+                taken=taken,
+                holds=Flag(holds, self.index),
+                begins=Flag(begins, self.index),
+            )
+        self.chunks = Chunks(parts, parcels, ends, splits=plan.splits_backward)
+
+    @property
+    def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The types of what the head adds up."""
+        return wide(jax.eval_shape(self.ends.sums, self.x, self._example))
+
+    @property
+    def taught(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The types of what `teach` gives of a microbatch."""
+        return jax.eval_shape(self.ends.taught, self.x, self._example)
+
+    def reduced(self, grads: dict[str, Tree]) -> dict[str, Tree]:
+        """Returns the gradients summed over all devices, each laid out as its parameter is."""
+        of_layers = grads["layers"].items()
+        reduced = {
+            "ends": self.shards["ends"].reduced(grads["ends"]),
+            "layers": {name: self.shards["layers"][name].reduced(g) for name, g in of_layers},
+        }
+        return counted_as("gradients", reduced)
+
+    def columns(self) -> dict[str, jax.Array]:
+        """Returns this stage's column of every table, and what all share: int32[ticks] each."""
+        tables = {k: jnp.asarray(t, jnp.int32) for k, t in self.plan.tables.items()}
+        shared = {k: jnp.asarray(row, jnp.int32) for k, row in self.plan.shared.items()}
+        return {name: table[:, self.index] for name, table in tables.items()} | shared
+
+    def forwards(self, collected: Tree, collect: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
+        """Runs a table of forwards, and returns what `collect` makes of what they end with.
+
+        Args:
+          collect: (what it returned before, x, number of x's microbatch) -> what is collected.
+        """
+
+        def tick(carry, row):
+            return self._evaluate_tick(collect, carry, row), None
+
+        carry, columns = {"collected": collected, "input": self._buffer("input")}, self.columns()
+        with jax.named_scope(TICKS):
+            return jax.lax.scan(tick, carry, columns)[0]["collected"]
+
+    def with_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
+        """Returns `sums` with the head's of a microbatch added."""
+        return add(sums, self.ends.sums(x, self._microbatch(index)))
+
+    def with_taught(self, taught: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
+        """Returns `taught` with what `teach` gives of a microbatch in its place."""
+        return write(taught, index, self.ends.taught(x, self._microbatch(index)))
+
+    def training_carry(self) -> dict[str, Tree]:
+        grads = {"ends": zeros(wide(self.ends.params)), "layers": self.chunks.no_gradients()}
+        names = ("input", "cotangent", "head_input")
+        return {
+            "sums": zeros(self.sums),
+            "grads": counted_as("gradients", grads),
+            "kept": self.chunks.kept(self.plan.depths),
+            **{name: self._buffer(name) for name in names if name in self.plan.depths},
+        }
+
+    def _evaluate_tick(self, collect: Callable, carry: dict[str, Tree], row) -> dict[str, Tree]:
+        carry = self._read_arrived(self._embed_together(carry, row), row)
+        collected = carry["collected"]
+
+        def forward():
+            microbatch = self._microbatch(row["F.microbatch"])
+            x = self._input(carry, row, "F", microbatch)
+            return self.chunks.evaluate(row["F.chunk"], x, microbatch)
+
+        def together():
+            last = self.plan.last_stage
+            more = collect(collected, self.ends.of(last, y), row["head"])
+            return self.ends.only_on(last, more, collected)
+
+        y = self._if_runs("F", row, forward, lambda: zeros(self.x))
+        arrivals = self._send("F", y)
+        unchanged = lambda: collected  # noqa: E731
+        if self.plan.shares_ends:
+            more = self._if_shared("head", row, together, unchanged)
+        else:
+            alone = lambda: collect(collected, y, row["F.microbatch"])  # noqa: E731
+            more = self._if("F", "is_last", row, alone, unchanged)
+        return self._receive(carry | {"collected": more}, row, arrivals)
+
+    def train_tick(self, carry: dict[str, Tree], row: dict[str, jax.Array]):
+        carry = self._read_arrived(self._embed_together(carry, row), row)
+        arrivals = {}
+        if self.plan.runs("F") is not False:
+            y, changed = self._operate("F", self._forward, carry, row)
+            carry |= changed
+            arrivals |= self._send("F", y)
+        carry = self._head_together(carry, row)
+        dx, changed = self._operate("B", self._backward, carry, row)
+        carry |= changed
+        arrivals |= self._send("B", dx)
+        carry = self._embed_gradient_together(carry, row, dx)
+        if self.plan.runs("W") is not False:
+            grads = carry["grads"]
+            added = self._if_runs(
+                "W", row, lambda: self._weight_gradient(carry, row), lambda: grads
+            )
+            carry |= {"grads": added}
+        return self._receive(carry, row, arrivals), None
+
+    # One stage's operations. F and B return what they give out, and what they change of the carry;
+    # W returns the gradients.
+
+    def _operate(self, kind: str, operation: Callable, carry, row) -> tuple[Tree, dict]:
+        """Returns what the operation does, or zeros and no change if none of its kind runs."""
+        names = {"F": ("kept", "head_input"), "B": ("sums", "grads", "kept")}
+        changed = {name: carry[name] for name in names[kind] if name in carry}
+        return self._if_runs(
+            kind, row, lambda: operation(carry, row), lambda: (zeros(self.x), changed)
+        )
+
+    def _forward(self, carry, row) -> tuple[Tree, dict]:
+        microbatch, chunk = self._microbatch(row["F.microbatch"]), row["F.chunk"]
+        x, changed = self._input(carry, row, "F", microbatch), {"kept": carry["kept"]}
+        if self.plan.recomputes:
+            y = self.chunks.evaluate(chunk, x, microbatch)
+        else:
+            slots = self._slots("F", row)
+            y, changed["kept"] = self.chunks.forward(chunk, x, microbatch, carry["kept"], slots)
+        if "head_input" in carry:
+            inputs = carry["head_input"]
+            written = lambda: write(inputs, row["F.head_input"], y)  # noqa: E731
+            changed["head_input"] = self._if("F", "is_last", row, written, lambda: inputs)
+        return y, changed
+
+    def _backward(self, carry, row) -> tuple[Tree, dict]:
+        microbatch, chunk = self._microbatch(row["B.microbatch"]), row["B.chunk"]
+        kept, slots, y = carry["kept"], self._slots("B", row), None
+        if self.plan.recomputes:
+            x = self._input(carry, row, "B", microbatch)
+            # What lives no longer than this operation has a buffer of one slot, made here.
+            scratch = self.chunks.kept({"saved": 1})
+            kept = {name: scratch[name] | kept[name] for name in kept}
+            slots = slots | {"saved": jnp.int32(0)}
+            y, kept = self.chunks.forward(chunk, x, microbatch, kept, slots)
+        if "head_input" in carry:
+            y = read(carry["head_input"], row["B.head_input"])
+
+        def from_head():
+            if self.plan.shares_ends:
+                return carry["sums"], carry["grads"]["ends"], carry["dy"]
+            sums, ends, dy = self.ends.head_gradient(y, microbatch)
+            return add(carry["sums"], sums), add(carry["grads"]["ends"], ends), dy
+
+        def from_next_chunk():
+            return carry["sums"], carry["grads"]["ends"], carry["arrived"]["B.cotangent"]
+
+        sums, ends, dx = self._if("B", "is_last", row, from_head, from_next_chunk)
+        grads = carry["grads"] | {"ends": ends}
+        dx, grads, kept = self.chunks.backward(chunk, dx, microbatch, kept, slots, grads)
+        if not self.plan.shares_ends:
+            embedded = lambda: add(grads["ends"], self.ends.embed_gradient(dx, microbatch))  # noqa: E731
+            ends = self._if("B", "is_first", row, embedded, lambda: grads["ends"])
+            grads = grads | {"ends": ends}
+        kept = {n: {b: kept[n][b] for b in carry["kept"][n]} for n in kept}
+        return dx, {"sums": sums, "grads": grads, "kept": kept}
+
+    def _weight_gradient(self, carry, row) -> dict[str, Tree]:
+        microbatch, slots = self._microbatch(row["W.microbatch"]), self._slots("W", row)
+        args = (row["W.chunk"], microbatch, carry["kept"], slots, carry["grads"])
+        return self.chunks.weight_gradient(*args)
+
+    def _input(self, carry, row, kind: str, microbatch) -> Tree:
+        arrived = lambda: carry["arrived"][f"{kind}.input"]  # noqa: E731
+        if self.plan.shares_ends:
+            return arrived()
+        embedded = lambda: self.ends.embed(microbatch)  # noqa: E731
+        return self._if(kind, "is_first", row, embedded, arrived)
+
+    # What all stages do together, where they share the ends: each returns the carry after it.
+
+    def _embed_together(self, carry, row) -> dict:
+        if not self.plan.shares_ends:
+            return dict(carry)
+
+        def embed():
+            x = self.ends.embed(self._microbatch(row["embed"]))
+            written = write(carry["input"], row["F.input"], x)
+            return self.ends.only_on(self.plan.first_stage, written, carry["input"])
+
+        return carry | {"input": self._if_shared("embed", row, embed, lambda: carry["input"])}
+
+    def _head_together(self, carry, row) -> dict:
+        """Adds what the head yields, and `dy`, the gradient of its input."""
+        if not self.plan.shares_ends:
+            return carry
+        last, grads = self.plan.last_stage, carry["grads"]
+
+        def head():
+            y = self.ends.of(last, read(carry["head_input"], row["B.head_input"]))
+            sums, ends, dy = self.ends.head_gradient(y, self._microbatch(row["head"]))
+            sums = self.ends.only_on(last, add(carry["sums"], sums), carry["sums"])
+            return sums, self.ends.add_together(last, grads["ends"], ends), dy
+
+        nothing = lambda: (carry["sums"], grads["ends"], zeros(self.x))  # noqa: E731
+        sums, ends, dy = self._if_shared("head", row, head, nothing)
+        return carry | {"sums": sums, "grads": grads | {"ends": ends}, "dy": dy}
+
+    def _embed_gradient_together(self, carry, row, dx) -> dict:
+        if not self.plan.shares_ends:
+            return carry
+        first, grads = self.plan.first_stage, carry["grads"]
+
+        def embed():
+            microbatch = self._microbatch(row["embed_gradient"])
+            gradients = self.ends.embed_gradient(self.ends.of(first, dx), microbatch)
+            return self.ends.add_together(first, grads["ends"], gradients)
+
+        ends = self._if_shared("embed_gradient", row, embed, lambda: grads["ends"])
+        return carry | {"grads": grads | {"ends": ends}}
+
+    # The table, buffers and sends.
+
+    def _microbatch(self, index: jax.Array) -> Tree:
+        return read(self.batch, index)
+
+    def _buffer(self, name: str) -> Tree:
+        """Returns an empty buffer of activations, with a slot for arrivals that nobody reads."""
+        depth = self.plan.depths[name]
+        return counted_as("activations", zeros(self.x, depth + (depth > 0)))
+
+    def _slots(self, kind: str, row) -> dict[str, jax.Array]:
+        names = ("saved", "for_weights", "handed")
+        return {name: row[f"{kind}.{name}"] for name in names if f"{kind}.{name}" in row}
+
+    def _if_runs(self, kind: str, row, then: Callable[[], Tree], otherwise: Callable[[], Tree]):
+        runs = row[f"{kind}.microbatch"] >= 0
+        with jax.named_scope(scope_of(kind)):
+            return branch(self.plan.runs(kind), runs, then, otherwise)
+
+    def _if_shared(self, part: str, row, then: Callable[[], Tree], otherwise: Callable[[], Tree]):
+        with jax.named_scope(scope_of(part)):
+            return jax.lax.cond(row[part] >= 0, then, otherwise)
+
+    def _if(self, kind: str, flag: str, row, then, otherwise) -> Tree:
+        holds = self.plan.holds(kind, flag)
+        with jax.named_scope(scope_of(f"{kind}.{flag}")):
+            return branch(holds, row[f"{kind}.{flag}"] > 0, then, otherwise)
+
+    def _send(self, kind: str, x: Tree) -> dict[str, Tree]:
+        """Returns, per channel of that kind, what arrives."""
+
+        def moved(channel: Channel) -> Tree:
+            if channel.shift == 0:
+                return x
+            move = lambda leaf: jax.lax.ppermute(leaf, "pipeline", channel.pairs)  # noqa: E731
+            return jax.tree.map(move, x)
+
+        return {c.name: moved(c) for c in self.plan.channels if c.kind == kind}
+
+    def _read_arrived(self, carry: dict, row) -> dict:
+        """Returns the carry with what this tick's operations take from other chunks.
+
+        It is read ahead of the branches, so that these do not take whole buffers.
+        """
+        buffers = {name: carry[name] for name in ("input", "cotangent") if name in carry}
+        arrived = {}
+        for name in ("F.input", "B.input", "B.cotangent"):
+            buffer = buffers.get(name.split(".")[1])
+            if name in row and jax.tree.leaves(buffer)[0].size:
+                arrived[name] = read(buffer, row[name])
+        return carry | {"arrived": arrived}
+
+    def _receive(self, carry: dict, row, arrivals: dict[str, Tree]) -> dict:
+        """Returns the carry for the next tick, with what has arrived in its slots."""
+        for name, x in arrivals.items():
+            buffer = "input" if name.startswith("F") else "cotangent"
+            carry = carry | {buffer: write(carry[buffer], row[name], x)}
+        return {name: value for name, value in carry.items() if name not in ("arrived", "dy")}

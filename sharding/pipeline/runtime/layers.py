@@ -1,0 +1,230 @@
+"""The layers of one chunk run one after another: forward, backward, and its two halves.
+
+Parameters and their gradients are `[slots, ...]`, as sharding/pipeline/layout.py lays them out.
+What a microbatch leaves for its backward goes straight into a buffer `[buffer slots, depth, ...]`
+and gradients are added where they belong, so nothing of a whole chunk's size is made beside them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
+from sharding.pipeline.runtime.block_vjp import BlockVJP
+from sharding.pipeline.runtime.gather import Shards
+from sharding.pipeline.runtime.trees import wide
+
+Tree = Any
+Buffers = dict[str, list[jax.Array]]
+
+
+class Layers:
+    """One device's layers of one stack.
+
+    Args:
+      block: `(params, x, microbatch, number) -> x`; `number` is the layer's, from 0.
+      params: `[slots of this stage, ...]`.
+      shards: the ways of one layer's parameters to the whole of them, and of its gradients back.
+      numbers: int32[stages, slots of a stage], the layer's number or -1, known to the compiler.
+      here: this device's stage, int32[]; and x and a microbatch, or their ShapeDtypeStructs.
+      num_chunks: of a stage.
+      splits: whether backwards run in two halves.
+    """
+
+    def __init__(
+        self,
+        block: Callable[[Tree, Tree, Tree, jax.Array], Tree],
+        params: Tree,
+        shards: Shards,
+        numbers: np.ndarray,
+        here: tuple[jax.Array, Tree, Tree],
+        num_chunks: int,
+        *,
+        splits: bool,
+    ):
+        self._block, self._params, self._shards, self._splits = block, params, shards, splits
+        stage, self._x, self._microbatch = here
+        self._numbers, self._has_padding = jnp.asarray(numbers)[stage], bool((numbers < 0).any())
+        self._depth = numbers.shape[1] // num_chunks
+
+    @cached_property
+    def _vjp(self) -> BlockVJP:
+        params = jax.eval_shape(lambda: self._layer(jnp.int32(0)))
+        side = (self._microbatch, jax.ShapeDtypeStruct((), jnp.int32))
+        return BlockVJP(lambda p, x, side: self._block(p, x, *side), params, self._x, side)
+
+    @cached_property
+    def _for_weights(self) -> list[int]:
+        """The numbers of the saved arrays that weight gradients read."""
+        return self._vjp.saved_for_weights if self._splits else []
+
+    def no_gradients(self) -> Tree:
+        """Returns zeros of the layers' gradients, in float32 or wider, where the parameters lie."""
+        gradients = jax.eval_shape(lambda: self._shards.scattered(self._layer(jnp.int32(0))))
+
+        def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
+            make = zeros_on_host if is_on_host(param) else jnp.zeros
+            return make(shape.shape, shape.dtype)
+
+        return jax.tree.map(empty, wide(gradients, len(self._numbers)), self._params)
+
+    def buffers(self, depths: Mapping[str, int]) -> Buffers:
+        """Returns empty buffers of these depths: of `saved`, `for_weights` and `handed`."""
+        wanted = self._parted([*zip(self._vjp.saved, self._vjp.saved_on_host, strict=True)])
+        wanted["handed"] = [(shape, False) for shape in self._vjp.handed] if self._splits else []
+
+        def empty(shape: jax.ShapeDtypeStruct, on_host: bool, depth: int) -> jax.Array:
+            whole = (depth, self._depth, *shape.shape)
+            if on_host:
+                return zeros_on_host(whole, shape.dtype, depth=2)
+            return jnp.zeros(whole, shape.dtype)
+
+        return {
+            name: [empty(shape, on_host, depths[name]) for shape, on_host in wanted[name]]
+            for name in wanted.keys() & depths.keys()
+        }
+
+    def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+        """Returns x after the chunk's layers; nothing is kept."""
+
+        def body(x, i, slot, number):
+            return self._block(self._layer(slot), x, microbatch, number)
+
+        return self._loop(chunk, body, x)
+
+    def forward(
+        self, chunk: jax.Array, x: Tree, microbatch: Tree, buffers: Buffers, slots: dict
+    ) -> tuple[Tree, Buffers]:
+        """Returns x after the chunk's layers, and the buffers with what their backward reads."""
+
+        def body(carry, i, slot, number):
+            x, buffers = carry
+            x, saved = self._vjp.forward(self._layer(slot), x, (microbatch, number))
+            parts = self._parted(saved)
+            return x, buffers | {
+                name: _write(buffers[name], slots[name], i, parts[name])
+                for name in parts.keys() & buffers.keys()
+            }
+
+        return self._loop(chunk, body, (x, buffers))
+
+    def backward(
+        self, chunk: jax.Array, dx: Tree, microbatch: Tree, buffers: Buffers, slots: dict, grads
+    ) -> tuple[Tree, Tree]:
+        """Returns the gradient of what went in, and `grads` with the layers' own added."""
+
+        def body(carry, i, slot, number):
+            dx, grads = carry
+            saved = _read(buffers["saved"], slots["saved"], i)
+            gradients, dx = self._vjp.backward(self._layer(slot), (microbatch, number), saved, dx)
+            return dx, self._accumulate(grads, slot, jax.tree.leaves(gradients))
+
+        return self._loop(chunk, body, (dx, grads), reverse=True)
+
+    def input_gradient(
+        self, chunk: jax.Array, dx: Tree, microbatch: Tree, buffers: Buffers, slots: dict, grads
+    ) -> tuple[Tree, Tree, list[jax.Array]]:
+        """Returns as `backward` does, and `handed` with what `weight_gradient` reads."""
+
+        def body(carry, i, slot, number):
+            dx, grads, handed = carry
+            saved = self._joined(
+                _read(buffers["saved"], slots["saved"], i),
+                _read(buffers["for_weights"], slots["for_weights"], i),
+            )
+            dx, early, values = self._vjp.input_gradient(
+                self._layer(slot), (microbatch, number), saved, dx
+            )
+            handed = _write(handed, slots["handed"], i, values)
+            return dx, self._accumulate(grads, slot, early), handed
+
+        return self._loop(chunk, body, (dx, grads, buffers["handed"]), reverse=True)
+
+    def weight_gradient(
+        self, chunk: jax.Array, microbatch: Tree, buffers: Buffers, slots: dict, grads: Tree
+    ) -> Tree:
+        """Returns `grads` with what `input_gradient` left out added."""
+
+        def body(grads, i, slot, number):
+            late = self._vjp.weight_gradient(
+                self._layer(slot),
+                (microbatch, number),
+                _read(buffers["for_weights"], slots["for_weights"], i),
+                _read(buffers["handed"], slots["handed"], i),
+            )
+            return self._accumulate(grads, slot, late)
+
+        return self._loop(chunk, body, grads)
+
+    def _layer(self, slot: jax.Array) -> Tree:
+        at = lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)  # noqa: E731
+        return self._shards.layer(jax.tree.map(at, self._params))
+
+    def _accumulate(self, grads: Tree, slot: jax.Array, values: Sequence[jax.Array | None]) -> Tree:
+        """Returns `grads` with what there is of a layer's values added, in the former's dtype."""
+        leaves, structure = jax.tree.flatten(grads)
+        pairs = zip(leaves, values, strict=True)
+        wide = [value if value is None else value.astype(g.dtype) for g, value in pairs]
+        scattered = self._shards.scattered(jax.tree.unflatten(structure, wide))
+        values = structure.flatten_up_to(scattered)
+        pairs = zip(leaves, values, strict=True)
+        return jax.tree.unflatten(structure, [_added(g, slot, value) for g, value in pairs])
+
+    def _parted(self, saved: Sequence) -> dict[str, list]:
+        """Returns what is saved, by the buffer that it goes to."""
+        return {
+            "saved": [s for i, s in enumerate(saved) if i not in self._for_weights],
+            "for_weights": [saved[i] for i in self._for_weights],
+        }
+
+    def _joined(self, saved: Iterable, for_weights: Iterable) -> list:
+        """Returns what is saved, in its own order."""
+        saved, for_weights = iter(saved), iter(for_weights)
+        count = len(self._vjp.saved)
+        return [next(for_weights if i in self._for_weights else saved) for i in range(count)]
+
+    def _loop(self, chunk, body: Callable, carry: Tree, *, reverse: bool = False) -> Tree:
+        def step(carry, i):
+            slot = chunk * self._depth + i
+            number = self._numbers[slot]
+            if not self._has_padding:
+                return body(carry, i, slot, number), None
+            run = lambda carry: body(carry, i, slot, number)  # noqa: E731
+            return jax.lax.cond(number >= 0, run, lambda carry: carry, carry), None
+
+        steps = jnp.arange(self._depth, dtype=jnp.int32)
+        with jax.named_scope("layers"):
+            return jax.lax.scan(step, carry, steps, reverse=reverse)[0]
+
+
+def _added(g: jax.Array, slot: jax.Array, value: jax.Array | None) -> jax.Array:
+    """Returns `g`, on the device or the host, with a value added in a slot."""
+    if value is None:
+        return g
+    if not is_on_host(g):
+        return g.at[slot].add(value)
+    before = jax.lax.dynamic_index_in_dim(g, slot, keepdims=False)
+    after = to_where(to_device(before) + value, g)
+    return jax.lax.dynamic_update_index_in_dim(g, after, slot, 0)
+
+
+def _write(buffers: Sequence[jax.Array], slot, i, values: Sequence[jax.Array]) -> list[jax.Array]:
+    return [
+        jax.lax.dynamic_update_slice(buffer, value[None, None], _start(buffer, slot, i))
+        for buffer, value in zip(buffers, values, strict=True)
+    ]
+
+
+def _read(buffers: Sequence[jax.Array], slot, i) -> list[jax.Array]:
+    return [
+        jax.lax.dynamic_slice(b, _start(b, slot, i), (1, 1, *b.shape[2:]))[0, 0] for b in buffers
+    ]
+
+
+def _start(buffer: jax.Array, slot, i) -> tuple[jax.Array, ...]:
+    zeros = [jnp.int32(0)] * (buffer.ndim - 2)
+    return (jnp.int32(slot), jnp.int32(i), *zeros)

@@ -1,0 +1,264 @@
+"""Every kind of corpus gives the documents it should, or one clear sentence."""
+
+import dataclasses
+import json
+import logging
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.config import DataConfig
+from data.text.documents import find_corpus, open_documents
+from data.text.text_files import TEXT_PART_BYTES
+
+
+def text_config(*paths, **changes):
+    config = DataConfig(
+        name="text",
+        paths=tuple(map(str, paths)),
+        validation_fraction=0.0,
+        sequence_length=8,
+        global_batch_size=2,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def user_config(name, tmp_path):
+    return DataConfig(
+        name=name, sequence_length=8, global_batch_size=2, cache_dir=str(tmp_path / "cache")
+    )
+
+
+@pytest.fixture(scope="session")
+def stdlib_config(tmp_path_factory):
+    """python_stdlib, really built, once."""
+    cache = tmp_path_factory.mktemp("cache")
+    config = DataConfig(sequence_length=64, global_batch_size=4, cache_dir=str(cache))
+    open_documents(config)
+    return config
+
+
+def test_python_stdlib_is_the_machines_own_library(stdlib_config):
+    documents = open_documents(stdlib_config)
+    train, validation = set(documents["train"]), set(documents["validation"])
+    texts = train | validation
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for present in ("dataclasses.py", "json/decoder.py", "asyncio/events.py"):
+        assert (root / present).read_text() in texts
+    for absent in ("test/support/__init__.py", "pydoc_data/topics.py"):
+        if (root / absent).exists():
+            assert (root / absent).read_text() not in texts
+    assert not train & validation
+    assert 0.02 < len(validation) / len(texts) < 0.10  # 5 % of files, chosen by hash
+
+
+def test_python_stdlib_needs_no_tensorflow_and_is_built_once(stdlib_config, caplog):
+    with caplog.at_level(logging.INFO, logger="data"):
+        again = find_corpus(stdlib_config)
+    assert not [record for record in caplog.records if record.name.startswith("data")]
+    assert again.key == find_corpus(stdlib_config).key
+    assert "tensorflow" not in sys.modules
+    version = f"1.{sys.version_info.major * 100 + sys.version_info.minor}.{sys.version_info.micro}"
+    assert f"python_stdlib/{version}" in again.key
+
+
+def test_tfds_set_without_validation_gives_up_the_end_of_train(tmp_path):
+    import tensorflow_datasets as tfds
+
+    class TinyProse(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        code_path = tfds.core.Path(__file__)
+
+        def _info(self):
+            features = {"prose": tfds.features.Text(), "year": tfds.features.Scalar(np.int32)}
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
+
+        def _split_generators(self, dl_manager):
+            return {"train": ((i, {"prose": f"prosa {i} é", "year": i}) for i in range(40))}
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    config = user_config("tiny_prose", tmp_path)
+    config = dataclasses.replace(config, validation_fraction=0.1)
+    documents = open_documents(config)
+    assert len(documents["train"]) == 36 and len(documents["validation"]) == 4
+    read = sorted(set(documents["train"]) | set(documents["validation"]))
+    assert read == sorted(f"prosa {i} é" for i in range(40))
+    none = open_documents(dataclasses.replace(config, validation_fraction=0.0))
+    assert len(none["train"]) == 40 and len(none["validation"]) == 0
+    with pytest.raises(ValueError, match=r"data\.text_field='year'.*\['prose', 'year'\].*prose"):
+        open_documents(dataclasses.replace(config, text_field="year"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wiki41b/en", r"data\.name='wiki41b/en' is not a TFDS set; .*'wiki40b'.*'text'"),
+        ("wiki40b/english", r"data\.name='wiki40b/english': .*'wiki40b' has no config 'english'"),
+        ("mnist", r"data\.text_field='text' is not a text feature .*\['image', 'label'\]"),
+    ],
+)
+def test_tfds_refuses_unknown_names_before_any_download(name, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        open_documents(user_config(name, tmp_path))
+
+
+def test_text_files_keep_every_byte_in_parts_at_line_ends(tmp_path):
+    long = "".join(f"line {i} — naïve\n" for i in range(20_000))
+    endless = "数" * TEXT_PART_BYTES  # No line end at all, and three bytes a character.
+    (tmp_path / "a.txt").write_text(long, encoding="utf-8")
+    (tmp_path / "b.txt").write_text(endless, encoding="utf-8")
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfmarked\n")
+    documents = open_documents(text_config(tmp_path / "*.txt"))["train"]
+    assert "".join(documents) == long + endless + "marked\n"
+    parts = [part for part in documents if part.startswith("line")]
+    assert len(parts) > 10 and all(part.endswith("\n") for part in parts)
+    # A part may run on to its line end, and then to the end of a character.
+    assert max(len(part.encode()) for part in documents) <= 2 * TEXT_PART_BYTES + 3
+
+
+def test_text_files_split_by_content_and_stay_split(tmp_path):
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(400)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(lines))
+    config = text_config(tmp_path / "*.jsonl", validation_fraction=0.2)
+    before = {split: list(texts) for split, texts in open_documents(config).items()}
+    key = find_corpus(config).key
+    assert sorted(before["train"] + before["validation"]) == sorted(
+        f"document {i}" for i in range(400)
+    )
+    assert 0.1 < len(before["validation"]) / 400 < 0.3  # 0.2 by hash: five sigma are 0.1
+    # More text, even a copy of the old, moves no document to the other split.
+    (tmp_path / "0.jsonl").write_text("\n".join([*lines, '{"text": "new"}']))
+    after = open_documents(config)
+    assert set(before["train"]) <= set(after["train"])
+    assert set(before["validation"]) <= set(after["validation"])
+    assert not set(after["train"]) & set(after["validation"])
+    assert find_corpus(config).key != key
+
+
+def test_text_files_of_two_documents_still_give_two_splits(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    documents = open_documents(text_config(tmp_path / "a.jsonl", validation_fraction=0.01))
+    assert {split: len(texts) for split, texts in documents.items()} == {
+        "train": 1,
+        "validation": 1,
+    }
+
+
+def test_jsonl_reads_the_named_field_and_skips_blank_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "x\\ny"}\n\n  \n{"body": "\\ud800z", "n": 1}')
+    documents = open_documents(text_config(tmp_path / "a.jsonl", text_field="body"))["train"]
+    assert list(documents) == ["x\ny", "?z"]
+    assert documents[1] == "?z"
+    with pytest.raises(IndexError):
+        documents[2]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "error", "message"),
+    [
+        ("b.txt", b"x", FileNotFoundError, r"data\.paths: no file matches '.*a\.\*'"),
+        ("a.csv", b"x", ValueError, r"data\.paths matches '.*a\.csv', but only \.txt and \.jsonl"),
+        ("a.txt", b" \n\n", ValueError, r"a\.txt hold no text; add text"),
+        ("a.txt", b"ok \xff", ValueError, r"a\.txt is not UTF-8 text \(byte 3 is 0xff\)"),
+        ("a.jsonl", b'{"text": "x"}\n{"te', ValueError, r"a\.jsonl line 2 is not valid JSON"),
+        ("a.jsonl", b'\n\n{"t": 1}\n', ValueError, r"line 3 has the fields \['t'\].*text_field"),
+        ("a.jsonl", b'{"text": 1}\n', ValueError, r"line 1 has .*data\.text_field='text'"),
+        ("a.jsonl", b"[1]\n", ValueError, r"line 1 has no fields"),
+    ],
+)
+def test_text_files_refuse(file, content, error, message, tmp_path):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(error, match=message):
+        list(open_documents(text_config(tmp_path / "a.*"))["train"])
+
+
+def test_one_small_document_cannot_be_split(tmp_path):
+    (tmp_path / "a.txt").write_text("alone")
+    with pytest.raises(ValueError, match=r"data\.validation_fraction=0\.5 leaves .* and both need"):
+        open_documents(text_config(tmp_path / "a.txt", validation_fraction=0.5))
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """Writes a user's module and makes it importable; gives back its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name, source):
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return name
+
+    yield write
+    for name in [name for name in sys.modules if name.startswith("user_corpus_")]:
+        del sys.modules[name]
+
+
+def test_import_path_gives_the_users_documents(user_module, tmp_path):
+    name = user_module(
+        "user_corpus_good",
+        "class Own:\n"
+        "    @staticmethod\n"
+        "    def corpus():\n"
+        "        return {'train': ['a', 'b'], 'validation': ('c',)}\n",
+    )
+    config = user_config(f"{name}:Own.corpus", tmp_path)
+    documents = open_documents(config)
+    assert {split: list(texts) for split, texts in documents.items()} == {
+        "train": ["a", "b"],
+        "validation": ["c"],
+    }
+
+
+def test_import_path_key_follows_the_documents(user_module, tmp_path):
+    source = "def corpus():\n    return {'train': [%r], 'validation': []}\n"
+    keys = []
+    for text in ("a", "a", "b"):
+        name = user_module("user_corpus_keys", source % text)
+        sys.modules.pop(name, None)
+        module_file = tmp_path / "__pycache__"
+        for cached in module_file.glob("*"):
+            cached.unlink()
+        keys.append(find_corpus(user_config(f"{name}:corpus", tmp_path)).key)
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "attribute", "message"),
+    [
+        ("import nowhere_at_all", "f", r"importing user_corpus_bad failed: No module named"),
+        ("1 / 0", "f", r"importing user_corpus_bad failed: ZeroDivisionError"),
+        ("def corpus(): ...", "corpse", r"has no 'corpse'; the nearest names are \['corpus'"),
+        ("f = 3", "f", r"is of type int, but must be a function"),
+        ("def f(): raise OSError('disk')", "f", r"failed: OSError: disk; mend the function"),
+        ("def f(): return ['a']", "f", r"returned <class 'list'>, but must return a dict"),
+        ("def f(): return {'train': []}", "f", r"returned \['train'\], but .*'validation'"),
+        (
+            "def f(): return {'train': (t for t in 'a'), 'validation': []}",
+            "f",
+            r"returned a generator for 'train'",
+        ),
+        (
+            "def f(): return {'train': ['a', b'b'], 'validation': []}",
+            "f",
+            r"document 1 of 'train' is a bytes, but must be a str",
+        ),
+        ("def f(): return {'train': [], 'validation': []}", "f", r"no documents in its train"),
+    ],
+)
+def test_import_path_refuses(source, attribute, message, user_module, tmp_path):
+    name = user_module("user_corpus_bad", source)
+    with pytest.raises(ValueError, match=rf"data\.name='user_corpus_bad:{attribute}'.*{message}"):
+        open_documents(user_config(f"{name}:{attribute}", tmp_path))
+
+
+def test_import_path_of_a_missing_module(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no module 'no_such_module'; .*PYTHONPATH"):
+        open_documents(user_config("no_such_module.corpora:mine", tmp_path))

@@ -1,0 +1,198 @@
+"""Megatron's and fairseq's token files, against bytes written by hand from the format."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import megatron
+from data.config import DataConfig
+from data.text.documents import open_documents
+from data.text.text_corpus import load_text
+from data.text.token_files import open_token_file, write_token_file
+from tests.data.corpora import jsonl_config, tokens_of
+
+# Three sequences in two documents: [[5, 6, 7], [8]] and [[9, 300]].
+BIN = struct.pack("<6H", 5, 6, 7, 8, 9, 300)
+HEADER = b"MMIDIDX\x00\x00" + b"\x01\0\0\0\0\0\0\0" + b"\x08" + b"\x03\0\0\0\0\0\0\0"
+NUM_BOUNDS = b"\x03\0\0\0\0\0\0\0"
+SIZES = b"\x03\0\0\0" + b"\x01\0\0\0" + b"\x02\0\0\0"
+POINTERS = struct.pack("<3q", 0, 6, 8)
+BOUNDS = struct.pack("<3q", 0, 2, 3)
+IDX = HEADER + NUM_BOUNDS + SIZES + POINTERS + BOUNDS
+
+
+def write(directory, idx=IDX, content=BIN):
+    (directory / "t.idx").write_bytes(idx)
+    (directory / "t.bin").write_bytes(content)
+    return str(directory / "t")
+
+
+def lists(file):
+    return [file[i].tolist() for i in range(len(file))]
+
+
+def test_megatron_file_written_by_hand_is_read(tmp_path):
+    path = write(tmp_path)
+    for name in (path, path + ".bin", path + ".idx"):
+        file = open_token_file(name)
+        assert lists(file) == [[5, 6, 7, 8], [9, 300]]
+        assert (file.kind, file.num_sequences, file.tokens.dtype) == ("Megatron", 3, np.uint16)
+        assert isinstance(file.tokens, np.memmap)
+    with pytest.raises(IndexError):
+        file[2]
+
+
+def test_fairseq_file_written_by_hand_is_read(tmp_path):
+    file = open_token_file(write(tmp_path, HEADER + SIZES + POINTERS))
+    assert lists(file) == [[5, 6, 7], [8], [9, 300]] and file.kind == "fairseq"
+
+
+@pytest.mark.parametrize(
+    ("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (9, "I"), (10, "Q")]
+)
+def test_every_dtype_is_read(code, letter, tmp_path):
+    size = struct.calcsize(letter)
+    idx = HEADER[:17] + bytes([code]) + HEADER[18:] + NUM_BOUNDS + SIZES
+    idx += struct.pack("<3q", 0, 3 * size, 4 * size) + BOUNDS
+    file = open_token_file(write(tmp_path, idx, struct.pack("<6" + letter, 5, 6, 7, 8, 9, 100)))
+    assert lists(file) == [[5, 6, 7, 8], [9, 100]]
+
+
+@pytest.mark.parametrize(
+    ("idx", "content", "message"),
+    [
+        (b"MMIDIDX", BIN, r"t\.idx ends within its 26 bytes of header: it is no intact"),
+        (b"X" + IDX[1:], BIN, r"begins with b'XMIDIDX\\x00\\x00' instead of b'MMIDIDX"),
+        (IDX[:9] + b"\x02" + IDX[10:], BIN, r"has version 2, and only 1 can be read"),
+        (IDX[:17] + b"\x06" + IDX[18:], BIN, r"has dtype code 6, and ids have one of \[1, 2, 3, 4"),
+        (IDX[:18] + b"\xff" + IDX[19:], BIN, r"too few for 255 sequences"),
+        (IDX[:-8], BIN, r"has 86 bytes, which are not those of 3 sequences and 3 document bounds"),
+        (IDX, BIN[:-2], r"t\.bin has 10 bytes, and t\.idx tells of 6 tokens of 2 bytes"),
+        (IDX, BIN + b"\0", r"t\.bin has 13 bytes, and t\.idx tells of 6 tokens"),
+        (
+            HEADER + NUM_BOUNDS + SIZES + struct.pack("<3q", 0, 8, 6) + BOUNDS,
+            BIN,
+            r"sequences that do not lie one after another",
+        ),
+        (
+            HEADER
+            + NUM_BOUNDS
+            + struct.pack("<3i", 9, -5, 2)
+            + struct.pack("<3q", 0, 18, 8)
+            + BOUNDS,
+            BIN,
+            r"sequences that do not lie one after another",
+        ),
+        (
+            IDX[:-24] + struct.pack("<3q", 0, 4, 3),
+            BIN,
+            r"document bounds that do not rise from 0 to",
+        ),
+        (
+            IDX[:-24] + struct.pack("<3q", 0, 1, 2),
+            BIN,
+            r"document bounds that do not rise from 0 to",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(idx, content, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        open_token_file(write(tmp_path, idx, content))
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_missing_file_is_refused(ending, tmp_path):
+    path = write(tmp_path)
+    Path(f"{path}.{ending}").unlink()
+    with pytest.raises(FileNotFoundError, match=rf"there is no file .*t\.{ending}.*'my_tokens'"):
+        open_token_file(path)
+
+
+def test_writer_writes_the_format_to_the_byte(tmp_path):
+    documents = [np.array([5, 6, 7]), np.array([8], np.uint32), np.array([9, 300])]
+    write_token_file(str(tmp_path / "new" / "w"), documents, np.dtype(np.uint16))
+    assert (tmp_path / "new" / "w.bin").read_bytes() == BIN
+    expected = HEADER + b"\x04\0\0\0\0\0\0\0" + SIZES + POINTERS + struct.pack("<4q", 0, 1, 2, 3)
+    assert (tmp_path / "new" / "w.idx").read_bytes() == expected
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["w.bin", "w.idx"]
+    write_token_file(str(tmp_path / "empty"), [], np.dtype(np.int32))
+    assert len(open_token_file(str(tmp_path / "empty"))) == 0
+
+
+def megatron_config(directory, *paths, **changes):
+    fields = {"name": "megatron", "paths": paths, "validation_fraction": 0.0, "sequence_length": 2}
+    return jsonl_config(directory, ["unread"], **{**fields, **changes})
+
+
+def test_token_files_train_as_they_are(tmp_path):
+    path = write(tmp_path, content=struct.pack("<6H", 5, 6, 256, 256, 9, 200))
+    corpus = load_text(megatron_config(tmp_path, path, path + ".idx"))
+    # Documents end once, whether or not the file's do.
+    document = [5, 6, 256, 256, 9, 200, 256]
+    assert tokens_of(corpus.train).tolist() == [256, *document, *document]
+    held = load_text(megatron_config(tmp_path, path, validation_fraction=0.5))
+    assert tokens_of(held.train).tolist() == [256, 5, 6, 256, 256]
+    assert tokens_of(held.validation).tolist() == [256, 9, 200, 256]
+
+
+def test_ids_that_the_tokenizer_lacks_are_refused(tmp_path):
+    message = r"data\.name='megatron': the token id 300 must be .* less than the tokenizer's 257"
+    with pytest.raises(ValueError, match=message):
+        load_text(megatron_config(tmp_path, write(tmp_path)))
+
+
+def run(capsys, *arguments):
+    code = megatron.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_command_line_writes_shows_and_reads(tmp_path, capsys):
+    texts = [f"document {i} — é" for i in range(12)]
+    config = jsonl_config(tmp_path, texts)
+    arguments = [
+        "--data.name=text",
+        f"--data.paths={config.paths[0]}",
+        "--data.tokenizer=bytes",
+        "--data.validation_fraction=0.3",
+        f"--data.cache_dir={config.cache_dir}",
+    ]
+    train = list(open_documents(config)["train"])
+    num_tokens = sum(len(text.encode()) + 1 for text in train)
+    code, out = run(capsys, "write", tmp_path / "w", *arguments)
+    shown = rf"Megatron, uint16, {len(train)} documents in {len(train)} sequences, {num_tokens} tok"
+    assert code == 0 and shown in out and "data.tokenizer=bytes" in out
+    assert shown in run(capsys, "show", tmp_path / "w")[1]
+    code, out = run(
+        capsys, "read", tmp_path / "w", "--data.tokenizer=bytes", "--first=1", "--count=2"
+    )
+    assert code == 0 and "document 1," in out and "document 3," not in out
+    assert f"{train[1]}<|endoftext|>\n" in out and train[2] in out
+    # The tokens come back as they went, in the same order.
+    (tmp_path / "other").mkdir()
+    written = load_text(megatron_config(tmp_path / "other", str(tmp_path / "w")))
+    direct = load_text(DataConfig(**{**vars(config), "sequence_length": 2}))
+    np.testing.assert_array_equal(tokens_of(written.train), tokens_of(direct.train))
+    assert run(capsys, "write", tmp_path / "v", *arguments, "--split=validation")[0] == 0
+    assert len(open_token_file(str(tmp_path / "v"))) == 12 - len(train)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "nowhere"], "error: data.paths: there is no file nowhere.bin"),
+        (["write", "x", "--data.name=text"], "error: data.name='text' needs at least one glob"),
+        (["read", "t", "--data.tokenizer=bpe"], "error: data.tokenizer='bpe' is trained from text"),
+        (
+            ["read", "t", "--data.tokenizer=bytes", "--first=2"],
+            "error: --first=2 must be a document",
+        ),
+    ],
+)
+def test_command_line_says_what_is_wrong(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    code, out = run(capsys, *arguments)
+    assert code == 2 and out.startswith(message)

@@ -1,0 +1,120 @@
+"""Disturbs small runs in many ways, and compares each with an undisturbed one, to the bit.
+
+    python -m tests.faults --kills=100 --out=benchmarks/results/cpu_faults.json
+
+A tiny GPT-2 with dropout trains on a simulated mesh of 2×2×2, in one process and in two. Of its
+faults each is drawn at random, with a moment of its own: kills, signals, frozen processes, damaged
+checkpoints, a full disk, a clock that jumps. After each the same command starts the run again,
+until it comes to its last step. Then these must hold, or the exit code is 1 and the run's
+directory is kept:
+
+- losses, gradient norms and evaluations are those of the undisturbed run, each logged once;
+- whatever checkpoint passes for intact loads, and is that of the undisturbed run;
+- a kill leaves no damaged checkpoint, and the end of a run nothing half-written;
+- the exit codes are those of train/lifecycle/exit_codes.py, and nothing outlives its launcher.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.harness import report
+from sharding.distributed import startup
+from tests.faults.campaign import Results, no_small_disk, restart_overhead, run_all, say, summary
+from tests.faults.kinds import DISK_FULL, KINDS
+from tests.faults.runs import MESH, NUM_STEPS, OVERRIDES, prepare
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 if a promise was not kept, or 2 after an error."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", allow_abbrev=False)
+    parser.add_argument("--kills", type=int, default=100, help="at random moments; more beside")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="names, with commas")
+    parser.add_argument("--overhead", action="store_true", help="also with a cold cache; minutes")
+    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    args = parser.parse_args(argv)
+    kinds = [name for name in args.kinds.split(",") if name]
+    unknown = [name for name in kinds if name not in KINDS]
+    if args.kills < 1 or unknown:
+        print(
+            f"error: --kills={args.kills} must be at least 1, and --kinds of {', '.join(KINDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    jax.config.update("jax_platforms", "cpu")
+    mesh = startup.start(MESH)
+    arguments = sys.argv[1:] if argv is None else argv
+    scratch = Path(tempfile.mkdtemp(prefix="taibai_faults_"))
+    begin_s = time.monotonic()
+    setting, results = prepare(scratch), Results()
+    skipped = {}
+    if DISK_FULL in kinds and (reason := no_small_disk(scratch)):
+        kinds.remove(DISK_FULL)
+        skipped[DISK_FULL] = reason
+        say(f"{DISK_FULL}: skipped, no small file system can be mounted: {reason}")
+    overhead = restart_overhead(setting) if args.overhead else None
+    run_all(setting, kinds, args.kills, args.seed, results)
+    figures = {
+        "command": shlex.join(["python", "-m", "tests.faults", *arguments]),
+        "seed": args.seed,
+        "versions": report.versions(),
+        "hardware": report.hardware(mesh),
+        "run": {"config": "configs/gpt2.py", "steps": NUM_STEPS, "overrides": OVERRIDES},
+        "wall_s": time.monotonic() - begin_s,
+        "skipped": skipped,
+        "restart_overhead_s": overhead,
+    } | summary(results)
+    print(as_text(figures))
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    if results.broken:
+        print(f"error: promises were not kept; see {scratch}", file=sys.stderr)
+        return 1
+    shutil.rmtree(scratch)
+    return 0
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """Returns the figures for a reader."""
+    lines = [
+        f"{figures['faults']} faults in {figures['runs']} runs of {figures['starts']} starts, "
+        f"{figures['wall_s'] / 60:.0f} min; {figures['failures']} promises not kept",
+        "",
+        f"{'':26}{'faults':>7}{'failures':>10}{'restart s':>11}{'all gone after s':>18}",
+    ]
+    for kind, tally in figures["kinds"].items():
+        noticed = [tally["noticed_s_median"], tally["noticed_s_max"]]
+        lines.append(
+            f"{kind:26}{tally['faults']:>7}{tally['failures']:>10}"
+            f"{_number(tally['restart_to_first_new_step_s']):>11}"
+            f"{'–'.join(map(_number, noticed)) if noticed[0] else '-':>18}"
+        )
+    lines += [f"{kind:26}skipped: {reason}" for kind, reason in figures["skipped"].items()]
+    lines += ["", "restart: median from start to first new step; all gone after: median–longest"]
+    save_s, stall_s = figures["save_s"]["median"], figures["save_stall_s"]["median"]
+    if save_s is not None and stall_s is not None:
+        lines.append(f"a save takes {save_s:.2f} s, of which training waits for {stall_s:.2f} s")
+    if figures["restart_overhead_s"]:
+        cold, warm = (figures["restart_overhead_s"][cache]["median"] for cache in ("cold", "warm"))
+        lines.append(
+            f"first step after {cold:.1f} s with a cold compilation cache, {warm:.1f} warm"
+        )
+    lines += [f"{one['workdir']}: after {one['fault']}: {one['what']}" for one in figures["broken"]]
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

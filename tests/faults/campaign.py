@@ -1,0 +1,273 @@
+"""Many faults drawn at random, the runs that they hit, and what came of them."""
+
+import collections
+import contextlib
+import dataclasses
+import random
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint.layout import steps_in
+from tests.faults.kinds import DISK_FULL, KINDS, Hit, draw
+from tests.faults.runs import DisturbedRun, Reference, Setting, compare, load, trajectory
+from tests.faults.start import Broken, Missed
+from train.lifecycle.exit_codes import FINISHED
+
+FAULTS_PER_RUN = 5
+TMPFS_BYTES = 64 * 2**20
+NUM_OVERHEAD_ROUNDS = 3
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What came of the faults of one kind."""
+
+    faults: int = 0
+    failures: int = 0
+    restarts_s: list[float] = dataclasses.field(default_factory=list)
+    noticed_s: list[float] = dataclasses.field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns it as plain numbers."""
+        return {
+            "faults": self.faults,
+            "failures": self.failures,
+            "restarts": len(self.restarts_s),
+            "restart_to_first_new_step_s": _median(self.restarts_s),
+            "noticed_s_median": _median(self.noticed_s),
+            "noticed_s_max": max(self.noticed_s, default=None),
+        }
+
+
+@dataclass(kw_only=True)
+class Results:
+    """What came of a campaign, as far as it is."""
+
+    num_runs: int = 0
+    num_starts: int = 0
+    tallies: dict[str, Tally] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(Tally)
+    )
+    saves_s: list[float] = dataclasses.field(default_factory=list)
+    stalls_s: list[float] = dataclasses.field(default_factory=list)
+    broken: list[dict[str, str]] = dataclasses.field(default_factory=list)
+
+    def take(self, hit: Hit) -> None:
+        """Counts a fault."""
+        self.tallies[hit.kind].faults += 1
+        if hit.noticed_s is not None:
+            self.tallies[hit.kind].noticed_s.append(hit.noticed_s)
+
+    def note(self, run: DisturbedRun, fault_before: str | None) -> None:
+        """Takes over the times of a run's last start, which a fault may have made necessary."""
+        assert run.last is not None
+        self.saves_s += run.last.saves_s
+        if run.last.first_step_s is not None and fault_before is not None:
+            self.tallies[fault_before].restarts_s.append(run.last.first_step_s)
+
+
+def campaign(setting: Setting, names: Sequence[str], rng: random.Random, results: Results) -> None:
+    """Disturbs runs until all faults have hit; what came of them is added to `results`."""
+    reference = make_reference(setting, results)
+    pending, num_missed = collections.deque(names), 0
+    while pending and num_missed <= len(names):
+        batch = [pending.popleft() for _ in range(min(FAULTS_PER_RUN, len(pending)))]
+        results.num_runs += 1
+        name = f"{setting.num_processes}_{results.num_runs:03d}"
+        with _directory(setting.scratch / name, on_tmpfs=DISK_FULL in batch) as directory:
+            run = DisturbedRun(setting, reference, directory)
+            missed = disturb(run, batch, rng, results)
+        num_missed += len(missed)
+        pending.extend(missed)
+    if pending:
+        raise Broken(f"these faults do not hit, the run ends before them: {sorted(pending)}")
+
+
+def disturb(
+    run: DisturbedRun, names: Sequence[str], rng: random.Random, results: Results
+) -> list[str]:
+    """Disturbs one run by one fault after another, and lets it end; returns what did not hit."""
+    left, kind, is_struck = list(names), None, True
+    try:
+        with contextlib.suppress(Missed):
+            while left:
+                before, kind, is_struck = kind, left[0], False
+                hit = KINDS[kind].fault(run, rng)
+                kind, is_struck = hit.kind, True
+                left.pop(0)
+                results.take(hit)
+                results.note(run, before)
+                say(f"{run.directory.name}: {_describe(hit)}")
+                run.check_after_fault()
+            run.finish()
+        results.note(run, kind)
+        run.check_end()
+        results.stalls_s += run.stalls_s()
+        say(f"{run.directory.name}: ended as the undisturbed run, after {run.num_starts} starts")
+        shutil.rmtree(run.workdir)
+    except Broken as error:
+        what = kind or "no fault"
+        results.tallies[what].failures += 1
+        results.broken.append({"workdir": str(run.workdir), "fault": what, "what": str(error)})
+        say(f"{run.directory.name}: BROKEN after {what}: {error}")
+        left = left if is_struck else left[1:]  # not this one over and over again
+    finally:
+        if run.last is not None:
+            run.last.kill()
+        results.num_starts += run.num_starts
+    return left
+
+
+@contextlib.contextmanager
+def _directory(path: Path, on_tmpfs: bool) -> Iterator[Path]:
+    """Makes a directory for a run, on a small file system of its own if wanted.
+
+    What is left in that one at the end is copied to the directory.
+    """
+    path.mkdir()
+    if not on_tmpfs:
+        yield path
+        return
+    _mount(path)
+    try:
+        yield path
+    finally:
+        kept = path.with_name(f"{path.name}_kept")
+        shutil.copytree(path, kept)
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+        path.rmdir()
+        kept.rename(path)
+
+
+def _mount(path: Path) -> None:
+    options = ["-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(path)]
+    subprocess.run(["mount", *options], check=True, capture_output=True, text=True)
+
+
+def no_small_disk(scratch: Path) -> str | None:
+    """Returns why no file system can be mounted, or None if one can."""
+    path = scratch / "mounted"
+    path.mkdir()
+    try:
+        _mount(path)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return str(getattr(error, "stderr", None) or error).strip()
+    subprocess.run(["umount", str(path)], check=True)
+    return None
+
+
+def make_reference(setting: Setting, results: Results) -> Reference:
+    """Returns the undisturbed run, made twice: once keeping all checkpoints.
+
+    Raises:
+        Broken: the two differ.
+    """
+    runs = []
+    for i in range(2):
+        name = f"{setting.num_processes}_reference_{i}"
+        empty = Reference(trajectory={}, digests={}, start_s=0.0, save_s=0.0)
+        run = DisturbedRun(setting, empty, setting.scratch / name)
+        run.directory.mkdir()
+        start = run.start(None, *(["checkpoint.max_to_keep=1000"] if i == 0 else []))
+        code = start.end()
+        if code != FINISHED:
+            raise Broken(f"the undisturbed run ended with code {code}:\n{start.tail()}")
+        runs.append(run)
+    whole, warm = runs
+    logged = trajectory(whole.workdir)
+    compare(trajectory(warm.workdir), logged)
+    start = warm.last
+    assert start is not None and start.first_step_s is not None
+    loads = setting.scratch / "loads"
+    save_s = statistics.median(start.saves_s)
+    say(
+        f"{setting.num_processes} process(es), undisturbed: first step after "
+        f"{start.first_step_s:.1f} s, a save takes {save_s:.2f} s"
+    )
+    return Reference(
+        trajectory=logged,
+        digests={
+            step: load(whole.checkpoints / str(step), loads) for step in steps_in(whole.checkpoints)
+        },
+        start_s=start.first_step_s,
+        save_s=save_s,
+    )
+
+
+def restart_overhead(setting: Setting) -> dict[str, dict[str, float | None]]:
+    """Returns seconds from the start of a process to its first step, by the compilation cache.
+
+    The run begins anew each time: nothing is restored.
+    """
+    times_s: dict[str, list[float]] = {"cold": [], "warm": []}
+    for i in range(NUM_OVERHEAD_ROUNDS):
+        shutil.rmtree(setting.cache / "xla", ignore_errors=True)
+        for cache, found_s in times_s.items():
+            directory = setting.scratch / f"overhead_{cache}_{i}"
+            directory.mkdir()
+            empty = Reference(trajectory={}, digests={}, start_s=0.0, save_s=0.0)
+            start = DisturbedRun(setting, empty, directory).start()
+            try:
+                start.wait_for_step(2)  # another process has written what it compiled by then
+            finally:
+                start.kill()
+            assert start.first_step_s is not None
+            found_s.append(start.first_step_s)
+            say(f"first step after {start.first_step_s:.1f} s, {cache} compilation cache")
+            shutil.rmtree(directory)
+    return {
+        cache: {"median": _median(found_s), "min": min(found_s), "max": max(found_s)}
+        for cache, found_s in times_s.items()
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def run_all(
+    setting: Setting, kinds: Sequence[str], num_kills: int, seed: int, results: Results
+) -> None:
+    """Runs the campaign, first in one process and then in two; `results` gets what came of it."""
+    for num_processes in (1, 2):
+        chosen = [name for name in kinds if KINDS[name].num_processes == num_processes]
+        rng = random.Random(f"{seed} {num_processes}")
+        names = draw(chosen, num_kills, rng)
+        if names:
+            of_these = dataclasses.replace(setting, num_processes=num_processes)
+            try:
+                campaign(of_these, names, rng, results)
+            except Broken as error:
+                broken = {"workdir": str(setting.scratch), "fault": "none", "what": str(error)}
+                results.broken.append(broken)
+                say(f"BROKEN: {error}")
+
+
+def summary(results: Results) -> dict[str, Any]:
+    """Returns what came of a campaign, as plain numbers and strings."""
+    tallies = results.tallies
+    order = [*KINDS, *(kind for kind in tallies if kind not in KINDS)]
+    return {
+        "runs": results.num_runs,
+        "starts": results.num_starts,
+        "faults": sum(tally.faults for tally in tallies.values()),
+        "failures": len(results.broken),
+        "save_s": {"median": _median(results.saves_s), "count": len(results.saves_s)},
+        "save_stall_s": {"median": _median(results.stalls_s), "count": len(results.stalls_s)},
+        "kinds": {kind: tallies[kind].summary() for kind in order if kind in tallies},
+        "broken": results.broken,
+    }
+
+
+def _describe(hit: Hit) -> str:
+    return hit.kind + (f", all gone after {hit.noticed_s:.1f} s" if hit.noticed_s else "")
+
+
+def say(text: str) -> None:
+    """Prints a line at once."""
+    print(text, flush=True)

@@ -1,0 +1,261 @@
+"""The faults: each starts a run, disturbs it, and returns what it hit and when that was noticed."""
+
+import contextlib
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.layout import steps_in
+from tests.faults.runs import CLOCK_SEED, GRACE_S, SAVE_TIMEOUT_S, DisturbedRun
+from tests.faults.start import Broken, Missed, Start, is_alive
+from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
+
+#: Most steps from the first new one to a fault; each run has time for several of them.
+MOST_STEPS = 16
+#: After a process was killed: the launcher's grace, and time to collect what is left.
+KILL_BOUND_S = GRACE_S + 20
+#: After one was frozen: the watchdog's time-out, 2.5 intervals and a few seconds, and the same.
+FREEZE_BOUND_S = 1.625 * SAVE_TIMEOUT_S + 10 + KILL_BOUND_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hit:
+    """A fault that hit."""
+
+    kind: str
+    noticed_s: float | None = None  # until the others had noticed, and all were gone
+
+
+Fault = Callable[[DisturbedRun, random.Random], Hit]
+
+IN_START, IN_STEP, IN_SAVE = "kill in start-up", "kill in a step", "kill in a save"
+CLOCK, DISK_FULL = "clock jumps", "disk full"
+
+
+def _kill(start: Start) -> Hit:
+    start.look()
+    if start.process.poll() == FINISHED:
+        raise Missed
+    start.kill()
+    if start.process.returncode != -signal.SIGKILL:
+        raise Broken(f"it ended with code {start.process.returncode} by itself:\n{start.tail()}")
+    if start.first_step_s is None:
+        return Hit(kind=IN_START)
+    return Hit(kind=IN_SAVE if start.is_saving() else IN_STEP)
+
+
+def kill_in_start(run: DisturbedRun, rng: random.Random) -> Hit:
+    """Kills it at some moment before its first new step."""
+    start = run.start()
+    start.sleep(rng.uniform(0, run.reference.start_s))
+    return _kill(start)
+
+
+def kill_in_step(run: DisturbedRun, rng: random.Random) -> Hit:
+    """Kills it some steps later."""
+    start = run.start()
+    start.wait_for_step(rng.randint(1, MOST_STEPS))
+    start.sleep(rng.uniform(0, 0.1))
+    return _kill(start)
+
+
+def kill_in_save(run: DisturbedRun, rng: random.Random) -> Hit:
+    """Kills it some steps later, in the midst of a save."""
+    start = run.start()
+    start.wait_for_step(rng.randint(1, MOST_STEPS // 2))
+    start.wait_until(start.is_saving, "a save")
+    start.sleep(rng.uniform(0, run.reference.save_s))
+    return _kill(start)
+
+
+def _stop(run: DisturbedRun, rng: random.Random, num_signals: int) -> Start:
+    """Ends it with SIGTERM, and checks that it saved and said so."""
+    start = run.start()
+    start.wait_for_step(rng.randint(1, MOST_STEPS))
+    for i in range(num_signals):
+        start.sleep(rng.uniform(0, 0.2) if i else 0.0)
+        start.process.send_signal(signal.SIGTERM)
+    code = start.end()
+    if code == FINISHED:
+        raise Missed
+    if code != STOPPED:
+        raise Broken(f"after SIGTERM it ended with code {code}, not {STOPPED}:\n{start.tail()}")
+    newest, logged = max(steps_in(run.checkpoints), default=0), run.last_logged()
+    if newest != logged:
+        raise Broken(f"after SIGTERM step {newest} is saved, and step {logged} was the last one")
+    return start
+
+
+def terminate(run: DisturbedRun, rng: random.Random) -> Hit:
+    """Sends SIGTERM."""
+    _stop(run, rng, 1)
+    return Hit(kind="SIGTERM")
+
+
+def terminate_twice(run: DisturbedRun, rng: random.Random) -> Hit:
+    """Sends SIGTERM, and at once again."""
+    _stop(run, rng, 2)
+    return Hit(kind="SIGTERM twice")
+
+
+def flip_byte(file: Path, rng: random.Random) -> None:
+    """Changes one byte."""
+    content = bytearray(file.read_bytes())
+    content[rng.randrange(len(content))] ^= rng.randint(1, 255)
+    file.write_bytes(content)
+
+
+def truncate(file: Path, rng: random.Random) -> None:
+    """Cuts off the end."""
+    os.truncate(file, rng.randrange(file.stat().st_size))
+
+
+def delete(file: Path, rng: random.Random) -> None:
+    """Deletes the file."""
+    file.unlink()
+
+
+def _damages(kind: str, how: Callable[[Path, random.Random], None]) -> Fault:
+    def fault(run: DisturbedRun, rng: random.Random) -> Hit:
+        start = run.start()
+        start.wait_for_step(rng.randint(1, MOST_STEPS))
+        # One is left to fall back on.
+        start.wait_until(lambda: len(_intact(run)) > 1, "second checkpoint")
+        _kill(start)
+        run.check_after_fault()
+        run.damage(_intact(run)[-1], how, rng)
+        return Hit(kind=kind)
+
+    return fault
+
+
+def _intact(run: DisturbedRun) -> list[int]:
+    return [step for step in steps_in(run.checkpoints) if step not in run.damaged]
+
+
+def fill_disk(run: DisturbedRun, rng: random.Random) -> Hit:
+    """Fills the disk until a save has failed, frees it until one has not, and kills the run."""
+    start = run.start()
+    start.wait_for_step(rng.randint(1, MOST_STEPS))
+    filler = run.directory / "filler"
+    _fill(filler)
+    try:
+        start.wait_until(
+            lambda: "could not be saved" in start.log or start.look() == UNSAVED, "a failed save"
+        )
+    finally:
+        filler.unlink()
+    if start.look() == UNSAVED:  # it was the last step's
+        return Hit(kind=DISK_FULL)
+    before = set(steps_in(run.checkpoints))
+    start.wait_until(lambda: bool(set(steps_in(run.checkpoints)) - before), "a save that succeeds")
+    _kill(start)
+    return Hit(kind=DISK_FULL)
+
+
+def _fill(filler: Path) -> None:
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(2**16))
+
+
+def make_clock_jump(run: DisturbedRun, rng: random.Random) -> Hit:
+    """Starts it with a clock that jumps and files of odd times, and kills it some steps later."""
+    for path in run.checkpoints.rglob("*"):
+        with contextlib.suppress(OSError):
+            os.utime(path, (rng.choice((0, 1, 2**31, 2**33)), rng.uniform(0, 2**32)))
+    env = {"PYTHONPATH": str(run.setting.clock), CLOCK_SEED: str(rng.getrandbits(32))}
+    start = run.start(env)
+    start.wait_for_step(rng.randint(1, MOST_STEPS))
+    _kill(start)
+    return Hit(kind=CLOCK)
+
+
+def _kills_process(number: int) -> Fault:
+    def fault(run: DisturbedRun, rng: random.Random) -> Hit:
+        start = run.start()
+        if rng.random() < 0.4:
+            start.wait_until(lambda: number in start.pids(), f"process {number}")
+            start.sleep(rng.uniform(0, run.reference.start_s))
+        else:
+            start.wait_for_step(rng.randint(1, MOST_STEPS))
+            start.sleep(rng.uniform(0, 0.1))
+        noticed_s = _hit_process(start, number, signal.SIGKILL, KILL_BOUND_S)
+        return Hit(kind=f"kill process {number} of 2", noticed_s=noticed_s)
+
+    return fault
+
+
+def freeze(run: DisturbedRun, rng: random.Random) -> Hit:
+    """Stops one of the processes for good with SIGSTOP."""
+    start = run.start()
+    start.wait_for_step(rng.randint(1, MOST_STEPS))
+    start.sleep(rng.uniform(0, 0.1))
+    number = rng.randrange(run.setting.num_processes)
+    noticed_s = _hit_process(start, number, signal.SIGSTOP, FREEZE_BOUND_S)
+    return Hit(kind="freeze 1 process of 2", noticed_s=noticed_s)
+
+
+def _hit_process(start: Start, number: int, how: signal.Signals, bound_s: float) -> float:
+    """Returns the seconds from the signal to the end of all processes and the launcher."""
+    pids = start.pids()
+    if start.look() == FINISHED or number not in pids:
+        raise Missed
+    hit_s = time.monotonic()
+    os.kill(pids[number], how)
+    code = start.end(bound_s)
+    left = [pid for pid in pids.values() if is_alive(pid)]
+    if left:
+        raise Broken(f"the processes {left} outlive their launcher:\n{start.tail()}")
+    if code == FINISHED:
+        raise Missed
+    return time.monotonic() - hit_s
+
+
+def terminate_launcher(run: DisturbedRun, rng: random.Random) -> Hit:
+    """Sends SIGTERM to the launcher."""
+    _stop(run, rng, 1)
+    return Hit(kind="SIGTERM to the launcher")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of fault, as it is drawn.
+
+    What it hits may be another: a kill that comes too late for the start hits a step.
+    """
+
+    fault: Fault
+    share: int  # how many of it beside 100 kills at random moments
+    num_processes: int = 1
+
+
+#: The kills at random moments, 100 in all, and the rest.
+KINDS = {
+    IN_START: Kind(fault=kill_in_start, share=27),
+    IN_STEP: Kind(fault=kill_in_step, share=30),
+    IN_SAVE: Kind(fault=kill_in_save, share=27),
+    "SIGTERM": Kind(fault=terminate, share=8),
+    "SIGTERM twice": Kind(fault=terminate_twice, share=4),
+    "byte flipped": Kind(fault=_damages("byte flipped", flip_byte), share=8),
+    "file truncated": Kind(fault=_damages("file truncated", truncate), share=4),
+    "file deleted": Kind(fault=_damages("file deleted", delete), share=4),
+    DISK_FULL: Kind(fault=fill_disk, share=6),
+    CLOCK: Kind(fault=make_clock_jump, share=6),
+    "kill process 0 of 2": Kind(fault=_kills_process(0), share=8, num_processes=2),
+    "kill process 1 of 2": Kind(fault=_kills_process(1), share=8, num_processes=2),
+    "freeze 1 process of 2": Kind(fault=freeze, share=4, num_processes=2),
+    "SIGTERM to the launcher": Kind(fault=terminate_launcher, share=3, num_processes=2),
+}
+
+
+def draw(kinds: Sequence[str], num_kills: int, rng: random.Random) -> list[str]:
+    """Returns the names of the faults to come, in random order: at least one of each kind."""
+    names = [name for name in kinds for _ in range(math.ceil(KINDS[name].share * num_kills / 100))]
+    rng.shuffle(names)
+    return names

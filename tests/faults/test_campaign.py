@@ -1,0 +1,55 @@
+"""The fault campaign on one device: that it runs, and that it would notice what it looks for."""
+
+import json
+import random
+
+import pytest
+
+from tests.faults.__main__ import as_text
+from tests.faults.campaign import Results, campaign, summary
+from tests.faults.kinds import IN_START, KINDS, delete, draw, flip_byte, truncate
+from tests.faults.runs import OVERRIDES, compare, prepare
+from tests.faults.start import Broken
+
+#: One layer on one device: compiled in seconds.
+SMALL = [o for o in OVERRIDES if not o.startswith(("mesh.", "model.num_layers"))]
+
+
+def test_disturbed_run_ends_as_the_undisturbed_one(tmp_path):
+    setting = prepare(tmp_path, [*SMALL, "model.num_layers=1"], num_steps=60)
+    results = Results()
+    campaign(setting, ["byte flipped"], random.Random(0), results)
+    assert results.broken == []
+    figures = summary(results)
+    assert (figures["faults"], figures["runs"], figures["starts"]) == (1, 1, 2)
+    json.dumps(figures, allow_nan=False)
+    whole = {"wall_s": 1.0, "skipped": {}, "restart_overhead_s": None} | figures
+    assert "byte flipped" in as_text(whole)
+
+
+def test_compare_names_the_step_that_differs():
+    expected = {1: ((("loss", 2.0),),), 2: ((("loss", 1.0),),)}
+    compare(dict(expected), expected)
+    with pytest.raises(Broken, match="step 2 differs"):
+        compare(expected | {2: ((("loss", 1.0000001),),)}, expected)
+    with pytest.raises(Broken, match="step 2 differs"):  # logged twice
+        compare(expected | {2: 2 * expected[2]}, expected)
+    with pytest.raises(Broken, match="step 1 differs"):
+        compare({2: expected[2]}, expected)
+
+
+@pytest.mark.parametrize("how", [flip_byte, truncate, delete])
+def test_damage_changes_a_file(how, tmp_path):
+    for seed in range(50):
+        file = tmp_path / "file"
+        file.write_bytes(b"some bytes")
+        how(file, random.Random(seed))
+        assert not file.exists() or file.read_bytes() != b"some bytes"
+
+
+def test_draw_has_100_kills_and_at_least_one_fault_of_each_kind():
+    kills = [name for name in KINDS if name.startswith("kill")]
+    assert len(draw(kills, 100, random.Random(0))) == 100
+    assert set(draw(list(KINDS), 1, random.Random(0))) == set(KINDS)
+    assert draw(kills, 9, random.Random(1)) == draw(kills, 9, random.Random(1))
+    assert draw([IN_START], 100, random.Random(0)) == [IN_START] * KINDS[IN_START].share

@@ -1,0 +1,155 @@
+"""What cuDNN's kernel computes, in plain jax.numpy and any dtype: for tests on machines without it.
+
+`forward` and `backward` have the signatures of models/layers/cudnn_kernel.py. What the kernel
+leaves undefined is NaN here, so that a wrapper which lets any of it through fails.
+"""
+
+import jax.numpy as jnp
+import pytest
+
+from models.layers import attention, cudnn_kernel
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes all attention run as on an H100, with the stand-in for the kernel."""
+    choice = attention.Choice(kernel="cudnn", why="a test")
+    monkeypatch.setattr(attention, "choose", lambda *_: choice)
+    monkeypatch.setattr(attention, "_can_pack", lambda: True)
+    monkeypatch.setattr(cudnn_kernel, "forward", forward)
+    monkeypatch.setattr(cudnn_kernel, "backward", backward)
+
+
+def forward(q, k, v, bias, lengths, options):
+    check(q, k, v, bias, lengths)
+    seen = _visible(q, k, lengths, options)
+    logits = _logits(q, k, bias, options, seen)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True)
+    stats_BNT = (jnp.log(total) + largest)[..., 0]
+    weights = jnp.exp(logits - stats_BNT[..., None])
+    y = jnp.einsum("BNTS,BSNH->BTNH", weights, _repeated(v, q))
+    is_query, _ = _defined(q, k, lengths)
+    y = jnp.where(is_query[:, :, None, None], y, jnp.nan)
+    stats_BNT = jnp.where(is_query[:, None], stats_BNT, jnp.nan)
+    return y, stats_BNT if not _has_documents(lengths) else _to_rows(stats_BNT, q, lengths)
+
+
+def backward(q, k, v, bias, lengths, options, stats, y, dy):
+    check(q, k, v, bias, lengths)
+    seen = _visible(q, k, lengths, options)
+    is_query, is_key = _defined(q, k, lengths)
+    stats_BNT = _to_queries(stats, q, lengths) if _has_documents(lengths) else stats
+    hidden = ~is_query[:, None, :, None]
+    logits = _logits(q, k, bias, options, seen)
+    weights = jnp.where(hidden, 0, jnp.exp(logits - stats_BNT[..., None]))
+    y, dy = (jnp.where(is_query[:, :, None, None], x, 0) for x in (y, dy))
+    k_all, v_all = _repeated(k, q), _repeated(v, q)
+    dweights = jnp.einsum("BTNH,BSNH->BNTS", dy, v_all)
+    shift = jnp.einsum("BTNH,BTNH->BNT", dy, y)[..., None]
+    dlogits = weights * (dweights - shift)
+
+    def of_kv_heads(x):
+        return x.reshape(*k.shape[:3], -1, x.shape[-1]).sum(axis=3)
+
+    dq = jnp.einsum("BNTS,BSNH->BTNH", dlogits, k_all) * options.scale
+    dk = of_kv_heads(jnp.einsum("BNTS,BTNH->BSNH", dlogits, q) * options.scale)
+    dv = of_kv_heads(jnp.einsum("BNTS,BTNH->BSNH", weights, dy))
+    dbias = None
+    if options.has_bias_gradient:
+        sums = tuple(dim for dim, size in enumerate(bias.shape) if size == 1)
+        dbias = jnp.sum(dlogits, axis=sums, keepdims=True)
+    dq = jnp.where(is_query[:, :, None, None], dq, jnp.nan)
+    dk, dv = (jnp.where(is_key[:, :, None, None], x, jnp.nan) for x in (dk, dv))
+    return dq, dk, dv, dbias
+
+
+def check(q, k, v, bias, lengths) -> None:
+    """Refuses what the kernel does."""
+    assert q.shape[1] % 2 == k.shape[1] % 2 == 0
+    assert q.shape[3] % 8 == 0
+    assert q.shape[2] % k.shape[2] == 0
+    assert k.shape == v.shape
+    if bias is not None:
+        assert bias.shape[2:] == (q.shape[1], k.shape[1])
+        assert bias.shape[0] in (1, q.shape[0])
+        assert bias.shape[1] in (1, q.shape[2])
+        assert not _has_documents(lengths)
+
+
+def _has_documents(lengths) -> bool:
+    return lengths is not None and lengths.q_offsets is not None
+
+
+def _logits(q, k, bias, options, seen):
+    logits = jnp.einsum("BTNH,BSNH->BNTS", q, _repeated(k, q)) * options.scale
+    logits = logits if bias is None else logits + bias
+    return jnp.where(seen[:, None], logits, -1e300)
+
+
+def _repeated(x_BSKH, q):
+    return jnp.repeat(x_BSKH, q.shape[2] // x_BSKH.shape[2], axis=2)
+
+
+def _members(x, offsets, lengths):
+    """Returns, [R, B, T], each token's number in each document, and whether it belongs to it.
+
+    Args:
+      offsets, lengths: of the documents, in elements and in tokens.
+    """
+    batch, length, num_heads, head_dim = x.shape
+    first = offsets.reshape(-1)[: lengths.size] // (num_heads * head_dim)
+    number_BT = jnp.arange(batch * length).reshape(batch, length)
+    index = number_BT[None] - first[:, None, None]
+    return index, (index >= 0) & (index < lengths.reshape(-1)[:, None, None])
+
+
+def _in_order(q_index, k_index, options):
+    distance = q_index[..., :, None] - k_index[..., None, :]
+    seen = (distance >= 0) | (not options.is_causal)
+    return seen if options.window is None else seen & (distance < options.window)
+
+
+def _visible(q, k, lengths, options):
+    """Returns bool[B, T, S]."""
+    q_index, k_index = (jnp.arange(x.shape[1])[None] for x in (q, k))
+    if lengths is None:
+        return jnp.broadcast_to(
+            _in_order(q_index, k_index, options), (q.shape[0], q.shape[1], k.shape[1])
+        )
+    if not _has_documents(lengths):
+        return _in_order(q_index, k_index, options) & (k_index < lengths.k[:, None])[:, None]
+    q_index, is_query = _members(q, lengths.q_offsets, lengths.q)
+    k_index, is_key = _members(k, lengths.k_offsets, lengths.k)
+    both = is_query[..., :, None] & is_key[..., None, :]
+    return jnp.any(both & _in_order(q_index, k_index, options), axis=0)
+
+
+def _defined(q, k, lengths):
+    """Returns which queries and keys have a result, bool[B, T] and bool[B, S]."""
+    if lengths is None:
+        return jnp.ones(q.shape[:2], bool), jnp.ones(k.shape[:2], bool)
+    if not _has_documents(lengths):
+        pairs = ((q, lengths.q), (k, lengths.k))
+        return tuple(jnp.arange(x.shape[1])[None] < n[:, None] for x, n in pairs)
+    members = ((q, lengths.q_offsets, lengths.q), (k, lengths.k_offsets, lengths.k))
+    return tuple(jnp.any(_members(*of)[1], axis=0) for of in members)
+
+
+def _to_rows(stats_BNT, q, lengths):
+    """Returns statistics by document, `[R, N, T]`; NaN behind a document's last query."""
+    index, is_in = _members(q, lengths.q_offsets, lengths.q)
+    # [R, B, T, position]
+    at = is_in[..., None] & (index[..., None] == jnp.arange(q.shape[1]))
+    rows = jnp.einsum("RBTP,BNT->RNP", at.astype(stats_BNT.dtype), _finite(stats_BNT))
+    return jnp.where(jnp.any(at, axis=(1, 2))[:, None], rows, jnp.nan)
+
+
+def _to_queries(stats_RNT, q, lengths):
+    """Returns the statistics of documents at their queries, `[B, N, T]`."""
+    index, is_in = _members(q, lengths.q_offsets, lengths.q)
+    at = is_in[..., None] & (index[..., None] == jnp.arange(q.shape[1]))
+    return jnp.einsum("RBTP,RNP->BNT", at.astype(stats_RNT.dtype), _finite(stats_RNT))
+
+
+def _finite(x):
+    return jnp.where(jnp.isnan(x), 0, x)

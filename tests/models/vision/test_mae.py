@@ -1,0 +1,233 @@
+"""What MAE hides, in which order its decoder sees patches, and what its loss is of."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from models.flops import traced_flops
+from models.vision.common import cut_patches, joined_patches
+from models.vision.mae import MAE, MAEConfig
+from models.vision.vit import ViT
+
+CONFIG = MAEConfig(
+    image_size=11,
+    patch_size=2,
+    num_channels=3,
+    num_layers=2,
+    num_heads=2,
+    embed_dim=8,
+    mlp_dim=12,
+    decoder_num_layers=1,
+    decoder_num_heads=3,
+    decoder_embed_dim=12,
+    decoder_mlp_dim=10,
+    mask_ratio=0.7,
+)
+NUM_PATCHES, NUM_KEPT = 25, 7
+
+
+@functools.cache
+def model(**changes) -> MAE:
+    return MAE(MAEConfig(**{**vars(CONFIG), **changes}), rngs=nnx.Rngs(0))
+
+
+def batch(size: int, **more) -> dict:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (size, 11, 11, 3), dtype=np.uint8)
+    seeds = rng.integers(0, 2**32, size, dtype=np.uint32)
+    weights = np.ones(size, np.float32)
+    return {"images": images, "mask_seeds": seeds, "weights": weights, **more}
+
+
+def hidden(inputs: dict, **changes) -> np.ndarray:
+    """Returns bool[B, T] by what the head does with predictions at each patch."""
+    mae = model(**changes)
+    x = jnp.zeros((len(inputs["images"]), 1 + NUM_PATCHES, CONFIG.decoder_embed_dim))
+    gradient = jax.grad(lambda x: mae.head(x, inputs)[0])(
+        x + np.random.default_rng(1).normal(size=x.shape)
+    )
+    return np.abs(gradient[:, 1:]).max(axis=-1) > 0
+
+
+def test_as_many_patches_of_each_image_are_hidden_all_of_them_equally_often():
+    inputs = batch(600)
+    is_hidden = hidden(inputs)
+    assert (is_hidden.sum(axis=1) == NUM_PATCHES - NUM_KEPT).all()
+    share = (NUM_PATCHES - NUM_KEPT) / NUM_PATCHES
+    # Five standard deviations of 600 draws, of 25 places.
+    assert np.abs(is_hidden.mean(axis=0) - share).max() < 5 * (share * (1 - share) / 600) ** 0.5
+    assert len(np.unique(is_hidden, axis=0)) > 590
+
+
+def test_what_is_hidden_hangs_on_the_seed_alone():
+    inputs = batch(6)
+    other = {**inputs, "images": inputs["images"][::-1], "weights": np.full(6, 0.5, np.float32)}
+    np.testing.assert_array_equal(hidden(inputs), hidden(other))
+    last = {name: value[4:] for name, value in inputs.items()}
+    np.testing.assert_array_equal(hidden(inputs)[4:], hidden(last))
+    seeds = {**inputs, "mask_seeds": inputs["mask_seeds"] + 1}
+    assert (hidden(inputs) != hidden(seeds)).any(axis=1).all()
+
+
+def test_patches_with_the_least_noise_are_kept_and_of_equal_ones_the_first():
+    noise = np.random.default_rng(0).random((3, NUM_PATCHES), np.float32)
+    noise[1] = 0.5
+    is_hidden = hidden(batch(3, noise=noise))
+    for row in (0, 2):
+        assert set(np.flatnonzero(~is_hidden[row])) == set(np.argsort(noise[row])[:NUM_KEPT])
+    np.testing.assert_array_equal(np.flatnonzero(~is_hidden[1]), np.arange(NUM_KEPT))
+
+
+def test_encoder_sees_what_the_head_does_not_ask_for():
+    mae, inputs = model(), batch(2)
+    pixels = jnp.asarray(inputs["images"] / 127.5 - 1, jnp.float32)
+    gradient = jax.grad(lambda x: (mae.embed({**inputs, "images": x}) ** 2).sum())(pixels)
+    patches = cut_patches(jnp.abs(gradient), 2).reshape(2, NUM_PATCHES, -1)
+    np.testing.assert_array_equal(patches.max(axis=-1) == 0, hidden(inputs))
+    assert mae.embed(inputs).shape == (2, 1 + NUM_KEPT, 8)
+
+
+def test_decoder_sees_patches_in_the_order_of_the_image():
+    noise = np.random.default_rng(2).random((3, NUM_PATCHES), np.float32)
+    mae, inputs = model(), batch(3, noise=noise)
+    order = np.argsort(noise, axis=1)[:, :NUM_KEPT, None]
+    first, patches = (np.asarray(x) for x in mae.tokens(inputs["images"]))
+    kept = jnp.concatenate([first, np.take_along_axis(patches, order, axis=1)], axis=1)
+    np.testing.assert_array_equal(mae.embed(inputs), kept)
+    embedded = np.asarray(mae.decoder_embedding(mae.final_norm(kept)))
+    expected = np.tile(np.asarray(mae.mask_token[...]), (3, 1 + NUM_PATCHES, 1))
+    expected[:, 0] = embedded[:, 0]
+    np.put_along_axis(expected[:, 1:], order, embedded[:, 1:], axis=1)
+    expected += np.asarray(mae.decoder_position_embedding[...])
+    # One rounding of float32.
+    np.testing.assert_allclose(
+        mae.before_decoder(jnp.asarray(kept), inputs), expected, rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_loss_is_the_mean_over_hidden_patches_of_each_image(normalise):
+    noise = np.random.default_rng(3).random((4, NUM_PATCHES))
+    weights = np.array([1, 0, 0.5, 1])
+    with jax.enable_x64(True):
+        graph, params = nnx.split(model(normalise_targets=normalise))
+        mae = nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params))
+        inputs = batch(4, noise=noise, weights=weights)
+        predictions, is_hidden = mae(inputs["images"], jnp.asarray(noise))
+        x = mae.decoder(mae.before_decoder(mae.encoder(mae.embed(inputs), inputs), inputs), inputs)
+        loss, weight, metrics = mae.head(x, inputs)
+    images = (torch.from_numpy(inputs["images"]).double() / 255 - 0.5) / 0.5
+    # Patches as a convolution sees them, channels last.
+    patches = torch.nn.functional.unfold(images.permute(0, 3, 1, 2), kernel_size=2, stride=2)
+    targets = patches.reshape(4, 3, 4, NUM_PATCHES).permute(0, 3, 2, 1).reshape(4, 25, 12)
+    if normalise:
+        variance, mean = torch.var_mean(targets, dim=-1, keepdim=True, correction=1)
+        targets = (targets - mean) / (variance + 1e-6) ** 0.5
+    errors = torch.nn.functional.mse_loss(
+        torch.from_numpy(np.array(predictions)), targets, reduction="none"
+    )
+    expected = sum(
+        weights[row] * errors[row][torch.from_numpy(np.array(is_hidden[row]))].mean()
+        for row in range(4)
+    )
+    assert predictions.dtype == np.float64 and float(weight) == 2.5 and metrics == {}
+    # Rounding of float64, of sums of 216 squares.
+    np.testing.assert_allclose(float(loss), float(expected), rtol=1e-12)
+
+
+def test_hidden_pixels_change_no_prediction():
+    mae, inputs = model(), batch(2)
+    is_hidden = np.array(mae(inputs["images"])[1])
+    pixels = jnp.asarray(inputs["images"] / 127.5 - 1, jnp.float32)
+    gradient = jax.grad(lambda x: (mae(x)[0] ** 2).sum())(pixels)
+    patches = cut_patches(jnp.abs(gradient), 2).reshape(2, NUM_PATCHES, -1)
+    np.testing.assert_array_equal(patches.max(axis=-1) == 0, is_hidden)
+
+
+@pytest.mark.parametrize("shape", [(11, 11), (8, 14)], ids=str)
+def test_forward_flops_are_those_of_the_traced_products(shape):
+    images = jnp.zeros((3, *shape, 3), jnp.uint8)
+    resizing = 0
+    if shape == (8, 14):  # of positions, once a batch: 4 × 7 patches of tables of 5 × 5
+        resizing = 2 * sum(4 * 5 * 5 * d + 4 * 7 * 5 * d for d in (8, 12))
+    flops = traced_flops(model(), images)
+    assert model().forward_flops({"images": images}) == flops - resizing
+
+
+def test_encoder_is_a_vit_with_the_same_names_and_shapes():
+    mae = nnx.to_pure_dict(nnx.split(model())[1])
+    vit = nnx.to_pure_dict(nnx.split(ViT(CONFIG.encoder, rngs=nnx.Rngs(0)))[1])
+    shapes = functools.partial(jax.tree.map, lambda leaf: leaf.shape)
+    assert shapes({name: mae[name] for name in vit}) == shapes(vit)
+    assert mae["position_embedding"][0, 0].max() == 0  # sincos: zeros for the class token
+    assert mae["position_embedding"][0, 1:].min() < 0
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_reconstructions_keep_what_is_seen_and_show_what_is_predicted(normalise):
+    mae, images = model(normalise_targets=normalise), batch(2)["images"]
+    predictions, is_hidden = mae(images)
+    seen, reconstructed = (np.asarray(x) for x in mae.reconstructions(images))
+    pixels = images[:, :10, :10] / 255
+    patches = np.asarray(cut_patches(jnp.asarray(pixels), 2)).reshape(2, 25, 12)
+    mask = np.repeat(np.array(is_hidden)[..., None], 12, axis=-1).reshape(2, 5, 5, 2, 2, 3)
+    mask = np.asarray(joined_patches(jnp.asarray(mask)))
+    # Rounding of float32.
+    for found, hidden_ones in ((seen, np.full_like(pixels, 0.5)), (reconstructed, None)):
+        np.testing.assert_allclose(found[~mask], pixels[~mask], atol=1e-6)
+        if hidden_ones is None:
+            values = np.asarray(predictions) / 2  # the deviation that pixels are divided by
+            if normalise:
+                values = np.asarray(predictions) * patches.std(axis=-1, ddof=1, keepdims=True)
+            values = values + (patches.mean(axis=-1, keepdims=True) if normalise else 0.5)
+            values = np.clip(values, 0, 1).reshape(2, 5, 5, 2, 2, 3)
+            hidden_ones = np.asarray(joined_patches(jnp.asarray(values)))
+        np.testing.assert_allclose(found[mask], hidden_ones[mask], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mask_ratio": 0.0}, r"model.mask_ratio=0.0 keeps 25 of 25 patches; choose one"),
+        ({"mask_ratio": 0.99}, r"model.mask_ratio=0.99 keeps 0 of 25 patches; choose one"),
+        ({"mask_ratio": float("nan")}, r"model.mask_ratio=nan must lie in \[0, 1\]"),
+        ({"kernels": "glorot"}, "model.kernels='glorot' is unknown; choose normal, xavier"),
+        ({"decoder_num_heads": 5}, "model.decoder_num_heads=5 must divide model.decoder_embed_dim"),
+        ({"decoder_num_layers": 0}, "model.decoder_num_layers=0 must be at least 1"),
+        ({"decoder_num_heads": 2, "decoder_embed_dim": 6}, "model.decoder_embed_dim=6 must be a"),
+        ({"patch_size": 1, "num_channels": 1}, "model.normalise_targets=True needs patches of"),
+    ],
+)
+def test_config_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        MAEConfig(**{**vars(CONFIG), **changes})
+
+
+def test_kernels_begin_with_the_spread_of_xavier():
+    """As in the code of MAE and of MoCo v3: sqrt(2 / (features in + features out))."""
+    sizes = {"embed_dim": 96, "num_heads": 4, "mlp_dim": 200}
+    sizes |= {"decoder_embed_dim": 48, "decoder_num_heads": 4, "decoder_mlp_dim": 120}
+    mae: Any = model(**sizes)
+    block, decoded = mae.encoder.layers, mae.decoder.layers
+    kernels = {
+        "patches": (mae.patch_embedding.linear.kernel, 12, 96),
+        "q": (block.attention.q.kernel, 96, 96),
+        "out": (block.attention.out.kernel, 96, 96),
+        "down": (block.mlp.down.kernel, 200, 96),
+        "decoder": (mae.decoder_embedding.kernel, 96, 48),
+        "decoder's up": (decoded.mlp.up.kernel, 48, 120),
+        "prediction": (mae.prediction.kernel, 48, 12),
+    }
+    for name, (kernel, inputs, outputs) in kernels.items():
+        expected = (2 / (inputs + outputs)) ** 0.5
+        np.testing.assert_allclose(np.std(kernel[...]), expected, rtol=0.1, err_msg=name)
+    normal: Any = model(**sizes, kernels="normal")
+    np.testing.assert_allclose(np.std(normal.encoder.layers.mlp.up.kernel[...]), 0.02, rtol=0.05)
+    patches = normal.patch_embedding.linear.kernel[...]
+    np.testing.assert_allclose(np.std(patches), (3 * 12) ** -0.5, rtol=0.1)  # uniform, by fan-in

@@ -1,0 +1,177 @@
+"""MoCo v3 against the paper's algorithm in PyTorch, and as a part of the training step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch.nn import functional
+
+from data.batches import train_batches
+from models.flops import traced_flops
+from models.vision.moco import MoCo, MoCoConfig
+from sharding.batches import place_batch
+from tests.runs import FLOAT64, ROOT, make_run
+from tests.train.meshes.models_on_meshes import MODELS, SHARED, losses_on
+from train.state.averaged import averaged
+
+SIZES = {
+    **{"image_size": 4, "num_channels": 1, "patch_size": 2, "num_layers": 2, "num_heads": 2},
+    **{"embed_dim": 8, "mlp_dim": 12, "hidden_dim": 10, "projection_dim": 6, "temperature": 0.3},
+}
+NUM_IMAGES = 5
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Returns a model, its activations of two views, and a batch in which one row only fills."""
+    with jax.enable_x64(True):
+        model = MoCo(MoCoConfig(**SIZES), rngs=nnx.Rngs(0))
+        graph, params = nnx.split(model)
+        random = np.random.default_rng(0)
+        draw = lambda leaf: jnp.asarray(0.5 * random.normal(size=leaf.shape))  # noqa: E731
+        model = nnx.merge(graph, jax.tree.map(draw, params))
+        batch = {
+            "images": jnp.asarray(random.integers(256, size=(NUM_IMAGES, 2, 4, 4, 1)), jnp.uint8),
+            "weights": jnp.asarray([1.0, 1.0, 0.0, 1.0, 1.0]),
+        }
+        keys = random.normal(size=(NUM_IMAGES, 2, 6))
+        keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+        x_BVTD = model.encoder(model.embed(batch), batch)
+        yield model, x_BVTD, batch | {"keys": jnp.asarray(keys)}
+
+
+def theirs(projector, x: torch.Tensor) -> torch.Tensor:
+    """Returns what PyTorch makes of one view of the images that count."""
+    layers = [layer for layer in (projector.first, projector.middle, projector.last) if layer]
+    for layer in layers:
+        x = x @ torch.tensor(np.asarray(layer.linear.kernel[...]))
+        affine = (layer.norm.scale, layer.norm.bias)
+        scale, bias = (None if p is None else torch.tensor(np.asarray(p[...])) for p in affine)
+        x = functional.batch_norm(x, None, None, scale, bias, training=True, eps=1e-5)
+        x = functional.relu(x) if layer is not layers[-1] else x
+    return x
+
+
+def test_loss_is_that_of_the_paper_over_the_images_that_count(parts):
+    model, x_BVTD, batch = parts
+    counts = np.asarray(batch["weights"]) > 0
+    with jax.enable_x64(True):
+        loss, weight, metrics = model.head(x_BVTD, batch)
+        features = np.asarray(model.final_norm(x_BVTD[:, :, 0]))[counts]
+    keys, temperature = torch.tensor(np.asarray(batch["keys"])[counts]), SIZES["temperature"]
+    expected = hits = 0.0
+    for view in (0, 1):
+        queries = theirs(model.predictor, theirs(model.projector, torch.tensor(features[:, view])))
+        logits = functional.normalize(queries) @ keys[:, 1 - view].T / temperature
+        own = torch.arange(len(logits))
+        expected += 2 * temperature * functional.cross_entropy(logits, own, reduction="sum")
+        hits += (logits.argmax(dim=1) == own).double().sum() / 2
+    assert weight == 4.0
+    np.testing.assert_allclose(loss, expected.item(), rtol=1e-12)
+    assert metrics["contrast_accuracy"] == hits.item()
+
+
+def test_keys_are_normalised_projections_of_each_view(parts):
+    model, x_BVTD, batch = parts
+    counts = np.asarray(batch["weights"]) > 0
+    with jax.enable_x64(True):
+        keys = np.asarray(model.teach(x_BVTD, batch)["keys"])[counts]
+        features = np.asarray(model.final_norm(x_BVTD[:, :, 0]))[counts]
+    for view in (0, 1):
+        expected = functional.normalize(theirs(model.projector, torch.tensor(features[:, view])))
+        np.testing.assert_allclose(keys[:, view], expected, rtol=0, atol=1e-12)
+
+
+def test_what_fills_a_batch_changes_neither_loss_nor_gradients(parts):
+    model, _, batch = parts
+    graph, params = nnx.split(model)
+
+    def loss(params, batch):
+        model = nnx.merge(graph, params)
+        return model.head(model.encoder(model.embed(batch), batch), batch)[0]
+
+    with jax.enable_x64(True):
+        other = batch | {"images": batch["images"].at[2].set(7), "keys": batch["keys"].at[2].set(0)}
+        found, expected = (jax.value_and_grad(loss)(params, b) for b in (other, batch))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_views_are_encoded_alike_and_dropped_apart():
+    config = MoCoConfig(**SIZES, drop_path=0.9, dropout=0.5)
+    model, random = MoCo(config, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    images = jnp.asarray(random.integers(256, size=(NUM_IMAGES, 1, 4, 4, 1)), jnp.uint8)
+    batch = {"images": jnp.repeat(images, 2, axis=1)}
+    x = model.encoder(model.embed(batch), batch)
+    np.testing.assert_array_equal(x[:, 0], x[:, 1])
+    batch["dropout_keys"] = jax.random.split(jax.random.key(0), NUM_IMAGES)
+    x = model.encoder(model.embed(batch), batch)
+    assert all(np.any(x[i, 0] != x[i, 1]) for i in range(NUM_IMAGES))
+
+
+def test_flops_are_those_of_the_traced_products(parts):
+    model, x_BVTD, batch = parts
+
+    def taught(batch):
+        return model.teach(model.encoder(model.embed(batch), batch), batch)
+
+    def loss(batch):
+        return model.head(model.encoder(model.embed(batch), batch), batch)
+
+    assert model.teach_flops(batch) == traced_flops(taught, batch)
+    assert model.forward_flops(batch) == traced_flops(loss, batch)
+
+
+def test_a_step_takes_its_keys_from_the_average():
+    """After a step the average differs from the parameters; the next loss is by both, by hand."""
+    with jax.enable_x64(True):
+        config = str(ROOT / "configs" / "moco.py")
+        without_dropout = ("model.dropout=0.0", "model.drop_path=0.0")
+        run, corpus = make_run((*SHARED, *MODELS["MoCo v3"][1], *FLOAT64, *without_dropout), config)
+        state, graph = run.state.initial(), nnx.split(run.model)[0]
+        batches = train_batches(corpus, run.config.data, run.rows)
+
+        def outputs(params, batch, method):
+            model: Any = nnx.merge(graph, params)
+            return getattr(model, method)(model.encoder(model.embed(batch), batch), batch)
+
+        for _ in range(2):
+            batch = next(batches)
+            plain = {name: jnp.asarray(value) for name, value in batch.items() if name != "index"}
+            student, teacher = (jax.device_get(p) for p in (state.params, averaged(state)))
+            keys = outputs(teacher, plain, "teach")
+            loss, weight, _ = outputs(student, plain | keys, "head")
+            placed = place_batch(batch, run.rows, run.batch_sharding, 8)
+            evaluated = {name: value for name, value in placed.items() if name != "index"}
+            sums = run.eval_step(*run.evaluated(state), evaluated)
+            state, metrics = run.train_step(state, placed)
+            np.testing.assert_allclose(metrics["loss"], loss / weight, rtol=1e-12)
+            np.testing.assert_allclose(sums["loss"], loss, rtol=1e-12)
+        own = outputs(student, plain, "teach")
+        assert np.abs(own["keys"] - keys["keys"]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("train.num_microbatches=2", "train.num_microbatches=2: MoCo compares all examples of a"),
+        ("train.ema_decay=None", "train.ema_decay=None: MoCo learns from an average of its"),
+        ("model.temperature=0.0", "model.temperature=0.0 must be above 0; choose for example 0.2"),
+        ("model.hidden_dim=0", "model.hidden_dim=0"),
+        ("data.objective=image_classification", "choose image_contrast"),
+    ],
+)
+def test_what_does_not_fit_is_refused(override, message):
+    with pytest.raises(ValueError, match=message):
+        make_run((*SHARED, *MODELS["MoCo v3"][1], override), str(ROOT / "configs" / "moco.py"))
+
+
+def test_the_average_teaches_from_wherever_it_lies():
+    """In host memory, shared out over replicas and stages: the losses are those of one device."""
+    split = ("mesh.pipeline=2", "mesh.data=2", "memory.zero_stage=2", "memory.placement=host")
+    np.testing.assert_allclose(
+        losses_on("MoCo v3", split), losses_on("MoCo v3", ()), rtol=1e-9, atol=0
+    )

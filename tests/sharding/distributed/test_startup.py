@@ -1,0 +1,47 @@
+"""Devices that jax is told to look for."""
+
+import types
+from typing import Any
+
+import jax
+import pytest
+
+from sharding.distributed import startup
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Returns a function that describes a machine: plugins of jax, and whether it has a GPU."""
+
+    def describe(*plugins: str, has_gpu: bool = False, platforms: str | None = None) -> None:
+        for plugin in (*plugins, "__pycache__"):
+            (tmp_path / plugin).mkdir()
+        found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+        specs = {"jax_plugins": found if plugins else None, "libtpu": None}
+        monkeypatch.setattr("importlib.util.find_spec", specs.__getitem__)
+        monkeypatch.setattr(startup, "_has_nvidia_gpu", lambda: has_gpu)
+        jax.config.update("jax_platforms", platforms)
+
+    config: Any = jax.config
+    before = config.jax_platforms
+    yield describe
+    jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "has_gpu", "platforms", "expected"),
+    [
+        (("xla_cuda12",), False, None, "cpu"),
+        (("xla_cuda12",), True, None, None),
+        (("xla_cuda12",), False, "cuda", "cuda"),
+        (("xla_cuda12", "xla_rocm7"), False, None, None),
+        ((), False, None, None),
+    ],
+)
+def test_cpus_are_taken_where_the_plugin_would_find_no_gpu(
+    machine, plugins, has_gpu, platforms, expected
+):
+    machine(*plugins, has_gpu=has_gpu, platforms=platforms)
+    startup.skip_absent_gpus()
+    config: Any = jax.config  # its fields are added when jax is imported
+    assert config.jax_platforms == expected

@@ -1,0 +1,373 @@
+"""Plans run by a simulation of their own, which knows nothing of how they were made.
+
+The simulation follows the five phases that plan.py documents. Values are names such as
+("y", microbatch, virtual stage); a slot holds one of them, and every operation must find what it
+needs under the slot that the plan names.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharding.pipeline.runtime.buffers import Plan, make_plan
+from sharding.pipeline.schedule import SCHEDULES, forward_only, make_schedule
+from sharding.pipeline.schedules.table import Op, Schedule, verify
+from tests.sharding.pipeline.schedules.tables import properties, schedules
+
+NOTHING = "nothing"  # what an idle stage sends
+
+
+@dataclasses.dataclass
+class Held:
+    """What lies in a slot, and from when to when it is needed."""
+
+    name: object
+    written: tuple[int, int]
+    last_read: tuple[int, int] = (-1, -1)
+
+
+class Simulation:
+    """All stages of a plan, tick by tick.
+
+    Attributes:
+      log: kind -> [(microbatch, virtual stage, tick)] of all that ran.
+      held: (buffer, stage) -> everything that was ever put into a slot to be read.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule, *, remat: str, shares_ends: bool):
+        self.plan, self.placement = plan, schedule.placement
+        self.stages = range(schedule.num_stages)
+        self.last = len(schedule.placement) - 1
+        self.trains = any(op.kind != "F" for _, _, cell in schedule.cells() for op in cell)
+        self.recomputes, self.shares_ends = remat == "full", shares_ends
+        self.keeps = self.trains and not self.recomputes
+        self.splits = any(op.kind == "W" for _, _, cell in schedule.cells() for op in cell)
+        self.slots: dict[tuple[str, int, int], Held] = {}
+        self.held: dict[tuple[str, int], list[Held]] = defaultdict(list)
+        self.log: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        self.head: list[int] = []
+        self.embedded: list[int] = []
+        self.num_ticks = len(plan.tables["F.microbatch"])
+        for tick in range(self.num_ticks):
+            self.run_tick(tick)
+
+    def run_tick(self, tick: int) -> None:
+        self.tick, self.phase = tick, 0
+        if self.shares_ends:
+            self.embed_together()
+        self.phase = 1
+        sent = {("F", s): self.forward(s) for s in self.stages}
+        self.phase = 2
+        if self.shares_ends:
+            self.head_together()
+        sent |= {("B", s): self.backward(s) for s in self.stages}
+        if self.shares_ends and self.trains:
+            microbatch = self.plan.shared["embed_gradient"][self.tick]
+            wanted = ("dx", microbatch, 0) if microbatch >= 0 else None
+            found = sent["B", self.placement[0]]
+            is_first = found != NOTHING and found[2] == 0
+            assert (found if is_first else None) == wanted
+        self.phase = 3
+        for stage in self.stages:
+            self.weight_gradient(stage)
+        self.phase = 4
+        for channel in self.plan.channels:
+            buffer = {"F": "input", "B": "cotangent"}[channel.kind]
+            assert len({s for s, _ in channel.pairs}) == len(channel.pairs)
+            assert {(t - s) % len(self.stages) for s, t in channel.pairs} == {channel.shift}
+            sources = {target: source for source, target in channel.pairs}
+            for stage in self.stages:
+                value = sent[channel.kind, sources[stage]] if stage in sources else NOTHING
+                slot = self.plan.tables[channel.name][self.tick, stage]
+                if slot < self.plan.depths[buffer]:
+                    self.write(buffer, stage, slot, value)
+                else:
+                    assert slot == self.plan.depths[buffer]  # the one for what nobody reads
+
+    # What an operation reads, computes and leaves.
+
+    def forward(self, stage: int):
+        m, v = self.operation("F", stage)
+        if m < 0:
+            return NOTHING
+        if v > 0 or self.shares_ends:
+            self.read("input", stage, "F", self.input_of(m, v))
+        if self.keeps:
+            self.put("saved", stage, "F", ("saved", m, v))
+            if self.splits:
+                self.put("for_weights", stage, "F", ("for_weights", m, v))
+        if v == self.last and "head_input" in self.plan.depths:
+            self.put("head_input", stage, "F", ("y", m, v))
+        if v == self.last and self.shares_ends and not self.trains:
+            assert self.plan.shared["head"][self.tick] == m
+            self.head.append(m)
+        return ("y", m, v)
+
+    def backward(self, stage: int):
+        m, v = self.operation("B", stage)
+        if m < 0:
+            return NOTHING
+        if self.recomputes:
+            if v > 0 or self.shares_ends:
+                self.read("input", stage, "B", self.input_of(m, v))
+            if self.splits:
+                self.put("for_weights", stage, "B", ("for_weights", m, v))
+        else:
+            self.read("saved", stage, "B", ("saved", m, v))
+        if self.splits:
+            self.read("for_weights", stage, "B", ("for_weights", m, v))
+            self.put("handed", stage, "B", ("handed", m, v))
+        if v < self.last:
+            self.read("cotangent", stage, "B", ("dx", m, v + 1))
+        elif self.shares_ends:
+            assert self.plan.shared["head"][self.tick] == m
+        elif self.keeps:
+            self.read("head_input", stage, "B", ("y", m, v))
+        return ("dx", m, v)
+
+    def weight_gradient(self, stage: int) -> None:
+        m, v = self.operation("W", stage)
+        if m >= 0:
+            self.read("for_weights", stage, "W", ("for_weights", m, v))
+            self.read("handed", stage, "W", ("handed", m, v))
+
+    def embed_together(self) -> None:
+        m = self.plan.shared["embed"][self.tick]
+        if m >= 0:
+            self.embedded.append(m)
+            self.put("input", self.placement[0], "F", ("embedding", m))
+
+    def head_together(self) -> None:
+        m, stage = self.plan.shared["head"][self.tick], self.placement[-1]
+        if self.trains and m >= 0:
+            self.read("head_input", stage, "B", ("y", m, self.last))
+            self.head.append(m)
+
+    def input_of(self, m: int, v: int):
+        return ("y", m, v - 1) if v else ("embedding", m)
+
+    def operation(self, kind: str, stage: int) -> tuple[int, int]:
+        """Returns (microbatch, virtual stage) of what runs, after a look at its flags."""
+        cell = {
+            name: int(self.plan.tables[f"{kind}.{name}"][self.tick, stage])
+            for name in ("microbatch", "chunk", "is_first", "is_last")
+        }
+        if cell["microbatch"] < 0:
+            return -1, -1
+        held = [v for v, s in enumerate(self.placement) if s == stage]
+        v = held[cell["chunk"]]
+        assert (cell["is_first"], cell["is_last"]) == (v == 0, v == self.last)
+        self.log[kind].append((cell["microbatch"], v, self.tick))
+        return cell["microbatch"], v
+
+    # Buffers.
+
+    def put(self, buffer: str, stage: int, kind: str, name) -> None:
+        slot = int(self.plan.tables[f"{kind}.{buffer}"][self.tick, stage])
+        self.write(buffer, stage, slot, name)
+
+    def write(self, buffer: str, stage: int, slot: int, name) -> None:
+        assert 0 <= slot < self.plan.depths[buffer], (buffer, slot)
+        held = Held(name, (self.tick, self.phase))
+        self.slots[buffer, stage, slot] = held
+        self.held[buffer, stage].append(held)
+
+    def read(self, buffer: str, stage: int, kind: str, wanted) -> None:
+        slot = int(self.plan.tables[f"{kind}.{buffer}"][self.tick, stage])
+        held = self.slots.get((buffer, stage, slot))
+        where = f"{kind} on stage {stage} in tick {self.tick}: {buffer}[{slot}]"
+        assert held is not None and held.name == wanted, where
+        held.last_read = self.tick, self.phase
+
+    def most_held(self, buffer: str) -> int:
+        """Returns the largest number of values of a stage that are needed in one phase."""
+        times = [(tick, phase) for tick in range(self.num_ticks) for phase in range(5)]
+        most = 0
+        for stage in self.stages:
+            of_stage = self.held.get((buffer, stage), [])
+            for time in times:
+                most = max(most, sum(h.written <= time <= h.last_read for h in of_stage))
+        return most
+
+
+def simulate(schedule: Schedule, *, remat="full", shares_ends=False) -> Simulation:
+    """Runs a plan and checks all that is said of it."""
+    plan = make_plan(schedule, remat=remat, shares_ends=shares_ends)
+    ran = Simulation(plan, schedule, remat=remat, shares_ends=shares_ends)
+    last, folds = len(schedule.placement) - 1, ran.trains and remat == "full" and not shares_ends
+    assert plan.folds_last_forward == folds
+    assert plan.splits_backward == ran.splits
+    # Every operation runs once, in the order of the table, less the ticks that folding emptied.
+    kinds = {"F": "F", "B": "B", "I": "B", "W": "W"}
+    wanted: list[list[tuple[str, int, int]]] = []
+    for tick, _ in enumerate(schedule.ticks):
+        ops = [
+            (kinds[kind], m, v) for (kind, m, v), when in schedule.when().items() if when == tick
+        ]
+        ops = [op for op in ops if not (folds and op[0] == "F" and op[2] == last)]
+        if ops or not folds:
+            wanted.append(sorted(ops))
+    found: list[list[tuple[str, int, int]]] = [[] for _ in range(ran.num_ticks)]
+    for kind, ops in ran.log.items():
+        for m, v, tick in ops:
+            found[tick].append((kind, m, v))
+    assert [sorted(ops) for ops in found] == wanted
+    # Nothing is kept that is not read, and no slot is there that some stage does not need.
+    assert all(
+        held.last_read >= held.written for of_stage in ran.held.values() for held in of_stage
+    )
+    assert plan.depths == {buffer: ran.most_held(buffer) for buffer in plan.depths}
+    assert {buffer for buffer, _ in ran.held} == {b for b, depth in plan.depths.items() if depth}
+    # Embedding and head of every microbatch run once where all stages share them.
+    microbatches = list(range(schedule.num_microbatches)) if shares_ends else []
+    assert sorted(ran.embedded) == sorted(ran.head) == microbatches
+    gradients = sorted(m for m in plan.shared["embed_gradient"] if m >= 0)
+    assert gradients == (microbatches if ran.trains else [])
+    # What the executor decides before it runs.
+    for kind in "FBW":
+        cells = [
+            plan.tables[f"{kind}.microbatch"][t, s] >= 0
+            for t, s in np.ndindex(ran.num_ticks, schedule.num_stages)
+        ]
+        assert plan.runs(kind) == (True if all(cells) else None if any(cells) else False)
+        for flag, wanted_stage in (("is_first", 0), ("is_last", last)):
+            flags = {v == wanted_stage for _, v, _ in ran.log[kind]}
+            if flags:
+                assert plan.holds(kind, flag) == (flags.pop() if len(flags) == 1 else None)
+    return ran
+
+
+@st.composite
+def random_tables(draw):
+    """A table of any order and any placement; all that it keeps are the rules of a table."""
+    S, V, M = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    placement = tuple(draw(st.permutations([*range(S)] * V)))
+    splits, trains = draw(st.booleans()), draw(st.integers(0, 4)) > 0
+    rng = draw(st.randoms(use_true_random=False))
+    backward = "I" if splits else "B"
+    done: dict[tuple[str, int, int], int] = {}
+    kinds = ["F"] if not trains else ["F", "I", "W"] if splits else ["F", "B"]
+    left = {(kind, m, v) for kind in kinds for m in range(M) for v in range(S * V)}
+
+    def ready(kind, m, v, tick):
+        if kind == "F":
+            return v == 0 or done.get(("F", m, v - 1), tick) < tick
+        if kind == "W":
+            return ("I", m, v) in done
+        after = v == S * V - 1 or done.get((backward, m, v + 1), tick) < tick
+        return after and ("F", m, v) in done
+
+    ticks = []
+    while left:
+        tick, row = len(ticks), []
+        for stage in range(S):
+            cell = []
+            for kind in kinds:
+                ops = sorted(
+                    op
+                    for op in left
+                    if op[0] == kind and placement[op[2]] == stage and ready(*op, tick)
+                )
+                if ops and rng.random() < 0.7:
+                    op = rng.choice(ops)
+                    left.remove(op)
+                    done[op] = tick
+                    cell.append(Op(kind, op[1], placement[: op[2]].count(stage)))
+            row.append(tuple(cell))
+        if any(row):
+            ticks.append(tuple(row))
+    schedule = Schedule(
+        name="random",
+        num_stages=S,
+        num_chunks=V,
+        num_microbatches=M,
+        placement=placement,
+        ticks=tuple(ticks),
+    )
+    verify(schedule)
+    return schedule
+
+
+REMAT = st.sampled_from(["full", "none"])
+SMALL = schedules(stages=st.integers(1, 5), microbatches=st.integers(1, 9))
+
+
+@given(SMALL, REMAT, st.booleans())
+@settings(properties, max_examples=200)
+def test_plan_gives_every_operation_what_it_reads(schedule, remat, shares_ends):
+    simulate(schedule, remat=remat, shares_ends=shares_ends)
+
+
+@given(random_tables(), REMAT, st.booleans())
+@settings(properties, max_examples=200)
+def test_plan_of_any_order_and_placement_gives_every_operation_what_it_reads(
+    schedule, remat, shares_ends
+):
+    simulate(schedule, remat=remat, shares_ends=shares_ends)
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.booleans())
+@properties
+def test_plan_of_forwards_alone_gives_every_operation_what_it_reads(data, S, M, V, shares_ends):
+    placement = data.draw(st.permutations([*range(S)] * V))
+    ran = simulate(forward_only(S, M, V, placement), shares_ends=shares_ends)
+    assert set(ran.plan.depths) == {"input"}
+
+
+@pytest.mark.parametrize("shares_ends", [False, True])
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, remat, shares_ends):
+    def depths(name, M):
+        schedule = make_schedule(name, num_stages, M, 1)
+        return make_plan(schedule, remat=remat, shares_ends=shares_ends).depths
+
+    for name in ("1f1b", "interleaved_1f1b", "zero_bubble"):
+        few = depths(name, 2 * num_stages)
+        assert all(depths(name, M) == few for M in (2 * num_stages + 1, 4 * num_stages, 40))
+    # The control: here everything waits for the turn.
+    kept = "saved" if remat == "none" else "input"
+    if num_stages > 1 or remat == "none":
+        assert depths("gpipe", 40)[kept] == 40
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
+    """Stage s gets an input in tick m+s-1 and reads it last in tick m+2(S-1)-s.
+
+    These are 2(S-s) ticks, of which the first is over when the input comes: 2(S-s)-1 at once, most
+    on stage 1, as stage 0 embeds its own.
+    """
+    plan = make_plan(make_schedule("1f1b", num_stages, 4 * num_stages, 1))
+    assert plan.depths["input"] == 2 * (num_stages - 1) - 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_plan_drops_ticks_only_where_the_last_forward_is_folded(name):
+    dropped = {}
+    for remat in ("full", "none"):
+        for shares_ends in (False, True):
+            schedule = make_schedule(name, 3, 4, 2 if name == "zbv" else 1)
+            plan = make_plan(schedule, remat=remat, shares_ends=shares_ends)
+            rows = len(plan.tables["F.microbatch"])
+            assert {len(table) for table in (*plan.tables.values(), *plan.shared.values())} == {
+                rows
+            }
+            dropped[remat, shares_ends] = len(schedule.ticks) - rows
+    # GPipe's last forward has a tick of its own; elsewhere others work at that time.
+    assert dropped.pop(("full", False)) == (1 if name == "gpipe" else 0)
+    assert set(dropped.values()) == {0}
+
+
+def test_plan_of_whole_and_split_backwards_is_refused():
+    ticks = (((Op("F", 0), Op("B", 0)),), ((Op("F", 1), Op("I", 1), Op("W", 1)),))
+    schedule = Schedule(
+        name="mixed", num_stages=1, num_chunks=1, num_microbatches=2, placement=(0,), ticks=ticks
+    )
+    verify(schedule)  # as a table it is right
+    with pytest.raises(ValueError, match=r"schedule mixed has whole backwards \(B\) and split"):
+        make_plan(schedule)

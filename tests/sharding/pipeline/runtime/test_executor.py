@@ -1,0 +1,225 @@
+"""The executor against plain differentiation of the same functions."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from sharding.analysis.audit import collectives, memory
+from sharding.memory import MemoryConfig
+from sharding.mesh import MeshConfig, make_mesh
+from sharding.pipeline.config import PipelineConfig
+from sharding.pipeline.layout import cut
+from sharding.pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
+from sharding.pipeline.runtime.gather import Sharing
+from sharding.pipeline.schedule import forward_only, make_schedule
+from sharding.pipeline.schedules.table import Op, Schedule, verify
+from tests.sharding.pipeline.runtime.nets import (
+    NO_ZERO,
+    EncoderDecoder,
+    Net,
+    Pyramid,
+    Teacher,
+    inputs,
+    place,
+    plain_sums,
+    specs_of,
+    to_layers,
+)
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1, "zbv": 2}
+MESHES = {
+    "one device": {},
+    "pipeline=4": {"pipeline": 4},
+    "pipeline=2 data=2 model=2": {"pipeline": 2, "data": 2, "model": 2},
+    "pipeline=2 fsdp=2 model=2": {"pipeline": 2, "fsdp": 2, "model": 2},
+}
+
+
+def check(
+    net: Net,
+    table: Schedule,
+    mesh,
+    config: PipelineConfig,
+    counts=(),
+    zero: MemoryConfig = NO_ZERO,
+):
+    """Compares sums and gradients, and the sums of evaluation, with plain differentiation."""
+    params, data = inputs(net, table.num_microbatches)
+    layouts = cut(net.num_layers, table.placement, counts)
+    differentiate = jax.value_and_grad(lambda p: plain_sums(net, p, data), has_aux=True)
+    (_, expected_sums), expected = differentiate(params)
+    specs = specs_of(net, params, mesh, zero)
+    sharing = Sharing(mesh=mesh, specs=specs, memory=zero)
+    run = make_loss_and_grad(net, table, layouts, sharing, config)
+    shape = table.num_stages, table.num_microbatches, table.num_chunks
+    forwards = forward_only(*shape, placement=table.placement)
+    evaluate = make_evaluate(net, forwards, layouts, sharing, config)
+    with jax.set_mesh(mesh):
+        placed = place(net, layouts, mesh, params, data, zero)
+        sums, grads = jax.jit(run)(*placed)
+        evaluated = jax.jit(evaluate)(*placed)
+
+    def close(actual, wanted):
+        # Only the order of sums differs: rounding (1e-16) of the largest terms may show.
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-13 * np.abs(wanted).max())
+
+    jax.tree.map(close, to_layers(layouts, grads), expected)
+    jax.tree.map(close, sums, expected_sums)
+    jax.tree.map(close, evaluated, expected_sums)
+
+
+def combinations():
+    """All of them; CI runs half, in which every three of the choices meet."""
+    choices = (MESHES, SCHEDULES, ("full", "none"), ("fewer", "equal", "more"))
+    for numbered in itertools.product(*map(enumerate, choices)):
+        numbers, values = zip(*numbered, strict=True)
+        yield pytest.param(*values, marks=[pytest.mark.slow] * (sum(numbers) % 2))
+
+
+@pytest.mark.parametrize(("mesh", "schedule", "remat", "amount"), list(combinations()))
+def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
+    """With microbatches fewer than, as many as, and more than the stages."""
+    with jax.enable_x64(True):
+        devices = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices())
+        num_stages, num_chunks = devices.shape["pipeline"], SCHEDULES[schedule]
+        num_microbatches = {"fewer": max(num_stages - 1, 1), "equal": num_stages, "more": 7}[amount]
+        table = make_schedule(schedule, num_stages, num_microbatches, num_chunks)
+        # With more of them, layers are uneven and parameters whole one layer at a time.
+        is_uneven, config = amount == "more", PipelineConfig(remat=remat)
+        num_parts = num_stages * num_chunks
+        counts = (0, 9 - num_parts, *[1] * (num_parts - 2)) if is_uneven and num_parts > 1 else ()
+        counts = counts and (*counts[:-1], counts[-1] + 8 - sum(counts))
+        stage = {"fewer": 2, "equal": 0 if remat == "full" else 1, "more": 3}[amount]
+        check(Net(), table, devices, config, counts, MemoryConfig(zero_stage=stage))
+
+
+@pytest.mark.parametrize("share_vocab", [False, True])
+@pytest.mark.parametrize("schedule, mesh", [("1f1b", "pipeline=4"), *[("zbv", m) for m in MESHES]])
+def test_what_is_taught_is_that_of_each_example(schedule, mesh, share_vocab):
+    """In the batch's own layout, and nothing but that of the teacher's parameters."""
+    with jax.enable_x64(True):
+        devices, net = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices()), Teacher()
+        stages, chunks = devices.shape["pipeline"], SCHEDULES[schedule]
+        table = make_schedule(schedule, stages, 5, chunks)
+        forwards = forward_only(stages, 5, chunks, placement=table.placement)
+        params, data = inputs(net, 5)
+        layouts = cut(net.num_layers, table.placement)
+        sharing = Sharing(mesh=devices, specs=net.specs())
+        config = PipelineConfig(share_vocab=share_vocab)
+        with jax.set_mesh(devices):
+            teach = jax.jit(make_teach(net, forwards, layouts, sharing, config))
+            taught = teach(*place(net, layouts, devices, params, data))
+        assert taught["total"].sharding.is_equivalent_to(
+            jax.NamedSharding(devices, PartitionSpec(None, ("data", "fsdp"))), ndim=2
+        )
+        for index in range(5):
+            microbatch = jax.tree.map(lambda a, i=index: a[i : i + 1], data)
+            expected = plain_sums(net, params, microbatch)[1]["totals"]
+            np.testing.assert_allclose(taught["total"][index], expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize(
+    "schedule, chunks, sizes",
+    [
+        ("1f1b", 1, {}),
+        ("1f1b", 1, {"pipeline": 4}),
+        ("interleaved_1f1b", 2, {"pipeline": 2, "fsdp": 2, "model": 2}),
+        ("zero_bubble", 1, {"pipeline": 2, "data": 2}),
+        ("zbv", 2, {"pipeline": 4}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("net", [EncoderDecoder(), Pyramid()], ids=lambda n: type(n).__name__)
+def test_several_stacks_run_in_one_pipeline(net, schedule, chunks, sizes, remat):
+    with jax.enable_x64(True):
+        mesh = make_mesh(MeshConfig(**sizes), jax.devices())
+        table = make_schedule(schedule, mesh.shape["pipeline"], 5, chunks)
+        zero = MemoryConfig(zero_stage=3, shard_parameters_fraction=0.6)
+        check(net, table, mesh, PipelineConfig(remat=remat), zero=zero)
+
+
+def test_a_stack_may_lie_between_two_stages_or_all_on_one():
+    with jax.enable_x64(True):
+        mesh = make_mesh(MeshConfig(pipeline=4), jax.devices())
+        table = make_schedule("1f1b", 4, 5, 1)
+        for counts in ((8, 0, 0, 0), (1, 6, 0, 1), (0, 3, 3, 2), (2, 4, 2, 0)):
+            check(Pyramid(), table, mesh, PipelineConfig(), counts)
+
+
+def test_buffers_of_a_hand_made_table_are_told_apart():
+    """Backwards in the opposite order of forwards need buffers that no ring would give."""
+    base = make_schedule("gpipe", 2, 3, 1)
+    ticks = tuple(
+        tuple(
+            tuple(Op(op.kind, 2 - op.microbatch) if op.kind == "B" else op for op in c) for c in row
+        )
+        for row in base.ticks
+    )
+    table = dataclasses.replace(base, ticks=ticks)
+    verify(table)
+    with jax.enable_x64(True):
+        for remat in ("full", "none"):
+            check(
+                Net(),
+                table,
+                make_mesh(MeshConfig(pipeline=2), jax.devices()),
+                PipelineConfig(remat=remat),
+            )
+
+
+def compiled(
+    schedule: str, num_microbatches: int, sizes: dict[str, int], remat="full", **shape: Any
+):
+    net, mesh = Net(), make_mesh(MeshConfig(**sizes), jax.devices())
+    params, data = inputs(net, num_microbatches, dtype=np.float32, **shape)
+    chunks = SCHEDULES[schedule]
+    table = make_schedule(schedule, mesh.shape["pipeline"], num_microbatches, chunks)
+    layouts = cut(net.num_layers, table.placement)
+    config = PipelineConfig(remat=remat)
+    run = make_loss_and_grad(net, table, layouts, Sharing(mesh=mesh, specs=net.specs()), config)
+    with jax.set_mesh(mesh):
+        placed = place(net, layouts, mesh, params, data)
+        return jax.jit(run).lower(*placed).compile(), mesh
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize(
+    "schedule, num_permutes", [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 2), ("zbv", 4)]
+)
+def test_permutes_are_those_of_the_table_and_nothing_else_crosses_stages_in_the_loop(
+    schedule, num_permutes, remat
+):
+    """Forwards go one way and backwards the other; on a V each goes both ways."""
+    sizes = (
+        {"pipeline": 4, "data": 2} if schedule == "zbv" else {"pipeline": 2, "data": 2, "model": 2}
+    )
+    step, mesh = compiled(schedule, 4, sizes, remat)
+    found = collectives(step, mesh)
+    in_loop = [c for c in found if c.loop_depth > 0]
+    permutes = [c for c in in_loop if c.axes == ("pipeline",)]
+    assert [c.kind for c in permutes] == ["collective-permute"] * num_permutes
+    assert {c.loop_depth for c in permutes} == {1}
+    assert {axis for c in in_loop for axis in c.axes} <= {"pipeline", "model"}
+    reduced = [c for c in found if c.loop_depth == 0 and "data" in c.axes]
+    assert reduced and all(c.kind == "all-reduce" for c in reduced)
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_memory_does_not_grow_with_microbatches_but_for_gpipe(schedule, remat):
+    def temporaries(num_microbatches):
+        step, _ = compiled(schedule, num_microbatches, {"pipeline": 4}, remat, batch=64, width=64)
+        temp_bytes = memory(step).temp_bytes
+        assert temp_bytes is not None
+        return temp_bytes
+
+    if schedule == "gpipe":
+        assert temporaries(32) > 1.5 * temporaries(8)
+    else:
+        assert temporaries(32) <= 1.1 * temporaries(8)

@@ -1,0 +1,361 @@
+"""Steps that are not finite, and spikes: skipped, counted, and what follows from too many."""
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoint.manager import CheckpointConfig, Checkpoints
+from data.batches import train_batches
+from sharding.analysis.audit import collectives
+from sharding.batches import place_batch
+from tests.runs import CONFIG, TINY, digest, make_run
+from train import loop
+from train.config.schema import TrainConfig
+from train.goodput import summarize
+from train.lifecycle import divergence
+from train.lifecycle.divergence import MAX_ROLLBACKS, Diverged, Patience
+from train.lifecycle.exit_codes import DIVERGED, FINISHED
+from train.lifecycle.phases import Phases
+from train.lifecycle.stop_signals import StopSignals
+from train.lifecycle.workdir import find_position
+from train.main import main
+from train.reporting.metrics import read_metrics
+from train.state.train_state import Spikes
+from train.step.train_step import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, judge
+
+CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
+ROWS = {"tokens": np.arange(6).reshape(2, 3), "weights": np.full((2, 3), np.nan, np.float32)}
+NAN = {"weights": np.full((16, 16), np.nan, np.float32)}
+
+
+def a_batch(run, corpus, **changes):
+    batch = next(train_batches(corpus, run.config.data, run.rows)) | changes
+    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
+
+
+def config(**changes) -> TrainConfig:
+    return TrainConfig(num_steps=9, num_microbatches=1, seed=0, remat="none", **changes)
+
+
+def ask(patience: Patience, *counts: int) -> list[int | None]:
+    """Returns the answers at steps 1, 2, ... whose counts of bad steps in a row are these."""
+    metrics = ({"num_nonfinite_in_a_row": jnp.int32(count)} for count in counts)
+    return [patience.first_bad_step(1 + i, ROWS, each) for i, each in enumerate(metrics)]
+
+
+# The config.
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"max_nonfinite_steps": -1}, r"train\.max_nonfinite_steps=-1 must not be negative; .* 0"),
+        ({"on_nonfinite": "go"}, r"train\.on_nonfinite='go' is unknown; choose stop, rollback"),
+        ({"skip_spikes": 1.0}, r"train\.skip_spikes=1\.0 must be more than 1, .* or None"),
+        ({"skip_spikes": math.nan}, r"train\.skip_spikes=nan must be more than 1"),
+        ({"skip_spikes": math.inf}, r"train\.skip_spikes=inf must be more than 1"),
+    ],
+)
+def test_config_that_means_nothing_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+# The compiled step.
+
+
+def test_row_of_bad_steps_is_counted_over_a_resume_and_ends_with_a_good_one(
+    corpus_overrides, tmp_path
+):
+    run, corpus = make_run((*TINY, *corpus_overrides))
+    good, bad = a_batch(run, corpus), a_batch(run, corpus, **NAN)
+    state, counts = run.state.initial(), []
+    for step, batch in enumerate((bad, good, bad, bad, bad, good), 1):
+        state, metrics = run.train_step(state, batch)
+        counts.append((int(metrics["num_nonfinite_in_a_row"]), int(metrics["num_skipped"])))
+        if step == 4:
+            checkpoints = Checkpoints(tmp_path, CheckpointConfig(every_steps=1, max_to_keep=1))
+            checkpoints.save(step, run.state.to_portable(state), {})
+            restored = checkpoints.restore(run.state.portable)
+            checkpoints.close()
+            assert restored is not None
+            state = run.state.from_portable(restored[1])
+    assert counts == [(1, 1), (0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
+
+
+def test_state_has_nothing_of_spikes_by_default(corpus_overrides):
+    run, _ = make_run((*TINY, *corpus_overrides))
+    assert run.state.abstract.spikes is run.state.portable.spikes is None
+
+
+def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]]:
+    """Returns grad_norm, num_skipped and the mean norm of a usual, an odd and a usual step."""
+    run, corpus = make_run((*TINY, *corpus_overrides, *mesh, "train.skip_spikes=2.0"))
+    usual, state = a_batch(run, corpus), run.state.initial()
+    # All that is learnt from is one token, and one that the text does not have.
+    odd = np.zeros((16, 16), np.float32)
+    odd[0, 0] = 1
+    outlier = a_batch(run, corpus, weights=odd, targets=np.full((16, 16), 250, np.int32))
+    told, digests = [], []
+    for batch in (usual, outlier, usual):
+        state, metrics = run.train_step(state, batch)
+        spikes = state.spikes
+        assert spikes is not None
+        told.append((float(metrics["grad_norm"]), int(state.num_skipped), mean_of(spikes)))
+        digests.append(digest((state.params, state.opt_state)))
+        # As after 20 steps like the first one.
+        count = jax.device_put(np.int32(MIN_NORMS), spikes.num_norms.sharding)
+        mean = (1 - SPIKE_MEAN_DECAY**MIN_NORMS) * told[0][0]
+        mean = jax.device_put(np.float32(mean), spikes.norm_mean.sharding)
+        state = dataclasses.replace(
+            state, spikes=dataclasses.replace(spikes, num_norms=count, norm_mean=mean)
+        )
+    assert digests[0] == digests[1] != digests[2]
+    return told
+
+
+def test_outlier_batch_is_skipped_alike_on_all_meshes(corpus_overrides):
+    told = outlier_steps(corpus_overrides)
+    assert [num_skipped for _, num_skipped, _ in told] == [0, 1, 1]
+    assert told[1][0] > 2 * told[0][0]
+    # float32, another order of sums.
+    np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), told, rtol=1e-4)
+
+
+def test_looking_for_spikes_sends_nothing_more(corpus_overrides):
+    run, _ = make_run((*TINY, *corpus_overrides, *CUBE))
+    looking, _ = make_run((*TINY, *corpus_overrides, *CUBE, "train.skip_spikes=2"))
+
+    def found(run):
+        return sorted((c.kind, c.axes, c.bytes) for c in collectives(run.train_step, run.mesh))
+
+    assert found(looking) == found(run) != []
+
+
+def judged(norms, spikes: Spikes | None = None, factor: float = 3.0) -> tuple[str, Spikes]:
+    """Returns a letter per norm, of a step that is accepted or skipped, and what is known then."""
+    spikes = spikes or Spikes(jnp.float32(0), jnp.int32(0), jnp.int32(0))
+    letters = ""
+    for norm in np.asarray(norms, np.float32):
+        accepted, spikes = judge(spikes, norm, jnp.isfinite(norm), factor)
+        letters += "a" if accepted else "s"
+    return letters, spikes
+
+
+def mean_of(spikes: Spikes) -> float:
+    return float(spikes.norm_mean) / (1 - SPIKE_MEAN_DECAY ** int(spikes.num_norms))
+
+
+def test_nothing_is_a_spike_before_the_mean_is_known():
+    letters, _ = judged([*[1.0] * (MIN_NORMS - 1), 99.0])
+    assert letters == "a" * MIN_NORMS
+    letters, _ = judged([*[1.0] * MIN_NORMS, 3.1, 2.9])
+    assert letters == "a" * MIN_NORMS + "sa"
+
+
+def test_spike_does_not_enter_the_mean_of_the_accepted_norms():
+    norms = np.random.default_rng(0).uniform(0.5, 1.5, 40)
+    _, without = judged(norms)
+    weights = SPIKE_MEAN_DECAY ** np.arange(40)[::-1]
+    # float32, and 40 roundings of it.
+    assert mean_of(without) == pytest.approx(np.average(norms, weights=weights), rel=1e-5)
+    letters, spikes = judged([*norms[:30], 50.0, np.nan, np.inf, *norms[30:]])
+    assert letters == "a" * 30 + "sss" + "a" * 10
+    jax.tree.map(np.testing.assert_array_equal, spikes, without)
+
+
+def test_after_many_spikes_in_a_row_their_level_is_the_new_one():
+    letters, spikes = judged([*[1.0] * 50, *[100.0] * (MAX_SPIKES + 5)])
+    assert letters == "a" * 50 + "s" * MAX_SPIKES + "a" * 5
+    assert mean_of(spikes) == pytest.approx(100, rel=1e-5)  # float32
+    assert int(spikes.num_norms) == 5
+    # A usual norm after as many spikes is no new level.
+    letters, spikes = judged([*[1.0] * 50, *[100.0] * MAX_SPIKES, 1.0, 100.0])
+    assert letters == "a" * 50 + "s" * MAX_SPIKES + "as"
+    assert int(spikes.num_norms) == 51
+
+
+def test_bad_step_amid_spikes_is_neither_accepted_nor_one_of_them():
+    letters, spikes = judged([*[1.0] * 50, 100.0, np.nan, 100.0])
+    assert letters == "a" * 50 + "sss" and int(spikes.num_in_a_row) == 2
+
+
+# Patience.
+
+
+def test_patience_ends_one_step_after_too_many_in_a_row(tmp_path):
+    assert ask(Patience(config(max_nonfinite_steps=3), tmp_path), 1, 2, 0, 1, 2, 3) == [None] * 6
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(Diverged) as error:
+        ask(Patience(config(max_nonfinite_steps=3), tmp_path), 0, 1, 2, 3, 4)
+    path = tmp_path / "nonfinite_step_4.npz"
+    assert str(error.value) == (
+        "the loss or the gradients of 3 steps in a row, the last of them step 4, were not finite "
+        f"(its batch is in {path}); look for bad examples in that batch, lower "
+        "optimizer.learning_rate, or compute in a wider precision.compute; the next start goes on "
+        "from the last checkpoint"
+    )
+    with np.load(path, allow_pickle=False) as saved:
+        assert sorted(saved) == sorted(ROWS)
+        for name, rows in ROWS.items():
+            np.testing.assert_array_equal(saved[name], rows, strict=True)
+
+
+def test_patience_judges_the_rows_of_the_bad_step_not_of_the_newest(tmp_path):
+    patience = Patience(config(max_nonfinite_steps=1), tmp_path)
+    bad, good = ({"num_nonfinite_in_a_row": jnp.int32(count)} for count in (1, 0))
+    patience.first_bad_step(7, {"tokens": np.array([7])}, bad)
+    with pytest.raises(Diverged, match="the last of them step 7"):
+        patience.first_bad_step(8, {"tokens": np.array([8])}, good)
+    assert np.load(tmp_path / "nonfinite_step_7.npz")["tokens"] == [7]
+
+
+def test_patience_without_a_limit_never_ends(tmp_path):
+    counts = range(1, 100)
+    assert set(ask(Patience(config(max_nonfinite_steps=0), tmp_path), *counts)) == {None}
+
+
+def test_spike_that_is_skipped_within_a_row_is_part_of_it(tmp_path):
+    patience = Patience(config(max_nonfinite_steps=3, on_nonfinite="rollback"), tmp_path)
+    # Steps 2, 3, 5 and 6 are not finite; 4 is finite, and a spike. A checkpoint of it is no help.
+    assert ask(patience, 0, 1, 2, 2, 3, 4)[-1] == 2
+
+
+def test_patience_begins_anew_after_a_rollback_and_allows_few(tmp_path, caplog):
+    patience = Patience(config(max_nonfinite_steps=2, on_nonfinite="rollback"), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, MAX_ROLLBACKS + 1):
+            # Step 4, which was started before patience ended, is judged by nobody.
+            assert ask(patience, 0, 1, 2, 3, 1) == [None, None, None, 2, None]
+            assert f"rollback {number} of {MAX_ROLLBACKS}" in caplog.messages[-1]
+            patience.first_bad_step(6, ROWS, {"num_nonfinite_in_a_row": jnp.int32(0)})
+    with pytest.raises(Diverged, match=rf"\) after {MAX_ROLLBACKS} rollbacks; look"):
+        ask(patience, 1, 2, 3)
+
+
+def test_rows_that_cannot_be_saved_do_not_hide_why(tmp_path):
+    patience = Patience(config(max_nonfinite_steps=1), tmp_path / "gone")
+    with pytest.raises(Diverged, match=r"were not finite \(its batch could not be saved: .*gone"):
+        ask(patience, 1, 2)
+
+
+def test_each_process_saves_rows_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(divergence, "wait_for_all", lambda what: None)
+    with pytest.raises(Diverged, match=r"nonfinite_step_1_process_1\.npz\)"):
+        ask(Patience(config(max_nonfinite_steps=1), tmp_path), 1, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["nonfinite_step_1_process_1.npz"]
+
+
+# The run.
+
+
+class Poisoned:
+    """Batches of which some, by their step, have weights that are no numbers."""
+
+    def __init__(self, batches, bad_steps):
+        self._batches, self._bad_steps = batches, bad_steps
+
+    def __next__(self):
+        batch = next(self._batches)
+        is_bad = 1 + batch["index"][0] // 16 in self._bad_steps
+        return batch | NAN if is_bad else batch
+
+    def get_state(self):
+        return self._batches.get_state()
+
+
+def train(workdir: Path, overrides, bad_steps) -> int:
+    run, corpus = make_run(overrides)
+    start = find_position(run, corpus, workdir)
+    start = dataclasses.replace(start, batches=Poisoned(start.batches, bad_steps))
+    phases, signals = Phases(), StopSignals()
+    return loop.train(run, corpus, start, workdir, saves=True, phases=phases, signals=signals)
+
+
+def logged(workdir: Path, name: str) -> dict[int, float]:
+    return {m["step"]: m[name] for m in read_metrics(workdir / "metrics.jsonl") if name in m}
+
+
+def test_row_of_bad_steps_that_a_resume_is_in_stops_the_run_with_the_batch(
+    corpus_overrides, tmp_path
+):
+    overrides = (*TINY, *corpus_overrides, "train.max_nonfinite_steps=4")
+    bad_steps = {1, 2, 3, 5, 6, 7, 8, 9}
+    assert train(tmp_path, (*overrides, "train.num_steps=6"), bad_steps) == FINISHED
+    assert logged(tmp_path, "num_nonfinite_in_a_row") == dict(enumerate((1, 2, 3, 0, 1, 2), 1))
+    with pytest.raises(Diverged, match="of 4 steps in a row, the last of them step 8, were not"):
+        train(tmp_path, overrides, bad_steps)
+    with np.load(tmp_path / "nonfinite_step_8.npz", allow_pickle=False) as saved:
+        assert saved["index"].tolist() == list(range(7 * 16, 8 * 16))
+        assert np.isnan(saved["weights"]).all() and saved["tokens"].shape == (16, 16)
+
+
+def test_rollback_goes_on_after_the_bad_batches_from_before_them(
+    corpus_overrides, tmp_path, caplog
+):
+    overrides = (*TINY, *corpus_overrides, "checkpoint.every_steps=2", "train.num_steps=12")
+    changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
+    with caplog.at_level(logging.WARNING):
+        assert train(tmp_path, (*overrides, *changes), {7, 8}) == FINISHED
+    # Step 6 left the parameters that failed at step 7, and step 9 is under way when that is known.
+    assert caplog.messages[-1] == (
+        "going on after step 9 with the parameters of step 4; left out are steps 5 to 9, which are "
+        "examples 64 to 143 of the run"
+    )
+    run, corpus = make_run(overrides)
+    state, expected = run.state.initial(), {}
+    batches = train_batches(corpus, run.config.data, run.rows)
+    for step in range(1, 13):
+        batch = place_batch(next(batches), run.rows, run.batch_sharding, 16)
+        if not 4 < step < 10:
+            state, metrics = run.train_step(state, batch)
+            expected[step] = [float(metrics[name]) for name in ("loss", "learning_rate")]
+    for i, name in enumerate(("loss", "learning_rate")):
+        of_run = logged(tmp_path, name)
+        assert {step: of_run[step] for step in expected} == {s: v[i] for s, v in expected.items()}
+    assert logged(tmp_path, "num_skipped")[12] == 5
+    restored = find_position(*make_run(overrides), tmp_path)
+    assert (restored.step, int(restored.state.step)) == (12, 12)
+    assert digest(restored.state.params) == digest(state.params)
+
+
+def test_rollback_without_an_older_checkpoint_says_so(corpus_overrides, tmp_path):
+    changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
+    with pytest.raises(Diverged, match="no checkpoint that is kept is older than step 2, to roll"):
+        train(tmp_path, (*TINY, *corpus_overrides, *changes, "checkpoint.every_steps=2"), {3, 4})
+
+
+def test_diverged_run_ends_with_its_own_code_and_one_sentence(corpus_overrides, tmp_path, capsys):
+    changes = ("optimizer.learning_rate=1e30", "train.max_nonfinite_steps=2")
+    flags = [f"--config.{each}" for each in (*TINY, *corpus_overrides, *changes)]
+    assert main([f"--config={CONFIG}", f"--workdir={tmp_path}", *flags]) == DIVERGED
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: the loss or the gradients of 2 steps in a row")
+    assert len(list(tmp_path.glob("nonfinite_step_*.npz"))) == 1
+    assert [start.ended for start in summarize(tmp_path).starts] == ["failed"]
+
+
+@pytest.mark.parametrize("now", [(), ("train.skip_spikes=3",)], ids=["off", "on"])
+@pytest.mark.parametrize("before", ["older", "off", "on"])
+def test_checkpoint_goes_on_whatever_it_knows_of_counters(before, now, corpus_overrides, tmp_path):
+    overrides = (*TINY, *corpus_overrides)
+    run, corpus = make_run((*overrides, "train.skip_spikes=2") if before == "on" else overrides)
+    state = run.state.to_portable(run.state.initial())
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    if before == "older":
+        del fields["num_nonfinite_in_a_row"], fields["spikes"]
+    checkpoints = Checkpoints(tmp_path / "checkpoints", run.config.checkpoint)
+    batches = train_batches(corpus, run.config.data, run.rows).get_state()
+    checkpoints.save(7, fields, {"batches": batches, "corpus": corpus.fingerprint})
+    checkpoints.close()
+    now_run, _ = make_run((*overrides, *now))
+    position = find_position(now_run, corpus, tmp_path)
+    assert position.step == 7 and digest(position.state) == digest(now_run.state.initial())

@@ -1,0 +1,197 @@
+"""Signals, dead and hanging processes: what a run does then, and that its losses do not change."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from sharding.mesh import MeshConfig, make_mesh
+from tests.runs import ROOT, TINY
+from tests.train.test_resume import CUBE, command, finish
+from train.lifecycle.exit_codes import HUNG, STOPPED
+from train.lifecycle.stop_signals import StopSignals, Timer, Votes
+from train.reporting.metrics import read_metrics
+
+STEPS = 60
+RUN = (*TINY, *CUBE, f"train.num_steps={STEPS}", "checkpoint.every_steps=20", "eval.every_steps=25")
+
+
+@pytest.fixture(scope="module")
+def overrides(corpus_overrides):
+    return (*RUN, *corpus_overrides, "train.failure_timeout_s=10")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(overrides, tmp_path_factory):
+    """What one process logs of all steps, if nothing happens to it."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    finish(workdir, overrides)
+    return entries(workdir)
+
+
+def entries(workdir: Path) -> list[tuple]:
+    """Returns (step, loss or None, evaluated loss or None) of every line, in order."""
+    lines = read_metrics(workdir / "metrics.jsonl")
+    return [(line["step"], line.get("loss"), line.get("eval_loss")) for line in lines]
+
+
+def start(command, **variables) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen, workdir: Path, step: int) -> None:
+    deadline, path = time.monotonic() + 300, workdir / "metrics.jsonl"
+    while not (path.exists() and any(m["step"] >= step for m in read_metrics(path))):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.01)
+
+
+def of_two(workdir: Path, overrides, *options: str) -> list[str]:
+    """The command line of the same run in two processes."""
+    launch = ("-m", "launch.local", "--processes=2", "--devices_per_process=4", *options)
+    return [sys.executable, *launch, "--", *command(workdir, overrides)]
+
+
+def processes(launcher: subprocess.Popen) -> list[int]:
+    """The numbers of the launcher's processes, in order."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+def test_signals_save_once_and_the_next_start_goes_on(overrides, undisturbed, tmp_path):
+    process = start(command(tmp_path, overrides))
+    wait_for_step(process, tmp_path, 5)
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:  # to its very end
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.0005)
+    output, _ = process.communicate(timeout=1)
+    assert process.returncode == STOPPED, output
+    assert "finishing this step, saving, and stopping" in output
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    last, *_ = entries(tmp_path)[-1]
+    assert int(saved.name) == last < 20
+    finish(tmp_path, overrides)
+    assert entries(tmp_path) == undisturbed
+
+
+def test_signal_before_the_first_step_ends_the_process_at_once(overrides, tmp_path):
+    process = start(command(tmp_path, overrides))
+    assert process.stdout
+    while "model   GPT2" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM  # nothing that another start would go on from
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_signal_to_one_process_stops_all_after_the_same_step(overrides, undisturbed, tmp_path):
+    launcher = start(of_two(tmp_path, overrides))
+    wait_for_step(launcher, tmp_path, 5)
+    os.kill(processes(launcher)[1], signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=300)
+    assert launcher.returncode == STOPPED, output
+    assert entries(tmp_path)[-1][0] < 20
+    launcher = start(of_two(tmp_path, overrides))
+    output, _ = launcher.communicate(timeout=300)
+    assert launcher.returncode == 0, output
+    check_equal(tmp_path, undisturbed)
+
+
+def check_equal(workdir: Path, undisturbed: list[tuple]) -> None:
+    """Two processes add up in another order than one, and that is all."""
+    found, expected = entries(workdir), undisturbed
+    assert [line[0] for line in found] == [line[0] for line in expected]
+    for column in (1, 2):
+        values = [[line[column] or 0.0 for line in lines] for lines in (found, expected)]
+        np.testing.assert_allclose(*values, rtol=1e-4)
+
+
+def test_all_start_again_when_the_coordinator_is_killed(overrides, undisturbed, tmp_path):
+    launcher = start(of_two(tmp_path, overrides, "--max_restarts=1"))
+    wait_for_step(launcher, tmp_path, 25)
+    os.kill(processes(launcher)[0], signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=300)
+    assert launcher.returncode == 0, output
+    assert "killed by SIGKILL" in output and "starting again" in output
+    assert "step 20 of train.num_steps=60 is saved; going on from there" in output
+    check_equal(tmp_path, undisturbed)
+
+
+SLOW_START = """
+import sys, time
+import jax
+from train import main, workdir
+find_position = workdir.find_position
+def slow(*args):
+    time.sleep(18 * jax.process_index())
+    return find_position(*args)
+workdir.find_position = slow
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_process_that_hangs_is_named_and_the_others_end(overrides, tmp_path):
+    """One that starts later than the others does not hang, if by more than failure_timeout_s."""
+    launch = of_two(tmp_path, (*overrides, "train.num_steps=100000"), "--grace_s=2")
+    program = launch.index("train.main")
+    launch[program - 1 : program + 1] = "-c", SLOW_START
+    launcher = start(launch)
+    wait_for_step(launcher, tmp_path, 5)
+    stopped = processes(launcher)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        since = time.monotonic()
+        output, _ = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == HUNG, output
+    assert time.monotonic() - since < 90
+    assert f"process 1 on {os.uname().nodename} (pid {stopped}) is gone" in output
+    assert "in phase step" in output
+
+
+def test_vote_of_one_process_is_known_a_call_later():
+    votes = Votes(make_mesh(MeshConfig(data=4, model=2), jax.devices()))
+    assert votes.cast(1, 0) == (0, 0)
+    assert votes.cast(False, 7) == (1, 0)
+    assert votes.cast(0, 0) == (0, 7)
+
+
+def test_handlers_are_given_back_and_a_second_interrupt_is_not_waited_for():
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignals() as signals:
+        assert signal.getsignal(signal.SIGINT) == before
+        signals.defer()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_timer_is_due_after_its_minutes(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    timer = Timer(0.5)
+    now += 29
+    assert not timer.is_due()
+    now += 2
+    assert timer.is_due()
+    timer.restart()
+    assert not timer.is_due() and not Timer(None).is_due()

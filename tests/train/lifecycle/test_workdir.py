@@ -1,0 +1,153 @@
+"""A workdir is one run's at a time, and one for all its processes."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from sharding.distributed.messages import Exchange, may_pass
+from tests.runs import CONFIG, ROOT, TINY
+from train.lifecycle.exit_codes import FAILED, REFUSED
+from train.lifecycle.workdir import LOCK_FILE, hold
+from train.main import main
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from train.lifecycle.workdir import hold
+with hold(Path(sys.argv[1]), timeout_s=1):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process, which holds `tmp_path`."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_second_run_waits_and_is_told_who_is_there(holder, corpus_overrides, tmp_path, capsys):
+    overrides = (*TINY, *corpus_overrides, "train.start_timeout_s=1")
+    arguments = [f"--config.{override}" for override in overrides]
+    before = sorted(tmp_path.rglob("*"))
+    # FAILED, and not REFUSED: after the end of the other, another start can do better.
+    assert main([f"--config={CONFIG}", f"--workdir={tmp_path}", *arguments]) == FAILED
+    said = f"--workdir={tmp_path} is in use by process {holder.pid} on "
+    error = capsys.readouterr().err
+    assert f"{said}" in error and "after 1 s; wait for the end of that run, or choose" in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_run_goes_on_as_soon_as_the_other_is_gone(holder, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        holder.kill()  # and its file stays
+        with hold(tmp_path, timeout_s=60) as first:
+            assert (tmp_path / LOCK_FILE).read_text() == first
+    assert not (tmp_path / LOCK_FILE).exists()
+    with hold(tmp_path, timeout_s=0) as second:
+        assert second != first
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_of_many_one_at_a_time_holds_it(tmp_path):
+    """Each adds to a counter as nobody could beside another."""
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    program = """
+import sys, time
+from pathlib import Path
+from train.lifecycle.workdir import hold
+counter = Path(sys.argv[1]) / "counter"
+for _ in range(5):
+    with hold(counter.parent, timeout_s=120):
+        value = int(counter.read_text())
+        time.sleep(0.02)
+        counter.write_text(str(value + 1))
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert counter.read_text() == "15"
+
+
+def test_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("train.lifecycle.workdir.fcntl.flock", flock)
+    with hold(tmp_path, timeout_s=0):
+        assert (tmp_path / LOCK_FILE).exists()
+    assert "cannot be locked" in caplog.text and "start no second run there" in caplog.text
+
+
+def of_two(tmp_path, overrides, workdir: str) -> subprocess.CompletedProcess:
+    """Runs two processes; in `overrides` and `workdir` $ID is the number of each."""
+    train = [f"--config={CONFIG}", f"--workdir={workdir}"]
+    train += [f"--config.{override}" for override in overrides]
+    script = tmp_path / "train.sh"
+    words = " ".join(f'"{word}"' for word in train)
+    script.write_text(f"ID=$TAIBAI_PROCESS_ID\nexec {sys.executable} -m train.main {words}\n")
+    launch = ("-m", "launch.local", "--processes=2", "--devices_per_process=1", "--grace_s=20")
+    return subprocess.run(
+        [sys.executable, *launch, "--", "bash", str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_workdir_that_is_not_one_for_all_is_refused_by_all(corpus_overrides, tmp_path):
+    overrides = (*TINY, *corpus_overrides, "mesh.data=2")
+    done = of_two(tmp_path, overrides, f"{tmp_path}/run_$ID")
+    assert done.returncode == REFUSED, done.stderr
+    said = "is not for all processes what it is for process 0 (process 1: it is not there)"
+    assert done.stderr.count(said) == 2, done.stderr
+    assert "choose a directory on a file system of all hosts" in done.stderr
+
+
+def test_text_that_one_process_lacks_is_named_by_all(corpus_overrides, tmp_path):
+    paths, *others = corpus_overrides
+    there = paths.removeprefix("data.paths=").removesuffix("/*.txt")
+    (tmp_path / "text_0").symlink_to(there)
+    overrides = (*TINY, *others, f"data.paths={tmp_path}/text_$ID/*.txt", "mesh.data=2")
+    done = of_two(tmp_path, overrides, f"{tmp_path}/run")
+    assert done.returncode == REFUSED, done.stderr
+    said = f"data.paths: no file matches '{tmp_path}/text_1/*.txt'"
+    assert f"error: process 1: {said}" in done.stderr
+    assert f"[1] error: {said}" in done.stderr
+    assert "Check failure" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_process_with_another_config_is_named_by_all(corpus_overrides, tmp_path):
+    overrides = (*TINY, *corpus_overrides, "mesh.data=2", "log.every_steps=1$ID")
+    done = of_two(tmp_path, overrides, f"{tmp_path}/run")
+    assert done.returncode == REFUSED, done.stderr
+    said = "error: process 1: its config is not that of process 0; start all of them with the same"
+    assert done.stderr.count(said) == 2, done.stderr
+
+
+def test_exchange_of_one_process_raises_what_its_action_does():
+    exchange = Exchange()
+    assert exchange.on_all(lambda: 3) == exchange.on_first(lambda: 3) == 3
+
+    def fail():
+        raise ValueError("no text")
+
+    with pytest.raises(ValueError, match="no text"):
+        exchange.on_all(fail)
+
+
+@pytest.mark.parametrize(
+    "error, may",
+    [(None, False), (ValueError(), False), (FileNotFoundError(), False), (TimeoutError(), True)],
+)
+def test_what_may_pass(error, may):
+    assert may_pass(error) == may

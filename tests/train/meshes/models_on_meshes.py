@@ -1,0 +1,177 @@
+"""Every model on every kind of mesh: how far its losses are from those of one device.
+
+`python -m tests.train.meshes.models_on_meshes` writes the table in docs/models.md.
+"""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+
+from tests.runs import FLOAT64, ROOT, losses, make_run, write_corpus
+
+NUM_STEPS = 5
+DOCS = ROOT / "docs" / "models.md"
+START, END = "<!-- measured: models on meshes -->", "<!-- end -->"
+
+#: What all have in common; more than one microbatch.
+SHARED = (
+    *("data.global_batch_size=8", "train.num_microbatches=2"),
+    *("optimizer.warmup_steps=2", "optimizer.learning_rate=0.01"),
+    *("train.num_steps=5", "eval.every_steps=0", "checkpoint.every_steps=0"),
+)
+#: What models of text have in common, with sizes that every mesh divides.
+_TEXT = (
+    *("data.name=text", "data.tokenizer=bytes", "data.sequence_length=16"),
+    "data.validation_fraction=0.2",
+    *("model.num_heads=4", "model.embed_dim=32", "model.num_layers=4"),
+)
+#: All that is random about images.
+_IMAGES = (
+    *("images.crop_scale=(0.5,1.0)", "images.mixup=0.8", "images.cutmix=1.0"),
+    *("images.randaugment_num=2", "images.erasing=0.25"),
+    *("model.drop_path=0.2", "model.label_smoothing=0.1"),
+)
+_DROPOUT, _MLP = "model.dropout=0.1", "model.mlp_dim=48"
+_VIT = (*_IMAGES, _DROPOUT, "model.embed_dim=32", _MLP)
+_SWIN = (
+    *(*_IMAGES, _DROPOUT, "model.embed_dim=16", "model.depths=(2,4)", "model.num_heads=(2,4)"),
+    *("images.size=11", "model.window_size=4"),  # patches are padded to windows, and to pairs
+)
+_MAE = (
+    *("images.crop_scale=(0.5,1.0)", _DROPOUT, "model.drop_path=0.2"),
+    *("model.embed_dim=32", _MLP, "model.decoder_embed_dim=16", "model.decoder_mlp_dim=24"),
+    *("model.positions=random", "optimizer.frozen=decoder_position_embedding"),
+)
+_MOCO = (
+    *("images.crop_scale=(0.5,1.0)", _DROPOUT, "model.drop_path=0.2"),
+    *("model.embed_dim=32", _MLP, "model.hidden_dim=24", "model.projection_dim=8"),
+    *("train.num_microbatches=1", "train.ema_decay=0.5"),
+)
+_GQA = ("model.num_kv_heads=2", "model.head_dim=6", _MLP)
+_T5 = ("model.num_layers=2", "model.num_decoder_layers=2", "model.head_dim=6", _MLP, _DROPOUT)
+
+#: name -> (config, overrides).
+MODELS = {
+    "GPT-2": ("gpt2", (_DROPOUT,)),
+    "GPT-2, documents apart": ("gpt2", (_DROPOUT, "data.isolate_documents=true")),
+    "OPT": ("opt", (_DROPOUT, _MLP)),
+    "OPT 350m": (
+        "opt",
+        (_DROPOUT, _MLP, "model.token_embed_dim=12", "model.norm_first=false"),
+    ),
+    "LLaMA": ("llama", _GQA),
+    "Mistral": ("llama", (*_GQA, "model.sliding_window=5")),
+    "Qwen 2": ("llama", (*_GQA, "model.qkv_bias=true", "model.tie_embeddings=true")),
+    "Qwen 3": ("llama", (*_GQA, "model.qk_norm=true")),
+    "BERT": ("bert", (_DROPOUT, _MLP)),
+    "BERT, classifier": (
+        "bert",
+        (_DROPOUT, _MLP, "data.objective=classification", "model.head=sequence"),
+    ),
+    "RoBERTa": ("roberta", (_DROPOUT, _MLP)),
+    "T5 1.0": (
+        "t5",
+        (
+            *_T5,
+            *("model.activation=relu", "model.is_gated=false"),
+            *("model.tie_embeddings=true", "model.scale_outputs=true"),
+        ),
+    ),
+    "T5 1.1": ("t5", _T5),
+    "ViT": ("vit", _VIT),
+    "ViT, mean of patches": (
+        "vit",
+        (*_VIT, *("model.pool=mean", "model.positions=sincos", "optimizer.frozen=position_*")),
+    ),
+    "Swin": ("swin", _SWIN),
+    "Swin V2": ("swin", (*_SWIN, "model.version=2")),
+    "ResMLP": ("resmlp", (*_IMAGES, "model.embed_dim=32", _MLP)),
+    "MAE": ("mae", _MAE),
+    "MoCo v3": ("moco", _MOCO),
+}
+#: Configs of models of images, which have no vocab to share.
+_OF_IMAGES, NO_VOCAB = ("vit", "swin", "resmlp", "mae", "moco"), "–"
+MESHES = {
+    "data=4": ("mesh.data=4",),
+    "fsdp=4": ("mesh.fsdp=4",),
+    "model=2": ("mesh.model=2",),
+    "pipeline=2": ("mesh.pipeline=2",),
+    "pipeline=2, vocab shared": ("mesh.pipeline=2", "pipeline.share_vocab=true"),
+    "2×2×2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+}
+
+
+def write_labelled(directory: Path) -> None:
+    """Writes lines of the corpus with a label each: whether they hold a colon."""
+    texts = (file.read_text() for file in sorted(directory.glob("part_*.txt")))
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    rows = [
+        json.dumps({"text": line, "label": "colon" if ":" in line else "none"}) for line in lines
+    ]
+    (directory / "labelled.jsonl").write_text("\n".join(rows) + "\n")
+
+
+@functools.cache
+def corpora() -> tuple[str, str]:
+    """Returns a folder with text and labelled lines, and one for caches; made once per process."""
+    directory = Path(tempfile.mkdtemp())
+    write_corpus(directory)
+    write_labelled(directory)
+    return str(directory), str(directory / "cache")
+
+
+@functools.cache
+def losses_on(model: str, mesh: tuple[str, ...]) -> list[float]:
+    """Returns the losses of the first steps, in float64."""
+    config, overrides = MODELS[model]
+    directory, cache = corpora()
+    where = (f"data.cache_dir={cache}",)
+    if config not in _OF_IMAGES:
+        files = "labelled.jsonl" if "data.objective=classification" in overrides else "*.txt"
+        where = (*_TEXT, *where, f"data.paths={directory}/{files}")
+    with jax.enable_x64(True):
+        run, corpus = make_run(
+            (*SHARED, *where, *overrides, *FLOAT64, *mesh), str(ROOT / "configs" / f"{config}.py")
+        )
+        return losses(run, corpus, NUM_STEPS)
+
+
+def applies(model: str, mesh: str) -> bool:
+    """Returns whether a model can be on a mesh."""
+    return MODELS[model][0] not in _OF_IMAGES or "vocab" not in mesh
+
+
+def deviation(model: str, mesh: str) -> float:
+    """Returns the largest relative difference of a loss from that on one device."""
+    expected = losses_on(model, ())
+    found = losses_on(model, MESHES[mesh])
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def table(deviations: dict[tuple[str, str], float]) -> str:
+    """Returns the rows of the docs' table."""
+    rows = [f"| model | {' | '.join(MESHES)} |", "|---" * (1 + len(MESHES)) + "|"]
+    for model in MODELS:
+        found = (deviations.get((model, mesh)) for mesh in MESHES)
+        cells = (NO_VOCAB if value is None else f"{value:.0e}" for value in found)
+        rows.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    pairs = [(model, mesh) for model in MODELS for mesh in MESHES if applies(model, mesh)]
+    found = {(model, mesh): deviation(model, mesh) for model, mesh in pairs}
+    text = DOCS.read_text()
+    before, after = text.partition(START)[0], text.partition(END)[2]
+    DOCS.write_text(f"{before}{START}\n{table(found)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    from sharding.distributed.startup import start
+    from sharding.mesh import MeshConfig
+
+    start(MeshConfig(data=8))
+    main()

@@ -1,0 +1,39 @@
+"""Every model trains alike on every mesh, and the docs say so with measured figures."""
+
+import pytest
+
+from tests.train.meshes import models_on_meshes as measured
+
+#: Rounding in float64 is 1e-16 a sum; 5 steps of Adam amplify it, a bug is far above.
+TOLERANCE = 1e-9
+
+
+def combinations():
+    """All of them; CI runs each model on 2×2×2, and one of each config on a mesh unlike it."""
+    configs: list[str] = []
+    for model, (config, _) in measured.MODELS.items():
+        meshes = [mesh for mesh in measured.MESHES if measured.applies(model, mesh)]
+        others = [mesh for mesh in meshes if mesh not in ("2×2×2", "pipeline=2")]
+        chosen = {"2×2×2"}
+        if config not in configs:
+            chosen.add(others[len(configs) % len(others)])
+            configs.append(config)
+        for mesh in meshes:
+            marks = [] if mesh in chosen else [pytest.mark.slow]
+            yield pytest.param(model, mesh, marks=marks)
+
+
+@pytest.mark.parametrize(("model", "mesh"), list(combinations()))
+def test_losses_equal_those_of_one_device(model, mesh):
+    assert measured.deviation(model, mesh) <= TOLERANCE
+    assert len(set(measured.losses_on(model, ()))) == measured.NUM_STEPS  # it does learn
+
+
+def test_table_of_the_docs_has_all_models_and_meshes():
+    text = measured.DOCS.read_text()
+    rows = text.partition(measured.START)[2].partition(measured.END)[0].strip().splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert cells[0] == ["model", *measured.MESHES]
+    assert [row[0] for row in cells[2:]] == list(measured.MODELS)
+    values = [value for row in cells[2:] for value in row[1:] if value != measured.NO_VOCAB]
+    assert all(float(value) <= TOLERANCE for value in values)

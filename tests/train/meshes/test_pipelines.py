@@ -1,0 +1,129 @@
+"""GPT-2 through every pipeline: the losses of one device, and a step that does what it should."""
+
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from models.flops import attention_flops, dense_flops
+from sharding.analysis.audit import matmul_flops, memory
+from tests.runs import (
+    FLOAT64,
+    TINY,
+    digest,
+    losses,
+    make_run,
+    reference_digest,
+    reference_losses,
+)
+
+#: schedule -> overrides; the model's 10 layers are cut unevenly everywhere.
+SCHEDULES = {
+    "gpipe": (),
+    "1f1b": (),
+    "interleaved_1f1b": ("pipeline.chunks=2",),
+    "zero_bubble": (),
+    "zbv": ("pipeline.chunks=2",),
+}
+REMAT = ("full", "none")
+MESHES = {
+    "pipeline=4": ("mesh.pipeline=4",),
+    "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+    "fsdp 2x2x2": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2"),
+}
+#: Microbatches fewer than, as many as, and more than the stages.
+MICROBATCHES = {"pipeline=4": (2, 4, 8), "2x2x2": (1, 2, 8), "fsdp 2x2x2": (1, 2, 8)}
+ALL = list(itertools.product(SCHEDULES, REMAT, MESHES, range(3)))
+#: Each schedule with each remat, on every mesh and with every number of microbatches in turn.
+SOME = [
+    (schedule, remat, list(MESHES)[(i + 2 * j) % 3], (i + j) % 3)
+    for (i, schedule), (j, remat) in itertools.product(enumerate(SCHEDULES), enumerate(REMAT))
+]
+
+
+def overrides_of(schedule: str, remat: str, mesh: str, which: int) -> tuple[str, ...]:
+    chosen = (
+        f"pipeline.schedule={schedule}",
+        f"pipeline.remat={remat}",
+        f"train.num_microbatches={MICROBATCHES[mesh][which]}",
+        # On one of the three with ZeRO's stage 3 and the ends shared by all stages.
+        *(("memory.zero_stage=3", "pipeline.share_vocab=true") if which == 1 else ()),
+        *SCHEDULES[schedule],
+        *MESHES[mesh],
+    )
+    even = mesh != "pipeline=4" and not SCHEDULES[schedule]
+    return (*chosen, "pipeline.layers_per_stage=6,4") if even else chosen
+
+
+def check(case, corpus_overrides, *, x64: bool) -> None:
+    base = (*TINY, *corpus_overrides, "model.num_layers=10", *(FLOAT64 if x64 else ()))
+    num_steps, tolerance = (4, 1e-9) if x64 else (10, 1e-4)
+    with jax.enable_x64(x64):
+        run, corpus = make_run((*base, *overrides_of(*case)))
+        initial = run.state.to_portable(run.state.initial())
+        assert digest(initial.params) == reference_digest(base)
+        found = losses(run, corpus, num_steps)
+        np.testing.assert_allclose(found, reference_losses(base, num_steps), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_losses_equal_one_device(case, corpus_overrides):
+    check(case, corpus_overrides, x64=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("x64", [True, False], ids=["float64", "float32"])
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_losses_equal_one_device_in_every_combination(case, x64, corpus_overrides):
+    check(case, corpus_overrides, x64=x64)
+
+
+def microbatches(count: int) -> tuple[str, ...]:
+    """Returns the overrides for `count` microbatches of 2 sequences."""
+    return (f"train.num_microbatches={count}", f"data.global_batch_size={2 * count}")
+
+
+@pytest.mark.parametrize("schedule, remat", [("1f1b", "none"), ("zero_bubble", "full")])
+def test_memory_does_not_grow_with_microbatches(schedule, remat, corpus_overrides):
+    def temporaries(count):
+        overrides = (
+            *(*TINY, *corpus_overrides, *microbatches(count), "mesh.pipeline=4"),
+            *(f"pipeline.schedule={schedule}", f"pipeline.remat={remat}", "model.embed_dim=64"),
+        )
+        temp_bytes = memory(make_run(overrides)[0].train_step).temp_bytes
+        assert temp_bytes is not None
+        return temp_bytes
+
+    assert temporaries(32) <= 1.1 * temporaries(8)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_remat_costs_one_forward_of_the_stage_in_every_tick(schedule, corpus_overrides):
+    def compiled(remat):
+        overrides = (*TINY, *corpus_overrides, *microbatches(8), "mesh.pipeline=4")
+        pipeline = (f"pipeline.schedule={schedule}", f"pipeline.remat={remat}")
+        return make_run((*overrides, *pipeline, "model.num_layers=8"))[0]
+
+    full, none = compiled("full"), compiled("none")
+    products = {"full": matmul_flops(full.train_step), "none": matmul_flops(none.train_step)}
+    assert products["full"] is not None and products["none"] is not None
+    # A stage has two layers, and a microbatch 2 sequences; branches count as if taken.
+    batch, length, embed, num_heads = 2, 16, 32, 4
+    kernels = dense_flops(embed, 3 * embed) + dense_flops(embed, embed)
+    kernels += 2 * dense_flops(embed, 4 * embed)
+    scores = attention_flops(length, num_heads, embed // num_heads, is_causal=False)
+    forward = 2 * batch * length * (kernels + scores)
+    assert products["full"] - products["none"] == len(full.schedule.ticks) * forward
+
+
+def test_the_program_does_not_grow_with_the_layers(corpus_overrides):
+    """So compiling 48 layers takes as long as compiling 12."""
+
+    def instructions(num_layers):
+        overrides = (*TINY, *corpus_overrides, "mesh.pipeline=4", f"model.num_layers={num_layers}")
+        run, _ = make_run((*overrides, "train.num_microbatches=4", "pipeline.remat=none"))
+        return len(re.findall(r"^\s+\S+ = ", str(run.train_step.as_text()), flags=re.MULTILINE))
+
+    assert instructions(48) == instructions(12)

@@ -1,0 +1,181 @@
+"""The average of the parameters: its formula, where it lies, and who takes it."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from checkpoint.lazy import stored_arrays
+from convert.source import load_params, read_source
+from data.batches import train_batches
+from data.corpus import load_corpus
+from sharding.batches import place_batch
+from tests.runs import FLOAT64, TINY, digest, make_run
+from train.config.schema import TrainConfig
+from train.evaluation import evaluate
+from train.lifecycle.phases import Phases
+from train.lifecycle.workdir import Position, claim, find_position
+from train.optim.ema import average_params
+from train.state.averaged import averaged
+from train.state.train_state import shardings_of
+
+EMA = ("train.ema_decay=0.6", "train.ema_schedule=cosine")
+FROZEN = "optimizer.frozen=token_embedding,*.mlp.*"
+UNEVEN = ("mesh.pipeline=2", "mesh.data=2", "pipeline.layers_per_stage=3,1")
+HOSTED = ("memory.placement=host", "memory.offload_parameters_fraction=1.0", "memory.zero_stage=3")
+
+
+def decay_of(schedule: str, step: int) -> float:
+    """0.6, or MoCo v3's rise of it in 20 steps."""
+    if schedule == "constant":
+        return 0.6
+    return 1 - (1 - 0.6) * (math.cos(math.pi * step / 20) + 1) / 2
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_average_is_its_formula(schedule):
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        optimizer = optax.chain(optax.sgd(0.5), average_params(0.6, schedule, 20))
+        params: Any = {"a": jnp.asarray(rng.normal(size=3)), "b": None}
+        state, expected = optimizer.init(params), np.array(params["a"])
+        for step in range(20):
+            grads = {"a": jnp.asarray(rng.normal(size=3)), "b": None}
+            updates, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            decay = decay_of(schedule, step)
+            expected = decay * expected + (1 - decay) * np.array(params["a"])
+    last: Any = state
+    found = last[-1].average["a"]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert np.abs(found - params["a"]).max() > 1e-3  # the control: it lags behind
+
+
+def a_batch(run, corpus, **changes):
+    batch = next(train_batches(corpus, run.config.data, run.rows)) | changes
+    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
+
+
+@functools.cache
+def run_of(*overrides: str):
+    return make_run((*TINY, *overrides))
+
+
+def test_average_of_a_run_is_that_of_its_parameters(corpus_overrides):
+    """Also as it begins, as nothing changes in a step that is skipped, and of what is frozen."""
+    with jax.enable_x64(True):
+        run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
+        state = run.state.initial()
+        expected = jax.device_get(state.params)
+        assert digest(averaged(state)) == digest(state.params)
+        for step in range(3):
+            state, _ = run.train_step(state, a_batch(run, corpus))
+            d = decay_of("cosine", step)
+            expected = jax.tree.map(lambda a, p, d=d: d * a + (1 - d) * p, expected, state.params)
+        found = jax.device_get(averaged(state))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+        nan = np.full((16, 16), np.nan, np.float32)
+        state, _ = run.train_step(state, a_batch(run, corpus, weights=nan))
+        assert int(state.num_skipped) == 1
+        jax.tree.map(np.testing.assert_array_equal, averaged(state), found)
+    averages, params = jax.tree_util.tree_leaves_with_path(found), jax.device_get(state.params)
+    for (path, average), param in zip(averages, jax.tree.leaves(params), strict=True):
+        name = jax.tree_util.keystr(path)
+        is_frozen = "token_embedding" in name or "['mlp']" in name
+        assert (average != param).any() != is_frozen, name
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["own", "given"])
+def test_average_begins_as_the_parameters_in_host_memory_too(given, corpus_overrides):
+    where = (*UNEVEN, *HOSTED, "precision.params=bfloat16", "precision.compute=bfloat16")
+    run, _ = run_of(*corpus_overrides, *EMA, FROZEN, *where)
+    params = None
+    if given:
+        other = run_of(*corpus_overrides, *UNEVEN, *where, "train.seed=1")[0].state
+        params = other.to_portable(other.initial()).params
+        params = jax.device_put(params, shardings_of(run.state.portable.params))
+    state = run.state.initial(params)
+    assert shardings_of(run.state.abstract) == jax.tree.map(lambda x: x.sharding, state)
+    average, frozen = averaged(state), averaged(run.state.abstract)["token_embedding"]
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float32), state.params)
+    assert digest(jax.tree.map(lambda x: np.asarray(x, np.float32), average)) == digest(wide)
+    assert average["decoder"]["layers"]["attention"]["qkv"]["kernel"].dtype == jnp.float32
+    assert frozen.dtype == jnp.bfloat16  # the parameter itself
+    seeds = run_of(*corpus_overrides, *where)[0].state.initial().params
+    assert (digest(state.params) == digest(seeds)) != given
+
+
+def test_evaluation_is_that_of_the_average(corpus_overrides):
+    with jax.enable_x64(True):
+        run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
+        plain, _ = run_of(*corpus_overrides, *FLOAT64)
+        state, _ = run.train_step(run.state.initial(), a_batch(run, corpus))
+        scores = evaluate(run, corpus, state, Phases())
+
+        def of(params) -> dict | None:
+            there = dataclasses.replace(state, params=params, opt_state=())
+            return evaluate(plain, corpus, there, Phases())
+
+        assert scores == of(averaged(state)) != of(state.params)
+
+
+def steps(run, start: Position, count: int, *, save_after: int = 0) -> tuple[list, Any]:
+    """Returns the losses of so many steps, and the state after them in its portable form."""
+    state, losses, size = start.state, [], run.config.data.global_batch_size
+    for step in range(1, count + 1):
+        batch = place_batch(next(start.batches), run.rows, run.batch_sharding, size)
+        state, metrics = run.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+        if step == save_after:
+            fingerprint = load_corpus(run.config.data).fingerprint
+            data_state = {"batches": start.batches.get_state(), "corpus": fingerprint}
+            start.checkpoints.save(step, run.state.to_portable(state), data_state)
+            start.checkpoints.wait()
+    return losses, run.state.to_portable(state)
+
+
+def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_path):
+    features = (*EMA, FROZEN, "optimizer.name=lamb", "optimizer.layer_decay=0.7")
+    base = (*TINY, *corpus_overrides, *FLOAT64, *features)
+    with jax.enable_x64(True):
+        run, corpus = make_run((*base, *UNEVEN))
+        losses, whole = steps(run, find_position(run, corpus, tmp_path), 4, save_after=2)
+        again, state = steps(run, find_position(run, corpus, tmp_path), 2)
+        assert again == losses[2:] and digest(state) == digest(whole)
+        other, _ = make_run((*base, "mesh.fsdp=2", "memory.zero_stage=2"))
+        start = find_position(other, corpus, tmp_path)
+        restored = averaged(other.state.to_portable(start.state))
+        # Whoever reads the run, to start from it or to convert it, has the average.
+        claim(tmp_path, run, corpus)
+        for is_averaged in (True, False):
+            source = read_source(tmp_path, averaged=is_averaged)
+            read = load_params(source, other.state.portable.params)
+            assert (digest(read) == digest(restored)) == is_averaged
+        again, state = steps(other, start, 2)
+        np.testing.assert_allclose(again, losses[2:], rtol=1e-9, atol=0)
+        pairs = (jax.tree.leaves(averaged(each)) for each in (state, whole))
+        for found, wanted in zip(*pairs, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
+    names = stored_arrays(tmp_path / "checkpoints" / "2").keys()
+    assert "opt_state.2.average.decoder.layers.attention.qkv.kernel" in names
+    assert not any(".mlp." in name for name in names if name.startswith("opt_state"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("ema_decay", 1.0, "must lie in (0, 1); choose for example 0.9999, or None"),
+        ("ema_schedule", "linear", "is unknown; choose constant, cosine"),
+    ],
+)
+def test_field_out_of_range_is_refused(field, value, rule):
+    base = {"num_steps": 1, "num_microbatches": 1, "seed": 0, "remat": "none"}
+    with pytest.raises(ValueError) as caught:
+        TrainConfig(**base, **{field: value})
+    assert f"train.{field}={value!r} {rule}" in str(caught.value)

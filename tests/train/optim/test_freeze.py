@@ -1,0 +1,110 @@
+"""Frozen parameters: they stay, cost nothing, and say so where they do not fit."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from data.batches import train_batches
+from sharding.analysis.audit import collectives, flops
+from sharding.batches import place_batch
+from tests.runs import TINY, make_run
+from train.lifecycle.workdir import check, claim
+from train.optim.freeze import frozen_params
+from train.run.summary import describe
+
+MLP = "optimizer.frozen=*.mlp.*"
+PARAMS = {"table": np.zeros(2), "decoder": {"norm": {"scale": np.ones(2), "bias": np.zeros(2)}}}
+
+
+def test_pattern_marks_what_it_matches():
+    found = frozen_params(PARAMS, ("decoder.*.sc*", "table"))
+    assert found == {"table": True, "decoder": {"norm": {"scale": True, "bias": False}}}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("table", "decoder.norm.skale"), "'decoder.norm.skale' matches no parameter; the nearest"),
+        (("encoder.*",), "the nearest are decoder.norm."),
+        (("Q*",), "the nearest are decoder, table"),
+        (("*",), "optimizer.frozen=* matches all 3 parameters, and nothing would learn"),
+        (("table", "decoder.*"), "optimizer.frozen=table,decoder.* matches all 3 parameters"),
+    ],
+)
+def test_pattern_of_nothing_or_everything_is_refused(patterns, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        frozen_params(PARAMS, patterns)
+
+
+@functools.cache
+def run_of(*overrides: str):
+    return make_run((*TINY, *overrides))
+
+
+def a_step(run, corpus):
+    """Returns (parameters before, state after, metrics) of one step."""
+    state, size = run.state.initial(), run.config.data.global_batch_size
+    before = jax.device_get(state.params)
+    rows = next(train_batches(corpus, run.config.data, run.rows))
+    batch = place_batch(rows, run.rows, run.batch_sharding, size)
+    return before, *run.train_step(state, batch)
+
+
+def test_frozen_parameters_stay_and_have_no_moments(corpus_overrides):
+    run, corpus = run_of(*corpus_overrides, MLP)
+    before, state, _ = a_step(run, corpus)
+    of_mlp = [leaf.size for leaf in jax.tree.leaves(before["decoder"]["layers"]["mlp"])]
+    assert f" parameters ({sum(of_mlp):,} frozen), 4 layers" in describe(run, corpus)
+    for path, moved in jax.tree_util.tree_leaves_with_path(
+        jax.tree.map(lambda a, b: bool((a != b).any()), before, state.params)
+    ):
+        assert moved == ("['mlp']" not in jax.tree_util.keystr(path)), path
+    moments = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(state.opt_state)]
+    assert any(".mu" in name for name in moments) and not any("['mlp']" in name for name in moments)
+
+
+def test_norm_is_that_of_what_is_trained(corpus_overrides):
+    """Of two halves that are frozen in turn, the squares add up to that of all."""
+    rest = "token_embedding,position_embedding,*norm*,*.attention.*"
+    norms = [
+        float(a_step(*run_of(*corpus_overrides, *frozen))[2]["grad_norm"])
+        for frozen in ((), (MLP,), (f"optimizer.frozen={rest}",))
+    ]
+    # float32: 1e-7 a sum, of some thousand squares.
+    assert norms[0] ** 2 == pytest.approx(norms[1] ** 2 + norms[2] ** 2, rel=1e-5)
+    assert min(norms) > 0
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_gradients_of_frozen_parameters_are_not_computed(schedule, corpus_overrides):
+    mesh = ("mesh.pipeline=2", "mesh.data=2", f"pipeline.schedule={schedule}")
+    plain, _ = run_of(*corpus_overrides, *mesh)
+    frozen, _ = run_of(*corpus_overrides, *mesh, MLP)
+
+    def found(run) -> tuple[float, int]:
+        over_data = (c.bytes for c in collectives(run.train_step, run.mesh) if "data" in c.axes)
+        return flops(run.train_step) or 0.0, sum(over_data)
+
+    (plain_flops, plain_bytes), (frozen_flops, frozen_bytes) = found(plain), found(frozen)
+    sizes = jax.tree_util.tree_leaves_with_path(frozen.state.abstract.params)
+    of_mlp = sum(x.size * 4 for path, x in sizes if "['mlp']" in jax.tree_util.keystr(path))
+    assert frozen_bytes == plain_bytes - of_mlp // 2  # of each stage's half of the layers
+    assert frozen_flops < 0.9 * plain_flops
+    assert frozen.estimate.device["gradients"] == plain.estimate.device["gradients"] - of_mlp // 2
+
+
+def test_run_does_not_go_on_with_others_frozen_or_another_average(corpus_overrides, tmp_path):
+    run, corpus = run_of(*corpus_overrides, MLP)
+    claim(tmp_path, run, corpus)
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    check(tmp_path, run)
+    for change, line in {
+        "optimizer.frozen=": "optimizer.frozen: ['*.mlp.*'] -> []",
+        "optimizer.name=sgd": "optimizer.name: 'adamw' -> 'sgd'",
+        "train.ema_decay=0.9": "train.ema_decay: None -> 0.9",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(line)):
+            check(tmp_path, run_of(*corpus_overrides, MLP, change)[0])

@@ -1,0 +1,78 @@
+"""Layer-wise learning-rate decay: the power of each parameter, wherever its slot lies."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tests.runs import ROOT, TINY, make_run
+from train.config.shapes import microbatch
+from train.optim.layer_decay import Depths, depths_of, scaled_by_depth
+
+T5 = (
+    *("model.num_layers=2", "model.num_decoder_layers=3", "model.head_dim=6", "model.mlp_dim=48"),
+    *(override for override in TINY if "num_layers" not in override),
+)
+
+
+def depths(corpus_overrides, config: str, overrides=TINY) -> Depths:
+    file = str(ROOT / "configs" / f"{config}.py")
+    run, _ = make_run((*overrides, *corpus_overrides), file)
+    return depths_of(run.parts, *microbatch(run.config, run.mesh, run.model))
+
+
+def names(found: Depths, depth: int) -> set[str]:
+    ends = found.ends.items()
+    return {".".join(key.key for key in path) for path, number in ends if number == depth}
+
+
+def test_embedding_is_what_embed_reads(corpus_overrides):
+    of_gpt2 = depths(corpus_overrides, "gpt2")
+    assert names(of_gpt2, -1) == {"token_embedding", "position_embedding"}
+    assert (of_gpt2.first_layers, of_gpt2.num_layers) == ({"decoder": 0}, 4)
+    of_t5 = depths(corpus_overrides, "t5", T5)
+    # x takes the biases of attention along from the start.
+    assert names(of_t5, -1) == {"token_embedding", "encoder_bias", "decoder_bias"}
+    assert (of_t5.first_layers, of_t5.num_layers) == ({"encoder": 0, "decoder": 2}, 5)
+
+
+def test_what_leads_to_a_stack_has_the_depth_of_its_first_layer(corpus_overrides):
+    sizes = ("model.depths=(2,4,2)", "model.num_heads=(2,2,2)", "data.global_batch_size=16")
+    found = depths(corpus_overrides[1:], "swin", sizes)
+    merging = {"norm.scale", "norm.bias", "reduction.kernel"}
+    assert names(found, 1) == {f"merging1.{name}" for name in merging}
+    assert names(found, 3) == {f"merging2.{name}" for name in merging}
+    assert names(found, -1) == {
+        *("patch_embedding.linear.kernel", "patch_embedding.linear.bias"),
+        *("embedding_norm.scale", "embedding_norm.bias"),
+    }
+    assert set(found.ends.values()) == {-1, 1, 3} and found.num_layers == 4
+
+
+def test_update_is_times_the_power_of_its_layer():
+    """As in `param_groups_lrd`: of 5 layers 0.5^(5 + 1 - i), i = 0 being the embedding's."""
+    found = Depths(
+        first_layers={"encoder": 0, "decoder": 2},
+        num_layers=5,
+        ends={(jax.tree_util.DictKey(name),): layer for name, layer in (("table", -1), ("in", 2))},
+    )
+    slots = {"encoder": np.array([0, -1, 1]), "decoder": np.array([2, 1, 0])}
+    ones = {name: jnp.ones((3, 2)) for name in slots} | {
+        name: jnp.ones(4) for name in ("table", "in", "out")
+    }
+    numbers = slots | {name: np.arange(4) for name in ("table", "in", "out")}
+    optimizer = scaled_by_depth(optax.sgd(1.0), 0.5, found)
+    state = optimizer.init(ones)
+    updates: Any
+    updates, _ = jax.jit(optimizer.update)(ones, state, ones, numbers=numbers)
+    assert -updates["table"][0] == 0.5**6 and updates["out"][0] == -1
+    assert -updates["in"][0] == -updates["decoder"][2, 0]
+    np.testing.assert_array_equal(-updates["encoder"][[0, 2], 0], [0.5**5, 0.5**4])
+    np.testing.assert_array_equal(-updates["decoder"][:, 0], [0.5**1, 0.5**2, 0.5**3])
+    # One slot at a time, as from host memory.
+    alone = {"decoder": ones["decoder"][1:2]}
+    numbers = {"decoder": numbers["decoder"][1:2]}
+    updates, _ = optimizer.update(alone, state, alone, numbers=numbers)
+    assert updates["decoder"].tolist() == [[-(0.5**2)] * 2]

@@ -1,0 +1,320 @@
+"""Learning-rate schedules, decay masks, and optimizers against PyTorch's and published formulas."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+from models.vision.swin import Swin, SwinConfig
+from models.vision.vit import ViT, ViTConfig
+from sharding.mesh import make_mesh
+from tests.runs import CONFIG, ROOT
+from train.config.config_files import load
+from train.config.schema import resolve
+from train.optim.optimizer import OptimizerConfig, decay_mask, make_learning_rate, make_optimizer
+from train.run.build import prepare
+
+BASE = OptimizerConfig(
+    name="adamw",
+    learning_rate=0.02,
+    warmup_steps=4,
+    schedule="cosine",
+    final_learning_rate_fraction=0.1,
+    weight_decay=0.1,
+    clip_norm=1.0,
+    beta1=0.9,
+    beta2=0.95,
+    epsilon=1e-8,
+)
+
+
+def rate(step: int, num_steps: int = 24, **changes) -> float:
+    schedule: Any = make_learning_rate(dataclasses.replace(BASE, **changes), num_steps)
+    return float(schedule(step))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_warmup_rises_by_equal_parts_to_the_peak(schedule):
+    # float32: about 1e-7 relative.
+    rates = [rate(step, schedule=schedule) for step in range(5)]
+    np.testing.assert_allclose(rates, [0.005, 0.01, 0.015, 0.02, 0.02], rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_first_update_is_at_the_peak_where_there_is_nothing_to_warm_up(warmup):
+    assert rate(0, warmup_steps=warmup) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    "schedule, middle, end",
+    [("cosine", 0.011, 0.002), ("linear", 0.011, 0.002), ("constant", 0.02, 0.02)],
+)
+def test_rate_falls_to_its_final_fraction(schedule, middle, end):
+    # The peak is update 4 and the end update 23, the last of 24: halfway lies between 13 and 14.
+    around = (rate(13, schedule=schedule) + rate(14, schedule=schedule)) / 2
+    assert around == pytest.approx(middle)
+    assert rate(23, schedule=schedule) == pytest.approx(end)
+    assert rate(1000, schedule=schedule) == pytest.approx(end)
+
+
+def test_warmup_longer_than_the_run_is_no_error():
+    assert rate(2, num_steps=3) == pytest.approx(0.015)
+
+
+def adafactor(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """An optimizer whose state has other shapes than the parameters."""
+    return optax.adafactor(schedule, min_dim_size_to_factor=8)
+
+
+def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
+    overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
+    config = resolve(load(CONFIG, overrides))
+    run = prepare(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
+    state = run.state.initial()
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
+    assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
+
+
+def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
+    config = resolve(load(CONFIG))
+    run = prepare(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state.abstract.params))
+    names = {".".join(key.key for key in path): decayed for path, decayed in mask}
+    decayed = {name for name, is_decayed in names.items() if is_decayed}
+    assert decayed == {
+        "token_embedding",
+        "position_embedding",
+        *(f"decoder.layers.attention.{name}.kernel" for name in ("qkv", "out")),
+        *(f"decoder.layers.mlp.{name}.kernel" for name in ("up", "down")),
+    }
+    kept = {name.rpartition(".")[2] for name in names.keys() - decayed}
+    assert kept == {"bias", "scale"} and len(names.keys() - decayed) == 10
+
+
+def not_decayed_of(model: Any) -> set[str]:
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(params, model.not_decayed))
+    names = {".".join(key.key for key in path) for path, is_decayed in mask if not is_decayed}
+    return {name for name in names if not name.endswith((".bias", ".scale"))}
+
+
+def test_no_decay_of_tokens_positions_and_scales_in_models_of_images():
+    """As `no_weight_decay` and `no_weight_decay_keywords` of the models' published code."""
+    vit: dict[str, Any] = {
+        name: 4 for name in ("image_size", "num_layers", "num_heads", "embed_dim", "mlp_dim")
+    }
+    swin: dict[str, Any] = {
+        "image_size": 8,
+        "embed_dim": 4,
+        "depths": (2,),
+        "num_heads": (2,),
+        "window_size": 4,
+    }
+    build = nnx.eval_shape
+    assert not_decayed_of(build(lambda: ViT(ViTConfig(**vit, patch_size=2), rngs=nnx.Rngs(0)))) == {
+        "class_token",
+        "position_embedding",
+    }
+    first = build(lambda: Swin(SwinConfig(**swin), rngs=nnx.Rngs(0)))
+    blocks = [f"stage0.layers.{block}" for block in ("first", "second")]
+    assert not_decayed_of(first) == {f"{block}.bias.table" for block in blocks}
+    second = build(lambda: Swin(SwinConfig(**swin, version=2), rngs=nnx.Rngs(0)))
+    of_block = ("bias.up.kernel", "bias.down.kernel", "attention.q_norm.log_scale")
+    assert not_decayed_of(second) == {f"{block}.{name}" for block in blocks for name in of_block}
+
+
+def test_run_does_not_decay_what_its_model_names():
+    config = resolve(load(str(ROOT / "configs" / "vit.py"), ["optimizer.warmup_steps=0"]))
+    run = prepare(config, make_mesh(config.mesh, jax.devices()), num_labels=10)
+    params = run.state.initial().params
+    zeros: Any = jax.tree.map(jnp.zeros_like, params)
+    updates: Any = run.optimizer.update(zeros, run.optimizer.init(params), params)[0]
+    largest = jax.tree.map(lambda x: float(jnp.abs(x).max()), updates)
+    assert largest["class_token"] == largest["position_embedding"] == 0
+    assert largest["classifier"]["kernel"] > 0
+
+
+def test_adamw_equals_pytorchs():
+    """Ten steps on random gradients, the larger half of them clipped, decay on the kernel alone."""
+    schedule: Any = make_learning_rate(BASE, 10)
+    rng = np.random.default_rng(0)
+    start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=(2, 3))}
+    with jax.enable_x64(True):
+        optimizer = make_optimizer(BASE, schedule)
+        params: Any = jax.tree.map(jnp.asarray, start)
+        state = optimizer.init(params)
+        theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
+        groups = [
+            {"params": [theirs["kernel"]], "weight_decay": 0.1},
+            {"params": [theirs["bias"]], "weight_decay": 0.0},
+        ]
+        reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+        clipped = 0
+        for step in range(10):
+            grads = {k: rng.normal(size=v.shape) * 0.1 * (step + 1) / 3 for k, v in start.items()}
+            norm = np.sqrt(sum(np.square(g).sum() for g in grads.values()))
+            clipped += norm > 1.0
+            updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)
+            params = optax.apply_updates(params, updates)
+            for group in reference.param_groups:
+                group["lr"] = float(schedule(step))
+            for name, parameter in theirs.items():
+                parameter.grad = torch.tensor(grads[name] / max(norm, 1.0))
+            reference.step()
+        assert 0 < clipped < 10
+        for name, parameter in theirs.items():
+            # The learning rate is float32: 1e-7 of each step of 0.02.
+            np.testing.assert_allclose(params[name], parameter.detach().numpy(), atol=1e-8, rtol=0)
+
+
+#: Tensors by themselves: a stack's three slots, of which the last is padding, and a table.
+STACKS = ("blocks",)
+SLOTS = {"kernel": (3, 5, 4), "bias": (3, 4)}
+
+
+def stacked(rng: np.random.Generator) -> dict[str, Any]:
+    """Returns a tree like that of a model with one stack; the last slot of it is zeros."""
+    slots = {name: rng.normal(size=shape) for name, shape in SLOTS.items()}
+    for array in slots.values():
+        array[-1] = 0
+    return {"blocks": {"layers": slots}, "table": rng.normal(size=(6, 4))}
+
+
+def tensors(tree: Any) -> dict[str, np.ndarray]:
+    """Returns every tensor of such a tree by itself."""
+    slots = tree["blocks"]["layers"]
+    found = {f"{name}{i}": slots[name][i] for name in slots for i in range(len(slots[name]))}
+    return {name: np.array(tensor) for name, tensor in (*found.items(), ("table", tree["table"]))}
+
+
+def trust_ratio(name: str, weights: np.ndarray, update: np.ndarray) -> float:
+    lengths = np.sqrt(np.square(weights).sum()), np.sqrt(np.square(update).sum())
+    return 1.0 if name.startswith("bias") or 0 in lengths else lengths[0] / lengths[1]
+
+
+def lamb(name, w, g, memory, rate, step):
+    """Algorithm 2 of You et al. (2019), with Adam's correction of the bias."""
+    m, v = memory.get(name, (0, 0))
+    memory[name] = m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    u = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+    u += 0.0 if name.startswith("bias") else 0.1 * w
+    return w - rate * trust_ratio(name, w, u) * u
+
+
+def lars(name, w, g, memory, rate, step):
+    """Section 4 of You et al. (2017), of the length of g + decay × w as MoCo v3 has it."""
+    u = g + (0.0 if name.startswith("bias") else 0.1 * w)
+    ratio = trust_ratio(name, w, u)
+    ratio *= 1.0 if name.startswith("bias") or not w.any() else 0.001
+    memory[name] = 0.9 * memory.get(name, 0) + rate * ratio * u
+    return w - memory[name]
+
+
+@pytest.mark.parametrize("formula", [lamb, lars])
+def test_optimizer_is_its_published_formula_tensor_by_tensor(formula):
+    """Each layer of a stack is a tensor of its own, and padding stays zero."""
+    schedule: Any = make_learning_rate(BASE, 6)
+    rng, memory = np.random.default_rng(0), {}
+    with jax.enable_x64(True):
+        config = dataclasses.replace(BASE, name=formula.__name__, clip_norm=0.0)
+        optimizer = make_optimizer(config, schedule, stacks=STACKS)
+        start = stacked(rng)
+        params: Any = jax.tree.map(jnp.asarray, start)
+        state, expected = optimizer.init(params), tensors(start)
+        for step in range(1, 7):
+            grads = stacked(rng)
+            updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)
+            params = optax.apply_updates(params, updates)
+            rate = float(schedule(step - 1))
+            for name, g in tensors(grads).items():
+                expected[name] = formula(name, expected[name], g, memory, rate, step)
+        found = tensors(params)
+    assert not found["kernel2"].any() and not found["bias2"].any()
+    for name, before in tensors(start).items():
+        # The learning rate is float32: 1e-7 of what has changed.
+        change = max(np.abs(expected[name] - before).max(), 1e-30)
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-6 * change)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_equals_pytorchs(momentum):
+    rng = np.random.default_rng(0)
+    start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=3)}
+    with jax.enable_x64(True):
+        config = dataclasses.replace(BASE, name="sgd", momentum=momentum, clip_norm=0.0)
+        optimizer = make_optimizer(config, lambda count: 0.5)
+        params: Any = jax.tree.map(jnp.asarray, start)
+        state = optimizer.init(params)
+        theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
+        groups = [
+            {"params": [theirs["kernel"]], "weight_decay": 0.1},
+            {"params": [theirs["bias"]], "weight_decay": 0.0},
+        ]
+        reference = torch.optim.SGD(groups, lr=0.5, momentum=momentum)
+        for _ in range(5):
+            grads = {k: rng.normal(size=v.shape) for k, v in start.items()}
+            updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)
+            params = optax.apply_updates(params, updates)
+            for name, parameter in theirs.items():
+                parameter.grad = torch.tensor(grads[name])
+            reference.step()
+        for name, parameter in theirs.items():
+            np.testing.assert_allclose(params[name], parameter.detach().numpy(), rtol=1e-12)
+    assert (momentum > 0) == bool(jax.tree.leaves(optax.tree.get(state, "trace", ())))
+
+
+def test_clip_norm_0_switches_clipping_off():
+    grads = {"kernel": jnp.full((2, 2), 100.0)}
+
+    def update(clip_norm: float) -> Any:
+        config = dataclasses.replace(BASE, name=f"{__name__}:plain_descent", clip_norm=clip_norm)
+        optimizer = make_optimizer(config, lambda count: 1.0)
+        updates: Any = optimizer.update(grads, optimizer.init(grads), grads)[0]
+        return updates["kernel"]
+
+    np.testing.assert_allclose(update(0.0), -100.0)
+    np.testing.assert_allclose(update(3.0), -1.5)  # four elements: each half of the norm
+
+
+def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
+    assert config.weight_decay == BASE.weight_decay
+    return optax.sgd(schedule)
+
+
+@pytest.mark.parametrize(
+    "name", ["adamv", "no_such_module:f", "optax:no_such", "json", f"{__name__}:BASE"]
+)
+def test_name_of_no_optimizer_is_refused(name):
+    config = dataclasses.replace(BASE, name=name)
+    with pytest.raises(
+        ValueError, match=rf"optimizer\.name='{name}' is none of adamw, lamb, lars, sgd, and no"
+    ):
+        make_optimizer(config, lambda count: 1.0)
+
+
+@pytest.mark.parametrize(
+    "field, value, rule",
+    [
+        ("schedule", "cosinus", "choose cosine, linear, constant"),
+        ("learning_rate", -1.0, "must not be negative"),
+        ("warmup_steps", -1, "must not be negative"),
+        ("weight_decay", -0.1, "must not be negative"),
+        ("clip_norm", -1.0, "must not be negative"),
+        ("epsilon", 0.0, "must be positive"),
+        ("beta1", 1.0, r"must lie in \[0, 1\)"),
+        ("beta2", -0.1, r"must lie in \[0, 1\)"),
+        ("final_learning_rate_fraction", 1.5, r"must lie in \[0, 1\]"),
+        ("momentum", 1.0, r"must lie in \[0, 1\)"),
+        ("layer_decay", 0.0, r"must lie in \(0, 1\]"),
+        ("layer_decay", 1.5, r"must lie in \(0, 1\]"),
+    ],
+)
+def test_field_out_of_range_is_refused_with_its_value_and_rule(field, value, rule):
+    with pytest.raises(ValueError, match=rf"optimizer\.{field}={value!r}.*{rule}"):
+        dataclasses.replace(BASE, **{field: value})

@@ -1,0 +1,22 @@
+"""Datasheet rates of the GPUs that a step can be compiled for."""
+
+import pytest
+
+from sharding.analysis.targets import TARGETS, parse_target
+from train.planning.step_time import machine_of
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_machine_of_knows_every_target(name):
+    machine = machine_of(parse_target(f"{name}:2x4"))
+    assert name.upper() in machine.device_kind
+    assert machine.gpus_per_host == 4
+    # XLA's description of the GPU is of the same one, to 5 %.
+    described = parse_target(f"{name}:2x4").memory_bytes_per_s
+    assert machine.memory_bytes_per_s == pytest.approx(described, rel=0.05)
+
+
+def test_machine_of_takes_float32_where_a_gpu_has_no_bfloat16():
+    volta, hopper = (machine_of(parse_target(f"{name}:1x8")) for name in ("v100", "h100"))
+    assert volta.peak_flops_per_s("bf16") == volta.peak_flops_per_s("f32") == 15.7e12
+    assert hopper.peak_flops_per_s("bf16") == 989.5e12

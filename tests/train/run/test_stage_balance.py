@@ -1,0 +1,189 @@
+"""FLOPs counted against formulas, and stages balanced by them against all other cuts."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from models.flops import traced_flops
+from models.stack import partition
+from models.text.gpt2 import GPT2, GPT2Config
+from train.run.stage_balance import count_work
+
+B, T, D, N, LAYERS = 2, 8, 16, 2, 6
+
+
+def struct(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_traced_flops_of_a_product_are_two_per_multiply_add():
+    assert traced_flops(jnp.matmul, struct(3, 5), struct(5, 7)) == 2 * 3 * 5 * 7
+    spec = lambda a, b: jnp.einsum("BTNH,BSNH->BNTS", a, b)  # noqa: E731
+    assert traced_flops(spec, struct(2, 3, 4, 5), struct(2, 6, 4, 5)) == 2 * 2 * 4 * 3 * 6 * 5
+    two_dims = lambda a, b: jnp.einsum("TNH,NHD->TD", a, b)  # noqa: E731
+    assert traced_flops(two_dims, struct(3, 4, 5), struct(4, 5, 6)) == 2 * 3 * 4 * 5 * 6
+    assert traced_flops(lambda a: jnp.tanh(a) * a + 1.0, struct(3, 5)) == 0
+
+
+def test_traced_flops_of_scans_are_counted_by_their_length():
+    product = 2 * 3 * 5 * 5
+
+    def inner(x, w):
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=4)[0]
+
+    def outer(x, ws):
+        return jax.lax.scan(lambda x, w: (inner(x, w) @ w, None), x, ws)[0] @ ws[0]
+
+    assert traced_flops(outer, struct(3, 5), struct(7, 5, 5)) == (7 * (4 + 1) + 1) * product
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap])
+def test_traced_flops_look_into_calls(wrap):
+    def function(x, w):
+        return wrap(lambda x: jax.jit(jnp.matmul)(x, w))(x) @ w
+
+    assert traced_flops(function, struct(3, 5), struct(5, 5)) == 2 * (2 * 3 * 5 * 5)
+
+
+def test_traced_flops_look_into_functions_with_their_own_derivative():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(
+        lambda x, w: (x @ w, (x, w)), lambda kept, dy: (dy @ kept[1].T, kept[0].T @ dy @ kept[1])
+    )
+    assert traced_flops(product, struct(3, 5), struct(5, 5)) == 2 * 3 * 5 * 5
+
+    def gradients(x, w):
+        return jax.grad(lambda x, w: product(x, w).sum(), argnums=(0, 1))(x, w)
+
+    # Forward, dx and the two products of that odd dw.
+    count = 2 * 3 * 5 * 5 + 2 * 3 * 5 * 5 + 2 * 5 * 3 * 5 + 2 * 5 * 5 * 5
+    assert traced_flops(gradients, struct(3, 5), struct(5, 5)) == count
+
+
+def test_traced_flops_of_a_backward_are_twice_the_forward_and_recomputation_is_one_more():
+    def loss(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+
+    forward = 2 * (2 * 3 * 5 * 5)
+    arguments = struct(3, 5), struct(5, 5)
+    assert traced_flops(loss, *arguments) == forward
+    assert traced_flops(jax.grad(loss, argnums=(0, 1)), *arguments) == 3 * forward
+    again = jax.grad(jax.checkpoint(loss), argnums=(0, 1))
+    # Both products run again: the gradient of a tanh needs its result.
+    assert traced_flops(again, *arguments) == 4 * forward
+
+
+# A GPT-2 by hand: matrix products of a layer and of the head.
+
+
+def gpt2(vocab_size: int):
+    """Returns a GPT-2's parts, parameters and microbatch, all abstract."""
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        max_positions=T,
+        num_layers=LAYERS,
+        num_heads=N,
+        embed_dim=D,
+        dropout=0.0,
+        vocab_multiple=8,
+    )
+    model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
+    ids = struct(B, T, dtype=jnp.int32)
+    batch = {"tokens": ids, "targets": ids, "weights": struct(B, T)}
+    return partition(model, remat="none"), nnx.to_pure_dict(nnx.split(model)[1]), batch
+
+
+def layer_flops(*, recomputes: bool) -> int:
+    """Returns a layer's, forward and backward, as our attention on a CPU computes it.
+
+    The kernels of qkv, out, up and down take one product forward and two backward. q·kᵀ and
+    weights·v take one each forward and five backward, which computes the first of them again.
+    """
+    kernels = 2 * B * T * (3 * D * D + D * D + 2 * 4 * D * D)
+    scores = 2 * B * T * T * D
+    forward = kernels + 2 * scores
+    return forward * (1 + recomputes) + 2 * kernels + 5 * scores
+
+
+def head_flops(vocab: int) -> int:
+    return 3 * (2 * B * T * D * vocab)
+
+
+def busiest(counts, vocab: int, *, recomputes: bool, shares_ends: bool) -> int:
+    """Returns the FLOPs of the busiest stage."""
+    stages = [count * layer_flops(recomputes=recomputes) for count in counts]
+    if not shares_ends:
+        # The last forward runs in its backward, once.
+        stages[-1] = counts[-1] * layer_flops(recomputes=False) + head_flops(vocab)
+    return max(stages)
+
+
+def balanced(vocab: int, num_chunks: int, *, recomputes: bool, shares_ends: bool) -> list[int]:
+    work = count_work(*gpt2(vocab), recomputes=recomputes)
+    return work.balanced(num_chunks, shares_ends=shares_ends)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("vocab", [8, 256, 512, 4096])
+def test_balanced_give_the_busiest_stage_the_least_of_all_cuts(vocab, num_chunks, recomputes):
+    for shares_ends in (False, True):
+        flags = {"recomputes": recomputes, "shares_ends": shares_ends}
+        counts = balanced(vocab, num_chunks, **flags)
+        assert len(counts) == num_chunks and sum(counts) == LAYERS
+        every = itertools.product(range(LAYERS + 1), repeat=num_chunks)
+        best = min(busiest(c, vocab, **flags) for c in every if sum(c) == LAYERS)
+        assert busiest(counts, vocab, **flags) == best
+
+
+def test_balanced_give_the_stage_of_a_large_head_fewer():
+    flags = {"recomputes": True, "shares_ends": False}
+    # The head costs as much as so many layers.
+    assert 1 < head_flops(512) / layer_flops(recomputes=True) < 2
+    assert balanced(512, 2, **flags) == [4, 2]
+    assert balanced(8, 2, **flags) == [3, 3]
+    assert balanced(2**14, 2, **flags) == [6, 0]
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3, 6])
+def test_balanced_with_shared_ends_are_even(num_chunks):
+    counts = balanced(2**14, num_chunks, recomputes=True, shares_ends=True)
+    assert counts == [LAYERS // num_chunks] * num_chunks
+
+
+def test_layer_flops_of_the_formula_are_those_traced():
+    """The formula above is what the other tests rest on."""
+    parts, params, batch = gpt2(8)
+    layer = jax.tree.map(lambda p: struct(*p.shape[1:]), parts.split(params)["layers"]["decoder"])
+    x, number = struct(B, T, D), struct(dtype=jnp.int32)
+    block = parts.blocks["decoder"]
+
+    def backward(layer, x, batch, number, dy):
+        return jax.vjp(lambda layer, x: block(layer, x, batch, number), layer, x)[1](dy)
+
+    forward = traced_flops(block, layer, x, batch, number)
+    assert forward == layer_flops(recomputes=True) - layer_flops(recomputes=False)
+    found = traced_flops(backward, layer, x, batch, number, x)
+    assert found == layer_flops(recomputes=False)
+
+
+def test_work_of_chunks_counts_recomputation_where_it_runs():
+    work = count_work(*gpt2(8), recomputes=True)
+    alone, shared = (work.of_chunks([3, 3], shares_ends=s) for s in (False, True))
+    once, twice = (layer_flops(recomputes=r) for r in (False, True))
+    assert alone == [3 * twice, 3 * once + head_flops(8)]
+    assert shared == [3 * twice + head_flops(8) / 2] * 2
+
+
+def test_work_of_chunks_counts_the_ends_where_they_are():
+    work = count_work(*gpt2(512), recomputes=False)
+    alone, shared = (work.of_chunks([4, 2], shares_ends=s) for s in (False, True))
+    layer = layer_flops(recomputes=False)
+    assert alone == [4 * layer, 2 * layer + head_flops(512)]
+    assert shared == [4 * layer + head_flops(512) / 2, 2 * layer + head_flops(512) / 2]

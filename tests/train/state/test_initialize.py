@@ -1,0 +1,78 @@
+"""How the state begins: equal bits wherever it lies, and nobody ever has all of it."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from sharding.analysis.audit import has_array, memory
+from sharding.estimate.jaxpr import open_jaxpr
+from sharding.estimate.memory_estimate import estimate
+from sharding.memory import num_bytes
+from tests.runs import TINY, digest, make_run, reference_digest
+from train.state.train_state import shardings_of
+
+HOSTED = ("memory.placement=host", "memory.offload_parameters_fraction=1.0")
+PLACEMENTS = {
+    "all": HOSTED,
+    "half the optimizer": ("memory.placement=host", "memory.offload_optimizer_fraction=0.5"),
+}
+MESHES = {
+    "one device": (),
+    "data=8, ZeRO 3": ("mesh.data=8", "memory.zero_stage=3"),
+    "2x2x2, fsdp": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2"),
+    "chunks": (
+        *("mesh.pipeline=2", "mesh.fsdp=4", "pipeline.chunks=2"),
+        "pipeline.schedule=interleaved_1f1b",
+    ),
+    "uneven": ("mesh.pipeline=2", "mesh.model=2", "pipeline.layers_per_stage=3,1"),
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_in_host_memory_begin_as_those_of_one_device(mesh, placement, corpus_overrides):
+    base = (*TINY, *corpus_overrides)
+    run, _ = make_run((*base, *MESHES[mesh], *PLACEMENTS[placement]))
+    state = run.state.initial()
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings_of(run.state.abstract)
+    assert digest(run.state.to_portable(state).params) == reference_digest(base)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
+
+
+@pytest.mark.parametrize("mesh", ["one device", "2x2x2, fsdp", "uneven"])
+def test_given_parameters_go_to_host_memory_as_they_are(mesh, corpus_overrides):
+    base = (*TINY, *corpus_overrides, *MESHES[mesh])
+    plain, _ = make_run((*base, "train.seed=1"))
+    hosted, _ = make_run((*base, *HOSTED))
+    given = plain.state.to_portable(plain.state.initial()).params
+    expected = digest(given)
+    given = jax.device_put(given, jax.tree.map(lambda x: x.sharding, hosted.state.portable.params))
+    state = hosted.state.initial(given)
+    assert digest(hosted.state.to_portable(state).params) == expected
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings_of(hosted.state.abstract)
+
+
+@pytest.mark.parametrize("mesh", ["data=8, ZeRO 3", "2x2x2, fsdp", "chunks"])
+def test_no_device_has_more_than_its_shards_when_the_state_is_made(mesh, corpus_overrides):
+    run, _ = make_run((*TINY, *corpus_overrides, *MESHES[mesh], "model.embed_dim=128"))
+    compiled = run.state.birth.made_at_once.lower().compile()
+    leaves = jax.tree.leaves(run.state.abstract)
+    shards = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
+    made = memory(compiled).in_all
+    # Random bits of a shard are there beside it; the whole is eight times as much.
+    assert made is not None and made < 2 * sum(shards) < sum(map(num_bytes, leaves)) / 2
+    for leaf in leaves:
+        if not leaf.sharding.is_fully_replicated and leaf.size > 128 * 128:
+            assert not has_array(compiled, leaf.shape, leaf.dtype)
+
+
+def test_device_has_nothing_of_a_hosted_stack_when_the_state_is_made(corpus_overrides):
+    """Its layers come one by one; see models/stack.py: only_layers."""
+    run, _ = make_run((*TINY, *corpus_overrides, *HOSTED))
+    with jax.set_mesh(run.mesh):
+        program = open_jaxpr(run.state.birth.made_at_once.trace().jaxpr, ())
+    found = estimate(program, (), run.mesh.shape, platform="cpu")
+    ends = {name: x for name, x in run.state.abstract.params.items() if name != "decoder"}
+    assert found.device_bytes <= 2 * sum(map(num_bytes, jax.tree.leaves(ends)))

@@ -1,0 +1,242 @@
+"""A run's state in slots and in layers: the same bits, and never more of them than needed."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from data.batches import train_batches
+from sharding.batches import place_batch
+from tests.runs import TINY, digest, make_run
+from train.state.layout import StateLayout
+from train.state.train_state import TrainState
+
+#: name -> (overrides, whether the stack's arrays change their form).
+LAYOUTS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "even": (("mesh.pipeline=2", "mesh.fsdp=2"), False),
+    "chunks": (
+        (
+            "mesh.pipeline=2",
+            "mesh.model=2",
+            "pipeline.schedule=interleaved_1f1b",
+            "pipeline.chunks=2",
+        ),
+        True,
+    ),
+    "uneven": (
+        ("mesh.pipeline=4", "pipeline.layers_per_stage=2,0,1,1"),
+        True,
+    ),
+    "zbv": (
+        (
+            "mesh.pipeline=2",
+            "mesh.fsdp=2",
+            "pipeline.schedule=zbv",
+            "pipeline.chunks=2",
+            "pipeline.share_vocab=true",
+        ),
+        True,
+    ),
+}
+CHANGED = {name: overrides for name, (overrides, changes) in LAYOUTS.items() if changes}
+
+
+@functools.cache
+def run_of(corpus_overrides: tuple[str, ...], name: str, *more: str):
+    return make_run((*TINY, *corpus_overrides, *LAYOUTS[name][0], *more))
+
+
+def spec_of(leaf: Any) -> PartitionSpec:
+    return leaf.sharding.spec
+
+
+def leaves(tree) -> dict[str, jax.Array]:
+    return {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def of_stack(state: TrainState) -> dict[str, jax.Array]:
+    """Returns the arrays of the state that belong to the stack: parameters and both moments."""
+    found = {path: leaf for path, leaf in leaves(state).items() if "decoder" in path}
+    assert len(found) == 3 * 12  # a block has 12 parameters
+    return found
+
+
+@pytest.fixture
+def compilations():
+    """The seconds of every program that is compiled during the test."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    monitoring: Any = jax.monitoring
+    monitoring.register_event_duration_secs_listener(listen)
+    yield seconds
+    monitoring.unregister_event_duration_listener(listen)
+
+
+def some_state(run) -> TrainState:
+    """Returns a state on the mesh of which every element is its own, and padding is zero."""
+    layout, rng = run.layouts["decoder"], np.random.default_rng(0)
+
+    def make(path, leaf):
+        values = rng.uniform(1, 2, leaf.shape)
+        if "decoder" in jax.tree_util.keystr(path):
+            values[layout.layer_of_slot < 0] = 0
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(make, run.state.abstract)
+
+
+def as_restored(run, portable: TrainState) -> TrainState:
+    """Returns what a checkpoint of that state gives back: the same on the devices."""
+    return jax.tree.map(
+        lambda leaf, target: jax.device_put(np.asarray(leaf), target.sharding),
+        portable,
+        run.state.portable,
+    )
+
+
+@pytest.mark.parametrize("name", ["even", "uneven", "zbv"])
+def test_state_goes_to_portable_and_back_to_the_bit(name, corpus_overrides):
+    run = run_of(corpus_overrides, name)[0]
+    state, slot_of_layer = some_state(run), run.layouts["decoder"].slot_of_layer
+    before = {path: np.asarray(leaf) for path, leaf in leaves(state).items()}
+    portable = run.state.to_portable(state)
+    in_stack = of_stack(portable)
+    for path, leaf in leaves(portable).items():
+        wanted = leaves(run.state.portable)[path]
+        assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype), path
+        assert spec_of(leaf) == spec_of(wanted), path
+        layers = before[path][slot_of_layer] if path in in_stack else before[path]
+        np.testing.assert_array_equal(np.asarray(leaf), layers, err_msg=path)
+    restored = as_restored(run, portable)
+    after = run.state.from_portable(restored)
+    for path, leaf in leaves(after).items():
+        np.testing.assert_array_equal(np.asarray(leaf), before[path], err_msg=path)
+        assert leaf.sharding == leaves(run.state.abstract)[path].sharding, path
+    # What changed its form is used up: there need not be room for two copies of a state.
+    gone = {path for path, leaf in leaves(restored).items() if leaf.is_deleted()}
+    assert gone == (set(in_stack) if name in CHANGED else set())
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, after)))
+
+
+def test_state_becomes_portable_without_compiling_anew(corpus_overrides, compilations):
+    """Every save of a run asks for it."""
+    # Of a width that no other test has, so that there is something to compile.
+    run = run_of(corpus_overrides, "uneven", "model.embed_dim=80")[0]
+    state = some_state(run)
+    run.state.to_portable(state)
+    count = len(compilations)
+    assert count > 0  # the control: the first time something is
+    run.state.to_portable(state)
+    assert len(compilations) == count
+
+
+def test_state_comes_back_from_where_to_portable_left_it(corpus_overrides):
+    run = run_of(corpus_overrides, "uneven")[0]
+    state = some_state(run)
+    wanted = digest(state)
+    assert digest(run.state.from_portable(run.state.to_portable(state))) == wanted
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_portable_initial_state_has_the_bits_of_one_device(name, corpus_overrides):
+    run = run_of(corpus_overrides, name)[0]
+    initial = run.state.initial()
+    portable = run.state.to_portable(initial)
+    assert digest(portable) == digest_of_one_device(corpus_overrides)
+    # And that is no digest of zeros.
+    assert all(np.any(leaf) for path, leaf in leaves(portable.params).items() if "kernel" in path)
+    # What has another form lies on the host; the rest is neither copied nor moved.
+    in_stack = of_stack(portable)
+    for path, leaf in leaves(portable).items():
+        if path in in_stack:
+            assert leaf.sharding.memory_kind == "pinned_host", path
+        else:
+            assert leaf is leaves(initial)[path], path
+            assert leaf.sharding.memory_kind != "pinned_host", path
+
+
+def test_counters_that_a_checkpoint_lacks_begin_at_zero(corpus_overrides):
+    state_layout = run_of(corpus_overrides, "uneven")[0].state
+    portable = state_layout.to_portable(state_layout.initial())
+    lacking = dataclasses.replace(portable, num_nonfinite_in_a_row=None)
+    count = state_layout.from_portable(lacking).num_nonfinite_in_a_row
+    wanted = state_layout.abstract.num_nonfinite_in_a_row
+    assert (int(count), count.dtype, count.sharding) == (0, wanted.dtype, wanted.sharding)
+
+
+@functools.cache
+def digest_of_one_device(corpus_overrides: tuple[str, ...]) -> str:
+    state_layout = make_run((*TINY, *corpus_overrides))[0].state
+    return digest(state_layout.initial())
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_portable_arrays_are_split_over_devices_other_than_by_layers(name, corpus_overrides):
+    run = run_of(corpus_overrides, name)[0]
+    num_stages = run.mesh.shape["pipeline"]
+    in_slots = of_stack(run.state.abstract)
+    for path, leaf in of_stack(run.state.portable).items():
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        assert shard[0] == leaf.shape[0] == run.layouts["decoder"].num_layers, path
+        # A device holds no more of it than a stage does, whose slots are one or more layers.
+        of_slots = in_slots[path]
+        other_dims = of_slots.sharding.shard_shape(of_slots.shape)[1:]
+        assert np.prod(shard[1:]) * num_stages == np.prod(other_dims), path
+        # Each device has its own part of it, but for those that repeat one another anyway.
+        parts = {str(i) for i in leaf.sharding.devices_indices_map(leaf.shape).values()}
+        assert len(parts) == np.prod(leaf.shape) // np.prod(shard) >= num_stages, path
+
+
+def test_portable_array_that_no_dim_lets_split_is_whole(corpus_overrides):
+    overrides = ("mesh.pipeline=4", "pipeline.layers_per_stage=2,1,1,0", "model.embed_dim=6")
+    run, _ = make_run((*TINY, *corpus_overrides, "model.num_heads=1", *overrides))
+    of_norm = [leaf for path, leaf in of_stack(run.state.portable).items() if "norm" in path]
+    assert of_norm
+    for leaf in of_norm:  # [layers, 6], and 4 stages
+        assert leaf.sharding.shard_shape(leaf.shape) == leaf.shape
+    up = [leaf for path, leaf in of_stack(run.state.portable).items() if "up" in path]
+    for leaf in up:  # [layers, 6, 24] and [layers, 24]: the dim that divides
+        assert leaf.sharding.shard_shape(leaf.shape) == (*leaf.shape[:-1], 6)
+
+
+def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrides):
+    overrides = ("mesh.pipeline=2", "pipeline.layers_per_stage=3,1", "optimizer.weight_decay=0.5")
+    run, corpus = make_run((*TINY, *corpus_overrides, *overrides))
+    state = run.state.initial()
+    before = {path: np.asarray(leaf) for path, leaf in of_stack(state).items()}
+    batches = train_batches(corpus, run.config.data, run.rows)
+    size = run.config.data.global_batch_size
+    for _ in range(3):
+        batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
+        state, _ = run.train_step(state, batch)
+    layer_of_slot = run.layouts["decoder"].layer_of_slot
+    padding, used = np.flatnonzero(layer_of_slot < 0), np.flatnonzero(layer_of_slot >= 0)
+    assert padding.tolist() == [4, 5]
+    for path, leaf in of_stack(state).items():
+        after = np.asarray(leaf)
+        assert not np.any(after[padding]), path
+        # The control: every layer beside it has moved.
+        moved = np.any((after != before[path])[used].reshape(len(used), -1), axis=1)
+        assert np.all(moved), path
+
+
+def test_an_optimizer_with_other_shapes_is_refused_where_layers_change_places(corpus_overrides):
+    base = (*TINY, *corpus_overrides, "optimizer.name=tests.runs:factored")
+    with pytest.raises(
+        ValueError,
+        match=r"keeps an array of shape \(.*\) for parameter decoder.layers.*, which cannot be cut "
+        r"by layers; choose even stages of one chunk",
+    ):
+        make_run((*base, *CHANGED["uneven"]))
+    run, _ = make_run((*base, *LAYOUTS["even"][0]))
+    assert isinstance(run.state, StateLayout)

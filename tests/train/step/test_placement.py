@@ -1,0 +1,217 @@
+"""Training state in host memory: the same losses, and one layer of it at a time on the device."""
+
+import re
+import shutil
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from data.batches import train_batches
+from sharding.batches import place_batch
+from sharding.memory import DEVICE, HOST
+from tests.runs import FLOAT64, ROOT, TINY, arguments, losses, make_run, reference_losses
+from train.main import main
+from train.reporting.metrics import read_metrics
+
+HOSTED = "memory.placement=host"
+PLACEMENTS = {
+    "optimizer": (HOSTED,),
+    "half the optimizer": (HOSTED, "memory.offload_optimizer_fraction=0.5"),
+    "all": (HOSTED, "memory.offload_parameters_fraction=1.0"),
+    "half the parameters": (
+        *(HOSTED, "memory.offload_optimizer_fraction=0.0"),
+        "memory.offload_parameters_fraction=0.5",
+    ),
+}
+MESHES = {
+    "one device": (),
+    "data=4": ("mesh.data=4",),
+    "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+}
+LEVELS = {
+    "nothing kept": ("train.remat=full",),
+    "names kept and moved": ("train.remat=attention_out", "memory.offload_activations=mlp"),
+    "everything kept": ("train.remat=none",),
+}
+#: What CI runs; the rest is a campaign.
+CHOSEN = {
+    *((placement, "2x2x2", 3, "names kept and moved") for placement in PLACEMENTS),
+    ("all", "one device", 0, "nothing kept"),
+    ("optimizer", "data=4", 1, "everything kept"),
+    ("optimizer", "2x2x2", 0, "everything kept"),
+}
+
+
+def combinations():
+    for placement in PLACEMENTS:
+        for mesh in MESHES:
+            for stage in (0, 1, 2, 3):
+                streams = placement in ("all", "half the parameters")
+                if streams and stage == 0 and mesh != "one device":
+                    continue  # refused: see below
+                for level in LEVELS:
+                    is_slow = (placement, mesh, stage, level) not in CHOSEN
+                    marks = [pytest.mark.slow] * is_slow
+                    yield pytest.param(placement, mesh, stage, level, marks=marks)
+
+
+@pytest.mark.parametrize(("placement", "mesh", "stage", "level"), list(combinations()))
+def test_losses_equal_those_of_one_device(placement, mesh, stage, level, corpus_overrides):
+    with jax.enable_x64(True):
+        base = (*TINY, *corpus_overrides, *FLOAT64)
+        changes = (*PLACEMENTS[placement], *MESHES[mesh], *LEVELS[level])
+        found = losses(*make_run((*base, *changes, f"memory.zero_stage={stage}")), 4)
+        # Rounding in float64 is 1e-16 a sum; a bug is far above.
+        np.testing.assert_allclose(found, reference_losses(base, 4), rtol=1e-9, atol=0)
+
+
+def kinds(state) -> dict[str, str]:
+    """Memory kind by the path of a leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): leaf.sharding.memory_kind for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("placement", ["optimizer", "half the parameters", "all"])
+def test_state_lies_where_it_was_asked_to_before_and_after_a_step(placement, corpus_overrides):
+    run, corpus = make_run((*TINY, *corpus_overrides, "mesh.fsdp=2", *PLACEMENTS[placement]))
+    abstract, state = kinds(run.state.abstract), run.state.initial()
+    assert kinds(state) == abstract
+    assert kinds(run.state.from_portable(run.state.to_portable(state))) == abstract
+    batches = train_batches(corpus, run.config.data, run.rows)
+    size = run.config.data.global_batch_size
+    batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
+    assert kinds(run.train_step(state, batch)[0]) == abstract
+
+    def on_host(*words: str) -> list[bool]:
+        chosen = [kind for path, kind in abstract.items() if any(w in path for w in words)]
+        return [kind == "pinned_host" for kind in chosen]
+
+    masters, moments = on_host(".params["), on_host(".mu[", ".nu[")
+    assert all(masters) == (placement != "half the parameters") and any(masters)
+    assert all(moments) == any(moments) == (placement != "half the parameters")
+    assert not any(on_host(".step", ".count", ".num_skipped"))
+
+
+def moved(run) -> dict[str, Counter]:
+    """Shapes of what the traced step moves to the host and to the device."""
+    found = {"to host": Counter(), "to device": Counter()}
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "device_put":
+                for v, out in zip(eqn.invars, eqn.outvars, strict=True):
+                    spaces = v.aval.memory_space, out.aval.memory_space
+                    if spaces == (HOST, DEVICE):
+                        found["to device"][out.aval.shape] += 1
+                    if spaces == (DEVICE, HOST):
+                        found["to host"][out.aval.shape] += 1
+            for inner in jaxprs_in_params(eqn.params):
+                visit(inner)
+
+    visit(run.traced.jaxpr.jaxpr)
+    return found
+
+
+def test_device_gets_one_layer_at_a_time(corpus_overrides):
+    """Nothing of a stack comes as a whole, but for the device's own copy if it is to have one."""
+    base = (*TINY, *corpus_overrides)
+    assert not any(moved(make_run(base)[0]).values())
+    for placement in ("optimizer", "all"):
+        found = moved(make_run((*base, *PLACEMENTS[placement]))[0])
+        whole = (4, 32, 128)  # the up kernels of four layers
+        up, in_update = found["to device"][whole[1:]], found["to device"][1, *whole[1:]]
+        assert found["to device"][whole] == 0
+        assert found["to host"][whole] == 0
+        # In the update: master and two moments; gradients for the norm and once more.
+        assert in_update == (3 if placement == "optimizer" else 5)
+        assert found["to host"][1, *whole[1:]] == 3
+        # Once for the copy; or in forward and backward, with the gradients so far beside it.
+        assert up == (1 if placement == "optimizer" else 3)
+
+
+def test_several_stacks_stages_and_skipped_steps_go_with_it(corpus_overrides):
+    """T5's two stacks, on uneven stages that share the vocab, all of it in host memory."""
+    shape = ("model.num_layers=2", "model.num_decoder_layers=2", "model.head_dim=6")
+    tiny = (
+        *(override for override in TINY if "num_layers" not in override),
+        *(*corpus_overrides, *FLOAT64, *shape, "model.mlp_dim=48", "train.skip_spikes=1.001"),
+    )
+    mesh = ("mesh.pipeline=2", "mesh.data=2", "pipeline.share_vocab=true", "memory.zero_stage=3")
+    uneven = ("pipeline.layers_per_stage=1,3",)
+    with jax.enable_x64(True):
+        file = str(ROOT / "configs" / "t5.py")
+        plain = losses(*make_run(tiny, file), 3)
+        found = losses(*make_run((*tiny, *mesh, *uneven, *PLACEMENTS["all"]), file), 3)
+        np.testing.assert_allclose(found, plain, rtol=1e-9, atol=0)
+
+
+def test_step_holds_no_more_than_its_copy_of_the_parameters(corpus_overrides):
+    """As temporaries; state that the update read elsewhere than it writes would be copied whole."""
+    base = (*TINY, *corpus_overrides, "model.embed_dim=64")
+
+    def temporaries(*overrides: str) -> tuple[int, int]:
+        run, _ = make_run((*base, *overrides))
+        memory = run.train_step.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes, 4 * run.num_params
+
+    (plain, copy), (hosted, _) = temporaries(), temporaries(*PLACEMENTS["optimizer"])
+    assert hosted - plain <= copy
+
+
+def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp_path):
+    overrides = (*TINY, *corpus_overrides, "eval.every_steps=10", "checkpoint.every_steps=5")
+    assert main(arguments(tmp_path / "plain", (*overrides, "train.num_steps=10"))) == 0
+    parts = (
+        ("train.num_steps=10", *PLACEMENTS["all"], "checkpoint.max_to_keep=9"),
+        (
+            "train.num_steps=10",
+            *PLACEMENTS["optimizer"],
+            "mesh.pipeline=2",
+            "pipeline.chunks=2",
+            "pipeline.schedule=interleaved_1f1b",
+        ),
+    )
+    for part in parts:
+        workdir = tmp_path / "parts"
+        assert main(arguments(workdir, (*overrides, *part))) == 0
+        shutil.rmtree(workdir / "checkpoints" / "10")
+    values = [
+        [(line["step"], line.get("loss"), line.get("eval_loss")) for line in lines]
+        for lines in (
+            read_metrics(tmp_path / part / "metrics.jsonl") for part in ("plain", "parts")
+        )
+    ]
+    plain, found = (np.array(each, float) for each in values)
+    # float32, another order of sums on the mesh, and five steps of Adam.
+    np.testing.assert_allclose(found, plain, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("memory.placement=disk",),
+            "memory.placement='disk' is unknown; choose device, host, auto",
+        ),
+        (("memory.offload_parameters_fraction=0.5",), "is for memory.placement=host alone"),
+        ((HOSTED, "memory.offload_optimizer_fraction=2"), "=2.0 must lie in 0 .. 1"),
+        (
+            (*PLACEMENTS["all"], "mesh.data=2"),
+            "on mesh.data=2 × mesh.fsdp=1 no parameter of a stack can be read from the host one "
+            "layer at a time, as replicas hold each alike; set memory.zero_stage to 1, 2 or 3",
+        ),
+        (
+            (HOSTED, "optimizer.name=tests.runs:factored"),
+            "memory.placement=host updates one layer at a time, and optimizer.name="
+            "'tests.runs:factored' may look at more than one element; set optimizer.name=adamw",
+        ),
+        ((HOSTED, "optimizer.name=lamb"), "may look at more than one element; set optimizer.name"),
+    ],
+)
+def test_what_cannot_be_placed_so_is_refused(overrides, message, corpus_overrides):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_run((*TINY, *corpus_overrides, *overrides))

@@ -1,0 +1,111 @@
+"""Properties of the compiled training step of GPT-2."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data.batches import train_batches
+from sharding.analysis.audit import collectives, memory
+from sharding.batches import place_batch
+from tests.runs import TINY, make_run
+
+CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
+
+
+def a_batch(run, corpus, **changes):
+    batch = next(train_batches(corpus, run.config.data, run.rows)) | changes
+    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
+
+
+def microbatches(count: int) -> tuple[str, ...]:
+    """Returns the overrides for `count` microbatches of 4 sequences."""
+    return (f"train.num_microbatches={count}", f"data.global_batch_size={4 * count}")
+
+
+@pytest.mark.parametrize("mesh", [CUBE, ("mesh.data=4", "mesh.model=2")], ids=["2x2x2", "4x2"])
+def test_nothing_crosses_data_inside_the_microbatch_loop(mesh, corpus_overrides):
+    run, _ = make_run((*TINY, *corpus_overrides, *mesh, "train.num_microbatches=4"))
+    found = collectives(run.train_step, run.mesh)
+    assert [c for c in found if "data" in c.axes and c.loop_depth > 0] == []
+    outside = [c for c in found if "data" in c.axes]
+    assert outside and all(c.kind == "all-reduce" for c in outside)
+    # Every gradient crosses once: its bytes on a device, and a few scalars.
+    gradient_bytes = sum(
+        4 * np.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(run.state.abstract.params)
+    )
+    assert gradient_bytes <= sum(c.bytes for c in outside) <= gradient_bytes + 64
+
+
+def test_pipeline_loop_sends_once_each_way(corpus_overrides):
+    run, _ = make_run((*TINY, *corpus_overrides, *CUBE, "train.num_microbatches=4"))
+    permutes = [c for c in collectives(run.train_step, run.mesh) if c.axes == ("pipeline",)]
+    assert [(c.kind, c.loop_depth) for c in permutes if c.loop_depth] == [
+        ("collective-permute", 1)
+    ] * 2
+
+
+def test_1f1b_memory_is_that_of_the_stages_and_gpipe_grows(corpus_overrides):
+    def temporaries(schedule, count):
+        overrides = (*TINY, *corpus_overrides, *CUBE, *microbatches(count))
+        run, _ = make_run((*overrides, f"pipeline.schedule={schedule}", "model.embed_dim=64"))
+        temp_bytes = memory(run.train_step).temp_bytes
+        assert temp_bytes is not None
+        return temp_bytes
+
+    assert temporaries("1f1b", 32) <= 1.15 * temporaries("1f1b", 8)
+    assert temporaries("gpipe", 32) > 1.15 * temporaries("gpipe", 8)
+
+
+def test_loss_is_the_mean_over_weighted_tokens_whatever_the_microbatches(corpus_overrides):
+    weights = np.zeros((16, 16), np.float32)
+    weights[3, :5] = 1.0
+    weights[12, 7] = 0.5
+    values = []
+    for count in (1, 8):
+        overrides = (*TINY, *corpus_overrides, f"train.num_microbatches={count}")
+        run, corpus = make_run(overrides)
+        state, metrics = run.train_step(run.state.initial(), a_batch(run, corpus, weights=weights))
+        values.append(metrics["loss"])
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-6)  # float32, another order of sums
+    assert abs(values[0] - np.log(257)) < 0.5  # an untrained model knows nothing of 257 tokens
+
+
+def test_step_with_non_finite_loss_changes_only_the_counters(corpus_overrides):
+    run, corpus = make_run((*TINY, *corpus_overrides))
+    before = run.state.initial()
+    expected = jax.device_get((before.params, before.opt_state))
+    weights = np.full((16, 16), np.nan, np.float32)
+    state, metrics = run.train_step(before, a_batch(run, corpus, weights=weights))
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), expected)
+    assert (int(state.step), int(state.num_skipped)) == (1, 1)
+    state, metrics = run.train_step(state, a_batch(run, corpus))
+    assert (int(state.step), int(metrics["num_skipped"])) == (2, 1)
+    assert np.isfinite(metrics["loss"])
+    # A skipped step does not use up the schedule's warm-up.
+    assert float(metrics["learning_rate"]) == pytest.approx(0.01 / 5)
+
+
+def test_bfloat16_compute_keeps_float32_master_weights_and_close_losses(corpus_overrides):
+    overrides = (*TINY, *corpus_overrides, *CUBE)
+    values = {}
+    for compute in ("float32", "bfloat16"):
+        run, corpus = make_run((*overrides, f"precision.compute={compute}"))
+        state, metrics = run.train_step(run.state.initial(), a_batch(run, corpus))
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+        values[compute] = float(metrics["loss"])
+    assert values["bfloat16"] != values["float32"]
+    # bfloat16 keeps 8 bits: 2**-8 of a logit, averaged over 256 tokens.
+    assert values["bfloat16"] == pytest.approx(values["float32"], rel=2**-8)
+
+
+def test_parameters_and_optimizer_state_are_split_as_the_mesh_says(corpus_overrides):
+    run, _ = make_run((*TINY, *corpus_overrides, "mesh.fsdp=2", "mesh.model=2", "mesh.pipeline=2"))
+    state = run.state.initial()
+    kernel = state.params["decoder"]["layers"]["mlp"]["up"]["kernel"]
+    assert kernel.shape == (4, 32, 128)
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 64)
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == kernel.shape]
+    assert len(moments) == 2
+    assert all(m.sharding.is_equivalent_to(kernel.sharding, 3) for m in moments)

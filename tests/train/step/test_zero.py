@@ -1,0 +1,145 @@
+"""ZeRO in training: the losses of one device, a state in parts, and no other collectives."""
+
+import math
+from collections import defaultdict
+
+import jax
+import numpy as np
+import pytest
+
+from sharding.analysis.audit import collectives
+from tests.runs import FLOAT64, TINY, digest, losses, make_run, reference_digest, reference_losses
+
+MESHES = {
+    "one device": (),
+    "data=4": ("mesh.data=4",),
+    "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+    "data=2 fsdp=2": ("mesh.data=2", "mesh.fsdp=2"),
+}
+#: What CI leaves out: each stage is trained on data=4, and on one of these two meshes.
+CAMPAIGN = {("2x2x2", 2), ("data=2 fsdp=2", 1)}
+#: Below this, sums are those of losses, counts and norms.
+FEW_BYTES = 512
+
+
+def combinations():
+    for mesh in MESHES:
+        for stage in (1, 2, 3) if mesh != "one device" else (3,):
+            is_slow = (mesh, stage) in CAMPAIGN
+            yield pytest.param(mesh, stage, marks=[pytest.mark.slow] * is_slow)
+
+
+@pytest.mark.parametrize(("mesh", "stage"), list(combinations()))
+def test_losses_equal_one_device(mesh, stage, corpus_overrides):
+    with jax.enable_x64(True):
+        base = (*TINY, *corpus_overrides, *FLOAT64)
+        run, corpus = make_run((*base, *MESHES[mesh], f"memory.zero_stage={stage}"))
+        assert digest(run.state.to_portable(run.state.initial()).params) == reference_digest(base)
+        # Rounding in float64 is 1e-16 a sum; a bug is far above.
+        found = losses(run, corpus, 5)
+        np.testing.assert_allclose(found, reference_losses(base, 5), rtol=1e-9, atol=0)
+
+
+def a_run(corpus_overrides, *overrides: str):
+    """A run whose every parameter eight replicas can share out."""
+    run, _ = make_run((*TINY, *corpus_overrides, *overrides))
+    return run
+
+
+def num_bytes(tree) -> int:
+    """Bytes on one device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_and_optimizer_state_lie_in_eighths(stage, corpus_overrides):
+    run = a_run(corpus_overrides, "mesh.data=8", f"memory.zero_stage={stage}")
+    whole = 4 * run.num_params
+    state = run.state.abstract
+    parts = 8 if stage else 1
+    assert num_bytes(state.params) == whole // parts
+    (moments,) = [
+        part for part in jax.tree.leaves(state.opt_state, is_leaf=_is_adam) if _is_adam(part)
+    ]
+    assert num_bytes(moments.mu) == num_bytes(moments.nu) == whole // parts
+    # And so it is made, and so a step leaves it.
+    for leaf, real in zip(
+        jax.tree.leaves(state), jax.tree.leaves(run.state.initial()), strict=True
+    ):
+        assert real.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+
+
+def _is_adam(part) -> bool:
+    return hasattr(part, "mu")
+
+
+def bytes_by_kind(run) -> dict[tuple, int]:
+    """(kind, axes, whether in the loop over layers) -> bytes that a device gets, each time once."""
+    found = defaultdict(int)
+    for each in collectives(run.train_step, run.mesh):
+        if each.kind != "all-reduce" or each.bytes > FEW_BYTES:
+            found[each.kind, each.axes, each.loop_depth > 1] += each.bytes
+    return dict(found)
+
+
+def test_collectives_over_data_are_those_of_the_stage(corpus_overrides):
+    data = ("data",)
+
+    def found(stage, *overrides):
+        stage = f"memory.zero_stage={stage}"
+        return bytes_by_kind(a_run(corpus_overrides, "mesh.data=8", stage, *overrides))
+
+    run = a_run(corpus_overrides, "mesh.data=8")
+    params = run.state.abstract.params
+    whole = num_bytes(params)
+    layer = num_bytes(params["decoder"]) // 4
+    ends = whole - 4 * layer
+    # The head's loss and counts travel with the gradients.
+    assert found(0) == {("all-reduce", data, False): pytest.approx(whole, abs=FEW_BYTES)}
+    assert found(1) == {
+        ("all-gather", data, False): whole,
+        ("all-reduce", data, False): pytest.approx(whole, abs=FEW_BYTES),
+    }
+    assert found(2) == {
+        ("all-gather", data, False): whole,
+        ("reduce-scatter", data, False): whole // 8,
+    }
+    # In the loop over layers a layer is gathered in the forward and again in the backward, but for
+    # the few biases that the latter does not read; no loop has all of them.
+    deep = found(3)
+    assert deep.pop(("all-gather", data, True)) == pytest.approx(2 * layer, rel=0.05)
+    assert deep == {
+        ("all-gather", data, False): ends,
+        ("reduce-scatter", data, True): layer // 8,
+        ("reduce-scatter", data, False): ends // 8,
+    }
+    part = found(3, "memory.shard_parameters_fraction=0.5")
+    in_loop = part["reduce-scatter", data, True] * 8
+    assert 0.5 * layer <= in_loop < layer
+    assert part["all-gather", data, False] == ends + 4 * (layer - in_loop)
+
+
+@pytest.mark.parametrize("zero", ["memory.zero_stage=0", "memory.zero_stage=3"])
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_parameters_are_put_together_over_replicas_alone(axis, zero, corpus_overrides):
+    """What `model` splits as well stays split: else each device would get all of a layer."""
+    sizes = ("mesh.pipeline=2", f"mesh.{axis}=2", "mesh.model=2")
+    run = a_run(corpus_overrides, *sizes, zero)
+    kinds = {(each.kind, each.axes) for each in collectives(run.train_step, run.mesh)}
+    gathers = {axes for kind, axes in kinds if kind == "all-gather"}
+    assert gathers == (set() if axis == "data" and zero.endswith("0") else {(axis,)})
+    assert {axes for kind, axes in kinds if kind == "reduce-scatter"} <= {(axis,)}
+
+
+def test_no_device_holds_all_gradients_in_stage_3(corpus_overrides):
+    def temporaries(stage):
+        layers = ("model.num_layers=16", "model.embed_dim=64")
+        run = a_run(corpus_overrides, "mesh.data=8", f"memory.zero_stage={stage}", *layers)
+        memory = run.train_step.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes, num_bytes(run.state.abstract.params) * 8
+
+    (of_2, whole), (of_3, _) = temporaries(2), temporaries(3)
+    # Stage 2 has in its step all parameters and a gradient of each, stage 3 an eighth of these.
+    assert of_2 - of_3 > 1.5 * whole

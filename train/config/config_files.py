@@ -1,0 +1,189 @@
+"""Config files, and the command-line overrides of their keys."""
+
+import ast
+import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ml_collections import ConfigDict
+
+from convert.runs import CONFIG_FILE
+from train.config.schema import nearest
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> Any:
+    """Returns the config of a file, a ConfigDict, with overrides applied.
+
+    Args:
+        path: `file.py`, `file.py:argument` (passed to its `get_config`), or `config.yaml`.
+        overrides: strings `section.key=value`.
+
+    Raises:
+        ValueError, FileNotFoundError: what is wrong, in one sentence.
+    """
+    file, _, argument = path.partition(":")
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"--config={path}: there is no file {file}")
+    if file.endswith((".yaml", ".yml")):
+        config = _load_yaml(file)
+    else:
+        config = _load_python(file, argument)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"--config.{override} lacks a value; write --config.{key}=value")
+        _set(config, key, text)
+    return config
+
+
+def default_workdir(path: str) -> Path:
+    """Returns the workdir of a run whose command line names none: `runs/<config>`.
+
+    `configs/llama.py:3-8b` gives `runs/llama_3-8b`. A run's `config.yaml` is named by its
+    directory: `anywhere/gpt2/config.yaml` gives `runs/gpt2`.
+
+    Args:
+        path: as for `load`.
+    """
+    file, _, argument = path.partition(":")
+    name = Path(file).stem
+    if Path(file).name == CONFIG_FILE:
+        name = Path(file).resolve().parent.name
+    # An argument may hold anything; a directory's name holds no separators.
+    return Path("runs") / "_".join(filter(None, [name, argument.replace("/", "_")]))
+
+
+def overrides(arguments: Sequence[str]) -> list[str]:
+    """Returns `section.key=value` of every `--config.section.key=value` on a command line.
+
+    Raises:
+        ValueError: an argument that is none.
+    """
+    found, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--config."):
+            raise ValueError(
+                f"unknown argument {argument!r}; config keys are set as --config.section.key=value"
+            )
+        if "=" not in argument and rest and not rest[0].startswith("--"):
+            argument += "=" + rest.pop(0)
+        found.append(argument.removeprefix("--config."))
+    return found
+
+
+def shorten(config: Any) -> None:
+    """Makes the run a try: 3 steps, each logged, and one batch of evaluation."""
+    config.train.num_steps = 3
+    config.log.every_steps = 1
+    config.eval.every_steps = 0
+    config.eval.num_batches = 1
+
+
+def save_yaml(config: ConfigDict, path: Path) -> None:
+    """Writes the config so that `load` gives it back; the file appears whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(yaml.safe_dump(_plain(config.to_dict()), sort_keys=False))
+    temporary.replace(path)
+
+
+def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> list[str]:
+    """Returns a line per key below the given ones whose value differs: `key: saved -> now`."""
+    old, new = _flat(saved.to_dict()), _flat(config.to_dict())
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        for key in sorted(old | new)
+        if any(key == k or key.startswith(k + ".") for k in keys) and old.get(key) != new.get(key)
+    ]
+
+
+def _load_python(file: str, argument: str) -> ConfigDict:
+    spec = importlib.util.spec_from_file_location("run_config", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--config={file} is neither a .py nor a .yaml file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    get_config = getattr(module, "get_config", None)
+    if get_config is None:
+        raise ValueError(f"--config={file} defines no function get_config()")
+    if argument and not inspect.signature(get_config).parameters:
+        raise ValueError(f"--config={file}:{argument}: its get_config() takes no argument")
+    return get_config(argument) if argument else get_config()
+
+
+def _load_yaml(file: str) -> ConfigDict:
+    try:
+        tree = yaml.safe_load(Path(file).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config={file} is no valid YAML: {error}") from None
+    if not isinstance(tree, dict) or not all(
+        isinstance(value, dict) or name == "init_from" for name, value in tree.items()
+    ):
+        raise ValueError(f"--config={file} must hold sections of keys, as a run's config.yaml does")
+    return ConfigDict(_tuples(tree))
+
+
+def _set(config: Any, key: str, text: str) -> None:
+    if key == "init_from":
+        config.init_from = text
+        return
+    if key == "model.attention" and "attention" not in config.get("model", ()):
+        # Every model has it (see RunConfig.attention), so no config file needs to name it.
+        with config.unlocked():
+            config.model.attention = text
+        return
+    section, _, name = key.partition(".")
+    keys = [f"{s}.{k}" for s in config if isinstance(config[s], ConfigDict) for k in config[s]]
+    if section == "rules" and name and "rules" in config:
+        config.rules[name] = _parse(text)
+        return
+    if key not in keys:
+        raise ValueError(f"--config.{key}: unknown key{nearest(key, keys)}")
+    default, value = config[section][name], _parse(text)
+    if isinstance(default, str):
+        value = text
+    elif isinstance(default, tuple):
+        parts = text.split(",") if isinstance(value, str) else value
+        parts = parts if isinstance(parts, tuple | list) else (parts,)
+        value = tuple(part for part in parts if part != "")
+    elif isinstance(default, float) and type(value) is int:
+        value = float(value)
+    numbers = section == "model" and {type(default), type(value)} == {int, float}
+    # None and the kind of number are left to `resolve`, which knows what each key takes.
+    if None not in (default, value) and type(value) is not type(default) and not numbers:
+        kind = type(default).__name__
+        raise ValueError(f"--config.{key}={text}: must be of type {kind}, such as {default!r}")
+    with config.ignore_type():
+        config[section][name] = value
+
+
+def _parse(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat

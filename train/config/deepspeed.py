@@ -1,0 +1,303 @@
+"""A DeepSpeed JSON as overrides of our own config's keys.
+
+Every key of the file is translated, or left to XLA (buckets, buffers, overlaps: decided when a step
+is compiled), or allowed with the one value that is so anyway, or refused by name. The value "auto"
+leaves a key to our config.
+
+Source: DeepSpeed's documentation of its configuration JSON.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train.config.schema import nearest
+
+AUTO = "auto"
+
+_log = logging.getLogger(__name__)
+
+_OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+
+#: Decided by XLA, or without a meaning here.
+LEFT_TO_XLA = (
+    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"),
+    *("zero_force_ds_cpu_optimizer", "disable_allgather", "checkpoint.use_node_local_storage"),
+    *("optimizer.params.torch_adam", "fp16.auto_cast", "bf16.immediate_grad_update"),
+    *(
+        f"zero_optimization.{name}"
+        for name in (
+            *("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size"),
+            *("allgather_partitions", "allgather_bucket_size", "round_robin_gradients"),
+            *("sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"),
+            *("stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
+            *("stage3_model_persistence_threshold", "memory_efficient_linear"),
+            *("ignore_unused_parameters", "elastic_checkpoint", "load_from_fp32_weights"),
+            *("stage3_gather_16bit_weights_on_model_save", "param_persistence_threshold"),
+        )
+    ),
+    *(
+        f"{place}.{name}"
+        for place in _OFFLOADS
+        for name in ("pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu")
+    ),
+)
+
+#: Allowed with this value alone.
+ONLY = {
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1,
+    "sparse_gradients": False,
+    "fp16.consecutive_hysteresis": False,
+    "fp16.fp16_master_weights_and_grads": False,
+    "data_types.grad_accum_dtype": "fp32",
+    "optimizer.params.bias_correction": True,
+    "optimizer.params.amsgrad": False,
+    "optimizer.params.adam_w_mode": True,
+    "optimizer.params.dampening": 0,
+    "optimizer.params.nesterov": False,
+    "scheduler.params.warmup_min_lr": 0,
+    "scheduler.params.warmup_min_ratio": 0,
+    "scheduler.params.warmup_type": "linear",
+    **{
+        f"activation_checkpointing.{name}": False
+        for name in (
+            *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+            *("synchronize_checkpoint_boundary", "profile"),
+        )
+    },
+}
+#: Sections of tools that must be switched off.
+OFF = (
+    *("amp", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comms_logger"),
+    *("curriculum_learning", "autotuning", "elasticity", "data_efficiency"),
+)
+
+#: Plain renamings.
+RENAMED = {
+    "gradient_clipping": "optimizer.clip_norm",
+    "steps_per_print": "log.every_steps",
+    "zero_optimization.stage": "memory.zero_stage",
+    "optimizer.params.lr": "optimizer.learning_rate",
+    "optimizer.params.eps": "optimizer.epsilon",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "optimizer.params.momentum": "optimizer.momentum",
+    "scheduler.params.warmup_num_steps": "optimizer.warmup_steps",
+    "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
+    "scheduler.params.total_num_steps": "train.num_steps",
+    "scheduler.params.cos_min_ratio": "optimizer.final_learning_rate_fraction",
+}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
+_SCHEDULES = {
+    "WarmupLR": ("constant", None),
+    "WarmupDecayLR": ("linear", 0.0),
+    "WarmupCosineLR": ("cosine", 1e-4),
+}
+
+
+#: What DeepSpeed takes for keys that a section leaves out.
+_DEFAULTS = {
+    "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+    "WarmupLR": {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
+    "WarmupDecayLR": {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
+    "WarmupCosineLR": {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 1e-4},
+    "fp16": {
+        **{"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000},
+        **{"hysteresis": 2, "min_loss_scale": 1},
+    },
+}
+
+
+def read(path: str, config: Any) -> list[str]:
+    """Returns `section.key=value` for every key that the file decides; logs what is left to XLA.
+
+    Args:
+        path: of the JSON.
+        config: ours, for what both have a word in: the mesh, and the number of microbatches.
+
+    Raises:
+        ValueError: what cannot be translated, all of it in one message.
+        FileNotFoundError: there is no such file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--deepspeed={path}: there is no such file")
+    try:
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--deepspeed={path} is no valid JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"--deepspeed={path} must hold an object of keys")
+    translation = _Translation(tree, config)
+    if translation.problems:
+        raise ValueError(f"--deepspeed={path}: {'; '.join(translation.problems)}")
+    if translation.left:
+        _log.info("--deepspeed: left to XLA: %s", ", ".join(sorted(translation.left)))
+    return translation.found
+
+
+class _Translation:
+    """Takes key after key out of the file; what is left in the end is unknown."""
+
+    def __init__(self, tree: dict, config: Any):
+        self.found: list[str] = []  # overrides
+        self.left: list[str] = []  # to XLA
+        self.problems: list[str] = []
+        self._values = {key: value for key, value in _flat(tree) if value != AUTO}
+        self._auto = {key for key, value in _flat(tree) if value == AUTO}
+        self._switched_off()
+        self._precision()
+        self._optimizer()
+        self._scheduler()
+        self._offloading()
+        self._batch(config)
+        for key in [key for key in LEFT_TO_XLA if key in self._values]:
+            self.left.append(key)
+            del self._values[key]
+        for key, only in ONLY.items():
+            value = self._take(key, only)
+            if value != only:
+                self._refuse(f"{key}={value!r} has no counterpart; it can be {only!r} alone")
+        for key, ours in RENAMED.items():
+            if key in self._values:
+                self._set(ours, self._take(key))
+        known = [*RENAMED, *LEFT_TO_XLA, *ONLY, "train_batch_size", "fp16.loss_scale"]
+        for key in self._values:
+            self._refuse(f"{key} has no counterpart here{nearest(key, known)}")
+
+    def _take(self, key: str, default: Any = None) -> Any:
+        return self._values.pop(key, default)
+
+    def _set(self, key: str, value: Any) -> None:
+        self.found.append(f"{key}={value}")
+
+    def _refuse(self, problem: str) -> None:
+        self.problems.append(problem)
+
+    def _with_defaults(self, section: str, defaults: dict) -> None:
+        for name, value in defaults.items():
+            if f"{section}.{name}" not in self._auto:
+                self._values.setdefault(f"{section}.{name}", value)
+
+    def _switched_off(self) -> None:
+        for section in OFF:
+            if self._take(f"{section}.enabled", False):
+                self._refuse(f"{section} has no counterpart here; set {section}.enabled to false")
+            self._drop(section)
+
+    def _drop(self, section: str) -> None:
+        for key in [key for key in self._values if key.startswith(section + ".")]:
+            del self._values[key]
+
+    def _precision(self) -> None:
+        is_on = {name: bool(self._take(f"{name}.enabled", False)) for name in ("fp16", "bf16")}
+        for name in [name for name, on in is_on.items() if not on]:
+            self._drop(name)
+        if all(is_on.values()):
+            return self._refuse("fp16 and bf16 are both enabled; choose one")
+        if is_on["bf16"]:
+            self._set("precision.compute", "bfloat16")
+            if self._take("bf16.bf16_master_weights_and_grads", False):
+                self._set("precision.params", "bfloat16")
+        if is_on["fp16"]:
+            self._with_defaults("fp16", _DEFAULTS["fp16"])
+            self._set("precision.compute", "float16")
+            static = self._take("fp16.loss_scale")
+            power = self._take("fp16.initial_scale_power")
+            window = self._take("fp16.loss_scale_window")
+            self._set("precision.loss_scale", float(static or 2**power))
+            self._set("precision.loss_scale_window", 0 if static else window)
+            self._set("precision.loss_scale_hysteresis", self._take("fp16.hysteresis"))
+            self._set("precision.loss_scale_min", float(self._take("fp16.min_loss_scale")))
+        sent = self._take("communication_data_type")
+        if sent is not None and sent not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            self._refuse(f"communication_data_type={sent!r} is unknown; choose {known}")
+        elif sent is not None:
+            self._set("precision.reduce", _DTYPES[sent])
+
+    def _optimizer(self) -> None:
+        kind = self._take("optimizer.type")
+        if kind is None:
+            return
+        ours = _OPTIMIZERS.get(kind.lower())
+        if ours is None:
+            # Lamb, say: its trust ratio has bounds there (max_coeff), and changes biases too.
+            self._refuse(
+                f"optimizer.type={kind!r} has no counterpart; choose AdamW or SGD, or leave the "
+                "section out and set optimizer.name=lamb, lars or package.module:function"
+            )
+            return self._drop("optimizer")
+        self._with_defaults("optimizer.params", _DEFAULTS[ours])
+        self._set("optimizer.name", ours)
+        betas = self._take("optimizer.params.betas")
+        for name, beta in zip(("beta1", "beta2"), betas or (), strict=False):
+            self._set(f"optimizer.{name}", beta)
+
+    def _scheduler(self) -> None:
+        kind = self._take("scheduler.type")
+        if kind is None:
+            return
+        if kind not in _SCHEDULES:
+            known = ", ".join(_SCHEDULES)
+            self._refuse(f"scheduler.type={kind!r} has no counterpart; choose {known}")
+            return self._drop("scheduler")
+        self._with_defaults("scheduler.params", _DEFAULTS[kind])
+        schedule, final = _SCHEDULES[kind]
+        self._set("optimizer.schedule", schedule)
+        if final is not None and "scheduler.params.cos_min_ratio" not in self._values:
+            self._set("optimizer.final_learning_rate_fraction", final)
+        if not self._values.get("scheduler.params.warmup_num_steps"):
+            self._values.pop("scheduler.params.warmup_type", None)
+
+    def _offloading(self) -> None:
+        devices = {}
+        for place in _OFFLOADS:
+            devices[place] = self._take(f"{place}.device", "none") or "none"
+            if devices[place] not in ("none", "cpu"):
+                self._refuse(f"{place}.device={devices[place]!r} is unknown; choose cpu or none")
+            if devices[place] == "none":
+                self._drop(place)
+        optimizer, parameters = (devices[place] == "cpu" for place in _OFFLOADS)
+        if optimizer or parameters:
+            ratio = self._take(f"{_OFFLOADS[0]}.ratio", 1.0) if optimizer else 0.0
+            self._set("memory.placement", "host")
+            self._set("memory.offload_optimizer_fraction", float(ratio))
+            self._set("memory.offload_parameters_fraction", float(parameters))
+
+    def _batch(self, config: Any) -> None:
+        whole = self._take("train_batch_size")
+        micro = self._take("train_micro_batch_size_per_gpu")
+        count = self._take("gradient_accumulation_steps")
+        replicas = config.mesh.data * config.mesh.fsdp
+        if micro is not None and min(config.mesh.data, config.mesh.fsdp) < 1:
+            return self._refuse(
+                "train_micro_batch_size_per_gpu needs a number of replicas; set mesh.data and "
+                "mesh.fsdp, or leave it out"
+            )
+        if micro is not None and whole is not None:
+            fitting, rest = divmod(whole, micro * replicas)
+            if rest or (count is not None and count != fitting):
+                return self._refuse(
+                    f"train_batch_size={whole} is not train_micro_batch_size_per_gpu={micro} × "
+                    f"gradient_accumulation_steps={count or '...'} × "
+                    f"mesh.data={config.mesh.data} × mesh.fsdp={config.mesh.fsdp}"
+                )
+            count = fitting
+        elif micro is not None:
+            whole = micro * replicas * (count or config.train.num_microbatches)
+        for key, value in (("data.global_batch_size", whole), ("train.num_microbatches", count)):
+            if value is not None:
+                self._set(key, value)
+
+
+def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every value with the names that lead to it, dots between them."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,332 @@
+"""From a config to the frozen dataclasses that the components own."""
+
+import dataclasses
+import difflib
+import math
+import pkgutil
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from checkpoint.manager import CheckpointConfig
+from data.checks import check_types
+from data.config import DataConfig
+from data.image_config import ImageConfig, check_images
+from models.layers.attention import check_choice
+from models.registry import MODELS
+from models.stack import REMAT_POLICIES
+from sharding.memory import MemoryConfig
+from sharding.mesh import MeshConfig
+from sharding.pipeline.config import PipelineConfig
+from train.optim import ema
+from train.optim.optimizer import OptimizerConfig
+from train.precision import PrecisionConfig
+from train.reporting.metrics import LogConfig
+
+#: What `train.max_nonfinite_steps` in a row lead to; see train/lifecycle/divergence.py.
+ON_NONFINITE = ("stop", "rollback")
+
+#: How a checkpoint's classifier is taken; see train/run/init_from.py.
+INIT_LABELS = ("by_name", "by_position", "new")
+
+#: Keys of a model's config that may be left open (absent or None) -> what the data has of them.
+FROM_DATA = {
+    "vocab_size": "the tokenizer's {} tokens",
+    "max_positions": "data.sequence_length={}",
+    "num_labels": "the {} labels of the data",
+    "image_size": "images.size={}",
+    "num_channels": "images.channels={}",
+}
+#: Those that a model cannot have more of than the data.
+_MUST_EQUAL = ("image_size", "num_channels")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length, division and randomness of a run."""
+
+    num_steps: int
+    num_microbatches: int
+    seed: int
+    remat: str
+    start_timeout_s: float = 60.0
+    failure_timeout_s: float = 600.0
+    compilation_cache: bool = True
+    max_nonfinite_steps: int = 10
+    on_nonfinite: str = "stop"
+    init_labels: str = "by_name"
+    skip_spikes: float | None = None
+    ema_decay: float | None = None
+    ema_schedule: str = "constant"
+
+    def __post_init__(self):
+        for name in ("num_steps", "num_microbatches", "start_timeout_s", "failure_timeout_s"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"train.seed={self.seed} must lie in 0 .. 2**32 - 1")
+        if not all(self.remat.split(",")):
+            raise ValueError(
+                f"train.remat={self.remat!r} holds an empty name; choose "
+                f"{', '.join(REMAT_POLICIES)}, or names of activations with commas between them"
+            )
+        if self.max_nonfinite_steps < 0:
+            raise ValueError(
+                f"train.max_nonfinite_steps={self.max_nonfinite_steps} must not be negative; "
+                "choose a number of steps in a row, or 0 to go on whatever happens"
+            )
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ValueError(
+                f"train.on_nonfinite={self.on_nonfinite!r} is unknown; choose "
+                f"{', '.join(ON_NONFINITE)}"
+            )
+        if self.init_labels not in INIT_LABELS:
+            raise ValueError(
+                f"train.init_labels={self.init_labels!r} is unknown; choose "
+                f"{', '.join(INIT_LABELS)}"
+            )
+        if self.skip_spikes is not None and not 1 < self.skip_spikes < math.inf:
+            raise ValueError(
+                f"train.skip_spikes={self.skip_spikes} must be more than 1, a multiple of the mean "
+                "gradient norm; choose for example 5, or None to skip none"
+            )
+
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(
+                f"train.ema_decay={self.ema_decay} must lie in (0, 1); choose for example 0.9999, "
+                "or None to keep no average of the parameters"
+            )
+        if self.ema_schedule not in ema.SCHEDULES:
+            raise ValueError(
+                f"train.ema_schedule={self.ema_schedule!r} is unknown; choose "
+                f"{', '.join(ema.SCHEDULES)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When to evaluate, and on how much of the validation split."""
+
+    every_steps: int
+    num_batches: int | None
+
+    def __post_init__(self):
+        if self.every_steps < 0:
+            raise ValueError(f"eval.every_steps={self.every_steps} must not be negative")
+        if self.num_batches is not None and self.num_batches < 1:
+            raise ValueError(
+                f"eval.num_batches={self.num_batches} must be at least 1, or None for all"
+            )
+
+
+SECTIONS = {
+    "mesh": MeshConfig,
+    "pipeline": PipelineConfig,
+    "memory": MemoryConfig,
+    "data": DataConfig,
+    "images": ImageConfig,
+    "optimizer": OptimizerConfig,
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "checkpoint": CheckpointConfig,
+    "precision": PrecisionConfig,
+    "log": LogConfig,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run, checked: one dataclass per section, the model's class and its fields."""
+
+    mesh: MeshConfig
+    pipeline: PipelineConfig
+    memory: MemoryConfig
+    data: DataConfig
+    images: ImageConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    precision: PrecisionConfig
+    log: LogConfig
+    rules: Mapping[str, Any]
+    init_from: str  # a checkpoint that the parameters start from; "" is none
+    model_name: str
+    attention: str  # `model.attention`: one of models.layers.attention.CHOICES
+    model_class: type
+    model_fields: Mapping[str, Any]
+
+    def __post_init__(self):
+        check_images(self.data, self.images)
+        if self.train.init_labels != "by_name" and not self.init_from:
+            raise ValueError(
+                f"train.init_labels={self.train.init_labels!r} is read only with init_from, the "
+                "checkpoint to start from; set that, or train.init_labels='by_name'"
+            )
+        mesh, batch, parts = self.mesh, self.data.global_batch_size, self.train.num_microbatches
+        if -1 in (mesh.data, mesh.fsdp):
+            return  # checked when the number of devices is known
+        if batch % (parts * mesh.data * mesh.fsdp):
+            raise ValueError(
+                f"train.num_microbatches={parts} × mesh.data={mesh.data} × mesh.fsdp={mesh.fsdp} "
+                f"must divide data.global_batch_size={batch}; the next batch size that fits is "
+                f"{-(-batch // (parts * mesh.data * mesh.fsdp)) * parts * mesh.data * mesh.fsdp}"
+            )
+        checkpoint = self.checkpoint
+        if checkpoint.keep_best and not (checkpoint.every_steps and self.eval.every_steps):
+            raise ValueError(
+                f"checkpoint.keep_best={checkpoint.keep_best} compares what is saved and evaluated "
+                f"at the same step, but checkpoint.every_steps={checkpoint.every_steps} and "
+                f"eval.every_steps={self.eval.every_steps}; set both"
+            )
+        if self.data.reads_images:
+            return
+        if mesh.context > 0 and self.data.sequence_length % mesh.context:
+            raise ValueError(
+                f"mesh.context={mesh.context} must divide "
+                f"data.sequence_length={self.data.sequence_length}"
+            )
+
+    def model_config(self, *, vocab_size: int | None = None, num_labels: int | None = None) -> Any:
+        """Returns the model's own config, with what it leaves open taken from the data.
+
+        Args:
+            vocab_size: of the tokenizer; None: there is none.
+            num_labels: that the data has, if it has labels.
+
+        Raises:
+            ValueError: the data has more tokens, positions or labels than the model, or other
+                images, or not what the model leaves open.
+        """
+        fields = dict(self.model_fields)
+        known = {field.name: field for field in dataclasses.fields(self.model_class.Config)}
+        values = {"vocab_size": vocab_size, "num_labels": num_labels}
+        if self.data.reads_images:
+            values |= {"image_size": self.images.size, "num_channels": self.images.channels}
+        else:
+            values["max_positions"] = self.data.sequence_length
+        for name in FROM_DATA.keys() & known.keys():
+            self._take_from_data(name, values.get(name), fields, known[name])
+        return self.model_class.Config(**fields)
+
+    def _take_from_data(
+        self, name: str, value: int | None, fields: dict[str, Any], field: dataclasses.Field
+    ) -> None:
+        """Sets a field that is open to the data's value, or checks that the two fit."""
+        given = fields.get(name)
+        if given is None and value is not None:
+            fields[name] = value
+        elif given is None:
+            fields.pop(name, None)
+            if field.default is field.default_factory is dataclasses.MISSING:
+                raise ValueError(
+                    f"model.{name} is open, and data.objective={self.data.objective!r} says "
+                    f"nothing of it; is model.name={self.model_name!r} a model for it?"
+                )
+        elif value is not None and name in _MUST_EQUAL and given != value:
+            raise ValueError(
+                f"model.{name}={given} must be {FROM_DATA[name].format(value)}; leave model.{name} "
+                "out, and set that of the section images"
+            )
+        elif value is not None and given < value:
+            raise ValueError(f"model.{name}={given} is less than {FROM_DATA[name].format(value)}")
+
+
+def resolve(config: Any) -> RunConfig:
+    """Returns the run that a config describes.
+
+    Raises:
+        ValueError: an unknown or missing key (with the nearest known one), a bad value.
+    """
+    known = [*SECTIONS, "model", "rules", "init_from"]
+    for name in config:
+        if name not in known:
+            raise ValueError(f"config.{name} is unknown{nearest(name, known)}")
+        if name != "init_from" and not isinstance(config[name], ConfigDict):
+            raise ValueError(f"config.{name}={config[name]!r} must be a section of keys")
+    fields = {name: config[name].to_dict() for name in config if name != "init_from"}
+    init_from = config.get("init_from", "")
+    if not isinstance(init_from, str):
+        raise ValueError(f"config.init_from={init_from!r} must be a path, or '' for none")
+    if not fields.get("model", {}).get("name"):
+        raise ValueError(
+            f"config.model.name is missing; choose {', '.join(MODELS)}, or a path, or set "
+            "config.init_from to a checkpoint"
+        )
+    if fields.get("data", {}).get("tokenizer") == "init_from":
+        raise ValueError(
+            "data.tokenizer='init_from' needs config.init_from, the checkpoint to start from"
+        )
+    model_name = fields["model"].pop("name")
+    model_class = find_model(model_name)
+    # The kernel is the run's choice, not a part of the model: no model's dataclass has it.
+    attention = "auto"
+    if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
+        attention = fields["model"].pop("attention", "auto")
+    check_choice(attention)
+    if "seed" in fields.get("data", {}):
+        raise ValueError("config.data.seed: unknown key; train.seed is that of the data too")
+    sections = {
+        name: _build(section, fields.get(name, {}), name) for name, section in SECTIONS.items()
+    }
+    sections["data"] = dataclasses.replace(sections["data"], seed=sections["train"].seed)
+    _check_fields(model_class.Config, fields["model"], "model", may_be_open=FROM_DATA, tuples=True)
+    return RunConfig(
+        **sections,
+        rules=fields.get("rules", {}),
+        init_from=init_from,
+        model_name=model_name,
+        attention=attention,
+        model_class=model_class,
+        model_fields=fields["model"],
+    )
+
+
+def _build(section: type, values: dict[str, Any], name: str) -> Any:
+    _check_fields(section, values, name)
+    return section(**values)
+
+
+def _check_fields(
+    section: type,
+    values: dict[str, Any],
+    name: str,
+    *,
+    may_be_open: Collection[str] = (),
+    tuples: bool = False,
+) -> None:
+    """Refuses unknown and missing keys and wrong types; whole numbers become floats in place."""
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    for key in values:
+        if key not in fields:
+            keys = [f"{name}.{k}" for k in fields]
+            raise ValueError(f"config.{name}.{key}: unknown key{nearest(f'{name}.{key}', keys)}")
+    are_open = [key for key in may_be_open if values.get(key) is None]
+    for key, field in fields.items():
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and key not in (*values, *are_open):
+            raise ValueError(f"config.{name}.{key} is missing")
+    check_types(section, values, name, but=are_open, tuples=tuples)
+
+
+def find_model(name: str) -> Any:
+    """Returns the class of `model.name`, which has a dataclass `Config`."""
+    path = MODELS.get(name, name)
+    try:
+        model_class = pkgutil.resolve_name(path)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(
+            f"model.name={name!r} is none of {', '.join(MODELS)} and no import path "
+            f"'package.module:Class': {error}"
+        ) from None
+    if not dataclasses.is_dataclass(getattr(model_class, "Config", None)):
+        raise ValueError(f"model.name={name!r}: the class has no dataclass `Config`")
+    return model_class
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """Returns the end of a message about an unknown key: the nearest known one, if any."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    close = close or [k for k in known if k.endswith("." + key.rpartition(".")[2])][:1]
+    return f"; the nearest known key is {close[0]}" if close else ""

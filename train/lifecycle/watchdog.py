@@ -1,0 +1,275 @@
+"""Ends a process that hangs, and says where it hangs and which processes are at fault.
+
+A collective that waits for a process which is gone waits for ever, and nothing in Python can
+interrupt it. Each process therefore has a thread that writes a sign of life into a directory that
+all of them see, and a thread that looks for how long its own process has been in one phase. Only
+beat counters and steps of different processes are compared, never their clocks.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import math
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.lifecycle.exit_codes import HUNG
+from train.lifecycle.phases import NAMES, Phases, Place
+
+#: Phases that may rightly take long.
+UNWATCHED = ("startup", "compile", "restore")
+
+_LONGEST_INTERVAL_S = 15.0
+_READ_LIMIT_S = 60.0  # for the files of thousands of processes, on a file system that may hang too
+_MOST_LISTED = 20
+_STDERR = 2  # itself, whatever stands in for sys.stderr
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sign:
+    """What a process's file says."""
+
+    run_id: str
+    host: str
+    pid: int
+    beat: int  # grows with each write
+    step: int
+    phase: str
+    seconds: float  # in this phase
+    ended: bool  # it saw that it hangs, and ended itself
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """How far the process has come."""
+        return self.step, NAMES.index(self.phase)
+
+    def __str__(self) -> str:
+        return f"at step {self.step}, in phase {self.phase}"
+
+
+def end_process() -> None:
+    """Ends this process with HUNG at once: no cleaning up could be waited for."""
+    os._exit(HUNG)
+
+
+class Watchdog:
+    """Watches one process, and lets the others see it, until `close`.
+
+    If the process is in one phase for longer than `timeout_s`, those of UNWATCHED apart, it looks
+    at all files twice, writes to standard error what it found, and calls `on_hang`, unless the
+    process went on in the meantime. From the beginning of the phase that takes its time-out, and
+    2.5 intervals (of `timeout_s / 4`, 15 s at most) and a few seconds more. A file system that
+    hangs delays it by a minute at most.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        phases: Phases,
+        *,
+        process: int,
+        num_processes: int,
+        run_id: str,
+        timeout_s: float,
+        save_timeout_s: float | None = None,
+        on_hang: Callable[[], object] = end_process,
+    ):
+        """Starts to watch.
+
+        A directory that cannot be written is said once on standard error, and no error.
+
+        Args:
+            directory: one that all processes see, made if need be.
+            phases: of this process.
+            process: its index.
+            num_processes: of this start of the run.
+            run_id: the same on all processes and another at each start: files with another one
+                are left over, and not looked at.
+            timeout_s: the longest that a phase may last.
+            save_timeout_s: the same for "save", if that is another.
+            on_hang: called on the watching thread after the report, at most once.
+
+        Raises:
+            ValueError: `timeout_s` is not positive.
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s} must be positive; choose a number of seconds")
+        self._directory = Path(directory)
+        self._phases = phases
+        self._process, self._num_processes, self._run_id = process, num_processes, run_id
+        self._limits = {name: ("train.failure_timeout_s", timeout_s) for name in NAMES}
+        self._limits |= {name: ("", math.inf) for name in UNWATCHED}
+        if save_timeout_s is not None:
+            self._limits["save"] = ("checkpoint.timeout_s", save_timeout_s)
+        self._on_hang = on_hang
+        self._interval_s = min(timeout_s / 4, _LONGEST_INTERVAL_S)
+        # A process that lives beats within this time, even if it is late.
+        self._look_s = 1.5 * self._interval_s + 1
+        self._host = socket.gethostname()
+        self._write_lock = threading.Lock()
+        self._beat = 0
+        self._has_ended = self._has_complained = False
+        self._closed = threading.Event()
+        # Two, since a file system that hangs may hold on to the first.
+        self._threads = [
+            threading.Thread(target=self._beat_on, name="watchdog beat", daemon=True),
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stops watching, and removes this process's file."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(timeout=5)
+        with contextlib.suppress(OSError):
+            self._path(self._process).unlink(missing_ok=True)
+
+    def _beat_on(self) -> None:
+        with contextlib.suppress(OSError):  # else writing fails, and says so
+            self._directory.mkdir(parents=True, exist_ok=True)
+        while not self._closed.is_set():
+            self._write_sign()
+            self._closed.wait(self._interval_s)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            place = self._phases.current
+            if place.seconds <= self._limits[place.name][1]:
+                continue
+            # On a thread of its own, for reading and writing may hang as well.
+            reporter = threading.Thread(target=self._report, args=(place,), daemon=True)
+            reporter.start()
+            reporter.join(self._look_s + _READ_LIMIT_S)
+            if self._is_still_at(place):
+                self._on_hang()
+                return
+            if not self._closed.is_set():
+                _say([f"process {self._process} has gone on"])
+
+    def _report(self, place: Place) -> None:
+        own, (key, limit_s) = self._sign(place), self._limits[place.name]
+        waits = (
+            f"{_name(self._process, own)} has been {own} for {place.seconds:.0f} s, longer "
+            f"than {key}={limit_s:g}"
+        )
+        num_others = self._num_processes - 1
+        looks = f"; looking for {num_others} other process(es) in {self._directory}"
+        _say([waits + looks if num_others else waits])
+        first = self._read_others()
+        self._closed.wait(self._look_s)
+        second = self._read_others()
+        if not self._is_still_at(place):
+            return
+        lines, is_own_fault = self._findings(own, first, second)
+        _say([*lines, *(["the stacks of this process:"] if is_own_fault else [])])
+        if is_own_fault:
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+        # Those that look later shall not take it for one that was killed.
+        self._has_ended = True
+        self._write_sign()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+    def _findings(
+        self, own: _Sign, first: Mapping[int, _Sign], second: Mapping[int, _Sign]
+    ) -> tuple[list[str], bool]:
+        """Returns lines, and whether no other process is to blame."""
+        others = [index for index in range(self._num_processes) if index != self._process]
+        silent = [i for i in others if i not in second]
+        gone = {i for i in second if i in first and not _lives(first[i], second[i])}
+        living = {i: sign for i, sign in second.items() if i not in gone}
+        behind = [i for i, sign in living.items() if sign.rank < own.rank]
+        ahead = [i for i, sign in living.items() if sign.rank > own.rank]
+        lines = [f"{_name(i, second[i])} is gone: its last sign was {second[i]}" for i in gone]
+        lines += [
+            f"{_name(i, living[i])} is behind: {living[i]} for {living[i].seconds:.0f} s"
+            for i in sorted(behind, key=lambda i: living[i].rank)
+        ]
+        lines += [f"process {i} has left no sign: it has ended, or never started" for i in silent]
+        lines = _shortened(lines)
+        if ahead and not behind:
+            lines.append(
+                f"no process is behind this one, and {len(ahead)} ahead wait for it, such as "
+                f"{_name(ahead[0], living[ahead[0]])}, {living[ahead[0]]}"
+            )
+        elif not lines:
+            what = "the step" if own.phase == "step" else f"phase {own.phase}"
+            everyone = f"all {self._num_processes} processes live and are"
+            lines.append(f"{everyone if others else 'this process is'} {own}: {what} itself hangs")
+        return lines, not behind and (bool(ahead) or not gone and not silent)
+
+    def _is_still_at(self, place: Place) -> bool:
+        return not self._closed.is_set() and self._phases.current.changes == place.changes
+
+    def _path(self, process: int) -> Path:
+        return self._directory / f"{process}.json"
+
+    def _sign(self, place: Place) -> _Sign:
+        return _Sign(
+            run_id=self._run_id,
+            host=self._host,
+            pid=os.getpid(),
+            beat=self._beat,
+            step=place.step,
+            phase=place.name,
+            seconds=place.seconds,
+            ended=self._has_ended,
+        )
+
+    def _write_sign(self) -> None:
+        path = self._path(self._process)
+        new = path.with_name(f".{path.name}.tmp")
+        with self._write_lock:
+            self._beat += 1
+            sign = self._sign(self._phases.current)
+            try:
+                new.write_text(json.dumps(dataclasses.asdict(sign)), encoding="utf-8")
+                os.replace(new, path)
+            except OSError as error:
+                if not self._has_complained:
+                    name = f"process {self._process}"
+                    _say([f"{name} cannot show the others that it lives, but watches on: {error}"])
+                self._has_complained = True
+
+    def _read_others(self) -> dict[int, _Sign]:
+        """Returns the signs of this start's other processes, as far as they can be read."""
+        signs = {}
+        for index in range(self._num_processes):
+            if index != self._process:
+                with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+                    sign = _Sign(**json.loads(self._path(index).read_text(encoding="utf-8")))
+                    if sign.run_id == self._run_id and sign.phase in NAMES:
+                        signs[index] = sign
+        return signs
+
+
+def _name(process: int, sign: _Sign) -> str:
+    return f"process {process} on {sign.host} (pid {sign.pid})"
+
+
+def _lives(before: _Sign, now: _Sign) -> bool:
+    return now.ended or now.beat != before.beat
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    rest = len(lines) - _MOST_LISTED
+    return [*lines[:_MOST_LISTED], f"and {rest} more"] if rest > 0 else list(lines)
+
+
+def _say(lines: Sequence[str]) -> None:
+    """Writes lines to standard error, in one go."""
+    text = "".join(f"watchdog: {line}\n" for line in lines)
+    with (
+        contextlib.suppress(OSError),
+        open(_STDERR, "w", encoding="utf-8", errors="replace", closefd=False) as stderr,
+    ):
+        stderr.write(text)

@@ -1,0 +1,328 @@
+"""A run's directory: whose it is, and where the run in it stands."""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import jax
+import numpy as np
+from grain import DatasetIterator
+from ml_collections import ConfigDict
+
+from checkpoint.layout import steps_in
+from checkpoint.manager import Checkpoints
+from convert.from_hf import keep_hf_files
+from convert.model_on_disk import LABELS_FILE
+from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
+from convert.source import Source
+from data.batches import train_batches
+from data.examples import Corpus
+from data.text.text_corpus import TextCorpus
+from sharding.distributed.messages import Exchange
+from sharding.memory import MemoryConfig
+from train.config.config_files import differences, load, save_yaml
+from train.config.schema import SECTIONS, resolve
+from train.lifecycle.divergence import Diverged
+from train.run.build import Run
+from train.run.init_from import start_params
+from train.state.train_state import MAY_LACK, TrainState
+
+#: There while a run trains.
+LOCK_FILE = "lock"
+#: A checkpoint fits only a run that agrees on these.
+FIXED = (
+    *("init_from", "model", "data", "images", "train.seed", "train.init_labels"),
+    *("train.ema_decay", "optimizer.name", "optimizer.frozen", "precision.params"),
+)
+#: How fast things are read, and where they lie, may change; the data itself is compared by hash.
+FREE = (
+    *("data.cache_dir", "data.mixture", "data.num_threads", "data.paths"),
+    *("images.num_workers", "images.on_broken", "model.attention"),
+)
+
+_log = logging.getLogger(__name__)
+
+
+def check(workdir: Path, run: Run) -> None:
+    """Checks that `workdir` holds no checkpoint of another run.
+
+    Raises:
+        ValueError: it holds one of another model or other data; the keys that differ are named.
+    """
+    path = workdir / CONFIG_FILE
+    if not path.exists() or not has_checkpoint(workdir):
+        return
+    saved = load(str(path))
+    if "train" not in saved:
+        raise ValueError(
+            f"{workdir} holds a converted model and no run; start from it with "
+            f"--config.init_from={workdir}, and choose another --workdir"
+        )
+    lines = differences(_completed(saved, run), resolved(run), FIXED)
+    lines = [line for line in lines if line.partition(":")[0] not in FREE]
+    if lines:
+        raise ValueError(
+            f"{workdir} holds checkpoints of another run; these keys differ (saved -> now): "
+            f"{'; '.join(lines)}. Set them back, or choose another --workdir"
+        )
+
+
+def check_processes_agree(run: Run, corpus: Corpus) -> None:
+    """Checks that all processes have one config and the same data.
+
+    Raises:
+        ValueError: on all of them, if one differs from the first.
+    """
+    exchange = Exchange()
+    for what, value in (("config", repr(resolved(run).to_dict())), ("data", corpus.fingerprint)):
+        own = hashlib.sha256(value.encode()).hexdigest()
+        is_same = exchange.on_first(lambda own=own: own) == own
+        problem = exchange.agree(None if is_same else f"its {what} is not that of process 0")
+        if problem is not None:
+            raise ValueError(
+                f"{problem}; start all of them with the same command, software and files"
+            )
+
+
+@contextlib.contextmanager
+def hold(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator[str]:
+    """Keeps other runs out of `workdir` within the block: two would write over each other.
+
+    Of a run that was killed or requeued, the first process may live a little longer: it is waited
+    for. A kill leaves nothing that would keep the next start out.
+
+    Args:
+        timeout_s: to wait for another run's end.
+        is_shared: False if each process has a workdir of its own.
+
+    Yields:
+        A word, the same on all processes and another at each start.
+
+    Raises:
+        ValueError: on all processes, if one does not see the first one's `workdir`.
+        OSError: on all processes, if another run has it for longer, or it cannot be written.
+    """
+    exchange, path = Exchange(), workdir / LOCK_FILE
+    with contextlib.ExitStack() as stack:
+        word = exchange.on_first(lambda: stack.enter_context(_locked(path, timeout_s)))
+        if is_shared:
+            blind = exchange.agree(None if _reads(path, word) else "it is not there")
+            if blind is not None:
+                raise ValueError(
+                    f"--workdir={workdir} is not for all processes what it is for process 0 "
+                    f"({blind}); choose a directory on a file system of all hosts (in containers, "
+                    "one that is mounted)"
+                )
+        yield word
+
+
+@contextlib.contextmanager
+def _locked(path: Path, timeout_s: float) -> Iterator[str]:
+    """Holds a file, which says who does, within the block; yields what it says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    word = f"process {os.getpid()} on {socket.gethostname()} {secrets.token_hex(8)}"
+    deadline_s, waits = time.monotonic() + timeout_s, False
+    while True:
+        with open(path, "a+", encoding="utf-8") as file:
+            holder = ""
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.seek(0)
+                holder = file.read().rpartition(" ")[0] or "another process"
+            except OSError as error:
+                _log.warning("%s cannot be locked (%s): start no second run there", path, error)
+            # Who held it before removed it; another may have made it anew meanwhile.
+            if not holder and _is_same(file, path):
+                file.truncate(0)
+                file.write(word)
+                file.flush()
+                try:
+                    yield word
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(
+                f"--workdir={path.parent} is in use by {holder or 'many'}, and still was after "
+                f"{timeout_s:.0f} s; wait for the end of that run, or choose another --workdir"
+            )
+        if holder and not waits:
+            _log.warning("--workdir=%s is in use by %s: waiting", path.parent, holder)
+            waits = True
+        time.sleep(0.2)
+
+
+def _is_same(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _reads(path: Path, word: str) -> bool:
+    deadline_s = time.monotonic() + 10  # a network's file system may be late
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError, ValueError):
+            if path.read_text(encoding="utf-8") == word:
+                return True
+        time.sleep(0.2)
+    return False
+
+
+def claim(
+    workdir: Path, run: Run, corpus: Corpus, source: Source | None = None, report: str = ""
+) -> None:
+    """Writes `config.yaml`, `memory.txt` (a report) and what `python -m convert.to_hf` needs.
+
+    That is in `hf/`: the tokenizer, the labels of a classifier, and what is known of the model
+    that the run starts from.
+    """
+    if jax.process_index() > 0:
+        return
+    hf = workdir / HF_FILES
+    hf.mkdir(parents=True, exist_ok=True)
+    save_yaml(resolved(run), workdir / CONFIG_FILE)
+    (workdir / "memory.txt").write_text(report + "\n")
+    if source is not None:
+        keep_hf_files(source, workdir)
+    elif isinstance(corpus, TextCorpus) and Path(corpus.tokenizer.source).is_file():
+        shutil.copyfile(corpus.tokenizer.source, hf / "tokenizer.json")
+    if corpus.labels:
+        (hf / LABELS_FILE).write_text(json.dumps(corpus.labels) + "\n")
+
+
+def planned(workdir: Path) -> MemoryConfig:
+    """Returns the placement that a run under memory.placement=auto has chosen; else the device."""
+    path = workdir / CONFIG_FILE
+    return resolve(load(str(path))).memory if path.exists() else MemoryConfig()
+
+
+def has_checkpoint(workdir: Path) -> bool:
+    return bool(steps_in(workdir / CHECKPOINTS))
+
+
+def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
+    """Returns a saved config in which keys that came to be later have their defaults."""
+    completed = {"init_from": "", **saved.to_dict()}
+    for name, section in {**SECTIONS, "model": type(run.model_config)}.items():
+        fields = [f for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING]
+        completed[name] = {f.name: f.default for f in fields} | completed.get(name, {})
+    completed["data"].pop("seed", None)
+    return ConfigDict(completed)
+
+
+def resolved(run: Run) -> ConfigDict:
+    """Returns every key of the run with the value that it has, whatever the config left open."""
+    config = run.config
+    sections = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
+    del sections["data"]["seed"]  # it is train.seed
+    own = dataclasses.asdict(run.model_config)
+    model = {"name": config.model_name, "attention": config.attention, **own}
+    return ConfigDict(
+        {
+            "init_from": config.init_from,
+            "model": model,
+            **sections,
+            "rules": dict(config.rules),
+        }
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands: at its beginning, or at the newest checkpoint of its workdir."""
+
+    step: int
+    state: TrainState
+    batches: DatasetIterator
+    checkpoints: Checkpoints
+
+
+def find_position(
+    run: Run, corpus: Corpus, workdir: Path, source: Source | None = None
+) -> Position:
+    """Returns the newest intact checkpoint's position, or the initial one if there is none.
+
+    Args:
+        source: what the initial parameters are; None leaves them to the model.
+
+    Raises:
+        ValueError: no checkpoint is intact, or they are those of another model or other data.
+    """
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
+    batches = train_batches(corpus, run.config.data, run.rows)
+    restored = checkpoints.restore(run.state.portable, may_lack=MAY_LACK)
+    if restored is None:
+        params = None if source is None else start_params(run, source, corpus.labels)
+        step, state = 0, run.state.initial(params)
+    else:
+        step, portable, data_state = restored
+        state = run.state.from_portable(portable)
+        if data_state["corpus"] != corpus.fingerprint:
+            raise ValueError(
+                f"what data.name={run.config.data.name!r} has is not what step {step} in "
+                f"{workdir} was trained on; bring that data back, or choose another --workdir"
+            )
+        batches.set_state(data_state["batches"])
+        done = step >= run.config.train.num_steps
+        _log.info(
+            "step %d of train.num_steps=%d is saved; %s",
+            step,
+            run.config.train.num_steps,
+            "nothing is left to train" if done else "going on from there",
+        )
+    if not len(corpus.validation):
+        _log.warning("the validation split is empty: nothing will be evaluated")
+    return Position(step=step, state=state, batches=batches, checkpoints=checkpoints)
+
+
+def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: int) -> TrainState:
+    """Returns the parameters of the newest checkpoint from before a row of bad steps.
+
+    The position in the data is not rolled back: all steps since that checkpoint count as skipped,
+    and their examples do not come again in this epoch.
+
+    Args:
+        state: after the newest step; used up.
+        first_bad_step: the first of the row. The step before it left the parameters that failed.
+
+    Raises:
+        Diverged: there is no such checkpoint.
+    """
+    step, sharding = int(state.step), state.step.sharding
+    jax.tree.map(lambda leaf: leaf.delete(), state)  # there need not be room for two
+    restored = start.checkpoints.restore(
+        run.state.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
+    )
+    if restored is None:
+        raise Diverged(
+            f"no checkpoint that is kept is older than step {first_bad_step - 1}, to roll back "
+            "to; lower optimizer.learning_rate, or save at more distant steps "
+            "(checkpoint.every_steps, checkpoint.max_to_keep)"
+        )
+    saved_step, portable, _ = restored
+    state = run.state.from_portable(portable)
+    size = run.config.data.global_batch_size
+    _log.warning(
+        "going on after step %d with the parameters of step %d; left out are steps %d to %d, "
+        "which are examples %d to %d of the run",
+        *(step, saved_step, saved_step + 1, step, saved_step * size, step * size - 1),
+    )
+    num_skipped = int(state.num_skipped) + step - saved_step
+    return dataclasses.replace(
+        state,
+        step=jax.device_put(np.int32(step), sharding),
+        num_skipped=jax.device_put(np.int32(num_skipped), sharding),
+    )

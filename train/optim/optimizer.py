@@ -1,0 +1,180 @@
+"""Optimizers and learning-rate schedules as optax chains."""
+
+import dataclasses
+import pkgutil
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from train.optim.layer_decay import Depths, scaled_by_depth
+from train.optim.trust_ratio import scale_by_layers_trust_ratio
+
+OPTIMIZERS = ("adamw", "lamb", "lars", "sgd")
+#: Those that treat every number by itself, so that a part of an array can be updated alone.
+ELEMENTWISE = ("adamw", "sgd")
+SCHEDULES = ("cosine", "linear", "constant")
+
+#: Parameters of these names are not decayed in any model: biases, and the scales of norms.
+NOT_DECAYED = ("bias", "scale")
+
+#: LARS's: of the length of the weights, the length of an update before the learning rate.
+TRUST_COEFFICIENT = 0.001
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """An optimizer, its learning rate over the steps, decay and clipping."""
+
+    name: str  # one of OPTIMIZERS, or an import path "package.module:function"; make_optimizer
+    learning_rate: float  # its peak
+    warmup_steps: int  # linear rise; the first step's rate is learning_rate / warmup_steps
+    schedule: str  # after warm-up: one of SCHEDULES
+    final_learning_rate_fraction: float  # of the peak, at the last step; not for "constant"
+    weight_decay: float  # times the learning rate; none on what decay_mask leaves out
+    clip_norm: float  # largest global gradient norm; 0 switches clipping off
+    beta1: float
+    beta2: float
+    epsilon: float
+    momentum: float = 0.9  # of lars and sgd; 0: none is kept
+    layer_decay: float = 1.0  # of updates, for each layer that is nearer to the embedding
+    frozen: tuple = ()  # patterns of the names of parameters that stay as they are
+
+    def __post_init__(self):
+        frozen = self.frozen
+        frozen = frozen.split(",") if isinstance(frozen, str) else frozen
+        object.__setattr__(self, "frozen", tuple(part for part in frozen if part))
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"optimizer.schedule={self.schedule!r} is unknown; choose {', '.join(SCHEDULES)}"
+            )
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must not be negative")
+        if self.epsilon <= 0:
+            raise ValueError(f"optimizer.epsilon={self.epsilon} must be positive")
+        if not 0.0 < self.layer_decay <= 1.0:
+            raise ValueError(
+                f"optimizer.layer_decay={self.layer_decay} must lie in (0, 1]; choose for example "
+                "0.75, or 1 for none"
+            )
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must lie in [0, 1)")
+        if not 0.0 <= self.final_learning_rate_fraction <= 1.0:
+            raise ValueError(
+                "optimizer.final_learning_rate_fraction="
+                f"{self.final_learning_rate_fraction} must lie in [0, 1]"
+            )
+
+
+def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Returns the learning rate of every update: int32 count -> float32."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    final, rest = peak * config.final_learning_rate_fraction, max(num_steps - 1 - warmup, 1)
+    after = {
+        "cosine": optax.cosine_decay_schedule(peak, rest, config.final_learning_rate_fraction),
+        "linear": optax.linear_schedule(peak, final, rest),
+        "constant": optax.constant_schedule(peak),
+    }[config.schedule]
+    # The first update already moves: its rate is peak / warmup, not 0.
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, after], [warmup]) if warmup else after
+
+
+def decay_mask(params: Any, not_decayed: Collection[str] = ()) -> Any:
+    """Returns the tree of bools that says which parameters are decayed.
+
+    Args:
+      not_decayed: names of further parameters that are not, or of modules that hold them.
+
+    Raises:
+      ValueError: `not_decayed` is one name.
+    """
+    if isinstance(not_decayed, str):
+        raise ValueError(f"not_decayed={not_decayed!r} must be several names: ({not_decayed!r},)")
+
+    def is_decayed(path: tuple, leaf: Any) -> bool:
+        keys = [getattr(key, "key", None) for key in path]
+        return keys[-1] not in NOT_DECAYED and not {*keys} & {*not_decayed} and leaf.ndim > 1
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    *,
+    clips: bool = True,
+    stacks: Collection[str] = (),
+    not_decayed: Collection[str] = (),
+    depths: Depths | None = None,
+    average: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformation:
+    """Returns clipping by global norm, then the optimizer, then what averages the parameters.
+
+    A name with a colon is the import path of a function `(config: OptimizerConfig, schedule) ->
+    optax.GradientTransformation`.
+
+    Args:
+      clips: False leaves clipping to the caller; the optimizer's state looks the same.
+      stacks: first keys of parameters that are `[slots, ...]`, a tensor in each slot.
+      not_decayed: of the model's class; see models/stack.py.
+      depths: of the model's parameters, if `layer_decay` is not 1.
+      average: see train/optim/ema.py.
+
+    Raises:
+      ValueError: the name stands for no optimizer.
+    """
+    optimizer = _named(config, schedule, stacks, partial(decay_mask, not_decayed=not_decayed))
+    if config.layer_decay != 1:
+        assert depths is not None
+        optimizer = scaled_by_depth(optimizer, config.layer_decay, depths)
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    first = clip if clips and config.clip_norm else optax.identity()
+    return optax.chain(first, optimizer, *([] if average is None else [average]))
+
+
+def _named(
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    stacks: Collection[str],
+    mask: Callable[[Any], Any],
+) -> optax.GradientTransformation:
+    if config.name == "adamw":
+        return optax.adamw(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=mask,
+        )
+    decay = optax.add_decayed_weights(config.weight_decay, mask=mask)
+    rate = optax.scale_by_learning_rate(schedule)
+    momentum = optax.trace(config.momentum) if config.momentum else optax.identity()
+    if config.name == "lamb":
+        adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+        ratio = scale_by_layers_trust_ratio(stacks, mask)
+        return optax.chain(adam, decay, ratio, rate)
+    if config.name == "lars":
+        ratio = scale_by_layers_trust_ratio(stacks, mask, TRUST_COEFFICIENT)
+        return optax.chain(decay, ratio, rate, momentum)
+    if config.name == "sgd":
+        return optax.chain(decay, momentum, rate)
+    return _imported(config, schedule)
+
+
+def _imported(config: OptimizerConfig, schedule: optax.Schedule) -> Any:
+    try:
+        make: Any = pkgutil.resolve_name(config.name)
+        if not callable(make):
+            raise ValueError(f"it names a {type(make).__name__}")
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(
+            f"optimizer.name={config.name!r} is none of {', '.join(OPTIMIZERS)}, and no import "
+            f"path 'package.module:function': {error}"
+        ) from None
+    return make(config, schedule)

@@ -1,0 +1,98 @@
+"""The time of a step as a device's datasheet has it: for comparing plans, not for forecasts."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax.numpy as jnp
+
+from sharding.analysis.kernel_time import Machine
+from sharding.analysis.targets import Target
+from sharding.estimate.memory_estimate import Work
+from train.reporting.throughput import peak_flops_per_s
+
+#: Of the peak, what matrix products of large models reach; see docs/benchmarks.md.
+_REACHED = 0.5
+
+# A pattern of device_kind -> GB/s of (its memory, its link to the host, its links to other
+# devices), the latter two in one direction. The first that matches counts.
+_GB_PER_S: dict[str, tuple[float, float, float]] = {
+    r"\bV100\b": (900.0, 15.8, 150.0),
+    r"\bA100\b.*40GB": (1555.0, 31.5, 300.0),
+    r"\bA100\b": (2039.0, 31.5, 300.0),
+    r"\bH200\b": (4800.0, 63.0, 450.0),
+    r"\bH100 PCIe\b": (2000.0, 63.0, 63.0),
+    r"\bG?H100\b": (3350.0, 63.0, 450.0),
+    r"\bB200\b": (8000.0, 63.0, 900.0),
+    r"\bL4\b": (300.0, 31.5, 31.5),
+    r"\bL40S\b": (864.0, 31.5, 31.5),
+    r"\bRTX 4090$": (1008.0, 31.5, 31.5),
+    r"\bMI300X\b": (5300.0, 63.0, 448.0),
+}
+#: What a device is taken for whose datasheet is not here.
+_NOMINAL = "NVIDIA A100-SXM4-80GB"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a device computes and moves data."""
+
+    device_kind: str  # whose rates these are
+    flops_per_s: float
+    memory_bytes_per_s: float
+    host_bytes_per_s: float
+    network_bytes_per_s: float
+
+    def step_time_s(self, work: Work) -> float:
+        """Returns the time of the work, one thing after another.
+
+        A matrix product takes as long as its FLOPs or its arrays' way through memory, whichever is
+        longer. Element-wise work, and collectives that the compiler writes, are left out.
+        """
+        products = sum(
+            times * max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
+            for (flops, num_bytes), times in work.products.items()
+        )
+        moved = work.host_bytes / self.host_bytes_per_s
+        return products + moved + work.network_bytes / self.network_bytes_per_s
+
+
+def machine_of(target: Target) -> Machine:
+    """Returns the datasheet rates of a target's GPUs, those of an A100 where they are not known."""
+    known = rates_of(target.device_kind, "float32")
+    names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+    peaks = {short: peak_flops_per_s(known.device_kind, name) for short, name in names.items()}
+    return Machine(
+        device_kind=known.device_kind,
+        # A GPU without bfloat16, a V100, computes such products in float32.
+        flops_per_s={short: peak for short, peak in peaks.items() if peak is not None},
+        memory_bytes_per_s=known.memory_bytes_per_s,
+        host_bytes_per_s=known.host_bytes_per_s,
+        link_bytes_per_s=known.network_bytes_per_s,
+        gpus_per_host=target.gpus_per_host,
+    )
+
+
+def rates_of(device_kind: str, dtype: Any) -> Rates:
+    """Returns a device's rates, or those of an A100 where they are not known.
+
+    Args:
+        device_kind: of a jax.Device.
+        dtype: that products are computed in; wider ones count as float32.
+
+    Source: NVIDIA's and AMD's datasheets of the devices; PCIe by its generation.
+    """
+    name = "float32" if jnp.dtype(dtype).itemsize > 2 else jnp.dtype(dtype).name
+    for kind in (device_kind, _NOMINAL):
+        stated = peak_flops_per_s(kind, name)
+        for pattern, gb_per_s in _GB_PER_S.items():
+            if stated is not None and re.search(pattern, kind):
+                memory, host, network = (1e9 * rate for rate in gb_per_s)
+                return Rates(
+                    device_kind=kind,
+                    flops_per_s=_REACHED * stated,
+                    memory_bytes_per_s=memory,
+                    host_bytes_per_s=host,
+                    network_bytes_per_s=network,
+                )
+    raise AssertionError(f"{_NOMINAL} has no {name} rate")

@@ -1,0 +1,156 @@
+"""Whether the parts of a run fit each other: what does not is refused before the first step.
+
+Every function raises a ValueError that says in one sentence what does not fit, and what would.
+"""
+
+from typing import Any
+
+from flax import nnx
+
+from data.examples import Corpus
+from data.shapes import batch_shapes
+from data.text.text_corpus import TextCorpus
+from models.stack import REMAT_POLICIES, Parts, can_share_vocab, check, named_activations
+from sharding.hardware import Hardware
+from sharding.logical import Rules
+from sharding.mesh import AnyMesh
+from sharding.rules import unused_axes
+from train.config.schema import RunConfig
+from train.config.shapes import microbatch
+from train.optim.optimizer import ELEMENTWISE
+from train.step.tracing import traced_for
+
+
+def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
+    """Refuses to split what images are made of over `context`."""
+    if config.data.reads_images and mesh.shape["context"] > 1:
+        raise ValueError(
+            f"mesh.context={mesh.shape['context']} splits sequences of tokens, but data.objective="
+            f"{config.data.objective!r} reads images, whose patches it does not split evenly; set "
+            "mesh.context=1, and mesh.data or mesh.fsdp for more devices"
+        )
+
+
+def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
+    """Refuses data from which a model, or all models of a class, learn nothing."""
+    objectives = getattr(model, "objectives", None)
+    # Of a class it may be a property, which tells nothing yet.
+    if isinstance(objectives, tuple) and config.data.objective not in objectives:
+        choices = " or ".join(objectives) or "another model.head: this one learns nothing"
+        raise ValueError(
+            f"data.objective={config.data.objective!r} does not fit model.name="
+            f"{config.model_name!r} with its head; choose {choices}"
+        )
+
+
+def check_parts(
+    config: RunConfig, mesh: AnyMesh, device: Hardware, model: nnx.Module, parts: Parts
+) -> None:
+    """Refuses a model that does not fit its batch, its pipeline, or itself."""
+    name = type(model).__name__
+    if config.pipeline.share_vocab and mesh.shape["pipeline"] > 1 and not can_share_vocab(model):
+        raise ValueError(
+            f"pipeline.share_vocab=True: {name} does not say that its embedding and its loss can "
+            "work with a part of the vocab (can_share_vocab = True; see models/stack.py); set "
+            "pipeline.share_vocab=False"
+        )
+    check_objective(config, model)
+    _check_whole_batch(config, model, parts)
+    arguments = microbatch(config, mesh, model)
+    try:
+        check(parts, *arguments)
+    except KeyError as error:
+        raise ValueError(
+            f"{name} reads {error} of the batch, in which "
+            f"data.objective={config.data.objective!r} puts "
+            f"{', '.join(batch_shapes(config.data, config.images))}"
+        ) from None
+    with traced_for(device, config.attention):
+        _check_names(config, model, arguments)
+
+
+def _check_whole_batch(config: RunConfig, model: nnx.Module, parts: Parts) -> None:
+    name, num_parts = type(model).__name__, config.train.num_microbatches
+    if parts.teach is not None and config.train.ema_decay is None:
+        raise ValueError(
+            f"train.ema_decay=None: {name} learns from an average of its parameters; choose for "
+            "example 0.99"
+        )
+    if getattr(model, "sees_whole_batch", False) and num_parts > 1:
+        raise ValueError(
+            f"train.num_microbatches={num_parts}: {name} compares all examples of a batch with "
+            "each other, so they must be one microbatch; set train.num_microbatches=1, and split "
+            "the batch over mesh.data or mesh.fsdp"
+        )
+
+
+def _check_names(config: RunConfig, model: nnx.Module, arguments: tuple[Any, Any]) -> None:
+    """Refuses names of activations that the model's blocks do not give."""
+    remat, offload = config.train.remat, config.memory.offload_activations
+    kept = () if remat in REMAT_POLICIES else tuple(remat.split(","))
+    if not kept and not offload:
+        return
+    known = named_activations(model, *arguments)
+    named = ", ".join(sorted(known)) or "none"
+    for name in (*kept, *offload):
+        if name not in known:
+            levels = f"choose {', '.join(REMAT_POLICIES)}, or " if name in kept else "choose "
+            key = (
+                f"train.remat={remat!r}"
+                if name in kept
+                else (f"memory.offload_activations={offload}")
+            )
+            raise ValueError(
+                f"{key}: no block of {type(model).__name__} names an activation {name!r}; "
+                f"{levels}some of the names that there are: {named}"
+            )
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Refuses an optimizer that needs more than it is given at a time."""
+    if config.memory.placement == "host" and config.optimizer.name not in ELEMENTWISE:
+        raise ValueError(
+            f"memory.placement=host updates one layer at a time, and optimizer.name="
+            f"{config.optimizer.name!r} may look at more than one element; set "
+            f"optimizer.name={' or '.join(ELEMENTWISE)}, or memory.placement=device"
+        )
+
+
+def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> None:
+    """Refuses mesh axes over which nothing is split.
+
+    Args:
+        specs: the PartitionSpec of every parameter.
+    """
+    for axis in unused_axes(specs, rules, mesh):
+        if axis not in ("pipeline", *rules["seq"]):  # the executor checks the pipeline
+            raise ValueError(
+                f"mesh.{axis}={mesh.shape[axis]}: {type(model).__name__} splits nothing over "
+                f"{axis!r}, so its devices would repeat each other's work; set mesh.{axis}=1"
+            )
+
+
+def check_tokenizer(config: RunConfig, model: Any, corpus: Corpus) -> None:
+    """Checks that the model counts with the special tokens of a text's tokenizer.
+
+    Raises:
+        ValueError: it takes another token for padding, or knows one text a row where there are two.
+    """
+    if not isinstance(corpus, TextCorpus):
+        return
+    tokenizer = corpus.tokenizer
+    pad = tokenizer.special_ids.get("pad")
+    pad_id = getattr(model, "pad_id", None)
+    if pad_id is not None and pad is not None and pad_id != pad:
+        raise ValueError(
+            f"model.pad_id={pad_id}, but padding is token {pad} of data.tokenizer="
+            f"{config.data.tokenizer!r}; set model.pad_id={pad} and "
+            f"model.first_position={pad + 1}"
+        )
+    shapes = batch_shapes(config.data, config.images)
+    has_types = tokenizer.has_token_types and "token_types" in shapes
+    if has_types and getattr(model, "num_token_types", 2) < 2:
+        raise ValueError(
+            f"model.num_token_types={model.num_token_types}, but data.objective="
+            f"{config.data.objective!r} puts two texts into a row; set model.num_token_types=2"
+        )

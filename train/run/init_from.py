@@ -1,0 +1,220 @@
+"""A run that starts from the parameters of a checkpoint: `init_from`."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from convert.source import Source, load_params
+from models.vision.common import resized_positions
+from sharding.memory import in_device_memory
+from train.run.build import Run
+
+#: The layer whose outputs are a task's labels.
+_OF_A_TASK = "classifier"
+#: Where a parameter comes from: the checkpoint as it is, for another number of patches or with
+#: its labels in another order; or it is what the run would start with without a checkpoint.
+_LOADED, _RESIZED, _REORDERED, _NEW = "loaded", "resized", "reordered", "new"
+
+Tree = Any
+Path = tuple[str, ...]
+
+_log = logging.getLogger(__name__)
+
+
+def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tree:
+    """Returns the parameters to start from, as `run.state.portable.params` lays them out.
+
+    They are the checkpoint's; those of a head that it lacks, or has for another task, are new.
+
+    Args:
+        labels: those of the data, in order; a classifier's are brought to this order.
+
+    Raises:
+        ValueError: the checkpoint has other parameters, shapes, patches, windows or labels.
+    """
+    _check_windows(run, source)
+    wanted = _flat(run.state.portable.params)
+    there = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    keeps_head = _keeps_head(run, source, wanted)
+    order = _label_order(wanted, there, labels, run, source) if keeps_head else None
+    origins = {
+        path: _origin(path, wanted, there, keeps_head=keeps_head, order=order) for path in wanted
+    }
+    _check_patches(run, source, [p for p in _with(_LOADED, origins) if p in there], there)
+    _report({**origins, **{path: "left out" for path in there.keys() - wanted.keys()}})
+
+    asked = {path: leaf for path, leaf in wanted.items() if origins[path] != _NEW}
+    # Resized whole: however it is split, the new table need not be cut where the old one is.
+    whole = NamedSharding(run.mesh, PartitionSpec())
+    for path in _with(_RESIZED, origins):
+        wide = jnp.promote_types(wanted[path].dtype, jnp.float32)
+        asked[path] = jax.ShapeDtypeStruct(there[path].shape, wide, sharding=whole)
+    params = _flat(load_params(source, nnx.traversals.unflatten_mapping(asked)))
+    for path in _with(_RESIZED, origins):
+        params[path] = _resized(params[path], wanted[path])
+    for path in _with(_REORDERED, origins):
+        params[path] = _reordered(params[path], wanted[path], order)
+    if new := _with(_NEW, origins):
+        params |= _fresh(run, new)
+    return nnx.traversals.unflatten_mapping(params)
+
+
+def _origin(
+    path: Path,
+    wanted: Mapping[Path, Any],
+    there: Mapping[Path, Any],
+    *,
+    keeps_head: bool,
+    order: np.ndarray | None,
+) -> str:
+    """Returns where a parameter comes from.
+
+    Args:
+        wanted, there: the parameters of the run and of the checkpoint.
+        keeps_head: whether the checkpoint's head is taken.
+        order: of the checkpoint's labels, or None: as they are.
+    """
+    is_of_labels = path[0] == _OF_A_TASK
+    if not keeps_head and (is_of_labels or path not in there):
+        return _NEW
+    if is_of_labels and order is not None:
+        return _REORDERED
+    # [1, 1 + T, D], of an image's patches; positions of a text are [T, D].
+    is_of_patches = path[-1].endswith("position_embedding") and wanted[path].ndim == 3
+    if is_of_patches and path in there and there[path].shape[1] != wanted[path].shape[1]:
+        return _RESIZED
+    return _LOADED
+
+
+def _with(origin: str, origins: Mapping[Path, str]) -> list[Path]:
+    return sorted(path for path, found in origins.items() if found == origin)
+
+
+def _report(origins: Mapping[Path, str]) -> None:
+    """Logs what is not as the checkpoint has it."""
+    for origin in sorted({*origins.values()} - {_LOADED}):
+        names = ", ".join(".".join(path) for path in _with(origin, origins))
+        _log.info("init_from: %s: %s", origin, names)
+
+
+def _keeps_head(run: Run, source: Source, wanted: Mapping[Path, Any]) -> bool:
+    """Returns whether the checkpoint's head is taken, if `train.init_labels` allows for that."""
+    mode = run.config.train.init_labels
+    ours, theirs = (getattr(config, "head", None) for config in (run.model_config, source.config))
+    if mode != "by_name" and not any(path[0] == _OF_A_TASK for path in wanted):
+        raise ValueError(
+            f"train.init_labels={mode!r} is for a classifier, and model.name="
+            f"{run.config.model_name!r} with model.head={ours!r} has none; leave it out"
+        )
+    if mode == "by_position" and ours != theirs:
+        raise ValueError(
+            f"train.init_labels='by_position', but init_from={source.path} has no classifier for "
+            f"model.head={ours!r}; leave it out: the classifier is new"
+        )
+    return ours == theirs and mode != "new"
+
+
+def _label_order(
+    wanted: Mapping[Path, Any],
+    there: Mapping[Path, Any],
+    labels: Sequence[object],
+    run: Run,
+    source: Source,
+) -> np.ndarray | None:
+    """Returns the number in the checkpoint of each label of the data; None: its own."""
+    is_by_name, remedy = run.config.train.init_labels == "by_name", "train.init_labels=new for a"
+    if is_by_name and labels and source.labels:
+        known, own = list(source.labels), [str(label) for label in labels]
+        if sorted(known) != sorted(own):
+            raise ValueError(
+                f"init_from={source.path} tells the labels {_some(known)} from each other, and the "
+                f"data has {_some(own)}; rename the data's, or set train.init_labels=by_position "
+                f"if they mean the same in this order, or {remedy} classifier of another task"
+            )
+        return np.array([known.index(label) for label in own])
+    kernel = (_OF_A_TASK, "kernel")
+    if kernel in wanted and kernel in there:
+        ours, theirs = (params[kernel].shape[-1] for params in (wanted, there))
+        if ours != theirs:
+            raise ValueError(
+                f"init_from={source.path} tells {theirs} labels from each other, and the run has "
+                f"{ours}; take data with {theirs}, or set {remedy} classifier of another task"
+            )
+    return None
+
+
+def _some(names: Sequence[str], most: int = 10) -> str:
+    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])])
+
+
+def _check_patches(
+    run: Run, source: Source, paths: Sequence[Path], there: Mapping[Path, Any]
+) -> None:
+    """Refuses other numbers of patches for parameters that are of each of them."""
+    wanted = _flat(run.state.portable.params)
+    own, theirs = (getattr(c, "image_size", None) for c in (run.model_config, source.config))
+    others = [path for path in paths if wanted[path].shape != there[path].shape]
+    if own != theirs and others:
+        raise ValueError(
+            f"init_from={source.path} was trained on images of {theirs} pixels, and its "
+            f"{'.'.join(others[0])} cannot be resized for images.size={own}; set "
+            f"images.size={theirs}"
+        )
+
+
+def _check_windows(run: Run, source: Source) -> None:
+    """Refuses windows whose positions are other ones than the checkpoint has learnt."""
+    ours, theirs = (
+        getattr(config, "windows", None) for config in (run.model_config, source.config)
+    )
+    # Those of a network are measured by the windows that it was first trained with, if it is told.
+    if ours == theirs or getattr(source.config, "pretrained_windows", ()):
+        return
+    raise ValueError(
+        f"init_from={source.path} has windows of {theirs} patches a side, and images.size="
+        f"{run.config.images.size} makes them {ours}, for which it has no positions; set "
+        f"images.size={source.config.image_size}, or another size that leaves them as they are"
+    )
+
+
+def _resized(table: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a table `[1, 1 + T, D]` of positions for another T, the class token's first."""
+    side = round((wanted.shape[1] - 1) ** 0.5)
+    sharding: Any = wanted.sharding
+
+    def make(table: jax.Array) -> jax.Array:
+        patches = resized_positions(table[0, 1:], (side, side))[None]
+        return jnp.concatenate([table[:, :1], patches], axis=1).astype(wanted.dtype)
+
+    resized = jax.jit(make, out_shardings=in_device_memory(sharding))(table)
+    return jax.device_put(resized, sharding)
+
+
+def _reordered(
+    leaf: jax.Array, wanted: jax.ShapeDtypeStruct, order: np.ndarray | None
+) -> jax.Array:
+    """Returns a classifier's parameter with its labels, the last dim, in another order."""
+    sharding: Any = wanted.sharding
+    leaf = jax.device_put(leaf, in_device_memory(sharding))
+    return jax.device_put(leaf[..., order], sharding)
+
+
+def _fresh(run: Run, paths: Sequence[Path]) -> dict[Path, jax.Array]:
+    """Returns what the run would start with of these parameters, without a checkpoint."""
+    wanted = _flat(run.state.portable.params)
+
+    def make():
+        params = _flat(nnx.to_pure_dict(nnx.split(run.build())[1]))
+        return {path: params[path].astype(wanted[path].dtype) for path in paths}
+
+    return jax.jit(make, out_shardings={path: wanted[path].sharding for path in paths})()
+
+
+def _flat(params: Tree) -> dict[Path, Any]:
+    return dict(nnx.traversals.flatten_mapping(params))

@@ -1,0 +1,65 @@
+"""What a run says of itself at its start."""
+
+import jax
+
+from data.examples import Corpus
+from models.stack import can_share_vocab
+from train.run.build import Run
+
+
+def describe(run: Run, corpus: Corpus) -> str:
+    """Returns the summary of a run for its start: parameters, mesh, stages and data."""
+    mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
+    frozen = f" ({run.num_frozen:,} frozen)" if run.num_frozen else ""
+    lines = [
+        f"model   {type(run.model).__name__}, {run.num_params:,} parameters{frozen}, "
+        f"{sum(run.parts.num_layers.values())} layers, {_describe_flops(run)}",
+        f"mesh    {mesh} on {run.mesh.size} {run.hardware.device_kind} device(s), "
+        f"{jax.process_count()} process(es)",
+        *(f"attention {choice}" for choice in run.attention),
+        *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
+        f"data    {run.config.data.name}: {len(corpus.train):,} training and "
+        f"{len(corpus.validation):,} validation {_describe_rows(run, corpus)}",
+    ]
+    return "\n".join(lines)
+
+
+def _describe_stages(run: Run) -> str:
+    """Returns how evenly the work lies on the chunks, and what would make it more even."""
+    counts = [0] * len(run.schedule.placement)
+    for layout in run.layouts.values():
+        for v, stage in enumerate(run.schedule.placement):
+            counts[v] += layout.chunks[stage][run.schedule.chunk_of(v)][1]
+    work = run.work()
+    shares = run.config.pipeline.share_vocab
+
+    def unevenness(counts, shares_ends):
+        chunks = work.of_chunks(counts, shares_ends=shares_ends)
+        return max(chunks) * len(chunks) / sum(chunks)
+
+    now, auto = unevenness(counts, shares), work.balanced(len(counts), shares_ends=shares)
+    ways = {"pipeline.layers_per_stage=auto": unevenness(auto, shares)}
+    if can_share_vocab(run.model) and not shares:
+        even = work.balanced(len(counts), shares_ends=True)
+        ways["pipeline.share_vocab=True"] = unevenness(even, True)
+    better = [
+        f"{way} would make it {value:.2f}" for way, value in ways.items() if value < now - 0.1
+    ]
+    layers = ", ".join(map(str, counts))
+    return "; ".join([f"{layers} layers; the busiest computes {now:.2f} × the mean", *better])
+
+
+def _describe_flops(run: Run) -> str:
+    if not run.flops_per_unit:
+        return "FLOPs not known: the model has no forward_flops"
+    return f"{run.flops_per_unit:,} FLOPs {'an image' if run.unit == 'image' else 'a token'}"
+
+
+def _describe_rows(run: Run, corpus: Corpus) -> str:
+    images = run.config.images
+    if run.config.data.reads_images:
+        classes = f", {len(corpus.labels):,} classes" if corpus.labels else ""
+        return f"images of {images.size} × {images.size} × {images.channels}{classes}"
+    return (
+        f"sequences of {run.config.data.sequence_length} tokens, vocabulary {corpus.vocab_size:,}"
+    )

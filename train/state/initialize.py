@@ -1,0 +1,237 @@
+"""How the training state begins: in place on the mesh, shard by shard and layer by layer."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from models.stack import only_layers
+from sharding.memory import HOST, in_device_memory, is_on_host, to_device
+from sharding.pipeline.layout import Layout
+from train.optim.ema import with_average
+from train.precision import LossScale, PrecisionConfig
+from train.state.train_state import (
+    Spikes,
+    TrainState,
+    copy_of,
+    is_for_host,
+    merged,
+    shardings_of,
+    zeros_of,
+)
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a state begins with.
+
+    Attributes:
+      build: makes the model, from a fixed seed.
+      precision: the master weights' dtype, and whether the state has a `loss_scale`.
+      tracks_spikes: whether the state has `spikes`; see train/step/train_step.py.
+      frozen: a bool per parameter: the optimizer knows nothing of it. None: of none.
+    """
+
+    build: Callable[[], nnx.Module]
+    optimizer: optax.GradientTransformation
+    precision: PrecisionConfig
+    tracks_spikes: bool = False
+    frozen: Tree = None
+
+    def trained(self, params: Tree) -> Tree:
+        """Returns a tree like the parameters with None for those that are frozen."""
+        if self.frozen is None:
+            return params
+        return jax.tree.map(lambda frozen, x: None if frozen else x, self.frozen, params)
+
+    def params(self) -> Tree:
+        """Returns the model's own initial parameters, `[layers, ...]`."""
+        params: Any = nnx.to_pure_dict(nnx.split(self.build())[1])
+        # Random bits are drawn in float32 whatever the master weights' dtype.
+        return jax.tree.map(lambda x: x.astype(self.precision.params), params)
+
+    def state(self, params: Tree) -> TrainState:
+        """Returns the state that begins with these parameters."""
+        params = jax.tree.map(lambda x: x.astype(self.precision.params), params)
+        wide = jax.tree.map(lambda x: x.astype(self.precision.update), params)
+        count = jnp.zeros((), jnp.int32)
+        spikes = Spikes(
+            norm_mean=jnp.zeros((), self.precision.update), num_norms=count, num_in_a_row=count
+        )
+        return TrainState(
+            step=count,
+            num_skipped=count,
+            num_nonfinite_in_a_row=count,
+            params=params,
+            opt_state=self.optimizer.init(self.trained(wide)),
+            spikes=spikes if self.tracks_spikes else None,
+            loss_scale=LossScale.initial() if self.precision.scales_loss else None,
+        )
+
+
+class Birth:
+    """The ways to an initial state, made where it lies: shard by shard, and layer by layer.
+
+    Args:
+      layouts: of every stack.
+      layout_of: of every leaf of the state.
+      abstract, portable: the state's shapes and shardings; see train/state/layout.py.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        layouts: Mapping[str, Layout],
+        layout_of: TrainState,
+        abstract: TrainState,
+        portable: TrainState,
+    ):
+        self._start, self._layouts, self._layout_of = start, layouts, layout_of
+        self._abstract, self._portable = abstract, portable
+
+    def anew(self) -> TrainState:
+        """Returns the state that begins with the model's own parameters."""
+        made = self.made_at_once()
+        streamed = {name: self._streamed(name) for name in self._layouts}
+        stacks = {name: merged(made.params[name], part) for name, part in streamed.items()}
+        return self._with_moments(dataclasses.replace(made, params={**made.params, **stacks}))
+
+    def of(self, params: Tree) -> TrainState:
+        """Returns the state that begins with these parameters, laid out as a checkpoint's."""
+        made = self._made_from(params)
+        jax.tree.map(lambda x: x.is_deleted() or x.delete(), params)
+        return self._with_moments(made)
+
+    @functools.cached_property
+    def made_at_once(self) -> Callable[[], TrainState]:
+        """The jitted initial state; None for the stacks and moments that lie in host memory."""
+        params = {
+            name: jax.tree.map(is_for_host if name in self._layouts else _no, part)
+            for name, part in self._abstract.params.items()
+        }
+        return self._jitted(lambda: self._start.state(self._start.params()), params)
+
+    @functools.cached_property
+    def _made_from(self) -> Callable[[Tree], TrainState]:
+        def make(params):
+            layers = self._start.state(jax.tree.map(to_device, params))
+            as_they_are = jax.tree.map(
+                lambda x, layout: x if is_on_host(x) and layout.is_plain else None,
+                params,
+                self._layout_of.params,
+            )
+            return dataclasses.replace(layers, params=merged(as_they_are, layers.params))
+
+        return self._jitted(make, jax.tree.map(_no, self._abstract.params))
+
+    def _jitted(self, make_layers: Callable[..., TrainState], elsewhere: Tree) -> Callable:
+        """Returns the jitted way to the state; None for what is made elsewhere.
+
+        Args:
+          make_layers: makes the state in its portable form; what it is given is used up.
+          elsewhere: a bool per parameter; of the optimizer's state it is what lies in host memory.
+        """
+        moments = jax.tree.map(is_for_host, self._abstract.opt_state)
+
+        def left(state: TrainState) -> TrainState:
+            leave_out = lambda x, is_out: None if is_out else x  # noqa: E731
+            return dataclasses.replace(
+                state,
+                params=jax.tree.map(leave_out, state.params, elsewhere),
+                opt_state=jax.tree.map(leave_out, state.opt_state, moments),
+            )
+
+        def make(*args):
+            layers = make_layers(*args)
+            if not is_plain:
+                # Layers change places while they are whole on a device, in thin slices.
+                on_device = jax.tree.map(in_device_memory, shardings_of(self._portable))
+                layers = jax.lax.with_sharding_constraint(layers, on_device)
+            slots = jax.tree.map(lambda x, layout: layout.to_slots(x), layers, self._layout_of)
+            return left(slots)
+
+        # What changes its form is no place for what comes of it.
+        is_plain = all(layout.is_plain for layout in self._layouts.values())
+        out_shardings = left(shardings_of(self._abstract))
+        return jax.jit(make, out_shardings=out_shardings, donate_argnums=(0,) * is_plain)
+
+    def _with_moments(self, state: TrainState) -> TrainState:
+        """Returns the state with the optimizer's part in host memory: zeros, and the average."""
+
+        def copied(param: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array | None:
+            return copy_of(param, target) if is_for_host(target) else None
+
+        def zeros(target: jax.ShapeDtypeStruct) -> jax.Array | None:
+            return zeros_of(target) if is_for_host(target) else None
+
+        targets, params = self._abstract.opt_state, self._start.trained(state.params)
+        without = with_average(targets, lambda average: jax.tree.map(lambda _: None, average))
+        moments = merged(state.opt_state, jax.tree.map(zeros, without))
+        average = with_average(targets, lambda average: jax.tree.map(copied, params, average))
+        return dataclasses.replace(state, opt_state=merged(moments, average))
+
+    def _streamed(self, stack: str) -> Tree:
+        """Returns a stack's parameters in host memory; None for those on the device.
+
+        Every stage makes one layer after another. What is computed is outside of `shard_map`, in
+        which XLA rounds otherwise.
+        """
+        targets = self._abstract.params[stack]
+        on_host = jax.tree.map(lambda t: t if is_for_host(t) else None, targets)
+        filled = jax.tree.map(zeros_of, on_host)
+        if not jax.tree.leaves(filled):
+            return filled
+
+        def layers(numbers: jax.Array) -> Tree:
+            with only_layers(jnp.maximum(numbers, 0)):
+                made = self._start.params()[stack]
+            for leaf in jax.tree.leaves(made):
+                if len(leaf) != len(numbers):
+                    raise ValueError(
+                        f"the model makes {len(leaf)} layers of {stack!r} where {len(numbers)} "
+                        "were asked for, as its constructor changes them all at once: let each "
+                        "block make its own parameters, or set memory.placement=device"
+                    )
+
+            def of_slot(x: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array | None:
+                used = numbers.reshape(-1, *[1] * (x.ndim - 1)) >= 0
+                return jnp.where(used, x, jnp.zeros((), x.dtype)) if is_for_host(target) else None
+
+            return jax.tree.map(of_slot, made, targets)
+
+        def put(filled: Tree, layers: Tree, slot: jax.Array) -> Tree:
+            def written(x: jax.Array, layer: jax.Array) -> jax.Array:
+                layer = jax.device_put(layer, HOST)
+                return jax.lax.dynamic_update_slice_in_dim(x, layer, slot, 0)
+
+            return jax.tree.map(written, filled, layers)
+
+        shardings = shardings_of(on_host)
+        make = jax.jit(layers, out_shardings=jax.tree.map(in_device_memory, shardings))
+        by_stage, mesh = PartitionSpec("pipeline"), jax.tree.leaves(shardings)[0].mesh
+        write = jax.shard_map(
+            put,
+            mesh=mesh,
+            in_specs=(by_stage, by_stage, PartitionSpec()),
+            out_specs=by_stage,
+            axis_names={"pipeline"},
+            check_vma=False,
+        )
+        write = jax.jit(write, out_shardings=shardings, donate_argnums=0)
+        numbers = self._layouts[stack].layer_of_slot.reshape(mesh.shape["pipeline"], -1)
+        for slot in range(numbers.shape[1]):
+            filled = write(filled, make(numbers[:, slot]), np.int32(slot))
+        return filled
+
+
+def _no(_: Any) -> bool:
+    return False

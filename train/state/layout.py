@@ -1,0 +1,234 @@
+"""Where the training state lies: as the step takes it, and as a checkpoint holds it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.stack import logical_axes
+from sharding.logical import Rules
+from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest, streamed
+from sharding.mesh import AnyMesh
+from sharding.pipeline.layout import Layout
+from sharding.rules import partition_specs
+from sharding.zero import split_over_data
+from train.state.initialize import Birth, Start
+from train.state.train_state import MAY_LACK, TrainState, zeros_of
+
+Tree = Any
+
+ON_DEVICE = MemoryConfig()
+
+
+class StateLayout:
+    """A run's state in its two forms, and the ways between them.
+
+    As the step takes it, a stack's arrays are `[slots, ...]`, split over the pipeline's stages; as
+    a checkpoint holds it, they are `[layers, ...]`. Without chunks or uneven stages both are one.
+
+    Args:
+      start: what the state begins with.
+      layouts: of every stack.
+      memory: what is split over `data` as well, and what lies in host memory.
+
+    Attributes:
+      abstract: ShapeDtypeStructs with shardings of the state as the step takes it.
+      portable: the same as a checkpoint holds it.
+      moved: a bool per parameter, None for frozen ones: its master weights or its optimizer state
+        lie in host memory.
+
+    Raises:
+      ValueError: a parameter that the mesh cannot lay out (see sharding/rules.py), or an optimizer
+        whose state cannot be cut by layers.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        mesh: AnyMesh,
+        rules: Rules,
+        layouts: Mapping[str, Layout],
+        memory: MemoryConfig = ON_DEVICE,
+    ):
+        self._start, self._mesh, self._layouts = start, mesh, layouts
+        layers = jax.eval_shape(lambda: start.state(start.params()))
+        layout_of_param = jax.tree_util.tree_map_with_path(
+            lambda path, _: layouts.get(path[0].key, _PLAIN), layers.params
+        )
+        self._layout_of = self._per_leaf(
+            layers, lambda _, layout: layout, lambda _: _PLAIN, layout_of_param
+        )
+        self._check_optimizer(layers, layout_of_param)
+        slots = jax.eval_shape(self._to_slots, layers)
+        specs = partition_specs(
+            slots.params, logical_axes(nnx.eval_shape(start.build)), rules, mesh
+        )
+        if memory.zero_stage:
+            of_layers = jax.tree_util.tree_map_with_path(
+                lambda path, _: path[0].key in layouts, slots.params
+            )
+            specs = split_over_data(specs, slots.params, of_layers, mesh)
+        kinds, moved = self._memory_kinds(slots, specs, memory)
+        self.moved = start.trained(moved)
+        specs = self._per_leaf(
+            slots,
+            lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),
+            lambda _: PartitionSpec(),
+            slots.params,
+            specs,
+        )
+        portable = jax.tree.map(self._portable_spec, layers, specs, self._layout_of)
+        self.abstract: TrainState = jax.tree.map(self._on_mesh, slots, specs, kinds)
+        self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable, kinds)
+
+    def initial(self, params: Tree | None = None) -> TrainState:
+        """Returns the initial state, each shard made on its own device: equal bits on any mesh.
+
+        What lies in host memory of a stack comes by way of the device one layer after another.
+
+        Args:
+          params: what to start from, as in `portable`; used up. The model's own start by default.
+        """
+        return self.birth.anew() if params is None else self.birth.of(params)
+
+    @functools.cached_property
+    def birth(self) -> Birth:
+        """The way to the initial state."""
+        return Birth(self._start, self._layouts, self._layout_of, self.abstract, self.portable)
+
+    def to_portable(self, state: TrainState) -> TrainState:
+        """Returns the state as a checkpoint holds it; what changes its form lies on the host."""
+
+        def convert(leaf, layout, target):
+            if layout.is_plain:
+                return leaf
+            leaf = jax.device_put(leaf, in_device_memory(leaf.sharding))
+            layers = _converter(layout.to_layers, in_device_memory(target.sharding))(leaf)
+            return jax.device_put(layers, target.sharding.with_memory_kind(HOST_KIND))
+
+        return jax.tree.map(convert, state, self._layout_of, self.portable)
+
+    def from_portable(self, state: TrainState) -> TrainState:
+        """Returns the state as the step takes it; arrays that change their form are used up.
+
+        Args:
+          state: what a checkpoint had. A field of `MAY_LACK` that is None becomes zeros.
+        """
+        lacking = {name: getattr(self.portable, name) for name in MAY_LACK}
+        lacking = {name: part for name, part in lacking.items() if getattr(state, name) is None}
+        state = dataclasses.replace(state, **jax.tree.map(zeros_of, lacking))
+
+        def convert(leaf, layout, here, target):
+            if layout.is_plain:
+                return leaf
+            layers = jax.device_put(leaf, in_device_memory(here.sharding))
+            slots = _converter(layout.to_slots, in_device_memory(target.sharding))(layers)
+            leaf.delete()
+            return jax.device_put(slots, target.sharding)
+
+        return jax.tree.map(convert, state, self._layout_of, self.portable, self.abstract)
+
+    def _to_slots(self, layers: TrainState) -> TrainState:
+        return jax.tree.map(lambda x, layout: layout.to_slots(x), layers, self._layout_of)
+
+    def _per_leaf(
+        self, state: TrainState, of_param: Callable, of_other: Callable, *like_params: Tree
+    ) -> TrainState:
+        """Returns a tree like the state: `of_param(leaf, *values)`, or `of_other(leaf)`.
+
+        The values are those of the trees `like_params`; a leaf of the optimizer's state that
+        belongs to a parameter gets the parameter's.
+        """
+        return TrainState(
+            step=of_other(state.step),
+            num_skipped=of_other(state.num_skipped),
+            num_nonfinite_in_a_row=of_other(state.num_nonfinite_in_a_row),
+            params=jax.tree.map(of_param, state.params, *like_params),
+            opt_state=optax.tree_utils.tree_map_params(
+                self._start.optimizer,
+                of_param,
+                state.opt_state,
+                *map(self._start.trained, like_params),
+                transform_non_params=of_other,
+            ),
+            spikes=jax.tree.map(of_other, state.spikes),
+            loss_scale=jax.tree.map(of_other, state.loss_scale),
+        )
+
+    def _check_optimizer(self, layers: TrainState, layout_of_param: Tree) -> None:
+        names = jax.tree_util.tree_map_with_path(
+            lambda path, _: ".".join(str(key.key) for key in path), layers.params
+        )
+
+        def check(leaf, param, layout, name):
+            if not layout.is_plain and leaf.shape != param.shape:
+                raise ValueError(
+                    f"the optimizer keeps an array of shape {leaf.shape} for parameter "
+                    f"{name}{param.shape}, which cannot be cut by layers; choose even stages of "
+                    "one chunk (pipeline.layers_per_stage and pipeline.chunks), or "
+                    "optimizer.name=adamw"
+                )
+
+        self._per_leaf(layers, check, lambda _: None, layers.params, layout_of_param, names)
+
+    def _portable_spec(self, leaf, spec: PartitionSpec, layout) -> PartitionSpec:
+        """Returns `spec` with the stages' devices on another dim than that of the layers."""
+        if layout.is_plain:
+            return spec
+        parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
+        parts += [()] * (len(leaf.shape) - len(parts))
+        moved, parts[0] = parts[0], ()
+        for dim in range(1, len(parts)):
+            axes = (*parts[dim], *moved)
+            if leaf.shape[dim] % math.prod(self._mesh.shape[axis] for axis in axes) == 0:
+                parts[dim] = axes
+                break
+        return PartitionSpec(*(part or None for part in parts))
+
+    def _memory_kinds(
+        self, slots: TrainState, specs: Tree, memory: MemoryConfig
+    ) -> tuple[TrainState, Tree]:
+        """Returns each leaf's memory kind ("": the device's own), and `moved`.
+
+        Args:
+          specs: of the parameters.
+        """
+        leaves, structure = jax.tree.flatten(slots.params)
+        are_large = largest(leaves, memory.optimizer_fraction)
+        are_cut = (bool(leaf.shape) for leaf in leaves)  # scalars stay: there are no slices of them
+        offloaded = structure.unflatten(a and b for a, b in zip(are_large, are_cut, strict=True))
+        streams = dict.fromkeys(slots.params)
+        for name, params in slots.params.items():
+            is_stack = name in self._layouts
+            fits = streamed(params, specs[name], self._mesh, memory) if is_stack else None
+            streams[name] = fits or jax.tree.map(lambda _: False, params)
+        if memory.offload_parameters_fraction and not any(jax.tree.leaves(streams)):
+            sizes = " × ".join(f"mesh.{axis}={self._mesh.shape[axis]}" for axis in ("data", "fsdp"))
+            raise ValueError(
+                f"memory.offload_parameters_fraction={memory.offload_parameters_fraction}: on "
+                f"{sizes} no parameter of a stack can be read from the host one layer at a time, "
+                "as replicas hold each alike; set memory.zero_stage to 1, 2 or 3"
+            )
+        moved = jax.tree.map(lambda a, b: a or b, offloaded, streams)
+        kind = lambda on_host: HOST_KIND if on_host else ""  # noqa: E731
+        kinds = self._per_leaf(slots, lambda _, on_host: kind(on_host), lambda _: "", offloaded)
+        return dataclasses.replace(kinds, params=jax.tree.map(kind, moved)), moved
+
+    def _on_mesh(self, leaf, spec: PartitionSpec, kind: str) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self._mesh, spec, memory_kind=kind or None)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+@functools.cache
+def _converter(convert: Callable, sharding: NamedSharding) -> Callable:
+    """Returns the compiled conversion of one array; the same one for the same layout."""
+    return jax.jit(convert, out_shardings=sharding)
+
+
+_PLAIN = Layout(num_layers=1, chunks=(((0, 1),),))
