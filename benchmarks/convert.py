@@ -92,7 +92,7 @@ def make(directory: Path, config: dict[str, Any]) -> list[tuple[str, int]]:
         lambda: cls(cls.Config(**fields, **architecture.fields), rngs=nnx.Rngs(0))
     )
     shapes = shapes_of(nnx.to_pure_dict(nnx.split(model)[1]))
-    places = architecture.places(shapes, vocab_size=config["vocab_size"])
+    places = architecture.tensor_mappings(shapes, vocab_size=config["vocab_size"])
     dtype, rng = np.dtype(ml_dtypes.bfloat16), np.random.default_rng(0)
     tensors = {place.theirs: place.their_shape for place in places}
 

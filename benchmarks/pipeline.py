@@ -215,7 +215,7 @@ def parts_of_step(run: Run) -> list[Part]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prediction:
+class SchedulePrediction:
     """What a table says of a step, sends left out.
 
     Attributes:
@@ -231,7 +231,9 @@ class Prediction:
     bubble: float
 
 
-def predict(run: Run, alone: Mapping[Part, float], together: Mapping[Part, float]) -> Prediction:
+def predict(
+    run: Run, alone: Mapping[Part, float], together: Mapping[Part, float]
+) -> SchedulePrediction:
     """Returns the prediction of a run's step from the times of its parts, in seconds.
 
     Args:
@@ -251,7 +253,7 @@ def predict(run: Run, alone: Mapping[Part, float], together: Mapping[Part, float
         work_bound_s += max(slowest_s, all_s)
     parts = parts_of_step(run)
     busy_s = sum(alone[part] for part in parts)
-    return Prediction(
+    return SchedulePrediction(
         synchronous_s=synchronous_s,
         work_bound_s=work_bound_s,
         work_s=sum(together[part] for part in parts) / num_stages,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender
 from benchmarks.step import random_batch
 from sharding.analysis import audit
-from sharding.pipeline.runtime.gather import Shards, Sharing, Way
+from sharding.pipeline.runtime.gather import GatherMode, Shards, Sharing
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.trees import add, wide, zeros
 from train.run.build import Run
@@ -111,7 +111,7 @@ class StageParts:
 
         def layers(params):
             specs, once = (
-                jax.tree.map(lambda _, v=v: v, params) for v in (PartitionSpec(), Way.ONCE)
+                jax.tree.map(lambda _, v=v: v, params) for v in (PartitionSpec(), GatherMode.ONCE)
             )
             whole = Shards(specs, Sharing(mesh=self._run.mesh, specs={}), (), once)
             return Layers(block, params, whole, numbers, here, 1, splits=splits)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from convert.keys import KeyMap
-from convert.names import Place, Row, places
+from convert.names import Row, TensorMapping, tensor_mappings
 from convert.tensor_files import Tensor
 
 
@@ -42,12 +42,12 @@ class Architecture:
     harmless: Sequence[str] = ()
     buffers: Sequence[str] = ()
     other_heads: Sequence[str] = ()
-    look: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
-    looked: Sequence[str] = ()
+    detect: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
+    detected_fields: Sequence[str] = ()
 
-    def places(
+    def tensor_mappings(
         self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None
-    ) -> list[Place]:
+    ) -> list[TensorMapping]:
         """Returns the places of all parameters; see `convert.names.places`."""
         rows = self.rows
         if self.is_base:
@@ -55,7 +55,7 @@ class Architecture:
                 dataclasses.replace(row, theirs=row.theirs.removeprefix(self.prefix), tied=())
                 for row in rows
             ]
-        return places(rows, shapes, vocab_size=vocab_size)
+        return tensor_mappings(rows, shapes, vocab_size=vocab_size)
 
     def base(self, name: str, **changes: Any) -> "Architecture":
         """Returns the architecture `name` of the model without this one's head."""
@@ -63,6 +63,6 @@ class Architecture:
         return dataclasses.replace(self, name=name, is_base=True, fields=fields, **changes)
 
 
-def look_for_pooler(tensors: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dict[str, Any]:
+def detect_pooler(tensors: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns whether the files hold the layer that a base model may have after its last norm."""
     return {"use_pooler": any(name.endswith("pooler.dense.weight") for name in tensors)}

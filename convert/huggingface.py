@@ -14,7 +14,7 @@ from convert import preprocessor
 from convert.architecture import Architecture
 from convert.keys import read
 from convert.model_on_disk import Shapes, Source, check_known, shapes_of
-from convert.names import Place, match
+from convert.names import TensorMapping, match
 from convert.registry import find
 from convert.tensor_files import Tensor, open_tensors, read_json, same_values
 from data.checks import check_types
@@ -31,8 +31,8 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
     check_types(architecture.model_class.Config, fields, "config.json gives model", tuples=True)
     fields |= architecture.fields
     tensors = open_tensors(path, allow_pickle_weights=allow_pickle_weights)
-    if architecture.look is not None:
-        fields |= architecture.look(tensors, hf)
+    if architecture.detect is not None:
+        fields |= architecture.detect(tensors, hf)
     if issubclass(architecture.model_class.Config, ImageInputConfig):
         fields |= preprocessor.read(path, fields, harmless=harmless)
     tokenizer = path / "tokenizer.json"
@@ -49,16 +49,18 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         dtypes={},
     )
     model_shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
-    places = architecture.places(model_shapes, vocab_size=fields.get("vocab_size"))
-    by_name = _tensors_of(architecture, places, tensors)
+    tensor_mappings = architecture.tensor_mappings(
+        model_shapes, vocab_size=fields.get("vocab_size")
+    )
+    by_name = _tensors_of(architecture, tensor_mappings, tensors)
 
     def open_arrays(shapes: Shapes) -> Mapping[str, LazyArray]:
         check_known(path, shapes, model_shapes)
-        places = architecture.places(
+        tensor_mappings = architecture.tensor_mappings(
             {**model_shapes, **shapes}, vocab_size=fields.get("vocab_size")
         )
-        parts: dict[str, list[tuple[Place, Tensor]]] = {name: [] for name in shapes}
-        for place in places:
+        parts: dict[str, list[tuple[TensorMapping, Tensor]]] = {name: [] for name in shapes}
+        for place in tensor_mappings:
             if place.ours in shapes:
                 _check_shape(place, by_name[place.theirs])
                 parts[place.ours].append((place, by_name[place.theirs]))
@@ -69,12 +71,14 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
 
 
 def _tensors_of(
-    architecture: Architecture, places: Sequence[Place], tensors: Mapping[str, Tensor]
+    architecture: Architecture,
+    tensor_mappings: Sequence[TensorMapping],
+    tensors: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Returns the tensor of each place by its name there."""
     names, left_out = match(
         tensors,
-        places,
+        tensor_mappings,
         prefix=architecture.prefix,
         buffers=architecture.buffers,
         other_heads=architecture.other_heads,
@@ -84,10 +88,10 @@ def _tensors_of(
             "Left out, as %s has none of them: %s.", architecture.name, ", ".join(left_out)
         )
     by_name = {name: tensors[theirs] for name, theirs in names.items()}
-    return {place.theirs: _tensor_at(place, by_name) for place in places}
+    return {place.theirs: _tensor_at(place, by_name) for place in tensor_mappings}
 
 
-def _tensor_at(place: Place, tensors: Mapping[str, Tensor]) -> Tensor:
+def _tensor_at(place: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns the tensor of a place, which may be there under several names."""
     found = [tensors[name] for name in (place.theirs, *place.tied) if name in tensors]
     for tensor in found:
@@ -102,7 +106,7 @@ def _tensor_at(place: Place, tensors: Mapping[str, Tensor]) -> Tensor:
     return found[0]
 
 
-def _check_shape(place: Place, tensor: Tensor) -> None:
+def _check_shape(place: TensorMapping, tensor: Tensor) -> None:
     if tensor.dtype == np.dtype(np.void):
         tensor.map()  # says why
     if tensor.shape != place.their_shape:
@@ -116,7 +120,7 @@ def _check_shape(place: Place, tensor: Tensor) -> None:
 class _ConvertedArray(LazyArray):
     """A parameter of ours, of the tensors that it is made of."""
 
-    def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[Place, Tensor]]):
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[TensorMapping, Tensor]]):
         self._parts = parts
         self.shape = shape
         dtype = parts[0][1].dtype

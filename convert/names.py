@@ -63,7 +63,7 @@ def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class TensorMapping:
     """A tensor of theirs, and the parameter, or the layer of one, that it is."""
 
     theirs: str
@@ -115,9 +115,9 @@ class Place:
         return view.transpose(*range(num, view.ndim), *range(num))
 
 
-def places(
+def tensor_mappings(
     rows: Iterable[Row], shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None
-) -> list[Place]:
+) -> list[TensorMapping]:
     """Returns the places of all parameters, layer by layer as they run.
 
     Args:
@@ -133,7 +133,7 @@ def places(
     assert by_ours.keys() == shapes.keys(), shapes.keys() ^ by_ours.keys()
     used = list(by_ours.values())
     names = {row.theirs for row in used}
-    found: list[Place] = []
+    found: list[TensorMapping] = []
     first: dict[tuple[str, int], int] = {}
     for row in used:
         shape, is_stacked = shapes[row.ours], "{layer}" in row.theirs
@@ -144,7 +144,7 @@ def places(
             number = 0 if layer is None else row.first + row.step * (start + layer)
             tied = (name.format(layer=number) for name in row.tied)
             found.append(
-                Place(
+                TensorMapping(
                     theirs=row.theirs.format(layer=number),
                     tied=tuple(name for name in tied if name not in names),
                     ours=row.ours,
@@ -161,13 +161,13 @@ def places(
 
 def match(
     found: Iterable[str],
-    places: Sequence[Place],
+    tensor_mappings: Sequence[TensorMapping],
     *,
     prefix: str,
     buffers: Sequence[str],
     other_heads: Sequence[str],
 ) -> tuple[dict[str, str], list[str]]:
-    """Returns (name in `places` -> name in the file, names of weights that the model lacks).
+    """Returns (name in the mappings -> name in the file, names of weights that the model lacks).
 
     A file may lack the prefix of the base model, or have it where the model has none, and may call
     norms' parameters gamma and beta.
@@ -181,7 +181,9 @@ def match(
     Raises:
       ValueError: names are missing, unknown, or there twice; all of them are listed.
     """
-    wanted = {place.theirs for place in places} | {name for p in places for name in p.tied}
+    wanted = {place.theirs for place in tensor_mappings} | {
+        name for p in tensor_mappings for name in p.tied
+    }
     matched: dict[str, str] = {}
     left_out, unknown, twice = [], [], []
     for name in found:
@@ -198,7 +200,7 @@ def match(
             left_out.append(name)
         else:
             unknown.append(name)
-    missing = [p.theirs for p in places if not matched.keys() & {p.theirs, *p.tied}]
+    missing = [p.theirs for p in tensor_mappings if not matched.keys() & {p.theirs, *p.tied}]
     problems = {"lacks": missing, "has unknown": unknown, "has twice": twice}
     if any(problems.values()):
         said = (

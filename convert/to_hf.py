@@ -21,7 +21,7 @@ from convert.directories import new_directory
 from convert.from_hf import KEPT_FILES
 from convert.keys import plain, read, write
 from convert.model_on_disk import Source, shapes_of
-from convert.names import Place
+from convert.names import TensorMapping
 from convert.registry import architectures
 from convert.runs import newest_checkpoint
 from convert.source import read_source
@@ -70,20 +70,24 @@ def convert(
         hf, default = _with_dtype({**hf, **_token_ids(source), **_labels(source)}, dtype)
         shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
         arrays = source.open(shapes)
-        places = {
+        tensor_mappings = {
             place.theirs: place
-            for place in architecture.places(
+            for place in architecture.tensor_mappings(
                 shapes, vocab_size=getattr(source.config, "vocab_size", None)
             )
         }
         dtypes = {} if dtype is not None else source.dtypes
         tensors = [
             (name, _DTYPES[dtypes.get(name, default)], place.their_shape)
-            for name, place in places.items()
+            for name, place in tensor_mappings.items()
         ]
         dtype_of = {name: dtype for name, dtype, _ in tensors}
         writer = ShardWriter(directory, tensors, max_shard_bytes=max_shard_bytes)
-        writer.write(lambda name: _tensor(places[name], arrays[places[name].ours], dtype_of[name]))
+        writer.write(
+            lambda name: _tensor(
+                tensor_mappings[name], arrays[tensor_mappings[name].ours], dtype_of[name]
+            )
+        )
         (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
         preprocessor.write(source, directory)
         for name in KEPT_FILES:
@@ -134,7 +138,11 @@ def _differences(
     """Yields the fields that a config.json does not say as the model has them."""
     wanted = dataclasses.asdict(source.config)
     said = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
-    said |= {name: wanted[name] for name in (*architecture.looked, *_OURS_ALONE) if name in wanted}
+    said |= {
+        name: wanted[name]
+        for name in (*architecture.detected_fields, *_OURS_ALONE)
+        if name in wanted
+    }
     try:
         back = dataclasses.asdict(source.model_class.Config(**said))
     except ValueError as error:
@@ -174,7 +182,7 @@ def _with_dtype(hf: dict[str, Any], dtype: str | None) -> tuple[dict[str, Any], 
     return {**hf, name: chosen}, chosen
 
 
-def _tensor(place: Place, array: Any, dtype: np.dtype) -> np.ndarray:
+def _tensor(place: TensorMapping, array: Any, dtype: np.dtype) -> np.ndarray:
     """Returns a tensor of theirs, put together of the chunks on disk."""
     values = np.empty(place.their_shape, dtype)
     first = () if place.layer is None else (slice(place.layer, place.layer + 1),)

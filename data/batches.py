@@ -11,7 +11,7 @@ import grain
 import numpy as np
 
 from data.config import DataConfig
-from data.examples import Batch, Corpus, Examples, Joined
+from data.examples import Batch, ConcatExamples, Corpus, Examples
 from data.mixture import mixed_order
 
 # Batches read ahead of the step: enough to hide one slow read of a network disk.
@@ -121,7 +121,7 @@ def _order(examples: Examples, config: DataConfig) -> Callable[[int], int]:
         order = grain.MapDataset.range(length).shuffle(seed=seed).repeat()
         return cast(Callable[[int], int], order.__getitem__)
 
-    if isinstance(examples, Joined):
+    if isinstance(examples, ConcatExamples):
         orders = [shuffled(len(part)) for part in examples.parts]
         return mixed_order(config, orders, examples.offsets)
     return shuffled(len(examples))

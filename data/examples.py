@@ -66,7 +66,7 @@ class Examples(abc.ABC):
             raise IndexError(f"example {index} of {len(self)}")
 
 
-class Joined(Examples):
+class ConcatExamples(Examples):
     """Several sources one after another.
 
     Attributes:

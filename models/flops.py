@@ -52,8 +52,8 @@ def train_flops(model: object, shapes: Mapping[str, Any], num_params: int) -> in
     """
     count = getattr(model, "forward_flops", None)
     forward = count(shapes) if count else dense_flops(num_params, num_tokens(shapes))
-    taught = getattr(model, "teach_flops", lambda shapes: 0)
-    return 3 * forward + taught(shapes)
+    teacher_outputs = getattr(model, "teach_flops", lambda shapes: 0)
+    return 3 * forward + teacher_outputs(shapes)
 
 
 def num_tokens(shapes: Mapping[str, Any]) -> int:

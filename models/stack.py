@@ -129,7 +129,7 @@ class Parts:
     num_layers: Mapping[str, int]  # of every stack, in the order in which they run
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
 
-    def with_taught(self, ends: Tree, x: Tree, batch: dict[str, Any]) -> dict[str, Any]:
+    def with_teacher_outputs(self, ends: Tree, x: Tree, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns types of the batch that the head gets.
 
         Args:
@@ -255,7 +255,7 @@ def check(parts: Parts, params: Tree, batch: Tree) -> None:
                 f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
                 "structure, shapes and dtypes must stay"
             )
-    batch = parts.with_taught(cut["ends"], x, batch)
+    batch = parts.with_teacher_outputs(cut["ends"], x, batch)
     loss, weight, metrics = jax.eval_shape(parts.head, cut["ends"], x, batch)
     for name, value in {"loss": loss, "weight": weight, **metrics}.items():
         if value.shape:

@@ -28,13 +28,13 @@ from sharding.analysis.simulation import Ticks
 from sharding.analysis.targets import TARGETS, Target, parse_target
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
-from sharding.pipeline.runtime.buffers import make_plan
+from sharding.pipeline.runtime.buffers import make_execution_plan
 from train.config import config_files
-from train.config.checkpoint_config import take_over
+from train.config.checkpoint_config import inherit_config
 from train.config.schema import RunConfig, resolve
 from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.planning.memory_budget import Budget, pressure_of, size, target_budget
-from train.planning.memory_search import Planner
+from train.planning.memory_search import MemoryPlanner
 from train.planning.step_time import machine_of
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.build import Run, prepare
@@ -203,7 +203,7 @@ def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledSte
     """
     given: Any = config_files.load(path, overrides)
     if given.get("init_from"):
-        take_over(given, read_source(given.init_from), overrides)
+        inherit_config(given, read_source(given.init_from), overrides)
     if given.data.name in _READ_FROM_PATHS and not given.data.paths:
         given.data.paths = ("not_read",)  # a config may leave them to the command line
     config = resolve(given)
@@ -233,7 +233,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
         target=target,
     )
     if config.memory.placement == AUTO:
-        return Planner(make, target_budget(config.memory, target)).plan(config)
+        return MemoryPlanner(make, target_budget(config.memory, target)).plan(config)
     return make(config)
 
 
@@ -279,11 +279,13 @@ def _ticks(run: Run) -> Ticks | None:
     if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
         return None
     pipeline = run.config.pipeline
-    shares_ends = pipeline.share_vocab and run.schedule.num_stages > 1
-    return Ticks.of_plan(make_plan(run.schedule, remat=pipeline.remat, shares_ends=shares_ends))
+    shares_vocab = pipeline.share_vocab and run.schedule.num_stages > 1
+    return Ticks.of_plan(
+        make_execution_plan(run.schedule, remat=pipeline.remat, shares_vocab=shares_vocab)
+    )
 
 
-class Sizes(NamedTuple):
+class DataSizes(NamedTuple):
     """What the data would say of a model's sizes; None for what the model does not have.
 
     Attributes:
@@ -295,7 +297,7 @@ class Sizes(NamedTuple):
     assumed: tuple[str, ...]
 
 
-def sizes_without_data(config: RunConfig) -> Sizes:
+def sizes_without_data(config: RunConfig) -> DataSizes:
     """Returns the sizes that a config's data would give to its model, as far as they are known."""
     fields = {field.name for field in dataclasses.fields(config.model_class.Config)}
     vocab_size, num_labels, assumed = None, None, []
@@ -308,7 +310,7 @@ def sizes_without_data(config: RunConfig) -> Sizes:
         if config.data.reads_images:
             num_labels = _IMAGE_LABELS.get(config.data.name, _OTHER_IMAGE_LABELS)
         assumed.append(f"{num_labels:,} labels; --config.model.num_labels=N says otherwise")
-    return Sizes(vocab_size, num_labels, tuple(assumed))
+    return DataSizes(vocab_size, num_labels, tuple(assumed))
 
 
 def _vocab_size(config: RunConfig) -> int:

@@ -33,7 +33,7 @@ _log = logging.getLogger("train")  # whatever name this file runs under
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class Attempt:
     """One start of a run, as its file says."""
 
     number: int  # 1, 2, ...: the file's name
@@ -72,7 +72,7 @@ class Start:
 class Goodput:
     """What a run's time went into."""
 
-    starts: tuple[Start, ...]
+    starts: tuple[Attempt, ...]
     total_s: float  # productive_s and all of lost_s
     productive_s: float  # in steps that were done for the first time
     lost_s: Mapping[str, float]  # by cause, all of CAUSES
@@ -113,7 +113,7 @@ class GoodputRecord:
         """
         self._directory = Path(workdir) / GOODPUT_DIRECTORY
         self._phases, self._is_writer, self._time_of_day = phases, is_writer, time_of_day
-        self._earlier: list[Start] = []
+        self._earlier: list[Attempt] = []
         number = 1
         if is_writer:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class GoodputRecord:
         self._done_before = max((start.last_step for start in self._earlier), default=0)
         phases.count_as_recomputed(range(first_step + 1, self._done_before + 1))
         now = time_of_day()
-        self._start = Start(
+        self._start = Attempt(
             number=number,
             started_at=max(0.0, now - math.fsum(phases.seconds.values())),
             written_at=now,
@@ -211,7 +211,7 @@ def table(goodput: Goodput) -> str:
     return "\n".join(lines + [_line(start, goodput.starts[-1]) for start in goodput.starts])
 
 
-def _line(start: Start, last: Start) -> str:
+def _line(start: Attempt, last: Attempt) -> str:
     began = datetime.fromtimestamp(start.started_at).strftime("%Y-%m-%d %H:%M:%S")
     steps = f"{start.first_step} to {start.last_step}"
     on = f"{start.num_devices} device(s) of {start.num_processes} process(es)"
@@ -222,7 +222,7 @@ def _line(start: Start, last: Start) -> str:
     )
 
 
-def _sum(starts: Sequence[Start]) -> Goodput:
+def _sum(starts: Sequence[Attempt]) -> Goodput:
     lost_s: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
     for start in starts:
         for name, seconds in start.seconds.items():
@@ -242,7 +242,7 @@ def _numbers(directory: Path) -> list[int]:
     return [int(match[1]) for match in matches if match]
 
 
-def _read_starts(directory: Path) -> list[Start]:
+def _read_starts(directory: Path) -> list[Attempt]:
     """Returns the starts in order of their numbers; a file that holds none is warned of."""
     starts = []
     for path in sorted(directory.iterdir()):
@@ -255,11 +255,11 @@ def _read_starts(directory: Path) -> list[Start]:
     return sorted(starts, key=lambda start: start.number)
 
 
-def _read(path: Path) -> Start:
+def _read(path: Path) -> Attempt:
     match = _FILE_NAME.fullmatch(path.name)
     if match is None:
         raise ValueError("its name is no number")
-    return Start(number=int(match[1]), **json.loads(path.read_text(encoding="utf-8")))
+    return Attempt(number=int(match[1]), **json.loads(path.read_text(encoding="utf-8")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

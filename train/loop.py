@@ -9,7 +9,7 @@ from data.examples import BrokenExample, Corpus
 from sharding.batches import place_batch
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
 from train.goodput import GoodputRecord
-from train.lifecycle.divergence import Diverged, Patience
+from train.lifecycle.divergence import Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
 from train.lifecycle.stop_signals import StopSignals, Timer, Votes, wait_for_all
@@ -60,14 +60,14 @@ def train(
     progress = Progress(num_steps, start_step=start.step, is_shown=is_first)
     meter, votes = ThroughputMeter(run.units_per_step, run.unit), Votes(run.mesh)
     timer = Timer(config.checkpoint.every_minutes)
-    patience = Patience(config.train, workdir)
+    nonfinite_monitor = NonfiniteMonitor(config.train, workdir)
     step = last_save = start.step
     stops = is_time = False
 
     def vote() -> bool:
         """Returns whether all processes are to stop; notes whether they are to save."""
         nonlocal is_time
-        stop, save = votes.cast(signals.has_come, is_first and timer.is_due())
+        stop, save = votes.cast(signals.has_received, is_first and timer.is_due())
         is_time |= save > 0
         return stop > 0
 
@@ -104,7 +104,7 @@ def train(
                     writer.write(step, logged)
                     progress.update(step, logged)
                     record.write(step)
-                bad_step = patience.first_bad_step(step, rows, metrics)
+                bad_step = nonfinite_monitor.first_bad_step(step, rows, metrics)
             if bad_step is not None:
                 with phases("restore"), meter.paused():
                     state = roll_back(run, start, state, first_bad_step=bad_step)

@@ -23,7 +23,7 @@ from sharding.distributed.messages import Exchange, may_pass
 from sharding.memory import AUTO
 from train import loop
 from train.config import config_files, deepspeed
-from train.config.checkpoint_config import take_over
+from train.config.checkpoint_config import inherit_config
 from train.config.schema import resolve
 from train.evaluation import evaluate
 from train.lifecycle import workdir
@@ -33,7 +33,7 @@ from train.lifecycle.phases import Phases
 from train.lifecycle.stop_signals import SIGNALS, StopSignals
 from train.lifecycle.watchdog import Watchdog
 from train.planning.memory_budget import budget_of
-from train.planning.memory_search import Planner
+from train.planning.memory_search import MemoryPlanner
 from train.run.build import Run, prepare
 from train.run.compatibility import check_tokenizer
 from train.run.summary import describe
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
             run, corpus, source, planner = _set_up(args, config_files.overrides(others))
             if args.mode == "train":
                 timeout_s, is_shared = run.config.train.start_timeout_s, not args.fast_dev_run
-                held = workdir.hold(directory, timeout_s=timeout_s, is_shared=is_shared)
+                held = workdir.lock(directory, timeout_s=timeout_s, is_shared=is_shared)
                 start_id = stack.enter_context(held)
                 with phases("compile"):
                     run.compile()
@@ -84,7 +84,9 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
             if args.mode == "train":
                 start.checkpoints.tidy()
                 ready = Exchange(_LONGEST_START_S)  # all are, before waiting in a step is watched
-                ready.on_all(lambda: workdir.claim(directory, run, corpus, source, planner.report))
+                ready.on_all(
+                    lambda: workdir.write_run_files(directory, run, corpus, source, planner.report)
+                )
         except (ValueError, OSError) as error:
             if os.environ.get("TAIBAI_TRACEBACK"):
                 raise
@@ -123,7 +125,7 @@ def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watch
 
 def _set_up(
     args: argparse.Namespace, overrides: list[str]
-) -> tuple[Run, Corpus, Source | None, Planner]:
+) -> tuple[Run, Corpus, Source | None, MemoryPlanner]:
     """Returns the run, its corpus, what it starts from and its planner: nothing is computed yet."""
     evaluates = args.mode == "eval"
     given: Any = config_files.load(args.config, overrides)
@@ -139,9 +141,9 @@ def _set_up(
         config_files.shorten(given)
     source = read_source(given.init_from) if given.get("init_from") else None
     if source is not None:
-        take_over(given, source, overrides)
+        inherit_config(given, source, overrides)
     config = resolve(given)
-    start = startup.how_started(os.environ)
+    start = startup.read_distributed_env(os.environ)
     if not args.fast_dev_run and (start is None or start.process_id == 0):
         _log.info("workdir %s", args.workdir)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
@@ -160,7 +162,7 @@ def _set_up(
     corpus = Exchange(_LONGEST_START_S).on_all(lambda: load_corpus(config.data, config.images))
     num_labels = len(corpus.labels) or None
     make = partial(prepare, mesh=mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
-    planner = Planner(make, budget_of(config.memory, mesh))
+    planner = MemoryPlanner(make, budget_of(config.memory, mesh))
     run = make(config) if evaluates else planner.plan(config)
     check_tokenizer(run.config, run.model_config, corpus)
     workdir.check_processes_agree(run, corpus)
@@ -176,7 +178,7 @@ def _end(code: int) -> NoReturn:
     """Ends the process: at once after a failure beside others, who would be waited for."""
     for name in SIGNALS:  # a further one would take the place of the code
         signal.signal(name, signal.SIG_IGN)
-    if code not in (*FINAL, STOPPED) and startup.how_started(os.environ) is not None:
+    if code not in (*FINAL, STOPPED) and startup.read_distributed_env(os.environ) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from convert.architecture import Architecture, look_for_pooler
+from convert.architecture import Architecture, detect_pooler
 from convert.keys import ACTIVATIONS, NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
 from convert.tensor_files import Tensor
@@ -36,7 +36,7 @@ def _body(base: str, *tied: str) -> tuple[Row, ...]:
     )
 
 
-def _look_for_pairs(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
+def _detect_pairs(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
     """Finds the heads of BERT's own training, which published files hold under other names."""
     both = ("pooler.dense.weight", "seq_relationship.weight")
     has_both = all(any(name.endswith(end) for name in tensors) for end in both)
@@ -117,10 +117,13 @@ _BERT = Architecture(
     ),
     buffers=(r"\.position_ids$",),
     other_heads=(r"(bert\.)?pooler\.", r"cls\.seq_relationship\."),
-    look=_look_for_pairs,
+    detect=_detect_pairs,
 )
 _BERT_LABELS = dataclasses.replace(
-    _BERT, look=None, keys=(*_BERT_KEYS, *_LABEL_KEYS), other_heads=(r"(bert\.)?pooler\.", r"cls\.")
+    _BERT,
+    detect=None,
+    keys=(*_BERT_KEYS, *_LABEL_KEYS),
+    other_heads=(r"(bert\.)?pooler\.", r"cls\."),
 )
 _ROBERTA = dataclasses.replace(
     _BERT,
@@ -148,7 +151,7 @@ ARCHITECTURES = (
         _BERT,
         name="BertForPreTraining",
         fields={"head": "pretraining"},
-        look=None,
+        detect=None,
         other_heads=(),
     ),
     dataclasses.replace(
@@ -166,8 +169,8 @@ ARCHITECTURES = (
     ),
     dataclasses.replace(_BERT, rows=(*_body("bert"), *_BERT_POOLER)).base(
         "BertModel",
-        look=look_for_pooler,
-        looked=("use_pooler",),
+        detect=detect_pooler,
+        detected_fields=("use_pooler",),
         other_heads=(r"cls\.", r"classifier\."),
     ),
     _ROBERTA,
@@ -189,8 +192,8 @@ ARCHITECTURES = (
     ),
     dataclasses.replace(_ROBERTA, rows=(*_body("roberta"), *_ROBERTA_POOLER)).base(
         "RobertaModel",
-        look=look_for_pooler,
-        looked=("use_pooler",),
+        detect=detect_pooler,
+        detected_fields=("use_pooler",),
         other_heads=(r"lm_head\.", r"classifier\."),
     ),
 )

@@ -49,7 +49,7 @@ _ROWS = (
 )
 
 
-def _look_for_head(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
+def _detect_head(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
     """Returns whether the head is tied, which the files decide.
 
     The library sets `tie_word_embeddings` to True whatever a model is, and unties what differs.
@@ -131,8 +131,8 @@ _T5 = Architecture(
     harmless=("initializer_factor", "classifier_dropout", "n_positions"),
     # Version 1.0 was published with a bias of cross-attention that the model never read.
     buffers=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
-    looked=("tie_embeddings",),
-    look=_look_for_head,
+    detected_fields=("tie_embeddings",),
+    detect=_detect_head,
 )
 _MT5 = dataclasses.replace(
     _T5,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from convert.architecture import Architecture, look_for_pooler
+from convert.architecture import Architecture, detect_pooler
 from convert.keys import ACTIVATIONS, NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
 from models.vision.vit import ViT
@@ -98,8 +98,8 @@ ARCHITECTURES = (
         rows=(*BODY, *linear("pooler", "vit.pooler.dense")),
     ).base(
         "ViTModel",
-        look=look_for_pooler,
-        looked=("use_pooler",),
+        detect=detect_pooler,
+        detected_fields=("use_pooler",),
         harmless=(*HARMLESS, "pooler_output_size"),
         other_heads=(r"classifier\.", r"(vit\.)?embeddings\.mask_token", r"decoder\."),
     ),

@@ -14,7 +14,7 @@ from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.listing import ENDINGS, Listing, list_images, subfolders
 from data.images.readability import leave_out, sound_files
-from data.images.sources import Found, ImageSource, Split
+from data.images.sources import ImageDataset, ImageSource, Split
 from data.images.transforms.crops import open_image
 
 # Names of folders that are splits and no classes, in any case.
@@ -47,7 +47,7 @@ class FolderImages(ImageSource):
         return os.path.join(self._root, os.fsdecode(self._files[index]))
 
 
-def find_image_folder(config: DataConfig, images: ImageConfig) -> Found:
+def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
     """Returns the images of `data.paths`, each file of which was found to be sound once.
 
     Raises:
@@ -70,7 +70,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> Found:
         listings = _with_images(listings, images)
     _check_none_empty(listings)
     classes = listings[0].folders if has_labels else ()
-    return Found(
+    return ImageDataset(
         train=_split(listings[0], classes),
         validation=_split(listings[1], classes) if len(listings) > 1 else None,
         classes=classes,

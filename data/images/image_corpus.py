@@ -26,7 +26,7 @@ from data.examples import (
     stack,
 )
 from data.image_config import ImageConfig
-from data.images.sources import Found, ImageSource, hold_out
+from data.images.sources import ImageDataset, ImageSource, hold_out
 from data.images.transforms.augment import augment, central
 from data.images.transforms.mixing import draw_mix
 from data.images.workers import Workers
@@ -45,7 +45,7 @@ class ImageCorpus(Corpus):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ExampleRequest:
     """What a row of the train stream is made of.
 
     Attributes:
@@ -108,7 +108,7 @@ class Images(Examples):
     def evaluation_batch(self, indices: Sequence[int]) -> Batch:
         return self._read("evaluation_rows", sorted(indices), indices)
 
-    def train_rows(self, places: Sequence[Place]) -> Batch:
+    def train_rows(self, places: Sequence[ExampleRequest]) -> Batch:
         """Returns the rows of the train stream that are made of these images."""
         seed = places[0].seed
         # Both of a pair are read for either.
@@ -139,10 +139,10 @@ class Images(Examples):
         places = np.argsort(np.argsort(np.array(wanted), kind="stable"))
         return {name: values[places] for name, values in batch.items()}
 
-    def _place(self, element: int, order: Callable[[int], int], seed: int) -> Place:
+    def _place(self, element: int, order: Callable[[int], int], seed: int) -> ExampleRequest:
         other = order(self._number(element ^ 1)) if self._images.mixes else None
         index = order(self._number(element))
-        return Place(element=element, seed=seed, index=index, other=other)
+        return ExampleRequest(element=element, seed=seed, index=index, other=other)
 
     def _number(self, element: int) -> int:
         """Returns the number of the element's image among those that are drawn one after another.
@@ -194,7 +194,7 @@ class Images(Examples):
             return np.stack([augment(image, config, random, view) for view in (0, 1)])
         return augment(image, config, random) if augments else central(image, config)
 
-    def _mixed(self, rows: dict[int, Example], place: Place) -> Example:
+    def _mixed(self, rows: dict[int, Example], place: ExampleRequest) -> Example:
         row, other = rows[place.element], rows[place.element ^ 1]
         if not (row["weights"] and other["weights"]):
             return row
@@ -240,7 +240,7 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
     )
 
 
-def _find(config: DataConfig, images: ImageConfig) -> Found:
+def _find(config: DataConfig, images: ImageConfig) -> ImageDataset:
     if config.name == "image_folder":
         from data.images.folder import find_image_folder
 

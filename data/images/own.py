@@ -13,7 +13,7 @@ from data.config import DataConfig
 from data.examples import Label
 from data.image_config import ImageConfig
 from data.images.readability import problem_of, report
-from data.images.sources import Found, ImageSource, Numbered, Split
+from data.images.sources import ImageDataset, ImageSource, NumberedNames, Split
 from data.images.transforms.crops import open_image
 from data.own import SPLITS, call_own
 
@@ -68,7 +68,7 @@ def _call_again(name: str) -> Mapping[str, Sequence[Any]]:
     return call_own(name, _WHAT)
 
 
-def find_own_images(config: DataConfig, images: ImageConfig) -> Found:
+def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
     """Returns the images of a function of the user's, each of which is read and checked.
 
     Raises:
@@ -92,10 +92,10 @@ def find_own_images(config: DataConfig, images: ImageConfig) -> Found:
         for index, (label, content) in scan.items():
             labels[index] = known.get(label, 0)
             digest.update(content)
-        split = Split(source=source, names=Numbered(len(source)), labels=labels.copy)
+        split = Split(source=source, names=NumberedNames(len(source)), labels=labels.copy)
         positions = np.array(list(scan), np.int64)
         splits.append(split.chosen(positions) if len(positions) < len(source) else split)
-    return Found(
+    return ImageDataset(
         train=splits[0], validation=splits[1], classes=classes, key=f"own {digest.hexdigest()}"
     )
 

@@ -32,7 +32,7 @@ class ImageSource(abc.ABC):
         """Returns where the image lies, for messages."""
 
 
-class Chosen(ImageSource):
+class SelectedImages(ImageSource):
     """Some images of a source.
 
     Args:
@@ -71,13 +71,13 @@ class Split:
     def chosen(self, positions: np.ndarray) -> "Split":
         """Returns the split with some of its images alone."""
         return Split(
-            source=Chosen(self.source, positions),
-            names=ChosenNames(self.names, positions),
+            source=SelectedImages(self.source, positions),
+            names=SelectedNames(self.names, positions),
             labels=lambda: self.labels()[positions],
         )
 
 
-class ChosenNames(Sequence[bytes]):
+class SelectedNames(Sequence[bytes]):
     """Names of some images, looked up when they are asked for."""
 
     def __init__(self, names: Sequence[bytes], positions: np.ndarray):
@@ -90,7 +90,7 @@ class ChosenNames(Sequence[bytes]):
         return self._names[int(self._positions[index])]
 
 
-class Numbered(Sequence[bytes]):
+class NumberedNames(Sequence[bytes]):
     """Names of images that have none: their numbers."""
 
     def __init__(self, count: int):
@@ -106,7 +106,7 @@ class Numbered(Sequence[bytes]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ImageDataset:
     """A data set of images that has been found.
 
     Attributes:
@@ -122,7 +122,7 @@ class Found:
     key: str
 
 
-def hold_out(found: Found, config: DataConfig, images: ImageConfig) -> Found:
+def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> ImageDataset:
     """Returns the data set with a validation split, and the wanted part of its training images.
 
     The same part of each class goes to validation, and of the rest the same part is trained on.

@@ -13,7 +13,7 @@ from data.array_cache import locked, read_array, write_array
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.readability import find_problems, problem_of, report
-from data.images.sources import Found, ImageSource, Numbered, Split
+from data.images.sources import ImageDataset, ImageSource, NumberedNames, Split
 from data.images.transforms.crops import open_image
 from data.tfds_sets import builder_key, open_builder, open_split
 
@@ -65,7 +65,7 @@ class TfdsImages(ImageSource):
         return self._source
 
 
-def find_tfds_images(config: DataConfig, images: ImageConfig) -> Found:
+def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
     """Returns the images of the TFDS set that `data.name` names, each of which was read once.
 
     Its validation split is the set's own 'validation', or else its 'test'.
@@ -93,11 +93,11 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> Found:
     def split(name: str) -> Split:
         source = TfdsImages(Path(os.fspath(builder.data_path)), name, features)
         labels = _read_labels(source, config, f"{builder_key(builder)} {name} {features}")
-        found = Split(source=source, names=Numbered(len(source)), labels=labels.copy)
+        found = Split(source=source, names=NumberedNames(len(source)), labels=labels.copy)
         positions = _usable(source, labels, len(classes) if label is not None else 1, images)
         return found if len(positions) == len(source) else found.chosen(positions)
 
-    return Found(
+    return ImageDataset(
         train=split("train"),
         validation=None if held_out is None else split(held_out),
         classes=classes,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class Chained(Sequence[Any]):
+class ConcatDocuments(Sequence[Any]):
     """Some items of several sequences, one sequence after another.
 
     Args:

@@ -9,7 +9,7 @@ from data import tfds_sets
 from data.config import DataConfig
 from data.own import SPLITS, call_own, is_own
 from data.text import text_files, tfds_text, token_files
-from data.text.chained import Chained
+from data.text.chained import ConcatDocuments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ def _find_token_files(config: DataConfig) -> Documents:
         num_held = max(round(len(positions) * config.validation_fraction), 1)
         num_train = len(positions) - (num_held if config.validation_fraction else 0)
         return {
-            "train": Chained(parts, positions[: max(num_train, 0)]),
-            "validation": Chained(parts, positions[max(num_train, 0) :]),
+            "train": ConcatDocuments(parts, positions[: max(num_train, 0)]),
+            "validation": ConcatDocuments(parts, positions[max(num_train, 0) :]),
         }
 
     key = f"megatron {config.validation_fraction} {text_files.files_key(files)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from data.config import DataConfig
 from data.examples import Label
-from data.text.text_files import Spans, find_files, record_of_json, split_files
+from data.text.text_files import DocumentSpans, find_files, record_of_json, split_files
 
 
 class Records(Sequence[dict[str, Any]]):
@@ -19,7 +19,7 @@ class Records(Sequence[dict[str, Any]]):
         config: Names the fields.
     """
 
-    def __init__(self, files: list[Path], spans: Spans, config: DataConfig):
+    def __init__(self, files: list[Path], spans: DocumentSpans, config: DataConfig):
         self._files, self._spans, self._config = files, spans, config
         self.text_fields = text_fields(config)
 

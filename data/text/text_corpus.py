@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from data.blend import parse_mixture
 from data.config import RECORD_OBJECTIVES, DataConfig, make_cache
-from data.examples import Corpus, Joined, Label
+from data.examples import ConcatExamples, Corpus, Label
 from data.mixture import sources
-from data.text.chained import Chained
+from data.text.chained import ConcatDocuments
 from data.text.documents import find_corpus
-from data.text.objectives.labelled import Answers, Labelled
+from data.text.objectives.labelled import ClassificationExamples, Seq2SeqExamples
 from data.text.objectives.registry import make_examples, num_tokens_needed
 from data.text.records import RecordTexts, check_labels, open_records, scan
 from data.text.token_store import TokenStore, load_tokens
@@ -66,7 +66,7 @@ def load_stores(config: DataConfig) -> tuple[Tokenizer, list[TokenStore]]:
     tokenizer = tokenizer or _load_bpe(
         config,
         "\0".join(corpus.key for corpus in corpora),
-        lambda: Chained([corpus.open()["train"] for corpus in corpora]),
+        lambda: ConcatDocuments([corpus.open()["train"] for corpus in corpora]),
     )
     directory = config.cache_path
     return tokenizer, [load_tokens(corpus, tokenizer, directory=directory) for corpus in corpora]
@@ -93,8 +93,8 @@ def _mixed(parts: Sequence[TextCorpus], config: DataConfig) -> TextCorpus:
     keyed = " ".join(map(str, [*shares, *(part.fingerprint for part in parts)]))
     return TextCorpus(
         tokenizer=parts[0].tokenizer,
-        train=Joined([part.train for part in parts]),
-        validation=Joined([part.validation for part in parts]),
+        train=ConcatExamples([part.train for part in parts]),
+        validation=ConcatExamples([part.validation for part in parts]),
         fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),
     )
 
@@ -110,9 +110,12 @@ def _load_records(config: DataConfig) -> TextCorpus:
     labels: tuple[Label, ...] = ()
     if config.objective == "classification":
         labels = check_labels(found, splits, config)
-        rows = [Labelled(records, labels, config, tokenizer) for records in splits.values()]
+        rows = [
+            ClassificationExamples(records, labels, config, tokenizer)
+            for records in splits.values()
+        ]
     else:
-        rows = [Answers(records, config, tokenizer) for records in splits.values()]
+        rows = [Seq2SeqExamples(records, config, tokenizer) for records in splits.values()]
     keyed = f"{fingerprint} {tokenizer.fingerprint}"
     return TextCorpus(
         tokenizer=tokenizer,

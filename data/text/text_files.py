@@ -23,7 +23,7 @@ class FileDocuments(Sequence[str]):
         text_field: The field of a .jsonl line that holds its text.
     """
 
-    def __init__(self, files: list[Path], spans: "Spans", text_field: str):
+    def __init__(self, files: list[Path], spans: "DocumentSpans", text_field: str):
         self._files, self._spans, self._text_field = files, spans, text_field
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class FileDocuments(Sequence[str]):
         return record_of_json(content, file, line, self._text_field)[self._text_field]
 
 
-class Spans:
+class DocumentSpans:
     """A compact list of span tuples: 32 bytes each, since a corpus can have 10^8 documents."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def open_text_files(
     }
 
 
-def split_files(files: list[Path], validation_fraction: float) -> dict[str, Spans]:
+def split_files(files: list[Path], validation_fraction: float) -> dict[str, DocumentSpans]:
     """Returns where the documents of the files are, in two splits.
 
     A document goes to validation by a hash of its bytes, so duplicates share a split, and adding
@@ -126,7 +126,7 @@ def split_files(files: list[Path], validation_fraction: float) -> dict[str, Span
     Raises:
         ValueError: The files hold too few documents for the splits, or a file cannot be read.
     """
-    train, validation = Spans(), Spans()
+    train, validation = DocumentSpans(), DocumentSpans()
     # The document nearest to being held out, should chance hold out none.
     nearest_hash, nearest_index = 2**64, 0
     for file_number, file in enumerate(files):

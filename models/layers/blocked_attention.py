@@ -24,7 +24,7 @@ Segments = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sight:
+class _MaskOptions:
     """Which keys a query can see by their positions."""
 
     is_causal: bool
@@ -64,7 +64,7 @@ def attend(
     scale: float,
 ) -> jax.Array:
     """Returns softmax(q·kᵀ · scale + bias)·v; arguments as for `models.layers.attention.attend`."""
-    sight = _Sight(is_causal, window)
+    mask_options = _MaskOptions(is_causal, window)
     q_BTNH = q_BTNH * scale
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BSKH.shape[2]
@@ -74,13 +74,13 @@ def attend(
         groups = (num_kv_heads, -1) if bias_BNTS.shape[1] == num_heads else (1, 1)
         bias_BKGTS = bias_BNTS.reshape(bias_BNTS.shape[0], *groups, *bias_BNTS.shape[2:])
     y_BKGTH: Any = _batched(
-        sight, q_BKGTH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), bias_BKGTS, segments
+        mask_options, q_BKGTH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), bias_BKGTS, segments
     )
     return y_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _batched(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+def _batched(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     """softmax(q·kᵀ + bias)·v, a block of queries at a time, against the keys that it can see.
 
     The backward pass computes the weights again from their sums, so nothing of the size `[T, S]`
@@ -88,13 +88,13 @@ def _batched(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
 
     Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
     """
-    return _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
+    return _batched_forward(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
 
 
-def _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+def _batched_forward(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     outputs, largest, scales = [], [], []
-    for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
-        logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
+    for rows, keys in mask_options.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
+        logits_BKGTS = _logits(mask_options, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
         largest_BKGT1 = jnp.max(logits_BKGTS, axis=-1, keepdims=True)
         weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1)
         sum_BKGT1 = jnp.sum(weights_BKGTS, axis=-1, keepdims=True)
@@ -111,16 +111,16 @@ def _batched_forward(sight, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, *normal)
 
 
-def _batched_backward(sight, residuals, dy_BKGTH):
+def _batched_backward(mask_options, residuals, dy_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals
     dtype, wide = q_BKGTH.dtype, scale_BKGT1.dtype
     # The part of every logit's gradient that the softmax's normalisation brings.
     shift_BKGT1 = jnp.sum(dy_BKGTH.astype(wide) * y_BKGTH, axis=-1, keepdims=True)
     dq, dk_BKSH, dv_BKSH = [], jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
     dbias_BKGTS = None if bias_BKGTS is None else jnp.zeros(bias_BKGTS.shape, wide)
-    for rows, keys in sight.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
+    for rows, keys in mask_options.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
         q, dy = q_BKGTH[:, :, :, rows], dy_BKGTH[:, :, :, rows]
-        logits_BKGTS = _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
+        logits_BKGTS = _logits(mask_options, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
         weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1[:, :, :, rows])
         weights_BKGTS *= scale_BKGT1[:, :, :, rows]
         dweights_BKGTS = _einsum("BKGTH,BKSH->BKGTS", dy, v_BKSH[:, :, keys])
@@ -146,12 +146,14 @@ def _batched_backward(sight, residuals, dy_BKGTH):
 _batched.defvjp(_batched_forward, _batched_backward)
 
 
-def _logits(sight, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice) -> jax.Array:
+def _logits(
+    mask_options, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice
+) -> jax.Array:
     logits_BKGTS = _einsum("BKGTH,BKSH->BKGTS", q_BKGTH[:, :, :, rows], k_BKSH[:, :, keys])
     if bias_BKGTS is not None:
         logits_BKGTS += bias_BKGTS[..., *_block_of(bias_BKGTS, rows, keys)]
     hidden = jnp.finfo(logits_BKGTS.dtype).min
-    visible_TS = sight.visible(rows, keys)
+    visible_TS = mask_options.visible(rows, keys)
     if visible_TS is not None:
         logits_BKGTS = jnp.where(visible_TS[None, None, None], logits_BKGTS, hidden)
     if segments is not None:

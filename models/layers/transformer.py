@@ -82,7 +82,7 @@ class Attention(nnx.Module):
         *,
         source_BSD: jax.Array | None = None,
         rotate: Callable[[jax.Array], jax.Array] = identity,
-        **sight: Any,
+        **mask_options: Any,
     ) -> jax.Array:
         """Returns `[B, T, D]`; names activations "qkv" and "attention_out" on the way.
 
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
             constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in (rotate(k), v)
         )
         qkv = (checkpoint_name(x, "qkv") for x in (q_BTNH, k_BSKH, v_BSKH))
-        y_BTNH = attend(*qkv, **sight)
+        y_BTNH = attend(*qkv, **mask_options)
         out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
         return checkpoint_name(out_BTD, "attention_out")
 

@@ -17,7 +17,7 @@ from models.layers.basic import Linear, param, unit_length
 BIAS_DIM = 512
 
 
-def cut_windows(x_BHWC: jax.Array, side: int, shift: int) -> jax.Array:
+def partition_windows(x_BHWC: jax.Array, side: int, shift: int) -> jax.Array:
     """Returns the windows of all examples, `[B·windows, T, C]`, once rows and columns are shifted.
 
     Rows and columns are padded with zeros to multiples of `side` first.
@@ -30,8 +30,8 @@ def cut_windows(x_BHWC: jax.Array, side: int, shift: int) -> jax.Array:
     return x.reshape(batch * rows * columns, side * side, dim)
 
 
-def joined_windows(windows: jax.Array, height: int, width: int, shift: int) -> jax.Array:
-    """Returns `[B, H, W, C]` of what `cut_windows` returned; padding is left out."""
+def merge_windows(windows: jax.Array, height: int, width: int, shift: int) -> jax.Array:
+    """Returns `[B, H, W, C]` of what `partition_windows` returned; padding is left out."""
     side = round(windows.shape[1] ** 0.5)
     rows, columns, dim = -(-height // side), -(-width // side), windows.shape[2]
     x = windows.reshape(-1, rows, columns, side, side, dim).swapaxes(2, 3)

@@ -60,7 +60,7 @@ class GPT2Config:
         check_head(self.head)
 
 
-class Attention(nnx.Module):
+class FusedQKVAttention(nnx.Module):
     """Causal multi-head self-attention of norm(x)."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
@@ -85,7 +85,7 @@ class Block(nnx.Module):
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.attention_norm = LayerNorm(config.embed_dim, **norm)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = FusedQKVAttention(config, rngs=rngs)
         self.mlp_norm = LayerNorm(config.embed_dim, **norm)
         self.mlp = MLP(
             config.embed_dim,

@@ -98,10 +98,10 @@ class PatchEmbedding(nnx.Module):
         if self.is_padded:
             missing = [(0, -size % self.patch_size) for size in images.shape[1:3]]
             images = jnp.pad(images, ((0, 0), *missing, (0, 0)))
-        return self.linear(cut_patches(images, self.patch_size))
+        return self.linear(patchify(images, self.patch_size))
 
 
-def cut_patches(images_BHWC: jax.Array, size: int) -> jax.Array:
+def patchify(images_BHWC: jax.Array, size: int) -> jax.Array:
     """Returns `[B, rows, columns, P, P, C]`; pixels that fill no patch at the end are left out."""
     batch, height, width, channels = images_BHWC.shape
     rows, columns = height // size, width // size
@@ -109,8 +109,8 @@ def cut_patches(images_BHWC: jax.Array, size: int) -> jax.Array:
     return images.reshape(batch, rows, size, columns, size, channels).swapaxes(2, 3)
 
 
-def joined_patches(patches: jax.Array) -> jax.Array:
-    """Returns images `[B, H, W, C]` of what `cut_patches` makes of them."""
+def unpatchify(patches: jax.Array) -> jax.Array:
+    """Returns images `[B, H, W, C]` of what `patchify` makes of them."""
     batch, rows, columns, size, _, channels = patches.shape
     return patches.swapaxes(2, 3).reshape(batch, rows * size, columns * size, channels)
 
@@ -173,7 +173,7 @@ def _bicubic(size: int, new_size: int) -> np.ndarray:
     return weights
 
 
-def path_rate(last: float, branch: jax.Array, num_branches: int) -> jax.Array | float:
+def drop_path_rate(last: float, branch: jax.Array, num_branches: int) -> jax.Array | float:
     """Returns the rate of stochastic depth of a branch, which grows linearly from 0 to `last`.
 
     Args:

@@ -19,7 +19,7 @@ from models.flops import dense_flops
 from models.layers.basic import LayerNorm, Linear, dropout, param
 from models.stack import Stack
 from models.text.common import check_heads_divide
-from models.vision.common import cut_patches, joined_patches
+from models.vision.common import patchify, unpatchify
 from models.vision.vit import (
     Block,
     ImageEncoder,
@@ -200,7 +200,7 @@ class MAE(ImageEncoder):
         def joined(hidden_BTF: jax.Array) -> jax.Array:
             patches = jnp.where(is_hidden_BT[..., None], hidden_BTF, seen_BTF)
             patches = patches.reshape(len(images), *self._grid(images), side, side, -1)
-            return jnp.clip(self.config.pixels(joined_patches(patches)), 0, 1)
+            return jnp.clip(self.config.pixels(unpatchify(patches)), 0, 1)
 
         return joined(jnp.zeros_like(seen_BTF)), joined(predictions_BTF)
 
@@ -233,7 +233,7 @@ class MAE(ImageEncoder):
     def _patches(self, images: jax.Array) -> jax.Array:
         """Returns the normalised pixels of each patch, `[B, T, F]`, in float32 or wider."""
         wide = jnp.promote_types(self.mask_token.dtype, jnp.float32)
-        cut = cut_patches(self.config.normalised(images, wide), self.config.patch_size)
+        cut = patchify(self.config.normalised(images, wide), self.config.patch_size)
         return cut.reshape(len(images), cut.shape[1] * cut.shape[2], -1)
 
     def _predictions(self, x_BTD: jax.Array) -> jax.Array:

@@ -26,8 +26,8 @@ from models.layers.windows import (
     RelativeBias,
     ScaledUnitNorm,
     UnitNorm,
-    cut_windows,
-    joined_windows,
+    merge_windows,
+    partition_windows,
     regions,
 )
 from models.stack import Stack
@@ -37,9 +37,9 @@ from models.vision.common import (
     ImageInputConfig,
     PatchEmbedding,
     check_patch_size,
+    drop_path_rate,
     label_logits,
     label_loss,
-    path_rate,
 )
 from sharding.logical import constrain
 
@@ -203,7 +203,7 @@ class Block(nnx.Module):
     def __call__(self, x_BHWC: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         config, site = self.config, 4 if self.second else 0
         branch_number = 2 * batch["layer"] + int(self.second)
-        rate = path_rate(config.drop_path, branch_number, sum(config.depths))
+        rate = drop_path_rate(config.drop_path, branch_number, sum(config.depths))
 
         def added(x, branch, site):
             return x + drop_path(branch, rate, keys, site=site)
@@ -229,13 +229,13 @@ class Block(nnx.Module):
             of_image = jnp.asarray(regions(height, width, self.side, self.shift))
             ids = jnp.tile(of_image, (batch, 1))
         windows = self.attention(
-            cut_windows(x_BHWC, self.side, self.shift),
+            partition_windows(x_BHWC, self.side, self.shift),
             is_causal=False,
             bias_BNTS=self.bias(),
             segments=None if ids is None else (ids, ids),
             scale=None if self.config.version == 1 else 1.0,
         )
-        return joined_windows(windows, height, width, self.shift)
+        return merge_windows(windows, height, width, self.shift)
 
 
 class Pair(nnx.Module):

@@ -24,9 +24,9 @@ from models.vision.common import (
     ImageInputConfig,
     PatchEmbedding,
     check_patch_size,
+    drop_path_rate,
     label_logits,
     label_loss,
-    path_rate,
     resized_positions,
     sincos_positions,
 )
@@ -159,7 +159,7 @@ class Block(nnx.Module):
         self.dropout, self.drop_path, self.num_layers = config.dropout, config.drop_path, num_layers
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
-        rate = path_rate(self.drop_path, batch["layer"], self.num_layers)
+        rate = drop_path_rate(self.drop_path, batch["layer"], self.num_layers)
         branch = self.attention(x_BTD, self.attention_norm, is_causal=False)
         branch = dropout(branch, self.dropout, keys, site=0)
         x_BTD += drop_path(branch, rate, keys, site=1)

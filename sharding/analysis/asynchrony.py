@@ -38,7 +38,7 @@ Direction = Literal["to host", "to device"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostCopy:
+class HostTransfer:
     """What an instruction moves between a device and its host.
 
     Attributes:
@@ -96,12 +96,12 @@ def result_of(instruction: hlo.Instruction) -> hlo.Type:
     return output[1]
 
 
-def is_said_to_be_synchronous(instruction: hlo.Instruction) -> bool:
+def is_marked_synchronous(instruction: hlo.Instruction) -> bool:
     """Whether XLA runs a collective on the kernels' own stream although it wrote a start."""
     return '"is_sync":true' in instruction.attributes.replace(" ", "")
 
 
-def host_copy(instruction: hlo.Instruction) -> HostCopy | None:
+def host_copy(instruction: hlo.Instruction) -> HostTransfer | None:
     """What an instruction moves to or from host memory, None if it moves nothing.
 
     A slice of an array in host memory moves the slice, and an update of such an array the update.
@@ -120,10 +120,10 @@ def host_copy(instruction: hlo.Instruction) -> HostCopy | None:
     on_device = [array for array in given if not array.on_host]
     if to_host and on_device:
         num_bytes = max(array.bytes for array in on_device)
-        return HostCopy(direction="to host", bytes=num_bytes) if num_bytes else None
+        return HostTransfer(direction="to host", bytes=num_bytes) if num_bytes else None
     if from_host and not to_host:
         num_bytes = sum(array.bytes for array in made)
-        return HostCopy(direction="to device", bytes=num_bytes) if num_bytes else None
+        return HostTransfer(direction="to device", bytes=num_bytes) if num_bytes else None
     return None
 
 

@@ -189,7 +189,7 @@ def collectives_of(module: hlo.Module, mesh_shape: Mapping[str, int]) -> list[Co
                 bytes=sum(a.bytes for a in hlo.arrays_of(asynchrony.result_of(instruction))),
                 name=instruction.name,
                 op_name=instruction.op_name,
-                is_async=is_async and not asynchrony.is_said_to_be_synchronous(instruction),
+                is_async=is_async and not asynchrony.is_marked_synchronous(instruction),
                 is_overlapped=start in overlapped,
                 loop=_innermost(loops),
             )

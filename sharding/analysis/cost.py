@@ -21,7 +21,7 @@ from typing import Any
 
 from sharding.analysis import audit, hlo
 from sharding.analysis.kernel_time import Costs, Machine
-from sharding.analysis.simulation import BUBBLE, HOST_LANES, Run, Simulator, Ticks
+from sharding.analysis.simulation import BUBBLE, HOST_LANES, Execution, Simulator, Ticks
 
 __all__ = ["CollectiveTime", "Machine", "Prediction", "Ticks", "format_prediction", "predict"]
 
@@ -83,7 +83,7 @@ class Prediction:
     exposed_host_s: float
     bubble_s: float
     collectives: tuple[CollectiveTime, ...]
-    run: Run = dataclasses.field(repr=False, compare=False)
+    run: Execution = dataclasses.field(repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Returns all but the run as what `json.dumps` takes, times in seconds."""
@@ -180,7 +180,7 @@ def format_prediction(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _grouped(run: Run, found: list[audit.Collective]) -> tuple[CollectiveTime, ...]:
+def _grouped(run: Execution, found: list[audit.Collective]) -> tuple[CollectiveTime, ...]:
     """Returns the collectives that ran, those of one kind, set of axes and loop together."""
     groups: dict[tuple[str, tuple[str, ...], str], list[audit.Collective]] = {}
     for collective in {collective.name: collective for collective in found}.values():

@@ -180,7 +180,7 @@ class Costs:
             seconds=seconds,
         )
 
-    def host_copy_s(self, copy: asynchrony.HostCopy) -> float:
+    def host_copy_s(self, copy: asynchrony.HostTransfer) -> float:
         """Returns the time of a copy to or from the host."""
         return copy.bytes / (HOST_EFFICIENCY * self.machine.host_bytes_per_s)
 
@@ -263,9 +263,9 @@ def attention_flops(instruction: hlo.Instruction) -> int:
     is_causal = re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) is not None
     pairs = num_queries * num_keys
     if is_causal:
-        sight = min(num_keys, (int(window[1]) if window else 0) or num_keys)
-        growing = min(num_queries, sight)
-        pairs = growing * (growing + 1) // 2 + (num_queries - growing) * sight
+        mask_options = min(num_keys, (int(window[1]) if window else 0) or num_keys)
+        growing = min(num_queries, mask_options)
+        pairs = growing * (growing + 1) // 2 + (num_queries - growing) * mask_options
     head_dims = query.shape[-1] + value.shape[-1]
     if "Backward" in hlo.custom_call_target(instruction):
         # The logits, their gradient and those of queries, keys and values.

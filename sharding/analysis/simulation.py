@@ -28,7 +28,7 @@ import numpy as np
 
 from sharding.analysis import asynchrony, hlo
 from sharding.analysis.kernel_time import Costs
-from sharding.pipeline.runtime.buffers import Plan
+from sharding.pipeline.runtime.buffers import ExecutionPlan
 from sharding.pipeline.runtime.executor import TICKS, scope_of
 
 #: The lane of kernels, and that of a pipeline's idle time.
@@ -37,7 +37,7 @@ BUBBLE = "bubble"
 #: Those of copies to and from the host.
 HOST_LANES = ("to host", "to device")
 #: What one stage runs in one tick: "F", "B", "W", flags that hold for these, such as "B.is_last",
-#: and names of `Plan.shared`.
+#: and names of `ExecutionPlan.shared`.
 Operations = frozenset[str]
 
 
@@ -71,7 +71,7 @@ class Repeat:
     label: str
     start_s: float
     count: int
-    run: "Run"
+    run: "Execution"
 
 
 @dataclasses.dataclass
@@ -119,7 +119,7 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class Execution:
     """A computation that ran.
 
     Attributes:
@@ -148,7 +148,7 @@ class Ticks:
     stages: tuple[tuple[Operations, ...], ...]
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> "Ticks":
+    def of_plan(cls, plan: ExecutionPlan) -> "Ticks":
         """Returns those of a plan."""
         runs: dict[str, np.ndarray] = {}
         for kind in "FBW":
@@ -180,16 +180,16 @@ class Simulator:
 
     def __init__(self, module: hlo.Module, costs: Costs, ticks: Ticks | None):
         self.module, self.costs, self.ticks = module, costs, ticks
-        self._runs: dict[tuple[str, Busy, Operations | None], Run] = {}
+        self._runs: dict[tuple[str, Busy, Operations | None], Execution] = {}
         self._overlapped = asynchrony.overlapped(module)
 
-    def step(self) -> Run:
+    def step(self) -> Execution:
         """Returns the run of the whole program; what streams do after its last kernel counts."""
         run = self.run(self.module.entry, (), None)
         last = max((seconds for _, seconds in run.busy), default=0.0)
         return dataclasses.replace(run, duration_s=run.duration_s + last)
 
-    def run(self, name: str, busy: Busy, operations: Operations | None) -> Run:
+    def run(self, name: str, busy: Busy, operations: Operations | None) -> Execution:
         """Returns the run of a computation.
 
         Args:
@@ -199,7 +199,7 @@ class Simulator:
         """
         key = name, busy, operations
         if key not in self._runs:
-            state = _State(self, busy, operations)
+            state = _SimulatorState(self, busy, operations)
             for instruction in self.module.computations.get(name, []):
                 state.issue(instruction)
             self._runs[key] = state.finish()
@@ -217,7 +217,7 @@ class Simulator:
             asynchrony.collective_kind(instruction) == "collective-permute"
             and (
                 instruction.name not in self._overlapped
-                or asynchrony.is_said_to_be_synchronous(instruction)
+                or asynchrony.is_marked_synchronous(instruction)
             )
             for instruction in self.module.computations.get(body, [])
         )
@@ -231,7 +231,7 @@ class Simulator:
         return max(zip(*ticks.stages, strict=True), key=work_s)
 
 
-class _State:
+class _SimulatorState:
     """A computation as it runs."""
 
     def __init__(self, simulator: Simulator, busy: Busy, operations: Operations | None):
@@ -265,10 +265,10 @@ class _State:
         else:
             self._work(instruction)
 
-    def finish(self) -> Run:
+    def finish(self) -> Execution:
         """Returns what ran."""
         busy = {stream: free_s - self.now_s for stream, free_s in self._free_s.items()}
-        return Run(
+        return Execution(
             duration_s=self.now_s,
             busy=tuple(sorted((stream, left_s) for stream, left_s in busy.items() if left_s > 0)),
             totals=self.totals,
@@ -285,7 +285,7 @@ class _State:
         if collective is not None:
             transfer = costs.collective(collective)
             self._start(instruction, transfer.kind, transfer.seconds, collective.name)
-            if asynchrony.is_said_to_be_synchronous(collective):
+            if asynchrony.is_marked_synchronous(collective):
                 self._wait(instruction.name)
         elif copy is not None:
             self._start(instruction, copy.direction, costs.host_copy_s(copy), None)
@@ -331,7 +331,7 @@ class _State:
             use = self.totals.collectives.setdefault(collective, CollectiveUse())
             use.exposed_s += seconds
 
-    def _branch(self, conditional: hlo.Instruction) -> Run:
+    def _branch(self, conditional: hlo.Instruction) -> Execution:
         """Returns the run of the branch that is taken: the longer one, or in a tick, a stage's."""
         runs = [self._run(name) for name in conditional.called]
         operation = _OPERATION.search(conditional.op_name)
@@ -369,14 +369,14 @@ class _State:
                 self._append(BUBBLE, BUBBLE, "waits for other stages", self.now_s, idle_s)
                 self.now_s += idle_s
 
-    def _run(self, name: str) -> Run:
+    def _run(self, name: str) -> Execution:
         return self.simulator.run(name, self._busy(), self.operations)
 
     def _busy(self) -> Busy:
         busy = ((stream, free_s - self.now_s) for stream, free_s in self._free_s.items())
         return tuple(sorted((stream, left_s) for stream, left_s in busy if left_s > 0))
 
-    def _include(self, run: Run, label: str, times: int = 1) -> None:
+    def _include(self, run: Execution, label: str, times: int = 1) -> None:
         """Lets a run follow what ran so far."""
         if run.items:
             self.items.append(Repeat(label=label, start_s=self.now_s, count=times, run=run))

@@ -19,7 +19,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from sharding.analysis.cost import Prediction
-from sharding.analysis.simulation import BUBBLE, COMPUTE, HOST_LANES, Event, Repeat, Run
+from sharding.analysis.simulation import BUBBLE, COMPUTE, HOST_LANES, Event, Execution, Repeat
 from sharding.pipeline.runtime.executor import TICKS
 
 #: category -> (name, colour). Okabe and Ito's, which colour-blind readers tell apart too.
@@ -143,7 +143,7 @@ class _Columns:
         self.shares: dict[str, dict[str, list[float]]] = {}  # lane -> category -> columns
         self._sums: dict[int, list[tuple[str, str, float]]] = {}  # id of a run -> its seconds
 
-    def add(self, run: Run, start_s: float) -> None:
+    def add(self, run: Execution, start_s: float) -> None:
         """Adds a run that begins at a time."""
         for item in run.items:
             at_s = start_s + item.start_s
@@ -169,7 +169,7 @@ class _Columns:
             covered = min(stop, column + 1) - max(start, column)
             share[column] += covered * per_column
 
-    def _sum(self, run: Run) -> list[tuple[str, str, float]]:
+    def _sum(self, run: Execution) -> list[tuple[str, str, float]]:
         if id(run) not in self._sums:
             sums = _seconds(run)
             self._sums[id(run)] = [(*key, seconds) for key, seconds in sums.items()]
@@ -253,7 +253,7 @@ def _axis(step_s: float, bottom: float) -> Iterator[str]:
     yield (f'<text x="{_LEFT - 10}" y="{bottom + 12}" text-anchor="end" fill="#444444">ms</text>')
 
 
-def _brackets(run: Run, step_s: float) -> Iterator[str]:
+def _brackets(run: Execution, step_s: float) -> Iterator[str]:
     """Yields a bracket with a label above each long outermost loop."""
     loops: list[tuple[str, float, float, int]] = []  # label, start, end, iterations
     for item in run.items:
@@ -318,17 +318,17 @@ def _lane(lane: str) -> str:
     return COMPUTE if lane == BUBBLE else lane
 
 
-def _lanes(run: Run) -> list[str]:
+def _lanes(run: Execution) -> list[str]:
     """Returns the lanes of a run: kernels, collectives by name, copies to and from the host."""
     found = {_lane(lane) for lane, _ in _seconds(run)} - {COMPUTE}
     return [COMPUTE, *sorted(found, key=lambda lane: (lane in HOST_LANES, lane))]
 
 
-def _seconds(run: Run) -> dict[tuple[str, str], float]:
+def _seconds(run: Execution) -> dict[tuple[str, str], float]:
     """Returns the seconds of each (lane, category) in a run and all that it repeats."""
     memo: dict[int, dict[tuple[str, str], float]] = {}
 
-    def of(run: Run) -> dict[tuple[str, str], float]:
+    def of(run: Execution) -> dict[tuple[str, str], float]:
         if id(run) not in memo:
             sums: dict[tuple[str, str], float] = collections.defaultdict(float)
             for item in run.items:
@@ -343,7 +343,7 @@ def _seconds(run: Run) -> dict[tuple[str, str], float]:
     return of(run)
 
 
-def _spelled(run: Run, start_s: float, spelled_out: int, most: int) -> Iterator[_Placed]:
+def _spelled(run: Execution, start_s: float, spelled_out: int, most: int) -> Iterator[_Placed]:
     """Yields what is on the lanes, `spelled_out` iterations of each loop one by one.
 
     Stops soon after `most` of them.

@@ -62,7 +62,7 @@ class Process:
         return f"process {self.process_id} on {self.host}"
 
 
-def call_roll(own: Process, coordinator: str, timeout_s: float) -> None:
+def perform_handshake(own: Process, coordinator: str, timeout_s: float) -> None:
     """Returns when all processes are there and fit each other.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from sharding.distributed.handshake import Process, call_roll
+from sharding.distributed.handshake import Process, perform_handshake
 from sharding.mesh import MeshConfig, make_mesh
 
 #: Simulated devices on few, busy cores can miss XLA's default time-outs and abort the process.
@@ -57,7 +57,7 @@ def start(
     os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
 
     per_process = os.environ.get("TAIBAI_DEVICES_PER_PROCESS")
-    how = how_started(os.environ)
+    how = read_distributed_env(os.environ)
     if how is not None:
         _join(how, start_timeout_s, failure_timeout_s)
     distributed = how is not None
@@ -103,7 +103,7 @@ def _has_nvidia_gpu() -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Start:
+class DistributedEnv:
     """How this process was started, if it is one of several."""
 
     coordinator: str  # host:port
@@ -112,10 +112,10 @@ class Start:
     local_device_ids: list[int] | None  # None: all that the process sees
 
 
-def how_started(env: Mapping[str, str]) -> Start | None:
+def read_distributed_env(env: Mapping[str, str]) -> DistributedEnv | None:
     """Returns what the environment says; None if the process is alone."""
     if int(env.get("TAIBAI_NUM_PROCESSES", "1")) > 1:
-        return Start(
+        return DistributedEnv(
             coordinator=env["TAIBAI_COORDINATOR"],
             num_processes=int(env["TAIBAI_NUM_PROCESSES"]),
             process_id=int(env["TAIBAI_PROCESS_ID"]),
@@ -129,7 +129,7 @@ def how_started(env: Mapping[str, str]) -> Start | None:
     # Several processes on a host, each of which sees all GPUs: one for each.
     shares_host = not re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     sees_one = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
-    return Start(
+    return DistributedEnv(
         coordinator=f"{host}:{61440 + step % 4096}",
         num_processes=int(env["SLURM_STEP_NUM_TASKS"]),
         process_id=int(env["SLURM_PROCID"]),
@@ -137,9 +137,9 @@ def how_started(env: Mapping[str, str]) -> Start | None:
     )
 
 
-def _join(start: Start, start_timeout_s: float, failure_timeout_s: float) -> None:
+def _join(start: DistributedEnv, start_timeout_s: float, failure_timeout_s: float) -> None:
     own = Process(process_id=start.process_id, num_processes=start.num_processes)
-    call_roll(own, start.coordinator, start_timeout_s)
+    perform_handshake(own, start.coordinator, start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would catch SIGTERM, which is the run's own to answer.
     jax.config.update("jax_enable_preemption_service", False)

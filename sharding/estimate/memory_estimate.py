@@ -89,7 +89,7 @@ def counted_as(label: str, tree: Any) -> Any:
 
 
 @dataclasses.dataclass
-class Work:
+class StepCost:
     """What one device does in a step.
 
     Attributes:
@@ -106,7 +106,7 @@ class Work:
     def flops(self) -> int:
         return sum(flops * times for (flops, _), times in self.products.items())
 
-    def add(self, other: "Work", times: int = 1) -> None:
+    def add(self, other: "StepCost", times: int = 1) -> None:
         for product, count in other.products.items():
             self.products[product] += count * times
         self.host_bytes += times * other.host_bytes
@@ -136,7 +136,7 @@ class Needs:
 class Estimate(Needs):
     """What a step takes for one device, at the moment when most is in use, and what that does."""
 
-    work: Work  # in one step
+    work: StepCost  # in one step
 
 
 def estimate(
@@ -249,7 +249,7 @@ class _Run:
         self.at_peak: dict[bool, list[_Buffer]] = {False: [], True: []}
         self.copied: list[int] = []  # bytes of inputs that are copied before they are changed
         self._buffers: list[_Buffer] = []  # all that there ever were
-        self.work = Work()
+        self.work = StepCost()
 
     def program(
         self,
@@ -463,7 +463,7 @@ class _Run:
                 seen = _Held(held.buffers, is_made=is_const, is_slice=not is_const)
                 inputs.append(self._hold(seen))
         stacked = [self.made(value) for value in op.outputs[op.num_carry :]]
-        before, self.work = self.work, Work()
+        before, self.work = self.work, StepCost()
         if self._is_cpu:
             outputs = self.program(op.bodies[0], inputs, op.num_carry)
         else:
@@ -499,7 +499,7 @@ class _Run:
         start, work, results, works = self._state(frame), self.work, [], []
         for body in op.bodies:
             self._set(start, frame)
-            self.work = Work()
+            self.work = StepCost()
             held = [self._hold(h) for h in inputs]
             self._done(frame, *op.inputs)
             results.append(self.program(body, held, len(op.outputs)))

@@ -10,7 +10,7 @@ import torch
 
 from convert import from_hf, to_hf
 from convert.from_hf import load
-from convert.names import Place
+from convert.names import TensorMapping
 from convert.source import read_source
 from tests.convert import cases
 
@@ -230,8 +230,8 @@ def test_a_failure_in_the_middle_leaves_nothing_behind(tmp_path, monkeypatch, ca
             raise OSError("the disk is gone")
         return read(self, theirs, index)
 
-    read = Place.read
-    monkeypatch.setattr(Place, "read", fail)
+    read = TensorMapping.read
+    monkeypatch.setattr(TensorMapping, "read", fail)
     cases.save("gpt2", tmp_path / "theirs")
     assert from_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]

@@ -56,7 +56,7 @@ def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
     expected = cases.their_gradients(theirs, tmp_path)
     shapes = {path: value.shape for path, value in flat.items()}
     assert source.architecture is not None
-    for place in source.architecture.places(shapes, vocab_size=cases.VOCAB):
+    for place in source.architecture.tensor_mappings(shapes, vocab_size=cases.VOCAB):
         found = np.empty(place.their_shape, np.float32)
         ours = np.asarray(flat[place.ours])
         ours = ours if place.layer is None else ours[place.layer]

@@ -7,7 +7,7 @@ import tokenizers
 
 from data.config import DataConfig
 from data.examples import Examples
-from data.text.objectives.causal_lm import Windows
+from data.text.objectives.causal_lm import CausalLMExamples
 
 #: Of the tokenizer 'bytes' with special tokens.
 EOS, PAD, CLS, SEP, MASK, FIRST_SENTINEL = 256, 257, 258, 259, 260, 360
@@ -33,7 +33,7 @@ def jsonl_config(directory, records, **changes):
 
 def tokens_of(examples: Examples) -> np.ndarray:
     """Returns the tokens that the windows of a causal_lm corpus are cut from."""
-    assert isinstance(examples, Windows)
+    assert isinstance(examples, CausalLMExamples)
     return np.asarray(examples.tokens)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from checkpoint.layout import steps_in
 from tests.faults.runs import CLOCK_SEED, GRACE_S, SAVE_TIMEOUT_S, DisturbedRun
-from tests.faults.start import Broken, Missed, Start, is_alive
+from tests.faults.start import Attempt, Broken, Missed, is_alive
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 
 #: Most steps from the first new one to a fault; each run has time for several of them.
@@ -37,7 +37,7 @@ IN_START, IN_STEP, IN_SAVE = "kill in start-up", "kill in a step", "kill in a sa
 CLOCK, DISK_FULL = "clock jumps", "disk full"
 
 
-def _kill(start: Start) -> Hit:
+def _kill(start: Attempt) -> Hit:
     start.look()
     if start.process.poll() == FINISHED:
         raise Missed
@@ -73,7 +73,7 @@ def kill_in_save(run: DisturbedRun, rng: random.Random) -> Hit:
     return _kill(start)
 
 
-def _stop(run: DisturbedRun, rng: random.Random, num_signals: int) -> Start:
+def _stop(run: DisturbedRun, rng: random.Random, num_signals: int) -> Attempt:
     """Ends it with SIGTERM, and checks that it saved and said so."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS))
@@ -201,7 +201,7 @@ def freeze(run: DisturbedRun, rng: random.Random) -> Hit:
     return Hit(kind="freeze 1 process of 2", noticed_s=noticed_s)
 
 
-def _hit_process(start: Start, number: int, how: signal.Signals, bound_s: float) -> float:
+def _hit_process(start: Attempt, number: int, how: signal.Signals, bound_s: float) -> float:
     """Returns the seconds from the signal to the end of all processes and the launcher."""
     pids = start.pids()
     if start.look() == FINISHED or number not in pids:

@@ -19,7 +19,7 @@ from checkpoint.checksums import CHECKSUMS_FILE, find_damage
 from checkpoint.layout import STATE, TMP_SUFFIX, steps_in
 from checkpoint.manager import CheckpointConfig, Checkpoints
 from sharding.mesh import MeshConfig
-from tests.faults.start import ROOT, Broken, Start
+from tests.faults.start import ROOT, Attempt, Broken
 from train import goodput
 from train.lifecycle.exit_codes import FINISHED
 from train.reporting.metrics import METRICS_FILE, read_metrics
@@ -156,22 +156,22 @@ class DisturbedRun:
         self.workdir = directory / "run"
         self.checkpoints = self.workdir / "checkpoints"
         self.num_starts = 0
-        self.last: Start | None = None
+        self.last: Attempt | None = None
         #: Checkpoints that were damaged on purpose.
         self.damaged: set[int] = set()
         # The newest of them, which no start after this one has been seen to find yet.
         self._must_be_named: Path | None = None
-        self._damaged_after: Start | None = None
+        self._damaged_after: Attempt | None = None
         logs = setting.scratch / "logs"
         logs.mkdir(exist_ok=True)
         self._log_prefix = logs / directory.name
 
-    def start(self, env: Mapping[str, str] | None = None, *overrides: str) -> Start:
+    def start(self, env: Mapping[str, str] | None = None, *overrides: str) -> Attempt:
         """Starts the run, where it stands."""
         self.num_starts += 1
         log = self._log_prefix.with_name(f"{self._log_prefix.name}_{self.num_starts:02d}.log")
         command = self.setting.command(self.workdir, *overrides)
-        self.last = Start(command, _environment() | dict(env or {}), self.workdir, log)
+        self.last = Attempt(command, _environment() | dict(env or {}), self.workdir, log)
         return self.last
 
     def finish(self) -> None:

@@ -26,7 +26,7 @@ class Missed(Exception):
     """The run came to its end before the fault."""
 
 
-class Start:
+class Attempt:
     """A process, or a launcher with its processes, and what can be seen of it from outside."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], workdir: Path, log: Path):

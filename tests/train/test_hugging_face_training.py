@@ -12,7 +12,7 @@ from sharding.batches import place_batch
 from sharding.mesh import make_mesh
 from tests.hugging_face import save_model
 from tests.runs import ROOT, write_corpus
-from train.config.checkpoint_config import take_over
+from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
 from train.config.schema import resolve
 from train.run.build import prepare
@@ -90,7 +90,7 @@ def test_losses_of_30_steps_are_those_of_torch(name, tmp_path):
     )
     config = load(str(ROOT / "configs" / f"{name}.py"), overrides)
     source = read_source(tmp_path / "model")
-    take_over(config, source, overrides)
+    inherit_config(config, source, overrides)
     resolved = resolve(config)
     corpus = load_text(resolved.data)
     mesh = make_mesh(resolved.mesh, jax.devices())

@@ -24,7 +24,7 @@ _OF_A_HEAD = ("pool",)
 INIT_FROM = "init_from"
 
 
-def take_over(config: Any, source: Source, overrides: Sequence[str]) -> None:
+def inherit_config(config: Any, source: Source, overrides: Sequence[str]) -> None:
     """Sets the model's sizes and, of a text, the tokenizer to those of a checkpoint.
 
     The model is the checkpoint's, or the encoder that a pre-training such as MAE has.

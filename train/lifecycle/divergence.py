@@ -24,7 +24,7 @@ class Diverged(RuntimeError):
     """Too many steps in a row were not finite; another start with this config would end alike."""
 
 
-class Patience:
+class NonfiniteMonitor:
     """Watches for `train.max_nonfinite_steps` in a row.
 
     Every process asks at every step, and all get the same answer: they read one replicated count.

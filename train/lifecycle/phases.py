@@ -21,7 +21,7 @@ _OF_A_STEP = ("data", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PhaseStatus:
     """Where a process is."""
 
     name: str  # of the phase, one of NAMES
@@ -30,7 +30,7 @@ class Place:
     changes: int  # grows whenever a phase is entered or left
 
 
-class _State(NamedTuple):
+class _PhaseState(NamedTuple):
     name: str
     step: int
     since_s: float
@@ -62,7 +62,7 @@ class Phases:
         start_s = clock() - (process_age_s() if age_s is None else age_s)
         totals_s: dict[str, float] = dict.fromkeys((*NAMES, RECOMPUTED), 0.0)
         # Replaced as a whole at each change: whoever reads needs no lock.
-        self._state = _State("startup", 0, start_s, 0, totals_s)
+        self._state = _PhaseState("startup", 0, start_s, 0, totals_s)
 
     @contextlib.contextmanager
     def __call__(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -87,11 +87,11 @@ class Phases:
             self._enter(outer, self._state.step)
 
     @property
-    def current(self) -> Place:
+    def current(self) -> PhaseStatus:
         """Where the process is now."""
         state = self._state
         seconds = self._clock() - state.since_s
-        return Place(name=state.name, step=state.step, seconds=seconds, changes=state.changes)
+        return PhaseStatus(name=state.name, step=state.step, seconds=seconds, changes=state.changes)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -105,9 +105,9 @@ class Phases:
     def _enter(self, name: str, step: int) -> None:
         state, now_s = self._state, self._clock()
         totals_s = self._totals_s(state, now_s)
-        self._state = _State(name, step, now_s, state.changes + 1, totals_s)
+        self._state = _PhaseState(name, step, now_s, state.changes + 1, totals_s)
 
-    def _totals_s(self, state: _State, now_s: float) -> dict[str, float]:
+    def _totals_s(self, state: _PhaseState, now_s: float) -> dict[str, float]:
         is_again = state.name in _OF_A_STEP and state.step in self._recomputed
         totals_s = dict(state.totals_s)
         totals_s[RECOMPUTED if is_again else state.name] += now_s - state.since_s

@@ -42,7 +42,7 @@ class StopSignals:
             signal.signal(name, handler)
 
     @property
-    def has_come(self) -> bool:
+    def has_received(self) -> bool:
         return self.received is not None
 
     def defer(self) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.lifecycle.exit_codes import HUNG
-from train.lifecycle.phases import NAMES, Phases, Place
+from train.lifecycle.phases import NAMES, Phases, PhaseStatus
 
 #: Phases that may rightly take long.
 UNWATCHED = ("startup", "compile", "restore")
@@ -154,7 +154,7 @@ class Watchdog:
             if not self._closed.is_set():
                 _say([f"process {self._process} has gone on"])
 
-    def _report(self, place: Place) -> None:
+    def _report(self, place: PhaseStatus) -> None:
         own, (key, limit_s) = self._sign(place), self._limits[place.name]
         waits = (
             f"{_name(self._process, own)} has been {own} for {place.seconds:.0f} s, longer "
@@ -207,13 +207,13 @@ class Watchdog:
             lines.append(f"{everyone if others else 'this process is'} {own}: {what} itself hangs")
         return lines, not behind and (bool(ahead) or not gone and not silent)
 
-    def _is_still_at(self, place: Place) -> bool:
+    def _is_still_at(self, place: PhaseStatus) -> bool:
         return not self._closed.is_set() and self._phases.current.changes == place.changes
 
     def _path(self, process: int) -> Path:
         return self._directory / f"{process}.json"
 
-    def _sign(self, place: Place) -> _Sign:
+    def _sign(self, place: PhaseStatus) -> _Sign:
         return _Sign(
             run_id=self._run_id,
             host=self._host,

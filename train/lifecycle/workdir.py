@@ -96,7 +96,7 @@ def check_processes_agree(run: Run, corpus: Corpus) -> None:
 
 
 @contextlib.contextmanager
-def hold(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator[str]:
+def lock(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator[str]:
     """Keeps other runs out of `workdir` within the block: two would write over each other.
 
     Of a run that was killed or requeued, the first process may live a little longer: it is waited
@@ -181,7 +181,7 @@ def _reads(path: Path, word: str) -> bool:
     return False
 
 
-def claim(
+def write_run_files(
     workdir: Path, run: Run, corpus: Corpus, source: Source | None = None, report: str = ""
 ) -> None:
     """Writes `config.yaml`, `memory.txt` (a report) and what `python -m convert.to_hf` needs.

@@ -41,7 +41,7 @@ def frozen_params(params: Tree, patterns: Sequence[str]) -> Tree:
     return jax.tree.unflatten(structure, are_frozen)
 
 
-def held(parts: Parts, frozen: Tree) -> Parts:
+def with_frozen_params(parts: Parts, frozen: Tree) -> Parts:
     """Returns a model's functions through which no gradient flows to what is frozen.
 
     Args:
@@ -49,20 +49,20 @@ def held(parts: Parts, frozen: Tree) -> Parts:
     """
     marks = parts.split(frozen)
 
-    def hold(params: Tree, marks: Tree) -> Tree:
+    def stop_gradients(params: Tree, marks: Tree) -> Tree:
         stop = lambda x, is_frozen: jax.lax.stop_gradient(x) if is_frozen else x  # noqa: E731
         return jax.tree.map(stop, params, marks)
 
-    def of_ends(function):
-        return lambda ends, *args: function(hold(ends, marks["ends"]), *args)
+    def of_non_stack_params(function):
+        return lambda ends, *args: function(stop_gradients(ends, marks["ends"]), *args)
 
     def of_layer(stack, block):
-        return lambda params, *args: block(hold(params, marks["layers"][stack]), *args)
+        return lambda params, *args: block(stop_gradients(params, marks["layers"][stack]), *args)
 
     return dataclasses.replace(
         parts,
-        embed=of_ends(parts.embed),
+        embed=of_non_stack_params(parts.embed),
         blocks={stack: of_layer(stack, block) for stack, block in parts.blocks.items()},
-        before={stack: of_ends(before) for stack, before in parts.before.items()},
-        head=of_ends(parts.head),
+        before={stack: of_non_stack_params(before) for stack, before in parts.before.items()},
+        head=of_non_stack_params(parts.head),
     )

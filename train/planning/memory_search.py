@@ -50,7 +50,7 @@ class Candidate:
     step_time_s: float  # predicted
 
 
-class Planner:
+class MemoryPlanner:
     """Makes runs that fit.
 
     Args:
@@ -81,7 +81,7 @@ class Planner:
             compiled = compiled_bytes(candidate.run)
             over = excess(candidate.needs, self._budget, device_bytes=compiled)
             if over <= 1:
-                way, rows = self._way(search, candidate), table(candidate.needs, self._budget)
+                way, rows = self._describe(search, candidate), table(candidate.needs, self._budget)
                 self.report = f"plan    {way}\n{rows}"
                 return candidate.run
             if compiled is not None:
@@ -119,7 +119,7 @@ class Planner:
             found = list(itertools.islice(search.fitting(), 1))
         if not found:
             return self._nothing_fits(search)
-        ways = "\n".join(f"  {self._way(search, candidate)}" for candidate in found)
+        ways = "\n".join(f"  {self._describe(search, candidate)}" for candidate in found)
         return (
             f"a step takes more memory than there is{how}\n{table(needs, self._budget)}\n"
             f"Each of these would fit:\n{ways}\n"
@@ -145,7 +145,7 @@ class Planner:
             "data.global_batch_size"
         )
 
-    def _way(self, search: "_Search", candidate: Candidate) -> str:
+    def _describe(self, search: "_Search", candidate: Candidate) -> str:
         slower = candidate.step_time_s / max(search.base.step_time_s, 1e-12)
         return (
             f"{_text(candidate.setting)}: {size(candidate.needs.device_bytes)} a device, "

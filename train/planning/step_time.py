@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from sharding.analysis.kernel_time import Machine
 from sharding.analysis.targets import Target
-from sharding.estimate.memory_estimate import Work
+from sharding.estimate.memory_estimate import StepCost
 from train.reporting.throughput import peak_flops_per_s
 
 #: Of the peak, what matrix products of large models reach; see docs/benchmarks.md.
@@ -43,7 +43,7 @@ class Rates:
     host_bytes_per_s: float
     network_bytes_per_s: float
 
-    def step_time_s(self, work: Work) -> float:
+    def step_time_s(self, work: StepCost) -> float:
         """Returns the time of the work, one thing after another.
 
         A matrix product takes as long as its FLOPs or its arrays' way through memory, whichever is

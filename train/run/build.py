@@ -34,7 +34,7 @@ from sharding.rules import make_rules
 from train.config.schema import RunConfig
 from train.config.shapes import batch_of, microbatch
 from train.optim.ema import average_params
-from train.optim.freeze import frozen_params, held
+from train.optim.freeze import frozen_params, with_frozen_params
 from train.optim.layer_decay import depths_of
 from train.optim.optimizer import make_learning_rate, make_optimizer
 from train.run.attention_kernels import attention_choices
@@ -45,9 +45,9 @@ from train.run.compatibility import (
     check_optimizer,
     check_parts,
 )
-from train.run.stage_balance import Work, count_work
+from train.run.stage_balance import LayerCosts, count_work
 from train.state.averaged import evaluated
-from train.state.initialize import Start
+from train.state.initialize import StateSpec
 from train.state.layout import StateLayout
 from train.state.train_state import TrainState, partition_specs_of, shardings_of
 from train.step.tracing import traced_for
@@ -76,7 +76,7 @@ class Run:
     state: StateLayout
     frozen: Any  # a bool per parameter; None: of none
     attention: tuple[Choice, ...]  # the kernels that the blocks use; () for no attention
-    work: Callable[[], Work]  # of a microbatch; counted when first asked for
+    work: Callable[[], LayerCosts]  # of a microbatch; counted when first asked for
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -182,7 +182,7 @@ class Run:
             self.config.train.seed,
         )
         return make_train_step(
-            self.parts if self.frozen is None else held(self.parts, self.frozen),
+            self.parts if self.frozen is None else with_frozen_params(self.parts, self.frozen),
             update,
             self.learning_rate,
             self._step_config(),
@@ -293,9 +293,9 @@ def prepare(
     work = functools.cache(partial(_work, config, mesh, model, parts))
     counts = pipeline.layers_per_stage
     if counts == AUTO:
-        counts = work().balanced(len(schedule.placement), shares_ends=shares_vocab)
+        counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
     layouts = cut(parts.num_layers, schedule.placement, counts)
-    start = Start(
+    start = StateSpec(
         build=build,
         optimizer=optimizer,
         precision=config.precision,
@@ -352,7 +352,7 @@ def _optimizer(
     return optimizer, frozen_params(arguments[0], patterns) if patterns else None
 
 
-def _work(config: RunConfig, mesh: AnyMesh, model: nnx.Module, parts: Parts) -> Work:
+def _work(config: RunConfig, mesh: AnyMesh, model: nnx.Module, parts: Parts) -> LayerCosts:
     """Returns the work of a microbatch on the devices of one replica."""
     recomputes = config.pipeline.remat == "full"
     return count_work(parts, *microbatch(config, mesh, model), recomputes=recomputes)

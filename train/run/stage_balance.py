@@ -16,7 +16,7 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class LayerCosts:
     """Matrix products of one microbatch, in FLOPs, forward and backward."""
 
     layers: tuple[int, ...]
@@ -24,33 +24,33 @@ class Work:
     embed: int
     head: int
 
-    def of_chunks(self, counts: Sequence[int], *, shares_ends: bool) -> list[float]:
+    def of_chunks(self, counts: Sequence[int], *, shares_vocab: bool) -> list[float]:
         """Returns the work of every chunk that has so many layers, with its part of the ends."""
         bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
-        cost = self._cost(len(counts), shares_ends)
+        cost = self._cost(len(counts), shares_vocab)
         return [cost(chunk, first, stop) for chunk, (first, stop) in enumerate(bounds)]
 
-    def balanced(self, num_chunks: int, *, shares_ends: bool) -> list[int]:
+    def balanced(self, num_chunks: int, *, shares_vocab: bool) -> list[int]:
         """Returns the numbers of layers per chunk, in the order of the layers."""
-        return balanced_cut(len(self.layers), num_chunks, self._cost(num_chunks, shares_ends))
+        return balanced_cut(len(self.layers), num_chunks, self._cost(num_chunks, shares_vocab))
 
-    def _cost(self, num_chunks: int, shares_ends: bool) -> Callable[[int, int, int], float]:
+    def _cost(self, num_chunks: int, shares_vocab: bool) -> Callable[[int, int, int], float]:
         def cost(chunk: int, first: int, stop: int) -> float:
             is_last = chunk == num_chunks - 1
             work = float(sum(self.layers[first:stop]))
-            if shares_ends:
+            if shares_vocab:
                 work += (self.embed + self.head) / num_chunks
             else:
                 work += self.embed * (chunk == 0) + self.head * is_last
             # A stage that has the head to itself runs the last forward once, in the backward.
-            return work + (not is_last or shares_ends) * sum(self.recomputed[first:stop])
+            return work + (not is_last or shares_vocab) * sum(self.recomputed[first:stop])
 
         return cost
 
 
 def count_work(
     parts: Parts, params: Tree, batch: dict[str, jax.ShapeDtypeStruct], *, recomputes: bool
-) -> Work:
+) -> LayerCosts:
     """Returns the work of a model's parts, every matrix product counted as traced.
 
     Args:
@@ -70,11 +70,11 @@ def count_work(
         recomputed += [recomputes * traced_flops(block, *arguments)] * num_layers
     (embedded, _), (_, x) = [*types.values()][0], [*types.values()][-1]
     head = jax.grad(lambda ends, x, batch: parts.head(ends, x, batch)[0], argnums=(0, 1))
-    return Work(
+    return LayerCosts(
         layers=tuple(layers),
         recomputed=tuple(recomputed),
         embed=traced_flops(_with_backward(parts.embed, 1), cut["ends"], batch, embedded),
-        head=traced_flops(head, cut["ends"], x, parts.with_taught(cut["ends"], x, batch)),
+        head=traced_flops(head, cut["ends"], x, parts.with_teacher_outputs(cut["ends"], x, batch)),
     )
 
 

@@ -33,14 +33,14 @@ def _describe_stages(run: Run) -> str:
     work = run.work()
     shares = run.config.pipeline.share_vocab
 
-    def unevenness(counts, shares_ends):
-        chunks = work.of_chunks(counts, shares_ends=shares_ends)
+    def unevenness(counts, shares_vocab):
+        chunks = work.of_chunks(counts, shares_vocab=shares_vocab)
         return max(chunks) * len(chunks) / sum(chunks)
 
-    now, auto = unevenness(counts, shares), work.balanced(len(counts), shares_ends=shares)
+    now, auto = unevenness(counts, shares), work.balanced(len(counts), shares_vocab=shares)
     ways = {"pipeline.layers_per_stage=auto": unevenness(auto, shares)}
     if can_share_vocab(run.model) and not shares:
-        even = work.balanced(len(counts), shares_ends=True)
+        even = work.balanced(len(counts), shares_vocab=True)
         ways["pipeline.share_vocab=True"] = unevenness(even, True)
     better = [
         f"{way} would make it {value:.2f}" for way, value in ways.items() if value < now - 0.1

@@ -31,7 +31,7 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Start:
+class StateSpec:
     """What a state begins with.
 
     Attributes:
@@ -78,7 +78,7 @@ class Start:
         )
 
 
-class Birth:
+class StateInit:
     """The ways to an initial state, made where it lies: shard by shard, and layer by layer.
 
     Args:
@@ -89,7 +89,7 @@ class Birth:
 
     def __init__(
         self,
-        start: Start,
+        start: StateSpec,
         layouts: Mapping[str, Layout],
         layout_of: TrainState,
         abstract: TrainState,
@@ -98,7 +98,7 @@ class Birth:
         self._start, self._layouts, self._layout_of = start, layouts, layout_of
         self._abstract, self._portable = abstract, portable
 
-    def anew(self) -> TrainState:
+    def from_scratch(self) -> TrainState:
         """Returns the state that begins with the model's own parameters."""
         made = self.made_at_once()
         streamed = {name: self._streamed(name) for name in self._layouts}

@@ -18,7 +18,7 @@ from sharding.mesh import AnyMesh
 from sharding.pipeline.layout import Layout
 from sharding.rules import partition_specs
 from sharding.zero import split_over_data
-from train.state.initialize import Birth, Start
+from train.state.initialize import StateInit, StateSpec
 from train.state.train_state import MAY_LACK, TrainState, zeros_of
 
 Tree = Any
@@ -50,7 +50,7 @@ class StateLayout:
 
     def __init__(
         self,
-        start: Start,
+        start: StateSpec,
         mesh: AnyMesh,
         rules: Rules,
         layouts: Mapping[str, Layout],
@@ -95,12 +95,12 @@ class StateLayout:
         Args:
           params: what to start from, as in `portable`; used up. The model's own start by default.
         """
-        return self.birth.anew() if params is None else self.birth.of(params)
+        return self.state_init.from_scratch() if params is None else self.state_init.of(params)
 
     @functools.cached_property
-    def birth(self) -> Birth:
+    def state_init(self) -> StateInit:
         """The way to the initial state."""
-        return Birth(self._start, self._layouts, self._layout_of, self.abstract, self.portable)
+        return StateInit(self._start, self._layouts, self._layout_of, self.abstract, self.portable)
 
     def to_portable(self, state: TrainState) -> TrainState:
         """Returns the state as a checkpoint holds it; what changes its form lies on the host."""

@@ -22,7 +22,7 @@ from train.precision import PrecisionConfig
 from train.state.averaged import averaged
 from train.state.train_state import Spikes, TrainState
 from train.step.tracing import traced_for
-from train.step.update import Judgement, Update
+from train.step.update import StepOutcome, Update
 
 #: Of the mean gradient norm, an accepted step: it forgets in some 100 of them.
 SPIKE_MEAN_DECAY = 0.99
@@ -82,7 +82,7 @@ def make_train_step(
     loss_and_grad = make_loss_and_grad(
         parts, config.schedule, config.layouts, sharing, config.pipeline
     )
-    with_taught = _with_taught(parts, config, sharing)
+    with_teacher_outputs = _with_teacher_outputs(parts, config, sharing)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_even_weights(batch)
@@ -91,7 +91,7 @@ def make_train_step(
             batch = _with_scaled_weights(batch, state.loss_scale.value(config.precision))
         keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules), traced_for(config.hardware, config.attention):
-            microbatches = with_taught(averaged(state), _to_microbatches(batch, config))
+            microbatches = with_teacher_outputs(averaged(state), _to_microbatches(batch, config))
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(parts.split(state.params), microbatches)
         weight = sums.pop("weight")
@@ -126,17 +126,17 @@ def make_eval_step(
     sharing = _sharing(parts.split(specs), mesh, config)
     forwards = _forwards(config.schedule)
     evaluate = make_evaluate(parts, forwards, config.layouts, sharing, config.pipeline)
-    with_taught = _with_taught(parts, config, sharing)
+    with_teacher_outputs = _with_teacher_outputs(parts, config, sharing)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = _to_microbatches(_with_even_weights(batch), config)
-            return evaluate(parts.split(params), with_taught(teacher, microbatches))
+            return evaluate(parts.split(params), with_teacher_outputs(teacher, microbatches))
 
     return eval_step
 
 
-def _with_taught(
+def _with_teacher_outputs(
     parts: Parts, config: StepConfig, sharing: Sharing
 ) -> Callable[[Tree | None, Batch], Batch]:
     """Returns `f(teacher's parameters, microbatches) -> microbatches with what it teaches`."""
@@ -145,11 +145,11 @@ def _with_taught(
     forwards = _forwards(config.schedule)
     teach = make_teach(parts, forwards, config.layouts, sharing, config.pipeline)
 
-    def with_taught(teacher: Tree | None, microbatches: Batch) -> Batch:
+    def with_teacher_outputs(teacher: Tree | None, microbatches: Batch) -> Batch:
         assert teacher is not None
         return microbatches | teach(parts.split(teacher), microbatches)
 
-    return with_taught
+    return with_teacher_outputs
 
 
 def _forwards(schedule: Schedule) -> Schedule:
@@ -179,14 +179,14 @@ def _next(
     spikes, loss_scale = state.spikes, state.loss_scale
     if config.skip_spikes is not None:
         assert spikes is not None
-        accepted, spikes = judge(spikes, metrics["grad_norm"], finite, config.skip_spikes)
+        accepted, spikes = detect_spike(spikes, metrics["grad_norm"], finite, config.skip_spikes)
     if loss_scale is not None:
         loss_scale = loss_scale.after(finite, config.precision)
     in_a_row = state.num_nonfinite_in_a_row + jnp.where(finite, 0, 1)
-    judgement = Judgement(
+    outcome = StepOutcome(
         step=state.step, weight=weight, norm=metrics["grad_norm"], accepted=accepted
     )
-    params, opt_state = update(state.params, state.opt_state, grads, judgement)
+    params, opt_state = update(state.params, state.opt_state, grads, outcome)
     return TrainState(
         step=state.step + 1,
         num_skipped=state.num_skipped + jnp.where(accepted, 0, 1),
@@ -198,7 +198,7 @@ def _next(
     )
 
 
-def judge(
+def detect_spike(
     spikes: Spikes, norm: jax.Array, finite: jax.Array, skip_spikes: float
 ) -> tuple[jax.Array, Spikes]:
     """Returns whether a step with this gradient norm is accepted, and what is known after it."""

@@ -27,7 +27,7 @@ _SLICE_SIZE = 2**22
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Judgement:
+class StepOutcome:
     """What a step knows of its gradients before the update: scalars."""
 
     step: jax.Array  # int32, of the state before it
@@ -101,7 +101,7 @@ class Update:
         return jnp.sqrt(total)
 
     def __call__(
-        self, params: Tree, opt_state: Tree, grads: Tree, judgement: Judgement
+        self, params: Tree, opt_state: Tree, grads: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
         """Returns (params, opt_state) after the update, each where it was."""
         stays = self._stays
@@ -110,16 +110,16 @@ class Update:
             self._chosen_state(opt_state, stays),
             _chosen(params, stays),
             _chosen(self._numbers, stays),
-            judgement,
+            outcome,
         )
         for group in self._groups:
-            of_group, state_of_group = self._moved_group(group, params, opt_state, grads, judgement)
+            of_group, state_of_group = self._moved_group(group, params, opt_state, grads, outcome)
             new_params = merged(new_params, of_group)
             new_state = merged(new_state, state_of_group)
         return merged(new_params, params), new_state
 
     def _moved_group(
-        self, group: _Group, params: Tree, opt_state: Tree, grads: Tree, judgement: Judgement
+        self, group: _Group, params: Tree, opt_state: Tree, grads: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
         """Returns (params, opt_state) of what the group has, None for the others."""
         chosen = group.chosen
@@ -150,20 +150,18 @@ class Update:
             )
 
         def update(carry, arrays, old, constants):
-            (grads, numbers), (params, own), (shared, judgement) = arrays, old, constants
-            params, state = self._updated(
-                grads, whole_state(own, shared), params, numbers, judgement
-            )
+            (grads, numbers), (params, own), (shared, outcome) = arrays, old, constants
+            params, state = self._updated(grads, whole_state(own, shared), params, numbers, outcome)
             return carry, (params, leaves_of(state, shared=False))
 
         own, shared = leaves_of(opt_state, shared=False), leaves_of(opt_state, shared=True)
         _, (params, own) = self._in_slices(
-            group, update, (), (grads, numbers), (params, own), (shared, judgement)
+            group, update, (), (grads, numbers), (params, own), (shared, outcome)
         )
         return params, whole_state(own, shared)
 
     def _updated(
-        self, grads: Tree, opt_state: Tree, params: Tree, numbers: Tree, judgement: Judgement
+        self, grads: Tree, opt_state: Tree, params: Tree, numbers: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
         """Returns (params, opt_state) of what is here, all of it on the device.
 
@@ -172,21 +170,21 @@ class Update:
         """
 
         def ready(g):
-            g = g / judgement.weight
+            g = g / outcome.weight
             if not self._clip_norm:
                 return g
-            is_small = judgement.norm < self._clip_norm
-            return jax.lax.select(is_small, g, g / judgement.norm.astype(g.dtype) * self._clip_norm)
+            is_small = outcome.norm < self._clip_norm
+            return jax.lax.select(is_small, g, g / outcome.norm.astype(g.dtype) * self._clip_norm)
 
         grads = jax.tree.map(ready, grads)
         wide = jax.tree.map(lambda p, g: p.astype(g.dtype), params, grads)
         updates, new_state = self._optimizer.update(grads, opt_state, wide, numbers=numbers)
         new_params = rounded_at_random(
-            optax.apply_updates(wide, updates), params, numbers, self._seed, judgement.step
+            optax.apply_updates(wide, updates), params, numbers, self._seed, outcome.step
         )
 
         def kept(new, old):
-            return jax.tree.map(lambda a, b: jnp.where(judgement.accepted, a, b), new, old)
+            return jax.tree.map(lambda a, b: jnp.where(outcome.accepted, a, b), new, old)
 
         return kept(new_params, params), kept(new_state, opt_state)
 

@@ -25,14 +25,14 @@ def jitter(
     for which in random.permutation(4):
         amount = strength[which]
         if amount and which == 3:
-            image = turn_hue(image, random.uniform(-amount, amount))
+            image = shift_hue(image, random.uniform(-amount, amount))
         elif amount:
             factor = random.uniform(max(0.0, 1 - amount), 1 + amount)
             image = _ENHANCERS[which](image).enhance(factor)
     return image
 
 
-def turn_hue(image: Image.Image, turns: float) -> Image.Image:
+def shift_hue(image: Image.Image, turns: float) -> Image.Image:
     """Returns the image of mode RGB with all hues turned by so much of the circle."""
     hue, saturation, value = image.convert("HSV").split()
     turned = hue.point([(place + round(turns * 255)) % 256 for place in range(256)])

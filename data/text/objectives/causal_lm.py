@@ -9,7 +9,7 @@ from data.examples import Example, Examples
 from data.text.objectives.rows import padded, segments
 
 
-class Windows(Examples):
+class CausalLMExamples(Examples):
     """Sequences of the stream: window i predicts tokens i*T+1 to i*T+T.
 
     Its rows are tokens, targets: int32[T]; weights: float32[T].

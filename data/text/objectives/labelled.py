@@ -4,12 +4,12 @@ import numpy as np
 
 from data.config import DataConfig
 from data.examples import Example, Examples
-from data.text.objectives.rows import Joiner, encoder_decoder, special_id
+from data.text.objectives.rows import RowPacker, encoder_decoder, special_id
 from data.text.records import Label, Records
 from data.text.tokenizer import Tokenizer
 
 
-class Answers(Examples):
+class Seq2SeqExamples(Examples):
     """Texts for the encoder and answers for the decoder, cut short where they are too long.
 
     Its rows are those of `rows.encoder_decoder`; text and answer end with an end of document.
@@ -40,7 +40,7 @@ class Answers(Examples):
         return encoder_decoder(inputs, outputs, *lengths, self._pad)
 
 
-class Labelled(Examples):
+class ClassificationExamples(Examples):
     """Texts, or pairs of texts, each with one label for the row.
 
     Its rows are those of `rows.Joiner.row`, and targets: int32, the label's place among the labels;
@@ -61,7 +61,7 @@ class Labelled(Examples):
     ):
         self._records, self._tokenizer = records, tokenizer
         self._number: dict[Label | None, int] = {label: i for i, label in enumerate(labels)}
-        self._joiner = Joiner(config, tokenizer)
+        self._joiner = RowPacker(config, tokenizer)
 
     def __len__(self) -> int:
         return len(self._records)

@@ -16,7 +16,7 @@ from data.text.tokenizer import Tokenizer
 _MASKED, _REPLACED = 0.8, 0.1
 
 
-class Masking:
+class TokenMasker:
     """Chooses tokens of a row and hides them.
 
     Args:
@@ -82,7 +82,7 @@ class Masking:
         return np.cumsum(starts[places]) - 1
 
 
-class MaskedWindows(Examples):
+class MaskedLMExamples(Examples):
     """The stream in pieces between CLS and SEP; documents are separated by their ends.
 
     Its rows are tokens, targets: int32[T]; weights: float32[T], 1 at the chosen tokens; and if
@@ -102,7 +102,7 @@ class MaskedWindows(Examples):
     ):
         self._tokens = tokens[1:]
         self._room = config.sequence_length - 2
-        self._masking = Masking(config, tokenizer)
+        self._masking = TokenMasker(config, tokenizer)
         self._cls, self._sep = (special_id(tokenizer, use, config) for use in ("cls", "sep"))
         self._eos = tokenizer.eos_id if config.isolate_documents else None
         whole, rest = divmod(len(self._tokens), self._room)

@@ -8,13 +8,13 @@ import numpy as np
 
 from data.config import DataConfig
 from data.examples import Example, Examples, generator
-from data.text.objectives.masked_lm import Masking
-from data.text.objectives.rows import Joiner
+from data.text.objectives.masked_lm import TokenMasker
+from data.text.objectives.rows import RowPacker
 from data.text.token_store import document_ends
 from data.text.tokenizer import Tokenizer
 
 
-class Pairs(Examples):
+class MaskedLMPairExamples(Examples):
     """Pieces of documents cut in two, half of them with a second part from another document.
 
     Its rows are CLS A SEP B SEP: tokens, targets, token_types, segment_ids: int32[T]; weights:
@@ -31,8 +31,8 @@ class Pairs(Examples):
     """
 
     def __init__(self, tokens: np.ndarray, config: DataConfig, tokenizer: Tokenizer):
-        self._tokens, self._masking = tokens, Masking(config, tokenizer)
-        self._joiner = Joiner(config, tokenizer)
+        self._tokens, self._masking = tokens, TokenMasker(config, tokenizer)
+        self._joiner = RowPacker(config, tokenizer)
         self._room = self._joiner.room(is_pair=True)
         ends = document_ends(tokens, tokenizer.eos_id)
         has_two = np.diff(ends) > 2  # One token cannot be cut in two.

@@ -4,10 +4,10 @@ import numpy as np
 
 from data.config import DataConfig
 from data.examples import Examples
-from data.text.objectives.causal_lm import Windows
-from data.text.objectives.masked_lm import MaskedWindows
-from data.text.objectives.masked_lm_pairs import Pairs
-from data.text.objectives.span_corruption import Spans, piece_length
+from data.text.objectives.causal_lm import CausalLMExamples
+from data.text.objectives.masked_lm import MaskedLMExamples
+from data.text.objectives.masked_lm_pairs import MaskedLMPairExamples
+from data.text.objectives.span_corruption import SpanCorruptionExamples, piece_length
 from data.text.tokenizer import Tokenizer
 
 
@@ -27,12 +27,12 @@ def make_examples(
         ValueError: The tokenizer lacks what the objective needs, or lengths do not fit.
     """
     if config.objective == "masked_lm":
-        return MaskedWindows(tokens, config, tokenizer, keep_partial=keep_partial)
+        return MaskedLMExamples(tokens, config, tokenizer, keep_partial=keep_partial)
     if config.objective == "masked_lm_pairs":
-        return Pairs(tokens, config, tokenizer)
+        return MaskedLMPairExamples(tokens, config, tokenizer)
     if config.objective == "span_corruption":
-        return Spans(tokens, config, tokenizer, keep_partial=keep_partial)
-    return Windows(
+        return SpanCorruptionExamples(tokens, config, tokenizer, keep_partial=keep_partial)
+    return CausalLMExamples(
         tokens,
         config.sequence_length,
         keep_partial=keep_partial,

@@ -76,7 +76,7 @@ def segments(starts: np.ndarray) -> Example:
     }
 
 
-class Joiner:
+class RowPacker:
     """Puts one text or two between special tokens: CLS text SEP, or CLS text SEP pair SEP.
 
     Args:

@@ -14,7 +14,7 @@ from data.text.objectives.rows import encoder_decoder, sentinel_ids, special_id
 from data.text.tokenizer import Tokenizer
 
 
-class Spans(Examples):
+class SpanCorruptionExamples(Examples):
     """Pieces of the stream with spans left out of them.
 
     The encoder reads the piece with a sentinel for each span, and the decoder writes each sentinel

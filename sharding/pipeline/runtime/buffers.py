@@ -51,7 +51,7 @@ class Channel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExecutionPlan:
     """A schedule ready to run.
 
     Attributes:
@@ -75,7 +75,7 @@ class Plan:
     splits_backward: bool
     folds_last_forward: bool
     recomputes: bool  # a chunk's forward runs again in its backward
-    shares_ends: bool  # all stages work on embedding and head together
+    shares_vocab: bool  # all stages work on embedding and head together
 
     def runs(self, kind: str) -> bool | None:
         """Returns whether an operation of this kind runs in every cell; None: in some."""
@@ -86,7 +86,9 @@ class Plan:
         return _same(self.tables[f"{kind}.{flag}"][self.tables[f"{kind}.microbatch"] >= 0] > 0)
 
 
-def make_plan(schedule: Schedule, *, remat: str = "full", shares_ends: bool = False) -> Plan:
+def make_execution_plan(
+    schedule: Schedule, *, remat: str = "full", shares_vocab: bool = False
+) -> ExecutionPlan:
     """Returns the plan of a verified schedule.
 
     Args:
@@ -102,15 +104,15 @@ def make_plan(schedule: Schedule, *, remat: str = "full", shares_ends: bool = Fa
             f"schedule {schedule.name} has whole backwards (B) and split ones (I, W); a table must "
             "split all of them or none"
         )
-    return _Planner(schedule, remat, shares_ends).plan()
+    return _PlanBuilder(schedule, remat, shares_vocab).plan()
 
 
-class _Planner:
-    def __init__(self, schedule: Schedule, remat: str, shares_ends: bool):
-        self.schedule, self.shares_ends = schedule, shares_ends
+class _PlanBuilder:
+    def __init__(self, schedule: Schedule, remat: str, shares_vocab: bool):
+        self.schedule, self.shares_vocab = schedule, shares_vocab
         self.trains, self.splits = schedule.has_backward(), schedule.splits_backward()
         self.keeps_all = remat == "none" and self.trains
-        self.folds = self.trains and not self.keeps_all and not shares_ends
+        self.folds = self.trains and not self.keeps_all and not shares_vocab
         self.last = len(schedule.placement) - 1
         # The executor's three kinds: an input gradient runs where a whole backward would.
         kinds = {INPUT_GRADIENT: BACKWARD}
@@ -120,7 +122,7 @@ class _Planner:
         self.depths: dict[str, int] = {}
         self.slots: dict[tuple[str, int, int], int] = {}  # (buffer, microbatch, virtual stage)
 
-    def plan(self) -> Plan:
+    def plan(self) -> ExecutionPlan:
         for kind in (FORWARD, BACKWARD, WEIGHT_GRADIENT):
             self._table_of_operations(kind)
         self._allocate_all()
@@ -133,7 +135,7 @@ class _Planner:
         # Where the last forward is folded into its backward, a tick may have nothing left.
         microbatches = [self.tables[f"{kind}.microbatch"] for kind in "FBW"]
         works = (np.stack(microbatches) >= 0).any(axis=(0, 2))
-        return Plan(
+        return ExecutionPlan(
             tables={name: table[works] for name, table in self.tables.items()},
             shared={name: row[works] for name, row in shared.items()},
             depths=self.depths,
@@ -144,7 +146,7 @@ class _Planner:
             splits_backward=self.splits,
             folds_last_forward=self.folds,
             recomputes=self.trains and not self.keeps_all,
-            shares_ends=self.shares_ends,
+            shares_vocab=self.shares_vocab,
         )
 
     def _table_of_operations(self, kind: str) -> None:
@@ -162,7 +164,7 @@ class _Planner:
 
     def _allocate_all(self) -> None:
         every = range(self.last + 1)
-        first_arrival = 0 if self.shares_ends else 1
+        first_arrival = 0 if self.shares_vocab else 1
         recomputes = self.trains and not self.keeps_all
         readers = (FORWARD, BACKWARD) if recomputes else (FORWARD,)
         self._allocate("input", every[first_arrival:], self._input_written, readers)
@@ -248,7 +250,7 @@ class _Planner:
     def _shared(self, kind: str, virtual_stage: int) -> np.ndarray:
         row = np.full(self.shape[0], -1, np.int32)
         for (k, m, v), tick in self.when.items():
-            if self.shares_ends and k == kind and v == virtual_stage:
+            if self.shares_vocab and k == kind and v == virtual_stage:
                 row[tick] = m
         return row
 

@@ -14,7 +14,7 @@ import jax
 from sharding.estimate.memory_estimate import counted_as
 from sharding.logical import runs_alone
 from sharding.pipeline.runtime.layers import Layers
-from sharding.pipeline.runtime.packed_activations import Parcels
+from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.trees import Flag, add, read, write, zeros
 
 Tree = Any
@@ -22,7 +22,7 @@ Kept = dict[str, dict]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class StackPart:
     """One stack, as one device has it.
 
     Attributes:
@@ -51,12 +51,14 @@ class Chunks:
       ends: parameters outside the stacks.
     """
 
-    def __init__(self, parts: Mapping[str, Part], parcels: Parcels, ends: Tree, *, splits: bool):
+    def __init__(
+        self, parts: Mapping[str, StackPart], packed: PackedActivations, ends: Tree, *, splits: bool
+    ):
         self._parts = {
             name: dataclasses.replace(part, before=_alone(name, part.before))
             for name, part in parts.items()
         }
-        self._parcels, self._ends, self._splits = parcels, ends, splits
+        self._packed, self._ends, self._splits = packed, ends, splits
 
     def no_gradients(self) -> dict[str, Tree]:
         """Returns, per stack, zeros of its layers' gradients on this device."""
@@ -77,7 +79,7 @@ class Chunks:
 
             def run(x: Tree, part=part) -> Tree:
                 x = self._made_ready(part, chunk, x, microbatch)
-                return self._parcels.pack(part.layers.evaluate(chunk, x, microbatch))
+                return self._packed.pack(part.layers.evaluate(chunk, x, microbatch))
 
             x = self._if_held(part, chunk, run, x)
         return x
@@ -90,11 +92,11 @@ class Chunks:
             def run(state, part=part):
                 x, kept = state
                 if part.before is not None:
-                    given = self._parcels.unpack(x, part.given)
+                    given = self._packed.unpack(x, part.given)
                     kept = kept | {"before": write(kept["before"], slots["saved"], given)}
                 x = self._made_ready(part, chunk, x, microbatch)
                 x, buffers = part.layers.forward(chunk, x, microbatch, kept, slots)
-                return self._parcels.pack(x), kept | buffers
+                return self._packed.pack(x), kept | buffers
 
             x, kept[name] = self._if_held(part, chunk, run, (x, kept[name]))
         return x, kept
@@ -111,7 +113,7 @@ class Chunks:
 
             def run(state, part=part):
                 dx, ends, gradients, kept = state
-                dx = self._parcels.unpack(dx, part.taken)
+                dx = self._packed.unpack(dx, part.taken)
                 args = (chunk, dx, microbatch, kept, slots, gradients)
                 if self._splits:
                     dx, gradients, handed = part.layers.input_gradient(*args)
@@ -135,18 +137,18 @@ class Chunks:
             of_layers[name] = part.layers.weight_gradient(*args)
         return grads | {"layers": of_layers}
 
-    def _if_held(self, part: Part, chunk, run: Callable[[Tree], Tree], state: Tree) -> Tree:
+    def _if_held(self, part: StackPart, chunk, run: Callable[[Tree], Tree], state: Tree) -> Tree:
         """Returns run(state), or state where the chunk has no layer of the stack.
 
         Where all activations are of one type, `run` itself changes nothing then.
         """
-        if self._parcels.are_alike:
+        if self._packed.are_alike:
             return run(state)
         return part.holds.choose(chunk, lambda: run(state), lambda: state)
 
-    def _made_ready(self, part: Part, chunk, x: Tree, microbatch: Tree) -> Tree:
+    def _made_ready(self, part: StackPart, chunk, x: Tree, microbatch: Tree) -> Tree:
         """Returns what the chunk's blocks of a stack take, of what comes before it."""
-        unpack, before = self._parcels.unpack, part.before
+        unpack, before = self._packed.unpack, part.before
         if before is None:
             return unpack(x, part.taken)
         return part.begins.choose(
@@ -156,10 +158,10 @@ class Chunks:
         )
 
     def _through_before(
-        self, part: Part, chunk, dx: Tree, microbatch: Tree, kept: dict, slots, ends: Tree
+        self, part: StackPart, chunk, dx: Tree, microbatch: Tree, kept: dict, slots, ends: Tree
     ) -> tuple[Tree, Tree]:
         """Returns the gradient of what comes before a stack, and `ends` with gradients added."""
-        pack, before = self._parcels.pack, part.before
+        pack, before = self._packed.pack, part.before
         if before is None:
             return pack(dx), ends
         x = read(kept["before"], slots["saved"])

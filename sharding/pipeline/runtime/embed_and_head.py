@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from sharding.collectives import psum
-from sharding.pipeline.runtime.packed_activations import Parcels
+from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.trees import add, where, zeros
 
 Tree = Any
 
 
-class Ends:
+class EmbedAndHead:
     """One device's view of them.
 
     Args:
@@ -32,13 +32,13 @@ class Ends:
     def __init__(
         self,
         model: Any,
-        parcels: Parcels,
+        packed: PackedActivations,
         taken: Tree,
         params: Tree,
         stage: jax.Array,
         is_split: Tree,
     ):
-        self._model, self._parcels, self._taken = model, parcels, taken
+        self._model, self._packed, self._taken = model, packed, taken
         self.params, self._stage, self._is_split = params, stage, is_split
 
     def embed(self, microbatch: Tree) -> Tree:
@@ -54,9 +54,9 @@ class Ends:
         """Returns the head's `loss`, `weight` and metrics."""
         return self._sums(self.params, x, microbatch)
 
-    def taught(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
+    def teacher_outputs(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Returns what the model's `teach` gives in place of the head."""
-        return self._model.teach(self.params, self._parcels.unpack(x, self._taken), microbatch)
+        return self._model.teach(self.params, self._packed.unpack(x, self._taken), microbatch)
 
     def head_gradient(self, x: Tree, microbatch: Tree) -> tuple[dict, Tree, Tree]:
         """Returns (sums, gradients of the parameters, gradient of x)."""
@@ -85,9 +85,9 @@ class Ends:
         return add(total, counted)
 
     def _embed(self, params: Tree, microbatch: Tree) -> Tree:
-        return self._parcels.pack(self._model.embed(params, microbatch))
+        return self._packed.pack(self._model.embed(params, microbatch))
 
     def _sums(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
-        x = self._parcels.unpack(x, self._taken)
+        x = self._packed.unpack(x, self._taken)
         loss, weight, metrics = self._model.head(params, x, microbatch)
         return jax.tree.map(jnp.asarray, {"loss": loss, "weight": weight, **metrics})

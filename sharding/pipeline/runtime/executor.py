@@ -24,9 +24,9 @@ from sharding.estimate.memory_estimate import counted_as
 from sharding.mesh import REPLICA_AXES
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import Layout
-from sharding.pipeline.runtime.buffers import Channel, Plan, make_plan
-from sharding.pipeline.runtime.chunks import Chunks, Part
-from sharding.pipeline.runtime.embed_and_head import Ends
+from sharding.pipeline.runtime.buffers import Channel, ExecutionPlan, make_execution_plan
+from sharding.pipeline.runtime.chunks import Chunks, StackPart
+from sharding.pipeline.runtime.embed_and_head import EmbedAndHead
 from sharding.pipeline.runtime.gather import (
     MANUAL_AXES,
     Sharing,
@@ -36,7 +36,7 @@ from sharding.pipeline.runtime.gather import (
     total,
 )
 from sharding.pipeline.runtime.layers import Layers
-from sharding.pipeline.runtime.packed_activations import Parcels
+from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.trees import Flag, add, branch, read, wide, write, zeros
 from sharding.pipeline.schedules.table import Schedule
 from sharding.rules import axes_of
@@ -54,7 +54,7 @@ def scope_of(part: str) -> str:
 
     Args:
       part: an operation (F, B, W), one where a flag of the table holds (B.is_last), or what all
-        stages do together (a key of `Plan.shared`).
+        stages do together (a key of `ExecutionPlan.shared`).
     """
     return f"pipeline_{part}"
 
@@ -161,9 +161,10 @@ def make_teach(
     sharing: Sharing,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], dict[str, jax.Array]]:
-    """Returns `f(params, batch) -> taught` that runs a schedule of forwards up to `model.teach`.
+    """Returns `f(params, batch) -> teacher_outputs` that runs a schedule of forwards up to `model.teach`.
 
-    `taught` holds what that gives of every microbatch, arrays `[M, B, ...]` laid out as the batch.
+    `teacher_outputs` are the outputs of `teach` for every microbatch: arrays `[M, B, ...]`, laid out
+    like the batch.
     Arguments and errors as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
@@ -171,20 +172,22 @@ def make_teach(
 
     def local(params, batch):
         stage = _Stage(model, plan, layouts, sharing, params, batch)
-        taught = stage.forwards(zeros(stage.taught, plan.num_microbatches), stage.with_taught)
-        return total(taught, sharing.mesh, ("pipeline",))
+        teacher_outputs = stage.forwards(
+            zeros(stage.teacher_outputs, plan.num_microbatches), stage.with_teacher_outputs
+        )
+        return total(teacher_outputs, sharing.mesh, ("pipeline",))
 
     return _on_mesh(local, plan, sharing, PartitionSpec(None, REPLICA_AXES))
 
 
-def _plan(schedule: Schedule, sharing: Sharing, config: PipelineConfig) -> Plan:
+def _plan(schedule: Schedule, sharing: Sharing, config: PipelineConfig) -> ExecutionPlan:
     assert schedule.num_stages == sharing.mesh.shape["pipeline"]
-    shares_ends = config.share_vocab and schedule.num_stages > 1
-    return make_plan(schedule, remat=config.remat, shares_ends=shares_ends)
+    shares_vocab = config.share_vocab and schedule.num_stages > 1
+    return make_execution_plan(schedule, remat=config.remat, shares_vocab=shares_vocab)
 
 
-def _on_mesh(local, plan: Plan, sharing: Sharing, out_specs):
-    check_specs(sharing, shares_ends=plan.shares_ends)
+def _on_mesh(local, plan: ExecutionPlan, sharing: Sharing, out_specs):
+    check_specs(sharing, shares_vocab=plan.shares_vocab)
     batch = PartitionSpec(None, REPLICA_AXES)
     return on_shards(local, sharing.mesh, (manual_specs(sharing.specs), batch), out_specs)
 
@@ -192,7 +195,7 @@ def _on_mesh(local, plan: Plan, sharing: Sharing, out_specs):
 class _Stage:
     """One device's view of the run: its parameters, its batch, its column of the table."""
 
-    def __init__(self, model, plan: Plan, layouts, sharing: Sharing, params, batch):
+    def __init__(self, model, plan: ExecutionPlan, layouts, sharing: Sharing, params, batch):
         self.plan, self.batch = plan, batch
         assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
         self.index = jax.lax.axis_index("pipeline")
@@ -202,12 +205,12 @@ class _Stage:
         is_split = jax.tree.map(lambda spec: "pipeline" in axes_of(spec), sharing.specs["ends"])
         example = self._microbatch(jnp.int32(0))
         types = model.types(ends, example)
-        parcels = Parcels([x for pair in types.values() for x in pair])
+        packed = PackedActivations([x for pair in types.values() for x in pair])
         _, taken = [*types.values()][-1]
-        self.ends = Ends(model, parcels, taken, ends, self.index, is_split)
-        self.x = parcels.type
+        self.ends = EmbedAndHead(model, packed, taken, ends, self.index, is_split)
+        self.x = packed.type
         self._example = example
-        parts: dict[str, Part] = {}
+        parts: dict[str, StackPart] = {}
         for name, layout in layouts.items():
             of_stack = params["layers"][name]
             shards = sharing.of_stack(name, of_stack)
@@ -224,7 +227,7 @@ class _Stage:
             )
             holds = [[count > 0 for _, count in stage] for stage in layout.chunks]
             begins = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
-            parts[name] = Part(
+            parts[name] = StackPart(
                 layers=layers,
                 before=model.before.get(name),
                 given=given,
@@ -232,7 +235,7 @@ class _Stage:
                 holds=Flag(holds, self.index),
                 begins=Flag(begins, self.index),
             )
-        self.chunks = Chunks(parts, parcels, ends, splits=plan.splits_backward)
+        self.chunks = Chunks(parts, packed, ends, splits=plan.splits_backward)
 
     @property
     def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -240,9 +243,9 @@ class _Stage:
         return wide(jax.eval_shape(self.ends.sums, self.x, self._example))
 
     @property
-    def taught(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def teacher_outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The types of what `teach` gives of a microbatch."""
-        return jax.eval_shape(self.ends.taught, self.x, self._example)
+        return jax.eval_shape(self.ends.teacher_outputs, self.x, self._example)
 
     def reduced(self, grads: dict[str, Tree]) -> dict[str, Tree]:
         """Returns the gradients summed over all devices, each laid out as its parameter is."""
@@ -277,9 +280,11 @@ class _Stage:
         """Returns `sums` with the head's of a microbatch added."""
         return add(sums, self.ends.sums(x, self._microbatch(index)))
 
-    def with_taught(self, taught: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
-        """Returns `taught` with what `teach` gives of a microbatch in its place."""
-        return write(taught, index, self.ends.taught(x, self._microbatch(index)))
+    def with_teacher_outputs(
+        self, teacher_outputs: dict[str, Tree], x: Tree, index: jax.Array
+    ) -> dict[str, Tree]:
+        """Returns `teacher_outputs` with what `teach` gives of a microbatch in its place."""
+        return write(teacher_outputs, index, self.ends.teacher_outputs(x, self._microbatch(index)))
 
     def training_carry(self) -> dict[str, Tree]:
         grads = {"ends": zeros(wide(self.ends.params)), "layers": self.chunks.no_gradients()}
@@ -308,7 +313,7 @@ class _Stage:
         y = self._if_runs("F", row, forward, lambda: zeros(self.x))
         arrivals = self._send("F", y)
         unchanged = lambda: collected  # noqa: E731
-        if self.plan.shares_ends:
+        if self.plan.shares_vocab:
             more = self._if_shared("head", row, together, unchanged)
         else:
             alone = lambda: collect(collected, y, row["F.microbatch"])  # noqa: E731
@@ -374,7 +379,7 @@ class _Stage:
             y = read(carry["head_input"], row["B.head_input"])
 
         def from_head():
-            if self.plan.shares_ends:
+            if self.plan.shares_vocab:
                 return carry["sums"], carry["grads"]["ends"], carry["dy"]
             sums, ends, dy = self.ends.head_gradient(y, microbatch)
             return add(carry["sums"], sums), add(carry["grads"]["ends"], ends), dy
@@ -385,7 +390,7 @@ class _Stage:
         sums, ends, dx = self._if("B", "is_last", row, from_head, from_next_chunk)
         grads = carry["grads"] | {"ends": ends}
         dx, grads, kept = self.chunks.backward(chunk, dx, microbatch, kept, slots, grads)
-        if not self.plan.shares_ends:
+        if not self.plan.shares_vocab:
             embedded = lambda: add(grads["ends"], self.ends.embed_gradient(dx, microbatch))  # noqa: E731
             ends = self._if("B", "is_first", row, embedded, lambda: grads["ends"])
             grads = grads | {"ends": ends}
@@ -399,7 +404,7 @@ class _Stage:
 
     def _input(self, carry, row, kind: str, microbatch) -> Tree:
         arrived = lambda: carry["arrived"][f"{kind}.input"]  # noqa: E731
-        if self.plan.shares_ends:
+        if self.plan.shares_vocab:
             return arrived()
         embedded = lambda: self.ends.embed(microbatch)  # noqa: E731
         return self._if(kind, "is_first", row, embedded, arrived)
@@ -407,7 +412,7 @@ class _Stage:
     # What all stages do together, where they share the ends: each returns the carry after it.
 
     def _embed_together(self, carry, row) -> dict:
-        if not self.plan.shares_ends:
+        if not self.plan.shares_vocab:
             return dict(carry)
 
         def embed():
@@ -419,7 +424,7 @@ class _Stage:
 
     def _head_together(self, carry, row) -> dict:
         """Adds what the head yields, and `dy`, the gradient of its input."""
-        if not self.plan.shares_ends:
+        if not self.plan.shares_vocab:
             return carry
         last, grads = self.plan.last_stage, carry["grads"]
 
@@ -434,7 +439,7 @@ class _Stage:
         return carry | {"sums": sums, "grads": grads | {"ends": ends}, "dy": dy}
 
     def _embed_gradient_together(self, carry, row, dx) -> dict:
-        if not self.plan.shares_ends:
+        if not self.plan.shares_vocab:
             return carry
         first, grads = self.plan.first_stage, carry["grads"]
 

@@ -28,7 +28,7 @@ MANUAL_AXES = ("pipeline", "data", "fsdp")
 Tree = Any
 
 
-class Way(enum.IntEnum):
+class GatherMode(enum.IntEnum):
     """How a parameter comes to be whole on the device."""
 
     ONCE = 0  # once a step
@@ -50,7 +50,7 @@ class Sharing:
 
     def of_ends(self) -> "Shards":
         """Returns the ways of what is outside the stacks, gone once a step."""
-        once = jax.tree.map(lambda _: Way.ONCE, self.specs["ends"], is_leaf=is_spec)
+        once = jax.tree.map(lambda _: GatherMode.ONCE, self.specs["ends"], is_leaf=is_spec)
         return Shards(self.specs["ends"], self, ("pipeline",), once)
 
     def of_stack(self, name: str, params: Tree) -> "Shards":
@@ -61,12 +61,12 @@ class Sharing:
         """
         specs = self.specs["layers"][name]
         params = jax.tree.map(self._whole, params, specs)
-        ways = jax.tree.map(
-            lambda by_layer, streams: Way.STREAMED if streams else Way(by_layer),
+        gather_modes = jax.tree.map(
+            lambda by_layer, streams: GatherMode.STREAMED if streams else GatherMode(by_layer),
             one_layer_at_a_time(params, self.memory),
             streamed(params, specs, self.mesh, self.memory),
         )
-        return Shards(specs, self, (), ways, has_slots=True)
+        return Shards(specs, self, (), gather_modes, has_slots=True)
 
     def _whole(self, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         """Returns a stand-in for all shards of a parameter together: of its size, in one dim."""
@@ -75,7 +75,7 @@ class Sharing:
         return jax.ShapeDtypeStruct((size,), x.dtype)
 
 
-def check_specs(sharing: Sharing, *, shares_ends: bool) -> None:
+def check_specs(sharing: Sharing, *, shares_vocab: bool) -> None:
     """Refuses layouts for which a stage would compute with a part of a parameter.
 
     From `memory.zero_stage=1` on parameters may be split over `data`.
@@ -104,7 +104,7 @@ def check_specs(sharing: Sharing, *, shares_ends: bool) -> None:
                 "alone; set rules.layers=pipeline, and split another dim over 'fsdp'"
             )
         rest = axes_of(PartitionSpec(*spec[1:])) | (first - {"pipeline"} if of_layers else first)
-        rest -= {"pipeline"} if shares_ends and not of_layers else set()
+        rest -= {"pipeline"} if shares_vocab and not of_layers else set()
         for axis in sorted(split & rest):
             raise ValueError(
                 f"parameter {name} is laid out as {spec}: nothing but layers can be split over "
@@ -145,22 +145,22 @@ class Shards:
         specs: Tree,
         sharing: Sharing,
         axes: tuple[str, ...],
-        ways: Tree,
+        gather_modes: Tree,
         *,
         has_slots: bool = False,
     ):
         self._specs, self._mesh, self._axes = specs, sharing.mesh, axes
-        self._ways, self._has_slots = ways, has_slots
+        self._gather_modes, self._has_slots = gather_modes, has_slots
         self._slices = sharing.memory.zero_stage == 1
         self._compute_dtype, self._reduce_dtype = sharing.compute_dtype, sharing.reduce_dtype
 
     def together(self, params: Tree) -> Tree:
         """Returns the parameters whole and on the device, but for those that go layer by layer."""
 
-        def together(x, spec, way):
-            if way == Way.STREAMED or way == Way.BY_LAYER and not is_on_host(x):
+        def together(x, spec, mode):
+            if mode == GatherMode.STREAMED or mode == GatherMode.BY_LAYER and not is_on_host(x):
                 return x
-            gathered = lambda x: x if way else self._gathered(x, spec, 0)  # noqa: E731
+            gathered = lambda x: x if mode else self._gathered(x, spec, 0)  # noqa: E731
             if not (is_on_host(x) and self._has_slots):
                 return gathered(self._ready(x))
             # Slot by slot, as the device may have no room for all in the master's dtype.
@@ -173,8 +173,8 @@ class Shards:
     def layer(self, params: Tree) -> Tree:
         """Returns one layer's parameters whole, from what `together` gave of it."""
 
-        def layer(x, spec, way):
-            return self._gathered(self._ready(x), spec, 1) if way else x
+        def layer(x, spec, mode):
+            return self._gathered(self._ready(x), spec, 1) if mode else x
 
         return self._map(layer, params)
 
@@ -186,8 +186,8 @@ class Shards:
     def scattered(self, grads: Tree) -> Tree:
         """Returns one layer's gradients as `reduced` takes them; None stays None."""
 
-        def scattered(grad, spec, way):
-            if grad is None or not way or not self._dims(spec):
+        def scattered(grad, spec, mode):
+            if grad is None or not mode or not self._dims(spec):
                 return grad
             return self._scattered(self._to_send(grad), spec, 1).astype(grad.dtype)
 
@@ -199,13 +199,13 @@ class Shards:
         A gradient is not summed over axes that split its parameter otherwise than by replica.
         """
 
-        def reduced(grad, spec, way):
+        def reduced(grad, spec, mode):
             over = {*self._axes, *REPLICA_AXES} - axes_of(spec)
             axes = [a for a in MANUAL_AXES if a in over and self._mesh.shape[a] > 1]
-            if not axes and (way or not self._dims(spec)):
+            if not axes and (mode or not self._dims(spec)):
                 return grad
             narrow = self._to_send(grad)
-            narrow = narrow if way else self._scattered(narrow, spec, 0)
+            narrow = narrow if mode else self._scattered(narrow, spec, 0)
             return psum(narrow, tuple(axes)).astype(grad.dtype)
 
         return self._map(reduced, grads)
@@ -214,7 +214,9 @@ class Shards:
         return grad if self._reduce_dtype is None else grad.astype(self._reduce_dtype)
 
     def _map(self, function: Callable, tree: Tree) -> Tree:
-        return jax.tree.map(function, tree, self._specs, self._ways, is_leaf=lambda x: x is None)
+        return jax.tree.map(
+            function, tree, self._specs, self._gather_modes, is_leaf=lambda x: x is None
+        )
 
     def _gathered(self, x: jax.Array, spec: PartitionSpec, skip: int) -> jax.Array:
         def gathered(x: jax.Array) -> jax.Array:

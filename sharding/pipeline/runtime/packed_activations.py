@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 Tree = Any
 
 
-class Parcels:
+class PackedActivations:
     """What is sent in place of activations of several types.
 
     Args:

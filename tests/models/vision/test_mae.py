@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 
 from models.flops import traced_flops
-from models.vision.common import cut_patches, joined_patches
+from models.vision.common import patchify, unpatchify
 from models.vision.mae import MAE, MAEConfig
 from models.vision.vit import ViT
 
@@ -88,7 +88,7 @@ def test_encoder_sees_what_the_head_does_not_ask_for():
     mae, inputs = model(), batch(2)
     pixels = jnp.asarray(inputs["images"] / 127.5 - 1, jnp.float32)
     gradient = jax.grad(lambda x: (mae.embed({**inputs, "images": x}) ** 2).sum())(pixels)
-    patches = cut_patches(jnp.abs(gradient), 2).reshape(2, NUM_PATCHES, -1)
+    patches = patchify(jnp.abs(gradient), 2).reshape(2, NUM_PATCHES, -1)
     np.testing.assert_array_equal(patches.max(axis=-1) == 0, hidden(inputs))
     assert mae.embed(inputs).shape == (2, 1 + NUM_KEPT, 8)
 
@@ -146,7 +146,7 @@ def test_hidden_pixels_change_no_prediction():
     is_hidden = np.array(mae(inputs["images"])[1])
     pixels = jnp.asarray(inputs["images"] / 127.5 - 1, jnp.float32)
     gradient = jax.grad(lambda x: (mae(x)[0] ** 2).sum())(pixels)
-    patches = cut_patches(jnp.abs(gradient), 2).reshape(2, NUM_PATCHES, -1)
+    patches = patchify(jnp.abs(gradient), 2).reshape(2, NUM_PATCHES, -1)
     np.testing.assert_array_equal(patches.max(axis=-1) == 0, is_hidden)
 
 
@@ -175,9 +175,9 @@ def test_reconstructions_keep_what_is_seen_and_show_what_is_predicted(normalise)
     predictions, is_hidden = mae(images)
     seen, reconstructed = (np.asarray(x) for x in mae.reconstructions(images))
     pixels = images[:, :10, :10] / 255
-    patches = np.asarray(cut_patches(jnp.asarray(pixels), 2)).reshape(2, 25, 12)
+    patches = np.asarray(patchify(jnp.asarray(pixels), 2)).reshape(2, 25, 12)
     mask = np.repeat(np.array(is_hidden)[..., None], 12, axis=-1).reshape(2, 5, 5, 2, 2, 3)
-    mask = np.asarray(joined_patches(jnp.asarray(mask)))
+    mask = np.asarray(unpatchify(jnp.asarray(mask)))
     # Rounding of float32.
     for found, hidden_ones in ((seen, np.full_like(pixels, 0.5)), (reconstructed, None)):
         np.testing.assert_allclose(found[~mask], pixels[~mask], atol=1e-6)
@@ -187,7 +187,7 @@ def test_reconstructions_keep_what_is_seen_and_show_what_is_predicted(normalise)
                 values = np.asarray(predictions) * patches.std(axis=-1, ddof=1, keepdims=True)
             values = values + (patches.mean(axis=-1, keepdims=True) if normalise else 0.5)
             values = np.clip(values, 0, 1).reshape(2, 5, 5, 2, 2, 3)
-            hidden_ones = np.asarray(joined_patches(jnp.asarray(values)))
+            hidden_ones = np.asarray(unpatchify(jnp.asarray(values)))
         np.testing.assert_allclose(found[mask], hidden_ones[mask], atol=1e-5)
 
 

@@ -115,13 +115,13 @@ def test_views_are_encoded_alike_and_dropped_apart():
 def test_flops_are_those_of_the_traced_products(parts):
     model, x_BVTD, batch = parts
 
-    def taught(batch):
+    def teacher_outputs(batch):
         return model.teach(model.encoder(model.embed(batch), batch), batch)
 
     def loss(batch):
         return model.head(model.encoder(model.embed(batch), batch), batch)
 
-    assert model.teach_flops(batch) == traced_flops(taught, batch)
+    assert model.teach_flops(batch) == traced_flops(teacher_outputs, batch)
     assert model.forward_flops(batch) == traced_flops(loss, batch)
 
 

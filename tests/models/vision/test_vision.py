@@ -12,12 +12,12 @@ from transformers.models.vit_mae import modeling_vit_mae
 
 from models.flops import traced_flops
 from models.layers.basic import drop_path
-from models.layers.windows import cut_windows, joined_windows, regions
+from models.layers.windows import merge_windows, partition_windows, regions
 from models.vision.common import (
     ImageInputConfig,
-    cut_patches,
+    drop_path_rate,
     label_loss,
-    path_rate,
+    patchify,
     resized_positions,
     sincos_positions,
 )
@@ -43,7 +43,7 @@ def test_patches_are_those_of_a_convolution():
     unfolded = torch.nn.functional.unfold(
         torch.from_numpy(images).permute(0, 3, 1, 2), kernel_size=2, stride=2
     )
-    channels_first = jnp.moveaxis(cut_patches(jnp.asarray(images), 2), -1, -3)
+    channels_first = jnp.moveaxis(patchify(jnp.asarray(images), 2), -1, -3)
     np.testing.assert_array_equal(
         channels_first.reshape(2, 12, 12), unfolded.permute(0, 2, 1).numpy()
     )
@@ -128,23 +128,23 @@ def test_drop_path_drops_whole_examples_and_keeps_the_mean():
 
 
 def test_rate_of_stochastic_depth_grows_to_the_last_branch():
-    assert [float(path_rate(0.2, jnp.int32(i), 5)) for i in (0, 2, 4)] == pytest.approx(
+    assert [float(drop_path_rate(0.2, jnp.int32(i), 5)) for i in (0, 2, 4)] == pytest.approx(
         [0.0, 0.1, 0.2]
     )
-    assert path_rate(0.0, jnp.int32(3), 5) == 0.0
+    assert drop_path_rate(0.0, jnp.int32(3), 5) == 0.0
 
 
 def test_windows_are_joined_to_what_they_were_cut_from():
     x = np.random.default_rng(0).normal(size=(2, 7, 9, 3)).astype(np.float32)
-    windows = cut_windows(jnp.asarray(x), 4, 2)
+    windows = partition_windows(jnp.asarray(x), 4, 2)
     assert windows.shape == (2 * 2 * 3, 16, 3)
-    np.testing.assert_array_equal(joined_windows(windows, 7, 9, 2), x)
+    np.testing.assert_array_equal(merge_windows(windows, 7, 9, 2), x)
 
 
 def test_regions_tell_apart_what_a_shift_brought_together():
     rows, columns = np.mgrid[:8, :8].astype(np.float32)
     places = jnp.asarray(np.stack([rows, columns], axis=-1))[None]
-    windows = np.asarray(cut_windows(places, 4, 2))
+    windows = np.asarray(partition_windows(places, 4, 2))
     ids = regions(8, 8, 4, 2)
     for window, numbers in zip(windows, ids, strict=True):
         far = np.abs(window[:, None] - window[None]).max(axis=-1) >= 4

@@ -8,7 +8,7 @@ from sharding.analysis import hlo, kernel_time
 from sharding.analysis.cost import format_prediction, predict
 from sharding.analysis.kernel_time import attention_flops, moved_bytes
 from sharding.analysis.simulation import Ticks
-from sharding.pipeline.runtime.buffers import make_plan
+from sharding.pipeline.runtime.buffers import make_execution_plan
 from sharding.pipeline.schedule import make_schedule
 from tests.sharding.analysis.programs import (
     GATHERED,
@@ -265,7 +265,9 @@ def test_predict_without_ticks_runs_everything_in_every_tick():
 
 
 def test_ticks_of_plan_say_what_each_stage_runs():
-    plan = make_plan(make_schedule("1f1b", num_stages=2, num_microbatches=3, num_chunks=1))
+    plan = make_execution_plan(
+        make_schedule("1f1b", num_stages=2, num_microbatches=3, num_chunks=1)
+    )
     found = Ticks.of_plan(plan)
     assert len(found) == len(plan.tables["F.microbatch"])
     first, last = zip(*found.stages, strict=True)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from sharding.distributed.handshake import Process, _own_version, call_roll, software
-from sharding.distributed.startup import Start, how_started
+from sharding.distributed.handshake import Process, _own_version, perform_handshake, software
+from sharding.distributed.startup import DistributedEnv, read_distributed_env
 
 SOFTWARE = {"python": "3.11.7", "jax": "0.10.2"}
 
@@ -29,7 +29,7 @@ def answers(*present: Process, timeout_s: float = 20.0) -> list[str | None]:
 
     def call(number: int) -> None:
         try:
-            call_roll(present[number], coordinator, timeout_s)
+            perform_handshake(present[number], coordinator, timeout_s)
         except (ValueError, OSError) as error:
             told[number] = str(error)
 
@@ -109,19 +109,21 @@ def test_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConnectionError, match=f"process 0 on n0 cannot listen on port {port} "):
-            call_roll(process(0), f"127.0.0.1:{port}", 1.0)
+            perform_handshake(process(0), f"127.0.0.1:{port}", 1.0)
 
 
 def test_strangers_at_the_port_are_passed_over():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    first = threading.Thread(target=call_roll, args=(process(0, 2), f"127.0.0.1:{port}", 20.0))
+    first = threading.Thread(
+        target=perform_handshake, args=(process(0, 2), f"127.0.0.1:{port}", 20.0)
+    )
     first.start()
     for content in (b"GET / HTTP/1.1\r\n", b"[1]\n", b'{"process_id": "x"}\n', b""):
         with connect(port) as stranger:
             stranger.sendall(content)
     silent = connect(port)  # and stays
-    call_roll(process(1, 2), f"127.0.0.1:{port}", 20.0)
+    perform_handshake(process(1, 2), f"127.0.0.1:{port}", 20.0)
     first.join(timeout=30)
     assert not first.is_alive()
     silent.close()
@@ -159,7 +161,7 @@ SLURM = {
     ],
 )
 def test_slurm_says_how_a_process_was_started(changes, host, local_device_ids):
-    assert how_started({**SLURM, **changes}) == Start(
+    assert read_distributed_env({**SLURM, **changes}) == DistributedEnv(
         coordinator=f"{host}:{61440 + 802}",
         num_processes=4,
         process_id=3,
@@ -168,5 +170,5 @@ def test_slurm_says_how_a_process_was_started(changes, host, local_device_ids):
 
 
 def test_one_process_alone_joins_nobody():
-    assert how_started({}) is None
-    assert how_started({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert read_distributed_env({}) is None
+    assert read_distributed_env({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None

@@ -19,7 +19,7 @@ from train import loop
 from train.config.schema import TrainConfig
 from train.goodput import summarize
 from train.lifecycle import divergence
-from train.lifecycle.divergence import MAX_ROLLBACKS, Diverged, Patience
+from train.lifecycle.divergence import MAX_ROLLBACKS, Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import DIVERGED, FINISHED
 from train.lifecycle.phases import Phases
 from train.lifecycle.stop_signals import StopSignals
@@ -27,7 +27,7 @@ from train.lifecycle.workdir import find_position
 from train.main import main
 from train.reporting.metrics import read_metrics
 from train.state.train_state import Spikes
-from train.step.train_step import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, judge
+from train.step.train_step import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, detect_spike
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 ROWS = {"tokens": np.arange(6).reshape(2, 3), "weights": np.full((2, 3), np.nan, np.float32)}
@@ -43,10 +43,10 @@ def config(**changes) -> TrainConfig:
     return TrainConfig(num_steps=9, num_microbatches=1, seed=0, remat="none", **changes)
 
 
-def ask(patience: Patience, *counts: int) -> list[int | None]:
+def ask(nonfinite_monitor: NonfiniteMonitor, *counts: int) -> list[int | None]:
     """Returns the answers at steps 1, 2, ... whose counts of bad steps in a row are these."""
     metrics = ({"num_nonfinite_in_a_row": jnp.int32(count)} for count in counts)
-    return [patience.first_bad_step(1 + i, ROWS, each) for i, each in enumerate(metrics)]
+    return [nonfinite_monitor.first_bad_step(1 + i, ROWS, each) for i, each in enumerate(metrics)]
 
 
 # The config.
@@ -143,7 +143,7 @@ def judged(norms, spikes: Spikes | None = None, factor: float = 3.0) -> tuple[st
     spikes = spikes or Spikes(jnp.float32(0), jnp.int32(0), jnp.int32(0))
     letters = ""
     for norm in np.asarray(norms, np.float32):
-        accepted, spikes = judge(spikes, norm, jnp.isfinite(norm), factor)
+        accepted, spikes = detect_spike(spikes, norm, jnp.isfinite(norm), factor)
         letters += "a" if accepted else "s"
     return letters, spikes
 
@@ -190,10 +190,13 @@ def test_bad_step_amid_spikes_is_neither_accepted_nor_one_of_them():
 
 
 def test_patience_ends_one_step_after_too_many_in_a_row(tmp_path):
-    assert ask(Patience(config(max_nonfinite_steps=3), tmp_path), 1, 2, 0, 1, 2, 3) == [None] * 6
+    assert (
+        ask(NonfiniteMonitor(config(max_nonfinite_steps=3), tmp_path), 1, 2, 0, 1, 2, 3)
+        == [None] * 6
+    )
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(Diverged) as error:
-        ask(Patience(config(max_nonfinite_steps=3), tmp_path), 0, 1, 2, 3, 4)
+        ask(NonfiniteMonitor(config(max_nonfinite_steps=3), tmp_path), 0, 1, 2, 3, 4)
     path = tmp_path / "nonfinite_step_4.npz"
     assert str(error.value) == (
         "the loss or the gradients of 3 steps in a row, the last of them step 4, were not finite "
@@ -208,41 +211,45 @@ def test_patience_ends_one_step_after_too_many_in_a_row(tmp_path):
 
 
 def test_patience_judges_the_rows_of_the_bad_step_not_of_the_newest(tmp_path):
-    patience = Patience(config(max_nonfinite_steps=1), tmp_path)
+    nonfinite_monitor = NonfiniteMonitor(config(max_nonfinite_steps=1), tmp_path)
     bad, good = ({"num_nonfinite_in_a_row": jnp.int32(count)} for count in (1, 0))
-    patience.first_bad_step(7, {"tokens": np.array([7])}, bad)
+    nonfinite_monitor.first_bad_step(7, {"tokens": np.array([7])}, bad)
     with pytest.raises(Diverged, match="the last of them step 7"):
-        patience.first_bad_step(8, {"tokens": np.array([8])}, good)
+        nonfinite_monitor.first_bad_step(8, {"tokens": np.array([8])}, good)
     assert np.load(tmp_path / "nonfinite_step_7.npz")["tokens"] == [7]
 
 
 def test_patience_without_a_limit_never_ends(tmp_path):
     counts = range(1, 100)
-    assert set(ask(Patience(config(max_nonfinite_steps=0), tmp_path), *counts)) == {None}
+    assert set(ask(NonfiniteMonitor(config(max_nonfinite_steps=0), tmp_path), *counts)) == {None}
 
 
 def test_spike_that_is_skipped_within_a_row_is_part_of_it(tmp_path):
-    patience = Patience(config(max_nonfinite_steps=3, on_nonfinite="rollback"), tmp_path)
+    nonfinite_monitor = NonfiniteMonitor(
+        config(max_nonfinite_steps=3, on_nonfinite="rollback"), tmp_path
+    )
     # Steps 2, 3, 5 and 6 are not finite; 4 is finite, and a spike. A checkpoint of it is no help.
-    assert ask(patience, 0, 1, 2, 2, 3, 4)[-1] == 2
+    assert ask(nonfinite_monitor, 0, 1, 2, 2, 3, 4)[-1] == 2
 
 
 def test_patience_begins_anew_after_a_rollback_and_allows_few(tmp_path, caplog):
-    patience = Patience(config(max_nonfinite_steps=2, on_nonfinite="rollback"), tmp_path)
+    nonfinite_monitor = NonfiniteMonitor(
+        config(max_nonfinite_steps=2, on_nonfinite="rollback"), tmp_path
+    )
     with caplog.at_level(logging.WARNING):
         for number in range(1, MAX_ROLLBACKS + 1):
             # Step 4, which was started before patience ended, is judged by nobody.
-            assert ask(patience, 0, 1, 2, 3, 1) == [None, None, None, 2, None]
+            assert ask(nonfinite_monitor, 0, 1, 2, 3, 1) == [None, None, None, 2, None]
             assert f"rollback {number} of {MAX_ROLLBACKS}" in caplog.messages[-1]
-            patience.first_bad_step(6, ROWS, {"num_nonfinite_in_a_row": jnp.int32(0)})
+            nonfinite_monitor.first_bad_step(6, ROWS, {"num_nonfinite_in_a_row": jnp.int32(0)})
     with pytest.raises(Diverged, match=rf"\) after {MAX_ROLLBACKS} rollbacks; look"):
-        ask(patience, 1, 2, 3)
+        ask(nonfinite_monitor, 1, 2, 3)
 
 
 def test_rows_that_cannot_be_saved_do_not_hide_why(tmp_path):
-    patience = Patience(config(max_nonfinite_steps=1), tmp_path / "gone")
+    nonfinite_monitor = NonfiniteMonitor(config(max_nonfinite_steps=1), tmp_path / "gone")
     with pytest.raises(Diverged, match=r"were not finite \(its batch could not be saved: .*gone"):
-        ask(patience, 1, 2)
+        ask(nonfinite_monitor, 1, 2)
 
 
 def test_each_process_saves_rows_of_its_own(tmp_path, monkeypatch):
@@ -250,7 +257,7 @@ def test_each_process_saves_rows_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(divergence, "wait_for_all", lambda what: None)
     with pytest.raises(Diverged, match=r"nonfinite_step_1_process_1\.npz\)"):
-        ask(Patience(config(max_nonfinite_steps=1), tmp_path), 1, 2)
+        ask(NonfiniteMonitor(config(max_nonfinite_steps=1), tmp_path), 1, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["nonfinite_step_1_process_1.npz"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from sharding.distributed.messages import Exchange, may_pass
 from tests.runs import CONFIG, ROOT, TINY
 from train.lifecycle.exit_codes import FAILED, REFUSED
-from train.lifecycle.workdir import LOCK_FILE, hold
+from train.lifecycle.workdir import LOCK_FILE, lock
 from train.main import main
 
 HOLDS = """
@@ -47,10 +47,10 @@ def test_second_run_waits_and_is_told_who_is_there(holder, corpus_overrides, tmp
 def test_run_goes_on_as_soon_as_the_other_is_gone(holder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         holder.kill()  # and its file stays
-        with hold(tmp_path, timeout_s=60) as first:
+        with lock(tmp_path, timeout_s=60) as first:
             assert (tmp_path / LOCK_FILE).read_text() == first
     assert not (tmp_path / LOCK_FILE).exists()
-    with hold(tmp_path, timeout_s=0) as second:
+    with lock(tmp_path, timeout_s=0) as second:
         assert second != first
     assert not (tmp_path / LOCK_FILE).exists()
 
@@ -81,7 +81,7 @@ def test_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, caplo
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("train.lifecycle.workdir.fcntl.flock", flock)
-    with hold(tmp_path, timeout_s=0):
+    with lock(tmp_path, timeout_s=0):
         assert (tmp_path / LOCK_FILE).exists()
     assert "cannot be locked" in caplog.text and "start no second run there" in caplog.text
 

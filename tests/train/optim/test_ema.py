@@ -20,7 +20,7 @@ from tests.runs import FLOAT64, TINY, digest, make_run
 from train.config.schema import TrainConfig
 from train.evaluation import evaluate
 from train.lifecycle.phases import Phases
-from train.lifecycle.workdir import Position, claim, find_position
+from train.lifecycle.workdir import Position, write_run_files, find_position
 from train.optim.ema import average_params
 from train.state.averaged import averaged
 from train.state.train_state import shardings_of
@@ -152,7 +152,7 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
         start = find_position(other, corpus, tmp_path)
         restored = averaged(other.state.to_portable(start.state))
         # Whoever reads the run, to start from it or to convert it, has the average.
-        claim(tmp_path, run, corpus)
+        write_run_files(tmp_path, run, corpus)
         for is_averaged in (True, False):
             source = read_source(tmp_path, averaged=is_averaged)
             read = load_params(source, other.state.portable.params)

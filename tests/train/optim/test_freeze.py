@@ -11,7 +11,7 @@ from data.batches import train_batches
 from sharding.analysis.audit import collectives, flops
 from sharding.batches import place_batch
 from tests.runs import TINY, make_run
-from train.lifecycle.workdir import check, claim
+from train.lifecycle.workdir import check, write_run_files
 from train.optim.freeze import frozen_params
 from train.run.summary import describe
 
@@ -98,7 +98,7 @@ def test_gradients_of_frozen_parameters_are_not_computed(schedule, corpus_overri
 
 def test_run_does_not_go_on_with_others_frozen_or_another_average(corpus_overrides, tmp_path):
     run, corpus = run_of(*corpus_overrides, MLP)
-    claim(tmp_path, run, corpus)
+    write_run_files(tmp_path, run, corpus)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     check(tmp_path, run)
     for change, line in {

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import estimates
 from sharding.analysis.audit import memory
-from sharding.estimate.memory_estimate import Work
+from sharding.estimate.memory_estimate import StepCost
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
 from tests.runs import CONFIG, FLOAT64, TINY, arguments, losses, make_run
@@ -19,7 +19,7 @@ from train.config.config_files import load
 from train.config.schema import RunConfig, resolve
 from train.main import main
 from train.planning.memory_budget import Budget, budget_of, compiled_bytes, host_memory_bytes
-from train.planning.memory_search import Planner, _Search
+from train.planning.memory_search import MemoryPlanner, _Search
 from train.planning.step_time import rates_of
 from train.reporting.metrics import read_metrics
 from train.run.build import Run, prepare
@@ -53,9 +53,9 @@ def base(corpus_overrides) -> tuple[str, ...]:
     return (*TINY, *corpus_overrides, "data.sequence_length=64", "data.global_batch_size=32")
 
 
-def planner(run: Run, budget: Budget) -> Planner:
+def planner(run: Run, budget: Budget) -> MemoryPlanner:
     vocab_size = run.model_config.vocab_size
-    return Planner(lambda config: prepare(config, run.mesh, vocab_size=vocab_size), budget)
+    return MemoryPlanner(lambda config: prepare(config, run.mesh, vocab_size=vocab_size), budget)
 
 
 def with_auto(run: Run) -> RunConfig:
@@ -222,7 +222,7 @@ def test_budgets_that_are_none_are_refused(overrides, message):
 def test_step_time_is_that_of_the_slower_of_products_and_memory_and_of_what_is_moved():
     rates = rates_of("NVIDIA H100 80GB HBM3", "bfloat16")
     assert rates.flops_per_s == 0.5 * 989.5e12 and rates.memory_bytes_per_s == 3.35e12
-    work = Work(host_bytes=63_000_000_000, network_bytes=450_000_000)
+    work = StepCost(host_bytes=63_000_000_000, network_bytes=450_000_000)
     assert rates.step_time_s(work) == pytest.approx(1 + 1e-3)
     work.products[int(rates.flops_per_s), 1] = 2
     work.products[1, int(rates.memory_bytes_per_s)] = 3

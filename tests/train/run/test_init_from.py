@@ -19,7 +19,7 @@ from tests.hugging_face import save_model
 from tests.runs import ROOT, write_corpus
 from tests.train.meshes.models_on_meshes import write_labelled
 from tests.train.test_main import error_line, run_main
-from train.config.checkpoint_config import take_over
+from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
 from train.config.schema import resolve
 from train.reporting.metrics import read_metrics
@@ -94,7 +94,7 @@ def test_evaluation_of_a_checkpoint_is_that_of_transformers(opt, text, tmp_path,
     found = float(printed[printed.index("eval_loss") + 1])
 
     config = load(FINETUNE, overrides)
-    take_over(config, read_source(directory), overrides)
+    inherit_config(config, read_source(directory), overrides)
     resolved = resolve(config)
     total = weight = 0.0
     corpus = load_text(resolved.data)
@@ -126,7 +126,7 @@ def test_finetuning_is_the_same_on_any_mesh_and_goes_on(opt, text, tmp_path):
 def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     overrides = (f"data.paths={text[0]}/labelled.jsonl", *SHORT, f"init_from={bert}")
     config, source = load(CLASSIFY, (*overrides, "mesh.fsdp=2")), read_source(bert)
-    take_over(config, source, overrides)
+    inherit_config(config, source, overrides)
     resolved = resolve(config)
     vocab_size = resolved.model_fields["vocab_size"]
     run = prepare(
@@ -146,7 +146,7 @@ def run_from(directory, text, labels, *overrides):
     where = (f"data.paths={text[0]}/labelled.jsonl", f"init_from={directory}")
     overrides = (*where, *SHORT, *overrides)
     config, source = load(CLASSIFY, overrides), read_source(directory)
-    take_over(config, source, overrides)
+    inherit_config(config, source, overrides)
     resolved = resolve(config)
     sizes = {"vocab_size": resolved.model_fields["vocab_size"], "num_labels": labels}
     return prepare(resolved, make_mesh(resolved.mesh, jax.devices()), **sizes), source
@@ -205,7 +205,7 @@ def test_labels_of_what_has_no_classifier_are_refused(bert, opt, text):
         start_params(run, source, ("colon", "none"))
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}", "train.init_labels=new")
     config, source = load(FINETUNE, overrides), read_source(opt[0])
-    take_over(config, source, overrides)
+    inherit_config(config, source, overrides)
     resolved = resolve(config)
     run = prepare(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None)
     with pytest.raises(ValueError, match="train.init_labels='new' is for a classifier, and .*opt"):

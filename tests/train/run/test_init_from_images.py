@@ -21,7 +21,7 @@ from sharding.mesh import make_mesh
 from tests.runs import ROOT
 from tests.train.run.test_init_from import losses_of
 from tests.train.test_main import error_line, run_main
-from train.config.checkpoint_config import take_over
+from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
 from train.config.schema import resolve
 from train.main import main
@@ -79,7 +79,7 @@ def run_from(directory, config, *overrides):
     """Returns (run, its parameters at the start, the checkpoint's)."""
     overrides = (*overrides, f"init_from={directory}")
     given, source = load(config, overrides), read_source(directory)
-    take_over(given, source, overrides)
+    inherit_config(given, source, overrides)
     resolved = resolve(given)
     labels = load_corpus(resolved.data, resolved.images).labels
     run = prepare(

@@ -115,26 +115,26 @@ def head_flops(vocab: int) -> int:
     return 3 * (2 * B * T * D * vocab)
 
 
-def busiest(counts, vocab: int, *, recomputes: bool, shares_ends: bool) -> int:
+def busiest(counts, vocab: int, *, recomputes: bool, shares_vocab: bool) -> int:
     """Returns the FLOPs of the busiest stage."""
     stages = [count * layer_flops(recomputes=recomputes) for count in counts]
-    if not shares_ends:
+    if not shares_vocab:
         # The last forward runs in its backward, once.
         stages[-1] = counts[-1] * layer_flops(recomputes=False) + head_flops(vocab)
     return max(stages)
 
 
-def balanced(vocab: int, num_chunks: int, *, recomputes: bool, shares_ends: bool) -> list[int]:
+def balanced(vocab: int, num_chunks: int, *, recomputes: bool, shares_vocab: bool) -> list[int]:
     work = count_work(*gpt2(vocab), recomputes=recomputes)
-    return work.balanced(num_chunks, shares_ends=shares_ends)
+    return work.balanced(num_chunks, shares_vocab=shares_vocab)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocab", [8, 256, 512, 4096])
 def test_balanced_give_the_busiest_stage_the_least_of_all_cuts(vocab, num_chunks, recomputes):
-    for shares_ends in (False, True):
-        flags = {"recomputes": recomputes, "shares_ends": shares_ends}
+    for shares_vocab in (False, True):
+        flags = {"recomputes": recomputes, "shares_ends": shares_vocab}
         counts = balanced(vocab, num_chunks, **flags)
         assert len(counts) == num_chunks and sum(counts) == LAYERS
         every = itertools.product(range(LAYERS + 1), repeat=num_chunks)
@@ -153,7 +153,7 @@ def test_balanced_give_the_stage_of_a_large_head_fewer():
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 6])
 def test_balanced_with_shared_ends_are_even(num_chunks):
-    counts = balanced(2**14, num_chunks, recomputes=True, shares_ends=True)
+    counts = balanced(2**14, num_chunks, recomputes=True, shares_vocab=True)
     assert counts == [LAYERS // num_chunks] * num_chunks
 
 
@@ -175,7 +175,7 @@ def test_layer_flops_of_the_formula_are_those_traced():
 
 def test_work_of_chunks_counts_recomputation_where_it_runs():
     work = count_work(*gpt2(8), recomputes=True)
-    alone, shared = (work.of_chunks([3, 3], shares_ends=s) for s in (False, True))
+    alone, shared = (work.of_chunks([3, 3], shares_vocab=s) for s in (False, True))
     once, twice = (layer_flops(recomputes=r) for r in (False, True))
     assert alone == [3 * twice, 3 * once + head_flops(8)]
     assert shared == [3 * twice + head_flops(8) / 2] * 2
@@ -183,7 +183,7 @@ def test_work_of_chunks_counts_recomputation_where_it_runs():
 
 def test_work_of_chunks_counts_the_ends_where_they_are():
     work = count_work(*gpt2(512), recomputes=False)
-    alone, shared = (work.of_chunks([4, 2], shares_ends=s) for s in (False, True))
+    alone, shared = (work.of_chunks([4, 2], shares_vocab=s) for s in (False, True))
     layer = layer_flops(recomputes=False)
     assert alone == [4 * layer, 2 * layer + head_flops(512)]
     assert shared == [4 * layer + head_flops(512) / 2, 2 * layer + head_flops(512) / 2]

@@ -10,7 +10,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from data.image_config import ImageConfig
 from data.images.transforms.augment import augment, central, erase
-from data.images.transforms.colors import jitter, solarized, turn_hue, without_color
+from data.images.transforms.colors import jitter, shift_hue, solarized, without_color
 from data.images.transforms.crops import central_crop, crop, open_image, random_box, to_channels
 from data.images.transforms.mixing import draw_mix
 from data.images.transforms.rand_augment import OPERATIONS, rand_augment
@@ -165,9 +165,9 @@ def test_jitter_of_one_kind_is_pillows_enhancer():
 
 def test_hue_turns_round_the_circle():
     red = Image.new("RGB", (2, 2), (255, 0, 0))
-    assert np.asarray(turn_hue(red, 1 / 3))[0, 0].argmax() == 1
-    assert np.asarray(turn_hue(red, -1 / 3))[0, 0].argmax() == 2
-    assert_same(turn_hue(red, 0), red)
+    assert np.asarray(shift_hue(red, 1 / 3))[0, 0].argmax() == 1
+    assert np.asarray(shift_hue(red, -1 / 3))[0, 0].argmax() == 2
+    assert_same(shift_hue(red, 0), red)
 
 
 def test_grey_and_inverted_images():

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.config import DataConfig
-from data.text.objectives.span_corruption import Spans, piece_length, span_counts, target_length
+from data.text.objectives.span_corruption import (
+    SpanCorruptionExamples,
+    piece_length,
+    span_counts,
+    target_length,
+)
 from data.text.text_corpus import load_text
 from data.text.tokenizer import ByteTokenizer
 from tests.data.corpora import EOS, FIRST_SENTINEL, PAD, documents, jsonl_config, sentence_piece
@@ -51,7 +56,7 @@ def test_text_is_restored_exactly(fraction, mean, length, extra, num_tokens, see
     )
     config = dataclasses.replace(config, target_length=target_length(config) + extra)
     stream = np.random.default_rng(seed).integers(0, 257, num_tokens + 1).astype(np.uint16)
-    examples = Spans(stream, config, TOKENIZER, keep_partial=True)
+    examples = SpanCorruptionExamples(stream, config, TOKENIZER, keep_partial=True)
     pieces = []
     for i in range(len(examples)):
         row = examples.example(i, (seed, i))

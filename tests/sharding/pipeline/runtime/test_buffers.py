@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.pipeline.runtime.buffers import Plan, make_plan
+from sharding.pipeline.runtime.buffers import ExecutionPlan, make_execution_plan
 from sharding.pipeline.schedule import SCHEDULES, forward_only, make_schedule
 from sharding.pipeline.schedules.table import Op, Schedule, verify
 from tests.sharding.pipeline.schedules.tables import properties, schedules
@@ -38,12 +38,12 @@ class Simulation:
       held: (buffer, stage) -> everything that was ever put into a slot to be read.
     """
 
-    def __init__(self, plan: Plan, schedule: Schedule, *, remat: str, shares_ends: bool):
+    def __init__(self, plan: ExecutionPlan, schedule: Schedule, *, remat: str, shares_vocab: bool):
         self.plan, self.placement = plan, schedule.placement
         self.stages = range(schedule.num_stages)
         self.last = len(schedule.placement) - 1
         self.trains = any(op.kind != "F" for _, _, cell in schedule.cells() for op in cell)
-        self.recomputes, self.shares_ends = remat == "full", shares_ends
+        self.recomputes, self.shares_vocab = remat == "full", shares_vocab
         self.keeps = self.trains and not self.recomputes
         self.splits = any(op.kind == "W" for _, _, cell in schedule.cells() for op in cell)
         self.slots: dict[tuple[str, int, int], Held] = {}
@@ -57,15 +57,15 @@ class Simulation:
 
     def run_tick(self, tick: int) -> None:
         self.tick, self.phase = tick, 0
-        if self.shares_ends:
+        if self.shares_vocab:
             self.embed_together()
         self.phase = 1
         sent = {("F", s): self.forward(s) for s in self.stages}
         self.phase = 2
-        if self.shares_ends:
+        if self.shares_vocab:
             self.head_together()
         sent |= {("B", s): self.backward(s) for s in self.stages}
-        if self.shares_ends and self.trains:
+        if self.shares_vocab and self.trains:
             microbatch = self.plan.shared["embed_gradient"][self.tick]
             wanted = ("dx", microbatch, 0) if microbatch >= 0 else None
             found = sent["B", self.placement[0]]
@@ -94,7 +94,7 @@ class Simulation:
         m, v = self.operation("F", stage)
         if m < 0:
             return NOTHING
-        if v > 0 or self.shares_ends:
+        if v > 0 or self.shares_vocab:
             self.read("input", stage, "F", self.input_of(m, v))
         if self.keeps:
             self.put("saved", stage, "F", ("saved", m, v))
@@ -102,7 +102,7 @@ class Simulation:
                 self.put("for_weights", stage, "F", ("for_weights", m, v))
         if v == self.last and "head_input" in self.plan.depths:
             self.put("head_input", stage, "F", ("y", m, v))
-        if v == self.last and self.shares_ends and not self.trains:
+        if v == self.last and self.shares_vocab and not self.trains:
             assert self.plan.shared["head"][self.tick] == m
             self.head.append(m)
         return ("y", m, v)
@@ -112,7 +112,7 @@ class Simulation:
         if m < 0:
             return NOTHING
         if self.recomputes:
-            if v > 0 or self.shares_ends:
+            if v > 0 or self.shares_vocab:
                 self.read("input", stage, "B", self.input_of(m, v))
             if self.splits:
                 self.put("for_weights", stage, "B", ("for_weights", m, v))
@@ -123,7 +123,7 @@ class Simulation:
             self.put("handed", stage, "B", ("handed", m, v))
         if v < self.last:
             self.read("cotangent", stage, "B", ("dx", m, v + 1))
-        elif self.shares_ends:
+        elif self.shares_vocab:
             assert self.plan.shared["head"][self.tick] == m
         elif self.keeps:
             self.read("head_input", stage, "B", ("y", m, v))
@@ -194,11 +194,11 @@ class Simulation:
         return most
 
 
-def simulate(schedule: Schedule, *, remat="full", shares_ends=False) -> Simulation:
+def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulation:
     """Runs a plan and checks all that is said of it."""
-    plan = make_plan(schedule, remat=remat, shares_ends=shares_ends)
-    ran = Simulation(plan, schedule, remat=remat, shares_ends=shares_ends)
-    last, folds = len(schedule.placement) - 1, ran.trains and remat == "full" and not shares_ends
+    plan = make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab)
+    ran = Simulation(plan, schedule, remat=remat, shares_vocab=shares_vocab)
+    last, folds = len(schedule.placement) - 1, ran.trains and remat == "full" and not shares_vocab
     assert plan.folds_last_forward == folds
     assert plan.splits_backward == ran.splits
     # Every operation runs once, in the order of the table, less the ticks that folding emptied.
@@ -223,7 +223,7 @@ def simulate(schedule: Schedule, *, remat="full", shares_ends=False) -> Simulati
     assert plan.depths == {buffer: ran.most_held(buffer) for buffer in plan.depths}
     assert {buffer for buffer, _ in ran.held} == {b for b, depth in plan.depths.items() if depth}
     # Embedding and head of every microbatch run once where all stages share them.
-    microbatches = list(range(schedule.num_microbatches)) if shares_ends else []
+    microbatches = list(range(schedule.num_microbatches)) if shares_vocab else []
     assert sorted(ran.embedded) == sorted(ran.head) == microbatches
     gradients = sorted(m for m in plan.shared["embed_gradient"] if m >= 0)
     assert gradients == (microbatches if ran.trains else [])
@@ -298,33 +298,33 @@ SMALL = schedules(stages=st.integers(1, 5), microbatches=st.integers(1, 9))
 
 @given(SMALL, REMAT, st.booleans())
 @settings(properties, max_examples=200)
-def test_plan_gives_every_operation_what_it_reads(schedule, remat, shares_ends):
-    simulate(schedule, remat=remat, shares_ends=shares_ends)
+def test_plan_gives_every_operation_what_it_reads(schedule, remat, shares_vocab):
+    simulate(schedule, remat=remat, shares_vocab=shares_vocab)
 
 
 @given(random_tables(), REMAT, st.booleans())
 @settings(properties, max_examples=200)
 def test_plan_of_any_order_and_placement_gives_every_operation_what_it_reads(
-    schedule, remat, shares_ends
+    schedule, remat, shares_vocab
 ):
-    simulate(schedule, remat=remat, shares_ends=shares_ends)
+    simulate(schedule, remat=remat, shares_vocab=shares_vocab)
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.booleans())
 @properties
-def test_plan_of_forwards_alone_gives_every_operation_what_it_reads(data, S, M, V, shares_ends):
+def test_plan_of_forwards_alone_gives_every_operation_what_it_reads(data, S, M, V, shares_vocab):
     placement = data.draw(st.permutations([*range(S)] * V))
-    ran = simulate(forward_only(S, M, V, placement), shares_ends=shares_ends)
+    ran = simulate(forward_only(S, M, V, placement), shares_vocab=shares_vocab)
     assert set(ran.plan.depths) == {"input"}
 
 
 @pytest.mark.parametrize("shares_ends", [False, True])
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, remat, shares_ends):
+def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, remat, shares_vocab):
     def depths(name, M):
         schedule = make_schedule(name, num_stages, M, 1)
-        return make_plan(schedule, remat=remat, shares_ends=shares_ends).depths
+        return make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab).depths
 
     for name in ("1f1b", "interleaved_1f1b", "zero_bubble"):
         few = depths(name, 2 * num_stages)
@@ -342,7 +342,7 @@ def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
     These are 2(S-s) ticks, of which the first is over when the input comes: 2(S-s)-1 at once, most
     on stage 1, as stage 0 embeds its own.
     """
-    plan = make_plan(make_schedule("1f1b", num_stages, 4 * num_stages, 1))
+    plan = make_execution_plan(make_schedule("1f1b", num_stages, 4 * num_stages, 1))
     assert plan.depths["input"] == 2 * (num_stages - 1) - 1
 
 
@@ -350,14 +350,14 @@ def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
 def test_plan_drops_ticks_only_where_the_last_forward_is_folded(name):
     dropped = {}
     for remat in ("full", "none"):
-        for shares_ends in (False, True):
+        for shares_vocab in (False, True):
             schedule = make_schedule(name, 3, 4, 2 if name == "zbv" else 1)
-            plan = make_plan(schedule, remat=remat, shares_ends=shares_ends)
+            plan = make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab)
             rows = len(plan.tables["F.microbatch"])
             assert {len(table) for table in (*plan.tables.values(), *plan.shared.values())} == {
                 rows
             }
-            dropped[remat, shares_ends] = len(schedule.ticks) - rows
+            dropped[remat, shares_vocab] = len(schedule.ticks) - rows
     # GPipe's last forward has a tick of its own; elsewhere others work at that time.
     assert dropped.pop(("full", False)) == (1 if name == "gpipe" else 0)
     assert set(dropped.values()) == {0}
@@ -370,4 +370,4 @@ def test_plan_of_whole_and_split_backwards_is_refused():
     )
     verify(schedule)  # as a table it is right
     with pytest.raises(ValueError, match=r"schedule mixed has whole backwards \(B\) and split"):
-        make_plan(schedule)
+        make_execution_plan(schedule)

@@ -113,14 +113,14 @@ def test_what_is_taught_is_that_of_each_example(schedule, mesh, share_vocab):
         config = PipelineConfig(share_vocab=share_vocab)
         with jax.set_mesh(devices):
             teach = jax.jit(make_teach(net, forwards, layouts, sharing, config))
-            taught = teach(*place(net, layouts, devices, params, data))
-        assert taught["total"].sharding.is_equivalent_to(
+            teacher_outputs = teach(*place(net, layouts, devices, params, data))
+        assert teacher_outputs["total"].sharding.is_equivalent_to(
             jax.NamedSharding(devices, PartitionSpec(None, ("data", "fsdp"))), ndim=2
         )
         for index in range(5):
             microbatch = jax.tree.map(lambda a, i=index: a[i : i + 1], data)
             expected = plain_sums(net, params, microbatch)[1]["totals"]
-            np.testing.assert_allclose(taught["total"][index], expected, rtol=1e-13)
+            np.testing.assert_allclose(teacher_outputs["total"][index], expected, rtol=1e-13)
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
