@@ -161,10 +161,10 @@ def make_teach(
     sharing: Sharing,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], dict[str, jax.Array]]:
-    """Returns `f(params, batch) -> teacher_outputs` that runs a schedule of forwards up to `model.teach`.
+    """Returns `f(params, batch) -> teacher_outputs`, which runs forwards up to `model.teach`.
 
-    `teacher_outputs` are the outputs of `teach` for every microbatch: arrays `[M, B, ...]`, laid out
-    like the batch.
+    `teacher_outputs` are the outputs of `teach` for every microbatch: arrays `[M, B, ...]`, laid
+    out like the batch.
     Arguments and errors as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
