@@ -16,15 +16,18 @@ every step, and the SHA-256 of the final state (parameters and optimizer).
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: also without a GPU
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import orbax.checkpoint as ocp  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 NUM_STEPS = 30
