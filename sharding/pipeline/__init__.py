@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as tables, and the runtime that executes any table."""

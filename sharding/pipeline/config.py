@@ -1,4 +1,4 @@
-"""What a run decides about its pipeline."""
+"""The `pipeline` section of a run's config."""
 
 import dataclasses
 
@@ -10,20 +10,23 @@ AUTO = ("auto",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How microbatches go through the stages, and what the stages hold."""
+    """How microbatches pass through the stages, and which activations the stages keep."""
 
-    schedule: str = "1f1b"  # a name in schedule.SCHEDULES, or the path of a table: table.csv
-    chunks: int = 1  # runs of layers that each stage holds; more need a schedule that knows them
-    remat: str = "full"  # kept from forward to backward: full = the stage's input, none = all
-    # Layers of each chunk, in the order of the layers; () = even, "auto" = by FLOPs.
+    schedule: str = "1f1b"  # a key of schedule.SCHEDULES, or the path of a CSV table (*.csv)
+    # Contiguous runs of layers per stage; values above 1 need a schedule that supports chunks.
+    chunks: int = 1
+    # Activations kept between forward and backward: "full" keeps only the stage's input and
+    # recomputes the forward, "none" keeps everything that the backward of the layers reads.
+    remat: str = "full"
+    # Number of layers of each chunk, in layer order; () = even split, ("auto",) = balance FLOPs.
     layers_per_stage: tuple = ()
-    share_vocab: bool = False  # embedding and head are split over the stages, by vocab
+    share_vocab: bool = False  # split embedding and head over the stages along the vocabulary
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):
             raise ValueError(
                 f"pipeline.schedule={self.schedule!r} is unknown; choose from "
-                f"{', '.join(SCHEDULES)}, or give the path of a table, table.csv"
+                f"{', '.join(SCHEDULES)}, or give the path of a CSV table (*.csv)"
             )
         if self.remat not in REMAT:
             raise ValueError(
@@ -36,6 +39,6 @@ class PipelineConfig:
         object.__setattr__(self, "layers_per_stage", counts)
         if counts != AUTO and not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(
-                f"pipeline.layers_per_stage={counts} must be a number of layers "
-                "for each chunk of each stage, such as 5,7,7,5, or auto, or nothing for an even cut"
+                f"pipeline.layers_per_stage={counts} must list the number of layers of each "
+                "chunk, such as 5,7,7,5; use 'auto' to balance FLOPs, or () for an even split"
             )

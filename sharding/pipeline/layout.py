@@ -1,9 +1,21 @@
-"""Which layers lie on which stage: the one place that knows both a layer's number and its slot.
+"""Assigns layers to pipeline stages, and converts between layers and parameter slots.
 
-In a checkpoint, and wherever the mesh is not to be seen, a stack's parameters are `[layers, ...]`.
-While training, their leading dim is one of *slots*, `[stages × chunks × depth]`, split over
-`pipeline`: a stage holds its chunks one after another, each padded to the length of the longest.
-Where every stage holds one chunk of the same length, slots and layers are the same thing.
+This is the only module that knows both a layer's number and its slot. In a checkpoint, and wherever
+the mesh must not show, the parameters of a stack have shape `[layers, ...]`. During training their
+leading dim counts *slots*: `[stages × chunks × depth, ...]`, split over `pipeline`. A stage holds
+its chunks one after another, each padded to the length of the longest chunk (`depth`).
+
+For example, 5 layers on 2 stages with 2 chunks each, cut as (2, 1, 1, 1) in layer order:
+
+    layers          0  1 | 2 | 3 | 4
+    chunk           0      1   2   3        chunk c runs on stage c mod 2
+    stage           0      1   0   1
+
+    slot            0  1    2  3    4  5    6  7      depth = 2
+    layer_of_slot   0  1    3 -1    2 -1    4 -1      -1: padding
+                   `-- stage 0 --' `-- stage 1 --'
+
+If every stage holds one chunk and all chunks have the same length, slots and layers are identical.
 """
 
 import dataclasses
@@ -20,8 +32,8 @@ class Layout:
     """The layers of one stack, cut into chunks.
 
     Attributes:
-      num_layers: of the stack.
-      chunks: `chunks[s][c]` is (first layer, number of layers) of chunk c of stage s.
+        num_layers: number of layers in the stack.
+        chunks: `chunks[s][c]` is (first layer, number of layers) of chunk c of stage s.
     """
 
     num_layers: int
@@ -29,12 +41,12 @@ class Layout:
 
     @cached_property
     def depth(self) -> int:
-        """Slots of a chunk."""
+        """Number of slots per chunk: the length of the longest chunk."""
         return max(count for stage in self.chunks for _, count in stage)
 
     @cached_property
     def layer_of_slot(self) -> np.ndarray:
-        """int32[stages × chunks × depth]: the number of the layer in each slot, -1 in padding."""
+        """int32[stages × chunks × depth]: the layer in each slot, -1 for padding."""
         slots = [
             first + i if i < count else -1
             for stage in self.chunks
@@ -53,11 +65,11 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether slots are layers: nothing is padded and nothing permuted."""
+        """Whether slots and layers are identical: no padding, no permutation."""
         return np.array_equal(self.layer_of_slot, np.arange(self.num_layers))
 
     def to_slots(self, layers: jax.Array) -> jax.Array:
-        """Returns `[slots, ...]` of `[layers, ...]`; padding is zero."""
+        """Convert `[layers, ...]` to `[slots, ...]`; padding is filled with zeros."""
         if self.is_plain:
             return layers
         slots = jnp.take(layers, np.maximum(self.layer_of_slot, 0), axis=0)
@@ -65,31 +77,37 @@ class Layout:
         return jnp.where(used, slots, jnp.zeros((), layers.dtype))
 
     def to_layers(self, slots: jax.Array) -> jax.Array:
-        """Returns `[layers, ...]` of `[slots, ...]`."""
+        """Convert `[slots, ...]` to `[layers, ...]`."""
         return slots if self.is_plain else jnp.take(slots, self.slot_of_layer, axis=0)
 
 
 def cut(
     num_layers: Mapping[str, int], placement: Sequence[int], layers_per_chunk: Sequence[int] = ()
 ) -> dict[str, Layout]:
-    """Returns the layout of every stack.
+    """Cut the stacks of a model into chunks.
+
+    The cut runs over the layers of all stacks in sequence, so a chunk may contain the end of one
+    stack and the beginning of the next.
 
     Args:
-      num_layers: of every stack, in the order in which they run.
-      placement: the stage of every chunk, in the order of the layers.
-      layers_per_chunk: as many numbers as `placement`; () cuts as evenly as can be, longer
-        chunks first.
+        num_layers: number of layers of every stack, in the order in which they run.
+        placement: the stage of every chunk, in layer order.
+        layers_per_chunk: number of layers of every chunk in `placement`, in layer order. () cuts as
+            evenly as possible, longer chunks first.
+
+    Returns:
+        The layout of every stack.
 
     Raises:
-      ValueError: numbers that do not add up, or one for other than every chunk; or, where it is an
-        even cut, fewer layers than chunks.
+        ValueError: `layers_per_chunk` has the wrong length or sum, or is empty although there are
+            fewer layers than chunks.
     """
     total, num_stages = sum(num_layers.values()), max(placement) + 1
     chunks = f"mesh.pipeline={num_stages} × pipeline.chunks={len(placement) // num_stages}"
     if not layers_per_chunk and total < len(placement):
         raise ValueError(
-            f"{chunks} is more than the model's {total} layers; choose fewer, or say with "
-            "pipeline.layers_per_stage which chunks stay empty"
+            f"{chunks} exceeds the model's {total} layers; choose fewer stages or chunks, or "
+            "list empty chunks as 0 in pipeline.layers_per_stage"
         )
     counts = list(layers_per_chunk) or even_cut(total, len(placement))
     if len(counts) != len(placement) or sum(counts) != total:
@@ -101,7 +119,9 @@ def cut(
     layouts, start = {}, 0
     for name, size in num_layers.items():
         stages: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
-        first = -start  # of the chunk, counted from the stack's first layer
+        # The chunk's first layer, counted from the stack's first layer. It is negative while the
+        # chunk begins in an earlier stack; clamping to 0 .. size keeps this stack's part only.
+        first = -start
         for stage, count in zip(placement, counts, strict=True):
             begin, end = min(max(first, 0), size), min(max(first + count, 0), size)
             stages[stage].append((begin, end - begin))
@@ -112,21 +132,26 @@ def cut(
 
 
 def even_cut(total: int, num_parts: int) -> list[int]:
-    """Returns `num_parts` numbers that add up to `total` and differ by at most 1, larger first."""
+    """Split `total` into `num_parts` integers that differ by at most 1, larger ones first."""
     return [total // num_parts + (i < total % num_parts) for i in range(num_parts)]
 
 
 def balanced_cut(
     num_layers: int, num_chunks: int, cost: Callable[[int, int, int], float]
 ) -> list[int]:
-    """Returns the numbers of layers per chunk whose most loaded chunk costs least.
+    """Choose the number of layers per chunk that minimizes the cost of the most expensive chunk.
 
     Args:
-      num_chunks: of all stages together.
-      cost: (chunk, first layer, the layer after its last) -> what the chunk costs.
+        num_layers: number of layers to distribute.
+        num_chunks: number of chunks of all stages together.
+        cost: (chunk, first layer, layer after the last) -> cost of that chunk, in any unit.
+
+    Returns:
+        The number of layers of each chunk, in layer order.
     """
     total = num_layers
-    # best[n]: (largest cost, numbers so far) of the first chunks with n layers in them.
+    # Dynamic programming over chunks. best[n] is the optimum for n layers in the chunks so far:
+    # (cost of the most expensive chunk, layers per chunk).
     best = {0: (0.0, ())}
     for chunk in range(num_chunks):
         stops = [total] if chunk == num_chunks - 1 else range(total + 1)

@@ -1,9 +1,10 @@
-"""Pipeline schedules by name or from a file, and the command that shows them.
+"""Pipeline schedules by name or from a CSV file, and a command that shows them.
 
     python -m sharding.pipeline.schedule --schedule=1f1b --stages=4 --microbatches=8
 
-prints the table, its bubbles, what it holds and how long it takes; `--picture` draws it and `--csv`
-writes it. docs/pipelines.md says which to choose.
+prints the table, its bubbles, the number of activations in flight and the step time. `--picture`
+draws the table and `--csv` writes it to a file. docs/pipelines.md explains which schedule to
+choose.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from sharding.pipeline.schedules.table import Schedule, max_in_flight, verify
 
 __all__ = ["SCHEDULES", "forward_only", "make_schedule"]
 
-#: The training schedules that `pipeline.schedule` can name; each is called as
-#: (num_stages, num_microbatches, num_chunks=1).
+#: Training schedules that `pipeline.schedule` can name, called as
+#: `make(num_stages, num_microbatches, num_chunks)`.
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -38,17 +39,17 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 def make_schedule(
     name_or_csv_path: str, num_stages: int, num_microbatches: int, num_chunks: int
 ) -> Schedule:
-    """Returns a verified training schedule.
+    """Return a verified training schedule.
 
     Args:
-      name_or_csv_path: a key of SCHEDULES, or the path of a table that ends in .csv.
-      num_stages: S.
-      num_microbatches: M.
-      num_chunks: V, chunks of layers per stage.
+        name_or_csv_path: a key of SCHEDULES, or the path of a table that ends in .csv.
+        num_stages: number of stages, S.
+        num_microbatches: number of microbatches, M.
+        num_chunks: number of chunks of layers per stage, V.
 
     Raises:
-      ValueError: the name is unknown, the schedule does not exist for these counts, or the table
-        is not for them or breaks a rule.
+        ValueError: the name is unknown, the schedule does not exist for these counts, or the table
+            in the file has other counts or breaks a rule.
     """
     counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
     for count, value in counts.items():
@@ -58,7 +59,7 @@ def make_schedule(
         if name_or_csv_path not in SCHEDULES:
             raise ValueError(
                 f"pipeline.schedule={name_or_csv_path!r} is unknown; choose from "
-                f"{', '.join(SCHEDULES)}, or give the path of a table, table.csv"
+                f"{', '.join(SCHEDULES)}, or give the path of a CSV table (*.csv)"
             )
         schedule = SCHEDULES[name_or_csv_path](num_stages, num_microbatches, num_chunks)
         verify(schedule)
@@ -85,12 +86,12 @@ def _read_training_table(path: str) -> Schedule:
     schedule = read_csv(path)
     verify(schedule)
     if not schedule.has_backward():
-        raise ValueError(f"{path} has no backward: add B, or I and W, of every microbatch")
+        raise ValueError(f"{path} has no backward; add B, or I and W, for every microbatch")
     return schedule
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints a schedule's table and its figures."""
+    """Print a pipeline schedule's table, bubbles, memory and step time."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def describe(schedule: Schedule, times: Times) -> str:
-    """Returns a schedule's figures as lines of text."""
+    """Return a schedule's bubbles, step times and activations in flight as lines of text."""
     in_flight = max_in_flight(schedule)
     rows = [("clock", "bubble", "step time")]
     for name, clock in CLOCKS.items():
@@ -131,25 +132,25 @@ def describe(schedule: Schedule, times: Times) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sharding.pipeline.schedule", description=main.__doc__)
     parser.add_argument(
-        "--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, or a table's path, table.csv"
+        "--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, or the path of a CSV table"
     )
-    of_table = "; a table's own if not given"
+    of_table = ", or as in the CSV table"
     parser.add_argument("--stages", type=int, help=f"default 4{of_table}")
     parser.add_argument("--microbatches", type=int, help=f"default 8{of_table}")
-    parser.add_argument("--chunks", type=int, help=f"of layers per stage, default 1{of_table}")
-    parser.add_argument("--forward", type=float, default=1.0, help="time of a whole stage")
+    parser.add_argument("--chunks", type=int, help=f"chunks per stage, default 1{of_table}")
+    parser.add_argument("--forward", type=float, default=1.0, help="forward time of a whole stage")
     parser.add_argument("--backward", type=float, help="default: input plus weight gradient")
-    parser.add_argument("--input-gradient", type=float, help="default: half of backward, or 1")
-    parser.add_argument("--weight-gradient", type=float, help="default: rest of backward, or 1")
-    parser.add_argument("--send", type=float, default=0.0, help="time from stage to stage")
-    parser.add_argument("--clock", choices=CLOCKS, default="synchronous", help="of the picture")
-    parser.add_argument("--picture", help="file to draw: out.svg or out.png")
-    parser.add_argument("--csv", help="file to write the table to")
+    parser.add_argument("--input-gradient", type=float, help="default: backward / 2, or 1")
+    parser.add_argument("--weight-gradient", type=float, help="default: backward / 2, or 1")
+    parser.add_argument("--send", type=float, default=0.0, help="time of a send between stages")
+    parser.add_argument("--clock", choices=CLOCKS, default="synchronous", help="for the picture")
+    parser.add_argument("--picture", help="draw the schedule to this file: out.svg or out.png")
+    parser.add_argument("--csv", help="write the table to this file")
     return parser
 
 
 def _times(args: argparse.Namespace) -> Times:
-    """Returns the times asked for; a backward given alone is halved where a table splits it."""
+    """Return the times from the command line; a lone --backward is halved for split backwards."""
     half = 1.0 if args.backward is None else args.backward / 2
     return Times(
         forward=args.forward,

@@ -1,16 +1,33 @@
-"""A block's forward and backward as separate functions, with all that passes between them in hand.
+"""Splits a block's VJP into separate functions whose inputs and outputs are explicit.
 
-`jax.vjp` keeps what the backward needs inside a closure. A pipeline has to put it into a buffer,
-for some of it to be read many ticks later, and must not put the weights there. So a block is
-traced once, and what its backward reads is sorted:
+`jax.vjp` keeps its residuals inside a closure. A pipeline must put them into a buffer, because
+several microbatches are in flight and weight gradients may run many ticks later, and it must not
+put the weights there. `BlockVJP` therefore traces a block once and classifies each residual:
 
-- parameters and side inputs are read again where they lie;
-- what follows from these alone is computed again, unless random bits were drawn for it;
-- the rest is `saved`; all that one loop or branch yields counts as the same here.
+- Parameters and side inputs are not saved; the backward reads the originals.
+- Values that depend only on parameters and side inputs are recomputed, unless random bits were
+  drawn for them.
+- All other residuals are `saved`. A loop or branch counts as one operation: if one of its inputs
+  depends on x, all its outputs do.
 
-For zero-bubble schedules the backward itself is cut in two: what the gradient of the block's input
-needs, and the rest, which yields the gradients of its parameters. What the second half reads of
-the first is `handed` over: as few bytes as it takes if all but costly operations may run twice.
+For zero-bubble schedules the backward itself is split in two: the operations that the gradient of x
+needs, and the rest, which computes the gradients of the parameters. Values of the first half that
+the second half reads are `handed` over. A minimum cut (min_cut.py) makes them as few bytes as
+possible if cheap operations may run twice. For the block `y = x + tanh(x @ w)`:
+
+    forward                 residuals of jax.vjp    saved
+    h = x @ w               w, x                    x       (w is a parameter)
+    t = tanh(h)             t, 1 - t                t, 1 - t
+    y = x + t
+
+    input_gradient          reads                   handed over
+    dh = dy (1 - t) (1 + t) dy, t, 1 - t            dh
+    dx = dy + dh @ w.T      w
+
+    weight_gradient         reads
+    dw = x.T @ dh           x (saved), dh (handed)
+
+So t and 1 - t can be dropped after `input_gradient`, and only x and dh wait for `weight_gradient`.
 """
 
 import dataclasses
@@ -27,20 +44,27 @@ from sharding.pipeline.runtime.min_cut import cheapest_cut
 
 Tree = Any
 
-#: Primitives that only call a jaxpr; looked into when a backward is cut in two.
+#: Primitives that only call a jaxpr. They are inlined before a backward is cut in two.
 _CALLS = ("jit", "remat2")
-#: Primitives that draw random bits: what they yield is saved rather than drawn again.
+#: Primitives that draw random bits. Their outputs are saved rather than drawn again.
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "random_gamma")
-#: Primitives that are not run twice, as are not loops, branches and kernels: all with a jaxpr.
+#: Primitives that never run twice. The same holds for every operation with a jaxpr of its own:
+#: loops, branches and kernels.
 _COSTLY = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "sort")
 
 
 class BlockVJP:
-    """`block(params, x, side) -> y`, where y is like x, taken apart.
+    """The forward and backward of `block(params, x, side) -> y` as separate functions.
 
     Args:
-      block: a pure function.
-      params, x, side: arrays or ShapeDtypeStructs; no gradient flows into `side`.
+        block: a pure function; y has the same structure, shapes and dtypes as x.
+        params: the block's parameters. These arguments are arrays or ShapeDtypeStructs.
+        x: the block's input.
+        side: further inputs that receive no gradient, such as masks and dropout keys.
+
+    Attributes:
+        saved: shape and dtype of the residuals that `forward` returns.
+        saved_on_host: for each of them, whether it is stored in host memory.
     """
 
     def __init__(
@@ -52,18 +76,20 @@ class BlockVJP:
         num_inputs = [len(jax.tree.leaves(tree)) for tree in (params, x, side)]
         jaxpr, num_y = self._forward.jaxpr, num_inputs[1]
         if self._y != self._x:
-            raise ValueError(f"a block must return what it takes, {self._x}; it returns {self._y}")
+            raise ValueError(
+                f"a block's output must have the type of its input, {self._x}; it returns {self._y}"
+            )
         self._residuals = jaxpr.outvars[num_y:]
         x_vars = jaxpr.invars[num_inputs[0] : sum(num_inputs[:2])]
         side_vars = jaxpr.invars[sum(num_inputs[:2]) :]
+        # Residuals outside this set follow from params and side, and are recomputed.
         kept = _following(jaxpr, x_vars) - set(side_vars)
         self._saved = [v for v in _variables(self._residuals) if v in kept]
-        self.saved = [_shape(v) for v in self._saved]  # of what `forward` saves
-        #: Which of these lie in host memory.
+        self.saved = [_shape(v) for v in self._saved]
         self.saved_on_host = [v.aval.memory_space == HOST for v in self._saved]
 
     def forward(self, params: Tree, x: Tree, side: Tree) -> tuple[Tree, list[jax.Array]]:
-        """Returns (y, what is saved)."""
+        """Return (y, the saved residuals)."""
         y, residuals = self._with_residuals(params, x, side)
         by_var = dict(zip(map(id, self._residuals), residuals, strict=True))
         return y, [by_var[id(v)] for v in self._saved]
@@ -71,11 +97,13 @@ class BlockVJP:
     def backward(
         self, params: Tree, side: Tree, saved: Sequence[jax.Array], dy: Tree
     ) -> tuple[Tree, Tree]:
-        """Returns (gradients of params, gradient of x)."""
+        """Return (gradients of params, gradient of x)."""
         jaxpr = self._forward.jaxpr
         inputs = [*jax.tree.leaves(params), *jax.tree.leaves(self._x), *jax.tree.leaves(side)]
         env = _environment(self._forward, inputs)
         env |= dict(zip(self._saved, saved, strict=True))
+        # Recompute the residuals that were not saved, then apply jax's own VJP to all of them. The
+        # ShapeDtypeStructs of x are placeholders: nothing that depends on x is recomputed.
         needed = _needed(jaxpr.eqns, self._residuals, known=set(env))
         _run([jaxpr.eqns[i] for i in needed], env)
         vjp = jax.tree.unflatten(self._vjp_structure, [_value(v, env) for v in self._residuals])
@@ -84,10 +112,12 @@ class BlockVJP:
     def input_gradient(
         self, params: Tree, side: Tree, saved: Sequence[jax.Array], dy: Tree
     ) -> tuple[Tree, list[jax.Array | None], list[jax.Array]]:
-        """Returns (gradient of x, gradients of params that came with it, what is handed over).
+        """Run the first half of the backward.
 
-        The gradients are a list in the order of the tree's leaves, None where
-        `weight_gradient` yields it.
+        Returns:
+            (gradient of x, gradients of params, values to hand over). The gradients of params are a
+            list in the order of the tree's leaves; an entry is None if `weight_gradient` computes
+            it.
         """
         cut = self._cut
         env = cut.environment((params, side, saved, dy))
@@ -102,16 +132,24 @@ class BlockVJP:
     def weight_gradient(
         self, params: Tree, side: Tree, saved: Sequence[jax.Array], handed: Sequence[jax.Array]
     ) -> list[jax.Array | None]:
-        """Returns the gradients of params that `input_gradient` left out.
+        """Run the second half of the backward.
 
         Args:
-          saved: those arrays alone that `saved_for_weights` numbers.
+            params: the block's parameters.
+            side: its side inputs.
+            saved: only the saved residuals with the indices `saved_for_weights`.
+            handed: the values that `input_gradient` handed over.
+
+        Returns:
+            The gradients of params as a list in the order of the tree's leaves; an entry is None if
+            `input_gradient` computed it.
         """
         cut = self._cut
         arrays: list[Any] = [None] * len(self._saved)
         for i, array in zip(self.saved_for_weights, saved, strict=True):
             arrays[i] = array
-        # Nothing reads dy here: what is needed of it is handed over.
+        # The second half never reads dy itself: if it is needed, it is among `handed`. The
+        # ShapeDtypeStructs of x, which has the same type, stand in for it.
         env = cut.environment((params, side, arrays, self._x))
         env |= dict(zip(cut.handed, handed, strict=True))
         _run(cut.second, env)
@@ -122,12 +160,12 @@ class BlockVJP:
 
     @property
     def handed(self) -> list[jax.ShapeDtypeStruct]:
-        """What `input_gradient` hands over."""
+        """Shape and dtype of the values that `input_gradient` hands over."""
         return [_shape(v) for v in self._cut.handed]
 
     @property
     def saved_for_weights(self) -> list[int]:
-        """The numbers of the saved arrays that `weight_gradient` reads."""
+        """Indices of the saved residuals that `weight_gradient` reads."""
         return self._cut.saved_for_weights
 
     def _with_residuals(self, params, x, side):
@@ -145,32 +183,43 @@ class BlockVJP:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """The equations of a backward, in two halves."""
+    """The equations of a backward, split into two halves."""
 
-    jaxpr: Any  # closed; invars are params, side, saved, dy
-    first: list  # the equations that the gradient of x needs
-    second: list  # those that the other gradients need beside them
+    jaxpr: Any  # the closed jaxpr of the backward; its inputs are params, side, saved, dy
+    first: list  # equations that the gradient of x needs
+    second: list  # equations that the remaining gradients need, recomputation included
     inputs: list  # variables: the gradient of x
     weights: list  # variables: the gradients of params
-    is_early: list[bool]  # which of these the first half yields anyway
-    handed: list  # variables of the first half that the second reads
-    saved_for_weights: list[int]
+    is_early: list[bool]  # for each of `weights`: whether the first half already computes it
+    handed: list  # variables of the first half that the second half reads
+    saved_for_weights: list[int]  # indices of the saved residuals that the second half reads
 
     @classmethod
     def of(cls, closed, num_inputs: Sequence[int]) -> "_Cut":
+        """Split a backward.
+
+        Args:
+            closed: closed jaxpr of the backward, with calls inlined.
+            num_inputs: number of leaves of params, side, saved and dy.
+        """
         jaxpr = closed.jaxpr
         num_params, num_side, num_saved, _ = num_inputs
         variable = jaxpr.invars[num_params + num_side :]
         weights, inputs = jaxpr.outvars[:num_params], jaxpr.outvars[num_params:]
+        # Parameters, side inputs and constants are available to both halves at no cost.
         free = {*jaxpr.invars[: num_params + num_side], *jaxpr.constvars}
         saved, dy = variable[:num_saved], variable[num_saved:]
-        # Lists and dicts, not sets: every process must come to the same program.
+        # Lists and dicts instead of sets: iteration order decides the order of equations and
+        # buffers, and every process must build the same program.
         eqns, is_known = jaxpr.eqns, {*free, *variable}
         first = _needed(eqns, inputs, known=is_known)
         made = _variables(v for i in first for v in eqns[i].outvars)
+        # The equations that the gradients of params need after the whole first half has run.
         late = _needed(eqns, weights, known={*is_known, *made})
         yielded = {v for i in late for v in eqns[i].outvars}
-        # Norms and activation functions, say, cost less to compute twice than to keep.
+        # Cheap operations, such as norms and activation functions, may run a second time: that
+        # costs less than keeping their outputs for many ticks. So the cut may move upstream of
+        # `late` through cheap equations, to wherever the values are smallest.
         again = [eqns[i] for i in first if not _is_costly(eqns[i])]
         cheap = {v for eqn in again for v in eqn.outvars}
         values = {v: v.aval.size * v.aval.dtype.itemsize for v in (*variable, *made)}
@@ -200,14 +249,16 @@ class _Cut:
         )
 
     def environment(self, inputs: tuple) -> dict:
+        """Return the values of the jaxpr's inputs and constants; None stands for absent inputs."""
         is_none = lambda leaf: leaf is None  # noqa: E731
         return _environment(self.jaxpr, jax.tree.leaves(inputs, is_leaf=is_none))
 
 
 def _following(jaxpr, variables: Iterable) -> set:
-    """Returns the variables that depend on these, or on random bits."""
+    """Return the given variables and all variables that depend on them or on random bits."""
     found = set(variables)
     for eqn in jaxpr.eqns:
+        # Deriving a key from a key runs the same primitives, but is cheap to repeat.
         draws = _draws(eqn) and not any(_is_key(v) for v in eqn.outvars)
         if draws or found.intersection(_variables(eqn.invars)):
             found.update(eqn.outvars)
@@ -229,7 +280,7 @@ def _is_key(v) -> bool:
 
 
 def _needed(eqns: Sequence, outputs: Iterable, *, known: set) -> list[int]:
-    """Returns the numbers of the equations that `outputs` need, given the `known` variables."""
+    """Return the indices of the equations that compute `outputs` from the `known` variables."""
     wanted = set(_variables(outputs)) - known
     needed = []
     for i in reversed(range(len(eqns))):
@@ -240,13 +291,13 @@ def _needed(eqns: Sequence, outputs: Iterable, *, known: set) -> list[int]:
 
 
 def _environment(closed, inputs: Sequence) -> dict:
-    """Returns the values of a closed jaxpr's inputs and constants, by variable."""
+    """Map the inputs and constants of a closed jaxpr to their values."""
     env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
     return env | dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
 
 def _run(eqns: Sequence, env: dict) -> None:
-    """Evaluates equations; variables are read from and written to `env`."""
+    """Evaluate equations, reading variables from `env` and writing them to it."""
     for eqn in eqns:
         inputs = [_value(v, env) for v in eqn.invars]
         with eqn.ctx.manager:
@@ -256,13 +307,13 @@ def _run(eqns: Sequence, env: dict) -> None:
 
 
 def _flat(function: Callable, *args: Tree):
-    """Returns the closed jaxpr of `function` with the calls in it opened."""
+    """Trace `function` to a closed jaxpr with all calls inlined."""
     whole = jax.make_jaxpr(function)(*args)
     return jax.make_jaxpr(lambda *leaves: _run_flat(whole, leaves))(*jax.tree.leaves(args))
 
 
 def _run_flat(closed, args: Sequence) -> list:
-    """Evaluates a closed jaxpr with the calls in it opened."""
+    """Evaluate a closed jaxpr with all calls inlined."""
     jaxpr, env = closed.jaxpr, _environment(closed, args)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _CALLS:
@@ -280,7 +331,7 @@ def _value(v, env: dict):
 
 
 def _variables(values: Iterable) -> list:
-    """Returns the variables among variables and literals, each once."""
+    """Return the distinct variables among variables and literals, in order."""
     return list(dict.fromkeys(v for v in values if not isinstance(v, Literal)))
 
 

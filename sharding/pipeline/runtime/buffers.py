@@ -1,18 +1,36 @@
-"""A schedule's table as arrays that a program can look up, with a buffer slot for everything kept.
+"""Compiles a schedule table into integer arrays, with a buffer slot for every value that must wait.
 
-Pure Python and NumPy; sharding/pipeline/runtime/executor.py runs what is planned here.
+The compiled step (executor.py) is one program for all stages. In every tick it looks up in these
+arrays which microbatch and chunk to work on and which buffer slots to read and write. This module
+is pure Python and NumPy.
 
-A tick has five phases, in this order: embedding, forward, backward (or its half for the gradient
-of the input), weight gradient, arrival. What an operation leaves for a later one lies in a slot of
-a buffer from the phase that writes it to the last one that reads it; two things may share a slot
-if these times do not overlap. The buffers, and what they hold for a chunk and a microbatch:
+A tick has five phases, in this order: embed, forward, backward (or input gradient), weight
+gradient, arrival. A value occupies a slot of its buffer from the phase that writes it to the last
+phase that reads it, and two values may share a slot if these lifetimes do not overlap. The buffers,
+each with one value per chunk and microbatch:
 
-- `input`: what the chunk takes in; it arrives from the stage of the chunk before;
-- `cotangent`: the gradient of what the chunk gave out; it arrives from that of the chunk after;
-- `saved`: what the layers' backward reads, from the forward on;
-- `for_weights`: the part of it that the weight gradient reads too, where the backward is split;
-- `handed`: what the input gradient leaves for the weight gradient;
-- `head_input`: what the last chunk gave out.
+- `input`: input of the chunk; arrives from the stage of the previous virtual stage. The first chunk
+  has none, because it embeds its microbatch itself, unless all stages embed together.
+- `cotangent`: gradient of the chunk's output; arrives from the stage of the next virtual stage.
+- `saved`: residuals that the backward of the chunk's layers reads.
+- `for_weights`: the residuals that the weight gradient reads too, if backwards are split.
+- `handed`: values that the input gradient hands over to the weight gradient.
+- `head_input`: output of the last chunk.
+
+For example, `saved` on stage 0 of 1F1B with 2 stages and 5 microbatches, and `remat="none"`:
+
+    tick       0      1      2      3      4      5      6
+    stage 0    F0     F1     F2 B0  F3 B1  F4 B2  B3     B4
+
+    slot 0     |---- m0 -----|      |---- m3 -----|
+    slot 1            |---- m1 -----|      |---- m4 -----|
+    slot 2                   |---- m2 -----|
+
+    F.saved    0      1      2      0      1      .      .      slot that F writes
+    B.saved    .      .      0      1      2      0      1      slot that B reads
+
+m0 is read in B0 of tick 2, after F2 has written m2, so m2 needs a third slot. m3 reuses slot 0 in
+tick 3. Three slots suffice for any number of microbatches.
 """
 
 import dataclasses
@@ -28,17 +46,18 @@ from sharding.pipeline.schedules.table import (
     Schedule,
 )
 
+#: The phases of a tick in order. An input gradient (I) runs in the phase of BACKWARD.
 _PHASES = {"embed": 0, FORWARD: 1, BACKWARD: 2, WEIGHT_GRADIENT: 3, "arrive": 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Channel:
-    """One permutation of a tick: what operations of this kind give out moves by `shift` stages.
+    """One collective permute of a tick: outputs of one kind of operation move by `shift` stages.
 
     Attributes:
-      kind: FORWARD (activations) or BACKWARD (cotangents).
-      shift: modulo the number of stages; 0 stays where it is.
-      pairs: (from, to) of every transfer.
+        kind: FORWARD (activations) or BACKWARD (cotangents).
+        shift: distance modulo the number of stages; with 0 the value stays on its stage.
+        pairs: (source stage, target stage) of every transfer.
     """
 
     kind: str
@@ -47,22 +66,30 @@ class Channel:
 
     @property
     def name(self) -> str:
+        """Key of the channel in `ExecutionPlan.tables`, e.g. `F+1`."""
         return f"{self.kind}+{self.shift}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
-    """A schedule ready to run.
+    """A schedule, ready to be executed.
 
     Attributes:
-      tables: name -> int32[ticks, stages]. For each kind of operation (F, B, W):
-        `F.microbatch` (-1: nothing to do), `F.chunk`, `F.is_first` and `F.is_last` (0 or 1: the
-        model's first or last chunk), and `F.<buffer>`, the slot that it reads or writes. For
-        each channel its name: the slot that what arrives goes to.
-      shared: name -> int32[ticks], the same for all stages: `embed`, `head` and `embed_gradient`,
-        the microbatch whose embedding or head all stages work on together, or -1.
-      depths: buffer -> number of slots.
-      channels: the permutations of a tick.
+        tables: name -> int32[ticks, stages]. For each kind of operation (F, B, W): `F.microbatch`
+            (-1: idle), `F.chunk`, `F.is_first` and `F.is_last` (0 or 1: whether it is the model's
+            first or last chunk), and `F.<buffer>`, the slot that the operation reads or writes. For
+            each channel, under its name: the slot for the value that arrives.
+        shared: name -> int32[ticks], the same for all stages: `embed`, `head` and `embed_gradient`,
+            the microbatch whose embedding or head all stages compute together, or -1.
+        depths: buffer -> number of slots.
+        channels: the collective permutes of a tick.
+        num_microbatches: number of microbatches, M.
+        first_stage: stage of the first virtual stage.
+        last_stage: stage of the last virtual stage.
+        splits_backward: whether backwards run as input gradient and weight gradient.
+        folds_last_forward: whether the last chunk's forward runs only within its backward.
+        recomputes: whether a chunk's forward runs again in its backward.
+        shares_vocab: whether all stages compute embedding and head together.
     """
 
     tables: dict[str, np.ndarray]
@@ -74,30 +101,41 @@ class ExecutionPlan:
     last_stage: int
     splits_backward: bool
     folds_last_forward: bool
-    recomputes: bool  # a chunk's forward runs again in its backward
-    shares_vocab: bool  # all stages work on embedding and head together
+    recomputes: bool
+    shares_vocab: bool
 
     def runs(self, kind: str) -> bool | None:
-        """Returns whether an operation of this kind runs in every cell; None: in some."""
+        """Return whether operations of this kind run in every cell.
+
+        Returns:
+            True if they run in every cell, False if in none, None if in some.
+        """
         return _same(self.tables[f"{kind}.microbatch"] >= 0)
 
     def holds(self, kind: str, flag: str) -> bool | None:
-        """Returns whether a flag is set where operations of this kind run; None: it varies."""
+        """Return whether a flag is set wherever operations of this kind run.
+
+        Returns:
+            True if it is set for all of them, False for none, None for some.
+        """
         return _same(self.tables[f"{kind}.{flag}"][self.tables[f"{kind}.microbatch"] >= 0] > 0)
 
 
 def make_execution_plan(
     schedule: Schedule, *, remat: str = "full", shares_vocab: bool = False
 ) -> ExecutionPlan:
-    """Returns the plan of a verified schedule.
+    """Return the execution plan of a verified schedule.
 
     Args:
-      remat: "full" keeps a chunk's input and computes its forward again in the backward; the last
-        chunk then has no forward of its own. "none" keeps what the layers save.
-      shares_ends: all stages work on embedding and head together.
+        schedule: a table that `verify` accepts.
+        remat: "full" keeps only a chunk's input, and its backward recomputes the forward. The last
+            chunk's backward follows its forward at once, so its forward is folded into the
+            backward. "none" keeps the residuals of the layers.
+        shares_vocab: all stages compute embedding and head together. The head then runs between the
+            last chunk's forward and backward, so that forward is not folded.
 
     Raises:
-      ValueError: the table splits some backwards and not others.
+        ValueError: the table splits some backwards but not others.
     """
     if schedule.splits_backward() and any(kind == BACKWARD for kind, _, _ in schedule.when()):
         raise ValueError(
@@ -108,13 +146,15 @@ def make_execution_plan(
 
 
 class _PlanBuilder:
+    """Builds the plan of one schedule: first tables of operations, then slots, then channels."""
+
     def __init__(self, schedule: Schedule, remat: str, shares_vocab: bool):
         self.schedule, self.shares_vocab = schedule, shares_vocab
         self.trains, self.splits = schedule.has_backward(), schedule.splits_backward()
         self.keeps_all = remat == "none" and self.trains
         self.folds = self.trains and not self.keeps_all and not shares_vocab
         self.last = len(schedule.placement) - 1
-        # The executor's three kinds: an input gradient runs where a whole backward would.
+        # The executor knows three kinds: an input gradient takes the place of a whole backward.
         kinds = {INPUT_GRADIENT: BACKWARD}
         self.when = {(kinds.get(k, k), m, v): t for (k, m, v), t in schedule.when().items()}
         self.shape = (len(schedule.ticks), schedule.num_stages)
@@ -132,7 +172,7 @@ class _PlanBuilder:
             "head": self._shared(BACKWARD if self.trains else FORWARD, self.last),
             "embed_gradient": self._shared(BACKWARD, 0),
         }
-        # Where the last forward is folded into its backward, a tick may have nothing left.
+        # Folding the last chunk's forward into its backward can leave a tick empty; drop it.
         microbatches = [self.tables[f"{kind}.microbatch"] for kind in "FBW"]
         works = (np.stack(microbatches) >= 0).any(axis=(0, 2))
         return ExecutionPlan(
@@ -167,6 +207,7 @@ class _PlanBuilder:
         first_arrival = 0 if self.shares_vocab else 1
         recomputes = self.trains and not self.keeps_all
         readers = (FORWARD, BACKWARD) if recomputes else (FORWARD,)
+        # Without shares_vocab, the first chunk's input is recomputed from the batch when needed.
         self._allocate("input", every[first_arrival:], self._input_written, readers)
         if not self.trains:
             return
@@ -176,6 +217,7 @@ class _PlanBuilder:
         if not self.folds:
             self._allocate("head_input", every[-1:], FORWARD, (BACKWARD,))
         if self.splits:
+            # If the backward recomputes the forward, residuals exist only from then on.
             start = FORWARD if self.keeps_all else BACKWARD
             self._allocate("for_weights", every, start, (BACKWARD, WEIGHT_GRADIENT))
             self._allocate("handed", every, BACKWARD, (WEIGHT_GRADIENT,))
@@ -198,12 +240,16 @@ class _PlanBuilder:
         written: str | Callable[[int, int], int],
         readers: tuple[str, ...],
     ) -> None:
-        """Gives a slot to everything that this buffer holds.
+        """Assign a slot to every value of a buffer.
 
         Args:
-          written: the kind of the operation that writes it, or (microbatch, virtual stage) -> time.
-          readers: the kinds of those that read it.
+            buffer: name of the buffer.
+            virtual_stages: the virtual stages whose values it holds.
+            written: the kind of operation that writes a value, or (microbatch, virtual stage) ->
+                time.
+            readers: the kinds of operations that read it.
         """
+        # Values that arrive are written to the slot in the channel's table, see `_channels`.
         users = tuple(dict.fromkeys((written, *readers))) if isinstance(written, str) else readers
         for kind in users:
             self.tables[f"{kind}.{buffer}"] = np.zeros(self.shape, np.int32)
@@ -226,7 +272,7 @@ class _PlanBuilder:
                     self.tables[f"{kind}.{buffer}"][self.when[kind, m, v], stage] = slot
 
     def _channels(self) -> Iterable[Channel]:
-        """Yields every permutation, and fills the tables of where its arrivals go."""
+        """Yield every channel, and fill the tables with the slots for arriving values."""
         size, placement = self.schedule.num_stages, self.schedule.placement
         for kind, step, buffer in ((FORWARD, 1, "input"), (BACKWARD, -1, "cotangent")):
             if kind == BACKWARD and not self.trains:
@@ -239,7 +285,7 @@ class _PlanBuilder:
                 channel = Channel(kind=kind, shift=(target - source) % size, pairs=())
                 pairs.setdefault(channel.shift, {})[source, target] = None
                 if channel.name not in self.tables:
-                    # One slot more than there are: arrivals that nobody reads go there.
+                    # The default is one slot past the end, for arrivals that nobody reads.
                     self.tables[channel.name] = np.full(self.shape, self.depths[buffer], np.int32)
                 for m in range(self.schedule.num_microbatches):
                     slot = self.slots[buffer, m, v + step]
@@ -260,11 +306,15 @@ def _same(holds: np.ndarray) -> bool | None:
 
 
 def _assign_slots(lifetimes: list[tuple[int, int, int, int]]) -> dict[tuple[int, int], int]:
-    """Returns a slot per (start, stop, microbatch, virtual stage); none is shared while in use."""
+    """Assign a slot to every (start, stop, microbatch, virtual stage).
+
+    Values are taken in order of their start, and each gets the first slot whose last value is no
+    longer needed. For intervals this greedy rule uses the smallest possible number of slots.
+    """
     slots: dict[tuple[int, int], int] = {}
-    last_used: list[int] = []
+    last_used: list[int] = []  # per slot: the time of its last read
     for start, stop, m, v in sorted(lifetimes):
         slot = next((i for i, time in enumerate(last_used) if time < start), len(last_used))
-        last_used[slot : slot + 1] = [stop]
+        last_used[slot : slot + 1] = [stop]  # replaces the entry, or appends a new slot
         slots[m, v] = slot
     return slots

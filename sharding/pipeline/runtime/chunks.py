@@ -1,8 +1,13 @@
-"""One device's chunks: stacks one after another, each made ready for where it begins.
+"""Runs a chunk: the layers of one or more stacks in sequence, on one device.
 
-A model has one stack or several, such as an encoder and a decoder. A chunk has layers of any of
-them, in their order; a stack's `before` runs ahead of its first layer, wherever that lies, and may
-change what activations look like. In and out of a chunk go parcels of them.
+A model has one stack or several, such as an encoder and a decoder. A chunk may contain layers of
+any of them, in order. The stack's `before` function runs ahead of its first layer, on whichever
+chunk contains that layer, and may change the structure and shapes of the activations. Activations
+enter and leave a chunk packed (packed_activations.py). With 3 encoder and 5 decoder layers on 4
+stages:
+
+    stage 0     stage 1                      stage 2     stage 3
+    e0 e1       e2  before_decoder  d0       d1 d2       d3 d4
 """
 
 import dataclasses
@@ -23,15 +28,16 @@ Kept = dict[str, dict]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackPart:
-    """One stack, as one device has it.
+    """One stack, as seen by one device.
 
     Attributes:
-      layers: its layers here.
-      before: `before(ends, x, microbatch) -> x`, what it is made ready by, if by anything.
-      given: type of what `before` takes.
-      taken: type of what its blocks take: ShapeDtypeStructs, as of `given`.
-      holds: which of this device's chunks have layers of it.
-      begins: which of them has its first layer.
+        layers: the stack's layers on this device.
+        before: `before(ends, x, microbatch) -> x`, runs ahead of the stack's first layer; may be
+            None.
+        given: type of the input of `before`, a tree of ShapeDtypeStructs.
+        taken: type of the input of the stack's blocks, a tree of ShapeDtypeStructs.
+        holds: which of this device's chunks contain layers of the stack.
+        begins: which of them contains the stack's first layer.
     """
 
     layers: Layers
@@ -43,12 +49,13 @@ class StackPart:
 
 
 class Chunks:
-    """What runs between embedding and head.
+    """All chunks of one device: the part of the model between embedding and head.
 
     Args:
-      parts: of every stack, in the order in which they run.
-      parcels: the form in which x goes in and out.
-      ends: parameters outside the stacks.
+        parts: stack -> its part on this device, in the order in which the stacks run.
+        packed: converts activations to and from the form in which they are sent.
+        ends: non-stack parameters, which `before` functions may read.
+        splits: whether backwards run as input gradient and weight gradient.
     """
 
     def __init__(
@@ -61,11 +68,11 @@ class Chunks:
         self._packed, self._ends, self._splits = packed, ends, splits
 
     def no_gradients(self) -> dict[str, Tree]:
-        """Returns, per stack, zeros of its layers' gradients on this device."""
+        """Return, for each stack, zero gradients of its layers on this device."""
         return {name: part.layers.no_gradients() for name, part in self._parts.items()}
 
     def kept(self, depths: Mapping[str, int]) -> Kept:
-        """Returns empty buffers of these depths for what the backward reads."""
+        """Return empty buffers of the given depths for everything that backwards read."""
         kept: Kept = {}
         for name, part in self._parts.items():
             kept[name] = dict(part.layers.buffers(depths))
@@ -74,7 +81,7 @@ class Chunks:
         return counted_as("activations", kept)
 
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Returns x after the chunk; nothing is kept."""
+        """Return x after the chunk, and keep nothing."""
         for part in self._parts.values():
 
             def run(x: Tree, part=part) -> Tree:
@@ -85,7 +92,7 @@ class Chunks:
         return x
 
     def forward(self, chunk, x: Tree, microbatch: Tree, kept: Kept, slots) -> tuple[Tree, Kept]:
-        """Returns x after the chunk, and the buffers with what its backward reads."""
+        """Return x after the chunk, and the buffers with the residuals for its backward."""
         kept = dict(kept)
         for name, part in self._parts.items():
 
@@ -104,9 +111,12 @@ class Chunks:
     def backward(
         self, chunk, dx: Tree, microbatch: Tree, kept: Kept, slots, grads: dict[str, Tree]
     ) -> tuple[Tree, dict[str, Tree], Kept]:
-        """Returns the gradient of what went in, `grads` with those of the parameters added, kept.
+        """Run the backward of a chunk, or its first half if backwards are split.
 
-        Where backwards are split, this is the first half, and what the second reads is in `kept`.
+        Returns:
+            (gradient of the chunk's input, `grads` with the gradients of the parameters added,
+            buffers). If backwards are split, the buffers contain the values handed over to
+            `weight_gradient`.
         """
         kept, ends, of_layers = dict(kept), grads["ends"], dict(grads["layers"])
         for name, part in reversed(self._parts.items()):
@@ -130,7 +140,7 @@ class Chunks:
     def weight_gradient(
         self, chunk, microbatch: Tree, kept: Kept, slots, grads: dict[str, Tree]
     ) -> dict[str, Tree]:
-        """Returns `grads` with what the first half of the backward left out added."""
+        """Return `grads` with the gradients added that the first half of the backward left out."""
         of_layers = dict(grads["layers"])
         for name, part in self._parts.items():
             args = (chunk, microbatch, kept[name], slots, of_layers[name])
@@ -138,16 +148,17 @@ class Chunks:
         return grads | {"layers": of_layers}
 
     def _if_held(self, part: StackPart, chunk, run: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Returns run(state), or state where the chunk has no layer of the stack.
+        """Return run(state) if the chunk contains layers of the stack, else state.
 
-        Where all activations are of one type, `run` itself changes nothing then.
+        If all activations have the same type, `run` is called unconditionally: it skips absent
+        layers itself and then leaves the state unchanged.
         """
         if self._packed.are_alike:
             return run(state)
         return part.holds.choose(chunk, lambda: run(state), lambda: state)
 
     def _made_ready(self, part: StackPart, chunk, x: Tree, microbatch: Tree) -> Tree:
-        """Returns what the chunk's blocks of a stack take, of what comes before it."""
+        """Return the input of a stack's blocks, having run `before` if the stack begins here."""
         unpack, before = self._packed.unpack, part.before
         if before is None:
             return unpack(x, part.taken)
@@ -160,7 +171,7 @@ class Chunks:
     def _through_before(
         self, part: StackPart, chunk, dx: Tree, microbatch: Tree, kept: dict, slots, ends: Tree
     ) -> tuple[Tree, Tree]:
-        """Returns the gradient of what comes before a stack, and `ends` with gradients added."""
+        """Return the gradient of the input of `before`, and `ends` with its gradients added."""
         pack, before = self._packed.pack, part.before
         if before is None:
             return pack(dx), ends
@@ -175,7 +186,7 @@ class Chunks:
 
 
 def _alone(stack: str, before: Callable[[Tree, Tree, Tree], Tree] | None) -> Callable | None:
-    """Returns `before`, which the stage runs where the stack begins, and no other."""
+    """Make `before` fail if it uses an axis split over stages, because only one stage runs it."""
     if before is None:
         return None
 

@@ -1,8 +1,9 @@
-"""Embedding and head: what runs before the first layer and after the last.
+"""Runs the embedding before the first layer and the head after the last.
 
-A stage runs them alone, or all stages run them together, each with its part of the vocab. Then all
-take part in the same tick, whatever else they do in it: what one stage has is sent to all, and what
-all have computed counts once.
+Either one stage runs them alone, or, with `pipeline.share_vocab`, all stages run them together,
+each with its part of the vocabulary. In that case all stages take part in the same tick, whatever
+else they do in it: the activations are broadcast from the stage that has them to all, and results
+that all stages compute identically are counted once.
 """
 
 from typing import Any
@@ -18,15 +19,16 @@ Tree = Any
 
 
 class EmbedAndHead:
-    """One device's view of them.
+    """The embedding and head of a model, as seen by one device.
 
     Args:
-      model: its `embed`, `head` and `teach` are called.
-      parcels: the form in which x comes and goes.
-      taken: type of what the head takes: ShapeDtypeStructs.
-      params: its parameters outside the stacks; those that `is_split` marks are this stage's part.
-      stage: int32[], this device's.
-      is_split: a bool per parameter.
+        model: provides `embed`, `head` and `teach`.
+        packed: converts activations to and from the form in which they are sent.
+        taken: type of the head's input, a tree of ShapeDtypeStructs.
+        params: the non-stack parameters. Parameters marked by `is_split` are this stage's part
+            only.
+        stage: int32[], this device's stage.
+        is_split: for each parameter, whether it is split over the stages.
     """
 
     def __init__(
@@ -42,24 +44,24 @@ class EmbedAndHead:
         self.params, self._stage, self._is_split = params, stage, is_split
 
     def embed(self, microbatch: Tree) -> Tree:
-        """Returns the activations that enter the first layer."""
+        """Return the activations that enter the first layer, packed."""
         return self._embed(self.params, microbatch)
 
     def embed_gradient(self, dx: Tree, microbatch: Tree) -> Tree:
-        """Returns the gradients of the parameters."""
+        """Return the embedding's gradients of the non-stack parameters."""
         _, vjp = jax.vjp(lambda params: self._embed(params, microbatch), self.params)
         return vjp(dx)[0]
 
     def sums(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
-        """Returns the head's `loss`, `weight` and metrics."""
+        """Return the head's `loss`, `weight` and metrics, summed over the microbatch."""
         return self._sums(self.params, x, microbatch)
 
     def teacher_outputs(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
-        """Returns what the model's `teach` gives in place of the head."""
+        """Return the outputs of the model's `teach`, which runs in place of the head."""
         return self._model.teach(self.params, self._packed.unpack(x, self._taken), microbatch)
 
     def head_gradient(self, x: Tree, microbatch: Tree) -> tuple[dict, Tree, Tree]:
-        """Returns (sums, gradients of the parameters, gradient of x)."""
+        """Return (sums, gradients of the non-stack parameters, gradient of x)."""
 
         def loss(params, x):
             sums = self._sums(params, x, microbatch)
@@ -69,15 +71,20 @@ class EmbedAndHead:
         return sums, params, dx
 
     def of(self, stage: int, x: Tree) -> Tree:
-        """Returns, on every stage, what `stage` has."""
+        """Broadcast `x` from one stage to all stages."""
         return psum(self.only_on(stage, x, zeros(x)), ("pipeline",))
 
     def only_on(self, stage: int, then: Tree, otherwise: Tree) -> Tree:
-        """Returns `then` on that stage, and `otherwise` on the others."""
+        """Return `then` on the given stage, and `otherwise` on all others."""
         return where(self._stage == stage, then, otherwise)
 
     def add_together(self, stage: int, total: Tree, gradients: Tree) -> Tree:
-        """Returns `total` with gradients that all stages have: of whole parameters on one stage."""
+        """Add gradients that all stages have computed together to `total`.
+
+        Every stage adds its part of split parameters. Gradients of replicated parameters are
+        identical on all stages, so only one stage adds them: they are summed over `pipeline` at the
+        end of the step.
+        """
         once = self.only_on(stage, gradients, zeros(gradients))
         counted = jax.tree.map(
             lambda split, part, whole: part if split else whole, self._is_split, gradients, once

@@ -1,15 +1,27 @@
-"""Runs any schedule's table inside one jit, as one program that every device executes.
+"""Executes a pipeline schedule inside one jit, as one program that every device runs.
 
-The executor knows no model. It gets a model's functions (`Model`) and a table, and returns a
-function from parameters and microbatches to summed losses and gradients:
+The executor knows no model. It takes a model's functions (`Model`) and a schedule table, and builds
+a function from parameters and microbatches to summed losses and gradients. A `lax.scan` runs over
+the ticks of the table. For example, tick 6 of `zero_bubble` with 3 stages and 8 microbatches, on
+stage 1, whose cell is F5 I3 W2:
 
-- `shard_map` is manual over `pipeline`, `data` and `fsdp`, so that nothing is communicated over
-  them except what is written here and in parameters.py; the other axes stay automatic.
-- A `lax.scan` runs over the table's ticks. In a tick a stage runs at most one forward, one
-  backward (or its half for the input's gradient) and one weight gradient, each under a `lax.cond`.
-  What a forward gives out leaves for the next stage before the backward begins, and what an input
-  gradient gives out before the weight gradient: a send can hide behind the work that follows it.
-- Everything that waits for a later tick lies in the buffers that plan.py allots.
+    time     ------------------------------------------------------------------------------>
+    compute  [embed*]  [ F5 ]  [head*]  [    I3    ]  [embed gradient*]  [   W2   ]  [arrive]
+    send               y of F5 to stage 2  =======================================>  |
+    send                                  dx of I3 to stage 0  ===================>  |
+
+    F5  forward of microbatch 5              y   its output: activations
+    I3  input gradient of microbatch 3       dx  its output: a cotangent
+    W2  weight gradient of microbatch 2
+    *   only with pipeline.share_vocab, where all stages run embedding and head together
+
+Each of F, B (or I) and W runs under a `lax.cond`, because a stage may be idle. A forward's output
+is sent before the backward begins, and the input gradient's output before the weight gradient
+begins, so a send can overlap with the work that follows it. Sends end with the tick.
+
+- `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
+  written here and in gather.py. The other axes stay automatic.
+- Everything that waits for a later tick is stored in the buffers that buffers.py plans.
 - Gradients are summed over microbatches locally, and over `data` once, after the scan.
 """
 
@@ -44,55 +56,59 @@ from sharding.rules import axes_of
 Tree = Any
 Params = dict[str, Tree]
 
-#: Scope of the loop over ticks. XLA keeps the names of scopes, so that whoever reads a compiled
-#: program (sharding/analysis/cost.py) finds there the loop and what it runs only in some ticks.
+#: Named scope of the loop over ticks. XLA keeps scope names, so sharding/analysis/cost.py can find
+#: the loop in a compiled program, and the parts of it that run only in some ticks.
 TICKS = "pipeline_ticks"
 
 
 def scope_of(part: str) -> str:
-    """Returns the scope of what runs in some ticks only.
+    """Return the named scope of a part that runs in some ticks only.
 
     Args:
-      part: an operation (F, B, W), one where a flag of the table holds (B.is_last), or what all
-        stages do together (a key of `ExecutionPlan.shared`).
+        part: an operation (F, B, W), an operation under a flag of the table (B.is_last), or work
+            that all stages do together (a key of `ExecutionPlan.shared`).
     """
     return f"pipeline_{part}"
 
 
 class Model(Protocol):
-    """A model as the executor sees it; arrays of `microbatch` have a leading batch dim."""
+    """A model as the executor sees it.
+
+    `ends` are the parameters outside the stacks. The arrays of `microbatch` have a leading batch
+    dim.
+    """
 
     @property
     def blocks(self) -> Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]:
-        """Stack -> `block(params of one layer, x, microbatch, number of the layer) -> x`."""
+        """Stack -> `block(params of one layer, x, microbatch, layer number) -> x`."""
         ...
 
     @property
     def before(self) -> Mapping[str, Callable[[Tree, Tree, Tree], Tree]]:
-        """Stack -> `before(ends, x, microbatch) -> x`, for stacks that x is made ready for.
+        """Stack -> `before(ends, x, microbatch) -> x`, run ahead of the stack's first layer.
 
-        What it returns may be of another type than what it takes.
+        Stacks without such a function are absent. The output may have another type than the input.
         """
         ...
 
     def types(self, ends: Tree, microbatch: Tree, /) -> Mapping[str, tuple[Tree, Tree]]:
-        """Returns stack -> types of what comes before it, and of what its blocks take and return.
+        """Return stack -> (type before the stack, type of its blocks' input and output).
 
-        They are ShapeDtypeStructs, and the stacks are in the order in which they run.
+        Types are trees of ShapeDtypeStructs. The stacks are in the order in which they run.
         """
         ...
 
     def embed(self, ends: Tree, microbatch: Tree, /) -> Tree:
-        """Returns the activations that enter the first layer: a tree of floating arrays."""
+        """Return the activations that enter the first layer: a tree of floating-point arrays."""
         ...
 
     def head(self, ends: Tree, x: Tree, microbatch: Tree, /) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of losses, sum of weights, sums of further metrics), all scalars."""
+        """Return (sum of losses, sum of weights, sums of further metrics), all scalars."""
         ...
 
     @property
     def teach(self) -> Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None:
-        """`teach(ends, x, microbatch) -> arrays [B, ...]`, run by `make_teach` for the head."""
+        """`teach(ends, x, microbatch) -> arrays [B, ...]`; replaces the head in `make_teach`."""
         ...
 
 
@@ -103,20 +119,24 @@ def make_loss_and_grad(
     sharing: Sharing,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], tuple[dict, Params]]:
-    """Returns `f(params, batch) -> (sums, gradients)` that runs a training schedule.
+    """Build the function that computes losses and gradients with a training schedule.
 
     Args:
-      schedule: a verified table with as many stages as the mesh has along `pipeline`.
-      layouts: of every stack, in the order in which they run.
-      sharing: how the parameters lie on the mesh.
-      config: `remat` and `share_vocab` of it are followed here.
+        model: the model's functions.
+        schedule: a verified table with as many stages as the mesh has devices along `pipeline`.
+        layouts: the layout of every stack, in the order in which the stacks run.
+        sharing: how the parameters are sharded over the mesh.
+        config: only `remat` and `share_vocab` are read.
 
-    `f` takes parameters of that structure and a batch whose arrays are `[M, B, ...]`; `sums` holds
-    `loss`, `weight` and the head's metrics, summed over microbatches and devices; the gradients
-    are those of `sums["loss"]`, in float32 or wider, laid out like the parameters.
+    Returns:
+        `f(params, batch) -> (sums, gradients)`. `params` has the structure of `sharing.specs`, and
+        the arrays of `batch` are `[M, B, ...]`. `sums` holds `loss`, `weight` and the head's
+        metrics, summed over microbatches and devices. `gradients` are the gradients of
+        `sums["loss"]`, in float32 or wider, sharded like the parameters.
 
     Raises:
-      ValueError: a parameter is split over `data`, or over `pipeline` other than by layers.
+        ValueError: a parameter is split over `data` without ZeRO, or over `pipeline` in another dim
+            than layers.
     """
     assert schedule.has_backward()
     plan = _plan(schedule, sharing, config)
@@ -139,9 +159,20 @@ def make_evaluate(
     sharing: Sharing,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], dict]:
-    """Returns `f(params, batch) -> sums` that runs a schedule of forwards alone.
+    """Build the function that computes losses with a schedule of forwards only.
 
-    Arguments and errors as for `make_loss_and_grad`.
+    Args:
+        model: as for `make_loss_and_grad`.
+        schedule: a verified table without backwards.
+        layouts: as for `make_loss_and_grad`.
+        sharing: as for `make_loss_and_grad`.
+        config: as for `make_loss_and_grad`.
+
+    Returns:
+        `f(params, batch) -> sums`.
+
+    Raises:
+        ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
     plan = _plan(schedule, sharing, config)
@@ -161,11 +192,21 @@ def make_teach(
     sharing: Sharing,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], dict[str, jax.Array]]:
-    """Returns `f(params, batch) -> teacher_outputs`, which runs forwards up to `model.teach`.
+    """Build the function that runs forwards up to `model.teach`.
 
-    `teacher_outputs` are the outputs of `teach` for every microbatch: arrays `[M, B, ...]`, laid
-    out like the batch.
-    Arguments and errors as for `make_loss_and_grad`.
+    Args:
+        model: as for `make_loss_and_grad`; it has `teach`.
+        schedule: a verified table without backwards.
+        layouts: as for `make_loss_and_grad`.
+        sharing: as for `make_loss_and_grad`.
+        config: as for `make_loss_and_grad`.
+
+    Returns:
+        `f(params, batch) -> teacher_outputs`, the outputs of `teach` for every microbatch: arrays
+        `[M, B, ...]`, sharded like the batch.
+
+    Raises:
+        ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
     plan = _plan(schedule, sharing, config)
@@ -193,7 +234,18 @@ def _on_mesh(local, plan: ExecutionPlan, sharing: Sharing, out_specs):
 
 
 class _Stage:
-    """One device's view of the run: its parameters, its batch, its column of the table."""
+    """One device's view of the run: its parameters, its batch, its column of the table.
+
+    The loop carries a dict:
+
+    - `sums`: sums of losses, weights and metrics so far.
+    - `grads`: sums of gradients so far.
+    - `kept`: per stack, the buffers `saved`, `for_weights` and `handed`.
+    - `input`, `cotangent`, `head_input`: the buffers of activations.
+
+    Within a tick it also has `arrived`, the values that this tick reads from `input` and
+    `cotangent`, and with `share_vocab` `dy`, the gradient of the head's input.
+    """
 
     def __init__(self, model, plan: ExecutionPlan, layouts, sharing: Sharing, params, batch):
         self.plan, self.batch = plan, batch
@@ -239,16 +291,16 @@ class _Stage:
 
     @property
     def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The types of what the head adds up."""
+        """Shapes and dtypes of the head's sums."""
         return wide(jax.eval_shape(self.ends.sums, self.x, self._example))
 
     @property
     def teacher_outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The types of what `teach` gives of a microbatch."""
+        """Shapes and dtypes of the outputs of `teach` for one microbatch."""
         return jax.eval_shape(self.ends.teacher_outputs, self.x, self._example)
 
     def reduced(self, grads: dict[str, Tree]) -> dict[str, Tree]:
-        """Returns the gradients summed over all devices, each laid out as its parameter is."""
+        """Return the gradients summed over all devices, each sharded like its parameter."""
         of_layers = grads["layers"].items()
         reduced = {
             "ends": self.shards["ends"].reduced(grads["ends"]),
@@ -257,16 +309,21 @@ class _Stage:
         return counted_as("gradients", reduced)
 
     def columns(self) -> dict[str, jax.Array]:
-        """Returns this stage's column of every table, and what all share: int32[ticks] each."""
+        """Return this stage's column of every table, and the shared rows, each int32[ticks]."""
         tables = {k: jnp.asarray(t, jnp.int32) for k, t in self.plan.tables.items()}
         shared = {k: jnp.asarray(row, jnp.int32) for k, row in self.plan.shared.items()}
         return {name: table[:, self.index] for name, table in tables.items()} | shared
 
     def forwards(self, collected: Tree, collect: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
-        """Runs a table of forwards, and returns what `collect` makes of what they end with.
+        """Run a table of forwards, and collect a result from the output of every microbatch.
 
         Args:
-          collect: (what it returned before, x, number of x's microbatch) -> what is collected.
+            collected: the initial value of the result.
+            collect: (result so far, output of the last layer, microbatch) -> result.
+
+        Returns:
+            The result after all microbatches. Only the last stage has it; on others it is
+            `collected`.
         """
 
         def tick(carry, row):
@@ -277,16 +334,17 @@ class _Stage:
             return jax.lax.scan(tick, carry, columns)[0]["collected"]
 
     def with_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
-        """Returns `sums` with the head's of a microbatch added."""
+        """Return `sums` with the head's sums of a microbatch added."""
         return add(sums, self.ends.sums(x, self._microbatch(index)))
 
     def with_teacher_outputs(
         self, teacher_outputs: dict[str, Tree], x: Tree, index: jax.Array
     ) -> dict[str, Tree]:
-        """Returns `teacher_outputs` with what `teach` gives of a microbatch in its place."""
+        """Return `teacher_outputs` with the outputs of `teach` for one microbatch filled in."""
         return write(teacher_outputs, index, self.ends.teacher_outputs(x, self._microbatch(index)))
 
     def training_carry(self) -> dict[str, Tree]:
+        """Return the initial carry of the loop: zero sums, zero gradients and empty buffers."""
         grads = {"ends": zeros(wide(self.ends.params)), "layers": self.chunks.no_gradients()}
         names = ("input", "cotangent", "head_input")
         return {
@@ -321,8 +379,9 @@ class _Stage:
         return self._receive(carry | {"collected": more}, row, arrivals)
 
     def train_tick(self, carry: dict[str, Tree], row: dict[str, jax.Array]):
+        """Run one tick of a training schedule; the order of the code is the order of the phases."""
         carry = self._read_arrived(self._embed_together(carry, row), row)
-        arrivals = {}
+        arrivals = {}  # channel name -> value that arrives at the end of this tick
         if self.plan.runs("F") is not False:
             y, changed = self._operate("F", self._forward, carry, row)
             carry |= changed
@@ -340,11 +399,11 @@ class _Stage:
             carry |= {"grads": added}
         return self._receive(carry, row, arrivals), None
 
-    # One stage's operations. F and B return what they give out, and what they change of the carry;
+    # The operations of one stage. F and B return (output to send, changed entries of the carry);
     # W returns the gradients.
 
     def _operate(self, kind: str, operation: Callable, carry, row) -> tuple[Tree, dict]:
-        """Returns what the operation does, or zeros and no change if none of its kind runs."""
+        """Run an operation; if the stage is idle, return zeros and leave the carry unchanged."""
         names = {"F": ("kept", "head_input"), "B": ("sums", "grads", "kept")}
         changed = {name: carry[name] for name in names[kind] if name in carry}
         return self._if_runs(
@@ -352,6 +411,7 @@ class _Stage:
         )
 
     def _forward(self, carry, row) -> tuple[Tree, dict]:
+        """Run a chunk's forward, and keep its residuals unless the backward recomputes them."""
         microbatch, chunk = self._microbatch(row["F.microbatch"]), row["F.chunk"]
         x, changed = self._input(carry, row, "F", microbatch), {"kept": carry["kept"]}
         if self.plan.recomputes:
@@ -366,11 +426,12 @@ class _Stage:
         return y, changed
 
     def _backward(self, carry, row) -> tuple[Tree, dict]:
+        """Run a chunk's backward, plus the head's (last chunk) or embedding's (first chunk)."""
         microbatch, chunk = self._microbatch(row["B.microbatch"]), row["B.chunk"]
         kept, slots, y = carry["kept"], self._slots("B", row), None
         if self.plan.recomputes:
             x = self._input(carry, row, "B", microbatch)
-            # What lives no longer than this operation has a buffer of one slot, made here.
+            # Residuals that only this operation reads go to a scratch buffer with one slot.
             scratch = self.chunks.kept({"saved": 1})
             kept = {name: scratch[name] | kept[name] for name in kept}
             slots = slots | {"saved": jnp.int32(0)}
@@ -378,6 +439,8 @@ class _Stage:
         if "head_input" in carry:
             y = read(carry["head_input"], row["B.head_input"])
 
+        # The cotangent of the chunk's output: from the head if it is the last chunk (`dy` was made
+        # by `_head_together` if the vocabulary is shared), else from the next chunk.
         def from_head():
             if self.plan.shares_vocab:
                 return carry["sums"], carry["grads"]["ends"], carry["dy"]
@@ -394,24 +457,27 @@ class _Stage:
             embedded = lambda: add(grads["ends"], self.ends.embed_gradient(dx, microbatch))  # noqa: E731
             ends = self._if("B", "is_first", row, embedded, lambda: grads["ends"])
             grads = grads | {"ends": ends}
-        kept = {n: {b: kept[n][b] for b in carry["kept"][n]} for n in kept}
+        kept = {n: {b: kept[n][b] for b in carry["kept"][n]} for n in kept}  # without scratch
         return dx, {"sums": sums, "grads": grads, "kept": kept}
 
     def _weight_gradient(self, carry, row) -> dict[str, Tree]:
+        """Return the gradients with the weight gradients of a chunk added."""
         microbatch, slots = self._microbatch(row["W.microbatch"]), self._slots("W", row)
         args = (row["W.chunk"], microbatch, carry["kept"], slots, carry["grads"])
         return self.chunks.weight_gradient(*args)
 
     def _input(self, carry, row, kind: str, microbatch) -> Tree:
+        """Return a chunk's input: the embedding on the first chunk, else the arrived value."""
         arrived = lambda: carry["arrived"][f"{kind}.input"]  # noqa: E731
         if self.plan.shares_vocab:
             return arrived()
         embedded = lambda: self.ends.embed(microbatch)  # noqa: E731
         return self._if(kind, "is_first", row, embedded, arrived)
 
-    # What all stages do together, where they share the ends: each returns the carry after it.
+    # Work that all stages do together with pipeline.share_vocab. Each method returns the carry.
 
     def _embed_together(self, carry, row) -> dict:
+        """Embed a microbatch on all stages; the first stage writes it to its `input` buffer."""
         if not self.plan.shares_vocab:
             return dict(carry)
 
@@ -423,7 +489,7 @@ class _Stage:
         return carry | {"input": self._if_shared("embed", row, embed, lambda: carry["input"])}
 
     def _head_together(self, carry, row) -> dict:
-        """Adds what the head yields, and `dy`, the gradient of its input."""
+        """Run the head on all stages, and add `dy`, the gradient of its input, to the carry."""
         if not self.plan.shares_vocab:
             return carry
         last, grads = self.plan.last_stage, carry["grads"]
@@ -439,6 +505,7 @@ class _Stage:
         return carry | {"sums": sums, "grads": grads | {"ends": ends}, "dy": dy}
 
     def _embed_gradient_together(self, carry, row, dx) -> dict:
+        """Run the embedding's backward on all stages, with the first chunk's input gradient."""
         if not self.plan.shares_vocab:
             return carry
         first, grads = self.plan.first_stage, carry["grads"]
@@ -451,13 +518,13 @@ class _Stage:
         ends = self._if_shared("embed_gradient", row, embed, lambda: grads["ends"])
         return carry | {"grads": grads | {"ends": ends}}
 
-    # The table, buffers and sends.
+    # Table, buffers and sends.
 
     def _microbatch(self, index: jax.Array) -> Tree:
         return read(self.batch, index)
 
     def _buffer(self, name: str) -> Tree:
-        """Returns an empty buffer of activations, with a slot for arrivals that nobody reads."""
+        """Return an empty buffer of activations, with one more slot for unread arrivals."""
         depth = self.plan.depths[name]
         return counted_as("activations", zeros(self.x, depth + (depth > 0)))
 
@@ -480,7 +547,7 @@ class _Stage:
             return branch(holds, row[f"{kind}.{flag}"] > 0, then, otherwise)
 
     def _send(self, kind: str, x: Tree) -> dict[str, Tree]:
-        """Returns, per channel of that kind, what arrives."""
+        """Send `x` over all channels of a kind, and return the value that arrives over each."""
 
         def moved(channel: Channel) -> Tree:
             if channel.shift == 0:
@@ -491,9 +558,10 @@ class _Stage:
         return {c.name: moved(c) for c in self.plan.channels if c.kind == kind}
 
     def _read_arrived(self, carry: dict, row) -> dict:
-        """Returns the carry with what this tick's operations take from other chunks.
+        """Add to the carry the values from other chunks that this tick's operations read.
 
-        It is read ahead of the branches, so that these do not take whole buffers.
+        It is read ahead of the `lax.cond`s, so that their branches do not take whole buffers as
+        operands.
         """
         buffers = {name: carry[name] for name in ("input", "cotangent") if name in carry}
         arrived = {}
@@ -504,7 +572,7 @@ class _Stage:
         return carry | {"arrived": arrived}
 
     def _receive(self, carry: dict, row, arrivals: dict[str, Tree]) -> dict:
-        """Returns the carry for the next tick, with what has arrived in its slots."""
+        """Return the carry for the next tick, with the arrivals written to their slots."""
         for name, x in arrivals.items():
             buffer = "input" if name.startswith("F") else "cotangent"
             carry = carry | {buffer: write(carry[buffer], row[name], x)}

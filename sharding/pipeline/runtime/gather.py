@@ -1,8 +1,14 @@
-"""Parameters on their way into a step, and gradients on their way out of it.
+"""Gathers sharded parameters for use in a step, and reduces gradients back to their shards.
 
-Inside the step `pipeline`, `data` and `fsdp` are handled by hand: what fsdp or ZeRO split is put
-together before use, once a step or one layer at a time, and gradients are summed over `data` and
-`fsdp` once, when all microbatches are done, or one layer at a time.
+Inside the step, `pipeline`, `data` and `fsdp` are manual axes, so these collectives are explicit.
+Parameters that fsdp or ZeRO split are all-gathered before use, either once per step or one layer at
+a time. Gradients are summed over `data` and `fsdp` once after all microbatches, or layer by layer:
+
+    GatherMode   forward and backward            gradients
+    ONCE         all-gather once per step        summed once, after the last microbatch
+    BY_LAYER     all-gather layer by layer       reduce-scatter layer by layer
+    STREAMED     host -> device and all-gather   reduce-scatter layer by layer, device -> host
+                 layer by layer
 """
 
 import dataclasses
@@ -22,42 +28,43 @@ from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.rules import axes_of
 from sharding.zero import one_layer_at_a_time
 
-#: Mesh axes whose communication is written out by hand.
+#: Mesh axes whose collectives are explicit; `shard_map` is manual over them.
 MANUAL_AXES = ("pipeline", "data", "fsdp")
 
 Tree = Any
 
 
 class GatherMode(enum.IntEnum):
-    """How a parameter comes to be whole on the device."""
+    """When a parameter is gathered on the device."""
 
-    ONCE = 0  # once a step
-    BY_LAYER = 1  # one layer at a time; a stack's alone
-    STREAMED = 2  # likewise, and parts of the others wait in host memory, their gradients too
+    ONCE = 0  # once per step
+    BY_LAYER = 1  # one layer at a time; only for parameters of stacks
+    STREAMED = 2  # one layer at a time, from host memory; its gradients are stored there too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How a run's parameters lie on its mesh, and what is sent of them."""
+    """How a run's parameters are sharded, and the dtypes of gathers and reductions."""
 
-    mesh: AnyMesh  # all axes Auto
-    # {"ends": ..., "layers": {stack: ...}}, the PartitionSpec of every parameter; every leaf of
-    # `layers` has its dim of slots first, split over `pipeline`.
+    mesh: AnyMesh  # all axes are Auto
+    # {"ends": ..., "layers": {stack: ...}}: the PartitionSpec of every parameter. Leaves of
+    # `layers` have a leading slot dim, split over `pipeline`.
     specs: dict[str, Tree]
-    memory: MemoryConfig = MemoryConfig()  # what replicas share out, which `specs` show already
-    compute_dtype: str | None = None  # of parameters as the model gets them; None: their own
-    reduce_dtype: str | None = None  # that gradients are summed in over devices; None: their own
+    memory: MemoryConfig = MemoryConfig()  # ZeRO stage and placement, already applied to `specs`
+    compute_dtype: str | None = None  # dtype of parameters in the model; None = unchanged
+    reduce_dtype: str | None = None  # dtype of gradient reductions over devices; None = unchanged
 
     def of_ends(self) -> "Shards":
-        """Returns the ways of what is outside the stacks, gone once a step."""
+        """Return the `Shards` of non-stack parameters, which are gathered once per step."""
         once = jax.tree.map(lambda _: GatherMode.ONCE, self.specs["ends"], is_leaf=is_spec)
         return Shards(self.specs["ends"], self, ("pipeline",), once)
 
     def of_stack(self, name: str, params: Tree) -> "Shards":
-        """Returns the ways of a stack's parameters.
+        """Return the `Shards` of a stack's parameters.
 
         Args:
-          params: this device's arrays of the stack, or ShapeDtypeStructs of them.
+            name: the stack.
+            params: this device's arrays of the stack, or their ShapeDtypeStructs.
         """
         specs = self.specs["layers"][name]
         params = jax.tree.map(self._whole, params, specs)
@@ -69,22 +76,24 @@ class Sharing:
         return Shards(specs, self, (), gather_modes, has_slots=True)
 
     def _whole(self, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """Returns a stand-in for all shards of a parameter together: of its size, in one dim."""
+        """Return a one-dimensional stand-in with the size of the parameter over all manual axes."""
         axes = [axis for axis in axes_of(spec) if axis in MANUAL_AXES]
         size = x.size * math.prod(self.mesh.shape[axis] for axis in axes)
         return jax.ShapeDtypeStruct((size,), x.dtype)
 
 
 def check_specs(sharing: Sharing, *, shares_vocab: bool) -> None:
-    """Refuses layouts for which a stage would compute with a part of a parameter.
+    """Check that no stage would compute with only a part of a parameter.
 
-    From `memory.zero_stage=1` on parameters may be split over `data`.
+    Parameters may be split over `data` only if `memory.zero_stage` is at least 1.
 
     Args:
-      shares_ends: the stages share the ends, so these may be split over `pipeline`.
+        sharing: the parameters' specs, mesh and memory config.
+        shares_vocab: whether the stages share embedding and head, so that non-stack parameters may
+            be split over `pipeline`.
 
     Raises:
-      ValueError: names the parameter.
+        ValueError: names the parameter and its spec.
     """
     specs, mesh = sharing.specs, sharing.mesh
     split = {axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1}
@@ -95,30 +104,31 @@ def check_specs(sharing: Sharing, *, shares_vocab: bool) -> None:
         first = axes_of(PartitionSpec(*spec[:1]))
         if of_layers and "pipeline" in split - first:
             raise ValueError(
-                f"parameter {name} is laid out as {spec}: layers must be split over 'pipeline'; "
+                f"parameter {name} has the spec {spec}, but layers must be split over 'pipeline'; "
                 "set rules.layers=pipeline"
             )
         if of_layers and "fsdp" in first and mesh.shape["fsdp"] > 1:
             raise ValueError(
-                f"parameter {name} is laid out as {spec}: layers can be split over 'pipeline' "
-                "alone; set rules.layers=pipeline, and split another dim over 'fsdp'"
+                f"parameter {name} has the spec {spec}, but layers can be split only over "
+                "'pipeline'; set rules.layers=pipeline, and split another dim over 'fsdp'"
             )
         rest = axes_of(PartitionSpec(*spec[1:])) | (first - {"pipeline"} if of_layers else first)
         rest -= {"pipeline"} if shares_vocab and not of_layers else set()
         for axis in sorted(split & rest):
             raise ValueError(
-                f"parameter {name} is laid out as {spec}: nothing but layers can be split over "
-                f"'pipeline', and nothing but the batch over 'data'; take {axis!r} out of the "
-                "rule, and split over 'fsdp' or set memory.zero_stage instead"
+                f"parameter {name} has the spec {spec}, but only layers can be split over "
+                f"'pipeline', and only the batch over 'data'; remove {axis!r} from the rule, and "
+                "split over 'fsdp' or set memory.zero_stage instead"
             )
 
 
 def is_spec(x: Any) -> bool:
+    """Return whether `x` is a PartitionSpec; used as `is_leaf`."""
     return isinstance(x, PartitionSpec)
 
 
 def manual_specs(specs: Tree) -> Tree:
-    """Returns the specs with the axes alone that are handled by hand."""
+    """Return the specs restricted to the manual axes."""
 
     def manual(spec: PartitionSpec) -> PartitionSpec:
         parts = (part if isinstance(part, tuple) else (part,) for part in spec)
@@ -129,15 +139,17 @@ def manual_specs(specs: Tree) -> Tree:
 
 
 class Shards:
-    """How a group of parameters lies on the devices, and the ways from there and back.
+    """Gathers a group of sharded parameters, and reduces their gradients back to shards.
 
     Args:
-      specs: the PartitionSpec of each parameter at rest.
-      sharing: of the run. With `zero_stage=1` sums over `data` are whole on every device before
-        each takes its part.
-      axes: over which gradients are summed, beside those of REPLICA_AXES.
-      ways: a Way per parameter. Layers are without the leading dim of slots that `specs` name.
-      has_slots: whether that dim is there.
+        specs: the PartitionSpec of each parameter as stored.
+        sharing: the run's mesh, ZeRO stage and dtypes. With `zero_stage=1` gradients are
+            all-reduced over `data` before each replica takes its part; otherwise they are
+            reduce-scattered.
+        axes: axes over which gradients are summed in addition to REPLICA_AXES.
+        gather_modes: a GatherMode per parameter.
+        has_slots: whether parameters have a leading slot dim. `layer` and `scattered` take arrays
+            without this dim, although `specs` always include it.
     """
 
     def __init__(
@@ -155,7 +167,11 @@ class Shards:
         self._compute_dtype, self._reduce_dtype = sharing.compute_dtype, sharing.reduce_dtype
 
     def together(self, params: Tree) -> Tree:
-        """Returns the parameters whole and on the device, but for those that go layer by layer."""
+        """Return the parameters on the device, gathered if their mode is ONCE.
+
+        Parameters with mode BY_LAYER stay sharded, and STREAMED ones stay in host memory as well:
+        `layer` gathers them.
+        """
 
         def together(x, spec, mode):
             if mode == GatherMode.STREAMED or mode == GatherMode.BY_LAYER and not is_on_host(x):
@@ -163,7 +179,7 @@ class Shards:
             gathered = lambda x: x if mode else self._gathered(x, spec, 0)  # noqa: E731
             if not (is_on_host(x) and self._has_slots):
                 return gathered(self._ready(x))
-            # Slot by slot, as the device may have no room for all in the master's dtype.
+            # Cast slot by slot: the device may have no room for all slots in the master dtype.
             at = lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)  # noqa: E731
             slots = jnp.arange(len(x), dtype=jnp.int32)
             return gathered(jax.lax.map(lambda i: self._ready(at(i)), slots))
@@ -171,7 +187,7 @@ class Shards:
         return counted_as("parameters", self._map(together, params))
 
     def layer(self, params: Tree) -> Tree:
-        """Returns one layer's parameters whole, from what `together` gave of it."""
+        """Return one layer's parameters, gathered, from one slot of what `together` returned."""
 
         def layer(x, spec, mode):
             return self._gathered(self._ready(x), spec, 1) if mode else x
@@ -179,12 +195,15 @@ class Shards:
         return self._map(layer, params)
 
     def _ready(self, x: jax.Array) -> jax.Array:
-        """Returns a part of a parameter on the device, in the dtype that the model computes in."""
+        """Return an array on the device, in the dtype in which the model computes."""
         x = to_device(x)
         return x if self._compute_dtype is None else x.astype(self._compute_dtype)
 
     def scattered(self, grads: Tree) -> Tree:
-        """Returns one layer's gradients as `reduced` takes them; None stays None."""
+        """Reduce-scatter one layer's gradients whose parameters are gathered by layer.
+
+        The result is what `reduced` and the gradient buffers expect. None stays None.
+        """
 
         def scattered(grad, spec, mode):
             if grad is None or not mode or not self._dims(spec):
@@ -194,9 +213,11 @@ class Shards:
         return self._map(scattered, grads)
 
     def reduced(self, grads: Tree) -> Tree:
-        """Returns gradients summed over all that computed them, and split as parameters are.
+        """Sum gradients over all devices that contributed, and split them like their parameters.
 
-        A gradient is not summed over axes that split its parameter otherwise than by replica.
+        A gradient is not summed over an axis that splits its parameter: over replica axes
+        `_scattered` has summed it, and over other axes, such as `pipeline` with a shared
+        vocabulary, each device has its own part.
         """
 
         def reduced(grad, spec, mode):
@@ -205,6 +226,7 @@ class Shards:
             if not axes and (mode or not self._dims(spec)):
                 return grad
             narrow = self._to_send(grad)
+            # Gradients by layer have been scattered already, in `scattered`.
             narrow = narrow if mode else self._scattered(narrow, spec, 0)
             return psum(narrow, tuple(axes)).astype(grad.dtype)
 
@@ -229,6 +251,7 @@ class Shards:
     def _scattered(self, grad: jax.Array, spec: PartitionSpec, skip: int) -> jax.Array:
         def scattered(grad: jax.Array) -> jax.Array:
             for dim, axes in self._dims(spec):
+                # ZeRO 1 all-reduces over `data` and slices; all else is a reduce-scatter.
                 sliced = tuple(axis for axis in axes if self._slices and axis == "data")
                 rest = tuple(axis for axis in axes if axis not in sliced)
                 if rest:
@@ -246,9 +269,15 @@ class Shards:
     def _by_hand(
         self, function: Callable, x: jax.Array, spec: PartitionSpec, skip: int
     ) -> jax.Array:
-        """Returns `function(x)` with the axes that split other dims manual as well.
+        """Run `function(x)` with the axes that split other dims manual as well.
 
-        Else XLA would put x together over these before it gathers or scatters.
+        Otherwise XLA would gather x over these axes before it gathers or scatters.
+
+        Args:
+            function: a collective over the replica axes.
+            x: the array.
+            spec: the PartitionSpec of the parameter, with the slot dim.
+            skip: number of leading dims of `spec` that x does not have.
         """
         dims = {dim for dim, _ in self._dims(spec)}
         free = {a for a, n in self._mesh.shape.items() if n > 1 and a not in MANUAL_AXES}
@@ -265,7 +294,7 @@ class Shards:
         return by_hand(x)
 
     def _dims(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
-        """Returns the dims that are split over replicas, each with the axes, major first."""
+        """Return the dims that are split over replicas, each with its axes, major first."""
         found = []
         for dim, part in enumerate(spec):
             part = part if isinstance(part, tuple) else (part,)
@@ -275,18 +304,18 @@ class Shards:
 
 
 def total(tree: Tree, mesh: AnyMesh, axes: tuple[str, ...]) -> Tree:
-    """Returns `tree` summed over those of the axes that have more than one device."""
+    """Return `tree` summed over the given axes that have more than one device."""
     return psum(tree, tuple(axis for axis in axes if mesh.shape[axis] > 1))
 
 
 def on_shards(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Returns `function` run on every device with its shards of the manual axes."""
+    """Run `function` on every device with its shards over the manual axes."""
     return jax.shard_map(
         function,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        # Axes of size 1 too: XLA then sees no partly manual mesh unless it has to.
+        # Axes of size 1 are manual too, so that XLA sees a partly manual mesh only if necessary.
         axis_names={axis for axis, size in mesh.shape.items() if size == 1 or axis in MANUAL_AXES},
         check_vma=False,
     )

@@ -1,8 +1,17 @@
-"""The layers of one chunk run one after another: forward, backward, and its two halves.
+"""Runs the layers of one chunk one after another: forward, backward, and the backward's two halves.
 
-Parameters and their gradients are `[slots, ...]`, as sharding/pipeline/layout.py lays them out.
-What a microbatch leaves for its backward goes straight into a buffer `[buffer slots, depth, ...]`
-and gradients are added where they belong, so nothing of a whole chunk's size is made beside them.
+Parameters and gradients are `[slots, ...]`, in the layout of sharding/pipeline/layout.py. The
+residuals of a microbatch are written directly into a buffer `[buffer slots, depth, ...]`, and
+gradients are accumulated in place, so no second array of a whole chunk's size is ever allocated:
+
+    forward of microbatch m          for i in 0 .. depth-1
+        x, saved = vjp.forward(layer i, x)
+        buffers[slot of m, i] = saved
+
+    backward of microbatch m         for i in depth-1 .. 0
+        saved = buffers[slot of m, i]
+        dw, dx = vjp.backward(layer i, saved, dx)
+        grads[layer i] += dw
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,13 +35,13 @@ class Layers:
     """One device's layers of one stack.
 
     Args:
-      block: `(params, x, microbatch, number) -> x`; `number` is the layer's, from 0.
-      params: `[slots of this stage, ...]`.
-      shards: the ways of one layer's parameters to the whole of them, and of its gradients back.
-      numbers: int32[stages, slots of a stage], the layer's number or -1, known to the compiler.
-      here: this device's stage, int32[]; and x and a microbatch, or their ShapeDtypeStructs.
-      num_chunks: of a stage.
-      splits: whether backwards run in two halves.
+        block: `(params, x, microbatch, number) -> x`; `number` is the layer's number, from 0.
+        params: this stage's parameters, `[slots of this stage, ...]`.
+        shards: gathers the parameters of one layer, and reduces its gradients.
+        numbers: int32[stages, slots of a stage], the layer's number or -1; known during tracing.
+        here: this device's stage, int32[], and x and a microbatch or their ShapeDtypeStructs.
+        num_chunks: number of chunks per stage.
+        splits: whether backwards run in two halves.
     """
 
     def __init__(
@@ -59,11 +68,11 @@ class Layers:
 
     @cached_property
     def _for_weights(self) -> list[int]:
-        """The numbers of the saved arrays that weight gradients read."""
+        """Indices of the saved residuals that weight gradients read."""
         return self._vjp.saved_for_weights if self._splits else []
 
     def no_gradients(self) -> Tree:
-        """Returns zeros of the layers' gradients, in float32 or wider, where the parameters lie."""
+        """Return zero gradients in float32 or wider, in host memory where the parameters are."""
         gradients = jax.eval_shape(lambda: self._shards.scattered(self._layer(jnp.int32(0))))
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
@@ -73,7 +82,11 @@ class Layers:
         return jax.tree.map(empty, wide(gradients, len(self._numbers)), self._params)
 
     def buffers(self, depths: Mapping[str, int]) -> Buffers:
-        """Returns empty buffers of these depths: of `saved`, `for_weights` and `handed`."""
+        """Return empty buffers `saved`, `for_weights` and `handed`.
+
+        Args:
+            depths: buffer -> number of slots. Buffers that it does not name are left out.
+        """
         wanted = self._parted([*zip(self._vjp.saved, self._vjp.saved_on_host, strict=True)])
         wanted["handed"] = [(shape, False) for shape in self._vjp.handed] if self._splits else []
 
@@ -89,7 +102,7 @@ class Layers:
         }
 
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Returns x after the chunk's layers; nothing is kept."""
+        """Return x after the chunk's layers, and keep nothing."""
 
         def body(x, i, slot, number):
             return self._block(self._layer(slot), x, microbatch, number)
@@ -99,7 +112,7 @@ class Layers:
     def forward(
         self, chunk: jax.Array, x: Tree, microbatch: Tree, buffers: Buffers, slots: dict
     ) -> tuple[Tree, Buffers]:
-        """Returns x after the chunk's layers, and the buffers with what their backward reads."""
+        """Return x after the chunk's layers, and the buffers with the saved residuals."""
 
         def body(carry, i, slot, number):
             x, buffers = carry
@@ -115,7 +128,7 @@ class Layers:
     def backward(
         self, chunk: jax.Array, dx: Tree, microbatch: Tree, buffers: Buffers, slots: dict, grads
     ) -> tuple[Tree, Tree]:
-        """Returns the gradient of what went in, and `grads` with the layers' own added."""
+        """Return the gradient of the chunk's input, and `grads` with the layers' ones added."""
 
         def body(carry, i, slot, number):
             dx, grads = carry
@@ -128,7 +141,12 @@ class Layers:
     def input_gradient(
         self, chunk: jax.Array, dx: Tree, microbatch: Tree, buffers: Buffers, slots: dict, grads
     ) -> tuple[Tree, Tree, list[jax.Array]]:
-        """Returns as `backward` does, and `handed` with what `weight_gradient` reads."""
+        """Run the first half of `backward`.
+
+        Returns:
+            (gradient of the chunk's input, `grads` with the gradients added that are computed on
+            the way, the buffer `handed` with the values that `weight_gradient` reads).
+        """
 
         def body(carry, i, slot, number):
             dx, grads, handed = carry
@@ -147,7 +165,7 @@ class Layers:
     def weight_gradient(
         self, chunk: jax.Array, microbatch: Tree, buffers: Buffers, slots: dict, grads: Tree
     ) -> Tree:
-        """Returns `grads` with what `input_gradient` left out added."""
+        """Return `grads` with the gradients added that `input_gradient` left out."""
 
         def body(grads, i, slot, number):
             late = self._vjp.weight_gradient(
@@ -165,7 +183,7 @@ class Layers:
         return self._shards.layer(jax.tree.map(at, self._params))
 
     def _accumulate(self, grads: Tree, slot: jax.Array, values: Sequence[jax.Array | None]) -> Tree:
-        """Returns `grads` with what there is of a layer's values added, in the former's dtype."""
+        """Add the gradients of a layer that are not None to `grads`, in the dtype of `grads`."""
         leaves, structure = jax.tree.flatten(grads)
         pairs = zip(leaves, values, strict=True)
         wide = [value if value is None else value.astype(g.dtype) for g, value in pairs]
@@ -175,19 +193,21 @@ class Layers:
         return jax.tree.unflatten(structure, [_added(g, slot, value) for g, value in pairs])
 
     def _parted(self, saved: Sequence) -> dict[str, list]:
-        """Returns what is saved, by the buffer that it goes to."""
+        """Return saved residuals by the buffer that they are stored in."""
         return {
             "saved": [s for i, s in enumerate(saved) if i not in self._for_weights],
             "for_weights": [saved[i] for i in self._for_weights],
         }
 
     def _joined(self, saved: Iterable, for_weights: Iterable) -> list:
-        """Returns what is saved, in its own order."""
+        """Merge the residuals of both buffers back into the order of `BlockVJP.saved`."""
         saved, for_weights = iter(saved), iter(for_weights)
         count = len(self._vjp.saved)
         return [next(for_weights if i in self._for_weights else saved) for i in range(count)]
 
     def _loop(self, chunk, body: Callable, carry: Tree, *, reverse: bool = False) -> Tree:
+        """Scan `body(carry, i, slot, layer number)` over the chunk's layers, skipping padding."""
+
         def step(carry, i):
             slot = chunk * self._depth + i
             number = self._numbers[slot]
@@ -202,7 +222,7 @@ class Layers:
 
 
 def _added(g: jax.Array, slot: jax.Array, value: jax.Array | None) -> jax.Array:
-    """Returns `g`, on the device or the host, with a value added in a slot."""
+    """Return `g`, on the device or in host memory, with `value` added to one slot."""
     if value is None:
         return g
     if not is_on_host(g):

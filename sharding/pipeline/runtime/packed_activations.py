@@ -1,8 +1,12 @@
-"""Activations whose shapes change from stack to stack, in the one form in which they travel.
+"""Packs activations of different shapes into one common type, which every stage can send.
 
-All stages run one program, so what they send each other has one type. Where a model's stacks take
-activations of one type, it is that type. Elsewhere it is a parcel: for each dtype one flat array
-with room for the most that any stack takes, of which the rest is zeros.
+All stages run one program, so a send has the same type on every stage. If all stacks of a model
+take activations of one type, that type is sent unchanged. Otherwise activations are packed: one
+flat array per dtype, large enough for every stack, with zeros at the end. For two stacks:
+
+    stack 1  {"x": float32[2, 4]}                          8 float32
+    stack 2  {"x": float32[2, 2], "mask": bfloat16[3]}     4 float32, 3 bfloat16
+    packed   {"float32": float32[8], "bfloat16": bfloat16[3]}
 """
 
 import collections
@@ -18,14 +22,14 @@ Tree = Any
 
 
 class PackedActivations:
-    """What is sent in place of activations of several types.
+    """Packs activations of several types into one type, and unpacks them.
 
     Args:
-      types: trees of ShapeDtypeStructs, of all activations that are sent.
+        types: the types of all activations that are sent, each a tree of ShapeDtypeStructs.
 
     Attributes:
-      type: of what is sent, the same for all.
-      are_alike: whether all activations are of one type, so that they are sent as they are.
+        type: the common type that is sent, a tree of ShapeDtypeStructs.
+        are_alike: whether all activations have the same type and are sent unchanged.
     """
 
     def __init__(self, types: Sequence[Tree]):
@@ -41,7 +45,7 @@ class PackedActivations:
         }
 
     def pack(self, x: Tree) -> Tree:
-        """Returns activations of one of the types as what is sent."""
+        """Convert activations of one of the types to the common type."""
         if self.are_alike:
             return x
         leaves = jax.tree.leaves(x)
@@ -54,7 +58,10 @@ class PackedActivations:
         return jax.tree.map(flat, self.type)
 
     def unpack(self, parcel: Tree, like: Tree) -> Tree:
-        """Returns what was packed, of the type `like`; of another it is numbers without a sense."""
+        """Convert a packed value back to activations of the type `like`.
+
+        If `parcel` was packed from another type, the result is meaningless.
+        """
         if self.are_alike:
             return parcel
         starts: dict[str, int] = collections.defaultdict(int)
@@ -68,10 +75,11 @@ class PackedActivations:
 
 
 def _whole(x: jax.Array) -> jax.Array:
-    """Returns `x` split over no automatic axis of the mesh.
+    """Replicate `x` over all automatic axes of the mesh.
 
-    Where some stages have layers of a stack and others have not, not all devices come to what is
-    computed there, and moving parts of an array from device to device could wait for all.
+    Only stages with layers of a stack execute its branch. A reshape of an array that is sharded
+    over automatic axes could make XLA insert communication there, which would wait for devices that
+    never take part.
     """
     replicated = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
     return jax.lax.with_sharding_constraint(x, replicated)

@@ -1,4 +1,4 @@
-"""Small operations on trees of arrays, and on buffers whose leading dim is one of slots."""
+"""Small operations on trees of arrays, and on buffers with a leading slot dimension."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +11,14 @@ Tree = Any
 
 
 class Flag:
-    """Something that holds of some of this device's chunks.
+    """A boolean property of every chunk, looked up for the chunks of this device.
+
+    If the property has the same value everywhere, it is resolved during tracing and no `lax.cond`
+    is emitted.
 
     Args:
-      table: a bool per stage and chunk, known to the compiler.
-      stage: int32[], this device's.
+        table: `table[stage][chunk]`, known during tracing.
+        stage: int32[], this device's stage.
     """
 
     def __init__(self, table: Sequence[Sequence[bool]], stage: jax.Array):
@@ -26,7 +29,7 @@ class Flag:
     def choose(
         self, chunk: jax.Array, then: Callable[[], Tree], otherwise: Callable[[], Tree]
     ) -> Tree:
-        """Returns then() if it holds of the chunk, and otherwise() if not."""
+        """Return then() if the flag is set for the chunk, else otherwise()."""
         return branch(self._known, self._here[chunk], then, otherwise)
 
 
@@ -36,10 +39,13 @@ def branch(
     then: Callable[[], Tree],
     otherwise: Callable[[], Tree],
 ) -> Tree:
-    """Returns what `lax.cond` does, or runs nothing but the branch that is always taken.
+    """Apply `lax.cond`, or only the branch that is always taken if that is known during tracing.
 
     Args:
-      known: which that is, None if neither.
+        known: the value of the predicate if it is known during tracing, else None.
+        predicate: bool[], the value at run time.
+        then: called if the predicate is true.
+        otherwise: called if the predicate is false.
     """
     if known is not None:
         return then() if known else otherwise()
@@ -47,12 +53,12 @@ def branch(
 
 
 def zeros(tree: Tree, *leading: int) -> Tree:
-    """Returns zeros of these shapes and dtypes, with `leading` dims before them."""
+    """Return zeros of these shapes and dtypes, with additional `leading` dims."""
     return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), tree)
 
 
 def wide(tree: Tree, *leading: int) -> Tree:
-    """Returns ShapeDtypeStructs, floats in float32 or wider, with `leading` dims before."""
+    """Return ShapeDtypeStructs with floats widened to at least float32 and `leading` dims added."""
 
     def shape(x):
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -63,21 +69,22 @@ def wide(tree: Tree, *leading: int) -> Tree:
 
 
 def add(total: Tree, tree: Tree) -> Tree:
-    """Returns `total + tree` in the dtypes of `total`."""
+    """Return `total + tree` in the dtypes of `total`."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, tree)
 
 
 def where(predicate: jax.Array, then: Tree, otherwise: Tree) -> Tree:
+    """Select one of two trees, leaf by leaf, with `jnp.where`."""
     return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), then, otherwise)
 
 
 def read(buffers: Tree, slot: jax.Array) -> Tree:
-    """Returns what lies in a slot."""
+    """Return the contents of a slot."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, 0, keepdims=False), buffers)
 
 
 def write(buffers: Tree, slot: jax.Array, value: Tree) -> Tree:
-    """Returns the buffers with `value` in a slot."""
+    """Return the buffers with `value` written to a slot."""
     return jax.tree.map(
         lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v, slot, 0), buffers, value
     )

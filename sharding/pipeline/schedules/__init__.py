@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables: rules, generators, CSV files, timing and drawing."""

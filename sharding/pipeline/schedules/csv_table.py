@@ -1,9 +1,15 @@
-"""Tables as CSV files: a row per stage, a column per tick, operations such as 5F3.
+"""Reads and writes schedule tables as CSV files: one row per stage, one column per tick.
 
-An operation is written as PyTorch's pipelining does: virtual stage, letter (F, B, I or W),
-microbatch. A cell is empty or has operations joined by `;`, such as `1F4;1B0`. Which stage holds
-which virtual stages is read off the rows. The compute-only tables of torch.distributed.pipelining,
-which have one operation in a cell, read as they are.
+An operation is written in the notation of PyTorch's pipelining: virtual stage, letter (F, B, I or
+W), microbatch, e.g. `5F3`. A cell is empty or contains operations separated by `;`, e.g. `1F4;1B0`.
+The placement of virtual stages on stages follows from the rows. For example, 1F1B with 2 stages and
+2 microbatches:
+
+    0F0,0F1,0B0,0B1
+    ,1F0;1B0,1F1;1B1,
+
+The compute-only tables of torch.distributed.pipelining, which have one operation per cell, can be
+read without changes.
 """
 
 import csv
@@ -16,10 +22,11 @@ _OP = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """Returns the table in a file, not yet verified.
+    """Read a table from a file, without verifying it.
 
     Raises:
-      ValueError: the file cannot be read, or a cell is not understood; names file, row and column.
+        ValueError: the file cannot be read or a cell cannot be parsed. The message names the file,
+            row and column.
     """
     rows = _read_rows(Path(path))
     stage_of: dict[int, int] = {}
@@ -37,7 +44,7 @@ def read_csv(path: str | Path) -> Schedule:
         gap = "" if absent is None else f"; virtual stage {absent} is in no row"
         raise ValueError(
             f"{path} has {len(stage_of)} virtual stages in {len(rows)} rows{gap}; every row must "
-            "have the same number of them, and they must count from 0"
+            "have the same number of them, and they must be numbered from 0 without gaps"
         )
     placement = tuple(stage_of[virtual] for virtual in sorted(stage_of))
     chunk_of = [placement[:virtual].count(stage) for virtual, stage in enumerate(placement)]
@@ -59,7 +66,7 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
-    """Writes a table so that `read_csv` returns its stages, chunks, microbatches and ticks."""
+    """Write a table such that `read_csv` restores its stages, chunks, microbatches and ticks."""
     held = schedule.chunks()
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -71,7 +78,7 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def _read_rows(path: Path) -> list[list[list[tuple[str, int, int]]]]:
-    """Returns rows × columns × (kind, microbatch, virtual stage)."""
+    """Return rows × columns × (kind, microbatch, virtual stage)."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
@@ -94,8 +101,8 @@ def _parse_cell(cell: str, place: str) -> list[tuple[str, int, int]]:
         match = _OP.fullmatch(text)
         if not match:
             raise ValueError(
-                f"{place}: {text!r} is no operation; write virtual stage, F, B, I or W, and "
-                "microbatch, such as 5F3, and join those of a cell by ';'"
+                f"{place}: {text!r} is not an operation; write virtual stage, F, B, I or W, and "
+                "microbatch, such as 5F3, and separate the operations of a cell by ';'"
             )
         virtual, kind, microbatch = match.groups()
         ops.append((kind, int(microbatch), int(virtual)))

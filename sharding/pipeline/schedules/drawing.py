@@ -1,4 +1,4 @@
-"""A schedule's table drawn, as text and as a picture."""
+"""Draws schedule tables as text and as Gantt charts."""
 
 import io
 import re
@@ -20,24 +20,24 @@ from sharding.pipeline.schedules.table import (
     Schedule,
 )
 
-#: Okabe and Ito's colours, which colour-blind readers tell apart too.
+#: Okabe and Ito's palette, which colour-blind readers can distinguish.
 _COLOURS = {
     FORWARD: ("forward", "#0072b2"),
     BACKWARD: ("backward", "#d55e00"),
     INPUT_GRADIENT: ("input gradient", "#e69f00"),
     WEIGHT_GRADIENT: ("weight gradient", "#009e73"),
 }
-#: How far the last chunk's colour is mixed with white.
+#: Share of white in the colour of a stage's last chunk; earlier chunks are darker.
 _LIGHTEST = 0.6
 _BOX_HEIGHT = 0.86
 _SPANS = {"free": free_running_spans, "synchronous": synchronous_spans}
 
 
 def draw_text(schedule: Schedule) -> str:
-    """Returns the table as text: a line per stage, a column per tick.
+    """Return the table as text: one line per stage, one column per tick.
 
-    With several chunks a letter says which one it is: F3b is the forward of microbatch 3 through
-    the second chunk of the stage.
+    With several chunks, a letter names the chunk: F3b is the forward of microbatch 3 through the
+    stage's second chunk.
     """
     cells = [
         ["".join(_op_text(op, schedule.num_chunks) for op in cell) or "." for cell in row]
@@ -59,18 +59,18 @@ def draw_text(schedule: Schedule) -> str:
 
 
 def draw_picture(schedule: Schedule, times: Times, clock: str, path: str | Path) -> None:
-    """Writes a Gantt chart, a lane per stage, as SVG or PNG by the path's suffix.
+    """Write a Gantt chart with one lane per stage, as SVG or PNG depending on the path's suffix.
 
-    The numbers are microbatches; a later chunk of a stage is lighter. The same table gives the
-    same bytes.
+    Numbers are microbatches; later chunks of a stage are lighter. The same table always produces
+    the same bytes.
 
     Args:
-      schedule: the table.
-      times: what operations cost.
-      clock: a key of CLOCKS.
-      path: ends in .svg or .png.
+        schedule: the table.
+        times: time of each kind of operation.
+        clock: a key of CLOCKS.
+        path: output file; must end in .svg or .png.
     """
-    # Whoever only makes a schedule need not wait for matplotlib.
+    # Imported here because matplotlib is slow to import and training runs never draw.
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -104,7 +104,7 @@ def draw_picture(schedule: Schedule, times: Times, clock: str, path: str | Path)
 
 
 def _draw_boxes(axes, schedule: Schedule, spans: list[Span], step_time: float) -> None:
-    """Draws a box per operation: all of one kind and chunk are one path, to keep files small."""
+    """Draw a box per operation; one path per kind and chunk keeps the files small."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
 
@@ -121,7 +121,7 @@ def _draw_boxes(axes, schedule: Schedule, spans: list[Span], step_time: float) -
             )
             dark = sum(fill) < 1.5
             for span in own:
-                # Digits of about 0.008 of the axes' width each.
+                # Shrink the font until the number fits: a digit takes about 0.008 of the width.
                 share = (span.end - span.start) / step_time
                 size = min(7.0, 700 * share / max(1.4, len(str(span.op.microbatch))))
                 axes.text(
@@ -148,7 +148,7 @@ def _lighten(colour: str, chunk: int, num_chunks: int) -> tuple[float, float, fl
 
 
 def _shorten(svg: str) -> str:
-    """Returns the picture in half the bytes: two decimals, no rotations by zero, no comments."""
+    """Halve the size of an SVG: two decimals, no rotations by zero, no comments."""
     for pattern, replacement in (
         (r"(\.\d\d)\d+", r"\1"),
         (r' transform="rotate\(-0 [^"]*\)"', ""),

@@ -1,8 +1,17 @@
-"""The pipeline schedules that a name stands for, each made by a function of three counts.
+"""Generates the built-in pipeline schedules from the numbers of stages, microbatches and chunks.
 
-S stages, M microbatches, V chunks of layers per stage. The tables are made for ticks that last as
-long as their slowest stage, which is how the executor runs: in the middle of a step every stage
-does the same work in every tick. The tick of an operation is a formula of its microbatch and chunk.
+S stages, M microbatches, V chunks of layers per stage. The tables are designed for synchronous
+ticks, which last as long as their slowest stage, because that is how the executor runs them: in
+steady state, every stage does the same work in every tick. The tick of an operation is a closed
+formula of its microbatch, stage and chunk. For 1F1B with one chunk:
+
+    forward of microbatch m on stage s    tick m + s
+    backward of microbatch m on stage s   tick m + 2 (S - 1) - s
+
+    tick    0  1  2    3    4    5    6  7        S = 3, M = 4
+    stage 0 F0 F1 F2   F3   B0   B1   B2 B3
+    stage 1 .  F0 F1   F2B0 F3B1 B2   B3 .
+    stage 2 .  .  F0B0 F1B1 F2B2 F3B3 .  .
 
 Sources: GPipe, Huang et al. 2019 (arXiv:1811.06965), section 2.3; 1F1B and interleaved 1F1B,
 Narayanan et al. 2021 (arXiv:2104.04473), section 2.2; ZB-H1, Qi et al. 2023 (arXiv:2401.10241),
@@ -25,7 +34,7 @@ from sharding.pipeline.schedules.table import (
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Returns all forwards, then all backwards: every activation is held at the turn."""
+    """All forwards, then all backwards: every activation is in flight at the turning point."""
     S, M, V = num_stages, num_microbatches, num_chunks
     stride = max(M, S)
     turn = (V - 1) * stride + M + S - 1
@@ -40,29 +49,29 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Returns every backward as early as it can be: what is held does not grow with M.
+    """1F1B: every backward as early as possible, so activations in flight do not grow with M.
 
-    A tick of the middle holds a forward and a backward. The step takes (M+S-1)(F+B).
+    A steady-state tick contains one forward and one backward. The step takes (M+S-1)(F+B).
     """
     _require_chunks("1f1b", num_chunks, 1, "choose interleaved_1f1b for more chunks")
     return _one_f_one_b("1f1b", num_stages, num_microbatches, 1)
 
 
 def interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Returns 1F1B over several chunks per stage: the bubble shrinks to that of a chunk.
+    """1F1B with several chunks per stage, so the pipeline fills in a chunk's time per stage.
 
-    Microbatches go through the chunks in groups of S to 2S-1. The step takes (VM+S-1)(F+B)/V for
+    Microbatches pass through the chunks in groups of S to 2S-1. The step takes (VM+S-1)(F+B)/V for
     M ≥ S, and (M+VS-1)(F+B)/V for M ≤ S; V=1 is 1F1B.
     """
     return _one_f_one_b("interleaved_1f1b", num_stages, num_microbatches, num_chunks)
 
 
 def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Returns 1F1B with weight gradients (W) apart from input gradients (I), to fill the bubble.
+    """1F1B with weight gradients (W) split from input gradients (I), to fill the bubble.
 
-    Forwards and input gradients are where 1F1B has forwards and backwards. For M ≥ 2S-2 the step
-    takes M(F+I+W) + (S-1)(max(F,W)+max(I,W)-W); with W ≤ F, W ≤ I that is ZB-H1's time, in
-    synchronous ticks too.
+    Forwards and input gradients run in the ticks in which 1F1B runs forwards and backwards. For M ≥
+    2S-2 the step takes M(F+I+W) + (S-1)(max(F,W)+max(I,W)-W). If W ≤ F and W ≤ I, this equals the
+    time of ZB-H1, also with synchronous ticks.
     """
     _require_chunks("zero_bubble", num_chunks, 1, "choose zbv, or interleaved_1f1b")
     S, M = num_stages, num_microbatches
@@ -80,12 +89,14 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
 
 
 def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """Returns zero-bubble over two chunks per stage, placed down and up again like a V.
+    """Zero bubble with two chunks per stage, placed down and back up the stages like a V.
 
-    The first stage has both ends of the model, so it turns to the backward after 2S chunks, and
-    stages alternate between their chunks. A stage whose second chunk has nothing to do yet runs
-    up to S/2 forwards of the first one ahead. With F=I=W and M ≥ 2S a step that runs freely takes
-    3M + (S-1)/2: nothing but the first forward's way to the last stage is lost.
+    Virtual stages 0 .. S-1 run on stages 0 .. S-1, and S .. 2S-1 on stages S-1 .. 0. So the first
+    stage holds both ends of the model, and a microbatch turns to its backward there, after 2S
+    chunks. Stages alternate between their two chunks. While a stage's second chunk has no input
+    yet, the stage runs up to S/2 forwards of its first chunk ahead. With F=I=W and M ≥ 2S a
+    free-running step takes 3M + (S-1)/2: only the time in which the first forward reaches the last
+    stage is lost.
     """
     _require_chunks("zbv", num_chunks, 2, "set pipeline.chunks=2")
     S, M = num_stages, num_microbatches
@@ -109,17 +120,18 @@ def forward_only(
     num_chunks: int = 1,
     placement: Sequence[int] | None = None,
 ) -> Schedule:
-    """Returns forwards alone, for evaluation, on any placement.
+    """Forwards without backwards, for evaluation, on any placement.
 
     Args:
-      num_stages: S.
-      num_microbatches: M.
-      num_chunks: V.
-      placement: the stage of each of the V*S virtual stages; a loop if None.
+        num_stages: number of stages, S.
+        num_microbatches: number of microbatches, M.
+        num_chunks: number of chunks per stage, V.
+        placement: the stage of each of the V*S virtual stages; `loop_placement` if None.
     """
     if placement is None:
         placement = loop_placement(num_stages, num_chunks)
-    # Deepest first holds the least; on some counts shallowest first is faster.
+    # Running the deepest virtual stage first keeps the fewest activations in flight and wins ties;
+    # for some counts running the shallowest first takes fewer ticks.
     orders = (range(len(placement))[::-1], range(len(placement)))
     tables = [_greedy_forwards(placement, num_microbatches, order) for order in orders]
     when = min(tables, key=lambda when: max(when.values()))
@@ -127,7 +139,11 @@ def forward_only(
 
 
 def _greedy_forwards(placement: Sequence[int], M: int, order: Sequence[int]) -> dict[Key, int]:
-    """Returns the ticks of forwards, each as early as its stage is free of those first in order."""
+    """Schedule forwards greedily: in each tick a stage runs the first one in `order` that is ready.
+
+    Returns:
+        (FORWARD, microbatch, virtual stage) -> tick.
+    """
     when: dict[Key, int] = {}
     done = [0] * len(placement)
     tick = 0
@@ -144,10 +160,15 @@ def _greedy_forwards(placement: Sequence[int], M: int, order: Sequence[int]) -> 
 
 
 def _one_f_one_b(name: str, S: int, M: int, V: int) -> Schedule:
-    """Returns 1F1B of groups of microbatches that go through all chunks one after the other."""
+    """Build 1F1B over groups of microbatches, each of which passes through all chunks in turn.
+
+    For S = 2, V = 2 and M = 4 there are two groups of 2 microbatches. Stage 0 runs its forwards in
+    this order (a and b are its chunks): F0a F1a, F0b F1b, then the second group: F2a F3a, F2b F3b.
+    """
     num_groups = max(1, M // S)
     sizes = [M // num_groups + (group < M % num_groups) for group in range(num_groups)]
-    # With fewer microbatches than stages, the next chunk's input arrives only S ticks later.
+    # Ticks between a microbatch's forwards through consecutive chunks of one stage. It is at least
+    # S, because the microbatch passes through all S stages before it is back.
     strides = [max(size, S) for size in sizes]
     turn = (V - 1) * strides[0] + S - 1
     when: dict[Key, int] = {}
@@ -166,15 +187,20 @@ def _one_f_one_b(name: str, S: int, M: int, V: int) -> Schedule:
 
 
 def _with_weight_gradients(schedule: Schedule, *, full: range, limit: int) -> Schedule:
-    """Returns the schedule of F and I with W where it does not lengthen a synchronous tick.
+    """Add weight gradients (W) to a schedule of F and I where they do not lengthen a tick.
 
-    A tick of `full` has room for F, I and W on every stage. Any other tick in which some stage runs
-    both F and I has room for two operations, the rest for one. When all forwards have run, a tick
-    of W alone follows each tick that leaves a W behind on the first stage. A stage that would hold
-    more than `limit` activations in the next tick runs a W at once.
+    A tick in `full` has room for F, I and W on every stage. Any other tick has room for two
+    operations per stage if some stage runs both F and I in it, and for one otherwise. Once all
+    forwards have run, each tick that leaves a pending W on the first stage is followed by a tick of
+    W only. A stage that would hold more than `limit` activations in the next tick runs a W at once.
+
+    Args:
+        schedule: a table of F and I.
+        full: ticks in which every stage may run F, I and W.
+        limit: largest number of chunk activations that a stage may hold.
     """
-    waiting: list[list[Op]] = [[] for _ in range(schedule.num_stages)]
-    held = [0] * schedule.num_stages
+    waiting: list[list[Op]] = [[] for _ in range(schedule.num_stages)]  # I done, W pending
+    held = [0] * schedule.num_stages  # activations in flight, per stage
     last_forward = max(tick for key, tick in schedule.when().items() if key[0] == FORWARD)
 
     def weight_gradient(stage: int) -> tuple[Op, ...]:
@@ -213,7 +239,7 @@ def _with_weight_gradients(schedule: Schedule, *, full: range, limit: int) -> Sc
 def _from_ticks(
     name: str, placement: Sequence[int], num_stages: int, when: dict[Key, int]
 ) -> Schedule:
-    """Returns the table in which each operation runs in the tick given, F first in its cell."""
+    """Build the table in which each operation runs in its given tick, F first in its cell."""
     placement = tuple(placement)
     chunk_of = [placement[:virtual].count(stage) for virtual, stage in enumerate(placement)]
     num_ticks = 1 + max(when.values())

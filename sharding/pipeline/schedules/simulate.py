@@ -1,9 +1,17 @@
-"""How long a step takes by a table, under two clocks.
+"""Computes the time of a step from its schedule table, under two clocks.
 
-- *Free-running*: each stage runs its own operations in the table's order, each as soon as its
-  inputs are there. Papers count bubbles so; ticks play no part.
+- *Free-running*: each stage runs its operations in the order of the table, each as soon as its
+  inputs have arrived. Ticks have no meaning. Papers measure bubbles this way.
 - *Synchronous*: every tick lasts as long as its slowest stage, and sends end with the tick. This is
-  how one program on all devices runs.
+  how one program on all devices runs, and so how the executor runs.
+
+For 1F1B with S = 2, M = 2, F = 1, B = 2:
+
+    synchronous   tick 0   tick 1       tick 2       tick 3
+    stage 0       F0 . .   F1 . .       B0 B0 .      B1 B1
+    stage 1                F0 B0 B0     F1 B1 B1             step time 1 + 3 + 3 + 2 = 9
+
+    (tick 0 lasts 1, tick 1 and 2 last 3, tick 3 lasts 2; a letter is one unit of time)
 """
 
 import dataclasses
@@ -25,13 +33,13 @@ from sharding.pipeline.schedules.table import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
-    """What the operations of a whole stage cost, in any one unit; a chunk takes 1/V of it."""
+    """Time of each operation for a whole stage, in any one unit; a chunk takes 1/V of it."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
     weight_gradient: float = 1.0
     backward: float | None = None  # None = input_gradient + weight_gradient
-    send: float = 0.0  # an activation or a cotangent, from one stage to another
+    send: float = 0.0  # transfer of an activation or a cotangent between two stages
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -43,7 +51,7 @@ class Times:
                 raise ValueError(f"time {field.name}={value:g} must be a finite number {least} 0")
 
     def of(self, kind: str) -> float:
-        """Returns what an operation of this kind costs a whole stage."""
+        """Return the time of an operation of this kind for a whole stage."""
         split = self.input_gradient + self.weight_gradient
         return {
             FORWARD: self.forward,
@@ -54,7 +62,7 @@ class Times:
 
 
 class Span(NamedTuple):
-    """An operation of a stage, from start to end."""
+    """An operation on a stage, with its start and end time."""
 
     stage: int
     op: Op
@@ -63,16 +71,16 @@ class Span(NamedTuple):
 
 
 def free_running(schedule: Schedule, times: Times = Times()) -> float:  # noqa: B008
-    """Returns the step's time when every stage runs as soon as it can."""
+    """Return the step time if every stage runs each operation once its inputs have arrived."""
     return max(span.end for span in free_running_spans(schedule, times))
 
 
 def synchronous_time(schedule: Schedule, times: Times = Times()) -> float:  # noqa: B008
-    """Returns the step's time when every tick lasts as long as its slowest stage."""
+    """Return the step time if every tick lasts as long as its slowest stage."""
     return sum(_tick_times(schedule, times))
 
 
-#: The clocks that the command line can name.
+#: Clocks by their names on the command line.
 CLOCKS: dict[str, Callable[[Schedule, Times], float]] = {
     "free": free_running,
     "synchronous": synchronous_time,
@@ -85,15 +93,15 @@ def bubble_fraction(
     *,
     clock: Callable[[Schedule, Times], float] = free_running,
 ) -> float:
-    """Returns the share of the stages' time in which they compute nothing."""
+    """Return the fraction of the stages' time in which they are idle."""
     busy = sum(times.of(op.kind) for _, _, cell in schedule.cells() for op in cell)
     return 1.0 - busy / (schedule.num_chunks * schedule.num_stages * clock(schedule, times))
 
 
 def free_running_spans(schedule: Schedule, times: Times) -> list[Span]:
-    """Returns when each operation runs if every stage runs as soon as it can.
+    """Return the start and end of each operation if every stage runs as soon as it can.
 
-    A send adds to the time at which another stage has the input, not to the sender's.
+    A send delays the receiver, not the sender.
     """
     held, ran, placement = schedule.chunks(), schedule.when(), schedule.placement
     finish: dict[Key, float] = {}
@@ -112,7 +120,7 @@ def free_running_spans(schedule: Schedule, times: Times) -> list[Span]:
 
 
 def synchronous_spans(schedule: Schedule, times: Times) -> list[Span]:
-    """Returns when each operation runs if every tick lasts as long as its slowest stage."""
+    """Return the start and end of each operation if ticks last as long as their slowest stage."""
     spans = []
     tick_start = 0.0
     for row, tick_time in zip(schedule.ticks, _tick_times(schedule, times), strict=True):
@@ -127,11 +135,11 @@ def synchronous_spans(schedule: Schedule, times: Times) -> list[Span]:
 
 
 def _tick_times(schedule: Schedule, times: Times) -> list[float]:
-    """Returns what each tick lasts.
+    """Return the duration of each tick.
 
-    A send starts when its operation ends and runs beside the rest of the cell: the forward's hides
-    behind the cell's B, I or W, the input gradient's behind its W. What does not fit prolongs the
-    tick. Two sends of a cell do not slow each other.
+    A send starts when its operation ends and overlaps with the rest of the cell: the forward's send
+    with the cell's B, I or W, the input gradient's send with its W. The part of a send that does
+    not fit lengthens the tick. Two sends of a cell do not slow each other down.
     """
     held, placement = schedule.chunks(), schedule.placement
     lasts = []

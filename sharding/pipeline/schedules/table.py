@@ -1,25 +1,39 @@
-"""What a pipeline schedule is: a table of operations, the rules that it must keep, what it holds.
+"""A pipeline schedule as a table of operations, and the rules that a table must satisfy.
 
-The layers are cut into runs, the *virtual stages* v = 0, 1, ... in the order of the layers; a stage
-holds one or more of them, its *chunks*. A table has a row per tick and a cell per stage; a cell
-holds at most one forward, then at most one backward or input gradient, then at most one weight
-gradient. What a stage makes in a tick can be used by another virtual stage from the next tick on,
-and by its own in the same cell.
+The layers are cut into contiguous runs, the *virtual stages* v = 0, 1, ... in layer order. A stage
+holds one or more of them, its *chunks*. A table has one row per tick and one cell per stage. A cell
+contains at most one forward (F), then at most one backward (B) or input gradient (I), then at most
+one weight gradient (W). The output of an operation is available to other virtual stages from the
+next tick on, and to its own virtual stage in the same cell.
 
-Pure Python: generators.py makes tables, csv_table.py reads and writes them, clocks.py times them.
+1F1B with 2 stages and 3 microbatches, drawn with one line per stage:
+
+    tick    0  1    2    3    4
+    stage 0 F0 F1   F2B0 B1   B2
+    stage 1 .  F0B0 F1B1 F2B2 .
+
+F0 on stage 1 needs F0 on stage 0, so it runs one tick later. B0 on stage 1 needs only F0 on the
+same virtual stage, because stage 1 is the last one, so both share a cell. B0 on stage 0 needs B0 on
+stage 1, so it waits for the next tick. With two chunks per stage and the placement (0, 1, 1, 0),
+stage 0 holds virtual stages 0 and 3 as its chunks 0 and 1, and stage 1 holds virtual stages 1 and
+2.
+
+Tables are pure Python: generators.py makes tables, csv_table.py reads and writes them,
+simulate.py times them.
 """
 
 import dataclasses
 from collections.abc import Container, Iterator
 from typing import NamedTuple
 
-#: A backward (B) is an input gradient (I) and a weight gradient (W) in one. PyTorch's letters.
+#: Kinds of operations, in PyTorch's letters. A whole backward (B) computes the input gradient (I)
+#: and the weight gradient (W) together.
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
 
-#: The order in a cell.
+#: Order of the operations within a cell.
 _RANK = {FORWARD: 0, BACKWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 2}
 
-#: (kind, microbatch, virtual stage): names an operation of a table.
+#: Identifies an operation of a table: (kind, microbatch, virtual stage).
 Key = tuple[str, int, int]
 
 
@@ -36,12 +50,12 @@ class Schedule:
     """A table of operations: `ticks[t][s]` is the cell of stage s in tick t.
 
     Attributes:
-      name: what to call it in messages.
-      num_stages: S.
-      num_chunks: V, chunks of layers per stage.
-      num_microbatches: M.
-      placement: the stage of each of the V*S virtual stages.
-      ticks: ticks × stages × operations.
+        name: name used in messages.
+        num_stages: number of stages, S.
+        num_chunks: number of chunks of layers per stage, V.
+        num_microbatches: number of microbatches, M.
+        placement: the stage of each of the V*S virtual stages.
+        ticks: ticks × stages × operations.
     """
 
     name: str
@@ -52,13 +66,13 @@ class Schedule:
     ticks: tuple[tuple[tuple[Op, ...], ...], ...]
 
     def cells(self) -> Iterator[tuple[int, int, tuple[Op, ...]]]:
-        """Yields (tick, stage, cell), tick by tick."""
+        """Yield (tick, stage, cell), tick by tick."""
         for tick, row in enumerate(self.ticks):
             for stage, cell in enumerate(row):
                 yield tick, stage, cell
 
     def when(self) -> dict[Key, int]:
-        """Returns (kind, microbatch, virtual stage) -> tick."""
+        """Return (kind, microbatch, virtual stage) -> tick."""
         chunks = self.chunks()
         return {
             (op.kind, op.microbatch, chunks[stage][op.chunk]): tick
@@ -67,49 +81,49 @@ class Schedule:
         }
 
     def chunks(self) -> list[list[int]]:
-        """Returns the virtual stages of each stage, in the order of the layers."""
+        """Return the virtual stages of each stage, in layer order."""
         held: list[list[int]] = [[] for _ in range(self.num_stages)]
         for virtual, stage in enumerate(self.placement):
             held[stage].append(virtual)
         return held
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Returns the virtual stage that is this chunk of this stage."""
+        """Return the virtual stage of a stage's chunk."""
         return self.chunks()[stage][chunk]
 
     def chunk_of(self, virtual_stage: int) -> int:
-        """Returns which chunk of its stage the virtual stage is."""
+        """Return the index of a virtual stage among the chunks of its stage."""
         return self.placement[:virtual_stage].count(self.placement[virtual_stage])
 
     def has_backward(self) -> bool:
-        """Returns whether anything but forwards and weight gradients runs."""
+        """Return whether the table contains backwards (B) or input gradients (I)."""
         return any(
             op.kind in (BACKWARD, INPUT_GRADIENT) for _, _, cell in self.cells() for op in cell
         )
 
     def splits_backward(self) -> bool:
-        """Returns whether any backward runs in two parts."""
+        """Return whether any backward is split into I and W."""
         split = (INPUT_GRADIENT, WEIGHT_GRADIENT)
         return any(op.kind in split for _, _, cell in self.cells() for op in cell)
 
 
 def loop_placement(num_stages: int, num_chunks: int) -> tuple[int, ...]:
-    """Returns the placement 0..S-1, again and again: the last stage sends to the first."""
+    """Return the placement 0..S-1 repeated per chunk; the last stage sends to the first."""
     return tuple(range(num_stages)) * num_chunks
 
 
 def v_placement(num_stages: int) -> tuple[int, ...]:
-    """Returns the placement 0..S-1, S-1..0 of two chunks: the first stage has both ends."""
+    """Return the placement 0..S-1, S-1..0 of two chunks; stage 0 has the first and last layers."""
     return (*range(num_stages), *reversed(range(num_stages)))
 
 
 def needs(key: Key, ran: Container[Key], num_virtual_stages: int) -> list[Key]:
-    """Returns the operations whose results `key` uses.
+    """Return the operations whose results `key` reads.
 
     Args:
-      key: the operation.
-      ran: all operations of the table; tells in which form the next backward runs.
-      num_virtual_stages: V*S.
+        key: the operation.
+        ran: all operations of the table; shows whether the next virtual stage runs I or B.
+        num_virtual_stages: number of virtual stages, V*S.
     """
     kind, microbatch, virtual = key
     if kind == FORWARD:
@@ -124,10 +138,10 @@ def needs(key: Key, ran: Container[Key], num_virtual_stages: int) -> list[Key]:
 
 
 def verify(schedule: Schedule) -> None:
-    """Checks that every operation runs once and after all that it depends on.
+    """Check that every operation runs exactly once, after everything that it depends on.
 
     Raises:
-      ValueError: names the operation, its stage and ticks, and the dependency that is broken.
+        ValueError: names the operation, its stage and ticks, and the broken dependency.
     """
     _check_placement(schedule)
     ran = _check_cells(schedule)
@@ -139,6 +153,8 @@ def verify(schedule: Schedule) -> None:
     for key, tick in ran.items():
         for need in needs(key, ran, len(virtual_stages)):
             own = need[2] == key[2]
+            # Within a virtual stage the same tick is early enough: `_check_cells` ensures the
+            # order F, B or I, W within a cell. Across virtual stages it must be an earlier tick.
             if not (need in ran and ran[need] < tick + own):
                 found = f"runs in tick {ran[need]}" if need in ran else "never runs"
                 raise ValueError(
@@ -149,10 +165,10 @@ def verify(schedule: Schedule) -> None:
 
 
 def max_in_flight(schedule: Schedule) -> list[int]:
-    """Returns, per stage, the most chunk activations held at once.
+    """Return, for each stage, the largest number of chunk activations held at once.
 
-    One is held from a forward on until the backward (B), or the weight gradient (W), of the same
-    microbatch and chunk. In units of a chunk, of which num_chunks make a stage.
+    An activation is held from a forward until the backward (B) or the weight gradient (W) of the
+    same microbatch and chunk. The unit is a chunk; a stage has num_chunks of them.
     """
     most = [0] * schedule.num_stages
     now = [0] * schedule.num_stages
@@ -190,7 +206,11 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def _check_cells(schedule: Schedule) -> dict[Key, int]:
-    """Returns (kind, microbatch, virtual stage) -> tick of a table whose cells are well formed."""
+    """Check that the cells are well formed and no operation runs twice.
+
+    Returns:
+        (kind, microbatch, virtual stage) -> tick.
+    """
     held = schedule.chunks()
     ran: dict[Key, int] = {}
     for tick, row in enumerate(schedule.ticks):
@@ -207,7 +227,7 @@ def _check_cells(schedule: Schedule) -> dict[Key, int]:
                 or op.chunk not in range(schedule.num_chunks)
             ):
                 raise ValueError(
-                    f"{place}: {op.kind}{op.microbatch} of chunk {op.chunk} is no operation of "
+                    f"{place}: {op.kind}{op.microbatch} of chunk {op.chunk} is not an operation of "
                     f"{schedule.num_microbatches} microbatches and {schedule.num_chunks} chunks"
                 )
             key = (op.kind, op.microbatch, held[stage][op.chunk])
@@ -229,7 +249,7 @@ def _check_cells(schedule: Schedule) -> dict[Key, int]:
 def _check_complete(
     schedule: Schedule, ran: dict[Key, int], microbatch: int, virtual: int, *, has_backward: bool
 ) -> None:
-    """Refuses a microbatch whose forward or backward does not run once on a virtual stage."""
+    """Check that a microbatch's forward and backward each run once on a virtual stage."""
     forward, backward, input_gradient, weight_gradient = (
         (kind, microbatch, virtual) for kind in _RANK
     )

@@ -1,4 +1,4 @@
-"""Layers and slots: any cut of any placement, there and back."""
+"""Layers and slots: conversion in both directions, for any cut and any placement."""
 
 import itertools
 
@@ -18,11 +18,11 @@ LOOP_4 = loop_placement(4, 1)
 
 @st.composite
 def cuts(draw):
-    """(layers of every stack, placement, layers per chunk); chunks and stacks may be empty."""
+    """Draw (layers of every stack, placement, layers per chunk); chunks may be empty."""
     S, V = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     placement = v_placement(S) if draw(st.booleans()) else loop_placement(S, V)
     counts = draw(st.lists(st.integers(0, 4), min_size=len(placement), max_size=len(placement)))
-    counts[draw(st.integers(0, len(counts) - 1))] += 1  # a model has a layer
+    counts[draw(st.integers(0, len(counts) - 1))] += 1  # a model has at least one layer
     stops = sorted(draw(st.lists(st.integers(1, sum(counts)), max_size=2, unique=True)))
     stops = [*(stop for stop in stops if stop < sum(counts)), sum(counts)]
     sizes = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
@@ -30,7 +30,7 @@ def cuts(draw):
 
 
 def stage_of_every_layer(placement, counts) -> list[tuple[int, int]]:
-    """Returns the (stage, chunk of the stage) of all layers of all stacks, in order."""
+    """Return the (stage, chunk of the stage) of all layers of all stacks, in order."""
     return [
         (stage, placement[:v].count(stage))
         for v, (stage, count) in enumerate(zip(placement, counts, strict=True))
@@ -52,13 +52,13 @@ def test_layout_puts_every_layer_where_the_cut_says(example):
         slots = layout.layer_of_slot.reshape(num_stages, num_chunks, longest)
         for stage, chunk in itertools.product(range(num_stages), range(num_chunks)):
             here = [layer for layer, place in enumerate(of_stack) if place == (stage, chunk)]
-            # In their order, and padded behind.
+            # Layers are in order, with the padding at the end.
             assert slots[stage, chunk].tolist() == here + [-1] * (longest - len(here))
         assert layout.layer_of_slot[layout.slot_of_layer].tolist() == list(range(size))
 
 
 @given(cuts(), st.sampled_from([(), (3,)]), st.sampled_from(["float32", "int32", "bool"]))
-@settings(properties, max_examples=25)  # each compiles anew
+@settings(properties, max_examples=25)  # each example compiles
 def test_to_layers_undoes_to_slots_and_padding_is_zero(example, shape, dtype):
     num_layers, placement, counts = example
     for name, layout in cut(num_layers, placement, counts).items():
@@ -84,7 +84,7 @@ def test_layout_is_plain_exactly_when_slots_are_layers(example):
         assert layout.is_plain == (layout.layer_of_slot.tolist() == list(range(size)))
         if layout.is_plain:
             layers = np.arange(size)
-            assert layout.to_slots(layers) is layers  # and costs nothing
+            assert layout.to_slots(layers) is layers  # no copy
             assert layout.to_layers(layers) is layers
 
 
@@ -118,7 +118,7 @@ def test_cut_with_an_empty_chunk_holds_all_layers_on_the_others():
 
 def test_cut_of_fewer_layers_than_chunks_says_so_unless_chunks_are_said_to_be_empty():
     with pytest.raises(
-        ValueError, match=r"mesh.pipeline=4 × pipeline.chunks=2 is more than the model's 7 layers"
+        ValueError, match=r"mesh.pipeline=4 × pipeline.chunks=2 exceeds the model's 7 layers"
     ):
         cut({"encoder": 3, "decoder": 4}, loop_placement(4, 2))
     cut({"encoder": 3, "decoder": 4}, loop_placement(4, 2), (1, 1, 1, 0, 1, 1, 1, 1))
@@ -159,7 +159,7 @@ def largest_cost(costs, ends, counts) -> int:
 
 
 def cost_of(costs, num_chunks, ends):
-    """Returns a chunk's cost by (chunk, first layer, the layer after its last)."""
+    """Return the function (chunk, first layer, layer after the last) -> cost of the chunk."""
 
     def cost(chunk, first, stop):
         at_ends = ends[0] * (chunk == 0) + ends[1] * (chunk == num_chunks - 1)
@@ -168,7 +168,7 @@ def cost_of(costs, num_chunks, ends):
     return cost
 
 
-# Whole numbers, so that sums are exact whatever their order.
+# Integers, so that sums are exact in any order.
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=7),
     st.integers(1, 4),

@@ -1,4 +1,4 @@
-"""Schedules by name and by file, and the command line."""
+"""Schedules by name and from files, and the command line."""
 
 import re
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_make_schedule_refuses_a_broken_table_by_operation_and_file(tmp_path):
 def test_make_schedule_refuses_a_table_without_backwards(tmp_path):
     path = str(tmp_path / "mine.csv")
     write_csv(forward_only(2, 2), path)
-    with pytest.raises(ValueError, match=r"mine\.csv has no backward: add B, or I and W"):
+    with pytest.raises(ValueError, match=r"mine\.csv has no backward; add B, or I and W"):
         make_schedule(path, 2, 2, 1)
 
 

@@ -1,4 +1,4 @@
-"""Small models for the executor, and their plain differentiation on one device."""
+"""Small models for the executor, and their reference differentiation on one device."""
 
 from typing import Any
 
@@ -15,9 +15,10 @@ NO_ZERO = MemoryConfig()
 
 
 class Net:
-    """A residual MLP whose first and last parts share the `table` parameter.
+    """A residual MLP whose embedding and head share the `table` parameter.
 
-    Its blocks read a side input, `scale`, draw a dropout mask per example, and know their number.
+    Its blocks read a side input, `scale`, draw a dropout mask per example, and depend on their
+    layer number.
     """
 
     num_layers = {"body": 8}
@@ -62,7 +63,7 @@ class Net:
 
 
 class Teacher(Net):
-    """A net that tells the total of each example, in its head too."""
+    """A net whose `teach` returns a total per example; its head reports it as a metric."""
 
     def teach(self, ends, x, microbatch):
         return {"total": jnp.sum(x @ ends["table"].T, axis=1)}
@@ -128,10 +129,11 @@ class EncoderDecoder(Net):
 
 
 class Pyramid(Net):
-    """Three stacks, each of which takes activations of another shape or structure.
+    """Three stacks, each with activations of another shape or structure.
 
-    The first takes `[B, W]`, the second that in halves beside a float32 copy of one of them, and
-    the third the sum of these alone, so that the widest is in the middle.
+    The first takes `[B, W]`. The second takes the two halves of it and a float32 copy of one half,
+    tiled 3 times. The third takes a weighted sum of the halves. So the largest activations are in
+    the middle.
     """
 
     num_layers = {"wide": 2, "pair": 4, "narrow": 2}
@@ -160,7 +162,8 @@ class Pyramid(Net):
         return super().head(ends, jnp.concatenate([x, jnp.tanh(x)], axis=1), microbatch)
 
     def specs(self):
-        # Cutting what is split over `model` would send parts to and fro where not all stages are.
+        # Nothing is split over `model`: cutting such arrays would need communication inside
+        # branches that not all stages execute.
         kernel = PartitionSpec("pipeline", "fsdp")
         return {
             "ends": {"table": PartitionSpec("fsdp"), "norm": PartitionSpec(None)},
@@ -181,7 +184,7 @@ class Pyramid(Net):
 def inputs(
     net: Net, num_microbatches: int, batch: int = BATCH, width: int = WIDTH, dtype: Any = np.float64
 ):
-    """Returns parameters, with layers not yet in slots, and a batch `[M, B, ...]`."""
+    """Return parameters, with layers not yet in slots, and a batch `[M, B, ...]`."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(dtype)  # noqa: E731
     shape = (num_microbatches, batch)
@@ -193,7 +196,7 @@ def inputs(
 
 
 def plain_sums(net: Net, params, data):
-    """Returns (loss, sums) of the whole batch, layer by layer."""
+    """Return (loss, sums) of the whole batch, computed layer by layer."""
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), data)
     x = net.embed(params["ends"], flat)
     for name, num_layers in net.num_layers.items():
@@ -207,7 +210,7 @@ def plain_sums(net: Net, params, data):
 
 
 def specs_of(net: Net, params, mesh, zero: MemoryConfig):
-    """Returns the specs of the parameters, `[slots, ...]`, split over `data` if ZeRO says so."""
+    """Return the specs of the parameters, `[slots, ...]`, split over `data` if ZeRO does so."""
     if not zero.zero_stage:
         return net.specs()
     of_layers = {
@@ -218,7 +221,7 @@ def specs_of(net: Net, params, mesh, zero: MemoryConfig):
 
 
 def place(net: Net, layouts, mesh, params, data, zero: MemoryConfig = NO_ZERO):
-    """Returns parameters in slots and the batch, laid out on the mesh."""
+    """Return the parameters in slots and the batch, sharded over the mesh."""
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
     slots = {
         name: jax.tree.map(layouts[name].to_slots, layers)
@@ -231,7 +234,7 @@ def place(net: Net, layouts, mesh, params, data, zero: MemoryConfig = NO_ZERO):
 
 
 def to_layers(layouts, grads):
-    """Returns gradients on the host, with layers in their own order."""
+    """Return the gradients as NumPy arrays, with layers in their own order."""
     grads = jax.tree.map(np.asarray, grads)
     layers = {
         name: jax.tree.map(layouts[name].to_layers, slots)

@@ -1,4 +1,4 @@
-"""A block taken apart against `jax.vjp` of the whole of it."""
+"""The parts of a `BlockVJP`, compared with `jax.vjp` of the whole block."""
 
 import functools
 import math
@@ -23,13 +23,13 @@ from sharding.pipeline.runtime.block_vjp import BlockVJP
 from tests.runs import ROOT
 from tests.sharding.pipeline.schedules.tables import properties
 
-#: Sizes that no two dims share, so that a shape tells what it is of.
+#: Sizes are all different, so a shape identifies its array.
 ROWS, WIDTH, INNER = 3, 5, 4
 B, T, D, N = 2, 24, 16, 4
 
 
 class Example(NamedTuple):
-    """A block and what it is called with."""
+    """A block and its arguments."""
 
     block: Callable
     params: Any
@@ -49,12 +49,12 @@ def shapes(leaves) -> list[tuple[int, ...]]:
 
 
 def check(example: Example) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Compares all parts with jax.vjp; returns what was saved and handed over."""
+    """Compare all parts with jax.vjp, and return the saved and the handed-over arrays."""
     block, params, x, side = example
     taken = example.taken_apart()
     dy = jax.tree.map(lambda leaf: draw(*leaf.shape, seed=1), x)
 
-    # Compiled quickly rather than well.
+    # A low optimization level, because compilation dominates the time of these tests.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def run(params, x, side, dy):
         y, vjp = jax.vjp(lambda params, x: block(params, x, side), params, x)
@@ -69,25 +69,25 @@ def check(example: Example) -> tuple[list[jax.Array], list[jax.Array]]:
     wanted, whole, (dx, early, late), saved, handed = run(params, x, side, dy)
 
     def close(found, expected):
-        # The same operations, maybe fused or summed otherwise: rounding (1e-16) of sums of up to
-        # some hundred terms.
+        # The same operations, possibly fused or summed in another order. The tolerance allows for
+        # rounding (1e-16) of sums of up to a few hundred terms.
         atol = 1e-13 * max(1.0, float(np.abs(expected).max(initial=0.0)))
         np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
     jax.tree.map(close, whole, wanted)
     jax.tree.map(close, dx, wanted[2])
-    # Each gradient comes from one half alone.
+    # Each gradient is computed by exactly one of the halves.
     assert [e is None for e in early] == [w is not None for w in late]
     halves = [w if e is None else e for e, w in zip(early, late, strict=True)]
     jax.tree.map(close, halves, jax.tree.leaves(wanted[1]))
-    # What comes is what was announced.
+    # Shapes and dtypes are as announced.
     announced = [(s.shape, s.dtype) for s in (*taken.saved, *taken.handed)]
     assert [(a.shape, a.dtype) for a in (*saved, *handed)] == announced
     return saved, handed
 
 
 def costs(example: Example) -> tuple[int, int, int]:
-    """Returns the FLOPs of a whole backward, and of its two halves."""
+    """Return the FLOPs of a whole backward, and of its two halves."""
     taken, (_, params, x, side) = example.taken_apart(), example
     kept = [taken.saved[i] for i in taken.saved_for_weights]
     return (
@@ -97,7 +97,7 @@ def costs(example: Example) -> tuple[int, int, int]:
     )
 
 
-# Blocks made by hand: each is a case that a way of sorting residuals could get wrong.
+# Hand-made blocks: each is a case in which residuals could be classified incorrectly.
 
 
 def dense(params, x, side):
@@ -114,7 +114,7 @@ def computed_weight(params, x, side):
 
 
 def masked(params, x, side):
-    """A causal mask made in the block, and one that follows from the side input."""
+    """A causal mask built in the block, and a mask that depends on the side input."""
     causal = jnp.tril(jnp.ones((WIDTH, WIDTH), bool))
     seen = jax.nn.relu(side) > 0
     return jnp.tanh(x @ jnp.where(causal, params, 0)) * jax.nn.gelu(side) * seen
@@ -209,7 +209,7 @@ BLOCKS: dict[str, Callable[[], Example]] = {
     "identity": lambda: Example(lambda p, x, side: x, draw(WIDTH), draw(ROWS, WIDTH)),
 }
 RANDOM = ("two keys",)
-#: All that one loop or one branch yields counts as following x, if a part of it does.
+#: All outputs of a loop or a branch count as depending on x if one of them does.
 TOGETHER = ("inner loop that makes weights", "branches")
 
 
@@ -256,7 +256,7 @@ def test_block_vjp_saves_dropout_masks_as_bools():
 
 
 def test_halves_hand_over_the_least():
-    """For the kernel's gradient it takes x and the gradient of x @ w; the rest is on the way."""
+    """The kernel's gradient needs only x and the gradient of x @ w."""
     with jax.enable_x64(True):
         taken = BLOCKS["dense"]().taken_apart()
         assert shapes(taken.handed) == [(ROWS, WIDTH)]
@@ -286,7 +286,7 @@ def test_halves_of_a_parameter_whose_gradient_is_dy_yield_it_in_the_first():
         _, early, handed = taken.input_gradient(params, (), saved, dy)
         assert early[1] is None
         np.testing.assert_array_equal(early[0], dy)
-        # dy itself is not handed over for it: what is, is the gradient of x @ kernel.
+        # dy itself is not handed over for the bias; the gradient of x @ kernel is.
         assert shapes(handed) == [(ROWS, WIDTH)] and not np.array_equal(handed[0], dy)
 
 
@@ -307,7 +307,9 @@ def test_halves_run_no_matrix_product_twice(name):
     ids=["shape", "dtype", "number"],
 )
 def test_a_block_that_returns_something_else_than_x_is_refused(block):
-    with pytest.raises(ValueError, match=r"a block must return what it takes, .*float32.*returns"):
+    with pytest.raises(
+        ValueError, match=r"a block's output must have the type of its input, .*float32.*returns"
+    ):
         BlockVJP(block, jnp.ones(3), jnp.ones((2, 3)), ())
 
 
@@ -315,7 +317,7 @@ def test_a_block_that_returns_something_else_than_x_is_refused(block):
 
 
 def pieces(w, scale, bias):
-    """Returns name -> (x, side) -> x; `w` is [WIDTH, WIDTH], `scale` and `bias` are [WIDTH]."""
+    """Return name -> (x, side) -> x; `w` is [WIDTH, WIDTH], `scale` and `bias` are [WIDTH]."""
 
     def norm(x):
         x = x - jnp.mean(x, axis=-1, keepdims=True)
@@ -342,7 +344,7 @@ NAMES = sorted(pieces(0, 0, 0))
 
 
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=5), st.booleans())
-@settings(properties, max_examples=12)  # each compiles anew
+@settings(properties, max_examples=12)  # each example compiles
 def test_blocks_of_random_pieces_equal_jax_vjp(names, shares_weights):
     with jax.enable_x64(True):
         count = 1 if shares_weights else len(names)
@@ -359,7 +361,8 @@ def test_blocks_of_random_pieces_equal_jax_vjp(names, shares_weights):
         side = {"scale": draw(WIDTH, seed=9), "key": jax.random.key(0)}
         example = Example(block, params, draw(ROWS, WIDTH), side)
         saved, _ = check(example)
-        assert not {(WIDTH, WIDTH), (WIDTH,)} & set(shapes(saved))  # weights and what follows
+        # Neither weights nor values computed from weights alone are saved.
+        assert not {(WIDTH, WIDTH), (WIDTH,)} & set(shapes(saved))
         whole, first, second = costs(example)
         assert first + second == whole
 
@@ -375,7 +378,7 @@ def gpt2_block(remat: str, *, uses_dropout: bool, length: int = T) -> Example:
     model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
     parts = partition(model, remat=remat)
     layers = parts.split(nnx.to_pure_dict(nnx.split(model)[1]))["layers"]["decoder"]
-    # Not as they are initialised: biases of zero and small kernels would hide wrong gradients.
+    # Not the initial values: zero biases and small kernels would hide wrong gradients.
     params = jax.tree.map(lambda p: 0.3 * draw(*p.shape[1:]), layers)
     batch = {"weights": draw(B, length)}
     if uses_dropout:
@@ -392,9 +395,9 @@ def test_gpt2_block_equals_jax_vjp_and_saves_activations_alone(remat, uses_dropo
     with jax.enable_x64(True):
         example = gpt2_block(remat, uses_dropout=uses_dropout)
         saved, handed = check(example)
-        # Everything has a batch and a sequence; a weight or a causal mask has not.
+        # Every array has a batch and a sequence dim; weights and causal masks have not.
         for array in (*saved, *handed):
-            # Keys and values have a row for each head, queries for each head and its group.
+            # Keys and values have a row per head, queries a row per head and group.
             rows, head_rows = B * T, ((B, N, T), (B, N, 1, T))
             assert (
                 array.shape[:2] == (B, T)
@@ -402,7 +405,7 @@ def test_gpt2_block_equals_jax_vjp_and_saves_activations_alone(remat, uses_dropo
                 or array.shape[:4] in head_rows
                 or (array.shape[0] == rows)
             ), array.shape
-        # Random bits are in no way saved but as masks; what is computed again draws them again.
+        # Random bits are saved only as masks; recomputed parts draw them again.
         masks = 2 if uses_dropout and remat == "none" else 0
         assert [a.dtype.name for a in saved].count("bool") == masks
         assert {a.dtype.name for a in (*saved, *handed)} <= {"bool", "float64"}
@@ -418,7 +421,7 @@ def test_gpt2_block_runs_no_matrix_product_twice(remat):
         whole, first, second = costs(example)
         assert first + second == whole
         kernels = D * 3 * D + D * D + 2 * D * 4 * D  # qkv, out, up and down
-        # The second half is the products of the kernels' gradients, and all of them.
+        # The second half consists of all matrix products for the kernels' gradients.
         assert second == 2 * B * T * kernels
 
 
@@ -429,7 +432,7 @@ def test_gpt2_block_keeps_nothing_quadratic_in_the_sequence(remat):
         taken = gpt2_block(remat, uses_dropout=True, length=long).taken_apart()
         for shape in shapes([*taken.saved, *taken.handed]):
             assert math.prod(shape) <= B * long * 4 * D, shape
-        # The control: the block has products of that size.
+        # Control: the block does have intermediate products of quadratic size.
         quadratic = B * N * long * long
         assert quadratic > B * long * 4 * D
 

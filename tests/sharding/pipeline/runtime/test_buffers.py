@@ -1,8 +1,8 @@
-"""Plans run by a simulation of their own, which knows nothing of how they were made.
+"""Execution plans, run by an independent simulation that does not know how they were made.
 
-The simulation follows the five phases that plan.py documents. Values are names such as
-("y", microbatch, virtual stage); a slot holds one of them, and every operation must find what it
-needs under the slot that the plan names.
+The simulation follows the five phases documented in buffers.py. Values are names such as ("y",
+microbatch, virtual stage). A slot holds one of them, and every operation must find its inputs in
+the slots that the plan names.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from sharding.pipeline.schedule import SCHEDULES, forward_only, make_schedule
 from sharding.pipeline.schedules.table import Op, Schedule, verify
 from tests.sharding.pipeline.schedules.tables import properties, schedules
 
-NOTHING = "nothing"  # what an idle stage sends
+NOTHING = "nothing"  # the value that an idle stage sends
 
 
 @dataclasses.dataclass
 class Held:
-    """What lies in a slot, and from when to when it is needed."""
+    """The value in a slot, and the times of its write and last read."""
 
     name: object
     written: tuple[int, int]
@@ -31,11 +31,11 @@ class Held:
 
 
 class Simulation:
-    """All stages of a plan, tick by tick.
+    """Run all stages of a plan, tick by tick.
 
     Attributes:
-      log: kind -> [(microbatch, virtual stage, tick)] of all that ran.
-      held: (buffer, stage) -> everything that was ever put into a slot to be read.
+        log: kind -> [(microbatch, virtual stage, tick)] of all operations that ran.
+        held: (buffer, stage) -> all values that were ever written to a slot.
     """
 
     def __init__(self, plan: ExecutionPlan, schedule: Schedule, *, remat: str, shares_vocab: bool):
@@ -86,9 +86,9 @@ class Simulation:
                 if slot < self.plan.depths[buffer]:
                     self.write(buffer, stage, slot, value)
                 else:
-                    assert slot == self.plan.depths[buffer]  # the one for what nobody reads
+                    assert slot == self.plan.depths[buffer]  # the slot for unread arrivals
 
-    # What an operation reads, computes and leaves.
+    # Reads and writes of the operations.
 
     def forward(self, stage: int):
         m, v = self.operation("F", stage)
@@ -151,7 +151,7 @@ class Simulation:
         return ("y", m, v - 1) if v else ("embedding", m)
 
     def operation(self, kind: str, stage: int) -> tuple[int, int]:
-        """Returns (microbatch, virtual stage) of what runs, after a look at its flags."""
+        """Return (microbatch, virtual stage) of the cell's operation, after checking its flags."""
         cell = {
             name: int(self.plan.tables[f"{kind}.{name}"][self.tick, stage])
             for name in ("microbatch", "chunk", "is_first", "is_last")
@@ -184,7 +184,7 @@ class Simulation:
         held.last_read = self.tick, self.phase
 
     def most_held(self, buffer: str) -> int:
-        """Returns the largest number of values of a stage that are needed in one phase."""
+        """Return the largest number of a stage's values that are needed in one phase."""
         times = [(tick, phase) for tick in range(self.num_ticks) for phase in range(5)]
         most = 0
         for stage in self.stages:
@@ -195,13 +195,13 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulation:
-    """Runs a plan and checks all that is said of it."""
+    """Run a plan, and check everything that it promises."""
     plan = make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab)
     ran = Simulation(plan, schedule, remat=remat, shares_vocab=shares_vocab)
     last, folds = len(schedule.placement) - 1, ran.trains and remat == "full" and not shares_vocab
     assert plan.folds_last_forward == folds
     assert plan.splits_backward == ran.splits
-    # Every operation runs once, in the order of the table, less the ticks that folding emptied.
+    # Every operation runs once, in the order of the table without the ticks that folding emptied.
     kinds = {"F": "F", "B": "B", "I": "B", "W": "W"}
     wanted: list[list[tuple[str, int, int]]] = []
     for tick, _ in enumerate(schedule.ticks):
@@ -216,18 +216,18 @@ def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulat
         for m, v, tick in ops:
             found[tick].append((kind, m, v))
     assert [sorted(ops) for ops in found] == wanted
-    # Nothing is kept that is not read, and no slot is there that some stage does not need.
+    # Every stored value is read, and every slot is needed by some stage.
     assert all(
         held.last_read >= held.written for of_stage in ran.held.values() for held in of_stage
     )
     assert plan.depths == {buffer: ran.most_held(buffer) for buffer in plan.depths}
     assert {buffer for buffer, _ in ran.held} == {b for b, depth in plan.depths.items() if depth}
-    # Embedding and head of every microbatch run once where all stages share them.
+    # If all stages share embedding and head, these run once per microbatch.
     microbatches = list(range(schedule.num_microbatches)) if shares_vocab else []
     assert sorted(ran.embedded) == sorted(ran.head) == microbatches
     gradients = sorted(m for m in plan.shared["embed_gradient"] if m >= 0)
     assert gradients == (microbatches if ran.trains else [])
-    # What the executor decides before it runs.
+    # Branches that the executor resolves during tracing.
     for kind in "FBW":
         cells = [
             plan.tables[f"{kind}.microbatch"][t, s] >= 0
@@ -243,7 +243,7 @@ def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulat
 
 @st.composite
 def random_tables(draw):
-    """A table of any order and any placement; all that it keeps are the rules of a table."""
+    """Draw a table with any order and any placement that satisfies the rules of a table."""
     S, V, M = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
     placement = tuple(draw(st.permutations([*range(S)] * V)))
     splits, trains = draw(st.booleans()), draw(st.integers(0, 4)) > 0
@@ -318,7 +318,7 @@ def test_plan_of_forwards_alone_gives_every_operation_what_it_reads(data, S, M, 
     assert set(ran.plan.depths) == {"input"}
 
 
-@pytest.mark.parametrize("shares_ends", [False, True])
+@pytest.mark.parametrize("shares_vocab", [False, True])
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, remat, shares_vocab):
@@ -329,7 +329,7 @@ def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, remat, shares_
     for name in ("1f1b", "interleaved_1f1b", "zero_bubble"):
         few = depths(name, 2 * num_stages)
         assert all(depths(name, M) == few for M in (2 * num_stages + 1, 4 * num_stages, 40))
-    # The control: here everything waits for the turn.
+    # Control: with gpipe every microbatch waits for the turning point.
     kept = "saved" if remat == "none" else "input"
     if num_stages > 1 or remat == "none":
         assert depths("gpipe", 40)[kept] == 40
@@ -337,10 +337,10 @@ def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, remat, shares_
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
 def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
-    """Stage s gets an input in tick m+s-1 and reads it last in tick m+2(S-1)-s.
+    """Stage s receives an input in tick m+s-1 and reads it last in tick m+2(S-1)-s.
 
-    These are 2(S-s) ticks, of which the first is over when the input comes: 2(S-s)-1 at once, most
-    on stage 1, as stage 0 embeds its own.
+    An input arrives at the end of a tick, so it occupies a slot for 2(S-s)-1 ticks, and as many are
+    held at once. The maximum is on stage 1, because stage 0 embeds its own inputs.
     """
     plan = make_execution_plan(make_schedule("1f1b", num_stages, 4 * num_stages, 1))
     assert plan.depths["input"] == 2 * (num_stages - 1) - 1
@@ -358,7 +358,7 @@ def test_plan_drops_ticks_only_where_the_last_forward_is_folded(name):
                 rows
             }
             dropped[remat, shares_vocab] = len(schedule.ticks) - rows
-    # GPipe's last forward has a tick of its own; elsewhere others work at that time.
+    # In GPipe the last forward has a tick to itself; in other schedules other stages work then.
     assert dropped.pop(("full", False)) == (1 if name == "gpipe" else 0)
     assert set(dropped.values()) == {0}
 
@@ -368,6 +368,6 @@ def test_plan_of_whole_and_split_backwards_is_refused():
     schedule = Schedule(
         name="mixed", num_stages=1, num_chunks=1, num_microbatches=2, placement=(0,), ticks=ticks
     )
-    verify(schedule)  # as a table it is right
+    verify(schedule)  # the table itself is valid
     with pytest.raises(ValueError, match=r"schedule mixed has whole backwards \(B\) and split"):
         make_execution_plan(schedule)

@@ -1,4 +1,4 @@
-"""The executor against plain differentiation of the same functions."""
+"""The executor, compared with plain differentiation of the same functions."""
 
 import dataclasses
 import itertools
@@ -48,7 +48,7 @@ def check(
     counts=(),
     zero: MemoryConfig = NO_ZERO,
 ):
-    """Compares sums and gradients, and the sums of evaluation, with plain differentiation."""
+    """Compare sums, gradients and the sums of evaluation with plain differentiation."""
     params, data = inputs(net, table.num_microbatches)
     layouts = cut(net.num_layers, table.placement, counts)
     differentiate = jax.value_and_grad(lambda p: plain_sums(net, p, data), has_aux=True)
@@ -65,7 +65,8 @@ def check(
         evaluated = jax.jit(evaluate)(*placed)
 
     def close(actual, wanted):
-        # Only the order of sums differs: rounding (1e-16) of the largest terms may show.
+        # Only the order of sums differs. The tolerance allows for rounding (1e-16) of the largest
+        # terms.
         np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-13 * np.abs(wanted).max())
 
     jax.tree.map(close, to_layers(layouts, grads), expected)
@@ -74,7 +75,7 @@ def check(
 
 
 def combinations():
-    """All of them; CI runs half, in which every three of the choices meet."""
+    """Yield all combinations; CI runs half of them, which cover every triple of choices."""
     choices = (MESHES, SCHEDULES, ("full", "none"), ("fewer", "equal", "more"))
     for numbered in itertools.product(*map(enumerate, choices)):
         numbers, values = zip(*numbered, strict=True)
@@ -83,13 +84,13 @@ def combinations():
 
 @pytest.mark.parametrize(("mesh", "schedule", "remat", "amount"), list(combinations()))
 def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
-    """With microbatches fewer than, as many as, and more than the stages."""
+    """Fewer microbatches than stages, as many, and more."""
     with jax.enable_x64(True):
         devices = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices())
         num_stages, num_chunks = devices.shape["pipeline"], SCHEDULES[schedule]
         num_microbatches = {"fewer": max(num_stages - 1, 1), "equal": num_stages, "more": 7}[amount]
         table = make_schedule(schedule, num_stages, num_microbatches, num_chunks)
-        # With more of them, layers are uneven and parameters whole one layer at a time.
+        # With more microbatches than stages, also use uneven layers and ZeRO stage 3.
         is_uneven, config = amount == "more", PipelineConfig(remat=remat)
         num_parts = num_stages * num_chunks
         counts = (0, 9 - num_parts, *[1] * (num_parts - 2)) if is_uneven and num_parts > 1 else ()
@@ -101,7 +102,7 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
 @pytest.mark.parametrize("share_vocab", [False, True])
 @pytest.mark.parametrize("schedule, mesh", [("1f1b", "pipeline=4"), *[("zbv", m) for m in MESHES]])
 def test_what_is_taught_is_that_of_each_example(schedule, mesh, share_vocab):
-    """In the batch's own layout, and nothing but that of the teacher's parameters."""
+    """The outputs of `teach` are sharded like the batch, and equal plain evaluation."""
     with jax.enable_x64(True):
         devices, net = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices()), Teacher()
         stages, chunks = devices.shape["pipeline"], SCHEDULES[schedule]
@@ -153,7 +154,7 @@ def test_a_stack_may_lie_between_two_stages_or_all_on_one():
 
 
 def test_buffers_of_a_hand_made_table_are_told_apart():
-    """Backwards in the opposite order of forwards need buffers that no ring would give."""
+    """Backwards in reverse order of forwards need slots that a ring buffer would not provide."""
     base = make_schedule("gpipe", 2, 3, 1)
     ticks = tuple(
         tuple(
@@ -195,7 +196,7 @@ def compiled(
 def test_permutes_are_those_of_the_table_and_nothing_else_crosses_stages_in_the_loop(
     schedule, num_permutes, remat
 ):
-    """Forwards go one way and backwards the other; on a V each goes both ways."""
+    """Activations go one way and cotangents the other; on a V each goes both ways."""
     sizes = (
         {"pipeline": 4, "data": 2} if schedule == "zbv" else {"pipeline": 2, "data": 2, "model": 2}
     )

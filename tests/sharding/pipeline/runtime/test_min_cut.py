@@ -1,4 +1,4 @@
-"""The cheapest cut against all subsets of small graphs."""
+"""The minimum cut, compared with all subsets of small graphs."""
 
 import itertools
 
@@ -13,7 +13,7 @@ SMALL, LARGE = st.integers(1, 9), st.integers(1, 2**36)
 
 @st.composite
 def graphs(draw, sizes=SMALL):
-    """(sizes, uses, given, wanted) of a graph whose values are computed from smaller numbers."""
+    """Draw (sizes, uses, given, wanted); a value is computed from values with smaller numbers."""
     count = draw(st.integers(1, 7))
     values = range(count)
     pairs = list(itertools.combinations(values, 2))
@@ -23,7 +23,7 @@ def graphs(draw, sizes=SMALL):
 
 
 def suffices(kept: set[int], uses, fixed, wanted) -> bool:
-    """Returns whether all that is wanted is kept or can be computed from what is."""
+    """Return whether every wanted value is kept or can be computed from kept values."""
 
     def at_hand(value: int) -> bool:
         if value in kept:
@@ -34,7 +34,7 @@ def suffices(kept: set[int], uses, fixed, wanted) -> bool:
 
 
 def least(sizes, uses, fixed, wanted) -> int:
-    """Returns the total size of the smallest set that suffices."""
+    """Return the total size of the smallest sufficient set."""
     subsets = itertools.chain.from_iterable(
         itertools.combinations(sizes, count) for count in range(len(sizes) + 1)
     )
@@ -54,7 +54,7 @@ def test_cheapest_cut_suffices_and_is_the_smallest(graph):
 @given(graphs(sizes=LARGE))
 @properties
 def test_cheapest_cut_of_sizes_beyond_int32_is_the_smallest_to_a_part_in_2_to_29(graph):
-    """Sizes are counted in units of 2**-29 of their sum, each rounded up."""
+    """Sizes are counted in units of 2**-29 of their sum, rounded up."""
     sizes = graph[0]
     kept = cheapest_cut(*graph)
     assert suffices(kept, *graph[1:])
@@ -77,7 +77,7 @@ def test_cheapest_cut_keeps_one_narrow_value_on_the_way_from_two_wide_ones():
     sizes = {"wide": 8, "other": 8, "narrow": 3, "wanted": 8, "far": 8}
     uses = [("wide", "narrow"), ("other", "narrow"), ("narrow", "wanted"), ("wanted", "far")]
     assert cheapest_cut(sizes, uses, ["wide", "other"], ["wanted", "far"]) == {"narrow"}
-    # One that cannot be computed again is no way out.
+    # `wanted` can no longer be recomputed from `narrow`, so it must be kept itself.
     assert cheapest_cut(sizes, uses, ["wide", "other", "wanted"], ["far"]) == {"wanted"}
     assert cheapest_cut(sizes, uses, ["wide", "other"], []) == set()
     assert cheapest_cut(sizes, uses, [], ["wanted"]) == set()

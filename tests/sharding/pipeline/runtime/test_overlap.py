@@ -1,4 +1,4 @@
-"""What may run at the same time in a tick: sends hide behind the work that comes after them."""
+"""Overlap within a tick: sends hide behind the operations that follow them."""
 
 import pytest
 
@@ -19,15 +19,15 @@ def test_no_send_of_a_tick_waits_for_later_work_nor_later_work_for_a_send(
     assert len(sends) == 2 and len(works) == num_works  # F and B, or F, I and W
     sent = {forward.name, backward.name}
 
-    # Nothing of the tick waits for what arrives in it, and no send for the other.
+    # No operation of the tick waits for its arrivals, and neither send waits for the other.
     assert not any(task.needs & sent for task in tasks)
-    # The forward's send follows its work and none else, so B (or I) and W can hide it.
+    # The forward's send waits only for the forward, so B (or I) and W can hide it.
     (own,) = forward.needs
-    # Without recomputation the backward may be that of the microbatch that just went forward.
+    # Without recomputation, the backward may belong to the microbatch that has just run forward.
     (backward_work,) = backward.needs - {own}
     assert works[backward_work].needs <= {own}
     assert (own in backward.needs) == (remat == "none")
-    # The weight gradient is late: neither send waits for it, so it can hide both.
+    # The weight gradient runs last, and neither send waits for it, so it can hide both.
     late = works.keys() - {own, backward_work}
     assert len(late) == num_works - 2
     assert all(backward_work in works[name].needs for name in late)

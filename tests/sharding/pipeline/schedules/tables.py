@@ -1,4 +1,4 @@
-"""Schedules to draw examples from, and ways to edit a table."""
+"""Hypothesis strategies for schedules, and functions that edit a table."""
 
 import dataclasses
 
@@ -9,15 +9,15 @@ from sharding.pipeline.schedule import SCHEDULES
 from sharding.pipeline.schedules.table import Op, Schedule
 
 STAGES, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 32), st.integers(1, 4)
-#: Chunks that a schedule can have; the others have any number.
+#: Number of chunks of schedules that support only one number.
 FIXED_CHUNKS = {"1f1b": 1, "zero_bubble": 1, "zbv": 2}
-# Nothing is timed, and the same examples are tried on every machine.
+# No deadline, and the same examples on every machine.
 properties = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 @st.composite
 def schedules(draw, names=tuple(SCHEDULES), stages=STAGES, microbatches=MICROBATCHES):
-    """A schedule of one of these names."""
+    """Draw a schedule with one of these names."""
     name = draw(st.sampled_from(sorted(names)))
     chunks = FIXED_CHUNKS.get(name) or draw(CHUNKS)
     return SCHEDULES[name](draw(stages), draw(microbatches), chunks)
@@ -25,7 +25,7 @@ def schedules(draw, names=tuple(SCHEDULES), stages=STAGES, microbatches=MICROBAT
 
 @st.composite
 def places(draw, source=None):
-    """A schedule and one of its operations: (schedule, tick, stage, op)."""
+    """Draw a schedule and one of its operations: (schedule, tick, stage, op)."""
     small = schedules(stages=st.integers(1, 5), microbatches=st.integers(1, 8))
     schedule = draw(source or small)
     ops = [(tick, stage, op) for tick, stage, cell in schedule.cells() for op in cell]
@@ -33,20 +33,20 @@ def places(draw, source=None):
 
 
 def with_cell(schedule: Schedule, tick: int, stage: int, cell: tuple[Op, ...]) -> Schedule:
-    """Returns the schedule with another cell in that place."""
+    """Return the schedule with the cell of a tick and a stage replaced."""
     rows = [list(row) for row in schedule.ticks]
     rows[tick][stage] = cell
     return dataclasses.replace(schedule, ticks=tuple(tuple(row) for row in rows))
 
 
 def without(schedule: Schedule, tick: int, stage: int, op: Op) -> Schedule:
-    """Returns the schedule without the operation that runs there."""
+    """Return the schedule without one operation."""
     rest = tuple(other for other in schedule.ticks[tick][stage] if other != op)
     return with_cell(schedule, tick, stage, rest)
 
 
 def with_tick(schedule: Schedule, before: int, stage: int, op: Op) -> Schedule:
-    """Returns the schedule with a new tick in which this operation runs alone."""
+    """Return the schedule with an additional tick, in which only this operation runs."""
     row = tuple((op,) if s == stage else () for s in range(schedule.num_stages))
     return dataclasses.replace(
         schedule, ticks=(*schedule.ticks[:before], row, *schedule.ticks[before:])

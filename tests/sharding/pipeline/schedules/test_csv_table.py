@@ -1,4 +1,4 @@
-"""Tables to files and back; files of PyTorch; files with mistakes in them."""
+"""CSV tables: round trips, files written by PyTorch, and files with mistakes."""
 
 import dataclasses
 
@@ -10,12 +10,13 @@ from sharding.pipeline.schedules.generators import one_f_one_b, zbv
 from sharding.pipeline.schedules.table import Op, verify
 from tests.sharding.pipeline.schedules.tables import properties, schedules
 
-#: As torch 2.13's ScheduleZBVZeroBubble(2 stages, 2 microbatches)._dump_csv wrote it.
+#: Written by ScheduleZBVZeroBubble(2 stages, 2 microbatches)._dump_csv of torch 2.13.
 TORCH_ZBV = """\
 0F0,0F1,,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,,,,0I1,0W1,,
 ,1F0,2F0,1F1,2F1,2I0,2W0,,1I0,1W0,,2I1,2W1,1I1,,,1W1,,
 """
-#: ... and ScheduleInterleaved1F1B(2 stages of 2 chunks, 2 microbatches); rows differ in length.
+#: The same for ScheduleInterleaved1F1B(2 stages of 2 chunks, 2 microbatches). Its rows differ in
+#: length.
 TORCH_INTERLEAVED = """\
 0F0,0F1,2F0,2F1,,,,2B0,,2B1,,0B0,,0B1
 ,1F0,1F1,,3F0,3B0,3F1,3B1,,1B0,,1B1
@@ -61,10 +62,13 @@ def test_spaces_a_byte_order_mark_and_blank_lines_do_not_matter(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n,0F,\n", r"a\.csv, row 2, column 2: '0F' is no operation; write virtual stage"),
-        ("0F0,0SEND_F0\n", r"a\.csv, row 1, column 2: '0SEND_F0' is no operation"),
-        ("(0F1;1B0)OVERLAP_F_B\n", r"a\.csv, row 1, column 1: '\(0F1' is no operation"),
-        ("\n0F0,0B0\n1F0,x\n", r"a\.csv, row 3, column 2: 'x' is no operation"),
+        (
+            "0F0,0B0\n,0F,\n",
+            r"a\.csv, row 2, column 2: '0F' is not an operation; write virtual stage",
+        ),
+        ("0F0,0SEND_F0\n", r"a\.csv, row 1, column 2: '0SEND_F0' is not an operation"),
+        ("(0F1;1B0)OVERLAP_F_B\n", r"a\.csv, row 1, column 1: '\(0F1' is not an operation"),
+        ("\n0F0,0B0\n1F0,x\n", r"a\.csv, row 3, column 2: 'x' is not an operation"),
         ("0F0\n0B0\n", r"a\.csv: virtual stage 0 runs in row 1 and in row 2"),
         ("0F0\n2F0\n", r"2 virtual stages in 2 rows; virtual stage 1 is in no row"),
         ("0F0,1F0\n2F0\n", r"3 virtual stages in 2 rows; every row must have the same number"),

@@ -1,4 +1,4 @@
-"""Tables as text and as pictures."""
+"""Drawings of tables as text and as pictures."""
 
 import re
 import xml.etree.ElementTree

@@ -1,4 +1,4 @@
-"""Every schedule of every size: as fast and as lean as the papers and our formulas say."""
+"""Built-in schedules of every size: as fast and as lean as the papers and our formulas state."""
 
 from collections import Counter
 
@@ -25,12 +25,12 @@ from tests.sharding.pipeline.schedules.tables import CHUNKS, MICROBATCHES, STAGE
 
 TIME = st.floats(0.1, 10)
 EQUAL = Times(forward=1, backward=1)
-#: Sums of up to some thousand floats.
+#: Tolerance for sums of up to a few thousand floats.
 close = lambda value: pytest.approx(value, rel=1e-9, abs=1e-12)  # noqa: E731
 
 
 def of(schedule, other) -> bool:
-    """Returns whether two schedules run the same table, whatever they are called."""
+    """Return whether two schedules have the same table, regardless of their names."""
     return (schedule.placement, schedule.ticks) == (other.placement, other.ticks)
 
 
@@ -50,7 +50,8 @@ def test_forward_only_runs_every_forward_as_soon_as_it_can(S, M, V, v_shape):
     verify(schedule)
     assert not schedule.has_backward() and not schedule.splits_backward()
     assert len(schedule.when()) == S * V * M
-    # The last stage's work after the first one's way there; on a V, the way back as well.
+    # The last stage's own work, after the first forward has reached it; on a V the last virtual
+    # stage is on stage 0, so the way back counts too.
     back = S - 1 if v_shape else 0
     assert len(schedule.ticks) == max(V * M + S - 1 + back, V * S + M - 1)
 
@@ -121,8 +122,9 @@ def test_in_flight_is_bounded_for_all_but_gpipe(S, M, V):
 @given(STAGES, MICROBATCHES)
 @properties
 def test_zero_bubble_loses_least_of_all_tables_with_one_chunk(S, M):
-    # The first input gradient passes S forwards and S-1 input gradients before it is on stage 0,
-    # where M input and weight gradients follow; the last stage starts after S-1 forwards.
+    # Lower bounds: S forwards and S-1 input gradients precede the first input gradient on stage 0,
+    # where M input and M weight gradients follow. The last stage starts after S-1 forwards and then
+    # runs 3M operations.
     bound = max(2 * S - 1 + 2 * M, 3 * M + S - 1)
     assert free_running(zero_bubble(S, M)) == close(bound)
     if M >= S:
@@ -179,7 +181,7 @@ def test_zero_bubble_in_ticks_takes_the_papers_time_where_W_is_the_shortest(
 @given(STAGES, MICROBATCHES)
 @properties
 def test_the_middle_of_a_step_is_the_same_work_on_every_stage(S, M):
-    """So that ticks cost nothing there, whatever F, I and W take."""
+    """In these ticks no stage waits for another, however long F, I and W take."""
     for schedule, expected in (
         (zero_bubble(S, M), M - 2 * (S - 1)),
         (zbv(S, M), 2 * (M - 2 * S + 1 - S // 2)),

@@ -1,4 +1,4 @@
-"""Times by hand on tables small enough to count."""
+"""Step times, checked by hand on tables that are small enough to count."""
 
 import pytest
 from hypothesis import given
@@ -42,24 +42,25 @@ def test_one_stage_has_no_bubble_and_sends_nothing():
 
 
 def test_free_running_sends_delay_who_waits_for_them():
-    # Two stages, one microbatch: F, send, F, B, send, B.
+    # Two stages and one microbatch run F, send, F, B, send, B.
     assert free_running(gpipe(2, 1), Times(forward=1, backward=2, send=0.5)) == 7
-    # On a V the middle two virtual stages share a stage: two sends of six hops.
+    # On a V the two middle virtual stages share a stage, so 2 of the 6 hops need no send.
     assert free_running(zbv(2, 1), Times(send=10)) == pytest.approx(4 * 0.5 + 4 * 0.5 + 0.5 + 40)
 
 
 @pytest.mark.parametrize("send", [0.0, 0.5, 1.0])
 def test_synchronous_sends_hide_behind_the_rest_of_their_cell(send):
-    # Ticks, stage 0 | stage 1: F0 | -, F1 | F0 B0, B0 | F1 B1, B1 | -. F0, B0 and B1 are sent last.
+    # Ticks as stage 0 | stage 1: F0 | -, F1 | F0 B0, B0 | F1 B1, B1 | -. The sends of F0, B0 and B1
+    # come last in their ticks, so nothing hides them.
     times = Times(forward=1, backward=2, send=send)
     assert synchronous_time(one_f_one_b(2, 2), times) == 1 + 3 + 3 + 2 + 3 * send
-    # F0 | -, F1 | F0 I0, two ticks of F I W, I2 W2 | F3 I3, I3 | W2, W3 | W3: in the full ticks F
-    # hides behind I and W, and I behind W.
+    # Ticks: F0 | -, F1 | F0 I0, two full ticks of F I W, I2 W2 | F3 I3, I3 | W2, W3 | W3. In the
+    # full ticks the send of F hides behind I and W, and the send of I behind W.
     assert synchronous_time(zero_bubble(2, 4), Times(send=send)) == 13 + 3 * send
 
 
 def test_synchronous_sends_that_are_long_show_in_full_ticks_too():
-    # I ends at 2 of 3 and F at 1: beyond 1 the tick waits for I's send.
+    # In a full tick of 3, F ends at 1 and I at 2: a send above 1 makes the tick wait for I's send.
     assert synchronous_time(zero_bubble(2, 4), Times(send=1.5)) == 13 + 3 * 1.5 + 2 * 0.5
 
 

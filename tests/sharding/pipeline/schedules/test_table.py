@@ -1,4 +1,4 @@
-"""What verify accepts and refuses, beside a check that shares nothing with it."""
+"""What `verify` accepts and rejects, compared with an independent check."""
 
 import dataclasses
 import re
@@ -33,7 +33,7 @@ from tests.sharding.pipeline.schedules.tables import (
 
 
 def is_valid(schedule: Schedule) -> bool:
-    """Plays the table tick by tick: every operation must find what it needs."""
+    """Play the table tick by tick; every operation must find its inputs."""
     held = {
         stage: [v for v, where in enumerate(schedule.placement) if where == stage]
         for stage in range(schedule.num_stages)
@@ -90,7 +90,10 @@ def test_verify_accepts_every_schedule_that_a_name_stands_for(schedule):
 
 @st.composite
 def mutants(draw):
-    """A table with one fault, or none by luck: (fault, the operations concerned, the table)."""
+    """Draw a table with one fault: (fault, operations concerned, table).
+
+    By chance the mutated table may still be valid.
+    """
     schedule, tick, stage, op = draw(places())
     fault = draw(st.sampled_from(["drop", "repeat", "shift", "swap", "alter"]))
     if fault == "drop":
@@ -141,7 +144,7 @@ def test_verify_refuses_exactly_what_cannot_be_played_and_names_the_operation(mu
 @properties
 def test_verify_refuses_a_dropped_operation_by_name(place):
     schedule, tick, stage, op = place
-    # Without its one backward a table is a forward-only one.
+    # A table without its only backward is a valid forward-only table.
     assume(op.kind != "B" or sum(len(cell) for *_, cell in schedule.cells()) > 2)
     with pytest.raises(ValueError, match=f"{label(op, stage)}(, which)? never runs"):
         verify(without(schedule, tick, stage, op))
@@ -214,7 +217,7 @@ def test_verify_refuses_what_the_other_chunk_of_a_stage_makes_in_the_same_tick()
 def test_verify_refuses_a_whole_backward_beside_its_parts(kind):
     schedule = zero_bubble(2, 2)
     tick = schedule.when()["I", 1, 0]
-    if kind == "B":  # an I becomes a B: its W stays
+    if kind == "B":  # an I becomes a B, and its W stays
         cell = tuple(
             op._replace(kind="B") if op.kind == "I" else op for op in schedule.ticks[tick][0]
         )
@@ -256,7 +259,7 @@ def test_verify_refuses_a_cell_in_another_order_by_its_place(cell):
 @pytest.mark.parametrize("op", [Op("X", 0), Op("F", 2), Op("B", -1), Op("F", 0, 1)], ids=str)
 def test_verify_refuses_what_is_no_operation(op):
     schedule = with_cell(gpipe(2, 2), 0, 1, (op,))
-    named = f"tick 0, stage 1: {op.kind}{op.microbatch} of chunk {op.chunk} is no operation"
+    named = f"tick 0, stage 1: {op.kind}{op.microbatch} of chunk {op.chunk} is not an operation"
     with pytest.raises(ValueError, match=named):
         verify(schedule)
 
