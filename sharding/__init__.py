@@ -1,0 +1,1 @@
+"""Device mesh, sharding rules, pipelines, memory estimates and analysis of compiled steps."""

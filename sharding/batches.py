@@ -1,4 +1,4 @@
-"""Host-local rows of a global batch, and their way onto the mesh."""
+"""Maps rows of the global batch to processes, and places them on the mesh."""
 
 from typing import Any
 
@@ -12,14 +12,15 @@ from sharding.rules import to_spec
 
 
 def batch_sharding(mesh: AnyMesh, rules: Rules) -> NamedSharding:
-    """Returns how a batch lies on the mesh: its first dim is split, the rest is not."""
+    """Return the sharding of a batch: the first dim is split, all others are not."""
     return NamedSharding(mesh, PartitionSpec(*to_spec(("batch",), rules)))
 
 
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> list[int]:
-    """Returns the rows of the global batch that this process's devices hold, in order.
+    """Return the rows of the global batch that this process's devices hold, in order.
 
-    Processes whose devices differ only along other axes (pipeline, model) hold the same rows.
+    Processes whose devices differ only along other axes (pipeline, context, expert, model) hold the
+    same rows.
     """
     held: Any = sharding.addressable_devices_indices_map((global_batch_size,))
     return sorted({row for (rows,) in held.values() for row in range(global_batch_size)[rows]})
@@ -28,10 +29,16 @@ def process_rows(sharding: NamedSharding, global_batch_size: int) -> list[int]:
 def place_batch(
     batch: dict[str, np.ndarray], rows: list[int], sharding: NamedSharding, global_batch_size: int
 ) -> dict[str, jax.Array]:
-    """Returns the global batch on the mesh.
+    """Assemble the global batch on the mesh from this process's rows.
 
     Args:
-      batch: arrays `[len(rows), ...]`, the rows that `process_rows` named.
+        batch: arrays `[len(rows), ...]`.
+        rows: the rows of the global batch in `batch`, as returned by `process_rows`.
+        sharding: the batch's sharding, see `batch_sharding`.
+        global_batch_size: number of rows on all processes.
+
+    Returns:
+        Global arrays `[global_batch_size, ...]`.
     """
     position = {row: i for i, row in enumerate(rows)}
 

@@ -1,4 +1,4 @@
-"""Sums over mesh axes that are handled by hand."""
+"""Sums over manual mesh axes."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from sharding import hardware
 
 
 def psum(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns `tree` summed over `axes`, in its own dtypes; as it is if there are none.
+    """Return `tree` summed over `axes`, in its own dtypes; unchanged if `axes` is empty.
 
-    On CPUs what is narrower than float32 is summed in float32: XLA's promotion of such sums aborts
-    there on meshes that are manual in part ("Invalid binary instruction opcode copy").
+    On CPUs, floats narrower than float32 are summed in float32. XLA's own promotion of such sums
+    aborts on CPUs if the mesh is only partly manual ("Invalid binary instruction opcode copy").
     """
     if not axes:
         return tree

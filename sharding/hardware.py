@@ -1,8 +1,9 @@
-"""The hardware that a step is compiled for, as the devices of its mesh describe it.
+"""Describes the hardware that a step is compiled for, taken from the devices of its mesh.
 
-Kernels and chunk sizes depend on the device that will run the step, which need not be one that this
-process has: a step for an H100 may be compiled on a laptop. So code that chooses between them asks
-`current()` and never jax's own backend. `use(hardware_of(device))` sets the answer around a trace.
+Kernels and chunk sizes depend on the device that will run the step. This process may have no such
+device: a step for an H100 can be compiled on a laptop. Code that chooses between kernels therefore
+asks `current()` and never jax's default backend. `use(hardware_of(device))` sets the answer for a
+trace.
 """
 
 import contextlib
@@ -17,9 +18,9 @@ class Hardware:
     """One device of a mesh.
 
     Attributes:
-      platform: "cpu", "gpu" or "tpu".
-      device_kind: the vendor's name, such as "NVIDIA H100 80GB HBM3".
-      compute_capability: of an NVIDIA GPU, such as 9.0; 0 for every other device.
+        platform: "cpu", "gpu" or "tpu"; "any" if it is not known.
+        device_kind: the vendor's name, such as "NVIDIA H100 80GB HBM3".
+        compute_capability: of an NVIDIA GPU, such as 9.0; 0 for every other device.
     """
 
     platform: str
@@ -28,25 +29,25 @@ class Hardware:
 
     @property
     def runs_on_cpu(self) -> bool:
-        """Whether to choose what suits CPUs: for a CPU, and where the hardware is not known."""
+        """Whether to choose the CPU variant: on CPUs and on unknown hardware."""
         return self.platform in ("cpu", "any")
 
 
-#: What a function is traced for outside any run, such as a converted model that is called directly:
-#: only operations that every device has.
+#: The hardware outside of any run, e.g. when a converted model is called directly: only operations
+#: that every device supports.
 ANY = Hardware(platform="any", device_kind="any device")
 
 _current: contextvars.ContextVar[Hardware] = contextvars.ContextVar("hardware", default=ANY)
 
 
 def current() -> Hardware:
-    """Returns the hardware that the function being traced is for."""
+    """Return the hardware that the current trace is for."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def use(hardware: Hardware) -> Iterator[None]:
-    """Traces everything within the block for this hardware."""
+    """Trace everything within the block for this hardware."""
     token = _current.set(hardware)
     try:
         yield
@@ -55,7 +56,7 @@ def use(hardware: Hardware) -> Iterator[None]:
 
 
 def hardware_of(device: Any) -> Hardware:
-    """Returns the hardware that a `jax.Device` is, or that a description stands for."""
+    """Return the hardware of a `jax.Device` or of a device description."""
     # "9.0" on NVIDIA, a name such as "gfx942" elsewhere, absent on CPUs.
     version = str(getattr(device, "compute_capability", ""))
     is_number = version.replace(".", "", 1).isdigit()

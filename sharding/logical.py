@@ -1,15 +1,19 @@
-"""Logical axis names on activations: all that a model needs to know of sharding.
+"""Logical axis names on activations: everything that a model needs to know about sharding.
 
-A model says `x = constrain(x, "batch", "seq", "act_embed")`. Outside a mesh this does nothing;
-inside `axis_rules(rules)` each name becomes the mesh axes that the table in sharding/rules.py gives
-it. Mesh axes that the caller already handles by hand (inside a `shard_map`) are left out.
+A model calls `x = constrain(x, "batch", "seq", "act_embed")`. Outside a mesh this does nothing.
+Within `axis_rules(rules)` each name is replaced by the mesh axes that the table in
+sharding/rules.py gives for it. Axes that are manual in an enclosing `shard_map` are left out:
 
-What is split over the pipeline's stages is really a part: the vocab, where they share the embedding
-and the head. A function over the vocab says so with `offset`, `sum_over` and `max_over`; they do
-nothing where the whole vocab is at hand.
+    rules       batch -> (data, fsdp), mlp -> (model,); the mesh is manual over data and fsdp
+    call        constrain(x, "batch", "mlp")
+    effect      with_sharding_constraint(x, PartitionSpec(None, "model"))
 
-A model's functions see the examples of one device. One that compares those of all devices with each
-other says so with `gather_batch`, `first_example` and `sum_over_batch`.
+If the pipeline stages share the vocabulary, each stage has only a part of it. A function over the
+vocabulary accounts for that with `offset`, `sum_over` and `max_over`, which do nothing if the whole
+vocabulary is present.
+
+A model's functions see only the examples of one device. A function that compares examples of the
+whole batch uses `gather_batch`, `first_example` and `sum_over_batch`.
 """
 
 import contextlib
@@ -31,7 +35,7 @@ _alone: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default=""
 
 @contextlib.contextmanager
 def axis_rules(rules: Rules) -> Iterator[None]:
-    """Makes `rules` (logical axis -> mesh axes) the ones that `constrain` follows."""
+    """Set the rules (logical axis -> mesh axes) that `constrain` follows within the block."""
     token = _active_rules.set(rules)
     try:
         yield
@@ -40,20 +44,20 @@ def axis_rules(rules: Rules) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Returns `x` laid out over the mesh as the rules say.
+    """Constrain `x` to the sharding that the active rules give.
 
     Args:
-      x: array of rank `len(axes)`.
-      *axes: a logical axis name per dimension, or None for a dimension that is not split.
+        x: array of rank `len(axes)`.
+        *axes: a logical axis name per dimension, or None for a dimension that is not split.
 
     Raises:
-      ValueError: a rank other than `len(axes)`, or one of the reasons of `to_spec`.
+        ValueError: the rank of `x` is not `len(axes)`, or `to_spec` rejects the axes.
     """
     rules, mesh = _active_rules.get(), jax.sharding.get_abstract_mesh()
     if rules is None or mesh.empty:
         return x
     if x.ndim != len(axes):
-        raise ValueError(f"constrain{axes} names {len(axes)} axes of an array of shape {x.shape}")
+        raise ValueError(f"constrain{axes} names {len(axes)} axes, but x has shape {x.shape}")
     free = _automatic(mesh)
     parts = [part if isinstance(part, tuple) else (part,) for part in to_spec(axes, rules)]
     parts = [tuple(axis for axis in part if axis in free) or None for part in parts]
@@ -63,7 +67,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def automatic_axes(name: str) -> tuple[str, ...]:
-    """Returns the mesh axes of this logical axis over which XLA splits arrays by itself."""
+    """Return the automatic mesh axes of a logical axis: XLA splits arrays over them itself."""
     rules, mesh = _active_rules.get(), jax.sharding.get_abstract_mesh()
     if rules is None or mesh.empty:
         return ()
@@ -72,14 +76,14 @@ def automatic_axes(name: str) -> tuple[str, ...]:
 
 
 def _automatic(mesh: jax.sharding.AbstractMesh) -> set[str]:
-    """Returns the axes of more than one device that no enclosing `shard_map` handles by hand."""
+    """Return the axes with more than one device that are not manual in an enclosing `shard_map`."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1}
 
 
 @contextlib.contextmanager
 def runs_alone(function: str) -> Iterator[None]:
-    """Makes it an error to ask other stages for their parts: they do not run this function."""
+    """Make it an error to communicate with other stages, which do not run this function."""
     token = _alone.set(function)
     try:
         yield
@@ -88,28 +92,28 @@ def runs_alone(function: str) -> Iterator[None]:
 
 
 def axes_by_hand(name: str) -> tuple[str, ...]:
-    """Returns the mesh axes of this logical axis over which the caller's arrays are parts.
+    """Return the manual mesh axes over which the caller holds only a part of a logical axis.
 
-    That is the pipeline, if any: over the other axes that are handled by hand the executor puts
-    parameters together before use, and devices hold other examples.
+    This is at most `pipeline`. Over the other manual axes the executor gathers parameters before
+    use, and devices hold different examples.
 
     Raises:
-      ValueError: the other stages do not run what asks; see `runs_alone`.
+        ValueError: only one stage runs the caller; see `runs_alone`.
     """
     rules, axes = _active_rules.get(), ()
     if rules is not None and "pipeline" in rules.get(name, ()):
         axes = _by_hand(("pipeline",))
     if axes and _alone.get():
         raise ValueError(
-            f"{_alone.get()} uses the {name}, of which pipeline.share_vocab=True gives every stage "
-            "a part, and one stage alone runs it; use it in embed or head, or set "
+            f"{_alone.get()} uses the {name}, which pipeline.share_vocab=True splits over the "
+            "stages, but only one stage runs this function; use it in embed or head, or set "
             "pipeline.share_vocab=False"
         )
     return axes
 
 
 def _by_hand(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of the mesh axes that are handled by hand and have more devices than one."""
+    """Return the given mesh axes that are manual and have more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     if _active_rules.get() is None or mesh.empty:
         return ()
@@ -118,37 +122,37 @@ def _by_hand(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def offset(name: str, size: int) -> jax.Array | int:
-    """Returns the number of the first of the `size` entries of a logical axis that are here."""
+    """Return the index of this device's first entry of a logical axis, given its `size` entries."""
     axes = axes_by_hand(name)
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
 def sum_over(name: str, x: jax.Array) -> jax.Array:
-    """Returns the sum of the parts' `x`, the same for all; each gets the gradient of the sum."""
+    """Sum `x` over the parts of a logical axis; every part gets the gradient of the sum."""
     axes = axes_by_hand(name)
     return _sum(axes, x) if axes else x
 
 
 def max_over(name: str, x: jax.Array) -> jax.Array:
-    """Returns the largest of the parts' `x`; no gradient flows through it."""
+    """Return the maximum of `x` over the parts of a logical axis; no gradient flows through it."""
     axes, x = axes_by_hand(name), jax.lax.stop_gradient(x)
     return jax.lax.pmax(x, axes) if axes else x
 
 
 def gather_batch(x: jax.Array) -> jax.Array:
-    """Returns `x`, [B, ...] of this device's examples, of all devices' examples; no gradient."""
+    """Gather `x`, [B, ...] for this device's examples, over the whole batch; no gradient flows."""
     axes, x = _by_hand(REPLICA_AXES), jax.lax.stop_gradient(x)
     return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
 
 def first_example(size: int) -> jax.Array | int:
-    """Returns the place of the first of a device's `size` examples in what `gather_batch` gives."""
+    """Return the index of this device's first example in the output of `gather_batch`."""
     axes = _by_hand(REPLICA_AXES)
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
 def sum_over_batch(x: jax.Array) -> jax.Array:
-    """Returns the sum of the devices' `x`, the same for all; each gets the gradient of all."""
+    """Sum `x` over all devices' examples; every device gets the gradient of the whole batch."""
     axes = _by_hand(REPLICA_AXES)
     return _sum_of_examples(axes, x) if axes else x
 
@@ -158,6 +162,7 @@ def _sum(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return psum(x, axes)
 
 
+# Each stage computes the same loss from the sum, so the cotangent is already complete.
 _sum.defvjp(lambda axes, x: (_sum(axes, x), None), lambda axes, _, dy: (dy,))
 
 
@@ -166,24 +171,25 @@ def _sum_of_examples(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return psum(x, axes)
 
 
-# Every device has a loss of its own examples, and all of these hang on the sum.
+# Each device has the loss of its own examples only, and all of these losses depend on the sum, so
+# their cotangents are summed.
 _sum_of_examples.defvjp(
     lambda axes, x: (_sum_of_examples(axes, x), None), lambda axes, _, dy: (psum(dy, axes),)
 )
 
 
 def to_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
-    """Returns the PartitionSpec of a tensor whose dimensions have these logical names.
+    """Return the PartitionSpec of a tensor whose dimensions have these logical names.
 
     Raises:
-      ValueError: a name without a rule, or two dimensions split over the same mesh axis.
+        ValueError: a name has no rule, or two dimensions are split over the same mesh axis.
     """
     used: dict[str, str] = {}
     parts = []
     for name in axes:
         if name is not None and name not in rules:
             raise ValueError(
-                f"logical axis {name!r} is in no rule; known: {', '.join(sorted(rules))}; "
+                f"logical axis {name!r} has no rule; known: {', '.join(sorted(rules))}; "
                 f"add a row such as config.rules.{name}='model'"
             )
         mesh_axes = rules[name] if name is not None else ()

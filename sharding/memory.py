@@ -1,4 +1,4 @@
-"""What a run decides about its memory, and what of the training state lies in host memory."""
+"""The `memory` section of a run's config, and operations on arrays in host memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,38 +12,41 @@ from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.rules import axes_of
 
 ZERO_STAGES = (0, 1, 2, 3)
-#: Chosen so that the run fits; see train/planning/memory_search.py.
+#: Placement that lets train/planning/memory_search.py choose settings with which the run fits.
 AUTO = "auto"
 PLACEMENTS = ("device", "host", AUTO)
 
-#: The memory kind of arrays in host memory, and its name within a jitted function.
+#: Memory kind of arrays in host memory, and the memory spaces within a jitted function.
 HOST_KIND = "pinned_host"
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Where the training state lies, and how much of it at once.
+    """How the training state is sharded, and how much of it is stored in host memory.
 
-    With `placement="host"` master weights and optimizer state of `offload_optimizer_fraction` of
-    all parameters lie in host memory, and are on the device for one layer at a time as it is
-    updated. Master weights and gradients of `offload_parameters_fraction` of the stacks are so in
-    forward and backward, too; there is no copy of them.
+    With `placement="host"`, host memory holds the master weights and optimizer state of
+    `offload_optimizer_fraction` of all parameters. Each layer is copied to the device only while it
+    is updated. For `offload_parameters_fraction` of the stacks, master weights and gradients stay
+    in host memory during forward and backward too, and the device has no copy of them beyond the
+    current layer.
     """
 
     zero_stage: int = 0  # one of ZERO_STAGES
-    shard_parameters_fraction: float = 1.0  # of the stacks' bytes, what stage 3 holds for a layer
+    # Fraction of the stacks' bytes that ZeRO stage 3 gathers layer by layer, largest parameters
+    # first; the rest is gathered once per step.
+    shard_parameters_fraction: float = 1.0
     placement: str = "device"  # one of PLACEMENTS
     offload_optimizer_fraction: float = 1.0  # of all parameters' bytes; for placement="host"
     offload_parameters_fraction: float = 0.0  # of the stacks' bytes; for placement="host"
-    # Names of activations that lie in host memory from a block's forward to its backward.
+    # Names of activations stored in host memory between a block's forward and its backward.
     offload_activations: tuple = ()
-    device_budget: float | None = None  # GiB that a step may take of each device
-    host_budget: float | None = None  # GiB that it may take of each host
+    device_budget: float | None = None  # GiB of each device's memory that a step may use
+    host_budget: float | None = None  # GiB of each host's memory that a step may use
 
     @property
     def optimizer_fraction(self) -> float:
-        """How much of the optimizer's state lies in host memory."""
+        """Fraction of the parameters whose optimizer state is stored in host memory."""
         return self.offload_optimizer_fraction if self.placement == "host" else 0.0
 
     def __post_init__(self):
@@ -62,34 +65,39 @@ class MemoryConfig:
             "offload_parameters_fraction",
         ):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"memory.{name}={getattr(self, name)} must lie in 0 .. 1")
+                raise ValueError(f"memory.{name}={getattr(self, name)} must be between 0 and 1")
         for name in ("device_budget", "host_budget"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(
-                    f"memory.{name}={getattr(self, name)} must be more than 0, in GiB; or None: "
-                    "nine tenths of what there is"
+                    f"memory.{name}={getattr(self, name)} must be more than 0, in GiB, or None for "
+                    "nine tenths of the available memory"
                 )
         if self.shard_parameters_fraction != 1 and self.zero_stage != 3:
             raise ValueError(
-                f"memory.shard_parameters_fraction={self.shard_parameters_fraction} is for "
-                f"memory.zero_stage=3 alone, which is {self.zero_stage}; set one of the two"
+                f"memory.shard_parameters_fraction={self.shard_parameters_fraction} requires "
+                f"memory.zero_stage=3, not {self.zero_stage}; change one of the two"
             )
         if self.offload_parameters_fraction and self.placement != "host":
             raise ValueError(
-                f"memory.offload_parameters_fraction={self.offload_parameters_fraction} is for "
-                f"memory.placement=host alone, which is {self.placement}; set one of the two"
+                f"memory.offload_parameters_fraction={self.offload_parameters_fraction} requires "
+                f"memory.placement=host, not {self.placement}; change one of the two"
             )
 
 
 def streamed(params: Any, specs: Any, mesh: AnyMesh, config: MemoryConfig) -> Any:
-    """Returns a bool per parameter of a stack: whether forward and backward read it from the host.
+    """Choose the parameters of a stack that forward and backward read from host memory.
 
-    The largest come first. A parameter that replicas hold alike stays on the device: its gradients
-    are summed over all layers at once.
+    The largest parameters come first. A parameter that is replicated over a replica axis stays on
+    the device, because its gradients are summed for all layers at once.
 
     Args:
-      params: arrays or ShapeDtypeStructs of the stack.
-      specs: the same tree of PartitionSpecs.
+        params: arrays or ShapeDtypeStructs of the stack.
+        specs: the same tree of PartitionSpecs.
+        mesh: the run's mesh.
+        config: sets the fraction of the stack's bytes to read from host memory.
+
+    Returns:
+        The same tree of bools.
     """
     leaves, structure = jax.tree.flatten(params)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
@@ -101,10 +109,14 @@ def streamed(params: Any, specs: Any, mesh: AnyMesh, config: MemoryConfig) -> An
 
 
 def largest(leaves: Sequence[Any], fraction: float) -> list[bool]:
-    """Returns which of the arrays to choose: the largest, until `fraction` of all bytes is reached.
+    """Choose the largest arrays until they contain `fraction` of all bytes.
 
     Args:
-      leaves: arrays or ShapeDtypeStructs.
+        leaves: arrays or ShapeDtypeStructs.
+        fraction: fraction of the bytes of all leaves, in [0, 1].
+
+    Returns:
+        A bool per leaf.
     """
     left, chosen = fraction * sum(map(num_bytes, leaves)), [False] * len(leaves)
     for i in sorted(range(len(leaves)), key=lambda i: -num_bytes(leaves[i])):
@@ -114,24 +126,25 @@ def largest(leaves: Sequence[Any], fraction: float) -> list[bool]:
 
 
 def num_bytes(leaf: Any) -> int:
-    """Returns the bytes of an array or a ShapeDtypeStruct, all its shards together."""
+    """Return the bytes of an array or a ShapeDtypeStruct, all its shards together."""
     return leaf.size * leaf.dtype.itemsize
 
 
 def is_on_host(x: jax.Array) -> bool:
-    """Returns whether an array of a traced function lies in host memory."""
+    """Return whether an array of a traced function is stored in host memory."""
     return jax.typeof(x).memory_space == HOST
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Returns an array of a traced function in device memory."""
+    """Move an array of a traced function to device memory."""
     return jax.device_put(x, DEVICE) if is_on_host(x) else x
 
 
 def zeros_on_host(shape: tuple[int, ...], dtype: Any, *, depth: int = 1) -> jax.Array:
-    """Returns zeros in host memory, within a traced function.
+    """Return zeros in host memory, within a traced function.
 
-    They come from the device in pieces of the dims that follow the first `depth` ones.
+    They are made on the device and copied piece by piece; a piece has the dims after the first
+    `depth`.
     """
     if depth == 0:
         return jax.device_put(jnp.zeros(shape, dtype), HOST)
@@ -140,10 +153,10 @@ def zeros_on_host(shape: tuple[int, ...], dtype: Any, *, depth: int = 1) -> jax.
 
 
 def in_device_memory(sharding: Any) -> NamedSharding:
-    """Returns a NamedSharding with the device's own memory kind."""
+    """Return a NamedSharding with the device's default memory kind."""
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def to_where(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns `x` in the memory of `like`, both arrays of a traced function."""
+    """Move `x` to the memory of `like`; both are arrays of a traced function."""
     return jax.device_put(x, HOST) if is_on_host(like) else to_device(x)

@@ -1,9 +1,14 @@
 """The device mesh: six named axes, outermost to innermost.
 
-`model` is innermost, so its groups are neighbouring devices on the fastest links; `pipeline` is
-outermost, so that only the small stage-to-stage sends cross the slowest ones. With 8 devices and
-pipeline=2, data=2, model=2 the stages are [0,1,2,3] and [4,5,6,7]; in stage 0 the data groups are
-[0,2] and [1,3] and the model groups [0,1] and [2,3]. An axis of size 1 costs nothing.
+`model` is innermost, so its groups are neighbouring devices on the fastest links. `pipeline` is
+outermost, so only the small sends between stages cross the slowest links. An axis of size 1 costs
+nothing. With 8 devices and pipeline=2, data=2, model=2:
+
+                 model              pipeline stages   [0 1 2 3] and [4 5 6 7]
+    stage 0  data  0  1             data groups       [0 2], [1 3] in stage 0
+                   2  3             model groups      [0 1], [2 3] in stage 0
+    stage 1  data  4  5
+                   6  7
 """
 
 import dataclasses
@@ -15,18 +20,18 @@ from typing import Any
 import jax
 
 AXES = ("pipeline", "data", "fsdp", "context", "expert", "model")
-#: Those whose devices have other examples, and among which parameters may be shared out.
+#: Axes whose devices have different examples, and over which parameters may be sharded.
 REPLICA_AXES = ("data", "fsdp")
 
 
-#: A mesh of devices, or of none: what is traced on the latter keeps memory kinds that a device
-#: which is not there cannot state.
+#: A mesh of devices, or an abstract mesh. Steps for absent devices are traced on an abstract mesh,
+#: which keeps memory kinds: an absent device cannot report the ones that it supports.
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Number of devices along each mesh axis; one axis may be -1: the devices that are left."""
+    """Number of devices along each mesh axis; one axis may be -1 to take the remaining devices."""
 
     pipeline: int = 1
     data: int = 1
@@ -40,13 +45,13 @@ class MeshConfig:
             if size < 1 and size != -1:
                 raise ValueError(
                     f"mesh.{axis}={size} must be a positive number of devices, "
-                    "or -1 for the devices that are left"
+                    "or -1 for all remaining devices"
                 )
         free = [axis for axis, size in self.sizes.items() if size == -1]
         if len(free) > 1:
             raise ValueError(
-                f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis can take the devices "
-                "that are left; give the other a number"
+                f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis can take the remaining "
+                "devices; give the other a number"
             )
 
     @property
@@ -56,14 +61,15 @@ class MeshConfig:
 
     @property
     def num_devices(self) -> int:
-        """Devices that the axes with a given size need (an axis of -1 counts as 1)."""
+        """Number of devices that the axes with a given size need; an axis of -1 counts as 1."""
         return math.prod(size for size in self.sizes.values() if size != -1)
 
     def resolve(self, num_available: int) -> "MeshConfig":
-        """Returns this mesh with -1 replaced by the number of devices that are left.
+        """Return this config with -1 replaced by the number of remaining devices.
 
         Raises:
-          ValueError: more devices are asked for than are available, or -1 leaves a remainder.
+            ValueError: more devices are needed than are available, or the remaining devices cannot
+                be divided evenly.
         """
         free = [axis for axis, size in self.sizes.items() if size == -1]
         if self.num_devices > num_available:
@@ -86,7 +92,7 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
-    """Returns the mesh over the first `config.num_devices` of the devices."""
+    """Return the mesh over the first `config.num_devices` of the devices."""
     config = config.resolve(len(devices))
     return jax.make_mesh(
         tuple(config.sizes.values()),
@@ -97,14 +103,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
 
 
 def use_mesh(mesh: AnyMesh) -> AbstractContextManager:
-    """Returns a context in which functions are traced on `mesh`."""
+    """Return a context in which functions are traced on `mesh`."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         return jax.sharding.use_abstract_mesh(mesh)
     return jax.set_mesh(mesh)
 
 
 def _meshes_that_fit(config: MeshConfig, num_available: int) -> str:
-    """Returns the largest meshes that shrink the asked one axis by axis, for an error message."""
+    """List the largest meshes that shrink the requested one axis by axis, for an error message."""
     options = [{}]
     for axis, size in config.sizes.items():
         sizes = [n for n in range(1, max(size, 1) + 1) if max(size, 1) % n == 0]

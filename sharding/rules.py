@@ -1,7 +1,10 @@
-"""One table from logical axes to mesh axes, and the checks that come with it.
+"""The table from logical axes to mesh axes, and its checks.
 
-A parameter carries the logical names of its dimensions; `partition_specs` turns them into
-`PartitionSpec`s for a mesh and refuses what cannot be laid out.
+A parameter carries a logical name per dimension. `partition_specs` translates the names into
+`PartitionSpec`s for a mesh, and rejects parameters that cannot be sharded that way:
+
+    kernel of an MLP     ("layers", "embed", "mlp")
+    PartitionSpec        ("pipeline", "fsdp", "model")
 """
 
 import math
@@ -14,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sharding.logical import Rules, to_spec
 from sharding.mesh import AXES, AnyMesh
 
-#: logical axis -> mesh axes over which the dimension is split, major first.
-#: An `act_` name exists only where an activation is laid out otherwise than the weights.
+#: Logical axis -> mesh axes over which the dimension is split, major first.
+#: An `act_` name exists only if activations are sharded differently from the weights.
 DEFAULT_RULES: Rules = {
     "batch": ("data", "fsdp"),
     "seq": ("context",),
@@ -32,15 +35,15 @@ DEFAULT_RULES: Rules = {
 
 
 def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool = False) -> Rules:
-    """Returns the table with a config's rows added or replaced.
+    """Return the table with rows from a config added or replaced.
 
     Args:
-      overrides: logical axis -> a mesh axis, or a sequence of them.
-      shares_vocab: the vocab is split over the pipeline's stages first.
+        overrides: logical axis -> a mesh axis, or a sequence of them; None splits over no axis.
+        shares_vocab: split the vocabulary over the pipeline stages first.
 
     Raises:
-      ValueError: a row names an axis that the mesh does not have, or splits something other than
-        layers over the pipeline.
+        ValueError: a row names an axis that the mesh does not have, or splits another axis than
+            `layers` over the pipeline.
     """
     rules = dict(DEFAULT_RULES)
     for name, axes in (overrides or {}).items():
@@ -48,11 +51,12 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(
-                    f"rules.{name}={axes}: {axis!r} is no mesh axis; choose from {', '.join(AXES)}"
+                    f"rules.{name}={axes}: unknown mesh axis {axis!r}; choose from "
+                    f"{', '.join(AXES)}"
                 )
             if axis == "pipeline" and name != "layers":
                 raise ValueError(
-                    f"rules.{name}={axes}: only layers are split over 'pipeline'; take it out, or "
+                    f"rules.{name}={axes}: only layers can be split over 'pipeline'; remove it, or "
                     "set pipeline.share_vocab=True to split the vocab"
                 )
         rules[name] = axes
@@ -62,16 +66,16 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
 
 
 def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMesh) -> Any:
-    """Returns the PartitionSpec of every parameter, checked against the mesh.
+    """Return the PartitionSpec of every parameter, checked against the mesh.
 
     Args:
-      abstract: tree of arrays or ShapeDtypeStructs.
-      logical_axes: the same tree with a tuple of logical names per leaf.
-      rules: logical axis -> mesh axes.
-      mesh: the mesh that the specs are for.
+        abstract: tree of arrays or ShapeDtypeStructs.
+        logical_axes: the same tree with a tuple of logical names per leaf.
+        rules: logical axis -> mesh axes.
+        mesh: the mesh that the specs are for.
 
     Raises:
-      ValueError: a dimension that its mesh axes do not divide, or one of `to_spec`'s reasons.
+        ValueError: mesh axes do not divide a dimension, or `to_spec` rejects the axes.
     """
 
     def spec_of(path, leaf, axes):
@@ -83,7 +87,7 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
         if len(axes) != len(leaf.shape):
             raise ValueError(
                 f"parameter {name}{leaf.shape} has {len(leaf.shape)} dimensions but "
-                f"{len(axes)} logical axes {axes}; name each, or write None"
+                f"{len(axes)} logical axes {axes}; give a name or None for each dimension"
             )
         for dim, (size, logical, part) in enumerate(zip(leaf.shape, axes, spec, strict=True)):
             where = f"dimension {dim} of {name}, shape {leaf.shape}"
@@ -94,7 +98,7 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
 
 
 def shardings(mesh: AnyMesh, specs: Any) -> Any:
-    """Returns the tree of PartitionSpecs as NamedShardings on `mesh`."""
+    """Return the tree of PartitionSpecs as NamedShardings on `mesh`."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         specs,
@@ -103,7 +107,7 @@ def shardings(mesh: AnyMesh, specs: Any) -> Any:
 
 
 def unused_axes(specs: Any, rules: Rules, mesh: AnyMesh) -> list[str]:
-    """Returns the mesh axes of more than one device that neither a parameter nor the batch uses."""
+    """Return mesh axes of more than one device that neither parameters nor the batch use."""
     used = set(rules["batch"])
     for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
         used |= axes_of(spec)
@@ -111,7 +115,7 @@ def unused_axes(specs: Any, rules: Rules, mesh: AnyMesh) -> list[str]:
 
 
 def axes_of(spec: PartitionSpec) -> set[str]:
-    """Returns the mesh axes that a PartitionSpec uses."""
+    """Return the mesh axes that a PartitionSpec uses."""
     parts = [part if isinstance(part, tuple) else (part,) for part in spec if part is not None]
     return {axis for part in parts for axis in part}
 

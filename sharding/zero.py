@@ -1,13 +1,16 @@
-"""ZeRO: what of the training state the replicas share out among themselves, and how far.
+"""ZeRO: which parts of the training state are sharded over `data` instead of replicated.
 
-Beside what the rules split (over `fsdp`, say), replicas along `data` hold all things alike. With
+Apart from dimensions that the rules split (over `fsdp`, for example), all replicas along `data`
+hold the same state. With
 
-    stage 1  each of them keeps a part of the master weights and of the optimizer's state
-    stage 2  and gets its part alone of the sums of gradients, in a reduce-scatter once a step
-    stage 3  and stacks are whole one layer at a time, in the forward and again in the backward;
-             their gradients are scattered layer by layer, so that no device holds all of them
+    stage 1  each replica keeps one part of the master weights and of the optimizer state
+    stage 2  gradients are also reduce-scattered once per step: a replica gets only its part
+    stage 3  stacks are also gathered one layer at a time, in the forward and again in the
+             backward, and their gradients are reduce-scattered layer by layer, so that no device
+             holds all of them
 
-Below stage 3 parameters are put together once a step, in the dtype of the computation.
+Below stage 3, parameters are all-gathered once per step, in the compute dtype.
+
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
 (2020), section 5.
 """
@@ -26,16 +29,20 @@ Tree = Any
 
 
 def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> Tree:
-    """Returns the specs with `data` added to one dim of each parameter that can be cut so.
+    """Add `data` to the spec of every parameter that can be split evenly.
 
-    That is the dim that is split over `fsdp` already, or else the largest that is not split; of a
-    stack's arrays not the first, of its layers. What has none that can be cut evenly stays whole:
-    biases of what is split over `model`, and norms of odd sizes.
+    The dim to split is the one that `fsdp` already splits, or else the largest dim that is not
+    split; for stacks, never the first dim, which counts layers. A parameter without such a dim
+    stays replicated: biases of dims that are split over `model`, and norms of odd sizes.
 
     Args:
-      specs: the PartitionSpec of every parameter.
-      params: the same tree of arrays or ShapeDtypeStructs.
-      layers: the same tree of bools: whether the first dim is that of a stack's layers.
+        specs: the PartitionSpec of every parameter.
+        params: the same tree of arrays or ShapeDtypeStructs.
+        layers: the same tree of bools: whether the first dim counts a stack's layers.
+        mesh: the mesh; its `data` axis is the number of parts.
+
+    Returns:
+        The new tree of PartitionSpecs.
     """
     count = mesh.shape["data"]
 
@@ -48,7 +55,7 @@ def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> T
             dim: leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in parts[dim])
             for dim in range(is_layers, len(parts))
         }
-        # A dim that XLA splits by itself, over `model`, cannot be cut by hand in place.
+        # A dim that XLA splits automatically (over `model`) cannot also be split manually.
         free = [d for d in sizes if all(a == "fsdp" or mesh.shape[a] == 1 for a in parts[d])]
         fitting = [dim for dim in free if sizes[dim] % count == 0]
         if count == 1 or not fitting:
@@ -62,11 +69,17 @@ def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> T
 
 
 def one_layer_at_a_time(params: Tree, config: MemoryConfig) -> Tree:
-    """Returns a bool per parameter of a stack: whether it is whole for one layer at a time.
+    """Choose the parameters of a stack that are gathered one layer at a time.
+
+    The largest parameters come first, until `shard_parameters_fraction` of all bytes is reached.
+    Below stage 3 there are none.
 
     Args:
-      params: arrays or ShapeDtypeStructs of a stack. The largest come first, until
-        `shard_parameters_fraction` of all bytes is reached.
+        params: arrays or ShapeDtypeStructs of a stack.
+        config: sets the ZeRO stage and the fraction.
+
+    Returns:
+        The same tree of bools.
     """
     leaves, structure = jax.tree.flatten(params)
     fraction = config.shard_parameters_fraction if config.zero_stage == 3 else 0.0

@@ -1,0 +1,1 @@
+"""Reads compiled steps: collectives, memory, predicted time, pictures; describes target GPUs."""

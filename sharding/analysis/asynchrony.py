@@ -1,11 +1,17 @@
-"""What runs asynchronously in a scheduled program: collectives, copies to and from the host.
+"""Finds the asynchronous work of a scheduled GPU program: collectives and host copies.
 
-The instructions of a compiled GPU program are in the order in which they are issued. A start gives
-work to a stream beside that of the kernels, and the matching done waits for it; kernels between the
-two run at the same time. XLA spells this in several ways:
+The instructions of a compiled GPU program are listed in the order in which they are issued. A
+*start* instruction hands work to a stream other than the compute stream, and the matching *done*
+instruction waits for it. Kernels issued between the two run at the same time as that work:
 
-    %s = (f32[8], f32[64]) all-gather-start(%x), ...                 its own pair of opcodes
-    %s = ((f32[64]), f32[8], u32[]) async-start(%x), calls=%wrapped  any instruction, wrapped
+    all-gather-start   hands the transfer to the collective stream
+    fusion             runs on the compute stream, at the same time as the transfer
+    all-gather-done    the compute stream waits here until the transfer has finished
+
+XLA writes start instructions in several ways:
+
+    %s = (f32[8], f32[64]) all-gather-start(%x), ...                 an opcode of its own
+    %s = ((f32[64]), f32[8], u32[]) async-start(%x), calls=%wrapped  wraps any instruction
     %s = (...) reduce-scatter-start(%x), async_execution_thread=...  the same, abbreviated
     %s = (...) fusion-start(%x), calls=%fused                        a fusion, such as a slice of
                                                                      an array in host memory
@@ -27,23 +33,23 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-#: Instructions without work of their own: they name, bundle or reinterpret what is there.
+#: Instructions that do no work of their own: they name, group or reinterpret existing arrays.
 NO_WORK = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency domain "
     "opt-barrier optimization-barrier partition-id replica-id".split()
 )
-_WITHOUT_SUFFIX = ("send", "recv")  # these two are starts by themselves
+_WITHOUT_SUFFIX = ("send", "recv")  # starts, although their names have no "-start" suffix
 
 Direction = Literal["to host", "to device"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostTransfer:
-    """What an instruction moves between a device and its host.
+    """A transfer between a device and its host.
 
     Attributes:
-      direction: "to host" or "to device".
-      bytes: of one device in one execution.
+        direction: "to host" or "to device".
+        bytes: bytes that one device transfers in one execution.
     """
 
     direction: Direction
@@ -51,20 +57,27 @@ class HostTransfer:
 
 
 def is_start(instruction: hlo.Instruction) -> bool:
-    """Whether an instruction starts work that another one waits for."""
+    """Return whether an instruction starts work that another instruction waits for."""
     return instruction.opcode.endswith("-start") or instruction.opcode in _WITHOUT_SUFFIX
 
 
 def is_done(instruction: hlo.Instruction) -> bool:
-    """Whether an instruction waits for work that another one started."""
+    """Return whether an instruction waits for work that another instruction started."""
     return instruction.opcode.endswith("-done")
 
 
 def collective_kind(instruction: hlo.Instruction) -> str | None:
-    """One of `COLLECTIVES`, under which its start counts too; None of anything else.
+    """Return the kind of a collective, or None if the instruction is not a collective.
 
-    A permutation that XLA split into send and receive counts once, as the send. A collective that
-    an `async-start` wraps is in the computation that this calls.
+    A start has the kind of its synchronous form. XLA may split a permutation into a send and a
+    receive; only the send is counted. An `async-start` is not counted itself: the collective that
+    it wraps is in the computation that it calls (see `wrapped_collective`).
+
+    Args:
+        instruction: any instruction.
+
+    Returns:
+        One of `COLLECTIVES`, or None.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "send" and "source_target_pairs" in instruction.attributes:
@@ -73,7 +86,7 @@ def collective_kind(instruction: hlo.Instruction) -> str | None:
 
 
 def wrapped_collective(module: hlo.Module, start: hlo.Instruction) -> hlo.Instruction | None:
-    """The collective that an `async-start` wraps, None if it wraps none."""
+    """Return the collective that an `async-start` wraps, or None if it wraps no collective."""
     if start.opcode != "async-start":
         return None
     inner = (i for called in start.called for i in module.computations.get(called, []))
@@ -81,14 +94,15 @@ def wrapped_collective(module: hlo.Module, start: hlo.Instruction) -> hlo.Instru
 
 
 def result_of(instruction: hlo.Instruction) -> hlo.Type:
-    """The type of what a collective yields, without operands that asynchronous forms carry."""
+    """Return the type of a collective's result, without the operands that starts carry along."""
     output = instruction.type
     if isinstance(output, hlo.Array):
         return output
     if instruction.opcode == "send":
         return output[0]
-    # Starts yield (operands, results, ...). all-reduce-start of older versions yields its results
-    # alone; that of newer ones, an abbreviated async-start, has its operands as a tuple.
+    # Most starts have the type (operands, results, ...). An all-reduce-start of older XLA versions
+    # has only its results as type; in newer versions it is an abbreviated async-start, which holds
+    # its operands in a tuple.
     if not instruction.opcode.endswith("-start"):
         return output
     if instruction.opcode == "all-reduce-start" and isinstance(output[0], hlo.Array):
@@ -97,14 +111,21 @@ def result_of(instruction: hlo.Instruction) -> hlo.Type:
 
 
 def is_marked_synchronous(instruction: hlo.Instruction) -> bool:
-    """Whether XLA runs a collective on the kernels' own stream although it wrote a start."""
+    """Return whether XLA runs a start-done pair synchronously, on the compute stream."""
     return '"is_sync":true' in instruction.attributes.replace(" ", "")
 
 
 def host_copy(instruction: hlo.Instruction) -> HostTransfer | None:
-    """What an instruction moves to or from host memory, None if it moves nothing.
+    """Return the transfer between device and host memory that an instruction performs.
 
-    A slice of an array in host memory moves the slice, and an update of such an array the update.
+    Slicing an array in host memory transfers only the slice, and updating a part of such an array
+    transfers only the update.
+
+    Args:
+        instruction: any instruction.
+
+    Returns:
+        The transfer, or None if the instruction transfers nothing.
     """
     if instruction.opcode in NO_WORK or is_done(instruction):
         return None
@@ -113,7 +134,8 @@ def host_copy(instruction: hlo.Instruction) -> HostTransfer | None:
     given = [array for t in instruction.operand_types for array in hlo.arrays_of(t)]
     made = list(hlo.arrays_of(instruction.type))
     if is_start(instruction) and not isinstance(instruction.type, hlo.Array):
-        # (operands, result, context) of asynchronous forms; (result, operand, context) of a copy.
+        # Asynchronous forms have the type (operands, result, context), except for a copy-start:
+        # (result, operand, context).
         made = list(hlo.arrays_of(instruction.type[0 if instruction.opcode == "copy-start" else 1]))
     to_host = [array for array in made if array.on_host]
     from_host = [array for array in given if array.on_host]
@@ -128,13 +150,13 @@ def host_copy(instruction: hlo.Instruction) -> HostTransfer | None:
 
 
 def overlapped(module: hlo.Module) -> set[str]:
-    """The names of the starts between which and their dones some kernel, or a loop, runs."""
+    """Return the names of all starts that overlap with a kernel or a loop before their done."""
     return {name for body in module.computations.values() for name in _overlapped_in(body)}
 
 
 def _overlapped_in(body: list[hlo.Instruction]) -> Iterator[str]:
-    """Yields the starts of one computation that have work beside them."""
-    started: dict[str, int] = {}  # name of a start -> kernels issued before it
+    """Yield the starts of one computation that have kernels or loops before their done."""
+    started: dict[str, int] = {}  # start -> number of kernels issued before it
     num_kernels = 0
     for instruction in body:
         if is_done(instruction):
@@ -143,7 +165,7 @@ def _overlapped_in(body: list[hlo.Instruction]) -> Iterator[str]:
                     yield name
         elif is_start(instruction):
             started[instruction.name] = num_kernels
-        elif instruction.opcode.endswith("-update"):  # a start's handle passed on
+        elif instruction.opcode.endswith("-update"):  # passes a start's handle on
             for name in instruction.operands:
                 if name in started:
                     started[instruction.name] = started[name]

@@ -1,7 +1,8 @@
-"""What a compiled step does that its source does not show: collectives, large arrays, memory.
+"""Reads what XLA added to a compiled step: collectives, host copies, large arrays, memory.
 
-XLA decides where to communicate and what to keep, so promises such as "no gradient all-reduce
-inside the microbatch loop" are held by reading the compiled program:
+XLA decides where to communicate and which arrays to keep, so neither is visible in the source of a
+step. Promises such as "no gradient all-reduce inside the microbatch loop" are therefore checked on
+the compiled program:
 
     compiled = jax.jit(train_step).lower(state, batch).compile()
     print(format_table(summary(collectives(compiled, mesh))))
@@ -21,24 +22,25 @@ KINDS = asynchrony.COLLECTIVES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One communication of a compiled step.
+    """One collective of a compiled step.
 
     Attributes:
-      kind: one of `KINDS`. Asynchronous forms count once, under the kind of the synchronous one; a
-        permutation that XLA split into send and receive is a 'collective-permute'.
-      axes: the mesh axes, in mesh order, along which devices of one group differ; empty if every
-        group is a single device.
-      loop_depth: number of while loops around it; a `jax.lax.scan` compiles to one.
-      trip_count: executions per step: the product of the trip counts of the loops around it, 1
-        outside loops, None where the program does not say one of them. A collective in one branch
-        of a conditional counts as if the branch were always taken.
-      bytes: bytes of its output on one device in one execution.
-      name: its name in the compiled program.
-      op_name: the traced operation it comes from, '' where unknown.
-      is_async: whether it runs on a stream of its own, so that kernels could run meanwhile.
-      is_overlapped: whether a kernel or a loop is issued between its start and its done.
-      loop: label of the innermost loop around it: the scope in which the loop was traced, such as
-        'layers', else 'loop 2' at a depth of 2; '' outside loops.
+        kind: one of `KINDS`. An asynchronous start-done pair counts once, under the kind of its
+            synchronous form. A permutation that XLA split into a send and a receive is a
+            'collective-permute'.
+        axes: the mesh axes, in mesh order, along which the devices of one group differ; empty if
+            every group is a single device.
+        loop_depth: number of while loops around it; a `jax.lax.scan` compiles to one.
+        trip_count: executions per step, the product of the trip counts of the loops around it. 1
+            outside loops, None if one of these trip counts is unknown. A collective in a branch of
+            a conditional counts as if that branch were always taken.
+        bytes: bytes of its output on one device in one execution.
+        name: its name in the compiled program.
+        op_name: the traced operation that it comes from, '' if unknown.
+        is_async: whether it runs on a stream of its own, so that kernels can run at the same time.
+        is_overlapped: whether a kernel or a loop is issued between its start and its done.
+        loop: label of the innermost loop around it: the named scope in which the loop was traced,
+            such as 'layers', or else 'loop 2' at a depth of 2; '' outside loops.
     """
 
     kind: str
@@ -55,16 +57,16 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """One copy of a compiled step between a device and its host.
+    """One copy between a device and its host in a compiled step.
 
     Attributes:
-      direction: 'to host' or 'to device'.
-      trip_count: as in `Collective`.
-      bytes: bytes that one device moves in one execution.
-      name: its name in the compiled program.
-      is_async: as in `Collective`.
-      is_overlapped: as in `Collective`.
-      loop: as in `Collective`.
+        direction: 'to host' or 'to device'.
+        trip_count: as in `Collective`.
+        bytes: bytes that one device transfers in one execution.
+        name: its name in the compiled program.
+        is_async: as in `Collective`.
+        is_overlapped: as in `Collective`.
+        loop: as in `Collective`.
     """
 
     direction: asynchrony.Direction
@@ -78,14 +80,14 @@ class HostCopy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device of a compiled step; None where the backend does not tell.
+    """Memory of a compiled step in bytes per device; None if the backend does not report it.
 
     Attributes:
-      argument_bytes: its arguments.
-      output_bytes: its results, donated arguments that they reuse included.
-      alias_bytes: the part of output_bytes that reuses donated arguments.
-      temp_bytes: everything it holds in between.
-      host_bytes: what all of these take of the host's memory instead, for this device.
+        argument_bytes: the arguments.
+        output_bytes: the results, including those that reuse the memory of donated arguments.
+        alias_bytes: the part of output_bytes that reuses donated arguments.
+        temp_bytes: all buffers allocated during the step.
+        host_bytes: host memory for this device's arguments, results and temporary buffers.
     """
 
     argument_bytes: int | None
@@ -96,7 +98,7 @@ class Memory:
 
     @property
     def in_all(self) -> int | None:
-        """All of it together, what is reused counted once."""
+        """Total device memory, with reused arguments counted once."""
         added, reused = (self.argument_bytes, self.output_bytes, self.temp_bytes), self.alias_bytes
         known = [num_bytes for num_bytes in added if num_bytes is not None]
         return sum(known) - reused if len(known) == 3 and reused is not None else None
@@ -104,13 +106,13 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A permutation, or something that computes matrix products, in one iteration of a loop.
+    """A permutation, or an instruction with matrix products, in one iteration of a loop.
 
     Attributes:
-      name: its name in the compiled program.
-      pairs: (from, to) of every transfer of a permutation; () if it is none.
-      needs: the names of those tasks of the same iteration that must end before it can begin,
-        because it uses what they yield, directly or through other instructions.
+        name: its name in the compiled program.
+        pairs: (source, target) devices of every transfer of a permutation; () for other tasks.
+        needs: names of the tasks of the same iteration that must finish before this one can begin,
+            because it uses their results directly or through other instructions.
     """
 
     name: str
@@ -120,15 +122,16 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SummaryRow:
-    """The collectives of one kind, set of axes and loop depth.
+    """All collectives with the same kind, mesh axes and loop depth.
 
     Attributes:
-      kind: as in `Collective`.
-      axes: as in `Collective`.
-      loop_depth: as in `Collective`.
-      count: number of such instructions in the program.
-      bytes: bytes of output on one device when each of them is executed once.
-      bytes_per_step: the same with each as often as its loops run it; None if that is unknown.
+        kind: as in `Collective`.
+        axes: as in `Collective`.
+        loop_depth: as in `Collective`.
+        count: number of such instructions in the program.
+        bytes: bytes of output on one device if each of them is executed once.
+        bytes_per_step: bytes of output on one device in a step, with the executions of loops
+            counted; None if a trip count is unknown.
     """
 
     kind: str
@@ -140,26 +143,29 @@ class SummaryRow:
 
 
 def collectives(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """The collectives of a compiled step, in the order of the program.
+    """Return the collectives of a compiled step, in program order.
 
     Args:
-      compiled: the result of `jax.jit(f).lower(...).compile()`.
-      mesh: the mesh it was compiled for.
+        compiled: the result of `jax.jit(f).lower(...).compile()`.
+        mesh: the mesh that it was compiled for.
+
+    Returns:
+        One entry per instruction.
 
     Raises:
-      ValueError: the program spans another number of devices than the mesh.
+        ValueError: if the program and the mesh differ in their number of devices.
     """
     return collectives_in_text(_text(compiled), mesh.shape)
 
 
 def collectives_in_text(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """The same from the program's text and the sizes of the mesh axes, in mesh order."""
+    """Like `collectives`, from a program's text and the sizes of the mesh axes in mesh order."""
     modules = hlo.parse_modules(text)
     return [found for module in modules for found in collectives_of(module, mesh_shape)]
 
 
 def collectives_of(module: hlo.Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """The same from the parsed program."""
+    """Like `collectives`, from a parsed program."""
     num_devices = math.prod(mesh_shape.values())
     if module.num_partitions not in (1, num_devices):
         raise ValueError(
@@ -198,16 +204,16 @@ def collectives_of(module: hlo.Module, mesh_shape: Mapping[str, int]) -> list[Co
 
 
 def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
-    """The copies of a compiled step between device and host, in the order of the program."""
+    """Return the copies between device and host in a compiled step, in program order."""
     return host_copies_in_text(_text(compiled))
 
 
 def host_copies_in_text(text: str) -> list[HostCopy]:
-    """The same from the program's text."""
+    """Like `host_copies`, from a program's text."""
     found = []
     for module in hlo.parse_modules(text):
         overlapped = asynchrony.overlapped(module)
-        # A fusion is one copy, whatever the computation that it calls says.
+        # A fusion counts as one copy, so the computation that it calls is not searched.
         for instruction, loops in module.under_loops(
             lambda i: asynchrony.host_copy(i) is not None or i.opcode == "fusion"
         ):
@@ -229,7 +235,7 @@ def host_copies_in_text(text: str) -> list[HostCopy]:
 
 
 def _executions(loops: Sequence[hlo.Instruction]) -> int | None:
-    """How often the loops together run what is in them, None where XLA does not know."""
+    """Return how often the body of nested loops runs in all, or None if a count is unknown."""
     counts = [hlo.trip_count(loop) for loop in loops]
     known = [count for count in counts if count is not None]
     return math.prod(known) if len(known) == len(counts) else None
@@ -242,21 +248,21 @@ def _innermost(loops: Sequence[hlo.Instruction]) -> str:
 def tasks_of_loop(
     compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, axis: str = "pipeline"
 ) -> list[Task]:
-    """The permutations over a mesh axis in a loop, and the matrix products beside them.
+    """Return the permutations over a mesh axis in a loop, and the matrix products around them.
 
-    Two tasks of which neither needs the other can run at the same time. A task is one instruction
-    of the loop's body, and may be a conditional or an inner loop with all that is in it.
+    Two tasks can run at the same time if neither needs the other. A task is one instruction of the
+    loop's body; it may be a conditional or an inner loop, including everything inside.
 
     Args:
-      compiled: a compiled step of which one loop permutes over the axis.
-      mesh: the mesh it was compiled for.
-      axis: the name of the mesh axis.
+        compiled: a compiled step in which exactly one loop permutes over the axis.
+        mesh: the mesh that it was compiled for.
+        axis: the name of the mesh axis.
 
     Returns:
-      In the order of the program.
+        The tasks of one iteration, in program order.
 
     Raises:
-      ValueError: no loop permutes over the axis, or several do.
+        ValueError: if no loop or more than one loop permutes over the axis.
     """
     return tasks_of_loop_in_text(_text(compiled), mesh.shape, axis)
 
@@ -264,7 +270,7 @@ def tasks_of_loop(
 def tasks_of_loop_in_text(
     text: str, mesh_shape: Mapping[str, int], axis: str = "pipeline"
 ) -> list[Task]:
-    """The same from the program's text and the sizes of the mesh axes, in mesh order."""
+    """Like `tasks_of_loop`, from a program's text and the sizes of the mesh axes in mesh order."""
     num_devices = math.prod(mesh_shape.values())
 
     def pairs(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
@@ -282,7 +288,7 @@ def tasks_of_loop_in_text(
     if len(bodies) != 1:
         raise ValueError(
             f"{len(bodies)} loops of the program permute over mesh axis {axis!r}, but it must be"
-            " one; pass a pipeline's compiled step"
+            " one; pass the compiled step of a pipeline"
         )
     module, body = bodies[0]
     tasks, needs = [], hlo.dependencies(body)
@@ -295,7 +301,7 @@ def tasks_of_loop_in_text(
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
-    """The memory of a compiled step on one device, as the compiler planned it."""
+    """Return the memory that the compiler planned for a step on one device."""
     stats = compiled.memory_analysis()
 
     def read(part: str) -> int | None:
@@ -313,33 +319,33 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 
 def flops(compiled: jax.stages.Compiled) -> float | None:
-    """FLOPs of one device as the compiler counts them, None where the backend does not tell.
+    """Return the FLOPs of one device as the compiler counts them, or None if it does not.
 
-    The compiler counts the body of a loop once, however often it runs, so this is too small for any
-    program that scans over layers or microbatches.
+    The compiler counts the body of a loop once, no matter how often it runs, so the result is too
+    small for any program that scans over layers or microbatches. `matmul_flops` counts iterations.
     """
     analysis = compiled.cost_analysis()
-    # Some backends answer with one dict per program.
+    # Some backends return a list with one dict per program.
     parts = analysis if isinstance(analysis, list | tuple) else [analysis]
     counts = [part["flops"] for part in parts if part and "flops" in part]
     return float(sum(counts)) if counts else None
 
 
 def matmul_flops(compiled: jax.stages.Compiled) -> float | None:
-    """FLOPs of matrix products and convolutions of one device in one run of a compiled step.
+    """Return the FLOPs of all matrix products and convolutions of one device in one step.
 
-    Unlike in `flops`, what a loop runs counts as often as it runs. Every branch of a conditional
-    counts as if it were always taken, so a pipeline's step has here the work of stages that are
-    never idle. What counts as a product is said in `hlo.matmul_flops`.
+    Unlike `flops`, this counts every iteration of a loop. Every branch of a conditional counts as
+    if it were always taken, so for a pipeline this is the work of stages that are never idle.
+    `hlo.matmul_flops` defines which instructions count as products.
 
     Returns:
-      The sum, None where the program does not say how often a loop around a product runs.
+        The sum, or None if the trip count of a loop around a product is unknown.
     """
     return matmul_flops_in_text(_text(compiled))
 
 
 def matmul_flops_in_text(text: str) -> float | None:
-    """The same from the program's text."""
+    """Like `matmul_flops`, from a program's text."""
     total = 0.0
     for module in hlo.parse_modules(text):
         for product, trip_counts in module.in_loops(lambda i: hlo.matmul_flops(i) is not None):
@@ -351,7 +357,7 @@ def matmul_flops_in_text(text: str) -> float | None:
 
 
 def summary(found: Sequence[Collective]) -> list[SummaryRow]:
-    """The collectives grouped by kind, axes and loop depth, the most bytes per step first."""
+    """Group collectives by kind, axes and loop depth, with the most bytes per step first."""
     groups: dict[tuple[str, tuple[str, ...], int], list[Collective]] = {}
     for collective in found:
         key = (collective.kind, collective.axes, collective.loop_depth)
@@ -373,7 +379,7 @@ def summary(found: Sequence[Collective]) -> list[SummaryRow]:
 
 
 def format_table(rows: Sequence[SummaryRow]) -> str:
-    """The rows as an aligned table with a header line; bytes are per device."""
+    """Format the rows as an aligned table with a header line; bytes are per device."""
     if not rows:
         return "no collectives"
     cells = [("collective", "axes", "loops", "count", "bytes", "bytes/step")]
@@ -395,16 +401,16 @@ def format_table(rows: Sequence[SummaryRow]) -> str:
 def widest_arrays(
     compiled: jax.stages.Compiled, dtype: DTypeLike | None = None, count: int = 5
 ) -> list[tuple[hlo.Array, str]]:
-    """The largest arrays that the step holds, each with the name of what yields it.
+    """Return the largest arrays of a step, each with the name of the operation that produces it.
 
     Args:
-      compiled: the compiled step.
-      dtype: list only arrays of this element type; all of them if None.
-      count: number of arrays, the largest first.
+        compiled: the compiled step.
+        dtype: only consider arrays of this element type; None considers all.
+        count: maximum number of arrays to return.
 
     Returns:
-      Arrays with their per-device shapes. Arguments are among them; values that exist only inside a
-      fused kernel are not.
+        (array, name) pairs, the largest first, with per-device shapes. Arguments are included;
+        values that exist only inside a fused kernel are not.
     """
     wanted = None if dtype is None else hlo.dtype_name(dtype)
     found = {
@@ -419,10 +425,15 @@ def widest_arrays(
 
 
 def has_array(compiled: jax.stages.Compiled, shape: Sequence[int], dtype: DTypeLike) -> bool:
-    """Whether a step holds an array of `dtype` at least as large as `shape` on one device.
+    """Return whether a step holds an array of this dtype at least as large as a shape.
 
-    Shapes are compared by their number of elements, as XLA reshapes freely. Arguments count, so
-    choose sizes such that no parameter has as many elements as the array looked for.
+    Only numbers of elements per device are compared, because XLA reshapes freely. Arguments count
+    too, so choose sizes at which no parameter has as many elements as the array in question.
+
+    Args:
+        compiled: the compiled step.
+        shape: per-device shape.
+        dtype: element type of the array.
     """
     widest = widest_arrays(compiled, dtype, count=1)
     return bool(widest) and widest[0][0].num_elements >= math.prod(shape)
@@ -432,7 +443,7 @@ def _text(compiled: jax.stages.Compiled) -> str:
     text = compiled.as_text()
     if text is None:
         raise ValueError(
-            "the backend gives no text for this compiled program (compiled.as_text() is None);"
-            " audit it on a CPU mesh of the same shape"
+            "the backend provides no text for this compiled program (compiled.as_text() is None);"
+            " audit the step on a CPU mesh of the same shape"
         )
     return text

@@ -1,18 +1,18 @@
-"""Predicts the time of a training step from the compiled GPU program.
+"""Predicts the time of a training step from its compiled GPU program.
 
     prediction = predict(compiled.as_text(), mesh.shape, machine, Ticks.of_plan(plan))
     print(format_prediction(prediction))
 
-The program must be scheduled, as `compiled.as_text()` of a GPU program is. Compile it with
-`Target.compiler_options()`, which make XLA write its own estimates into it.
+The program must be scheduled, as the text of every compiled GPU program is. Compile it with
+`Target.compiler_options()`, which makes XLA write its own cost estimates into the program.
 
-What the parts do: kernel_time.py says how long an instruction takes, simulation.py runs the program
-by these times, timeline.py draws the result.
+A prediction has three parts: kernel_time.py estimates the time of one instruction, simulation.py
+runs the program with these times, and timeline.py draws the result.
 
-What is left out: kernels that communication slows down, since both use the same memory; the time
-between two steps, in which the host prepares a batch; clocks that a GPU lowers at its power limit.
-So a prediction is for comparing plans, and for finding what a step waits for. Real steps tend to
-take longer.
+Three effects are not modelled: kernels and communication slow each other down, since they share the
+device's memory; between two steps, the host prepares a batch; and a GPU lowers its clock at its
+power limit. Use predictions to compare plans, and to find what a step waits for. Real steps tend
+to take longer.
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ __all__ = ["CollectiveTime", "Machine", "Prediction", "Ticks", "format_predictio
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """The collectives of one kind, set of axes and loop.
+    """Total time of the collectives of one kind, set of mesh axes and loop.
 
     Attributes:
-      kind: as in `audit.Collective`.
-      axes: as in `audit.Collective`.
-      loop: as in `audit.Collective`.
-      count: executions in a step.
-      bytes: bytes of output on one device in all of them.
-      seconds: for which they occupy their stream in a step.
-      exposed_s: the part of it for which kernels wait.
-      is_async: whether all of them run on a stream of their own.
-      is_overlapped: whether kernels run at the same time as some of them.
+        kind: as in `audit.Collective`.
+        axes: as in `audit.Collective`.
+        loop: as in `audit.Collective`.
+        count: executions per step.
+        bytes: bytes of output on one device in all executions.
+        seconds: time for which they occupy their stream in a step.
+        exposed_s: the part of this time for which kernels wait.
+        is_async: whether all of them run on a stream of their own.
+        is_overlapped: whether kernels run at the same time as some of them.
     """
 
     kind: str
@@ -55,22 +55,23 @@ class CollectiveTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Where the time of a step goes on one device, in a pipeline on one of the busiest stage.
+    """Predicted time of a step on one device; in a pipeline, on a device of the busiest stage.
 
     step_s = matmul_s + attention_s + other_s + exposed_communication_s + exposed_host_s + bubble_s
 
     Attributes:
-      step_s: time of the step.
-      matmul_s: matrix products and convolutions.
-      attention_s: fused attention of cuDNN; attention in other forms counts as its products.
-      other_s: all other kernels: fusions, norms, copies in device memory.
-      communication_s: collectives, whether or not kernels run at the same time.
-      exposed_communication_s: the part of it for which kernels wait.
-      host_s: copies to and from host memory, both directions added.
-      exposed_host_s: the part of it for which kernels wait.
-      bubble_s: for which the stage waits for others in ticks where these do more than it does.
-      collectives: the communication in groups, the longest first.
-      run: what ran when.
+        step_s: time of the step.
+        matmul_s: matrix products and convolutions.
+        attention_s: cuDNN's fused attention. Unfused attention counts as its matrix products.
+        other_s: all other kernels: fusions, norms, copies within device memory.
+        communication_s: collectives, whether or not kernels run at the same time.
+        exposed_communication_s: the part of communication_s for which kernels wait.
+        host_s: copies to and from host memory, both directions added.
+        exposed_host_s: the part of host_s for which kernels wait.
+        bubble_s: time for which the stage waits for other stages, in ticks in which they have more
+            work.
+        collectives: the collectives in groups, the longest first.
+        run: the simulated execution.
     """
 
     step_s: float
@@ -86,7 +87,7 @@ class Prediction:
     run: Execution = dataclasses.field(repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all but the run as what `json.dumps` takes, times in seconds."""
+        """Return everything except the run as a dict for `json.dumps`, with times in seconds."""
         fields = [field.name for field in dataclasses.fields(self) if field.name.endswith("_s")]
         collectives = [dataclasses.asdict(collective) for collective in self.collectives]
         return {name: getattr(self, name) for name in fields} | {"collectives": collectives}
@@ -98,24 +99,30 @@ def predict(
     machine: Machine,
     ticks: Ticks | None = None,
 ) -> Prediction:
-    """Predicts the time of a step.
+    """Predict the time of a step.
 
-    Loops count as often as XLA knows that they run, else once. Conditionals take the longer branch,
-    except those of a pipeline's tick.
+    A loop counts as many iterations as XLA knows that it has, or one if XLA does not know. A
+    conditional takes its longer branch, except in the ticks of a pipeline.
 
     Args:
-      text: `compiled.as_text()` of the compiled step.
-      mesh_shape: sizes of the mesh's axes, in mesh order.
-      machine: what it runs on. Devices are in the order of the hosts.
-      ticks: what the stages of a pipeline run in its ticks. Without it every stage runs everything
-        in every tick, so there is no bubble and the step is too long.
+        text: `compiled.as_text()` of the compiled step.
+        mesh_shape: sizes of the mesh axes, in mesh order.
+        machine: the hardware. Consecutive devices belong to the same host.
+        ticks: the operations of the pipeline stages in each tick. Without it, every stage runs
+            everything in every tick, so there is no bubble and the predicted step is too long.
+
+    Returns:
+        The predicted time and its parts.
 
     Raises:
-      ValueError: the text holds no program, or one for another number of devices.
+        ValueError: if the text does not contain exactly one program, or if the program is for
+            another number of devices.
     """
     modules = hlo.parse_modules(text)
     if len(modules) != 1:
-        raise ValueError(f"the text holds {len(modules)} programs, but a step is one")
+        raise ValueError(
+            f"the text contains {len(modules)} programs; pass the text of one compiled step"
+        )
     module = modules[0]
     found = audit.collectives_of(module, mesh_shape)
     costs = Costs(module, mesh_shape, machine)
@@ -124,7 +131,7 @@ def predict(
     of_category = totals.by_category
     exposed = sum(use.exposed_s for use in totals.collectives.values())
     known_s = sum(of_category[name] for name in ("matmul", "attention", "other", BUBBLE))
-    # What streams still do after the last kernel is waited for at the end of the step.
+    # A step ends when its streams do, so work left on them after the last kernel is exposed.
     exposed_host_s = totals.exposed_host_s
     last_s = run.duration_s - known_s - exposed - exposed_host_s
     if any(lane in dict(run.busy) for lane in HOST_LANES):
@@ -147,7 +154,7 @@ def predict(
 
 
 def format_prediction(prediction: Prediction) -> str:
-    """Returns the parts of a step and its collectives as two tables."""
+    """Format the parts of a step and its collectives as two tables."""
     parts = [
         ("matrix products", prediction.matmul_s),
         ("attention", prediction.attention_s),
@@ -181,7 +188,7 @@ def format_prediction(prediction: Prediction) -> str:
 
 
 def _grouped(run: Execution, found: list[audit.Collective]) -> tuple[CollectiveTime, ...]:
-    """Returns the collectives that ran, those of one kind, set of axes and loop together."""
+    """Return the collectives that ran, grouped by kind, mesh axes and loop."""
     groups: dict[tuple[str, tuple[str, ...], str], list[audit.Collective]] = {}
     for collective in {collective.name: collective for collective in found}.values():
         if collective.name in run.totals.collectives:

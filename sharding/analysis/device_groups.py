@@ -1,4 +1,12 @@
-"""The groups of devices in which a compiled program communicates, and the mesh axes they span."""
+"""Parses the device groups of a collective, and finds the mesh axes that they span.
+
+On a mesh of data=2 × model=4, devices are numbered 0 to 7, and the groups {{0,1,2,3},{4,5,6,7}}
+differ only along `model`. XLA writes the same groups in three ways:
+
+    {{0,1,2,3},{4,5,6,7}}           explicit lists; also (source, target) pairs of a permutation
+    [2,4]<=[8]                      0..7 reshaped to [groups, size]; T(1,0) adds a transpose
+    mesh['a'=2,'b'=4] {'b'}         named axes of a mesh that XLA defines for itself
+"""
 
 import math
 import re
@@ -10,26 +18,27 @@ Groups = list[tuple[int, ...]]
 
 
 def parse(attributes: str, num_devices: int) -> Groups:
-    """The groups of partitions among which a collective communicates.
+    """Return the groups of devices among which a collective communicates.
 
     Args:
-      attributes: an instruction's attributes, holding `replica_groups` or `source_target_pairs`.
-      num_devices: partitions of the program; an empty list of groups means all of them together.
+        attributes: an instruction's attributes, with `replica_groups` or `source_target_pairs`.
+        num_devices: number of partitions of the program; an empty list of groups means one group
+            with all of them.
 
     Returns:
-      One tuple of partition numbers per group, or per (source, target) pair.
+        One tuple of partition numbers per group, or per (source, target) pair.
 
     Raises:
-      ValueError: the groups are spelled in none of the known ways.
+        ValueError: if the groups are not written in a known way.
     """
-    # The sends into which XLA splits a permutation carry their pairs too, sometimes in quotes.
+    # When XLA splits a permutation, its sends carry the pairs too, sometimes in quotes.
     found = re.search(r'(?:replica_groups|source_target_pairs)="?(.*)', attributes)
     if found is None:
         return [tuple(range(num_devices))]
     text = found[1]
     if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
         shape = _integers(iota[1])
-        # Any further dims than [groups, size] number the groups.
+        # The last dim is the group size; all dims before it number the groups.
         return [tuple(group) for group in _iota(iota[2]).reshape(-1, shape[-1]).tolist()]
     if mesh := re.match(
         r"@?mesh[\[<]([^\]>]*)[\]>](?:,\s*device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?|[\d,]*)\))?"
@@ -48,8 +57,16 @@ def parse(attributes: str, num_devices: int) -> Groups:
 
 
 def axes_of(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which members of one group differ."""
-    # A partition's number is its position in the mesh, whatever the ids of the mesh's devices are.
+    """Return the mesh axes along which the members of a group differ.
+
+    Args:
+        groups: partition numbers of each group.
+        mesh_shape: sizes of the mesh axes, in mesh order.
+
+    Raises:
+        ValueError: if a group has a device that is not in the mesh.
+    """
+    # A partition's number is its position in the mesh; the ids of the mesh's devices may differ.
     shape = tuple(mesh_shape.values())
     largest = max((device for group in groups for device in group), default=0)
     if largest >= math.prod(shape):
@@ -69,7 +86,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """The device numbers of '[2,4]T(1,0)': 0, 1, ... in that shape, then transposed."""
+    """Return the device numbers of '[2,4]T(1,0)': 0..7 in that shape, then transposed."""
     shape, _, permutation = text.partition("T")
     sizes = _integers(shape)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
@@ -77,10 +94,11 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _from_mesh(axes: str, device_ids: str | None, group_axes: str) -> Groups:
-    """Groups written as axes of a mesh of XLA's own, as in mesh['a'=2,'b'=4] {'a','b':(2)2}."""
+    """Return groups that are written as mesh axes, as in mesh['a'=2,'b'=4] {'a','b':(2)2}."""
     names_sizes = re.findall(r"'?([^'=,\s]+)'?=(\d+)", axes)
     wanted = re.findall(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?", group_axes)
-    # A part of an axis, 'b':(2)2, is the factor of size 2 behind a factor of size 2: split it out.
+    # A group may use a part of an axis. 'b':(2)2 with b=4 splits b into dims of 2 and 2, and uses
+    # the second one: "(2)" is the product of the factors before it, "2" its own size.
     dims: list[int] = []
     communicating: list[int] = []
     for name, size in ((name, int(size)) for name, size in names_sizes):

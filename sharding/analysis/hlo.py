@@ -1,8 +1,13 @@
-"""Reads the text of a compiled XLA program: computations, instructions, arrays.
+"""Parses the text of a compiled XLA program into computations, instructions and arrays.
 
-Only what sharding/analysis/audit.py needs is parsed. The text is the one interface to a compiled
-program that all backends and JAX versions share; its spellings differ between them and are gathered
-here.
+The text is the one interface to a compiled program that all backends and JAX versions share. Its
+spelling differs between them, and this module collects these differences. Only the parts that
+sharding/analysis/ needs are parsed. For example, the line
+
+    %dot.3 = f32[8,64]{1,0} dot(%x, %w), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot"}
+
+becomes an `Instruction` with name 'dot.3', opcode 'dot', type `Array('f32', (8, 64))`, operands
+('x', 'w') and op_name 'jit(f)/dot'.
 """
 
 import dataclasses
@@ -17,12 +22,12 @@ from jax.typing import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of an instruction's output, as one device holds it.
+    """One array of an instruction's output, as stored on one device.
 
     Attributes:
-      dtype: XLA's name of the element type: 'f32', 'bf16', 's32', 'pred', 'f8e4m3fn', ...
-      shape: per-device size of each dim.
-      on_host: whether it is stored in host memory, XLA's memory space 5.
+        dtype: XLA's name of the element type: 'f32', 'bf16', 's32', 'pred', 'f8e4m3fn', ...
+        shape: per-device size of each dim.
+        on_host: whether it is stored in host memory, which is XLA's memory space 5.
     """
 
     dtype: str
@@ -31,15 +36,15 @@ class Array:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements on one device."""
+        """Number of elements stored on one device."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes on one device; 0 for tokens and other types without data."""
+        """Bytes stored on one device; 0 for tokens and other types without data."""
         if self.dtype == "pred":
             return self.num_elements
-        # The first number in a type's name is its width in bits, also in 'bf16' and 'f8e4m3fn'.
+        # The first number in a type's name is its width in bits, even in 'bf16' and 'f8e4m3fn'.
         bits = re.search(r"\d+", self.dtype)
         return math.ceil(self.num_elements * int(bits[0]) / 8) if bits else 0
 
@@ -53,14 +58,14 @@ class Instruction:
     """One instruction of a computation.
 
     Attributes:
-      name: its name in the program, without '%'.
-      opcode: 'all-reduce', 'while', 'fusion', ...
-      type: output type.
-      operands: names of the instructions whose results it takes.
-      operand_types: their output types.
-      attributes: the text behind the opcode, without metadata.
-      called: names of the computations it calls, in the order of the text.
-      op_name: where in the traced program it comes from, '' where XLA does not say.
+        name: its name in the program, without '%'.
+        opcode: 'all-reduce', 'while', 'fusion', ...
+        type: output type.
+        operands: names of the instructions whose results it reads.
+        operand_types: output types of these instructions.
+        attributes: the text after the opcode, without metadata.
+        called: names of the computations that it calls, in text order.
+        op_name: the traced operation that it comes from, '' if XLA does not say.
     """
 
     name: str
@@ -78,9 +83,10 @@ class Module:
     """A parsed program.
 
     Attributes:
-      entry: name of the computation that runs first.
-      num_partitions: devices that one run of the program spans, where the text says it, else 1.
-      computations: the instructions of each computation, by its name.
+        entry: name of the computation that runs first.
+        num_partitions: number of devices that one run of the program spans; 1 if the text does not
+            say.
+        computations: the instructions of each computation, by the computation's name.
     """
 
     entry: str
@@ -90,14 +96,16 @@ class Module:
     def in_loops(
         self, is_wanted: Callable[[Instruction], bool]
     ) -> list[tuple[Instruction, tuple[int | None, ...]]]:
-        """The wanted instructions that run, each with the trip counts of the while loops around it.
+        """Return the selected instructions that run, with the trip counts of the loops around them.
 
         Args:
-          is_wanted: whether an instruction is wanted; what a wanted one calls is not looked at.
+            is_wanted: selects instructions. Computations that a selected instruction calls are not
+                searched.
 
         Returns:
-          In the order of the program; outermost loop first, None for a trip count that XLA does not
-          know. An instruction of a computation that is called twice is there twice.
+            (instruction, trip counts) pairs in program order. Trip counts are listed from the
+            outermost loop inwards, and are None if XLA does not know them. If a computation is
+            called twice, its instructions are listed twice.
         """
         return [
             (instruction, tuple(trip_count(loop) for loop in loops))
@@ -107,7 +115,7 @@ class Module:
     def under_loops(
         self, is_wanted: Callable[[Instruction], bool]
     ) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
-        """The same with the `while` instructions themselves, outermost first."""
+        """Like `in_loops`, but with the `while` instructions themselves, outermost first."""
 
         @functools.cache
         def under(name: str) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
@@ -124,13 +132,13 @@ class Module:
         return under(self.entry)
 
     def loop_bodies(self) -> list[list[Instruction]]:
-        """The instructions of the body of each while loop."""
+        """Return the instructions of the body of each while loop."""
         loops = [i for body in self.computations.values() for i in body if i.opcode == "while"]
         names = dict.fromkeys(map(body_of, loops))
         return [self.computations[name] for name in names if name in self.computations]
 
     def reaches(self, instruction: Instruction, is_wanted: Callable[[Instruction], bool]) -> bool:
-        """Whether an instruction, or one of a computation that it calls, is wanted."""
+        """Return whether an instruction, or any instruction that it calls, is selected."""
         return is_wanted(instruction) or any(
             self.reaches(inner, is_wanted)
             for called in instruction.called
@@ -138,7 +146,7 @@ class Module:
         )
 
     def materialised(self) -> Iterator[Instruction]:
-        """The instructions whose results are stored in memory: those inside fusions are not."""
+        """Yield the instructions whose results are stored in memory, so none inside fusions."""
         seen = {self.entry}
         waiting = [self.entry]
         while waiting:
@@ -164,7 +172,11 @@ _HOST_MEMORY = "S(5)"
 
 
 def parse_modules(text: str) -> list[Module]:
-    """The programs in the text of a compiled step, which holds at least one."""
+    """Parse the programs in the text of a compiled step.
+
+    Raises:
+        ValueError: if the text contains no program.
+    """
     modules = [_parse_module(part) for part in re.split(r"(?m)^(?=HloModule )", text)]
     modules = [module for module in modules if module is not None]
     if not modules:
@@ -179,7 +191,7 @@ def _parse_module(text: str) -> Module | None:
     computations: dict[str, list[Instruction]] = {}
     entry = None
     instructions: list[Instruction] = []
-    types: dict[str, Type] = {}  # of what the computation has made so far
+    types: dict[str, Type] = {}  # output types of the computation so far
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             instructions, types = computations.setdefault(header[2], []), {}
@@ -200,14 +212,15 @@ def _parse_module(text: str) -> Module | None:
 
 
 def _parse_instruction(name: str, text: str, types: Mapping[str, Type]) -> Instruction | None:
-    text = re.sub(r"/\*.*?\*/", "", text)  # XLA counts long tuples by comments: /*index=5*/
+    text = re.sub(r"/\*.*?\*/", "", text)  # XLA numbers long tuples with comments: /*index=5*/
     split = _end_of_type(text)
     rest = re.match(r"\s*([a-z][\w\-]*)\(", text[split:])
     if rest is None:
         return None
     metadata = _METADATA.search(text)
     op_name = _OP_NAME.search(metadata[0]) if metadata else None
-    # Removed because op_name holds names chosen by users, which may look like attributes.
+    # The metadata is removed because op_name contains names chosen by users, which may look like
+    # attributes.
     attributes = _METADATA.sub("", text[split + rest.end() :])
     called = [
         name.strip().lstrip("%")
@@ -228,9 +241,13 @@ def _parse_instruction(name: str, text: str, types: Mapping[str, Type]) -> Instr
 
 
 def _operands(text: str, known: Container[str]) -> list[str]:
-    """The known names in a list of operands, which begins behind its '('.
+    """Return the known names in a list of operands.
 
     An operand is written as '%name', 'name' or 'f32[8,16]{1,0} %name'.
+
+    Args:
+        text: the text after the '(' that opens the list.
+        known: names of instructions; other words, such as types, are skipped.
     """
     depth, end = 0, len(text)
     for index, character in enumerate(text):
@@ -243,7 +260,7 @@ def _operands(text: str, known: Container[str]) -> list[str]:
 
 
 def _end_of_type(text: str) -> int:
-    """Index behind the output type at the start of an instruction's right-hand side."""
+    """Return the index just after the output type at the start of a right-hand side."""
     if not text.startswith("("):
         return len(text.split(maxsplit=1)[0]) if text.strip() else 0
     depth = 0
@@ -255,8 +272,9 @@ def _end_of_type(text: str) -> int:
 
 
 def parse_type(text: str) -> Type:
-    """The output type in a text such as 'f32[4,16]{1,0}' or '(f32[8]{0}, (u32[], token[]))'."""
-    # A layout is part of its array's token: its tiles, {1,0:T(8,128)}, look like tuples.
+    """Parse an output type such as 'f32[4,16]{1,0}' or '(f32[8]{0}, (u32[], token[]))'."""
+    # The token of an array includes its layout, because the tiles of a layout, as in
+    # {1,0:T(8,128)}, look like tuples.
     stack: list[list[Type]] = [[]]
     for token in _TYPE_TOKEN.finditer(text):
         if token[0] == "(":
@@ -265,7 +283,7 @@ def parse_type(text: str) -> Type:
             inner = tuple(stack.pop())
             stack[-1].append(inner)
         else:
-            # '<=5' is a dim of at most 5, '?' one without a bound.
+            # '<=5' is a dynamic dim of at most 5, '?' one without a bound.
             sizes = (size.strip().removeprefix("<=") for size in token[2].split(","))
             shape = tuple(int(size) for size in sizes if size.isdigit())
             stack[-1].append(Array(token[1], shape, _HOST_MEMORY in (token[3] or "")))
@@ -273,7 +291,7 @@ def parse_type(text: str) -> Type:
 
 
 def arrays_of(output: Type) -> Iterator[Array]:
-    """The arrays of an output type, tuples flattened."""
+    """Yield the arrays of an output type, flattening tuples."""
     if isinstance(output, Array):
         yield output
     else:
@@ -282,7 +300,14 @@ def arrays_of(output: Type) -> Iterator[Array]:
 
 
 def dependencies(body: Sequence[Instruction]) -> dict[str, frozenset[str]]:
-    """For each instruction of a computation, the names of all that must end before it begins."""
+    """Return the names of all instructions that must finish before each one can begin.
+
+    Args:
+        body: the instructions of one computation, in program order.
+
+    Returns:
+        Instruction name -> its direct and indirect predecessors, by data and control dependency.
+    """
     found: dict[str, frozenset[str]] = {}
     for instruction in body:
         after = _AFTER.search(instruction.attributes)
@@ -293,11 +318,12 @@ def dependencies(body: Sequence[Instruction]) -> dict[str, frozenset[str]]:
 
 
 def matmul_flops(instruction: Instruction) -> int | None:
-    """The FLOPs of a matrix product or a convolution, None of any other instruction.
+    """Return the FLOPs of a matrix product or a convolution, or None for other instructions.
 
-    A product is two FLOPs per multiplication: 2·M·N·K per batch for a dot. Zeros that a convolution
-    pads with or puts between elements are not multiplied. Calls of cuBLAS, cuDNN's convolutions and
-    oneDNN's products count as what they stand for; fused attention of a library does not count.
+    A multiply-add is two FLOPs, so a dot has 2·M·N·K per batch element. Multiplications by the
+    zeros that a convolution pads with or inserts between elements do not count. Calls of cuBLAS,
+    of cuDNN's convolutions and of oneDNN's products count as the products that they compute; a
+    library's fused attention does not count.
     """
     name = custom_call_target(instruction) or instruction.opcode
     operands = [next(arrays_of(t), Array("f32", ())) for t in instruction.operand_types[:2]]
@@ -307,11 +333,11 @@ def matmul_flops(instruction: Instruction) -> int | None:
         sizes = [operands[0].shape[int(d)] for d in re.findall(r"\d+", dims[1])] if dims else []
         return 2 * output.num_elements * math.prod(sizes)
     if name == "__onednn$matmul":
-        # The left side has M·K elements and the output M·N, however they are transposed.
+        # The left operand has M·K elements and the output M·N, whether transposed or not.
         return 2 * operands[0].num_elements * output.shape[-1]
     if name == "convolution" or name.startswith("__cudnn$convForward"):
         return _convolution_flops(instruction.attributes, operands[0], operands[1], output)
-    # A gradient of a convolution that cuDNN computes is described as the convolution itself.
+    # For a convolution's gradient, cuDNN's call has the attributes of the forward convolution.
     if name == "__cudnn$convBackwardInput":
         return _convolution_flops(instruction.attributes, output, operands[1], operands[0])
     if name == "__cudnn$convBackwardFilter":
@@ -323,7 +349,14 @@ _LHS_CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)
 
 
 def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Array) -> int:
-    """The FLOPs of a convolution: `dim_labels=b01f_01io->b01f`, `window={size=3x3 stride=2x2}`."""
+    """Return the FLOPs of a convolution from its `dim_labels` and `window`.
+
+    Args:
+        attributes: text with e.g. `dim_labels=b01f_01io->b01f` and `window={size=3x3 stride=2x2}`.
+        image: input of the forward convolution.
+        kernel: its weights.
+        output: its output.
+    """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     assert labels is not None
     window = re.search(r"window=\{([^}]*)\}", attributes)
@@ -331,6 +364,8 @@ def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Arr
     products = output.shape[labels[3].index("b")] * output.shape[labels[3].index("f")]
     products *= kernel.shape[labels[2].index("i")]
     for i, label in enumerate(sorted(set(labels[2]) - {"i", "o"})):
+        # Count the (output position, kernel position) pairs of this dim that read an input element
+        # rather than padding or a zero inserted by dilation.
         size = image.shape[labels[1].index(label)]
         stride, image_dilation, kernel_dilation = (
             int(given[name].split("x")[i]) if name in given else 1
@@ -345,19 +380,19 @@ def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Arr
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often the body of a `while` instruction runs, None where XLA does not know."""
+    """Return how often the body of a `while` instruction runs, or None if XLA does not know."""
     found = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
     return int(found[1]) if found else None
 
 
 def body_of(loop: Instruction) -> str:
-    """The name of the computation that a `while` instruction repeats."""
+    """Return the name of the computation that a `while` instruction repeats."""
     found = _BODY.search(loop.attributes)
     return found[1] if found else ""
 
 
 def custom_call_target(instruction: Instruction) -> str:
-    """The library's function that a `custom-call` runs, '' for other instructions."""
+    """Return the library function that a `custom-call` runs, or '' for other instructions."""
     if instruction.opcode != "custom-call":
         return ""
     found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
@@ -365,10 +400,10 @@ def custom_call_target(instruction: Instruction) -> str:
 
 
 def loop_label(loop: Instruction) -> str:
-    """The `jax.named_scope` in which a loop was traced, '' if there is none.
+    """Return the `jax.named_scope` in which a loop was traced, or '' if there is none.
 
-    JAX writes the path of a loop as '.../shard_map/layers/while', and as
-    '.../transpose(jvp(layers))/while' where it is differentiated.
+    JAX writes the path of a loop as '.../shard_map/layers/while', or as
+    '.../transpose(jvp(layers))/while' if it is differentiated; both have the label 'layers'.
     """
     path = loop.op_name.split("/")
     if "while" not in path:
@@ -381,7 +416,7 @@ def loop_label(loop: Instruction) -> str:
 
 
 _WRAPPED = re.compile(r"(?:jvp|transpose|vmap|rematted_computation)\((.*)\)")
-# What JAX itself puts into the path.
+# Path components that JAX itself inserts.
 _NO_SCOPE = re.compile(
     r"|body|cond|closed_call|core_call|eval_jaxpr|shard_map|checkpoint|remat2?|pjit|while|scan"
     r"|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|jit\(.*\)|rematted_computation|main.*"
@@ -389,7 +424,7 @@ _NO_SCOPE = re.compile(
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """XLA's name of an element type: 'f32' for float32."""
+    """Return XLA's name of an element type, such as 'f32' for float32."""
     name = np.dtype(dtype).name
     if name == "bool":
         return "pred"

@@ -1,20 +1,23 @@
-"""How long one instruction of a compiled GPU program takes, by XLA's own cost model or without it.
+"""Estimates how long one instruction of a compiled GPU program takes.
 
-Compiled with `xla_gpu_collect_cost_model_stats`, every kernel carries estimates:
+XLA's own cost model is used where it is available and plausible. In a program that is compiled with
+`xla_gpu_collect_cost_model_stats`, every kernel carries XLA's estimates:
 
     backend_config={..., "reification_cost":[{"exec_time_us":6.26,...,"name":""},
                                              {"exec_time_us":6.26,...,"name":"sol"}]}
 
-- `sol` of a cuBLAS call or a collective is interpolated from measurements on an H100 or a B200, or
-  for a collective across hosts computed from a ring. It is absurd outside of what was measured: a
-  bfloat16 product with a float32 result of 512x32000 is said to take 80 times its FLOPs.
-- `indexing-cost-model` is that of a Triton fusion, whose unnamed entry is absurd; the unnamed one
-  is that of any other fusion.
-- cuDNN's calls, sorts, copies, and most reduce-scatters and all-to-alls carry none. Neither do
-  collectives whose groups are written as axes of a mesh (jax 0.12), nor anything on GPUs other than
-  those two.
+- For a cuBLAS call or a collective, the entry `sol` is interpolated from measurements on an H100 or
+  a B200, or computed from a ring for a collective across hosts. It is absurd outside the measured
+  range: for a bfloat16 product with a float32 result of 512x32000, it is 80 times the time that the
+  FLOPs take.
+- For a Triton fusion, use the entry `indexing-cost-model`; its unnamed entry is absurd.
+- For any other fusion, use the unnamed entry.
+- cuDNN's calls, sorts, copies, and most reduce-scatters and all-to-alls have no estimate. Neither
+  have collectives whose groups are written as axes of a mesh (jax 0.12), nor any instruction on
+  GPUs other than these two.
 
-What is absurd or missing is computed here from FLOPs, bytes and the efficiencies below.
+If an estimate is absurd or missing, the time is computed here from FLOPs, bytes and the
+efficiencies below.
 """
 
 import dataclasses
@@ -25,40 +28,42 @@ from typing import Literal
 
 from sharding.analysis import asynchrony, device_groups, hlo
 
-#: Share of the peak that a large matrix product reaches: XLA's tables say 0.79 for bfloat16
+#: Share of the peak FLOP/s that a large matrix product reaches: XLA's tables say 0.79 for bfloat16
 #: products of 8192x4096x4096 on an H100, and less for smaller ones.
 MATMUL_EFFICIENCY = 0.7
-#: A product that XLA prices at less than this share of the peak, and of the memory's bandwidth, is
-#: taken to be outside of what its tables were measured for: there it says 0.01 to 0.04. Elsewhere
-#: it says 0.6 to 0.8, and less only for products that a kernel's start dominates, which SMALL_S
-#: covers.
+#: Below this share of the peak FLOP/s and of the memory bandwidth, XLA's estimate of a product is
+#: taken to be outside the range that its tables were measured for: there it says 0.01 to 0.04.
+#: Within the range it says 0.6 to 0.8. It says less only for products so small that launching the
+#: kernel dominates; SMALL_S allows for these.
 LOWEST_EFFICIENCY = 0.4
 SMALL_S = 20e-6
-#: Shares of the bfloat16 peak of cuDNN's flash attention, forward and backward. FlashAttention-3
-#: (arXiv:2407.08608), figure 5, measured 395 to 617 TFLOP/s forward for cuDNN on an H100 (989 at
-#: most) without a mask, at 2 to 16 thousand tokens and head dims of 64 and 128: the middle. Its
-#: backward (figure 6) is slower, and so is anything with a mask: the second is a rounded guess.
+#: Shares of the bfloat16 peak FLOP/s that cuDNN's flash attention reaches, forward and backward.
+#: FlashAttention-3 (arXiv:2407.08608), figure 5, measured 395 to 617 TFLOP/s for cuDNN's forward
+#: pass on an H100 (peak: 989) without a mask, at 2 to 16 thousand tokens and head dims of 64 and
+#: 128; the first share is the middle of this range. The backward pass (figure 6) is slower, and so
+#: is anything with a mask; the second share is a rounded guess.
 ATTENTION_FORWARD_EFFICIENCY = 0.5
 ATTENTION_BACKWARD_EFFICIENCY = 0.4
-#: Share of the memory's bandwidth that kernels reach which stream through large arrays: about 3.0
-#: of an H100's 3.35 TB/s.
+#: Share of the memory bandwidth that kernels reach when they stream through large arrays: about
+#: 3.0 of an H100's 3.35 TB/s.
 MEMORY_EFFICIENCY = 0.9
 #: Share of the host link that copies of pinned memory reach: about 50 of PCIe 5.0's 63 GB/s.
 HOST_EFFICIENCY = 0.8
-#: Share of NVLink's bandwidth that NCCL reaches: XLA's table of an H100 says 344 of 450 GB/s for an
-#: all-gather of 2.9 GB over 8 GPUs.
+#: Share of NVLink's bandwidth that NCCL reaches: XLA's table for an H100 says 344 of 450 GB/s for
+#: an all-gather of 2.9 GB over 8 GPUs.
 LINK_EFFICIENCY = 0.75
 #: Share of a network adapter's bandwidth that NCCL reaches across hosts: assumed.
 NETWORK_EFFICIENCY = 0.85
-#: The least time of a collective, in a host and across hosts: NCCL's kernels meet in a few steps of
-#: some microseconds each. XLA's table of permutations begins at 13 us.
+#: Least time of a collective, within a host and across hosts: NCCL's kernels synchronize in a few
+#: steps of some microseconds each. XLA's table of permutations begins at 13 us.
 COLLECTIVE_LATENCY_S = 15e-6
 NETWORK_LATENCY_S = 30e-6
-#: XLA's time of a collective counts up to this multiple of what its bytes take here. Its estimate
-#: of a permutation across hosts is 22 GB/s, of one in a host 111 of NVLink's 450.
+#: XLA's estimate of a collective is capped at this multiple of the estimate made here. XLA assumes
+#: 22 GB/s for a permutation across hosts, and 111 of NVLink's 450 GB/s for one within a host.
 MOST_OF_ESTIMATE = 2.0
-#: The least time of a kernel, from its start to that of the next: XLA's model has none, and says
-#: nanoseconds for scalars. A rule of thumb for small kernels that follow each other: not measured.
+#: Least time of a kernel, from its start to the start of the next one. XLA's model has no such
+#: minimum, and estimates nanoseconds for scalars. A rule of thumb for sequences of small kernels,
+#: not measured.
 KERNEL_S = 2e-6
 
 Category = Literal["matmul", "attention", "other"]
@@ -69,18 +74,18 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Hosts with GPUs: the rates of one GPU, by its datasheet.
+    """Hosts with GPUs, described by the rates of one GPU from its datasheet.
 
     Attributes:
-      device_kind: whose rates these are, such as "NVIDIA H100 80GB HBM3".
-      flops_per_s: XLA's name of the operands' element type -> the most FLOP/s of matrix products;
-        "f32" stands for those that are not there.
-      memory_bytes_per_s: of its memory.
-      host_bytes_per_s: of its link to the host, in one direction.
-      link_bytes_per_s: of its links to the other GPUs of its host, in one direction.
-      gpus_per_host: partitions 0 .. gpus_per_host - 1 of a program are on the first host, etc.
-      network_bytes_per_s: of its network adapter, in one direction. InfiniBand NDR by default:
-        one adapter of 400 Gbit/s for each GPU, as in an NVIDIA DGX H100.
+        device_kind: name of the GPU, such as "NVIDIA H100 80GB HBM3".
+        flops_per_s: XLA's name of the operands' element type -> peak FLOP/s of matrix products.
+            Types that are not listed use "f32".
+        memory_bytes_per_s: bandwidth of the GPU's memory.
+        host_bytes_per_s: bandwidth of its link to the host, in one direction.
+        link_bytes_per_s: bandwidth of its links to the other GPUs of its host, in one direction.
+        gpus_per_host: partitions 0 .. gpus_per_host - 1 of a program are on the first host, etc.
+        network_bytes_per_s: bandwidth of its network adapter, in one direction. The default is
+            InfiniBand NDR: one 400 Gbit/s adapter per GPU, as in an NVIDIA DGX H100.
     """
 
     device_kind: str
@@ -92,13 +97,13 @@ class Machine:
     network_bytes_per_s: float = 50e9
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Returns the most FLOP/s of a product of such operands."""
+        """Return the peak FLOP/s of a product whose operands have this element type."""
         return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What the compute stream runs: its kind, and its seconds in one execution."""
+    """A kernel on the compute stream: its category, and its seconds per execution."""
 
     category: Category
     seconds: float
@@ -106,12 +111,13 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What a collective moves: its groups' mesh axes, bytes, and seconds in one execution.
+    """The cost of a collective.
 
     Attributes:
-      kind: one of `asynchrony.COLLECTIVES`.
-      axes: the mesh axes along which devices of one group differ.
-      bytes: of its output on one device.
+        kind: one of `asynchrony.COLLECTIVES`.
+        axes: the mesh axes along which devices of one group differ.
+        bytes: bytes of its output on one device.
+        seconds: time of one execution.
     """
 
     kind: str
@@ -121,21 +127,21 @@ class Transfer:
 
 
 class Costs:
-    """The times of the instructions of one program.
+    """Estimates the times of the instructions of one program.
 
     Args:
-      module: the program.
-      mesh_shape: sizes of the mesh's axes, in mesh order.
-      machine: what it runs on.
+        module: the program.
+        mesh_shape: sizes of the mesh axes, in mesh order.
+        machine: the hardware that it runs on.
     """
 
     def __init__(self, module: hlo.Module, mesh_shape: Mapping[str, int], machine: Machine):
         self.module, self.mesh_shape, self.machine = module, mesh_shape, machine
 
     def kernel(self, instruction: hlo.Instruction) -> Kernel | None:
-        """Returns what an instruction costs the compute stream, None if nothing runs.
+        """Return the kernel that an instruction runs on the compute stream, or None if none.
 
-        Collectives, copies to and from the host, and calls of computations are not for this.
+        Do not pass collectives, copies to or from the host, or calls of computations.
         """
         if instruction.opcode in asynchrony.NO_WORK:
             return None
@@ -155,7 +161,7 @@ class Costs:
         return _kernel("other", seconds)
 
     def collective(self, instruction: hlo.Instruction) -> Transfer:
-        """Returns what a collective, or the start of one, costs."""
+        """Return the cost of a collective or of its start."""
         num_devices = math.prod(self.mesh_shape.values())
         groups = device_groups.parse(instruction.attributes, num_devices)
         kind = asynchrony.collective_kind(instruction)
@@ -164,7 +170,7 @@ class Costs:
         num_bytes = sum(array.bytes for array in result)
         slow_s, fast_s = self._wire_s(kind, groups, num_bytes)
         given_s = entries(instruction).get("sol")
-        # What XLA says counts between what the links could do at best and a multiple of ours.
+        # Keep XLA's estimate between the time at the links' full bandwidth and a multiple of ours.
         seconds = (
             slow_s if given_s is None else min(max(given_s, fast_s), MOST_OF_ESTIMATE * slow_s)
         )
@@ -181,11 +187,11 @@ class Costs:
         )
 
     def host_copy_s(self, copy: asynchrony.HostTransfer) -> float:
-        """Returns the time of a copy to or from the host."""
+        """Return the time of a copy to or from the host."""
         return copy.bytes / (HOST_EFFICIENCY * self.machine.host_bytes_per_s)
 
     def _flops(self, instruction: hlo.Instruction) -> int:
-        """Returns the FLOPs of products in an instruction, fused ones included."""
+        """Return the FLOPs of the products in an instruction, including products in a fusion."""
         own = hlo.matmul_flops(instruction)
         if own is not None or instruction.opcode != "fusion":
             return own or 0
@@ -194,7 +200,8 @@ class Costs:
 
     def _product_s(self, instruction: hlo.Instruction, flops: int) -> float:
         operands = [array for t in instruction.operand_types for array in hlo.arrays_of(t)]
-        # The type that is computed in is the narrowest: a float32 bias does not make it float32.
+        # The product is computed in the narrowest operand type: with bfloat16 operands, a float32
+        # bias does not make it a float32 product.
         dtype = min(operands[:2], key=lambda array: array.bytes / max(1, array.num_elements)).dtype
         peak, memory = self.machine.peak_flops_per_s(dtype), self.machine.memory_bytes_per_s
         num_bytes = moved_bytes(self.module, instruction)
@@ -217,7 +224,16 @@ class Costs:
     def _wire_s(
         self, kind: str, groups: device_groups.Groups, num_bytes: int
     ) -> tuple[float, float]:
-        """Returns the time of a collective's bytes on its links: as NCCL does, and at best."""
+        """Return the time to transfer a collective's bytes: as NCCL achieves it, and at best.
+
+        Args:
+            kind: one of `asynchrony.COLLECTIVES`.
+            groups: devices of each group.
+            num_bytes: bytes of the collective's output on one device.
+
+        Returns:
+            (seconds at NCCL's usual efficiency, seconds at the links' full bandwidth).
+        """
         machine = self.machine
         size = max(len(group) for group in groups)
         num_hosts = max(self._hosts(group) for group in groups)
@@ -226,10 +242,10 @@ class Costs:
         link_s = moved / machine.link_bytes_per_s
         network_s = 0.0
         if num_hosts > 1 and kind in ("all-to-all", "ragged-all-to-all"):
-            # Each GPU sends what is for other hosts through its own adapter.
+            # Each GPU sends the data for other hosts through its own network adapter.
             network_s = num_bytes * (size - per_host) / size / machine.network_bytes_per_s
         elif num_hosts > 1:
-            # Rings go out of a host through the adapters of all its GPUs in the group.
+            # Rings leave a host through the adapters of all GPUs of the group on that host.
             per_host = 1 if kind == "collective-permute" else per_host
             network_s = moved / (per_host * machine.network_bytes_per_s)
         usual_s = max(link_s / LINK_EFFICIENCY, network_s / NETWORK_EFFICIENCY)
@@ -240,18 +256,18 @@ class Costs:
 
 
 def entries(instruction: hlo.Instruction) -> dict[str, float]:
-    """Returns XLA's estimates of an instruction: name -> seconds."""
+    """Return XLA's estimates of an instruction: name -> seconds."""
     found = _ENTRIES.search(instruction.attributes)
     parts = _ENTRY.findall(found[1]) if found else []
     return {name: float(microseconds) * 1e-6 for microseconds, name in parts}
 
 
 def attention_flops(instruction: hlo.Instruction) -> int:
-    """Returns the FLOPs of a cuDNN attention call: 2 products forward, 5 backward.
+    """Return the FLOPs of a cuDNN attention call: 2 products forward, 5 backward.
 
-    Pairs of a query and a key that the mask hides from all examples are not counted; what packed
-    segments or padding hide is, as the program does not know it. A causal mask without a window
-    halves the pairs, nearly.
+    Query-key pairs that the mask hides in every example do not count; a causal mask without a
+    window nearly halves the pairs. Pairs that are hidden by packed segments or padding count,
+    because the program does not contain that information.
     """
     query, _, value = (next(hlo.arrays_of(t)) for t in instruction.operand_types[:3])
     shape = re.search(
@@ -264,21 +280,23 @@ def attention_flops(instruction: hlo.Instruction) -> int:
     pairs = num_queries * num_keys
     if is_causal:
         mask_options = min(num_keys, (int(window[1]) if window else 0) or num_keys)
+        # A query sees its own key and earlier ones, at most `mask_options` of them (the window, or
+        # all keys): the first `growing` queries see 1, 2, 3, ... keys, the others `mask_options`.
         growing = min(num_queries, mask_options)
         pairs = growing * (growing + 1) // 2 + (num_queries - growing) * mask_options
     head_dims = query.shape[-1] + value.shape[-1]
     if "Backward" in hlo.custom_call_target(instruction):
-        # The logits, their gradient and those of queries, keys and values.
+        # Recomputed logits, gradient of the logits, and gradients of queries, keys and values.
         head_dims = 3 * query.shape[-1] + 2 * value.shape[-1]
     return 2 * batch * num_heads * pairs * head_dims
 
 
 def moved_bytes(module: hlo.Module, instruction: hlo.Instruction) -> int:
-    """Returns the bytes that a kernel reads and writes in the device's memory.
+    """Return the bytes that a kernel reads from and writes to device memory.
 
-    Of an operand that it slices, a fusion or another instruction reads the slice alone, and where
-    its result is an operand with a part replaced, it writes that part. Workspaces of libraries do
-    not count.
+    If a fusion or another instruction slices an operand, only the slice is read. If its result is
+    an operand with a part replaced, only that part is written. Workspaces of libraries do not
+    count.
     """
     if instruction.opcode in _SLICES:
         return 2 * sum(array.bytes for array in hlo.arrays_of(instruction.type))
@@ -303,14 +321,14 @@ def moved_bytes(module: hlo.Module, instruction: hlo.Instruction) -> int:
 
 
 def _read_bytes(parameter: hlo.Instruction, readers: Mapping[str, list[hlo.Instruction]]) -> int:
-    """Returns the bytes that a fusion reads of one of its parameters."""
+    """Return the bytes that a fusion reads from one of its parameters."""
     whole = sum(array.bytes for array in hlo.arrays_of(parameter.type))
     part = 0
     for reader in readers.get(parameter.name, []):
         if reader.opcode in _SLICES:
             part += sum(array.bytes for array in hlo.arrays_of(reader.type))
         elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == parameter.name:
-            part += 0  # it is replaced in place
+            part += 0  # updated in place, so the rest is not read
         else:
             return whole
     return min(part, whole)
@@ -321,20 +339,26 @@ def _update_bytes(update: hlo.Instruction) -> int:
 
 
 def _array_bytes(instruction: hlo.Instruction) -> int:
-    """Returns the bytes of an instruction's operands and results."""
+    """Return the bytes of an instruction's operands and results."""
     given = sum(array.bytes for t in instruction.operand_types for array in hlo.arrays_of(t))
     return given + _result_bytes(instruction, instruction.type)
 
 
 def _result_bytes(instruction: hlo.Instruction, result: hlo.Type) -> int:
-    """Returns the bytes of an instruction's results, a library's workspace left out."""
+    """Return the bytes of an instruction's results, excluding a library's workspace."""
     has_workspace = instruction.opcode == "custom-call" or '"__custom' in instruction.attributes
     kinds = ("s8", "u8") if has_workspace else ()
     return sum(array.bytes for array in hlo.arrays_of(result) if array.dtype not in kinds)
 
 
 def _sent_bytes(kind: str, size: int, num_bytes: int) -> float:
-    """Returns what each GPU sends in a group of `size`, by the bytes of the collective's output."""
+    """Return the bytes that each GPU sends in a group of `size` GPUs.
+
+    Args:
+        kind: one of `asynchrony.COLLECTIVES`.
+        size: number of GPUs in a group.
+        num_bytes: bytes of the collective's output on one GPU.
+    """
     others = (size - 1) / size
     if kind == "all-reduce":
         return 2 * others * num_bytes

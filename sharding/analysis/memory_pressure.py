@@ -1,9 +1,9 @@
-"""Whether XLA had to compute things twice for a step to fit a GPU, and whether that was enough.
+"""Detects whether XLA had to recompute values to fit a step into a GPU, and whether that sufficed.
 
-Where a step takes more than XLA's limit, its rematerialization pass computes values again instead
-of keeping them. If that does not suffice, XLA only writes a warning ("Can't reduce memory use below
-…") and goes on. Both can be read off the compiled step: what is computed again has `.remat` in its
-name, and the limit is known.
+If a step needs more than XLA's memory limit, its rematerialization pass recomputes values instead
+of keeping them. If that does not suffice, XLA only logs a warning ("Can't reduce memory use below
+…") and continues. The compiled step shows both: recomputed instructions have `.remat` in their
+name, and the limit can be computed.
 
 Source: XLA, gpu_hlo_schedule.cc (GetSchedulerMemoryLimit) and hlo_rematerialization.cc.
 """
@@ -15,9 +15,10 @@ import jax
 
 from sharding.analysis.audit import memory
 
-#: Of a GPU's memory, what XLA plans with where no allocator says how much there is.
+#: Share of a GPU's memory that XLA plans with if no allocator reports how much memory there is.
 DEVICE_SHARE = 0.8
-#: Of what arguments and results leave, the part that XLA plans with; the rest is for its scheduler.
+#: Share of the memory left by arguments and results that XLA plans with. The rest is for its
+#: scheduler.
 SLOP = 0.95
 
 _RECOMPUTED = re.compile(r"^\s*(?:ROOT )?%?\S+\.remat\d*\S* = ", re.MULTILINE)
@@ -25,12 +26,12 @@ _RECOMPUTED = re.compile(r"^\s*(?:ROOT )?%?\S+\.remat\d*\S* = ", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPressure:
-    """How a compiled step stands to the memory that XLA planned it for.
+    """Memory of a compiled step, compared with the limit that XLA planned it for.
 
     Attributes:
-      compiled_bytes: that the step takes.
-      limit_bytes: that XLA tried to keep to.
-      num_recomputed: instructions that XLA added to compute values again.
+        compiled_bytes: memory that the step needs on one device.
+        limit_bytes: memory limit that XLA tried to keep to.
+        num_recomputed: number of instructions that XLA added to recompute values.
     """
 
     compiled_bytes: int
@@ -39,11 +40,11 @@ class MemoryPressure:
 
     @property
     def is_over(self) -> bool:
-        """Whether XLA failed to keep to its limit; the step may still fit the GPU, barely."""
+        """Whether XLA exceeded its limit. The step may still just fit into the GPU."""
         return self.compiled_bytes > self.limit_bytes
 
     def __str__(self) -> str:
-        """Returns a warning; "" where there is nothing to warn of."""
+        """Return a warning, or "" if there is nothing to warn about."""
         words = []
         if self.num_recomputed:
             words.append(
@@ -62,16 +63,16 @@ class MemoryPressure:
 def memory_pressure(
     compiled: jax.stages.Compiled, *, device_bytes: int, is_described: bool = True
 ) -> MemoryPressure | None:
-    """Returns how a step compiled for GPUs stands to their memory.
+    """Compare the memory of a step that was compiled for GPUs with XLA's limit.
 
     Args:
-      compiled: the step.
-      device_bytes: memory of one GPU if it is only described (`Target.memory_bytes`); of a GPU that
-        is there, what its allocator has (`memory_stats()["bytes_limit"]`).
-      is_described: whether it is only described.
+        compiled: the step.
+        device_bytes: memory of one GPU. For a described GPU, this is `Target.memory_bytes`; for a
+            real one, the memory of its allocator (`memory_stats()["bytes_limit"]`).
+        is_described: whether the GPU is only described, as in `Target`.
 
     Returns:
-      None if the compiler does not tell what the step takes.
+        The comparison, or None if the compiler does not report the memory of the step.
     """
     stats, text = memory(compiled), compiled.as_text()
     if stats.in_all is None or text is None:

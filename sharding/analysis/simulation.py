@@ -1,23 +1,30 @@
-"""A compiled program run by its estimated times, instruction by instruction.
+"""Simulates a compiled program, instruction by instruction, with estimated times.
 
-The instructions are in the order in which they are issued. Kernels run one after another. A start
-gives its work to a stream, which runs it when it is free; the matching done makes the kernels wait
-until it has ended. Example, with an all-gather of 5 ms and two products of 2 ms:
+Instructions are issued in program order. Kernels run one after another on the compute stream. A
+start instruction hands its work to another stream, which runs it as soon as it is free; the
+matching done makes the compute stream wait until that work has finished. For example, with an
+all-gather of 5 ms and matrix products of 2 ms:
 
-    all-gather-start  |  product  |  product  |  all-gather-done  |  product
-    kernels           [ product 2 ][ product 2 ][ wait 1 ]          [ product 2 ]    7 ms in all,
-    all-gather        [ all-gather 5                     ]                           1 ms exposed
+    issued      all-gather-start, product, product, all-gather-done, product
 
-A computation is run once for each state in which it begins: which streams are still busy, and for
-how long. An iteration of a loop therefore costs one run, however often it is repeated.
+    compute     [ product 2 ][ product 2 ][ wait 1 ][ product 2 ]      7 ms in total,
+    all-gather  [ all-gather 5                     ]                   1 ms exposed
 
-A pipeline's stages run one program, and differ by the conditionals of a tick: the forward runs
-where a stage has one, the head on the last stage, and so on. All stages begin a tick together,
-since they exchange activations in it, so a tick takes as long as the stage that does most in it.
-Where an exchange holds up the kernels in the middle of a tick, forwards must all have ended before
-any backward begins, so the tick takes as long as for a stage that does what any stage does.
-What is reported is the busiest stage: its own operations, and in each tick the wait for the others,
-the bubble.
+A computation is simulated once for each state in which it begins: which streams are still busy, and
+for how long. So an iteration of a loop is simulated once, no matter how often it is repeated.
+
+The stages of a pipeline run the same program. They differ only in which conditionals of a tick they
+take: a forward runs on stages that have one in this tick, the head on the last stage, and so on.
+All stages begin a tick together, because they exchange activations in it, so a tick takes as long
+as it does on its slowest stage:
+
+    stage 0     [ F ][ idle ]
+    stage 1     [ F ][ head ]     the slowest stage of this tick
+
+If kernels wait for an exchange in the middle of a tick, all forwards must have finished before any
+backward begins. Such a tick takes as long as on a stage that runs the operations of all stages. The
+result describes the busiest stage: its own operations, plus the time in each tick that it waits for
+the other stages, which is the bubble.
 """
 
 import collections
@@ -31,25 +38,26 @@ from sharding.analysis.kernel_time import Costs
 from sharding.pipeline.runtime.buffers import ExecutionPlan
 from sharding.pipeline.runtime.executor import TICKS, scope_of
 
-#: The lane of kernels, and that of a pipeline's idle time.
+#: The lane of kernels, and the category of a pipeline's idle time.
 COMPUTE = "compute"
 BUBBLE = "bubble"
-#: Those of copies to and from the host.
+#: The lanes of copies to and from the host.
 HOST_LANES = ("to host", "to device")
-#: What one stage runs in one tick: "F", "B", "W", flags that hold for these, such as "B.is_last",
-#: and names of `ExecutionPlan.shared`.
+#: The operations that one stage runs in one tick: "F", "B", "W", flags that apply to these, such as
+#: "B.is_last", and names of `ExecutionPlan.shared`.
 Operations = frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that runs once.
+    """A piece of work that runs once.
 
     Attributes:
-      lane: `COMPUTE`, `BUBBLE`, the kind of a collective, "to host" or "to device".
-      category: "matmul", "attention" or "other" of a kernel, else the lane.
-      name: the instruction's.
-      start_s: since the start of the run that it belongs to.
+        lane: `COMPUTE`, `BUBBLE`, the kind of a collective, "to host" or "to device".
+        category: "matmul", "attention" or "other" for kernels; equal to the lane otherwise.
+        name: name of the instruction.
+        start_s: start, relative to the start of the execution that contains it.
+        duration_s: time that it takes.
     """
 
     lane: str
@@ -61,11 +69,13 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """A run inside another, several times without a pause: a loop's iterations, or a branch.
+    """An execution inside another one, repeated without a pause: iterations of a loop, or a branch.
 
     Attributes:
-      label: of the loop; "" for what is no loop.
-      start_s: since the start of the run that it belongs to.
+        label: label of the loop; "" if it is not a loop.
+        start_s: start, relative to the start of the execution that contains it.
+        count: number of repetitions.
+        run: one repetition.
     """
 
     label: str
@@ -76,12 +86,12 @@ class Repeat:
 
 @dataclasses.dataclass
 class CollectiveUse:
-    """What one collective of the program adds up to.
+    """Total time of one collective of the program.
 
     Attributes:
-      executions: how often it runs.
-      seconds: on its stream.
-      exposed_s: for which kernels waited.
+        executions: number of executions.
+        seconds: time on its stream.
+        exposed_s: time for which kernels waited for it.
     """
 
     executions: int = 0
@@ -91,13 +101,13 @@ class CollectiveUse:
 
 @dataclasses.dataclass
 class Totals:
-    """Seconds of a run, or of several.
+    """Total times of one execution or several.
 
     Attributes:
-      by_category: of kernels ("matmul", "attention", "other"), of copies to and from the host on
-        their streams ("to host", "to device"), and of the bubble.
-      exposed_host_s: for which kernels waited for copies to or from the host.
-      collectives: by the name of the instruction.
+        by_category: seconds of kernels ("matmul", "attention", "other"), of copies to and from the
+            host on their streams ("to host", "to device"), and of the bubble.
+        exposed_host_s: time for which kernels waited for copies to or from the host.
+        collectives: collectives by the name of their instruction.
     """
 
     by_category: dict[str, float] = dataclasses.field(
@@ -107,7 +117,7 @@ class Totals:
     collectives: dict[str, CollectiveUse] = dataclasses.field(default_factory=dict)
 
     def add(self, other: "Totals", times: int = 1) -> None:
-        """Adds other totals so many times."""
+        """Add `times` times the totals of `other` to these."""
         for category, seconds in other.by_category.items():
             self.by_category[category] += times * seconds
         self.exposed_host_s += times * other.exposed_host_s
@@ -120,12 +130,13 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """A computation that ran.
+    """The simulated execution of a computation.
 
     Attributes:
-      duration_s: until its last kernel has ended and its last done has returned.
-      busy: (stream, seconds) for which streams are busy after that.
-      items: what ran, in the order of issue.
+        duration_s: time until its last kernel has finished and its last done has returned.
+        busy: (stream, seconds) for each stream that stays busy after that.
+        totals: times summed over everything that it contains.
+        items: its contents, in the order of issue.
     """
 
     duration_s: float
@@ -135,28 +146,29 @@ class Execution:
 
 
 Busy = tuple[tuple[str, float], ...]
+#: (stream, seconds until it is free) of the streams that are busy, sorted by stream.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ticks:
-    """What the stages of a pipeline run in each tick.
+    """The operations that the stages of a pipeline run in each tick.
 
     Attributes:
-      stages: tick -> stage -> operations.
+        stages: tick -> stage -> operations.
     """
 
     stages: tuple[tuple[Operations, ...], ...]
 
     @classmethod
     def of_plan(cls, plan: ExecutionPlan) -> "Ticks":
-        """Returns those of a plan."""
+        """Return the ticks of an execution plan."""
         runs: dict[str, np.ndarray] = {}
         for kind in "FBW":
             runs[kind] = plan.tables[f"{kind}.microbatch"] >= 0
             for flag in ("is_first", "is_last"):
                 runs[f"{kind}.{flag}"] = runs[kind] & (plan.tables[f"{kind}.{flag}"] > 0)
         num_ticks, num_stages = runs["F"].shape
-        for name, row in plan.shared.items():  # all stages together
+        for name, row in plan.shared.items():  # operations that all stages run together
             runs[name] = np.repeat((row >= 0)[:, None], num_stages, axis=1)
 
         def cell(tick: int, stage: int) -> Operations:
@@ -170,12 +182,13 @@ class Ticks:
 
 
 class Simulator:
-    """Runs a program's computations, each once for each state in which it begins.
+    """Simulates the computations of a program, each once per state in which it begins.
 
     Args:
-      module: the scheduled program.
-      costs: of its instructions.
-      ticks: of its pipeline; None makes every conditional take the longer branch, always.
+        module: the scheduled program.
+        costs: estimated times of its instructions.
+        ticks: operations of its pipeline stages. If None, every conditional takes its longer
+            branch.
     """
 
     def __init__(self, module: hlo.Module, costs: Costs, ticks: Ticks | None):
@@ -184,18 +197,22 @@ class Simulator:
         self._overlapped = asynchrony.overlapped(module)
 
     def step(self) -> Execution:
-        """Returns the run of the whole program; what streams do after its last kernel counts."""
+        """Simulate the whole program, including work left on streams after the last kernel."""
         run = self.run(self.module.entry, (), None)
         last = max((seconds for _, seconds in run.busy), default=0.0)
         return dataclasses.replace(run, duration_s=run.duration_s + last)
 
     def run(self, name: str, busy: Busy, operations: Operations | None) -> Execution:
-        """Returns the run of a computation.
+        """Simulate a computation.
 
         Args:
-          name: the computation's.
-          busy: (stream, seconds) for which streams are busy when it begins.
-          operations: what the stage runs in the tick; None outside a pipeline's ticks.
+            name: name of the computation.
+            busy: (stream, seconds) for each stream that is busy when it begins.
+            operations: operations that the stage runs in this tick; None outside the ticks of a
+                pipeline.
+
+        Returns:
+            The execution, which is cached.
         """
         key = name, busy, operations
         if key not in self._runs:
@@ -206,13 +223,13 @@ class Simulator:
         return self._runs[key]
 
     def tick_s(self, body: str, busy: Busy, stages: tuple[Operations, ...]) -> float:
-        """Returns the time of a tick in which the stages run these operations."""
+        """Return the time of a tick in which the stages run these operations."""
         if self._exchange_waits(body):
             return self.run(body, busy, frozenset().union(*stages)).duration_s
         return max(self.run(body, busy, operations).duration_s for operations in {*stages})
 
     def _exchange_waits(self, body: str) -> bool:
-        """Returns whether kernels wait for a permutation where it is issued."""
+        """Return whether kernels wait for a permutation at the point where it is issued."""
         return any(
             asynchrony.collective_kind(instruction) == "collective-permute"
             and (
@@ -223,7 +240,7 @@ class Simulator:
         )
 
     def busiest(self, body: str, ticks: Ticks) -> tuple[Operations, ...]:
-        """Returns what the stage with the most work runs in each tick."""
+        """Return the operations in each tick of the stage that has the most work."""
 
         def work_s(stage: tuple[Operations, ...]) -> float:
             return sum(self.run(body, (), operations).duration_s for operations in stage)
@@ -232,22 +249,22 @@ class Simulator:
 
 
 class _SimulatorState:
-    """A computation as it runs."""
+    """The state of the simulation of one computation."""
 
     def __init__(self, simulator: Simulator, busy: Busy, operations: Operations | None):
         self.simulator, self.operations = simulator, operations
         self.now_s = 0.0
         self.totals = Totals()
         self.items: list[Event | Repeat] = []
-        self._free_s: dict[str, float] = dict(busy)  # stream -> when it is free
-        # stream -> (when it ends, what it is) of what it was given, in order.
+        self._free_s: dict[str, float] = dict(busy)  # stream -> time at which it is free
+        # stream -> (end time, name of the collective or "") of its work, in the order of issue.
         self._given: dict[str, list[tuple[float, str]]] = {
             stream: [(end_s, _INHERITED + stream)] for stream, end_s in busy
         }
-        self._pending: dict[str, tuple[str, float]] = {}  # start -> its stream, and when it ends
+        self._pending: dict[str, tuple[str, float]] = {}  # start -> its stream and end time
 
     def issue(self, instruction: hlo.Instruction) -> None:
-        """Runs an instruction."""
+        """Simulate an instruction."""
         if instruction.opcode == "while":
             self._loop(instruction)
         elif instruction.opcode == "conditional":
@@ -266,7 +283,7 @@ class _SimulatorState:
             self._work(instruction)
 
     def finish(self) -> Execution:
-        """Returns what ran."""
+        """Return the execution of the instructions issued so far."""
         busy = {stream: free_s - self.now_s for stream, free_s in self._free_s.items()}
         return Execution(
             duration_s=self.now_s,
@@ -276,7 +293,7 @@ class _SimulatorState:
         )
 
     def _work(self, instruction: hlo.Instruction) -> None:
-        """Runs an instruction with work of its own: on a stream, or as a kernel."""
+        """Simulate an instruction that does work of its own, as a kernel or on another stream."""
         costs = self.simulator.costs
         collective = asynchrony.wrapped_collective(self.simulator.module, instruction)
         if collective is None and asynchrony.collective_kind(instruction) is not None:
@@ -300,7 +317,7 @@ class _SimulatorState:
     def _start(
         self, instruction: hlo.Instruction, lane: str, seconds: float, collective: str | None
     ) -> None:
-        """Gives work to a stream."""
+        """Hand work to a stream."""
         stream = _stream_of(lane)
         start_s = max(self.now_s, self._free_s.get(stream, 0.0))
         self._free_s[stream] = start_s + seconds
@@ -315,7 +332,7 @@ class _SimulatorState:
         self._append(lane, lane, instruction.name, start_s, seconds)
 
     def _wait(self, name: str) -> None:
-        """Lets kernels wait for what was started, and for all that its stream does first."""
+        """Make kernels wait for started work, and for everything before it on its stream."""
         if name not in self._pending:
             return
         stream, until_s = self._pending[name]
@@ -332,7 +349,7 @@ class _SimulatorState:
             use.exposed_s += seconds
 
     def _branch(self, conditional: hlo.Instruction) -> Execution:
-        """Returns the run of the branch that is taken: the longer one, or in a tick, a stage's."""
+        """Return the execution of the branch taken: the longer one, or in a tick, the stage's."""
         runs = [self._run(name) for name in conditional.called]
         operation = _OPERATION.search(conditional.op_name)
         is_idle = (
@@ -343,7 +360,7 @@ class _SimulatorState:
         return (min if is_idle else max)(runs, key=lambda run: run.duration_s)
 
     def _loop(self, loop: hlo.Instruction) -> None:
-        """Runs a loop, once if XLA does not know how often it runs."""
+        """Simulate a loop, with a single iteration if its trip count is unknown."""
         body, ticks = hlo.body_of(loop), self.simulator.ticks
         label, count = hlo.loop_label(loop), hlo.trip_count(loop) or 1
         if ticks is not None and label == TICKS and count == len(ticks):
@@ -351,13 +368,14 @@ class _SimulatorState:
             return
         while count:
             before, run = self._busy(), self._run(body)
-            # Once the streams are at the end as they were at the start, nothing changes any more.
+            # If the streams end an iteration in the state in which they began it, all further
+            # iterations are equal and need not be simulated.
             times = count if run.busy == before else 1
             self._include(run, label or "loop", times)
             count -= times
 
     def _run_ticks(self, body: str, ticks: Ticks) -> None:
-        """Runs a pipeline's ticks as the busiest stage does."""
+        """Simulate the ticks of a pipeline on its busiest stage."""
         own = self.simulator.busiest(body, ticks)
         for operations, stages in zip(own, ticks.stages, strict=True):
             tick_s = self.simulator.tick_s(body, self._busy(), stages)
@@ -377,12 +395,13 @@ class _SimulatorState:
         return tuple(sorted((stream, left_s) for stream, left_s in busy if left_s > 0))
 
     def _include(self, run: Execution, label: str, times: int = 1) -> None:
-        """Lets a run follow what ran so far."""
+        """Append an execution to the instructions simulated so far."""
         if run.items:
             self.items.append(Repeat(label=label, start_s=self.now_s, count=times, run=run))
         self.totals.add(run.totals, times)
         for stream, given in self._given.items():
-            # What the run waited for, but did not start, is the last that the stream was given.
+            # The inner execution waited for work that was started before it, which is the last
+            # work on that stream: attribute the exposed time to it.
             inherited = self.totals.collectives.pop(_INHERITED + stream, None)
             if inherited is not None:
                 self._expose(stream, given[-1][1], inherited.exposed_s)
@@ -397,16 +416,16 @@ class _SimulatorState:
 
 
 def _stream_of(lane: str) -> str:
-    """Returns the stream of a lane.
+    """Return the stream that a lane's work runs on.
 
     XLA runs collectives one after another on one stream, except permutations (sends and receives),
-    which have their own. Copies in either direction have one each.
+    which have their own stream. Copies to the host and copies to the device have one stream each.
     """
     if lane == "collective-permute" or lane in HOST_LANES:
         return lane
     return "collectives"
 
 
-# Stands for a collective that was started outside of a run, and delays what the run starts.
+# Prefix that stands for work started before an execution, for which the execution has to wait.
 _INHERITED = "before: "
 _OPERATION = re.compile(rf"\b{scope_of('')}([\w.]+)/cond$")

@@ -1,14 +1,15 @@
-"""GPUs that are not there, to compile for.
+"""Describes GPUs that are not installed, so that a step can be compiled for them.
 
-XLA needs a description of a GPU to compile for it, not the GPU itself. A target names one of the
-descriptions in gpu_targets/ (or a file like them) and a number of hosts and of GPUs per host:
+To compile for a GPU, XLA needs a description of it, not the GPU itself. A target selects one of the
+descriptions in gpu_targets/ (or a file in the same format), a number of hosts, and a number of GPUs
+per host:
 
     target = parse_target("h100:8x8")
     mesh = make_mesh(MeshConfig(pipeline=4, data=2, model=8), target.devices())
     lowered = jax.jit(step).trace(state, batch).lower(lowering_platforms=("cuda",))
     compiled = lowered.compile(compiler_options=target.compiler_options())
 
-The compiler comes with jax's CUDA plugin, which needs no driver for this.
+The compiler is part of jax's CUDA plugin, which does not need a driver for this.
 """
 
 import dataclasses
@@ -23,9 +24,9 @@ from jax.experimental import topologies
 from sharding.mesh import AnyMesh
 
 _FOLDER = Path(__file__).parent / "gpu_targets"
-#: Names that need no file.
+#: Kinds of GPUs whose descriptions come with Taibai.
 TARGETS = tuple(sorted(path.stem for path in _FOLDER.glob("*.txtpb")))
-#: The largest number of GPUs that this has been tried with.
+#: The largest number of GPUs that this has been tested with.
 MAX_DEVICES = 4096
 
 INSTALL = "python -m pip install 'jax[cuda12]' (3 GB; no driver is needed)"
@@ -36,9 +37,10 @@ class Target:
     """Hosts with GPUs of one kind.
 
     Attributes:
-      name: as given, such as "h100:8x8".
-      description: text of a GpuTargetConfigProto.
-      num_hosts, gpus_per_host: the GPUs of a host are connected by NVLink.
+        name: name as given by the user, such as "h100:8x8".
+        description: text of a GpuTargetConfigProto.
+        num_hosts: number of hosts.
+        gpus_per_host: number of GPUs per host, which are connected by NVLink.
     """
 
     name: str
@@ -48,11 +50,12 @@ class Target:
 
     @property
     def num_devices(self) -> int:
+        """Total number of GPUs."""
         return self.num_hosts * self.gpus_per_host
 
     @property
     def device_kind(self) -> str:
-        """What jax calls one of the GPUs, such as "NVIDIA H100 80GB HBM3"."""
+        """Name that jax gives to one of the GPUs, such as "NVIDIA H100 80GB HBM3"."""
         found = re.search(r'\bdevice_description_str:\s*"([^"]*)"', self.description)
         return found[1] if found else self.name.rpartition(":")[0]
 
@@ -63,19 +66,19 @@ class Target:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Bandwidth of one GPU's memory."""
+        """Bandwidth of one GPU's memory, in bytes per second."""
         return self._number("memory_bandwidth")
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Bandwidth between one GPU and its host, in one direction."""
+        """Bandwidth between one GPU and its host in one direction, in bytes per second."""
         return self._number("pcie_bandwidth")
 
     def devices(self) -> list[Any]:
-        """Returns stand-ins for the GPUs, in the order of their hosts: they can hold no array.
+        """Return device objects that stand for the GPUs, host by host; they cannot hold arrays.
 
         Raises:
-          ValueError: jax's CUDA plugin is not installed, or does not know what the target says.
+            ValueError: if jax's CUDA plugin is not installed, or does not accept the description.
         """
         if not has_compiler():
             raise ValueError(f"--target={self.name} needs XLA's compiler for CUDA: {INSTALL}")
@@ -86,20 +89,22 @@ class Target:
                 target_config=self.description,
                 topology=f"1x{self.num_hosts}x{self.gpus_per_host}",
             )
-        except Exception as error:  # jaxlib raises its own type, jax others
-            raise ValueError(f"--target={self.name}: XLA refuses it: {error}") from error
+        except Exception as error:  # jaxlib raises its own exception type, jax raises others
+            raise ValueError(f"--target={self.name}: XLA rejects it: {error}") from error
         return list(found.devices)
 
     def compiler_options(self) -> dict[str, Any]:
-        """Returns what the step is compiled with beside XLA's defaults.
+        """Return the compiler options for this target that differ from XLA's defaults.
 
-        Nothing can be autotuned without the GPU. cuBLAS is what a tuned run mostly chooses for a
-        matrix product; an untuned Triton fusion would keep its result in float32 instead. CUB's
-        sort asks the GPU how much memory it takes, so XLA's own is used. Estimates of times exist
-        for compute capability 9 and later; for others XLA fails instead of leaving them out.
-        Small all-reduces go to NCCL. The kernel that jax 0.12 has for them does not show in the
-        program as a collective, and across hosts its compiler ends the process ("size mismatch when
-        packing elements for LLVM struct").
+        - Nothing can be autotuned without the GPU. Tuning mostly selects cuBLAS for matrix
+          products, so untuned Triton products, which would keep their result in float32, are
+          disabled.
+        - CUB's sort asks the GPU how much memory it takes, so XLA's own sort is used.
+        - Small all-reduces go to NCCL. jax 0.12 has a kernel of its own for them, which does not
+          appear as a collective in the program, and whose compiler aborts the process for groups
+          across hosts ("size mismatch when packing elements for LLVM struct").
+        - Time estimates are requested for compute capability 9 and later. For other GPUs XLA has
+          none, and fails instead of leaving them out.
         """
         options = {
             "xla_gpu_enable_triton_gemm": "False",
@@ -112,19 +117,24 @@ class Target:
         return options
 
     def compile(self, traced: jax.stages.Traced, mesh: AnyMesh) -> jax.stages.Compiled:
-        """Returns the compiled program of a function that was traced over these devices.
+        """Compile a traced function for these GPUs.
 
         Args:
-          traced: may be traced over an `AbstractMesh`, on which jax keeps the memory kinds of
-            arguments; devices that are not there state none.
+            traced: the function, traced on `mesh`. Trace it on an `AbstractMesh` if memory kinds of
+                arguments matter: jax keeps them there, but devices that are not installed report
+                none.
+            mesh: the mesh that it was traced on.
+
+        Returns:
+            The compiled program.
         """
         lowered = traced.lower(lowering_platforms=("cuda",))
         options = self.compiler_options()
         if isinstance(mesh, jax.sharding.Mesh):
             return lowered.compile(compiler_options=options)
         devices = self.devices()[: mesh.size]
-        # jax takes the default backend's compiler for an abstract mesh, which is the CPU's. There
-        # is no public way to name another one.
+        # For an abstract mesh, jax uses the compiler of the default backend, which is the CPU.
+        # There is no public way to select another one.
         arguments: Any = lowered._lowering.compile_args
         arguments["backend"] = devices[0].client
         return lowered.compile(compiler_options=options, device_assignment=tuple(devices))
@@ -132,24 +142,25 @@ class Target:
     def _number(self, field: str) -> float:
         found = re.search(rf"\b{field}:\s*([\d.]+)", self.description)
         if found is None:
-            raise ValueError(f"--target={self.name}: its description lacks {field}")
+            raise ValueError(f"--target={self.name}: its description lacks {field}; add this field")
         return float(found[1])
 
 
 def has_compiler() -> bool:
-    """Returns whether a CUDA plugin of jax is installed."""
+    """Return whether a CUDA plugin of jax is installed."""
     try:
         found = map(importlib.util.find_spec, ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"))
         return any(spec is not None for spec in found)
-    except ModuleNotFoundError:  # no plugin of any kind
+    except ModuleNotFoundError:  # there is no plugin at all
         return False
 
 
 def parse_target(text: str) -> Target:
-    """Returns the target that `KIND:HOSTSxGPUS` names, such as `h100:8x8` or `my.txtpb:1x4`.
+    """Parse a target `KIND:HOSTSxGPUS`, such as `h100:8x8` or `my.txtpb:1x4`.
 
     Raises:
-      ValueError: it is spelled otherwise, or names no known kind and no file.
+        ValueError: if the text has another form, has too many GPUs, or if KIND is neither a known
+            kind nor a file.
     """
     kind, _, shape = text.rpartition(":")
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
@@ -167,7 +178,7 @@ def parse_target(text: str) -> Target:
     path = _FOLDER / f"{kind}.txtpb" if kind in TARGETS else Path(kind)
     if not path.is_file():
         raise ValueError(
-            f"--target={text!r}: {kind!r} is none of {', '.join(TARGETS)}, and no file with a "
+            f"--target={text!r}: {kind!r} is none of {', '.join(TARGETS)}, and not a file with a "
             "GpuTargetConfigProto as text"
         )
     return Target(

@@ -1,12 +1,13 @@
-"""The predicted step drawn: as a trace for Perfetto, and as a picture.
+"""Draws a predicted step, as a trace for Perfetto and as an SVG picture.
 
     write_trace(prediction, "step.json")            # open in https://ui.perfetto.dev
     Path("step.svg").write_text(draw(prediction))
 
-Both have a lane for kernels and one for each kind of communication. A run is a tree (a loop repeats
-a run, which holds loops), far smaller than the list of everything that happens in a step. The trace
-spells out the first iterations of a loop and sums up the others, so that its size is bounded. The
-picture fills columns of time, and spreads evenly over them what is shorter than a column.
+Both have a lane for kernels and one for each kind of communication. The simulated step is a tree: a
+loop stores one iteration and a count, and the iteration may contain further loops. This tree is far
+smaller than the list of all events in a step. To bound its size, the trace writes out the first
+iterations of a loop and summarizes the others as one event per lane. The picture divides the step
+into columns of time, and spreads anything shorter than a column evenly over it.
 """
 
 import collections
@@ -22,7 +23,7 @@ from sharding.analysis.cost import Prediction
 from sharding.analysis.simulation import BUBBLE, COMPUTE, HOST_LANES, Event, Execution, Repeat
 from sharding.pipeline.runtime.executor import TICKS
 
-#: category -> (name, colour). Okabe and Ito's, which colour-blind readers tell apart too.
+#: category -> (name, colour). Okabe and Ito's palette, which colour-blind readers can tell apart.
 _KERNELS = {
     "matmul": ("matrix products", "#0072b2"),
     "attention": ("attention", "#d55e00"),
@@ -31,25 +32,30 @@ _KERNELS = {
 }
 _COMMUNICATION, _HOST = ("communication", "#009e73"), ("host copies", "#cc79a7")
 
-#: How many iterations of a loop the trace spells out before it sums up the others.
+#: Number of iterations of a loop that the trace writes out before it summarizes the others.
 _SPELLED_OUT = 4
-#: The share of a step from which on a loop is named in the picture.
+#: Share of a step that a loop must take to be labelled in the picture.
 _SHORTEST_BRACKET = 0.06
-#: The most events in a trace: about 20 MB.
+#: Maximum number of events in a trace: about 20 MB.
 _MOST_EVENTS = 100_000
 
 _WIDTH, _LEFT, _TOP = 1240, 190, 92
 _LANE, _GAP = 34, 12
-_LEAST = 1.5  # height of the shortest event
-_COLUMNS = 1026  # of time, one pixel each
+_LEAST = 1.5  # height of the shortest event in pixels
+_COLUMNS = 1026  # number of columns of time, one pixel wide each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Placed:
-    """Something on a lane, by the time since the step began.
+    """An event on a lane, with times relative to the start of the step.
 
     Attributes:
-      count: 1 of an event; of a loop, the iterations that it sums up.
+        lane: lane that it is drawn on.
+        category: category that selects its colour.
+        name: name that is displayed.
+        start_s: start, since the step began.
+        duration_s: time that it takes.
+        count: number of iterations of a loop that it summarizes; 1 for a single event.
     """
 
     lane: str
@@ -61,15 +67,16 @@ class _Placed:
 
 
 def write_trace(prediction: Prediction, path: str | Path) -> None:
-    """Writes the step as Chrome's trace events, which Perfetto and chrome://tracing read."""
+    """Write the step as Chrome trace events, which Perfetto and chrome://tracing can open."""
     Path(path).write_text(json.dumps(trace(prediction), separators=(",", ":")), encoding="utf-8")
 
 
 def trace(prediction: Prediction) -> dict[str, Any]:
-    """Returns the step as Chrome's trace events: one thread per lane, times in microseconds.
+    """Return the step as Chrome trace events: one thread per lane, times in microseconds.
 
-    Of a loop, some iterations are spelled out, fewer of a program with many instructions. What the
-    others do is one event per lane, whose `args` say how many iterations it stands for.
+    The first iterations of each loop are written out, fewer of them for a program with many
+    instructions. The other iterations become one event per lane, whose `args` hold the number of
+    iterations that it stands for.
     """
     for spelled_out in (_SPELLED_OUT, 2, 1, 0):
         placed = list(_spelled(prediction.run, 0.0, spelled_out, _MOST_EVENTS))
@@ -100,11 +107,11 @@ def trace(prediction: Prediction) -> dict[str, Any]:
 
 
 def draw(prediction: Prediction, title: str = "") -> str:
-    """Returns the step as an SVG picture.
+    """Return the step as an SVG picture.
 
     Args:
-      prediction: the step.
-      title: what it is a step of; "predicted" and the time are added.
+        prediction: the step.
+        title: name of the step; "predicted" and the time are added.
     """
     step_s = prediction.step_s or 1e-9
     lanes = _lanes(prediction.run)
@@ -132,19 +139,19 @@ def draw(prediction: Prediction, title: str = "") -> str:
 
 
 class _Columns:
-    """How much of each column of time each category takes on each lane.
+    """The share of each column of time that each category takes on each lane.
 
     Args:
-      step_s: time that all columns together stand for.
+        step_s: time that all columns together represent.
     """
 
     def __init__(self, step_s: float):
         self._column_s = step_s / _COLUMNS
-        self.shares: dict[str, dict[str, list[float]]] = {}  # lane -> category -> columns
-        self._sums: dict[int, list[tuple[str, str, float]]] = {}  # id of a run -> its seconds
+        self.shares: dict[str, dict[str, list[float]]] = {}  # lane -> category -> share per column
+        self._sums: dict[int, list[tuple[str, str, float]]] = {}  # id of an execution -> its sums
 
     def add(self, run: Execution, start_s: float) -> None:
-        """Adds a run that begins at a time."""
+        """Add an execution that begins at a time."""
         for item in run.items:
             at_s = start_s + item.start_s
             if isinstance(item, Event):
@@ -160,7 +167,7 @@ class _Columns:
     def _fill(
         self, lane: str, category: str, start_s: float, duration_s: float, seconds: float
     ) -> None:
-        """Spreads seconds evenly over a time."""
+        """Spread seconds of work evenly over an interval of time."""
         empty = [0.0] * _COLUMNS
         share = self.shares.setdefault(_lane(lane), {}).setdefault(category, empty)
         start, stop = start_s / self._column_s, (start_s + duration_s) / self._column_s
@@ -177,9 +184,9 @@ class _Columns:
 
 
 def _draw_lane(label: str, lane: str, top: float, columns: _Columns) -> Iterator[str]:
-    """Yields a lane: its name, its background, and a path for each category.
+    """Yield the SVG elements of a lane: its name, its background, and a path per category.
 
-    In a column the categories are stacked, and the rest of it is idle.
+    The categories are stacked within a column, and the rest of a column is idle time.
     """
     middle = top + _LANE / 2
     yield (
@@ -212,7 +219,7 @@ def _draw_lane(label: str, lane: str, top: float, columns: _Columns) -> Iterator
 
 
 def _merged(outline: list[tuple[int, float, float]]) -> Iterator[tuple[int, int, float, float]]:
-    """Yields (first column, number of columns, base, height) of equal neighbours."""
+    """Yield (first column, number of columns, base, height) of runs of equal columns."""
     run: tuple[int, int, float, float] | None = None
     for column, base, tall in outline:
         if run is not None and run[0] + run[1] == column and run[2:] == (base, tall):
@@ -239,7 +246,7 @@ def _heading(prediction: Prediction, title: str) -> Iterator[str]:
 
 
 def _axis(step_s: float, bottom: float) -> Iterator[str]:
-    """Yields the time axis in milliseconds, with lines behind the lanes."""
+    """Yield the time axis in milliseconds, with grid lines behind the lanes."""
     step_ms = 1e3 * step_s
     unit = 10.0 ** math.floor(math.log10(step_ms / 5))
     tick_ms = next(unit * factor for factor in (1, 2, 5, 10) if step_ms / (unit * factor) <= 12)
@@ -254,8 +261,8 @@ def _axis(step_s: float, bottom: float) -> Iterator[str]:
 
 
 def _brackets(run: Execution, step_s: float) -> Iterator[str]:
-    """Yields a bracket with a label above each long outermost loop."""
-    loops: list[tuple[str, float, float, int]] = []  # label, start, end, iterations
+    """Yield a labelled bracket above each outermost loop that is long enough."""
+    loops: list[tuple[str, float, float, int]] = []  # (label, start, end, iterations)
     for item in run.items:
         if not isinstance(item, Repeat):
             continue
@@ -279,7 +286,7 @@ def _brackets(run: Execution, step_s: float) -> Iterator[str]:
 
 
 def _legend(prediction: Prediction, y: float) -> Iterator[str]:
-    """Yields a coloured box, name and time for each part that the step has."""
+    """Yield a coloured box, a name and a time for each part that the step has."""
     exposed_s = prediction.exposed_communication_s
     parts = [
         (*_KERNELS["matmul"], prediction.matmul_s, ""),
@@ -314,18 +321,18 @@ def _style(category: str) -> tuple[str, str]:
 
 
 def _lane(lane: str) -> str:
-    """Returns the lane that something is drawn on: idle time is among the kernels."""
+    """Return the lane that an event is drawn on; idle time is drawn among the kernels."""
     return COMPUTE if lane == BUBBLE else lane
 
 
 def _lanes(run: Execution) -> list[str]:
-    """Returns the lanes of a run: kernels, collectives by name, copies to and from the host."""
+    """Return the lanes of an execution: kernels, sorted collectives, host copies."""
     found = {_lane(lane) for lane, _ in _seconds(run)} - {COMPUTE}
     return [COMPUTE, *sorted(found, key=lambda lane: (lane in HOST_LANES, lane))]
 
 
 def _seconds(run: Execution) -> dict[tuple[str, str], float]:
-    """Returns the seconds of each (lane, category) in a run and all that it repeats."""
+    """Return the seconds of each (lane, category) in an execution, repetitions included."""
     memo: dict[int, dict[tuple[str, str], float]] = {}
 
     def of(run: Execution) -> dict[tuple[str, str], float]:
@@ -344,9 +351,9 @@ def _seconds(run: Execution) -> dict[tuple[str, str], float]:
 
 
 def _spelled(run: Execution, start_s: float, spelled_out: int, most: int) -> Iterator[_Placed]:
-    """Yields what is on the lanes, `spelled_out` iterations of each loop one by one.
+    """Yield the events of an execution, writing out `spelled_out` iterations of each loop.
 
-    Stops soon after `most` of them.
+    Stops soon after `most` events.
     """
     num = 0
     for item in run.items:
@@ -378,7 +385,7 @@ def _spelled_item(
 
 
 def _summed_up(item: Repeat, start_s: float, count: int) -> Iterator[_Placed]:
-    """Yields one event per lane for iterations that are not spelled out."""
+    """Yield one event per lane for iterations that are not written out."""
     for lane in _lanes(item.run):
         yield _Placed(
             lane=lane,

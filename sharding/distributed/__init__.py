@@ -1,0 +1,1 @@
+"""Multi-process runs: start-up, consistency checks and messages between processes."""

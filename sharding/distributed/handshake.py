@@ -1,8 +1,13 @@
-"""A roll call of all processes before they join: who is missing, and who does not fit, is named.
+"""A handshake of all processes before they join `jax.distributed`, with clear errors.
 
-Joining by itself waits in silence for a process that never comes, takes processes that count
-themselves differently for complete, and ends all with an abort. Here process 0 listens where it
-will coordinate; each process sends one line of JSON about itself, and all get the same answer.
+`jax.distributed` itself waits silently for a process that never starts, accepts processes that
+disagree on their number, and aborts all of them in the end. In this handshake, process 0 listens on
+the coordinator's address. Every other process sends one line of JSON about itself, and all of them
+get the same answer:
+
+    process 1  -- {"process_id": 1, "num_processes": 3, "host": "n1", "software": ...} -> process 0
+    process 2  -- {"process_id": 2, "num_processes": 3, "host": "n2", "software": ...} -> process 0
+    process 0  -- {"error": null}, or {"error": "process 2 on n2 has jax 0.12.0, ..."} -> all
 """
 
 import contextlib
@@ -19,18 +24,18 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-#: Of which all processes must have one version.
+#: Packages of which all processes must have the same version.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-#: What the project's own code is in.
+#: Top-level folders of the project's own code.
 ROOMS = ("checkpoint", "convert", "data", "models", "sharding", "train")
 _RETRY_S = 0.2
 _OPEN_FILES = 512
-_READ_S = 5.0  # who comes says at once who it is
+_READ_S = 5.0  # a process introduces itself right after connecting
 _IS_MISSING = " processes are missing after "
 
 
 def software() -> dict[str, str]:
-    """Returns the versions of Python, of PACKAGES, and of the project's own code."""
+    """Return the versions of Python, of PACKAGES, and of the project's own code."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -39,7 +44,7 @@ def software() -> dict[str, str]:
 
 
 def _own_version(root: Path) -> str:
-    """Returns a digest of the modules beneath `root` that this process has loaded."""
+    """Return a digest of the modules below `root` that this process has loaded."""
     files = (Path(getattr(each, "__file__", None) or "") for each in sys.modules.values())
     names = {file.relative_to(root) for file in files if file.is_relative_to(root)}
     digest = hashlib.sha256()
@@ -50,10 +55,10 @@ def _own_version(root: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """What a process says of itself."""
+    """A process's description of itself."""
 
     process_id: int
-    num_processes: int  # as it was told
+    num_processes: int  # as configured when it was started
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     software: Mapping[str, str] = field(default_factory=software)
@@ -63,16 +68,17 @@ class Process:
 
 
 def perform_handshake(own: Process, coordinator: str, timeout_s: float) -> None:
-    """Returns when all processes are there and fit each other.
+    """Wait until all processes are present, and check that they are compatible.
 
     Args:
         own: this process; the one with id 0 listens.
         coordinator: host:port of process 0.
-        timeout_s: seconds to wait for others; hosts may take long to start.
+        timeout_s: seconds to wait for other processes; hosts may start slowly.
 
     Raises:
-        ValueError: on all processes that are there: some do not fit; they are named.
-        OSError: some are missing, process 0 cannot be reached, or cannot listen.
+        ValueError: some processes are incompatible. It is raised on all processes that are present
+            and names the incompatible ones.
+        OSError: processes are missing, or process 0 cannot listen or cannot be reached.
     """
     deadline = time.monotonic() + timeout_s
     if own.process_id == 0:
@@ -80,16 +86,16 @@ def perform_handshake(own: Process, coordinator: str, timeout_s: float) -> None:
     else:
         error = _report(own, coordinator, deadline, timeout_s)
     if error:
-        # Of the two, only who is missing may be there at another start.
+        # Another start may help if processes are missing, but not if they are incompatible.
         raise TimeoutError(error) if _IS_MISSING in error else ValueError(error)
 
 
 def problem(other: Process, present: Mapping[int, Process]) -> str | None:
-    """Returns in a sentence what keeps a process from joining those that are there, or None.
+    """Return one sentence about why a process cannot join the others, or None.
 
     Args:
-        other: has just come.
-        present: those before it by their ids, 0 among them.
+        other: the process that has just connected.
+        present: processes that connected before it, by id; includes process 0.
     """
     first, same = present[0], present.get(other.process_id)
     if other.num_processes != first.num_processes:
@@ -112,7 +118,7 @@ def problem(other: Process, present: Mapping[int, Process]) -> str | None:
 
 
 def _listen(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
-    """Returns what is wrong, after telling it to all that are there."""
+    """Collect all processes as process 0, answer them, and return the problem or None."""
     port = int(coordinator.rpartition(":")[2])
     connections, present = [], {0: own}
     _allow_connections(own.num_processes)
@@ -122,7 +128,7 @@ def _listen(own: Process, coordinator: str, deadline: float, timeout_s: float) -
         except OSError as error:
             raise ConnectionError(
                 f"process 0 on {own.host} cannot listen on port {port} ({error.strerror}), where "
-                "the others will look for it; is another run coordinated there?"
+                "the other processes expect it; is another run using that port?"
             ) from None
         error = None
         while len(present) < own.num_processes and error is None:
@@ -148,12 +154,12 @@ def _listen(own: Process, coordinator: str, deadline: float, timeout_s: float) -
 
 
 def _report(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
-    """Returns what process 0 says is wrong."""
+    """Report to process 0, and return its answer: the problem, or None."""
     host, _, port = coordinator.rpartition(":")
     while True:
         left = deadline - time.monotonic()
         try:
-            # Process 0 answers when the last is there; it waits no longer than this one.
+            # Process 0 answers once all have connected; it waits no longer than this process.
             with socket.create_connection((host, int(port)), timeout=max(left, 0.01)) as connection:
                 connection.settimeout(max(left, 0) + 5)
                 connection.sendall(json.dumps(asdict(own)).encode() + b"\n")
@@ -162,14 +168,14 @@ def _report(own: Process, coordinator: str, deadline: float, timeout_s: float) -
             if left <= 0:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise ConnectionError(
-                    f"{own} cannot reach process 0 at {coordinator} for {timeout_s:.0f} s "
-                    f"({reason}); does process 0 run there, and do both hosts see each other?"
+                    f"{own} could not reach process 0 at {coordinator} within {timeout_s:.0f} s "
+                    f"({reason}); is process 0 running there, and can the hosts reach each other?"
                 ) from None
         time.sleep(_RETRY_S)
 
 
 def _allow_connections(count: int) -> None:
-    """Lets this process have so many open beside its files, if the system lets it."""
+    """Raise the limit on open files, as far as the system permits, for `count` connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OPEN_FILES
     if hard != resource.RLIM_INFINITY:
@@ -184,8 +190,8 @@ def _missing(present: Mapping[int, Process], timeout_s: float) -> str:
     listed = ", ".join(missing[:20]) + (" and more" if len(missing) > 20 else "")
     hosts = ", ".join(sorted({process.host for process in present.values()}))
     return (
-        f"{len(missing)} of {num}{_IS_MISSING}{timeout_s:.0f} s: {listed}; those "
-        f"that came are on {hosts}; look at what the missing ones printed"
+        f"{len(missing)} of {num}{_IS_MISSING}{timeout_s:.0f} s: {listed}; the "
+        f"others are on {hosts}; look at the output of the missing processes"
     )
 
 

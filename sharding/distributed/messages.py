@@ -1,8 +1,8 @@
-"""Words between the processes of a run that do not go over the devices.
+"""Messages between the processes of a run that do not use the devices.
 
-They go through the service that `jax.distributed` started, so a thread may exchange them while the
-devices compute. A collective there would meet the training step's own, in an order that no two
-processes agree on.
+They are sent through the key-value service that `jax.distributed` started, so a thread can exchange
+them while the devices compute. A device collective in such a thread would mix with the collectives
+of the training step, in a different order on every process.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import jax
 from jax._src import distributed
 
-#: A process that says nothing for so long counts as failed.
+#: Seconds without an answer after which a process counts as failed.
 TIMEOUT_S = 1200.0
 
 _NO_ANSWER = "no answer"
@@ -25,44 +25,55 @@ _numbers = itertools.count()
 
 
 def may_pass(error: Exception | None) -> bool:
-    """Returns whether another start may do better: a file system or another process failed."""
+    """Return whether a restart may help: a file system or another process failed."""
     return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
 
 class Exchange:
-    """A conversation of all processes.
+    """A series of exchanges between all processes.
 
-    All of them open it, and call the same methods in the same order; of one process, one thread at
-    a time. With one process nothing is sent.
+    All processes create it and call the same methods in the same order, from one thread at a time
+    per process. With a single process nothing is sent.
+
+        process 0: ex.on_first(save)          process 1: ex.on_first(save)     # gets 0's result
+        process 0: ex.agree(None)             process 1: ex.agree("disk full")
+        both return "process 1: disk full"
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S):
-        """Opens it; `timeout_s` is how long one process may keep the others waiting."""
+        """Create an exchange.
+
+        Args:
+            timeout_s: seconds that one process may keep the others waiting.
+        """
         self._process, self._num_processes = jax.process_index(), jax.process_count()
         self._timeout_s = timeout_s
         self._name = f"taibai/exchange/{next(_numbers)}"
         self._round = 0
-        self._told: list[str] = []  # what the first process may delete once all have read it
+        self._told: list[str] = []  # keys that process 0 may delete once all have read them
 
     def gather(self, problem: str | None) -> str | None:
-        """Returns, on the first process, what is wrong on any of them, or None if nothing is.
+        """Collect problems on process 0.
 
         Args:
-          problem: what is wrong here, in a few words, or None.
+            problem: this process's problem in a few words, or None.
+
+        Returns:
+            On process 0, the problems of all processes in one string, or None if there are none.
 
         Raises:
-          TimeoutError: on the first process, which names those that did not answer.
+            TimeoutError: on process 0; names the processes that did not answer.
         """
         return self._problems(self._gather(problem))
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Returns what `action` returns on the first process, which alone calls it.
+        """Call `action` on process 0 only, and return its result on all processes.
 
         Args:
-          action: what it returns must be known to JSON.
+            action: its result must be serializable as JSON.
 
         Raises:
-          OSError: on all of them, if `action` failed, or if the first process does not answer.
+            OSError: on all processes, if `action` failed or process 0 does not answer.
         """
         self._round += 1
         if self._process > 0:
@@ -70,7 +81,8 @@ class Exchange:
             if "problem" in told:
                 raise OSError(told["problem"])
             return told["result"]
-        told: dict[str, Any] = {"problem": "process 0 failed (its log says how)"}
+        # Sent if `action` raises anything other than an OSError.
+        told: dict[str, Any] = {"problem": "process 0 failed (see its log)"}
         try:
             result = action()
             told = {"result": result}
@@ -84,10 +96,13 @@ class Exchange:
                 self._told.append(self._key(0))
 
     def words(self, word: str | None) -> list[str | None]:
-        """Returns, on all processes, the words of all of them, in their order.
+        """Return, on all processes, the words of all processes, in the order of their ids.
+
+        Args:
+            word: this process's word.
 
         Raises:
-          OSError: on all of them, if one does not answer.
+            OSError: on all processes, if one does not answer.
         """
         late, words = None, []
         try:
@@ -103,19 +118,24 @@ class Exchange:
         return self.on_first(tell)
 
     def agree(self, problem: str | None) -> str | None:
-        """Returns, on all processes, what is wrong on any of them, or None if nothing is.
+        """Return the problems of all processes on every process, or None if there are none.
+
+        Args:
+            problem: this process's problem in a few words, or None.
 
         Raises:
-          OSError: on all of them, if one does not answer.
+            OSError: on all processes, if one does not answer.
         """
         return self._problems(self.words(problem))
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Returns what `action` returns here, once every process has done its own.
+        """Call `action` on every process, and return its result once all have succeeded.
 
         Raises:
-          ValueError, OSError: where `action` failed with one; where it did not but elsewhere, one
-            that names those processes and may pass if one of theirs may.
+            ValueError: `action` failed with a ValueError here, or failed elsewhere with errors for
+                which a restart does not help; then the message names those processes.
+            OSError: `action` failed with an OSError here, or failed elsewhere with an error that a
+                restart may resolve.
         """
         try:
             result, failed = action(), None
@@ -133,7 +153,7 @@ class Exchange:
         return "; ".join(f"process {i}: {text}" for i, text in enumerate(words) if text) or None
 
     def _gather(self, word: str | None) -> list[str | None]:
-        """Returns, on the first process, the words of all; on the others nothing."""
+        """Return the words of all processes on process 0, and an empty list on the others."""
         self._round += 1
         if self._num_processes == 1:
             return [word]

@@ -1,13 +1,13 @@
-"""Getting hold of devices: one code path for CPU and accelerators, one process or many.
+"""Joins the processes of a run and creates the mesh: one code path for CPUs and accelerators.
 
-A process finds out how it was started from its environment. `python -m launch.local` sets
+A process learns from its environment how it was started. `python -m launch.local` sets
 
     TAIBAI_COORDINATOR         host:port of process 0
     TAIBAI_NUM_PROCESSES       number of processes
     TAIBAI_PROCESS_ID          0 .. TAIBAI_NUM_PROCESSES - 1
     TAIBAI_DEVICES_PER_PROCESS CPU devices that each process simulates
 
-and under SLURM's `srun` SLURM's own variables say as much.
+Under SLURM's `srun`, SLURM's own variables contain the same information.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ import jax
 from sharding.distributed.handshake import Process, perform_handshake
 from sharding.mesh import MeshConfig, make_mesh
 
-#: Simulated devices on few, busy cores can miss XLA's default time-outs and abort the process.
+#: Longer timeouts: with simulated devices on few, busy cores, a collective can take longer than
+#: XLA's default timeouts, and XLA would abort the process.
 CPU_XLA_FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "xla_cpu_collective_call_terminate_timeout_seconds": "300",
@@ -38,18 +39,21 @@ _log = logging.getLogger(__name__)
 def start(
     config: MeshConfig, *, start_timeout_s: float = 60.0, failure_timeout_s: float = 100.0
 ) -> jax.sharding.Mesh:
-    """Joins the other processes, if there are any, and returns the mesh.
+    """Join the other processes, if there are any, and return the mesh.
 
-    Must run before anything else asks jax for its devices: on CPU the devices that the mesh needs
-    and the machine lacks are simulated, and one line says so.
+    Call this before anything else asks jax for its devices. On CPU, devices that the mesh needs and
+    the machine lacks are simulated, and one log line says so.
 
     Args:
-      start_timeout_s: seconds to wait for the other processes.
-      failure_timeout_s: twice so long, and 10 s, without a sign of another process ends this one.
+        config: size of every mesh axis.
+        start_timeout_s: seconds to wait for the other processes.
+        failure_timeout_s: if another process sends no heartbeat for 2 × this + 10 seconds, this
+            process exits.
 
     Raises:
-      ValueError: processes are missing or do not fit each other, or an accelerator backend, or a
-        set of CPU processes, has too few devices.
+        ValueError: processes are incompatible, an accelerator backend or a set of CPU processes has
+            too few devices, or the mesh does not use all devices of several processes.
+        OSError: processes are missing, or process 0 cannot listen or cannot be reached.
     """
     skip_absent_gpus()
     flags = os.environ.get("XLA_FLAGS", "")
@@ -62,7 +66,7 @@ def start(
         _join(how, start_timeout_s, failure_timeout_s)
     distributed = how is not None
     if per_process or not distributed:
-        with contextlib.suppress(RuntimeError):  # jax has its devices already, as in a notebook
+        with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
             jax.config.update("jax_num_cpu_devices", int(per_process or config.num_devices))
     devices = jax.devices()
     mesh = make_mesh(config, devices)
@@ -72,18 +76,19 @@ def start(
         if distributed:
             raise ValueError(
                 f"mesh {config} uses {mesh.size} of the {len(devices)} devices of "
-                f"{jax.process_count()} processes; every device must have its place, "
-                "for example with mesh.data=-1"
+                f"{jax.process_count()} processes, but must use all of them; "
+                "set for example mesh.data=-1"
             )
         _log.warning("the mesh uses %d of %d devices", mesh.size, len(devices))
     return mesh
 
 
 def skip_absent_gpus() -> None:
-    """Makes jax use CPUs where its CUDA plugin is installed and no NVIDIA GPU is.
+    """Select CPUs if jax's CUDA plugin is installed on a machine without an NVIDIA GPU.
 
-    The plugin would print a stack trace before jax fell back to CPUs. Call this before jax is asked
-    for its devices. `JAX_PLATFORMS` takes precedence, and plugins of other vendors are left alone.
+    The plugin would otherwise print a stack trace before jax falls back to CPUs. Call this before
+    jax is asked for its devices. `JAX_PLATFORMS` takes precedence, and plugins of other vendors are
+    left alone.
     """
     config: Any = jax.config  # its fields are added when jax is imported
     if config.jax_platforms:
@@ -98,7 +103,7 @@ def skip_absent_gpus() -> None:
 
 
 def _has_nvidia_gpu() -> bool:
-    # The second is how Windows' subsystem for Linux shows a GPU.
+    # /dev/dxg is the GPU in Windows Subsystem for Linux.
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
@@ -109,11 +114,11 @@ class DistributedEnv:
     coordinator: str  # host:port
     num_processes: int
     process_id: int
-    local_device_ids: list[int] | None  # None: all that the process sees
+    local_device_ids: list[int] | None  # None: all devices that are visible to the process
 
 
 def read_distributed_env(env: Mapping[str, str]) -> DistributedEnv | None:
-    """Returns what the environment says; None if the process is alone."""
+    """Read from the environment how this process was started; None if it is the only one."""
     if int(env.get("TAIBAI_NUM_PROCESSES", "1")) > 1:
         return DistributedEnv(
             coordinator=env["TAIBAI_COORDINATOR"],
@@ -123,10 +128,11 @@ def read_distributed_env(env: Mapping[str, str]) -> DistributedEnv | None:
         )
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) <= 1:
         return None
-    # Of "n[01-03,7]" or "n01,m7", the first host; a port that no other job's step has.
+    # The first host of "n[01-03,7]" or "n01,m7", and a port that is unlikely to be used by the step
+    # of another job.
     host = "".join(re.findall(r"^([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])[0])
     step = int(env["SLURM_JOB_ID"]) * 8 + int(env.get("SLURM_STEP_ID", "0"))
-    # Several processes on a host, each of which sees all GPUs: one for each.
+    # If several processes share a host and each sees all its GPUs, each takes one of them.
     shares_host = not re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     sees_one = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
     return DistributedEnv(
@@ -141,13 +147,13 @@ def _join(start: DistributedEnv, start_timeout_s: float, failure_timeout_s: floa
     own = Process(process_id=start.process_id, num_processes=start.num_processes)
     perform_handshake(own, start.coordinator, start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would catch SIGTERM, which is the run's own to answer.
+    # The preemption service would catch SIGTERM, which the run itself handles.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=start.coordinator,
         num_processes=start.num_processes,
         process_id=start.process_id,
         local_device_ids=start.local_device_ids,
-        # The watchdog comes first, as it says more.
+        # Longer than the watchdog's timeout, because the watchdog reports more.
         heartbeat_timeout_seconds=round(2 * failure_timeout_s) + 10,
     )

@@ -1,9 +1,14 @@
-"""A traced function as a list of operations with the bytes that each value takes on one device.
+"""Turns a traced function into a list of operations, with per-device sizes of all values.
 
-A jaxpr says what is computed and in which order, but not what XLA makes of it: arrays that the
-compiler splits over the mesh show their whole shapes in it. Here calls are opened, and mesh axes
-are passed on from inputs and constraints to what follows from them, much as XLA's own partitioner
-does, so that the size of every value on one device is known before anything is compiled.
+A jaxpr lists the operations of a function in order, but its shapes are global wherever the compiler
+partitions arrays over the mesh. `open_jaxpr` inlines calls, and propagates mesh axes from the
+inputs and from sharding constraints to all other values, much as XLA's own partitioner does. So the
+size of every value on one device is known before anything is compiled:
+
+    value in the jaxpr      shape on the mesh     bytes on one device, with model=4
+    x: f32[8,64]            [8, 64]               2,048
+    w: f32[64,256]          [64, 256/model]       16,384 of 65,536
+    y = dot_general x w     [8, 256/model]        2,048 of 8,192
 """
 
 from collections.abc import Sequence
@@ -18,26 +23,33 @@ from sharding.estimate.operations import RENAMES, Axes, Loop, Operation, Program
 from sharding.estimate.propagation import axes_of, join, passed_on, split_back, split_on
 from sharding.memory import HOST
 
-#: A loop's body is gone through until what it carries is split as what it gives out: in so few.
+#: Maximum number of passes over a loop's body until its carry enters and leaves with equal axes.
 _MAX_ROUNDS = 4
 
 
 def open_jaxpr(
     closed: ClosedJaxpr, args: Sequence[Any], *, splits_gradients: bool = True
 ) -> Program:
-    """Returns the program of a traced function.
+    """Return the program of a traced function.
 
     Args:
-      args: of the function: arrays or ShapeDtypeStructs with NamedShardings, one for each input.
-      splits_gradients: whether buffers that begin as zeros are split as what is added to them.
-        Every compiler does so. Estimates for CPUs leave it out: what is too much there makes up for
-        copies that only these compilers make, and their share of gaps was measured so.
+        closed: the function's jaxpr.
+        args: the function's arguments: arrays or ShapeDtypeStructs with NamedShardings, one per
+            input of the jaxpr.
+        splits_gradients: whether buffers that are initialized with zeros are split like the values
+            added to them. Every compiler does this. Estimates for CPUs leave it out, because the
+            excess makes up for copies that only CPU compilers make, and because `GAPS_SHARE` was
+            measured this way.
+
+    Returns:
+        The program, whose values have the axes that the compiler splits them over.
     """
     inputs = [
         _value(v.aval, axes_of(arg.sharding.spec, v.aval.ndim))
         for v, arg in zip(closed.jaxpr.invars, args, strict=True)
     ]
     program = _Builder(frozenset(), splits_gradients=splits_gradients).program(closed, inputs)
+    # Backward passes find axes that forward passes propagate further, and the other way round.
     for _ in range(_MAX_ROUNDS if splits_gradients else 0):
         split_back(program.operations)
         if not split_on(program.operations):
@@ -51,7 +63,7 @@ def _value(aval: Any, axes: Axes | None = None) -> Value:
     if dtype is None:
         itemsize = 0
     elif jnp.issubdtype(dtype, jax.dtypes.extended):
-        itemsize = 8  # a key
+        itemsize = 8  # a PRNG key
     else:
         itemsize = np.dtype(dtype).itemsize
     on_host = getattr(aval, "memory_space", None) == HOST
@@ -59,11 +71,11 @@ def _value(aval: Any, axes: Axes | None = None) -> Value:
 
 
 class _Builder:
-    """Opens a jaxpr.
+    """Inlines a jaxpr and propagates axes forward.
 
     Args:
-      manual: the mesh axes that are handled by hand there.
-      splits_gradients: as for open_jaxpr.
+        manual: mesh axes that are manual in this jaxpr, in a `shard_map`.
+        splits_gradients: as in `open_jaxpr`.
     """
 
     def __init__(self, manual: frozenset[str], *, splits_gradients: bool):
@@ -72,7 +84,7 @@ class _Builder:
     def program(self, closed: Any, inputs: list[Value]) -> Program:
         operations: list[Operation] = []
         outputs = self.run(closed, inputs, operations)
-        # What a loop begins with is split as what it carries: so is what only had another name.
+        # A loop's initial values have the axes of its carry. Pass them back through renames.
         for operation in reversed(operations):
             if operation.name in RENAMES:
                 for value, output in zip(operation.inputs, operation.outputs, strict=True):
@@ -81,7 +93,7 @@ class _Builder:
         return Program(inputs, _needed(operations, outputs), outputs)
 
     def run(self, closed: Any, inputs: Sequence[Value], operations: list) -> list:
-        """Adds a jaxpr's operations; returns the values of its outputs."""
+        """Append the operations of a jaxpr, and return the values of its outputs."""
         jaxpr = _bare(closed)
         env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= {v: _value(v.aval) for v in jaxpr.constvars}
@@ -134,13 +146,15 @@ class _Builder:
         return Operation("cond", inputs, outputs, eqn.params, bodies)
 
     def _body(self, closed: Any, like: Sequence[Value]) -> Program:
-        """Returns the program of a jaxpr whose inputs are like these values."""
+        """Return the program of a jaxpr whose inputs have the axes of these values."""
         jaxpr = _bare(closed)
         inputs = [_value(v.aval, value.axes) for v, value in zip(jaxpr.invars, like, strict=True)]
         return self.program(closed, inputs)
 
     def _scan(self, eqn: Any, inputs: list) -> Loop:
         closed = eqn.params["jaxpr"]
+        # An input is scanned over if the body sees it with one dim fewer; likewise, an output is
+        # stacked if it has one dim more than the body's output. The others are constants or carry.
         ranks = [len(v.aval.shape) for v in closed.jaxpr.invars]
         is_slice = [len(v.aval.shape) > rank for v, rank in zip(eqn.invars, ranks, strict=True)]
         out_ranks = [len(v.aval.shape) for v in closed.jaxpr.outvars]
@@ -167,7 +181,7 @@ class _Builder:
         )
 
     def _once(self, eqn: Any, inputs: list, operations: list) -> list:
-        """Adds the body of a scan of length 1, which XLA takes out of its loop."""
+        """Append the body of a scan of length 1, whose loop XLA removes."""
         jaxpr = eqn.params["jaxpr"].jaxpr
         like = [
             _value(v.aval, value.axes[len(value.shape) - v.aval.ndim :])
@@ -183,6 +197,7 @@ class _Builder:
         return outputs
 
     def _while(self, eqn: Any, inputs: list) -> Loop:
+        # The body does not read the constants of the condition.
         inputs = inputs[eqn.params["cond_nconsts"] :]
         num_consts = eqn.params["body_nconsts"]
         body = self._settled(eqn.params["body_jaxpr"], inputs, num_consts, len(inputs) - num_consts)
@@ -195,7 +210,7 @@ class _Builder:
         )
 
     def _settled(self, closed: Any, like: list, num_consts: int, num_carry: int) -> Program:
-        """Returns a loop's body with what is carried split alike at its start and its end."""
+        """Return a loop's body whose carry has the same axes at its start and at its end."""
         carried = slice(num_consts, num_consts + num_carry)
         for _ in range(_MAX_ROUNDS):
             body = self._body(closed, like)
@@ -210,6 +225,7 @@ class _Builder:
         manual = self._manual | set(
             eqn.params.get("manual_axes") or eqn.params["newly_manual_axes"]
         )
+        # Inside, shapes are per device along manual axes, so only the other axes remain.
         jaxpr = _bare(eqn.params["jaxpr"])
         local = []
         for v, value in zip(jaxpr.invars, inputs, strict=True):
@@ -230,7 +246,7 @@ class _Builder:
 
 
 def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
-    """Returns the operations that outputs depend on."""
+    """Return the operations that the outputs depend on."""
     wanted, needed = set(outputs), []
     for operation in reversed(operations):
         if wanted.intersection(operation.outputs):
@@ -240,7 +256,7 @@ def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[O
 
 
 def _called(eqn: Any) -> Any:
-    """Returns the jaxpr that an equation only calls, or None."""
+    """Return the jaxpr that an equation merely calls, as `jit` does, or None."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         jaxpr = _bare(eqn.params.get(key))
         if hasattr(jaxpr, "eqns") and _shapes(jaxpr) == _shapes(eqn):
@@ -249,11 +265,11 @@ def _called(eqn: Any) -> Any:
 
 
 def _bare(jaxpr: Any) -> Any:
-    """Returns a jaxpr without its constants."""
+    """Return a jaxpr without its constants."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def _shapes(taker: Any) -> list[list[tuple]]:
-    """Returns the shapes of what a jaxpr or an equation takes and gives out."""
+    """Return the shapes of the inputs and of the outputs of a jaxpr or an equation."""
     shape = lambda v: getattr(v.aval, "shape", ())  # noqa: E731
     return [list(map(shape, taker.invars)), list(map(shape, taker.outvars))]

@@ -1,15 +1,30 @@
-"""The memory and the work of a traced step on one device, estimated before it is compiled.
+"""Estimates the memory and the work of a traced step on one device, before it is compiled.
 
-The step's program (program.py) is gone through once. What an operation gives out comes to be when
-it runs, and goes when nothing reads it any more. What XLA does to save memory is followed in its
-main lines: chains of element-wise operations are fused, so that nothing within them is ever made;
-an operation that can write over an input that nobody else reads does; loops change what they carry
-in place; addresses are given as XLA gives them (packing.py). What XLA adds is not: copies for
-another layout, and what a scheduler runs ahead of time.
+The estimator runs the step's program (operations.py) once, with sizes instead of numbers. An output
+is allocated when its operation runs and freed after its last use, and the estimate is the largest
+total at any time. For example, `y = x + tanh(x @ w1) @ w2` has donated float32 inputs x [512, 512],
+w1 [512, 2048] and w2 [2048, 512]:
 
-Of compilers for CPUs two habits are followed: what a reduction reads is made; and an input that is
-changed in place and that another fusion reads as well is copied first, which leaves its own room to
-others meanwhile. Elsewhere reductions are fused, and so is all that reads such an input.
+    operation      allocated     in use while it runs    freed after it
+    inputs         x, w1, w2      9 MiB
+    a = x @ w1     a, 4 MiB      13 MiB  <- peak         w1, 4 MiB
+    h = tanh(a)    nothing        9 MiB                               fused into its reader
+    b = h @ w2     b, 1 MiB      10 MiB                  h, w2        h was written over a
+    y = x + b      nothing        2 MiB                  b            written over x
+
+The peak, x + w1 + w2 + a = 13 MiB, is reported by label: 9 MiB of inputs and 4 MiB of temporaries.
+On a GPU, each product also has a workspace of 4 MiB while it runs.
+
+The main memory optimizations of XLA are modelled: chains of element-wise operations are fused, so
+that their intermediate values are never allocated; an operation writes over an input that has no
+other reader, if it can; loops update their carry in place; buffers get the addresses that XLA would
+give them (packing.py). XLA's own additions are not modelled: copies that change a layout, and
+operations that its scheduler runs ahead of time.
+
+Two habits of XLA's CPU compilers are modelled as well. They do not fuse reductions with the
+operations that compute their inputs, so these inputs are allocated. And an input that is updated in
+place but is also read by another fusion is copied first, which leaves its own memory free for other
+buffers in the meantime. Elsewhere, reductions are fused, and so are all readers of such an input.
 """
 
 import bisect
@@ -27,7 +42,7 @@ from sharding.estimate.packing import Lifetime, most_bytes_at_once, packed_bytes
 from sharding.estimate.simplify import simplified
 
 _COLLECTIVES = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin")
-#: What cannot be part of a fusion: its inputs and outputs are arrays in memory.
+#: Operations that cannot be part of a fusion: their inputs and outputs are arrays in memory.
 _UNFUSED = (
     *("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"),
     *("sort", "top_k", "cumsum", "cumprod", "cummax", "cumlogsumexp", "concatenate", "gather"),
@@ -36,66 +51,67 @@ _UNFUSED = (
     *_COLLECTIVES,
 )
 _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
-#: What differs between XLA's versions for GPUs, as measured with jax 0.10.2 and 0.12.0.
+#: XLA's GPU compiler changed its behaviour in between, as measured with jax 0.10.2 and 0.12.0.
 _IS_NEW_XLA = jax.__version_info__ >= (0, 12)
-#: What cuBLAS works with in addition to the arrays of a product, for as long as that takes.
+#: cuBLAS's workspace, which exists while a product runs.
 WORKSPACE_BYTES = 4 * 2**20
-#: The same for a product that reads one of its inputs where a loop slices it, and adds nothing.
+#: The same for a product that reads a loop's slice of an array and whose result is not added.
 SLICED_WORKSPACE_BYTES = (32 if _IS_NEW_XLA else 4) * 2**20
-#: Whether branches copy what the computation around them was given before they change it.
+#: Whether branches of a conditional copy inputs of the enclosing program before updating them.
 COPIES_IN_BRANCHES = not _IS_NEW_XLA
-#: Of these, those that write into their first input, or each into its own, if nobody reads it.
+#: Unfusible operations that write into their first input, or each output into its own input, unless
+#: another operation still reads that input.
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum")
-#: Nor can kernels be part of one that are written out, such as cuDNN's.
+#: Prefixes of hand-written kernels, such as cuDNN's, which cannot be part of a fusion either.
 _KERNELS = ("dot_product_attention", "custom_", "pallas", "ffi")
-#: They end a fusion: what they read is not made, what they give out is.
+#: These end a fusion: their inputs are not allocated, but their outputs are.
 _REDUCTIONS = (
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
     *("reduce_xor", "argmax", "argmin", "reduce", "reduce_window"),
 )
-#: Another name for an array that is there.
+#: Operations that return an existing array under another name or shape.
 _VIEWS = (
     *("reshape", "squeeze", "expand_dims", "shard_map", "sharding_constraint"),
     *("stop_gradient", "copy", "bitcast_convert_type", "random_wrap", "random_unwrap"),
     *RENAMES,
 )
-#: Too costly to be computed again for a second reader.
+#: Too expensive to be recomputed for a second reader, so the result is stored.
 _COSTLY = (
     *("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erf_inv", "sqrt"),
     *("rsqrt", "cbrt", "div", "rem", "pow", "sin", "cos"),
 )
-#: They read elements from elsewhere than where their own go: nothing is written over meanwhile.
+#: These read elements from other positions than those they write, so they cannot work in place.
 _MOVES = ("transpose", "rev", "slice", "dynamic_slice", "pad", "broadcast_in_dim", "roll")
 
-#: What `counted_as` takes, and what is neither these nor an input.
+#: Labels that `counted_as` accepts; then the label of all arrays that are not inputs and have none.
 LABELS = ("parameters", "gradients", "activations")
 TEMPORARIES = "temporaries"
-#: What a step holds beyond the arrays that are counted here, as a share of what it makes.
+#: Label of the memory that a step needs beyond the arrays that are counted here.
 GAPS = "gaps"
-#: On CPUs arrays of different lives leave gaps between them: the mean of 21 compiled steps of five
-#: models (docs/memory.md).
+#: For CPUs: gaps between arrays of different lifetimes, as a share of the arrays that a step has
+#: allocated at its peak. The mean of 21 compiled steps of five models (docs/memory.md).
 GAPS_SHARE = 0.08
-#: For GPUs the gaps are computed. What is added is for XLA's scheduler, which computes some arrays
-#: earlier than they are needed, or reads them later: the mean of the steps in docs/memory.md.
+#: For GPUs, where gaps are computed: the same share for XLA's scheduler, which computes some arrays
+#: earlier than they are needed, or reads them later. The mean of the steps in docs/memory.md.
 GPU_GAPS_SHARE = 0.04
-#: Smaller ones than this share of all that a step makes leave no gaps worth computing.
+#: Arrays smaller than this share of all arrays allocated at the peak leave no gaps worth computing.
 _MIN_PACKED_SHARE = 1 / 2000
 
 
 def counted_as(label: str, tree: Any) -> Any:
-    """Returns the arrays of a traced function as they are; estimates count them under `label`."""
+    """Count arrays of a traced function under `label`, one of LABELS, and return them unchanged."""
     assert label in LABELS
     return jax.tree.map(lambda x: checkpoint_name(x, label), tree)
 
 
 @dataclasses.dataclass
 class StepCost:
-    """What one device does in a step.
+    """Work of one device in a step.
 
     Attributes:
-      products: (FLOPs, bytes read and written) of a matrix product -> how often it runs.
-      host_bytes: that go to host memory or come from there.
-      network_bytes: that come in through collectives which are written out by hand.
+        products: (FLOPs, bytes read and written) of a matrix product -> number of executions.
+        host_bytes: bytes copied to or from host memory.
+        network_bytes: bytes received through explicit collectives, which a `shard_map` contains.
     """
 
     products: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -104,9 +120,11 @@ class StepCost:
 
     @property
     def flops(self) -> int:
+        """FLOPs of all matrix products."""
         return sum(flops * times for (flops, _), times in self.products.items())
 
     def add(self, other: "StepCost", times: int = 1) -> None:
+        """Add `times` times the work of `other`."""
         for product, count in other.products.items():
             self.products[product] += count * times
         self.host_bytes += times * other.host_bytes
@@ -117,7 +135,7 @@ class StepCost:
 class Needs:
     """Bytes in device memory and in host memory, by label.
 
-    Labels are LABELS, those of the inputs, TEMPORARIES and GAPS.
+    The labels are LABELS, the labels of the inputs, TEMPORARIES and GAPS.
     """
 
     device: Mapping[str, int]
@@ -125,16 +143,18 @@ class Needs:
 
     @property
     def device_bytes(self) -> int:
+        """Total bytes in device memory."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
+        """Total bytes in host memory."""
         return sum(self.host.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate(Needs):
-    """What a step takes for one device, at the moment when most is in use, and what that does."""
+    """Peak memory of a step on one device, and the work of the step."""
 
     work: StepCost  # in one step
 
@@ -142,11 +162,13 @@ class Estimate(Needs):
 def estimate(
     program: Program, labels: Iterable[str], mesh_shape: Mapping[str, int], *, platform: str
 ) -> Estimate:
-    """Returns what a program takes whose inputs are donated.
+    """Estimate the memory and the work of a program whose inputs are donated.
 
     Args:
-      labels: of the inputs.
-      platform: of the devices.
+        program: the program, from `open_jaxpr`.
+        labels: one label per input.
+        mesh_shape: sizes of the mesh axes.
+        platform: platform of the devices, such as "cpu" or "gpu".
     """
     if platform != "cpu":
         program = simplified(program)
@@ -162,6 +184,7 @@ def estimate(
         for buffer in buffers:
             at_peak[on_host][buffer.label] += buffer.num_bytes
     made = [buffer.num_bytes for buffer in run.at_peak[False] if not buffer.is_input]
+    # While a copied input's own memory is free, temporaries use it: count only the rest.
     at_peak[False][TEMPORARIES] += _unused(run.copied, made)
     if platform == "cpu":
         gaps = GAPS_SHARE * sum(made)
@@ -174,50 +197,60 @@ def estimate(
 
 @dataclasses.dataclass(eq=False)
 class _Buffer:
-    """Bytes in the memory of the device or its host, until nothing holds them any more."""
+    """An allocation in device or host memory, live until no value refers to it any more."""
 
     num_bytes: int
     on_host: bool
     label: str
-    start: int  # how many buffers there were before it
-    end: int | None = None  # likewise, when it went; None: it is there
+    start: int  # number of buffers allocated before it
+    end: int | None = None  # number of buffers allocated before it was freed; None while it is live
     num_holders: int = 0
-    num_loops: int = 0  # that carry it, and keep its place as long as they run
+    num_loops: int = 0  # running loops that carry it, and therefore keep its memory
     is_input: bool = False
-    is_read_at_end: bool = False  # by what makes an output of the program
-    is_written_over: bool = False  # likewise
+    is_read_at_end: bool = False  # by the computation of an output of the program
+    is_written_over: bool = False  # by an output of the program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Held:
-    """What a value stands for: an array in memory, or one that could be made from others."""
+    """The storage of a value: an array in memory, or buffers that it can be computed from.
+
+    Attributes:
+        buffers: its own buffer if `is_made`, or else the buffers that its fusion reads.
+        is_made: whether it is stored in memory; otherwise it is part of a fusion.
+        is_costly: whether its fusion has an operation that is too expensive to recompute.
+        label: label under which its memory is counted.
+        moved: the subset of `buffers` that is not read element by element, and so cannot be written
+            over by this fusion.
+        is_slice: whether it is a loop's slice of an array, read from that array without a copy.
+    """
 
     buffers: tuple[_Buffer, ...] = ()
     is_made: bool = False
     is_costly: bool = False
     label: str = TEMPORARIES
-    moved: frozenset[_Buffer] = frozenset()  # of the buffers, those not read element by element
-    is_slice: bool = False  # of what a loop goes through, as it is there
+    moved: frozenset[_Buffer] = frozenset()
+    is_slice: bool = False
 
 
 class _Frame:
-    """The values of a program that is being run: what they stand for, and who still reads them."""
+    """The values of a program during its run: their storage, and how often they are still read."""
 
     def __init__(self, program: Program):
         self.held: dict[Value, _Held] = {}
-        self.places: dict[Value, _Buffer] = {}  # where values go that a loop carries on
+        self.places: dict[Value, _Buffer] = {}  # buffers that a loop's carry goes back to
         self.own_inputs: set[_Buffer] = set()
         self.num_uses = collections.Counter(v for op in program.operations for v in op.inputs)
         self.num_uses.update(program.outputs)
-        #: What reductions read, directly or as part of a fusion.
+        #: Values that reductions read, directly or as part of a fusion.
         self.is_reduced: set[Value] = set()
         for op in reversed(program.operations):
             if op.name in _REDUCTIONS or not self.is_reduced.isdisjoint(op.outputs):
                 if op.name not in _UNFUSED and not isinstance(op, Loop) and not op.bodies:
                     self.is_reduced.update(op.inputs)
-        #: What is added to something.
+        #: Values that are added to another one.
         self.is_added = {v for op in program.operations if op.name == "add" for v in op.inputs}
-        #: What a loop begins with is there from where it is written, be it only zeros.
+        #: Initial values of loops, which are stored as soon as they are defined, even plain zeros.
         self.is_early: set[Value] = set()
         for op in reversed(program.operations):
             if isinstance(op, Loop):
@@ -230,7 +263,7 @@ class _Frame:
         return self.held.get(value, _Held())  # literals and constants take no memory
 
     def place(self, program: Program, places: Mapping[Value, _Buffer]) -> None:
-        """Takes note of where outputs go, and with them what has only another name."""
+        """Set the buffers of outputs, and of all values that are views of these outputs."""
         self.places = dict(places)
         for op in reversed(program.operations):
             if op.name in _VIEWS and not self.places.keys().isdisjoint(op.outputs):
@@ -240,15 +273,19 @@ class _Frame:
 
 
 class _Run:
-    """Runs programs with nothing but sizes."""
+    """Runs programs with sizes instead of numbers.
+
+    Counts the readers of every value. A value without readers releases its buffers, and a buffer
+    that no value holds is freed. Totals and peaks are kept for device memory and for host memory.
+    """
 
     def __init__(self, mesh_shape: Mapping[str, int], platform: str):
         self._mesh_shape, self._is_cpu = mesh_shape, platform == "cpu"
         self._live: dict[bool, dict[_Buffer, None]] = {False: {}, True: {}}
         self._total, self._peak = {False: 0, True: 0}, {False: 0, True: 0}
         self.at_peak: dict[bool, list[_Buffer]] = {False: [], True: []}
-        self.copied: list[int] = []  # bytes of inputs that are copied before they are changed
-        self._buffers: list[_Buffer] = []  # all that there ever were
+        self.copied: list[int] = []  # bytes of inputs that are copied before they are updated
+        self._buffers: list[_Buffer] = []  # all buffers ever allocated
         self.work = StepCost()
 
     def program(
@@ -260,13 +297,15 @@ class _Run:
         is_whole: bool = False,
         places: Sequence[_Buffer] = (),
     ) -> list[_Held]:
-        """Returns what the outputs stand for, the first `num_made` of them arrays in memory.
+        """Run a program and return the storage of its outputs.
 
         Args:
-          inputs: what the inputs stand for, held for this program. The caller releases what is
-            returned.
-          is_whole: it is no part of another one.
-          places: where the first outputs go if nothing is there any more when they are made.
+            program: the program.
+            inputs: storage of its inputs. The caller hands over the inputs, and has to release the
+                returned outputs.
+            num_made: number of leading outputs that must be arrays in memory.
+            is_whole: whether this is the whole step, rather than a body or branch.
+            places: buffers for the leading outputs, used if they are free when an output is made.
         """
         frame = _Frame(program)
         if places:
@@ -290,7 +329,7 @@ class _Run:
         return outputs
 
     def made(self, value: Value, label: str = TEMPORARIES, place: _Buffer | None = None) -> _Held:
-        """Returns a new array in memory, at its place if that is free."""
+        """Return a new array in memory; it reuses the buffer `place` if that is free."""
         size = self._size(value)
         if place is not None and place.num_holders == 0:
             if (place.num_bytes, place.on_host) == (size, value.on_host):
@@ -305,6 +344,7 @@ class _Run:
         return self._hold(_Held((buffer,), is_made=True, label=label))
 
     def release(self, held: _Held) -> None:
+        """Drop one reference to the buffers of a value, and free those without references."""
         for buffer in held.buffers:
             buffer.num_holders -= 1
             if buffer.num_holders == 0 and not buffer.num_loops:
@@ -313,10 +353,12 @@ class _Run:
                 buffer.end = len(self._buffers)
 
     def lifetimes(self, at_least: float) -> list[Lifetime]:
-        """Returns when each array of a program lived that came to be on the device meanwhile.
+        """Return the lifetimes of the device buffers that were allocated during the run.
+
+        Time is measured in buffers allocated so far. Inputs are not included.
 
         Args:
-          at_least: bytes; smaller arrays are left out.
+            at_least: bytes; smaller buffers are left out.
         """
         last = len(self._buffers) + 1
         return [
@@ -334,27 +376,34 @@ class _Run:
         return value.num_bytes(self._mesh_shape)
 
     def _done(self, frame: _Frame, *values: Value) -> None:
-        """Takes note that each of the values has been read once."""
+        """Record that each of the values has been read once."""
         for value in values:
             frame.num_uses[value] -= 1
             if frame.num_uses[value] <= 0 and value in frame.held:
                 self.release(frame.held.pop(value))
 
     def _make(self, value: Value, frame: _Frame, *, is_output: bool = False) -> _Held:
-        """Returns what the value stands for, an array in memory from now on.
+        """Store a value as an array in memory, and return its storage.
+
+        The array is written over a buffer that the value is computed from, if one has the same size
+        and no other reader; otherwise it is newly allocated.
 
         Args:
-          is_output: of the whole program. Outputs are made together, over inputs if they can be.
+            value: the value, which may be part of a fusion so far.
+            frame: the program's values.
+            is_output: whether it is an output of the whole step. Outputs are made together, each
+                over an input if possible.
         """
         held = frame[value]
         if held.is_made:
             return held
         size, made = self._size(value), None
+        # Prefer a buffer with few other readers; outputs of the step may take one that has some.
         for buffer in sorted(held.buffers, key=lambda buffer: buffer.num_holders):
             is_same = (buffer.num_bytes, buffer.on_host) == (size, value.on_host)
             is_free = buffer.num_holders == 1 or is_output and not buffer.is_written_over
             if not self._is_cpu and not is_output and value in frame.is_reduced:
-                is_free = False  # a fusion that also reduces what it makes writes nothing over
+                is_free = False  # a fusion that also reduces its result writes over no input
             if made is None and is_same and is_free and buffer not in held.moved:
                 made = self._hold(_Held((buffer,), is_made=True))
                 is_read = buffer.is_read_at_end or buffer.num_holders > 2
@@ -379,6 +428,8 @@ class _Run:
         else:
             outputs = self._fused(op, frame)
         for value, held in zip(op.outputs, outputs, strict=True):
+            # Free unread outputs at once. Store expensive values that several operations read,
+            # where XLA would otherwise recompute them in each reader's fusion.
             if not frame.num_uses[value]:
                 self.release(held)
                 continue
@@ -389,6 +440,7 @@ class _Run:
                 self._make(value, frame)
 
     def _view(self, op: Operation, frame: _Frame) -> list[_Held]:
+        """Return an existing array under another name, or copy it between device and host."""
         outputs = []
         for value, output in _pairs(op):
             held = frame[value]
@@ -406,6 +458,7 @@ class _Run:
         return outputs
 
     def _fused(self, op: Operation, frame: _Frame) -> list[_Held]:
+        """Add an element-wise operation to a fusion: allocate nothing, keep its inputs alive."""
         inputs = [frame[value] for value in op.inputs]
         buffers = tuple(dict.fromkeys(b for held in inputs for b in held.buffers))
         is_costly = op.name in _COSTLY or any(h.is_costly and not h.is_made for h in inputs)
@@ -416,8 +469,11 @@ class _Run:
         return outputs
 
     def _unfused(self, op: Operation, frame: _Frame) -> list[_Held]:
+        """Run an operation whose inputs and outputs are arrays in memory."""
         reads_slice = any(frame[value].is_slice for value in op.inputs)
         for i, value in enumerate(op.inputs):
+            # Two kinds of inputs need not be stored, because they are fused with their reader: the
+            # update of a dynamic_update_slice and, except on CPUs, the input of a reduction.
             is_fused = op.name == "dynamic_update_slice" and i == 1
             if not is_fused and (self._is_cpu or op.name not in _REDUCTIONS):
                 self._make(value, frame)
@@ -439,6 +495,7 @@ class _Run:
         return outputs
 
     def _count(self, op: Operation) -> None:
+        """Count the work of an operation."""
         if op.name == "dot_general":
             (contracted, _), _ = op.params["dimension_numbers"]
             left, output = op.inputs[0], op.outputs[0]
@@ -450,18 +507,21 @@ class _Run:
             self.work.network_bytes += sum(map(self._size, op.outputs))
 
     def _loop(self, op: Loop, frame: _Frame) -> list[_Held]:
+        """Run a loop: its body once, with the work of all iterations."""
         consts, carried = op.num_consts, op.num_consts + op.num_carry
         inputs = []
         for i, value in enumerate(op.inputs):
             held = self._make(value, frame)
+            # The carry lives in the buffer of its initial value, or in a copy if others read that.
             if consts <= i < carried:
                 is_last = frame.num_uses[value] == held.buffers[0].num_holders == 1
                 inputs.append(self._hold(held) if is_last else self.made(value, held.label))
                 self._done(frame, value)
-            else:  # of slices, each one comes when it is read
+            else:  # a scanned input is not copied: each slice is read from the whole array
                 is_const = i < consts
                 seen = _Held(held.buffers, is_made=is_const, is_slice=not is_const)
                 inputs.append(self._hold(seen))
+        # Stacked outputs are allocated as a whole before the first iteration.
         stacked = [self.made(value) for value in op.outputs[op.num_carry :]]
         before, self.work = self.work, StepCost()
         if self._is_cpu:
@@ -478,7 +538,7 @@ class _Run:
     def _in_places(
         self, op: Loop, inputs: Sequence[_Held], places: Sequence[_Buffer]
     ) -> list[_Held]:
-        """Runs a loop's body; what is carried goes back to where it was, by a copy if need be."""
+        """Run a loop's body; its carry returns to its own buffers, by a copy if necessary."""
         for place in places:
             place.num_loops += 1
         outputs = self.program(op.bodies[0], inputs, op.num_carry, places=places)
@@ -490,11 +550,11 @@ class _Run:
         return [*carried, *outputs[op.num_carry :]]
 
     def _cond(self, op: Operation, frame: _Frame) -> list[_Held]:
-        """Runs every branch from the same start; of their work, the most is counted."""
+        """Run every branch from the same state; the work of the most expensive one is counted."""
         inputs = [self._make(value, frame) for value in op.inputs][1:]
         kept = []
         if COPIES_IN_BRANCHES and not self._is_cpu:
-            # What is an input around the branches is copied before one of them changes it.
+            # Holding an input of the enclosing program keeps branches from updating it in place.
             kept = [self._hold(h) for h in inputs if not frame.own_inputs.isdisjoint(h.buffers)]
         start, work, results, works = self._state(frame), self.work, [], []
         for body in op.bodies:
@@ -509,6 +569,7 @@ class _Run:
         work.add(max(works, key=lambda w: (w.flops, w.host_bytes + w.network_bytes)))
         outputs: list[_Held | None] = []
         was_there = {buffer for live in self._live.values() for buffer in live}
+        # If all branches return the same existing buffer, the output is that buffer.
         for made in zip(*results, strict=True):
             found = {held.buffers for held in made}
             is_kept = len(found) == 1 and was_there.issuperset(*found)
@@ -520,15 +581,18 @@ class _Run:
         return made
 
     def _state(self, frame: _Frame) -> tuple:
+        """Return a snapshot of everything that running a branch changes."""
         live = {on_host: dict(buffers) for on_host, buffers in self._live.items()}
         holders = {buffer: buffer.num_holders for buffers in live.values() for buffer in buffers}
         return live, holders, dict(self._total), dict(frame.held), dict(frame.num_uses)
 
     def _set(self, state: tuple, frame: _Frame) -> None:
+        """Restore a snapshot made by `_state`."""
         live, holders, total, held, num_uses = state
         for on_host, buffers in self._live.items():
             for buffer in buffers.keys() - live[on_host].keys():
-                buffer.end = len(self._buffers)  # an output of a branch, which takes that of _cond
+                # The output of a branch: `_cond` allocates the conditional's output in its place.
+                buffer.end = len(self._buffers)
         self._live = {on_host: dict(buffers) for on_host, buffers in live.items()}
         self._total = dict(total)
         frame.held, frame.num_uses = dict(held), collections.Counter(num_uses)
@@ -537,7 +601,10 @@ class _Run:
 
 
 def _unused(rooms: Sequence[int], guests: Sequence[int]) -> int:
-    """Returns the bytes of rooms that are left when each has taken the largest guest that fits."""
+    """Return the bytes of rooms that stay empty when guests move in.
+
+    Rooms are filled in order of size, the largest first; each takes the largest guest that fits.
+    """
     waiting, left = sorted(guests), 0
     for room in sorted(rooms, reverse=True):
         i = bisect.bisect_right(waiting, room)
@@ -546,7 +613,7 @@ def _unused(rooms: Sequence[int], guests: Sequence[int]) -> int:
 
 
 def _pairs(op: Operation) -> list[tuple[Value, Value]]:
-    """Returns each output with the input that it may lie in."""
+    """Return (input, output) pairs such that the output may reuse the input's memory."""
     is_one_to_one = len(op.inputs) == len(op.outputs)
     inputs = op.inputs if is_one_to_one else op.inputs[:1] * len(op.outputs)
     return list(zip(inputs, op.outputs, strict=True))

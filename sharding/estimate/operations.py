@@ -1,4 +1,4 @@
-"""What a traced function is made of once it is opened: values, operations and programs."""
+"""Data types of an inlined traced function: values, operations, loops and programs."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from typing import Any
 Axes = tuple[tuple[str, ...], ...]
 
 
-#: Operations that give the same arrays other names.
+#: Operations that return their inputs under new names.
 RENAMES = ("name", "once", "optimization_barrier")
 
 
@@ -17,36 +17,36 @@ RENAMES = ("name", "once", "optimization_barrier")
 class Value:
     """An array of a traced function."""
 
-    shape: tuple[int, ...]  # on this device along axes handled by hand; whole along the others
+    shape: tuple[int, ...]  # per device along manual axes, global along all others
     itemsize: int
     on_host: bool
-    axes: Axes  # that the compiler splits its dims over
-    literal: str | None = None  # its value, of a scalar that the program itself holds
+    axes: Axes  # axes that the compiler splits its dims over
+    literal: str | None = None  # its value as text, if it is a scalar literal of the program
 
     def local_shape(self, mesh_shape: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape of what one device has of it."""
+        """Return the shape of the part that one device stores."""
         parts = (math.prod(mesh_shape[axis] for axis in dim) for dim in self.axes)
         return tuple(-(-size // part) for size, part in zip(self.shape, parts, strict=True))
 
     def num_bytes(self, mesh_shape: Mapping[str, int]) -> int:
-        """Returns the bytes that one device has of it."""
+        """Return the bytes that one device stores."""
         return self.itemsize * math.prod(self.local_shape(mesh_shape))
 
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """One equation of a traced function; a loop or a branch has others within."""
+    """One equation of a traced function. Loops and conditionals contain further programs."""
 
-    name: str  # of the primitive
+    name: str  # name of the primitive
     inputs: list[Value]
     outputs: list[Value]
     params: Mapping[str, Any]
-    bodies: Sequence["Program"] = ()  # of a scan or while: one; of a cond: its branches
+    bodies: Sequence["Program"] = ()  # the body of a scan or while, or the branches of a cond
 
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """A function of values: `inputs`, then what is done in order, then `outputs`."""
+    """A sequence of operations that computes `outputs` from `inputs`."""
 
     inputs: list[Value]
     operations: list[Operation]
@@ -55,8 +55,8 @@ class Program:
 
 @dataclasses.dataclass(eq=False)
 class Loop(Operation):
-    """A scan or while: the body's inputs are constants, what is carried, and slices."""
+    """A scan or while loop. Inputs of the body: constants, then the carry, then scanned slices."""
 
     num_consts: int = 0
     num_carry: int = 0
-    trip_count: int = 1  # 1 where it is not known
+    trip_count: int = 1  # 1 if it is unknown

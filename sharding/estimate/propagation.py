@@ -1,11 +1,14 @@
-"""How the compiler splits arrays over the mesh, followed from operation to operation.
+"""Predicts how the compiler splits arrays over the mesh, one operation at a time.
 
-Of a step the inputs' axes are known, and constraints. The rest follows, much as in XLA's own
-partitioner: forward, an output is split as what it is computed from; and backward, what begins as
-zeros is split as what it is added to.
+The axes of a step's inputs are known, and so are sharding constraints. The axes of all other values
+follow from these, much as in XLA's own partitioner. Forward, an output is split like the values
+that it is computed from. Backward, a buffer that is initialized with zeros is split like the values
+that are added to it:
 
     x [B, D]   up [D, F/model]   ->   x @ up   [B, F/model]
     zeros [L, D, F]   .at[i].add(gradient [D, F/model])   ->   [L, D, F/model], the zeros too
+
+Functions that update axes in place never change a dim that is split already.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from sharding.estimate.operations import RENAMES, Axes, Loop, Operation, Value
 
-#: Operations whose inputs are split as their outputs are, where nothing else splits them.
+#: Operations whose inputs are split like their outputs, unless something else splits them.
 _ALIKE = (
     *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "select_n"),
     *("convert_element_type", "psum", *RENAMES),
@@ -23,16 +26,24 @@ _ALIKE = (
 
 
 def axes_of(spec: PartitionSpec, rank: int, without: frozenset[str] = frozenset()) -> Axes:
+    """Return the mesh axes of each dim of an array.
+
+    Args:
+        spec: its partition spec, which may be shorter than its rank.
+        rank: its number of dims.
+        without: mesh axes to leave out.
+    """
     parts = [p if isinstance(p, tuple) else (p,) if isinstance(p, str) else () for p in spec]
     parts += [()] * (rank - len(parts))
     return tuple(tuple(axis for axis in part if axis not in without) for part in parts)
 
 
 def split_back(operations: Sequence[Operation]) -> None:
-    """Splits what operations read as what they give out, where nothing else says how.
+    """Propagate axes backward, from outputs to those inputs whose axes are not known.
 
-    Gradients begin as zeros, and nothing in a step's forward and backward says how those of an
-    embedding are split: the update does, which adds them to parameters that are.
+    Gradients are initialized with zeros, and nothing in a step's forward and backward pass says how
+    the gradients of an embedding are split. Only the optimizer update does: it combines them with
+    parameters whose axes are known.
     """
     for op in reversed(operations):
         if isinstance(op, Loop):
@@ -50,7 +61,7 @@ def split_back(operations: Sequence[Operation]) -> None:
             for i, (value, output) in enumerate(zip(op.inputs, op.outputs, strict=True)):
                 if any(value.axes):
                     continue
-                if "given" in op.params:  # the way in
+                if "given" in op.params:  # the inputs of the shard_map, rather than its outputs
                     value.axes = op.params["given"][i]
                 else:
                     manual = op.params["manual"]
@@ -66,7 +77,7 @@ def split_back(operations: Sequence[Operation]) -> None:
 
 
 def split_on(operations: Sequence[Operation]) -> bool:
-    """Splits what operations give out as what they read; returns whether anything has changed."""
+    """Propagate axes forward, from inputs to outputs, and return whether anything changed."""
     has_changed = False
     for op in operations:
         before = [value.axes for value in op.outputs]
@@ -92,20 +103,20 @@ def split_on(operations: Sequence[Operation]) -> bool:
 
 
 def _alike(op: Operation) -> list[tuple[Value, Value]]:
-    """Returns each input with the output that has its shape and its place."""
+    """Return (input, output) pairs that correspond by position and have the same shape."""
     outputs = op.outputs if len(op.outputs) == len(op.inputs) else op.outputs[:1] * len(op.inputs)
     pairs = zip(op.inputs, outputs, strict=True)
     return [(value, output) for value, output in pairs if value.shape == output.shape]
 
 
 def join(values: Sequence[Value], others: Sequence[Value]) -> None:
-    """Splits the dims of `values` that are whole as those of the others are."""
+    """Split the unsplit dims of `values` like the corresponding dims of `others`, in place."""
     for value, other in zip(values, others, strict=True):
         value.axes = _merged(value.axes, other.axes)
 
 
 def _merged(axes: Axes, others: Axes) -> Axes:
-    """Returns `axes`, with those of `others` for dims that are whole; no axis splits two dims."""
+    """Return `axes` with unsplit dims taken from `others`; an axis never splits two dims."""
     taken = {axis for dim in axes for axis in dim}
     merged = []
     for dim, other in zip(axes, others, strict=True):
@@ -116,7 +127,13 @@ def _merged(axes: Axes, others: Axes) -> Axes:
 
 
 def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Axes:
-    """Returns the axes that an output is split over, from those of the operation's inputs."""
+    """Return the axes that an output is split over, given the axes of the operation's inputs.
+
+    Args:
+        operation: the operation.
+        output: one of its outputs.
+        manual: mesh axes that are manual here, which sharding constraints do not apply to.
+    """
     inputs, params, rank = operation.inputs, operation.params, len(output.shape)
     if operation.name == "sharding_constraint":
         return _constrained(params, inputs[0], manual)
@@ -174,7 +191,12 @@ def _of_product(dimension_numbers: Any, left: Value, right: Value) -> Axes:
 
 
 def _reshaped(value: Value, shape: tuple[int, ...]) -> Axes:
-    """Returns the axes after a reshape: a dim that is cut or joined is split in its first part."""
+    """Return the axes after a reshape.
+
+    A dim keeps its axes if the dims before it have the same number of elements before and after.
+    So a split dim that is divided or merged stays split in its leading part: [B/data, T, D] becomes
+    [B·T/data, D].
+    """
     axes: list[tuple[str, ...]] = [()] * len(shape)
     starts = {}
     done = 1
@@ -191,10 +213,10 @@ def _reshaped(value: Value, shape: tuple[int, ...]) -> Axes:
 
 
 def _of_scatter(dimension_numbers: Any, operand: Value, _indices: Value, updates: Value) -> Axes:
-    """Returns the operand's axes, and the updates' where they write all of a dim of it.
+    """Return the operand's axes, extended by the updates' axes for dims that they span fully.
 
-    So gradients that a loop adds to zeros are split as what is added: of `[L, D, F]`, which begins
-    whole, D and F as in the `[D, F]` of a layer.
+    So gradients that a loop adds to zeros are split like the values that are added: in `[L, D, F]`,
+    which is unsplit at first, D and F are split as in the `[D, F]` of a layer.
     """
     numbers = dimension_numbers
     outside = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -207,7 +229,7 @@ def _of_scatter(dimension_numbers: Any, operand: Value, _indices: Value, updates
 
 
 def _by_position(inputs: Sequence[Value], output: Value) -> Axes:
-    """Returns each dim's axes from the inputs of that rank that have its size."""
+    """Return each dim's axes, from the inputs of the same rank that have the same size there."""
     axes: list[tuple[str, ...]] = [()] * len(output.shape)
     for value in inputs:
         if len(value.shape) == len(axes):
@@ -219,7 +241,7 @@ def _by_position(inputs: Sequence[Value], output: Value) -> Axes:
 
 
 def _by_size(inputs: Sequence[Value], output: Value) -> Axes:
-    """Returns the axes of dims that keep their size, of the inputs in their order."""
+    """Return axes for dims of unchanged size; with several inputs, earlier ones take precedence."""
     if len(inputs[0].shape) == len(output.shape):
         return _by_position(inputs[:1], output)
     axes: list[tuple[str, ...]] = [()] * len(output.shape)

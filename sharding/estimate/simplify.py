@@ -1,12 +1,13 @@
-"""What XLA's GPU compiler leaves out of a program before it plans memory.
+"""Applies the simplifications of XLA's GPU compiler that change how much memory a program takes.
 
-Two things matter for memory. A value that is computed twice in one computation from the same inputs
-is computed once and kept in between. So recomputation in a backward pass saves nothing where no
-loop separates it from the forward: in a stack of one layer, whose loop XLA removes. And a write
-that covers a whole buffer is no write: the value itself is read later.
+There are two. First, a value that is computed twice from the same inputs, within one computation,
+is computed once and kept in between. So recomputation in a backward pass saves nothing unless a
+loop separates it from the forward pass, as in a stack of one layer, whose loop XLA removes:
 
     forward   h = x @ w         backward   h' = x @ w        one product: h is kept from the
               a = gelu(h)                  a' = gelu(h')     forward to the backward
+
+Second, slicing or overwriting a whole buffer copies nothing: readers use the value itself.
 """
 
 import math
@@ -15,24 +16,24 @@ from typing import Any
 
 from sharding.estimate.operations import RENAMES, Operation, Program, Value
 
-#: Never merged: they communicate, or are there to keep the compiler from merging.
+#: Never merged: collectives, and operations whose purpose is to prevent merging.
 _KEPT_APART = (
     *("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin"),
     *("optimization_barrier", "device_put"),
 )
-#: They return the array that they read.
+#: These return the array that they read, in the same or another shape.
 _RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
 _SAME = tuple(name for name in RENAMES if name != "optimization_barrier")
 
 
 def simplified(program: Program) -> Program:
-    """Returns the program without repeated operations and whole writes, in loops and branches too.
+    """Remove repeated operations and writes of whole buffers, also in loops and branches.
 
-    The program that is passed is left as it is; what is not changed is shared.
+    The given program is not modified; the result shares its unchanged parts.
     """
-    replaced: dict[Value, Value] = {}
-    identity: dict[Value, Hashable] = {}
-    made: dict[Hashable, list[Value]] = {}
+    replaced: dict[Value, Value] = {}  # output of a removed operation -> the equal value kept
+    identity: dict[Value, Hashable] = {}  # equal for values that are equal up to renames
+    made: dict[Hashable, list[Value]] = {}  # identity of an operation -> its outputs
     operations = []
 
     def identity_of(value: Value) -> Hashable:
@@ -75,7 +76,7 @@ def _is_view(op: Operation) -> bool:
 
 
 def _reshaped(identity: Hashable, before: tuple[int, ...], after: tuple[int, ...]) -> Hashable:
-    """Returns the identity of an array after a reshape: one for each shape, however it came."""
+    """Return the identity of a reshaped array, which depends on its final shape only."""
     original, shape = identity, before
     if isinstance(identity, tuple) and identity[0] == "reshape":
         _, original, shape, _ = identity
@@ -83,7 +84,7 @@ def _reshaped(identity: Hashable, before: tuple[int, ...], after: tuple[int, ...
 
 
 def _source(op: Operation) -> Value | None:
-    """Returns the input that an operation returns whole, if it does nothing else."""
+    """Return the input that an operation returns unchanged, or None if it does anything else."""
     if op.name == "dynamic_update_slice" and op.inputs[1].shape == op.outputs[0].shape:
         return op.inputs[1]
     if op.name == "dynamic_slice" and op.inputs[0].shape == op.outputs[0].shape:
@@ -99,7 +100,7 @@ def _with(op: Operation, *, inputs: list[Value], bodies: list[Program]) -> Opera
 
 
 def _hashable(params: Mapping[str, Any]) -> Hashable | None:
-    """Returns the parameters as something that can be a key, None if they cannot."""
+    """Return parameters as a dictionary key, or None if they are not hashable."""
     key = tuple(sorted(params.items(), key=lambda item: item[0]))
     try:
         hash(key)

@@ -1,0 +1,1 @@
+"""Operations that need a `shard_map` of their own."""

@@ -1,9 +1,14 @@
 """Attention over a mesh: every device computes some of the heads for the whole sequence.
 
-XLA cannot split a kernel that it does not know, such as cuDNN's. So attention runs inside a
-`shard_map` over the mesh axes that are still automatic: heads are split over `model`, and over
-`context` too. The sequence is split over `context` everywhere else, so there XLA exchanges parts of
-the sequence for heads, and back (an all-to-all).
+XLA cannot partition a kernel that it does not know, such as cuDNN's attention. Attention therefore
+runs inside a `shard_map` over the axes that are still automatic, with the heads split over `model`
+and also over `context`. Everywhere else the sequence is split over `context`, so XLA inserts an
+all-to-all before attention, which trades parts of the sequence for heads, and one after it:
+
+    outside attention   [B, T / context, N / model, H]
+    inside attention    [B, T, N / (model · context), H]
+
+B batch, T query seq, S key seq, N heads, K key-value heads, H head dim.
 
 Source: Jacobs et al. 2023 (arXiv:2309.14509), DeepSpeed-Ulysses, section 3.1.
 """
@@ -27,14 +32,23 @@ def over_heads(
     bias_BNTS: jax.Array | None,
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """Returns `function(q, k, v, bias, segments)`, each device computing its own heads.
+    """Call `function(q, k, v, bias, segments)` with each device computing its own heads.
 
-    Outside a mesh, and where no mesh axis is automatic, the function is called as it is. Heads that
-    an axis does not divide are computed by all its devices alike. Key-value heads that the axes do
-    not divide are repeated until they do.
+    Outside a mesh, or if no mesh axis is automatic, the function is called directly. If an axis
+    does not divide the heads, all its devices compute the same heads. Key-value heads that the axes
+    do not divide are repeated until they do.
 
     Args:
-      function: gets the arrays with the heads of one device, and returns `[B, T, N, H]` of these.
+        function: takes the arrays with the heads of one device, and returns `[B, T, N, H]` for
+            these heads.
+        q_BTNH: queries.
+        k_BSKH: keys.
+        v_BSKH: values.
+        bias_BNTS: additive bias of the logits, with N heads or 1, or None.
+        segments: int32[B, T] and int32[B, S], segment ids of queries and keys, or None.
+
+    Returns:
+        The attention output of all heads, `[B, T, N, H]`.
     """
     heads_axes = automatic_axes("heads")
     axes = (*heads_axes, *(a for a in automatic_axes("seq") if a not in heads_axes))

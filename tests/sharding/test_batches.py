@@ -1,4 +1,4 @@
-"""Rows of the global batch: who reads which, and where they end up."""
+"""Rows of the global batch: which process reads which rows, and where they are placed."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from sharding.rules import DEFAULT_RULES
 
 
 class HeldBy:
-    """A sharding as a process sees it that holds only some of the devices."""
+    """A sharding as seen by a process that has only some of the devices."""
 
     def __init__(self, sharding: NamedSharding, device_ids: range):
         self._sharding, self._ids = sharding, device_ids
@@ -71,7 +71,7 @@ def test_place_batch_puts_every_row_in_its_place(sizes):
 
 
 def test_place_batch_reads_only_the_rows_that_this_process_holds(monkeypatch):
-    """What a process of two does: its 8 rows stand for rows 8..15 of the global batch."""
+    """One of two processes: its 8 local rows are rows 8..15 of the global batch."""
     sharding = batch_sharding(make_mesh(MeshConfig(data=4, model=2), jax.devices()), DEFAULT_RULES)
     rows = rows_of(range(4, 8), 16, data=4, model=2)
     pieces = {}

@@ -1,4 +1,7 @@
-"""`constrain` and sums of parts wherever a model may call them: alone, in a jit, in a shard_map."""
+"""Logical axes where models use them: outside a mesh, inside a jit, inside a shard_map.
+
+Covers `constrain`, sums over parts of the vocabulary, and functions of the whole batch.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +30,7 @@ def x(*shape: int) -> jax.Array:
 
 
 def local_shape(rules, axes, **sizes: int) -> tuple[int, ...]:
-    """Returns a device's part of an (8, 4) array that is constrained inside a jit."""
+    """Return the shape of a device's shard of an (8, 4) array constrained inside a jit."""
     with jax.set_mesh(make_mesh(MeshConfig(**sizes), jax.devices())), axis_rules(rules):
         y = jax.jit(lambda a: constrain(a, *axes) * 1.0)(x(8, 4))
     np.testing.assert_array_equal(y, x(8, 4))
@@ -65,14 +68,14 @@ def test_rules_end_with_their_block():
         with axis_rules(DEFAULT_RULES):
             with axis_rules(make_rules({"colour": ()})):
                 constrain(x(2), "colour")
-            with pytest.raises(ValueError, match="'colour' is in no rule; known: .*batch"):
+            with pytest.raises(ValueError, match="'colour' has no rule; known: .*batch"):
                 constrain(x(2), "colour")
         constrain(x(2), "colour")
 
 
 def test_another_rank_is_refused_with_axes_and_shape():
     with jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices())), axis_rules(DEFAULT_RULES):
-        with pytest.raises(ValueError, match=r"2 axes of an array of shape \(2, 3, 4\)"):
+        with pytest.raises(ValueError, match=r"2 axes, but x has shape \(2, 3, 4\)"):
             constrain(x(2, 3, 4), "batch", "seq")
 
 
@@ -115,7 +118,7 @@ def test_inside_a_wholly_manual_shard_map_nothing_happens():
         jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)).lower(x(8, 8))
 
 
-#: Parts of the vocab by hand, over all of the rule's axes that are manual and not of size 1.
+#: Rules that split the vocabulary over `pipeline`, and meshes with their number of manual parts.
 SHARED = make_rules(shares_vocab=True)
 SPLITS = {
     "pipeline=4": ({"pipeline": 4}, 4),
@@ -125,7 +128,10 @@ SPLITS = {
 
 
 def over_parts(function, mesh, rules=SHARED):
-    """Returns `function` of an array split over the stages and one that all have; stacked."""
+    """Run `function(part, whole)` on every stage, and stack the results.
+
+    The first argument is split over the stages, the second is replicated.
+    """
     split, whole = PartitionSpec("pipeline"), PartitionSpec()
 
     def local(part, other):
@@ -140,13 +146,13 @@ def test_offset_numbers_the_entries_of_a_split_axis(sizes, num_parts):
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
     with jax.set_mesh(mesh):
         found = over_parts(lambda part, _: offset("vocab", len(part)), mesh)(x(8), x(1))
-    # Only what is split by hand counts: `model` splits the dim behind the program's back.
+    # Only manual axes count: the split over `model` is automatic and invisible to the program.
     np.testing.assert_array_equal(found, np.arange(num_parts) * 8 // num_parts)
 
 
 @pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
 def test_sum_over_gives_all_parts_the_sum_and_its_gradient(sizes, num_parts):
-    """Every part goes on with the same sum and has the whole gradient of it: no other is added."""
+    """Every part receives the same sum and the whole gradient of it, which is not summed again."""
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
 
     def function(part, scale):
@@ -184,7 +190,7 @@ def test_parts_are_the_whole_outside_a_mesh_and_without_rules():
         assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
     with jax.set_mesh(make_mesh(MeshConfig(pipeline=4), jax.devices())):
         assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
-        with axis_rules(SHARED):  # here the pipeline is not handled by hand
+        with axis_rules(SHARED):  # outside a shard_map the pipeline axis is not manual
             assert axes_by_hand("vocab") == ()
             assert offset("vocab", 4) == 0
 
@@ -218,9 +224,10 @@ def test_parts_are_the_whole_where_no_stage_shares_the_vocab(sizes, rules):
     "sizes", [{"data": 4}, {"fsdp": 2, "data": 2}, {"data": 2, "model": 2}, {"model": 2}], ids=str
 )
 def test_functions_of_the_whole_batch_are_alike_on_every_mesh(sizes):
-    """Each example is compared with all: gradients of the sum of all devices' losses.
+    """Gradients of a loss that compares each example with all others do not depend on the mesh.
 
-    They hang on how the executor splits the batch, not on the rule for what models call so.
+    They depend on how the executor splits the batch, not on the rule for the "batch" axis, which is
+    deliberately different here.
     """
     mesh, rules = make_mesh(MeshConfig(**sizes), jax.devices()), make_rules({"batch": "data"})
     data = jnp.asarray([1.0, -2.0, 0.5, 3.0, 0.25, -1.0, 2.0, 4.0])

@@ -1,4 +1,4 @@
-"""The mesh: which device stands where, and what is refused."""
+"""The mesh: the order of its devices, and the configs that are rejected."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from sharding.mesh import AXES, MeshConfig, make_mesh
 
 
 def groups(mesh: jax.sharding.Mesh, axis: str) -> list[list[int]]:
-    """Returns the device ids of every group along `axis`, in the mesh's order."""
+    """Return the device ids of every group along `axis`, in mesh order."""
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
     return np.moveaxis(ids, AXES.index(axis), -1).reshape(-1, mesh.shape[axis]).tolist()
 

@@ -1,4 +1,4 @@
-"""The table from logical axes to mesh axes: what it gives, and what it refuses."""
+"""The table from logical axes to mesh axes: the specs it produces, and the ones it rejects."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_to_spec_refuses_two_dims_over_one_mesh_axis_and_names_both():
 
 
 def test_to_spec_refuses_an_unknown_name_with_the_known_ones_and_a_remedy():
-    with pytest.raises(ValueError, match=r"'colour' is in no rule; known: .*vocab.*rules\.colour="):
+    with pytest.raises(ValueError, match=r"'colour' has no rule; known: .*vocab.*rules\.colour="):
         to_spec(("embed", "colour"), DEFAULT_RULES)
 
 
@@ -73,7 +73,7 @@ def test_partition_specs_keeps_the_tree():
 
 
 def refusal(shape, axes, rules=DEFAULT_RULES, **mesh: int) -> str:
-    """Returns the message with which one parameter, `block.kernel`, is refused."""
+    """Return the error message for a single parameter, `block.kernel`, that must be rejected."""
     with pytest.raises(ValueError) as caught:
         partition_specs(
             {"block": {"kernel": tensor(*shape)}},

@@ -1,4 +1,4 @@
-"""Which dim of a parameter is split over `data`, and which parameters are whole layer by layer."""
+"""ZeRO: the dim of a parameter that is split over `data`, and parameters gathered by layer."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_nothing_is_split_where_there_is_one_replica():
     ("stage", "fraction", "expected"),
     [
         (3, 1.0, [True, True, True]),
-        (3, 0.7, [False, True, True]),  # 6 of 9 are less, and the next makes 8
+        (3, 0.7, [False, True, True]),  # 6 of 9 elements are below 0.7, so the next is taken too
         (3, 0.5, [False, True, False]),
         (3, 0.0, [False, False, False]),
         (2, 1.0, [False, False, False]),
@@ -63,11 +63,11 @@ def test_largest_come_first_until_the_fraction_is_reached(stage, fraction, expec
         ({"zero_stage": 4}, r"memory\.zero_stage=4 is unknown; choose 0, 1, 2 or 3"),
         (
             {"zero_stage": 3, "shard_parameters_fraction": 1.5},
-            r"memory\.shard_parameters_fraction=1\.5 must lie in 0 \.\. 1",
+            r"memory\.shard_parameters_fraction=1\.5 must be between 0 and 1",
         ),
         (
             {"zero_stage": 2, "shard_parameters_fraction": 0.5},
-            r"memory\.shard_parameters_fraction=0\.5 is for memory\.zero_stage=3 alone",
+            r"memory\.shard_parameters_fraction=0\.5 requires memory\.zero_stage=3, not 2",
         ),
     ],
 )

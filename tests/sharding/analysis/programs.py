@@ -1,28 +1,28 @@
-"""Small GPU programs as text, and a machine with round rates, for tests of predicted times."""
+"""Text of small GPU programs, and a machine with round rates, for tests of predicted times."""
 
 import json
 
 from sharding.analysis.kernel_time import Machine
 
-#: 4 GPUs per host. A reduce-scatter of 4 GPUs moves 3 × its output over links of 300 GB/s.
+#: 4 GPUs per host. A reduce-scatter over 4 GPUs moves 3 × its output, over links of 300 GB/s.
 MACHINE = Machine(
     device_kind="test",
     flops_per_s={"f32": 0.5e15, "bf16": 1e15},
     memory_bytes_per_s=1e12,
-    host_bytes_per_s=125e9,  # 100 GB/s reached
-    link_bytes_per_s=400e9,  # 300 GB/s reached
+    host_bytes_per_s=125e9,  # 100 GB/s with HOST_EFFICIENCY
+    link_bytes_per_s=400e9,  # 300 GB/s with LINK_EFFICIENCY
     gpus_per_host=4,
-    network_bytes_per_s=100e9,  # 85 GB/s reached
+    network_bytes_per_s=100e9,  # 85 GB/s with NETWORK_EFFICIENCY
 )
 MESH = {"pipeline": 2, "fsdp": 4}
-#: Groups of 4 GPUs, each on one host.
+#: Groups of 4 GPUs, each group on one host.
 GROUPS = "replica_groups={{0,1,2,3},{4,5,6,7}}"
-#: Output of an all-gather in GROUPS that takes 400 us on the links, and 300 us at best.
+#: Output of an all-gather over GROUPS that takes 400 us on the links, or 300 us at full bandwidth.
 GATHERED = "f32[40,1000,1000]{2,1,0}"
 
 
 def module(computations: str, entry: str) -> str:
-    """Returns a program of 8 devices."""
+    """Return the text of a program for 8 devices."""
     return (
         "HloModule jit_step, is_scheduled=true, num_partitions=8\n\n"
         "%add (x: f32[], y: f32[]) -> f32[] {\n"
@@ -34,7 +34,7 @@ def module(computations: str, entry: str) -> str:
 
 
 def computation(name: str, body: str) -> str:
-    """Returns a computation of one argument, named after it."""
+    """Return a computation with one argument, which is named after it."""
     return (
         f"%{name} ({name}.arg: f32[8]) -> f32[8] {{\n"
         f"  %{name}.arg = f32[8]{{0}} parameter(0)\n{body}\n}}\n\n"
@@ -42,7 +42,7 @@ def computation(name: str, body: str) -> str:
 
 
 def config(**microseconds: float) -> str:
-    """Returns a backend_config with XLA's estimates; `unnamed` is the one without a name."""
+    """Return a backend_config with XLA's estimates; `unnamed` is the entry without a name."""
     cost = [
         {"exec_time_us": time, "compute_time_us": 0, "name": name.replace("unnamed", "")}
         for name, time in microseconds.items()
@@ -52,7 +52,7 @@ def config(**microseconds: float) -> str:
 
 
 def fusion(name: str, microseconds: float, operand: str = "p") -> str:
-    """Returns a fusion that takes this long."""
+    """Return a fusion that takes this long."""
     return (
         f"  %{name} = f32[8]{{0}} fusion(%{operand}), kind=kLoop, calls=%none, "
         f"{config(unnamed=microseconds)}\n"
@@ -60,7 +60,7 @@ def fusion(name: str, microseconds: float, operand: str = "p") -> str:
 
 
 def gather(name: str, microseconds: float, operand: str = "p") -> str:
-    """Returns the start of an all-gather."""
+    """Return the start of an all-gather."""
     return (
         f"  %{name} = (f32[10,1000,1000]{{2,1,0}}, {GATHERED}) all-gather-start(%{operand}), "
         f"{GROUPS}, dimensions={{0}}, {config(sol=microseconds)}\n"
@@ -68,12 +68,12 @@ def gather(name: str, microseconds: float, operand: str = "p") -> str:
 
 
 def done(start: str, opcode: str = "all-gather-done") -> str:
-    """Returns what waits for a start."""
+    """Return the done of a start."""
     return f"  %{start}.done = {GATHERED} {opcode}(%{start})\n"
 
 
 def loop(name: str, body: str, trips: int | None, scope: str = "", operand: str = "p") -> str:
-    """Returns a loop over a computation; XLA does not know how often it runs if trips is None."""
+    """Return a loop over a computation; with trips=None its trip count is unknown to XLA."""
     known = "" if trips is None else f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
     return (
         f"  %{name} = f32[8]{{0}} while(%{operand}), condition=%none, body=%{body}, "
@@ -82,7 +82,7 @@ def loop(name: str, body: str, trips: int | None, scope: str = "", operand: str 
 
 
 def conditional(name: str, branches: tuple[str, str], op_name: str, operand: str = "p") -> str:
-    """Returns a conditional with two branches."""
+    """Return a conditional with two branches."""
     called = ", ".join(f"%{branch}" for branch in branches)
     return (
         f"  %{name} = f32[8]{{0}} conditional(%{operand}, %{operand}, %{operand}), "

@@ -1,4 +1,4 @@
-"""The audit against programs whose collectives are known, compiled for 8 simulated devices."""
+"""Tests of the audit on programs with known collectives, compiled for 8 simulated devices."""
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,13 @@ def mesh():
 
 
 def compile_mapped(function, mesh):
-    """The compiled program of `function` run by every device on the whole of X."""
+    """Return the compiled program of `function`, which every device runs on all of X."""
     mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     return jax.jit(mapped).lower(X).compile()
 
 
 def facts(compiled, mesh):
-    """(kind, axes, loop depth, trip count, bytes) of each collective, sorted."""
+    """Return (kind, axes, loop depth, trip count, bytes) of each collective, sorted."""
     found = audit.collectives(compiled, mesh)
     return sorted((c.kind, c.axes, c.loop_depth, c.trip_count, c.bytes) for c in found)
 
@@ -183,7 +183,7 @@ def test_has_array_tells_whole_logits_from_chunks():
     compiled = {f: jax.jit(f).lower(*arguments).compile() for f in (whole, chunked)}
     assert audit.has_array(compiled[whole], (tokens, vocab), jnp.float32)
     assert not audit.has_array(compiled[chunked], (tokens, vocab), jnp.float32)
-    # A chunk of the logits is there, and so is the argument x, which is larger.
+    # The step holds a chunk of the logits, and its argument x, which is larger.
     assert audit.has_array(compiled[chunked], (tokens // chunks, vocab), jnp.float32)
     assert not audit.has_array(compiled[whole], (tokens, vocab), jnp.bfloat16)
     array, _ = audit.widest_arrays(compiled[chunked], jnp.float32)[0]
@@ -291,9 +291,10 @@ def convolve(x, w, **options):
 @pytest.mark.parametrize(
     "image, kernel, options, flops",
     [
-        # Patches: every pixel meets every filter once.
+        # Patches: every pixel is multiplied with every filter once.
         ((2, 8, 8, 3), (4, 4, 3, 5), dict(window_strides=(4, 4), padding="VALID"), 2 * 384 * 5),
-        # Three positions of a row of 4 see 3 + 3 + 2 + 2 pixels; groups see their own channels.
+        # With a padding of 1, the 4 outputs of a row read 2 + 3 + 3 + 2 pixels. A group reads only
+        # its own channels.
         (
             (1, 4, 1, 4),
             (3, 1, 2, 6),
@@ -307,7 +308,7 @@ def test_matmul_flops_of_convolutions_leave_padding_out(image, kernel, options, 
         return convolve(x, w, **options)
 
     assert matmul_flops(forward, image, kernel) == flops
-    # Either gradient multiplies the same pairs again.
+    # Each of the two gradients multiplies the same pairs again.
     for argument in (0, 1):
         gradient = jax.grad(lambda x, w: jnp.sum(forward(x, w) ** 2), argument)
         assert matmul_flops(gradient, image, kernel) == 2 * flops

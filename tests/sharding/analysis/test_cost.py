@@ -1,4 +1,4 @@
-"""Predicted times of small programs, each known by arithmetic; no GPU compiler is needed."""
+"""Tests of predicted times: small programs whose time follows by arithmetic, without a compiler."""
 
 import json
 
@@ -30,7 +30,7 @@ US = 1e-6
 
 def step(computations: str, entry: str, ticks: Ticks | None = None):
     found = predict(module(computations, entry), MESH, MACHINE, ticks)
-    # What the parts of every step have in common.
+    # Relations that hold for every prediction.
     exposed = found.exposed_communication_s + found.exposed_host_s
     kernels = found.matmul_s + found.attention_s + found.other_s
     assert found.step_s == pytest.approx(kernels + exposed + found.bubble_s)
@@ -96,7 +96,8 @@ def test_predict_queues_collectives_on_one_stream_and_permutations_on_another():
     )
     entry = gather("one", 500) + gather("two", 500) + permute + fusion("f", 100)
     found = step("", entry + done("one") + done("two") + done("cp", "collective-permute-done"))
-    # Both gathers end after 1000 us, and so does the permutation, which ran at the same time.
+    # The two gathers run one after another and end at 1000 us. The permutation has its own stream,
+    # and ends at 1000 us too.
     assert found.step_s == pytest.approx(1000 * US)
     assert found.communication_s == pytest.approx(2000 * US)
 
@@ -122,7 +123,7 @@ def test_predict_exposes_what_a_stream_does_first():
     body = computation("body", reduce.replace("ar =", "in =").replace("%p", "%body.arg"))
     found = step(body, gather("ag", 500) + reduce + loop("w", "body", 2) + done("ag"))
     latency = kernel_time.COLLECTIVE_LATENCY_S
-    # Kernels wait at the all-reduce, but for the gather that is before it on the stream.
+    # Kernels wait for the all-reduce, and therefore for the gather before it on the same stream.
     assert found.step_s == pytest.approx(500 * US + 3 * latency)
     exposed = {(row.kind, row.loop): row.exposed_s for row in found.collectives}
     assert exposed == pytest.approx(
@@ -159,7 +160,7 @@ def test_predict_prices_collectives_without_an_entry_by_their_bytes():
         "async-start(%p), calls=%wrapped\n"
     )
     found = step(wrapped, entry + fusion("f", 600) + done("start", "async-done"))
-    # 3 × 100 MB over 300 GB/s.
+    # 3 × 100 MB at 300 GB/s.
     assert found.communication_s == pytest.approx(1000 * US)
     assert found.exposed_communication_s == pytest.approx(400 * US)
     (row,) = found.collectives
@@ -168,7 +169,7 @@ def test_predict_prices_collectives_without_an_entry_by_their_bytes():
 
 @pytest.mark.parametrize(
     "given, expected",
-    [(500, 500), (1, 300), (1e6, 800)],  # 300 us at best, 400 us as a rule
+    [(500, 500), (1, 300), (1e6, 800)],  # at least 300 us, at most 2 × 400 us
 )
 def test_predict_bounds_what_xla_says_of_collectives(given, expected):
     found = step("", gather("ag", given) + done("ag"))
@@ -178,7 +179,7 @@ def test_predict_bounds_what_xla_says_of_collectives(given, expected):
 def test_predict_takes_the_network_between_hosts():
     across = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
     entry = f"  %ar = f32[85,1000,1000]{{2,1,0}} all-reduce(%p), {across}, to_apply=%add\n"
-    # One adapter for each group: 2 × 1/2 × 340 MB over 85 GB/s.
+    # Each group has one adapter: 2 × 1/2 × 340 MB at 85 GB/s.
     assert step("", entry).step_s == pytest.approx(4000 * US)
     together = f"  %ar = f32[85,1000,1000]{{2,1,0}} all-reduce(%p), {GROUPS}, to_apply=%add\n"
     assert step("", together).step_s == pytest.approx(1.5 * 340e6 / 300e9)
@@ -197,7 +198,7 @@ def test_predict_waits_for_copies_from_the_host():
         "calls=%none\n"
     )
     found = step("", entry)
-    # 100 MB over 100 GB/s either way; nobody waits for the second copy but the end of the step.
+    # 100 MB at 100 GB/s in each direction; only the end of the step waits for the second copy.
     assert found.host_s == pytest.approx(2000 * US)
     assert found.exposed_host_s == pytest.approx(1300 * US)
     assert found.step_s == pytest.approx(2000 * US)
@@ -211,7 +212,7 @@ def test_predict_takes_the_longer_branch():
 
 
 def pipeline(permute: str = "") -> tuple[str, str]:
-    """Ticks in which F takes 100 us, B 200 us and the rest 10 us; the head of B takes 50 us."""
+    """A loop over ticks: F takes 100 us, B 200 us, other work 10 us, and the head in B 50 us."""
     path = "jit(step)/pipeline_ticks/while/body/closed_call"
     branches = computation("idle", "  %nothing = f32[8]{0} bitcast(%idle.arg)")
     branches += computation("forward", fusion("f", 100, "forward.arg"))
@@ -245,7 +246,7 @@ ROWS = ticks(("F", ""), ("F", "B B.is_last"), ("B", "B B.is_last"))
 def test_predict_runs_a_tick_as_long_as_its_slowest_stage():
     found = step(*pipeline(), ROWS)
     assert found.step_s == pytest.approx((110 + 260 + 260) * US)
-    # The second stage is the busiest: it waits in the first tick only.
+    # The second stage is the busiest one; it only waits in the first tick.
     assert found.other_s == pytest.approx((10 + 260 + 260) * US)
     assert found.bubble_s == pytest.approx(100 * US)
 
@@ -273,20 +274,20 @@ def test_ticks_of_plan_say_what_each_stage_runs():
     first, last = zip(*found.stages, strict=True)
     assert sum("F" in cell for cell in first) == sum("B" in cell for cell in first) == 3
     assert all(("B" in cell) == ("B.is_first" in cell) for cell in first)
-    # The last stage's forwards are folded into its backwards.
+    # The last stage computes its forwards as part of its backwards.
     assert sum("B.is_last" in cell for cell in last) == 3 and not any("F" in cell for cell in last)
 
 
 @pytest.mark.parametrize("sol, expected", [(4.0e3, 4.0e3), (None, None), (5e6, None), (1e3, 2e3)])
 def test_predict_replaces_absurd_times_of_products(sol, expected):
-    # 2 TFLOP take 2 ms at the peak, and 2 ms / 0.7 as a rule.
+    # 2 TFLOP take 2 ms at the peak rate, and usually 2 ms / 0.7.
     found = step("", product("gemm", 10_000, 10_000, 10_000, sol=sol))
     expected = 2e3 / kernel_time.MATMUL_EFFICIENCY if expected is None else expected
     assert found.matmul_s == found.step_s == pytest.approx(expected * US)
 
 
 def test_predict_prices_products_with_large_results_by_their_bytes():
-    # 512 × 32000 × 8: 0.26 GFLOP, and 65.5 MB written; XLA says 11 ms.
+    # 512 × 32000 × 8: 0.26 GFLOP and 65.5 MB of output, for which XLA's entry is 11 ms.
     found = step("", product("gemm", 512, 32_000, 8, out="f32", sol=11_424))
     moved = 2 * (512 * 8 + 8 * 32_000) + 4 * 512 * 32_000
     assert found.matmul_s == pytest.approx(moved / 1e12 / kernel_time.MEMORY_EFFICIENCY)
@@ -347,7 +348,7 @@ def test_moved_bytes_of_slices_and_updates_are_those_of_the_part():
     )
     (parsed,) = hlo.parse_modules(module(fused, entry))
     *_, update, start, copy = parsed.computations["main"]
-    assert moved_bytes(parsed, update) == 2 * 4000 + 4  # read, written, and the index
+    assert moved_bytes(parsed, update) == 2 * 4000 + 4  # reads and writes a row, reads the index
     assert moved_bytes(parsed, start) == 2 * 4000 + 4
     assert moved_bytes(parsed, copy) == 160_000_000 + 32
 

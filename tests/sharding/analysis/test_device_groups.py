@@ -1,4 +1,4 @@
-"""Every spelling of device groups that XLA is known to print, on a mesh of (2, 2, 2)."""
+"""Tests of all spellings of device groups that XLA is known to print, on a mesh of (2, 2, 2)."""
 
 import pytest
 

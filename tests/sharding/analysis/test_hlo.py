@@ -1,4 +1,4 @@
-"""Spellings that only GPU programs have: asynchronous pairs, wrapped calls, tiled layouts."""
+"""Tests of GPU programs' own spellings: asynchronous pairs, wrapped calls, tiled layouts."""
 
 import pytest
 
@@ -96,7 +96,7 @@ def test_collectives_tell_what_runs_meanwhile():
         "sugar": (True, False),
         "start.1": (True, False),
         "send": (True, False),
-        "rs": (False, False),  # wrapped, but said to be synchronous
+        "rs": (False, False),  # wrapped, but marked as synchronous
     }
     assert found["ar-start"].loop == "" and found["rs"].loop == "loop 1"
 

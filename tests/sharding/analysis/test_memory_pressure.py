@@ -1,4 +1,4 @@
-"""What a compiled step says about XLA's limit, read off stand-ins for compiled steps."""
+"""Tests of XLA's memory limit and its recomputations, on stand-ins for compiled steps."""
 
 import types
 from typing import Any
@@ -27,7 +27,7 @@ def compiled(temp_bytes: int, text: str = TEXT) -> Any:
 
 @pytest.mark.parametrize(("temp_gib", "is_over"), [(51, False), (52, True)])
 def test_limit_is_what_xla_plans_with(temp_gib, is_over):
-    """Of 80 GiB 64 are planned with, and of the 54 that arguments leave, 51.3."""
+    """XLA plans with 64 of 80 GiB; arguments take 10, and of the other 54 it uses 51.3."""
     found = memory_pressure(compiled(temp_gib * GIB), device_bytes=80 * GIB)
     assert found is not None
     assert found.limit_bytes == pytest.approx((10 + 0.95 * (64 - 10)) * GIB)

@@ -1,4 +1,4 @@
-"""The predicted step drawn: everything is there, at its time, and the files stay small."""
+"""Tests of the drawn step: everything is drawn at its time, and the files stay small."""
 
 import json
 from xml.etree import ElementTree
@@ -78,7 +78,7 @@ def test_draw_shows_each_part_for_its_time():
     assert "other kernels 0.7 ms" in texts
     assert "communication 0.5 ms, 0.3 exposed" in texts
     assert not any("attention" in text or "host" in text for text in texts)
-    # The gather's box is half as wide as the lane.
+    # The box of the gather is half as wide as the lane.
     (communication,) = (p for p in root.iter() if p.get("fill") == "#009e73" and p.get("d"))
     widths = [
         float(box.split("h")[1].split("v")[0]) for box in communication.attrib["d"].split("z")[:-1]

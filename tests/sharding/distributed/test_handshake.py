@@ -1,4 +1,4 @@
-"""The roll call before processes join, with threads for processes."""
+"""The handshake before processes join, with threads in place of processes."""
 
 import re
 import socket
@@ -22,7 +22,7 @@ def process(number: int, count: int = 3, **changes) -> Process:
 
 
 def answers(*present: Process, timeout_s: float = 20.0) -> list[str | None]:
-    """Returns what each is told: an error, or None."""
+    """Run a handshake, and return each process's error message, or None."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     told: list[str | None] = [None] * len(present)
@@ -50,7 +50,7 @@ def test_missing_processes_are_named_to_those_that_came():
     since = time.monotonic()
     told = answers(process(0), process(2), timeout_s=1.0)
     assert time.monotonic() - since < 20
-    message = "1 of 3 processes are missing after 1 s: 1; those that came are on n0, n2"
+    message = "1 of 3 processes are missing after 1 s: 1; the others are on n0, n2"
     assert all(error is not None and error.startswith(message) for error in told)
 
 
@@ -78,9 +78,9 @@ def test_a_process_that_does_not_fit_is_named_to_all(other, message):
 
 
 def test_software_holds_the_code_that_is_loaded(tmp_path, monkeypatch):
-    """Of the project alone: a run on one host may have read a config from anywhere."""
+    """Only project code counts: a run on one host may read its config from anywhere."""
     assert {"python", "jax", "taibai"} <= software().keys()
-    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "step").mkdir(parents=True)
     for name in ("train/step/train_step.py", "notes.py"):
         (tmp_path / name).write_text("x = 1")
     for i, name in enumerate(("train/step/train_step.py", "notes.py")):
@@ -102,7 +102,7 @@ def test_two_processes_with_one_id_are_named():
 
 def test_coordinator_that_is_not_there_is_named():
     (told,) = answers(process(1), timeout_s=0.5)
-    assert re.match(r"process 1 on n1 cannot reach process 0 at 127.0.0.1:\d+ for", str(told))
+    assert re.match(r"process 1 on n1 could not reach process 0 at 127.0.0.1:\d+ within", str(told))
 
 
 def test_port_in_use_is_named():
@@ -122,7 +122,7 @@ def test_strangers_at_the_port_are_passed_over():
     for content in (b"GET / HTTP/1.1\r\n", b"[1]\n", b'{"process_id": "x"}\n', b""):
         with connect(port) as stranger:
             stranger.sendall(content)
-    silent = connect(port)  # and stays
+    silent = connect(port)  # stays connected and sends nothing
     perform_handshake(process(1, 2), f"127.0.0.1:{port}", 20.0)
     first.join(timeout=30)
     assert not first.is_alive()

@@ -1,4 +1,4 @@
-"""Words between processes, with threads for processes and a dictionary for jax's service."""
+"""Messages between processes, with threads for processes and a dict for jax's key-value service."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from sharding.distributed.messages import Exchange
 
 
 class Service:
-    """What `jax.distributed` starts, as far as an exchange asks it for anything."""
+    """The part of jax's key-value service that an exchange uses."""
 
     def __init__(self):
         self.words, self._changed = {}, threading.Condition()
@@ -32,7 +32,7 @@ class Service:
 
 
 def converse(service, num_processes, talk, timeout_s=20.0):
-    """Returns what `talk(exchange, process)` returned or raised, by process."""
+    """Return the result or the exception of `talk(exchange, process)` for every process."""
 
     class Of(Exchange):
         _client = service
@@ -61,7 +61,7 @@ def test_all_get_what_the_first_says_and_know_what_is_wrong_anywhere():
 
 
 def test_a_process_that_does_not_answer_is_no_answer_of_its_own():
-    """Nor is it damage of what it was to look at: all fail, and another start may not."""
+    """All processes fail with a timeout, which says nothing about data and may not recur."""
 
     def talk(exchange, process):
         if process == 1:
@@ -103,7 +103,7 @@ def test_an_error_of_the_first_is_one_of_all():
 
 
 def test_little_is_left_behind():
-    """The first process deletes what all have read, so a long run fills no service."""
+    """Process 0 deletes messages that all have read, so a long run does not fill the service."""
     service = Service()
 
     def talk(exchange, process):

@@ -1,4 +1,4 @@
-"""Devices that jax is told to look for."""
+"""Which devices jax is made to look for."""
 
 import types
 from typing import Any
@@ -11,7 +11,7 @@ from sharding.distributed import startup
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Returns a function that describes a machine: plugins of jax, and whether it has a GPU."""
+    """Return a function that describes a machine: jax's plugins, and whether it has a GPU."""
 
     def describe(*plugins: str, has_gpu: bool = False, platforms: str | None = None) -> None:
         for plugin in (*plugins, "__pycache__"):

@@ -1,4 +1,4 @@
-"""The estimate of small functions, whose memory and work are known."""
+"""Tests of the estimator on small functions whose memory and work are known."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def only_arrays(monkeypatch):
 
 
 def estimate_of(function, *args, mesh=None, platform="gpu") -> Estimate:
-    """Args are shapes in float32, or (shape, spec) of what is split over the mesh."""
+    """Estimate a function of float32 arguments, given as a shape or as (shape, partition spec)."""
     mesh = mesh or make_mesh(MeshConfig(), jax.devices())
     structs = []
     for arg in args:
@@ -50,7 +50,7 @@ def test_product_is_made_and_goes_when_it_has_been_read():
             x = jnp.tanh(x @ w)
         return x
 
-    # The factor, and two of what goes through the chain, the input first.
+    # w, and two arrays of the chain, at first x and its product.
     assert estimate_of(chain, (16, 16), (16, 16)).device_bytes == 3 * KIB
 
 
@@ -77,7 +77,7 @@ def test_loop_changes_what_it_carries_in_place():
         return jax.lax.fori_loop(0, 8, body, buffer)
 
     found = estimate_of(fill, (8, 256), (256,)).device_bytes
-    assert 9 * KIB <= found < 9 * KIB + 32  # counters
+    assert 9 * KIB <= found < 9 * KIB + 32  # the rest are counters
 
 
 def test_loop_stacks_what_it_gives_out_and_reads_slices_where_they_lie():
@@ -93,7 +93,7 @@ def test_of_branches_the_larger_counts():
         return jax.lax.cond(i[0] > 0, wide, lambda: x[0])
 
     found = estimate_of(either, (16, 16), (16, 64), (1,))
-    # The factor, the first product, and the factor the other way around for the second.
+    # w, the first product, and the transpose of w for the second product: 4 KiB each.
     assert found.device_bytes == 12 * KIB
     assert found.work.flops == 2 * (2 * 16 * 16 * 64)
 
@@ -123,7 +123,7 @@ def test_reduction_reads_what_is_made_on_cpus_alone():
         platform: estimate_of(lambda x: jnp.sum(jnp.exp(x)), (256, 1), platform=platform)
         for platform in ("cpu", "gpu")
     }
-    # In place of the input, which goes, where it is made.
+    # exp(x) is written over x, whose last use it is, wherever it is stored at all.
     assert found["cpu"].device_bytes == found["gpu"].device_bytes == KIB + 4
     kept = lambda x: (jnp.sum(x + 1), x)  # noqa: E731
     assert estimate_of(kept, (256, 1), platform="cpu").device_bytes == 2 * KIB + 4
@@ -132,7 +132,7 @@ def test_reduction_reads_what_is_made_on_cpus_alone():
 
 @pytest.mark.parametrize(("platform", "copies"), [("gpu", 0), ("cpu", 1)])
 def test_donated_input_is_written_over(platform, copies):
-    """One that two outputs read is copied by compilers for CPUs."""
+    """CPU compilers copy an input that two outputs read."""
 
     def update(momentum, param):
         new = momentum * 0.9
@@ -150,7 +150,7 @@ def test_arrays_that_the_compiler_splits_count_by_their_shards():
 
     args = ((16, 16), ((16, 64), P(None, "model")), ((64, 16), P("model", None)))
     found = estimate_of(layer, *args, mesh=mesh)
-    # A whole input, a quarter of each factor, and one of what is between them.
+    # All of x, a quarter of up and of down, and a quarter of the product in between.
     assert found.device_bytes == 4 * KIB
     assert found.work.flops == 2 * (2 * 16 * 16 * 64) // 4
 
@@ -166,7 +166,7 @@ def test_host_memory_and_the_way_there_are_counted_apart():
 
     found = estimate_of(update, (8, 256), (256,))
     assert found.host_bytes >= 8 * KIB
-    assert found.work.host_bytes == 8 * KIB + 8 * KIB  # there once, back row by row
+    assert found.work.host_bytes == 8 * KIB + 8 * KIB  # to the host at once, back row by row
 
 
 def test_collectives_written_by_hand_are_counted_with_their_loops():
@@ -196,7 +196,7 @@ def test_labels_follow_arrays_to_where_they_were_made():
 
 
 def test_gradients_that_a_loop_adds_up_are_split_as_what_is_added():
-    """The buffer begins as zeros, which nothing splits."""
+    """The gradients' buffer is initialized with zeros, which nothing splits."""
     mesh = make_mesh(MeshConfig(model=4), jax.devices())
 
     def step(x, ups):
@@ -206,8 +206,8 @@ def test_gradients_that_a_loop_adds_up_are_split_as_what_is_added():
         return jax.lax.scan(body, jnp.zeros((2, 16, 64)), jnp.arange(2))[0]
 
     found = estimate_of(step, (16, 16), ((2, 16, 64), P(None, None, "model")), mesh=mesh)
-    # Input, a quarter of parameters and gradients, and one of a layer's: its factor, what is
-    # between, and its gradient; then two counters.
+    # x, a quarter of parameters and of gradients, and a quarter of three arrays of one layer: its
+    # parameter, its activations and its gradient; then two counters.
     assert found.device_bytes <= 1 * KIB + 2 * 2 * KIB + 3 * KIB + 64
 
 
@@ -219,7 +219,7 @@ def test_gradients_of_an_embedding_are_split_as_the_parameters_that_they_change(
         return table - gradients
 
     found = estimate_of(update, ((64, 16), P("model")), (16, 16), (16,), mesh=mesh)
-    # A quarter of the table, changed in place, and of its gradients; rows and their numbers.
+    # A quarter of the table, which is updated in place, and of its gradients; then x and ids.
     assert found.device_bytes <= KIB + KIB + KIB + 2 * 64
 
 
@@ -227,7 +227,7 @@ def test_gradients_of_an_embedding_are_split_as_the_parameters_that_they_change(
     ("platform", "is_copied", "copies"), [("gpu", True, 1), ("gpu", False, 0), ("cpu", True, 0)]
 )
 def test_branches_copy_what_a_loop_carries(platform, is_copied, copies, monkeypatch):
-    """With older versions of XLA for GPUs; newer ones change it in place."""
+    """Older versions of XLA for GPUs copy the carry in branches; newer ones update it in place."""
     monkeypatch.setattr("sharding.estimate.memory_estimate.COPIES_IN_BRANCHES", is_copied)
 
     def fill(buffer, x):
@@ -244,12 +244,12 @@ def test_branches_copy_what_a_loop_carries(platform, is_copied, copies, monkeypa
 def test_loop_keeps_the_place_of_what_it_carries():
     def chain(x, w, v):
         def body(x, _):
-            y = x @ w  # the last that is read of x
+            y = x @ w  # the last use of x
             return jnp.tanh(y @ v), None
 
         return jax.lax.scan(body, x, None, length=3)[0]
 
-    # Factors; what is carried, 1 KiB; 4 KiB between the products, and 1 KiB of the second one.
+    # 8 KiB of w and v, 1 KiB of carry, 4 KiB between the products, and 1 KiB of the second one.
     found = estimate_of(chain, (16, 16), (16, 64), (64, 16)).device_bytes
     assert 8 * KIB + KIB + 4 * KIB + KIB >= found >= 8 * KIB + KIB + 4 * KIB
 
@@ -295,12 +295,13 @@ def test_what_is_also_reduced_is_not_written_over_its_input():
         platform: estimate_of(softmax, (16, 16), (16, 64), platform=platform).device_bytes
         for platform in ("cpu", "gpu")
     }
-    # Both factors and the logits; on GPUs weights beside these, and elsewhere a sum for each row.
+    # x, w and the logits take 9 KiB. On GPUs, the weights are not written over the logits; on CPUs
+    # they are, and the sums of all rows are stored.
     assert found == {"gpu": 9 * KIB + 4 * KIB, "cpu": 9 * KIB + 64}
 
 
 def test_recomputation_saves_nothing_where_no_loop_separates_it_from_the_forward():
-    """XLA for GPUs merges what is computed twice from the same values."""
+    """XLA's GPU compiler merges equal computations on equal values."""
     block = jax.checkpoint(lambda x, w: jnp.tanh(jnp.sin(x @ w) @ w.T), prevent_cse=False)
 
     def loss(x, ws):
@@ -312,7 +313,7 @@ def test_recomputation_saves_nothing_where_no_loop_separates_it_from_the_forward
         work = estimate_of(jax.grad(loss, argnums=1), *args, platform=platform).work
         return work.flops / (2 * 16 * 16 * 64) / num_layers
 
-    # Two products forward, the same two again, and four backward.
+    # Two products forward, the same two recomputed, and four backward.
     assert num_products(8, "gpu") == num_products(8, "cpu") == num_products(1, "cpu") == 2 + 2 + 4
     assert num_products(1, "gpu") == 2 + 4
 

@@ -1,4 +1,4 @@
-"""Addresses of buffers as XLA gives them."""
+"""Tests of the addresses that XLA assigns to buffers."""
 
 from sharding.estimate.packing import Lifetime, most_bytes_at_once, packed_bytes
 
@@ -10,7 +10,7 @@ def test_buffers_of_different_lives_share_their_addresses():
 
 
 def test_hole_that_nothing_fits_into_counts():
-    """At most 18 bytes live at once; 2 lie unused where 8 were before."""
+    """At most 18 bytes are alive at once; 2 bytes of a former buffer of 8 stay unused."""
     first, second = Lifetime(8, 0, 2), Lifetime(8, 1, 3)
     in_first, late = Lifetime(6, 2, 6), Lifetime(4, 2, 3)
     buffers = [late, in_first, second, first]
@@ -19,7 +19,7 @@ def test_hole_that_nothing_fits_into_counts():
 
 
 def test_smallest_hole_that_fits_is_taken():
-    """Once the early ones are gone, holes of 18 and 14 bytes are free for 10 + 8 and for 11."""
+    """The early buffers leave holes of 18 and 14 bytes, for buffers of 10 + 8 and 11 bytes."""
     kept = [Lifetime(20, 0, 9), Lifetime(16, 0, 9), Lifetime(12, 0, 9)]
     early = [Lifetime(18, 0, 1), Lifetime(14, 0, 1)]
     late = [Lifetime(11, 2, 9), Lifetime(10, 2, 9), Lifetime(8, 2, 9)]
