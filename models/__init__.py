@@ -1,0 +1,1 @@
+"""Models, each written once as if for one device: layers, losses, stacks of blocks."""

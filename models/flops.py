@@ -1,9 +1,9 @@
-"""Model FLOPs, the numerator of MFU.
+"""Counts model FLOPs, the numerator of model FLOPs utilization (MFU).
 
-Convention (PaLM, arXiv:2204.02311, appendix B, with causal attention at half): a multiply-add is 2
-FLOPs; only matrix products count; the backward is twice the forward; recomputation does not count;
-causal attention counts the half of its products that is not masked; embedding lookups are free; the
-head counts the vocab without padding.
+Convention (PaLM, arXiv:2204.02311, appendix B, but with causal attention at half): a multiply-add
+is 2 FLOPs. Only matrix products count. The backward pass costs twice the forward pass.
+Recomputation does not count. Causal attention counts only the half of its products that is not
+masked. Embedding lookups are free. The head counts the vocab without padding.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 
 
 def dense_flops(*sizes: int) -> int:
-    """Returns forward FLOPs per token of a matrix product whose kernel has these sizes."""
+    """Return the forward FLOPs per token of a matrix product with a kernel of these sizes."""
     product = 2
     for size in sizes:
         product *= size
@@ -25,29 +25,32 @@ def dense_flops(*sizes: int) -> int:
 def attention_flops(
     num_keys: int, num_heads: int, head_dim: int, *, is_causal: bool, window: int | None = None
 ) -> int:
-    """Returns forward FLOPs per query token of q·kᵀ and weights·v.
+    """Return the forward FLOPs per query token of q·kᵀ and weights·v.
 
     Args:
-        num_keys: S; also T, the queries, if `is_causal`.
-        window: a query sees at most so many keys, if `is_causal`.
+        num_keys: S. If `is_causal`, also the number of queries T.
+        num_heads: number of attention heads.
+        head_dim: size of one head.
+        is_causal: whether queries see no later keys.
+        window: number of keys that a query sees at most, if `is_causal`; None for all.
     """
     full = 2 * dense_flops(num_keys, num_heads, head_dim)
     if not is_causal:
         return full
     seen = num_keys if window is None else min(window, num_keys)
-    # Of T² products, those of a triangle of side `seen` above the band are masked, as are all
-    # beyond the band; as everywhere here, a diagonal counts half.
+    # Each of the T queries sees `seen` keys, but the first ones see fewer: T·seen - seen²/2 of the
+    # T² products are not masked. A diagonal counts half, as everywhere in this project.
     return full * (2 * num_keys - seen) * seen // (2 * num_keys**2)
 
 
 def train_flops(model: object, shapes: Mapping[str, Any], num_params: int) -> int:
-    """Returns forward and backward FLOPs of a batch.
+    """Return the FLOPs of a batch, forward and backward.
 
     Args:
-        model: its method `forward_flops(shapes)` is asked if it has one; otherwise every parameter
-            counts as one multiply-add of each token. What an average of the parameters computes
-            without a backward, for `teach`, is `teach_flops(shapes)`.
-        shapes: the batch's arrays, or ShapeDtypeStructs of them, by name.
+        model: if it has a method `forward_flops(shapes)`, that counts the forward pass; otherwise
+            every parameter counts as one multiply-add per token. If it has a method
+            `teach_flops(shapes)`, that counts the teacher, which has no backward pass.
+        shapes: the batch's arrays, or their ShapeDtypeStructs, by name.
         num_params: number of parameters.
     """
     count = getattr(model, "forward_flops", None)
@@ -57,15 +60,16 @@ def train_flops(model: object, shapes: Mapping[str, Any], num_params: int) -> in
 
 
 def num_tokens(shapes: Mapping[str, Any]) -> int:
-    """Returns how many tokens a batch feeds to a model, padding included."""
+    """Return the number of tokens in a batch that a model processes, including padding."""
     return sum(leaf.size for name, leaf in shapes.items() if name.endswith("tokens"))
 
 
 def traced_flops(function: Callable, *args: Any) -> int:
-    """Returns FLOPs of all matrix products that a function runs, loops counted by their length.
+    """Return the FLOPs of all matrix products in a function, with every scan iteration counted.
 
     Args:
-      *args: its arguments, or ShapeDtypeStructs of them.
+        function: the function, which is only traced.
+        *args: its arguments, or their ShapeDtypeStructs.
     """
     return _flops(jax.make_jaxpr(function)(*args).jaxpr)
 

@@ -1,4 +1,9 @@
-"""Losses over a vocabulary, without the logits of the whole batch.
+"""Losses over a vocabulary that never materialize the logits of the whole batch.
+
+The loss is computed in chunks of tokens, each of which makes its logits, its loss and its gradients
+before the next one begins:
+
+    x [N, D]  ->  chunks [C, D]  ->  logits [C, V]  ->  losses [C]  ->  one sum
 
 N tokens, C tokens in a chunk, D embed, V vocab.
 """
@@ -18,10 +23,17 @@ TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def cross_entropy(logits_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
-    """Returns -log softmax(logits)[target] of every token, in nats: the dtype of the logits, [C].
+    """Return -log softmax(logits)[target] for every token, in nats.
 
-    The target's logit is picked by comparison, not by indexing: a vocab dim that is split over the
-    mesh then needs one scalar per token from its neighbours instead of all logits.
+    The target's logit is selected by comparison, not by indexing. If the vocab dim is split over
+    the mesh, devices then exchange one scalar per token instead of all logits.
+
+    Args:
+        logits_CV: float[C, V]; if the vocab is manual in a `shard_map`, this device's part of it.
+        targets_C: int32[C], in the whole vocab.
+
+    Returns:
+        Losses [C], in the dtype of the logits.
     """
     size = logits_CV.shape[1]
     vocab = offset("vocab", size) + jnp.arange(size, dtype=targets_C.dtype)
@@ -33,14 +45,14 @@ def cross_entropy(logits_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
 
 
 def make_token_loss(name: str) -> TokenLoss:
-    """Returns the per-token loss that `name` stands for.
+    """Return the per-token loss function with a given name.
 
     Args:
-      name: "cross_entropy", or an import path "package.module:function" of a function from
-        (logits float[C, V], targets int32[C]) to losses float[C].
+        name: "cross_entropy", or the import path "package.module:function" of a function from
+            (logits float[C, V], targets int32[C]) to losses float[C].
 
     Raises:
-      ValueError: the path leads to no function.
+        ValueError: if the path does not lead to a function.
     """
     if name == "cross_entropy":
         return cross_entropy
@@ -53,7 +65,7 @@ def make_token_loss(name: str) -> TokenLoss:
         ) from None
     if not callable(loss):
         raise ValueError(
-            f"model.loss={name!r} is no function; it must be (logits, targets) -> losses"
+            f"model.loss={name!r} is not a function; it must be (logits, targets) -> losses"
         )
     return cast(TokenLoss, loss)
 
@@ -69,24 +81,28 @@ def chunked_vocab_loss(
     token_loss: TokenLoss = cross_entropy,
     chunk_tokens: int | None = None,
 ) -> jax.Array:
-    """Returns the weighted sum of token losses of logits `x · tableᵀ + bias`, float32 or wider.
+    """Return the weighted sum of token losses for logits `x · tableᵀ + bias`, float32 or wider.
 
-    Logits exist for one chunk of tokens at a time, in float32. Where gradients are asked for, they
-    are computed in the same pass: the sum is linear in its own cotangent, so the backward pass
-    only scales them, and no logit is computed twice.
+    Logits exist only for one chunk of tokens at a time, in float32. If gradients are needed, the
+    forward pass computes them along with each chunk's loss. This is possible because the loss is a
+    scalar: the backward pass only has to scale the gradients by its cotangent. So no logit is
+    computed twice.
 
     Args:
-      x_ND: activations.
-      table_VD: output embedding, in the dtype of `x`; rows from `vocab_size` on are padding and
-        get no probability. Where the pipeline's stages share it, the part of its rows that is here.
-      targets_N: int32, in [0, vocab_size).
-      weights_N: float32; 0 leaves a token out. No gradient flows into them.
-      bias_V: added to the logits; a part of it where the table is one.
-      chunk_tokens: tokens whose logits exist at once; None chooses by the hardware: on a CPU fresh
-        memory is what costs, on an accelerator each chunk's addition to the table's gradient.
+        x_ND: activations.
+        table_VD: output embedding, in the dtype of `x_ND`. Rows from `vocab_size` on are padding
+            and get no probability. If the pipeline stages share the vocab, this stage's rows.
+        targets_N: int32, in [0, vocab_size).
+        weights_N: float32; tokens with weight 0 are ignored. Weights receive no gradient.
+        vocab_size: number of entries of the vocab, without padding.
+        bias_V: added to the logits; this stage's part of it if the table is a part.
+        token_loss: function (logits float[C, V], targets int32[C]) -> losses float[C].
+        chunk_tokens: number of tokens whose logits exist at the same time. None chooses it by
+            platform: on a CPU, fresh memory is expensive; on an accelerator, adding each chunk's
+            gradient to the gradient of the table is.
 
     Raises:
-      ValueError: the stages share the vocab, and `token_loss` is not made for a part of it.
+        ValueError: if the stages share the vocab, but `token_loss` needs all of it.
 
     Source: the fused linear cross-entropy of Liger Kernel, Hsu et al. 2024 (arXiv:2410.10989), 3.2.
     """
@@ -98,6 +114,7 @@ def chunked_vocab_loss(
     num_tokens = x_ND.shape[0]
     if chunk_tokens is None:
         chunk_tokens = 512 if hardware.current().runs_on_cpu else 1024
+    # Chunks of equal size: `num_chunks` stays as small as possible, and then so does the padding.
     num_chunks = -(-num_tokens // chunk_tokens)
     size = -(-num_tokens // num_chunks)
     pad = num_chunks * size - num_tokens
@@ -136,6 +153,8 @@ def _chunked(spec, x, output, targets, weights):
 
 
 def _chunked_forward(spec, x, output, targets, weights):
+    # The forward pass of the custom VJP: computes the gradients in the same scan as the loss, and
+    # returns them as residuals. Gradients of the table and the bias are summed in `wide`.
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def add(carry, chunk):
@@ -155,6 +174,7 @@ def _chunked_forward(spec, x, output, targets, weights):
 
 
 def _chunked_backward(spec, residuals, cotangent):
+    # The gradients exist already: scale them by the cotangent of the loss.
     x_grad, output_grad, targets, weights = residuals
     scale = lambda grad: (grad * cotangent).astype(grad.dtype)  # noqa: E731
     return scale(x_grad), jax.tree.map(scale, output_grad), None, jnp.zeros_like(weights)

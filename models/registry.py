@@ -1,4 +1,4 @@
-"""The names that configs call models by."""
+"""Maps the model names used in configs to classes."""
 
 #: `model.name` -> import path of the class.
 MODELS = {

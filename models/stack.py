@@ -1,36 +1,41 @@
-"""Stacks of equal blocks, and the cut of a model into embed, stacks and head.
+"""Stacks of identical blocks, and the split of a model into embed, stacks and head.
+
+    batch --embed--> x --stack of blocks--> x --head--> (loss_sum, weight_sum, metrics)
 
 A model is an `nnx.Module` with
-- `embed(batch) -> x`: tokens or patches become activations;
-- attributes that are a `Stack` of blocks, each called as `block(x, batch, keys) -> x`; a model with
-  several names them in the order in which they run: `stacks = ("encoder", "decoder")`;
-- for a stack that x is made ready for, such as a decoder, `before_<attribute>(x, batch) -> x`,
-  which may return another structure or other shapes;
-- `head(x, batch) -> (loss_sum, weight_sum, metrics)`: scalars, sums over the batch's tokens.
 
-A model whose `embed` and `head` compute with a part of the vocab, because they use
-`models.layers.basic.lookup` and `models.losses.chunked_vocab_loss`, says so:
-`can_share_vocab = True`. A class that changes either says it again.
+- `embed(batch) -> x`, which turns tokens or patches into activations.
+- One or more attributes of type `Stack`, whose blocks are called as `block(x, batch, keys) -> x`. A
+  model with several stacks lists them in the order in which they run:
+  `stacks = ("encoder", "decoder")`.
+- Optionally `before_<stack>(x, batch) -> x`, which runs before the first block of that stack, e.g.
+  to embed decoder inputs. It may return another structure or other shapes.
+- `head(x, batch) -> (loss_sum, weight_sum, metrics)`, which returns scalars: sums over the tokens
+  of the batch.
 
-A model that learns from an average of itself has `teach(x, batch) -> arrays [B, ...]` too. Before
-a step its stacks run with the average's parameters (`train.ema_decay`) and without dropout, `teach`
-takes what they end with in place of `head`, and `head` finds in its batch what that returned.
-A model whose `head` or `teach` compares the examples of the whole batch with each other, by means
-of sharding/logical.py, says so: `sees_whole_batch = True`. Its batch is one microbatch.
+`x` is an array or a tree of arrays, all of a floating dtype. It keeps its structure, shapes and
+dtypes within a stack. `batch` is a dict of arrays with a leading batch dim. During training,
+`batch["dropout_keys"]` is key[B], and `keys` are these keys with the layer's number folded in;
+otherwise there are no such keys, and `keys` is None. A block finds the number of its layer, counted
+from 0 over all stacks, in `batch["layer"]`, int32[].
 
-A model for certain `data.objective` alone names them: `objectives = ("causal_lm",)`.
+Blocks name activations with `jax.ad_checkpoint.checkpoint_name`. A config can then save only these
+for the backward pass, or move them to host memory between the forward and the backward pass.
 
-Weight decay is for matrices and tables, not for what is called `bias` or `scale`. A class names
-what else has none, parameters or modules that hold them: `not_decayed = ("class_token",)`.
+A class can declare further properties:
 
-`x` is an array or a tree of arrays, all floating, and keeps its structure, shapes and dtypes within
-a stack. `batch` is a dict of arrays with a leading batch dim. While training,
-`batch["dropout_keys"]` is key[B], and `keys` are these folded with the layer's number; otherwise
-both are absent (None). A block finds its layer's number, counted over all stacks from 0, as
-`batch["layer"]`, int32[].
-
-Blocks name activations by `jax.ad_checkpoint.checkpoint_name`, so that a config can keep these
-alone for the backward pass, or move them to host memory in between.
+- `can_share_vocab = True`: `embed` and `head` can compute with a part of the vocab, because they
+  use `models.layers.basic.lookup` and `models.losses.chunked_vocab_loss`. A subclass that overrides
+  either of the two methods must declare it again.
+- `teach(x, batch) -> arrays [B, ...]`: the model learns from a teacher, which is the exponential
+  moving average (EMA) of its own parameters (`train.ema_decay`). Before a step, the stacks run with
+  the teacher's parameters and without dropout, and `teach` receives their output instead of `head`.
+  `head` then finds the arrays that `teach` returned in its batch.
+- `sees_whole_batch = True`: `head` or `teach` compares examples of the whole batch with each other,
+  using sharding/logical.py. Such a batch is a single microbatch.
+- `objectives = ("causal_lm",)`: the model only supports these values of `data.objective`.
+- `not_decayed = ("class_token",)`: names of parameters, or of modules that contain them, without
+  weight decay. Weight decay applies to matrices and tables, but never to a `bias` or `scale`.
 """
 
 import contextlib
@@ -47,15 +52,15 @@ from jax.extend.core import jaxprs_in_params
 
 Tree = Any
 
-#: `train.remat`, if it is not a list of names: what the backward pass of a block may read instead
-#: of computing it again.
+#: Policies for `train.remat`, unless it is a list of names: which values of a block's forward pass
+#: are saved for its backward pass. All others are recomputed.
 REMAT_POLICIES: dict[str, Callable] = {
     "none": jax.checkpoint_policies.everything_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
-#: What the step itself measures; see train/step/train_step.py.
+#: Names of metrics that the step computes itself; see train/step/train_step.py.
 RESERVED_METRICS = {
     *("loss", "weight", "grad_norm", "learning_rate", "loss_scale"),
     *("num_skipped", "num_nonfinite_in_a_row", "num_stuck_in_a_row"),
@@ -67,10 +72,11 @@ _only_layers: ContextVar[jax.Array | None] = ContextVar("only_layers", default=N
 
 @contextlib.contextmanager
 def only_layers(numbers: jax.Array) -> Iterator[None]:
-    """Lets stacks that are made within the block have some of their layers alone.
+    """Make stacks that are constructed in this context have only some of their layers.
 
     Args:
-      numbers: int32[n], of the layers. They are the same to the bit as among all.
+        numbers: int32[n], numbers of the layers. Their parameters are bitwise the same as in a full
+            stack.
     """
     token = _only_layers.set(numbers)
     try:
@@ -80,7 +86,7 @@ def only_layers(numbers: jax.Array) -> Iterator[None]:
 
 
 class Stack(nnx.Module):
-    """`num_layers` equal blocks whose parameters are stacked on a leading `layers` axis."""
+    """`num_layers` identical blocks whose parameters are stacked on a leading `layers` axis."""
 
     def __init__(
         self, make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs
@@ -92,6 +98,7 @@ class Stack(nnx.Module):
             numbers = _only_layers.get()
             if numbers is None:
                 return make(rngs)
+            # Each layer has its own RNG key, so some layers can be made without the others.
             graph, keys = nnx.split(rngs)
             return make(nnx.merge(graph, jax.tree.map(lambda x: x[numbers], keys)))
 
@@ -99,13 +106,20 @@ class Stack(nnx.Module):
         self.num_layers = num_layers
 
     def __call__(self, x: Any, batch: Tree) -> Any:
-        """Returns `x` after all blocks."""
+        """Apply all blocks to `x`."""
         graph, layers = nnx.split(self.layers)
         return run_layers(_block(graph, None, first_site=1), layers, x, batch)
 
 
 def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:
-    """Returns `x` after the blocks of `layers`, `[layers, ...]`."""
+    """Apply blocks to `x`, one after another.
+
+    Args:
+        block: function as returned by `_block`.
+        layers: parameters of the blocks, stacked along a leading layers dim.
+        x: activations.
+        batch: dict of arrays [B, ...].
+    """
 
     def body(x, layer):
         return block(layer[0], x, batch, layer[1]), None
@@ -118,32 +132,40 @@ def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:
 class Parts:
     """A model as pure functions of its parameters; see `Model` in sharding/pipeline.
 
-    `params` is the model's own tree of arrays; `split` cuts it into `ends` (all but the stacks) and
-    `layers` (stack -> its parameters, with a leading layers dim), and `join` puts them together.
+    The model's parameters are a tree of arrays, `params`. `split` separates them into `ends`
+    (everything except the stacks) and `layers` (stack -> its parameters, with a leading layers
+    dim). `join` is its inverse.
     """
 
     embed: Callable[[Tree, Tree], Tree]
     blocks: Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]
     before: Mapping[str, Callable[[Tree, Tree, Tree], Tree]]
     head: Callable[[Tree, Tree, Tree], tuple[jax.Array, jax.Array, dict]]
-    num_layers: Mapping[str, int]  # of every stack, in the order in which they run
+    num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
 
     def with_teacher_outputs(self, ends: Tree, x: Tree, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns types of the batch that the head gets.
+        """Return the types of the batch that the head receives, teacher outputs included.
 
         Args:
-          x: type of what the last stack returns.
+            ends: non-stack parameters.
+            x: output type of the last stack.
+            batch: types of the batch, without teacher outputs.
         """
         if self.teach is None:
             return batch
         return batch | jax.eval_shape(self.teach, ends, x, batch)
 
     def types(self, ends: Tree, batch: Tree) -> dict[str, tuple[Tree, Tree]]:
-        """Returns stack -> types of what comes before it, and of what its blocks take and return.
+        """Return, per stack, the types of the activations before it and of its blocks.
 
         Args:
-          ends, batch: arrays, or ShapeDtypeStructs of them.
+            ends: non-stack parameters, as arrays or ShapeDtypeStructs.
+            batch: arrays [B, ...] or ShapeDtypeStructs.
+
+        Returns:
+            stack -> (type of the input of `before_<stack>`, type of the activations in the stack).
+            The two are equal for a stack without `before_<stack>`.
         """
         types, x = {}, jax.eval_shape(self.embed, ends, batch)
         for name in self.num_layers:
@@ -154,36 +176,41 @@ class Parts:
         return types
 
     def split(self, params: dict[str, Tree]) -> dict[str, Tree]:
+        """Split the model's parameters into `ends` and `layers`."""
         ends = {name: value for name, value in params.items() if name not in self.num_layers}
         return {"ends": ends, "layers": {name: params[name]["layers"] for name in self.num_layers}}
 
     def join(self, parts: dict[str, Tree]) -> dict[str, Tree]:
+        """Merge `ends` and `layers` into the model's parameters, as the inverse of `split`."""
         stacks = {name: {"layers": layers} for name, layers in parts["layers"].items()}
         return {**parts["ends"], **stacks}
 
 
 def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Parts:
-    """Returns the model's functions; `model` may be abstract and is left as it is.
+    """Return a model's functions.
 
     Args:
-      remat: what a block's backward finds: a key of REMAT_POLICIES, or names of activations, with
-        commas between them.
-      offload: names of activations that it finds too, and that lie in host memory meanwhile.
+        model: the model, which may be abstract and is not modified.
+        remat: values of a block's forward pass that are saved for its backward pass: a key of
+            REMAT_POLICIES, or names of activations, separated by commas.
+        offload: names of activations that are saved as well, but in host memory.
 
     Raises:
-      ValueError: the model has no Stack, or several in no order, or lacks `embed` or `head`, or
-        holds other state than parameters.
+        ValueError: if the model has no Stack, has several Stacks without an order, lacks `embed` or
+            `head`, or has state other than parameters.
     """
     name = type(model).__name__
     stacks = _stacks(model)
     for method in ("embed", "head"):
         if not callable(getattr(model, method, None)):
-            raise ValueError(f"{name} has no method {method!r}; see models/stack.py for the three")
+            raise ValueError(
+                f"{name} has no method {method!r}; models/stack.py describes what a model needs"
+            )
     for path, variable in nnx.to_flat_state(nnx.split(model)[1]):
         if not isinstance(variable, nnx.Param):
             raise ValueError(
-                f"{name}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a model holds "
-                "parameters alone (nnx.Param); for dropout use models.layers.basic.dropout"
+                f"{name}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a model may "
+                "only hold nnx.Param; for dropout use models.layers.basic.dropout"
             )
     without_stacks: Any = nnx.merge(*nnx.split(model))
     for stack in stacks:
@@ -214,32 +241,33 @@ def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Parts:
 
 
 def _stacks(model: Any) -> dict[str, Stack]:
-    """Returns the model's stacks in the order in which they run."""
+    """Return the model's stacks in the order in which they run."""
     name = type(model).__name__
     found = {key: value for key, value in vars(model).items() if isinstance(value, Stack)}
     if not found:
-        raise ValueError(f"{name} has no attribute of type models.stack.Stack; it must have one")
-    # Not the order of assignment: NNX sorts the attributes of what it puts together.
+        raise ValueError(f"{name} has no attribute of type models.stack.Stack; add one")
+    # The order of assignment is lost: NNX sorts attributes when it merges a module.
     order = getattr(model, "stacks", tuple(found) if len(found) == 1 else ())
     unnamed = sorted(found.keys() - set(order))
     if unnamed:
         raise ValueError(
             f"{name} has the stacks {', '.join(sorted(found))}, and {', '.join(unnamed)} not in "
-            f"{name}.stacks={order}; name all there, in the order in which they run"
+            f"{name}.stacks={order}; list all of them there, in the order in which they run"
         )
     return {key: found[key] for key in order if key in found}
 
 
 def check(parts: Parts, params: Tree, batch: Tree) -> None:
-    """Checks that the model's functions fit each other.
+    """Check that the model's functions fit together.
 
     Args:
-      params: the model's, in the dtype that it computes in; ShapeDtypeStructs do.
-      batch: as the model gets it; ShapeDtypeStructs do.
+        parts: the model's functions.
+        params: its parameters, in the dtype that it computes in; may be ShapeDtypeStructs.
+        batch: a batch as the model receives it; may be ShapeDtypeStructs.
 
     Raises:
-      ValueError: activations are not floating or change on their way, the head's sums are no
-        scalars, or a metric has a name that is taken.
+        ValueError: if activations are not floating or change their type within a stack, if a result
+            of `head` is not a scalar, or if the name of a metric is reserved.
     """
     cut = parts.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -253,14 +281,14 @@ def check(parts: Parts, params: Tree, batch: Tree) -> None:
         if _shapes(y) != _shapes(x):
             raise ValueError(
                 f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
-                "structure, shapes and dtypes must stay"
+                "a block must keep their structure, shapes and dtypes"
             )
     batch = parts.with_teacher_outputs(cut["ends"], x, batch)
     loss, weight, metrics = jax.eval_shape(parts.head, cut["ends"], x, batch)
     for name, value in {"loss": loss, "weight": weight, **metrics}.items():
         if value.shape:
             raise ValueError(
-                f"head's {name} has the shape {value.shape}; it must be a sum: a scalar"
+                f"head's {name} has the shape {value.shape}; it must be a scalar, a sum over tokens"
             )
     for name in sorted(RESERVED_METRICS & metrics.keys()):
         raise ValueError(f"head's metric {name!r} has a name that the step itself uses; rename it")
@@ -271,13 +299,13 @@ def _check_floating(function: str, x: Tree) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"{function} returns {leaf.dtype}{list(leaf.shape)} at "
-                f"x{jax.tree_util.keystr(path)}; activations must be floating, and what is not "
-                "belongs in the batch"
+                f"x{jax.tree_util.keystr(path)}; activations must be floating, so put other arrays "
+                "into the batch"
             )
 
 
 def can_share_vocab(model: Any) -> bool:
-    """Returns whether the class whose `embed` and `head` the model has says that they can."""
+    """Return whether the class that defines the model's `embed` and `head` can share the vocab."""
     for cls in type(model).__mro__:
         if "can_share_vocab" in vars(cls):
             return cls.can_share_vocab
@@ -291,12 +319,12 @@ def _shapes(tree: Tree) -> Tree:
 
 
 def one_layer(layers: Tree) -> Tree:
-    """Returns ShapeDtypeStructs of one layer of a stack's parameters."""
+    """Return the parameters of one layer of a stack as ShapeDtypeStructs."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
 
 def logical_axes(model: nnx.Module) -> Tree:
-    """Returns the model's tree of parameters with a tuple of logical axis names per leaf."""
+    """Return a tree like the model's parameters, with a tuple of logical axis names per leaf."""
     state = nnx.to_flat_state(nnx.split(model)[1])
     axes = {}
     for path, variable in state:
@@ -310,7 +338,7 @@ def logical_axes(model: nnx.Module) -> Tree:
 
 
 def _policy(remat: str, offload: Sequence[str]) -> Callable | None:
-    """Returns what `jax.checkpoint` takes; None keeps all as it is."""
+    """Return a policy for `jax.checkpoint`, or None if everything is to be saved."""
     if remat == "none" and not offload:
         return None
     policies = jax.checkpoint_policies
@@ -330,10 +358,12 @@ def _policy(remat: str, offload: Sequence[str]) -> Callable | None:
 
 
 def named_activations(model: Any, params: Tree, batch: Tree) -> set[str]:
-    """Returns the names that the model's blocks give to activations.
+    """Return the names that the model's blocks give to activations.
 
     Args:
-      params, batch: as for `check`.
+        model: the model.
+        params: as for `check`.
+        batch: as for `check`.
     """
     parts = partition(model, remat="none")
     cut = parts.split(params)
@@ -356,11 +386,13 @@ def _names(jaxpr) -> set[str]:
 
 
 def _block(graph, policy: Callable | None, *, first_site: int):
-    """Returns `block(params, x, batch, number)`.
+    """Return `block(params, x, batch, number)`, which applies one layer of a stack.
 
     Args:
-      policy: of `jax.checkpoint`; None: all that the backward reads is kept.
-      first_site: what layer 0 folds into the dropout keys: a number that nothing else folds in.
+        graph: graph definition of the block.
+        policy: policy for `jax.checkpoint`; None saves everything that the backward pass reads.
+        first_site: number that layer 0 folds into the dropout keys; layer n folds in
+            first_site + n. No two layers of a model fold in the same number.
     """
 
     def block(params, x, batch, number):

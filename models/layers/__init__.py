@@ -1,0 +1,1 @@
+"""Layers that several models share: attention, positions, norms, blocks."""

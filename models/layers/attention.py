@@ -1,6 +1,14 @@
-"""Scaled dot-product attention.
+"""Scaled dot-product attention, and the choice of its kernel.
+
+`attend` picks the kernel from the hardware that the step is compiled for and from the config:
+
+    "cudnn"     GPUs       cuDNN's fused kernel (cudnn_attention.py)
+    "blocked"   CPUs       blocks of queries in jax.numpy (blocked_attention.py); also float64
+    "plain"     on demand  all scores at once (jax.nn.dot_product_attention); also on GPUs on which
+                           cuDNN's kernel cannot run
 
 B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
+
 Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; grouped queries: Ainslie et al. 2023
 (arXiv:2305.13245); sliding window: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1.
 """
@@ -21,20 +29,20 @@ from sharding.ops.heads import over_heads
 Segments = tuple[jax.Array, jax.Array]
 Kernel = Literal["cudnn", "blocked", "plain"]
 
-#: What `model.attention` may be.
+#: Values of `model.attention`.
 CHOICES = ("auto", "plain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Which kernel runs one attention, and why.
+    """The kernel that runs one attention, and the reason.
 
     Attributes:
-      kernel: "cudnn" is cuDNN's fused attention, whose memory is linear in the length; "blocked"
-        is models/layers/blocked_attention.py; "plain" makes all scores at once.
-      why: for people.
-      scores_bytes: bytes of all the scores `[B, N, T, S]` that this attention makes at once on
-        one device; 0 for none.
+        kernel: "cudnn" is cuDNN's fused attention, whose memory is linear in the sequence length;
+            "blocked" is models/layers/blocked_attention.py; "plain" materializes all scores.
+        why: reason, for display.
+        scores_bytes: bytes of the scores `[B, N, T, S]` that this attention materializes on one
+            device; 0 if it never holds all of them.
     """
 
     kernel: Kernel
@@ -55,7 +63,7 @@ _choices: contextvars.ContextVar[dict[Choice, None] | None] = contextvars.Contex
 
 @contextlib.contextmanager
 def use(implementation: str) -> Iterator[None]:
-    """Traces all attention within the block as a config asks for it, one of CHOICES."""
+    """Use an implementation, one of CHOICES, for all attention that is traced in this context."""
     token = _implementation.set(implementation)
     try:
         yield
@@ -65,7 +73,7 @@ def use(implementation: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_choices() -> Iterator[dict[Choice, None]]:
-    """Yields a dict whose keys are the choices of all attention that is traced within the block."""
+    """Yield a dict whose keys are the choices for all attention that is traced in this context."""
     found: dict[Choice, None] = {}
     token = _choices.set(found)
     try:
@@ -75,7 +83,7 @@ def recorded_choices() -> Iterator[dict[Choice, None]]:
 
 
 def check_choice(name: str) -> None:
-    """Raises a ValueError if `name` is no `model.attention`."""
+    """Raise a ValueError if `name` is not a value of `model.attention`."""
     if name not in CHOICES:
         raise ValueError(f"model.attention={name!r} is unknown; choose {' or '.join(CHOICES)}")
 
@@ -91,23 +99,29 @@ def attend(
     bias_BNTS: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Returns softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
+    """Return softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
 
     The kernel depends on the hardware that the step is compiled for (sharding/hardware.py) and on
-    the config (`use`). What its backward pass reads is named "attention", except for plain
-    attention, which names nothing.
+    the config (`use`). Its residuals are named "attention", except for plain attention, which names
+    nothing.
 
     Args:
-      q_BTNH, k_BSKH, v_BSKH: one floating dtype; K divides N: head n has key-value head n // G.
-      is_causal: position t sees positions 0..t only.
-      window: position t sees only the last `window` positions of those it would see otherwise.
-      segments: int32[B, T] and int32[B, S]; a query sees the keys of its own segment only. On a
-        GPU, tokens of one segment must be neighbours, unless there is a bias.
-      bias_BNTS: added to the logits; a dim of size 1 is broadcast.
-      scale: 1 / √H by default.
+        q_BTNH: queries, of a floating dtype.
+        k_BSKH: keys, of the same dtype; K divides N, and head n uses key-value head n // G.
+        v_BSKH: values, of the same dtype.
+        is_causal: whether position t only sees positions 0..t.
+        window: if given, position t only sees the last `window` of these positions, including
+            itself.
+        segments: int32[B, T] and int32[B, S]; a query only sees keys of its own segment. On a GPU,
+            the tokens of a segment must be contiguous, unless there is a bias.
+        bias_BNTS: added to the logits; dims of size 1 are broadcast.
+        scale: factor of the products; 1 / √H by default.
+
+    Raises:
+        ValueError: if there is a window but attention is not causal.
     """
     if window is not None and not is_causal:
-        raise ValueError(f"window={window} needs is_causal=True")
+        raise ValueError(f"window={window} needs is_causal=True; set window=None otherwise")
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
     arrays = (q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
 
@@ -138,7 +152,7 @@ def choose(
     bias_BNTS: jax.Array | None,
     segments: Segments | None,
 ) -> Choice:
-    """Returns which kernel runs for these arrays, as one device has them."""
+    """Return the kernel that runs for these arrays, whose shapes are those on one device."""
     device, dtype = hardware.current(), q_BTNH.dtype.name
     batch, length, num_heads, head_dim = q_BTNH.shape
     scores = batch * num_heads * length * k_BSKH.shape[1]
@@ -159,6 +173,7 @@ def choose(
             why += ", packed documents"
         else:
             why += f", documents as a mask: compute capability {device.compute_capability} < 9.0"
+            # The mask is broadcast over heads.
             scores_bytes = q_BTNH.dtype.itemsize * scores // num_heads
     elif bias_BNTS is not None:
         why += ", bias"
@@ -169,21 +184,22 @@ def choose(
 
 
 def _why_not_cudnn(device: hardware.Hardware, dtype: str, head_dim: int) -> str:
-    """Returns why cuDNN has no attention for these arrays; "" if it has."""
+    """Return why cuDNN's attention cannot run for these arrays, or "" if it can."""
     capability = device.compute_capability
     most = 256 if capability >= 9 else 128
     if device.platform != "gpu" or not capability:
         return f"{device.device_kind} has no cuDNN"
     if capability < 8:
-        return f"cuDNN's attention needs compute capability 8.0, and {capability} is less"
+        return f"cuDNN's attention needs compute capability 8.0 or higher, not {capability}"
     if dtype not in ("bfloat16", "float16"):
-        return f"cuDNN's attention has no {dtype}"
+        return f"cuDNN's attention does not support {dtype}"
     if head_dim > most:
-        return f"cuDNN's attention takes head_dim {most} at most, not {head_dim}"
+        return f"cuDNN's attention supports head_dim up to {most}, not {head_dim}"
     return ""
 
 
 def _can_pack() -> bool:
+    """Return whether the hardware supports cuDNN's layout for packed documents."""
     return hardware.current().compute_capability >= 9
 
 

@@ -1,7 +1,9 @@
-"""Layers that several models share.
+"""Layers that several models share: linear, normalization, embedding lookup, dropout.
 
-B batch, T seq, D embed. A parameter's `out_sharding` metadata names its logical axes. Every layer
-computes in the dtype of its parameters, so precision is decided where parameters are cast.
+Every layer computes in the dtype of its parameters, so the place where parameters are cast decides
+the precision. A parameter's `out_sharding` metadata holds the names of its logical axes.
+
+B batch, T seq, D embed, V vocab.
 """
 
 import math
@@ -14,12 +16,12 @@ from flax import nnx
 
 from sharding.logical import axes_by_hand, offset, sum_over, sum_over_batch
 
-# Parameters are laid out where the train state is built, not one by one as they are made.
+# The whole train state is sharded when it is built, rather than each parameter on creation.
 nnx.use_eager_sharding(False)
 
 
 def param(init, rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str | None]) -> nnx.Param:
-    """Returns a float32 parameter with a logical axis name per dimension."""
+    """Return a float32 parameter with a logical axis name per dim."""
     return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32), out_sharding=tuple(axes))
 
 
@@ -27,11 +29,12 @@ class Linear(nnx.Module):
     """y = x · kernel + bias, over one or more trailing dims of x.
 
     Args:
-      inputs: logical name -> size of the dims that are contracted, e.g. `{"embed": 64}`.
-      outputs: logical name -> size of the dims that come out, e.g. `{"heads": 4, "head_dim": 16}`.
-        A name that starts with `_` is not split over the mesh.
-      stddev: standard deviation of the kernel's normal initialisation.
-      use_bias: whether there is a bias.
+        inputs: logical name -> size of the dims that are contracted, e.g. `{"embed": 64}`.
+        outputs: logical name -> size of the output dims, e.g. `{"heads": 4, "head_dim": 16}`. Dims
+            whose name starts with `_` are not split over the mesh.
+        stddev: standard deviation of the kernel's normal initialization.
+        use_bias: whether there is a bias.
+        rngs: random keys for the initialization.
     """
 
     def __init__(
@@ -51,10 +54,10 @@ class Linear(nnx.Module):
         self.num_inputs = len(inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns `[*batch, *outputs]` for x `[*batch, *inputs]`."""
+        """Apply the layer to x `[*batch, *inputs]` and return `[*batch, *outputs]`."""
         kernel = self.kernel[...]
         batch = x.shape[: x.ndim - self.num_inputs]
-        # One flat batch dim: with two of them XLA on CPU writes a transposed copy of the
+        # Flatten to one batch dim: with two of them, XLA on CPU writes a transposed copy of the
         # cotangent for the weight gradient.
         flat = x.reshape(math.prod(batch), *x.shape[len(batch) :])
         contracted = tuple(range(self.num_inputs))
@@ -67,10 +70,13 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Normalisation of the last dim to mean 0 and variance 1, then scale and bias.
+    """Normalizes the last dim to mean 0 and variance 1, then applies scale and bias.
 
     Args:
-      start: of the scale.
+        features: size of the last dim.
+        epsilon: added to the variance.
+        start: initial value of the scale.
+        rngs: random keys for the initialization.
 
     Source: Ba et al. 2016 (arXiv:1607.06450).
     """
@@ -81,7 +87,7 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the shape and dtype of `x`; statistics are float32 or wider."""
+        """Return an array of the shape and dtype of `x`; statistics are float32 or wider."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean = jnp.mean(wide, axis=-1, keepdims=True)
         centred = wide - mean
@@ -92,13 +98,16 @@ class LayerNorm(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Normalisation of every feature to mean 0 and variance 1 over a batch, then scale and bias.
+    """Normalizes every feature to mean 0 and variance 1 over a batch, then applies scale and bias.
 
-    Statistics are always the batch's own, in evaluations too: no averages of them are kept.
+    Statistics always come from the current batch, even in evaluations. There are no running
+    averages.
 
     Args:
-      axis: the logical axis of the features, if they are split over the mesh.
-      learns: whether there are scale and bias.
+        features: size of the last dim.
+        axis: logical axis of the features, if they are split over the mesh.
+        learns: whether there are a scale and a bias.
+        rngs: random keys for the initialization.
 
     Source: Ioffe and Szegedy 2015 (arXiv:1502.03167).
     """
@@ -111,12 +120,12 @@ class BatchNorm(nnx.Module):
         self.bias = param(zeros, rngs, shape, (axis,)) if learns else None
 
     def __call__(self, x: jax.Array, weights_B: jax.Array) -> jax.Array:
-        """Returns the shape and dtype of `x`; statistics are float32 or wider.
+        """Return an array of the shape and dtype of `x`; statistics are float32 or wider.
 
         Args:
-          x: `[B, ..., features]`. Of all B examples of all devices; those of each place between
-            are normalised by themselves.
-          weights_B: what each example counts in the statistics.
+            x: `[B, ..., features]`. Statistics are taken over the B examples of all devices. Each
+                position in the dims between batch and features has statistics of its own.
+            weights_B: weight of each example in the statistics.
         """
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         weights = weights_B.astype(wide.dtype).reshape(-1, *[1] * (x.ndim - 1))
@@ -131,7 +140,7 @@ class BatchNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Division of the last dim by its root mean square, then scale.
+    """Divides the last dim by its root mean square, then applies a scale.
 
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
@@ -141,30 +150,46 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the shape and dtype of `x`; statistics are float32 or wider."""
+        """Return an array of the shape and dtype of `x`; statistics are float32 or wider."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]).astype(x.dtype)
 
 
 def unit_length(x: jax.Array) -> jax.Array:
-    """Returns the last dim divided by its length, in float32 or wider."""
+    """Divide the last dim by its Euclidean norm, in float32 or wider."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     square = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     return wide * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
 def after(elementwise: Callable, function: Callable, x: Any):
-    """Returns `function(elementwise(x))`, of which the backward pass keeps `x` alone.
+    """Return `function(elementwise(x))`, and save only `x` for the backward pass.
 
-    It computes `elementwise` (a norm, an activation) again, which costs less than the memory
-    to keep its result: a scan over layers would write that memory once more and read it back.
+    The backward pass recomputes `elementwise` (a norm or an activation). This is cheaper than
+    saving its result, which a scan over layers would have to write to memory and read back.
+
+    Args:
+        elementwise: cheap function that is recomputed.
+        function: function of its result.
+        x: argument of `elementwise`.
     """
     return jax.checkpoint(lambda x: function(elementwise(x)), prevent_cse=False)(x)
 
 
 def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns the rows of `table` that the ids name, `[*ids, D]`; V is the logical axis "vocab"."""
+    """Return the rows of an embedding table selected by ids.
+
+    If the pipeline stages share the vocab, each stage looks up the ids in its own rows, uses zeros
+    for all others, and the stages sum their results.
+
+    Args:
+        table_VD: the table, or this stage's rows of it; V is the logical axis "vocab".
+        ids: int32, of any shape.
+
+    Returns:
+        Embeddings `[*ids, D]`.
+    """
     if not axes_by_hand("vocab"):
         return table_VD[ids]
     here = ids - offset("vocab", table_VD.shape[0])
@@ -174,16 +199,16 @@ def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) -> jax.Array:
-    """Returns `x` with elements zeroed at `rate` and the rest scaled by 1 / (1 - rate).
+    """Set elements of `x` to zero at random, and scale all others by 1 / (1 - rate).
 
-    Each example draws from its own key, so the mask depends neither on the mesh nor on how the
-    batch is cut into microbatches.
+    Each example has its own key, so its mask depends neither on the mesh nor on how the batch is
+    divided into microbatches.
 
     Args:
-      x: float[B, ...].
-      rate: probability of zeroing, in [0, 1).
-      keys: key[B], one per example; None switches dropout off.
-      site: number of this dropout among those that share `keys`.
+        x: float[B, ...].
+        rate: probability that an element is set to zero, in [0, 1).
+        keys: key[B], one per example; None disables dropout.
+        site: number of this dropout, unique among those that use the same `keys`.
     """
     if keys is None or rate == 0.0:
         return x
@@ -194,14 +219,15 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) ->
 
 
 def drop_path(x: jax.Array, rate: Any, keys: jax.Array | None, site: int = 0) -> jax.Array:
-    """Returns `x` with whole examples zeroed at `rate` and the rest scaled by 1 / (1 - rate).
+    """Set whole examples of `x` to zero at random, and scale all others by 1 / (1 - rate).
 
     Args:
-      x: float[B, ...], a residual branch.
-      rate: probability of zeroing, in [0, 1), a number or float[].
-      keys, site: as for `dropout`.
+        x: float[B, ...], a residual branch.
+        rate: probability that an example is set to zero, in [0, 1): a number or float[].
+        keys: key[B], one per example; None disables it.
+        site: as for `dropout`.
 
-    Source: Huang et al. 2016 (arXiv:1603.09382), for each example by itself.
+    Source: Huang et al. 2016 (arXiv:1603.09382), applied to each example independently.
     """
     if keys is None or (isinstance(rate, float) and rate == 0.0):
         return x

@@ -1,7 +1,16 @@
-"""Attention as blocks of queries in plain jax.numpy: what runs on CPUs and in float64.
+"""Attention over blocks of queries in plain jax.numpy, for CPUs and for float64.
 
-Memory between the forward and the backward pass is linear in the length; within a pass, one block's
-logits exist at a time. Matrix products are batched over leading (B, K), which is fast on CPUs.
+Each block of queries is multiplied only with the keys that it can see. With 4 blocks and a causal
+mask, these are the parts of the T × S logits marked with x; the rest is never computed:
+
+                keys
+    queries     x . . .
+                x x . .
+                x x x .
+                x x x x
+
+Only one block's logits exist at a time, and the residuals for the backward pass are linear in the
+sequence length. Matrix products are batched over leading dims (B, K), which is fast on CPUs.
 
 B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
 """
@@ -15,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-#: Causal attention takes this many queries at a time, in at most so many blocks: n blocks compute
-#: (n + 1) / 2n of the full products, but matrix products of few rows are slow.
+#: Number of queries per block of causal attention, and maximum number of blocks. n blocks compute
+#: (n + 1) / 2n of the full products, but matrix products with few rows are slow.
 _BLOCK_QUERIES = 128
 _MAX_BLOCKS = 8
 
@@ -25,13 +34,13 @@ Segments = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _MaskOptions:
-    """Which keys a query can see by their positions."""
+    """Which keys a query can see, given their positions."""
 
     is_causal: bool
     window: int | None
 
     def blocks(self, num_queries: int, num_keys: int) -> list[tuple[slice, slice]]:
-        """Returns (queries, the keys that they can see) of every block."""
+        """Return (queries, keys that they can see) for each block."""
         count = min(-(-num_queries // _BLOCK_QUERIES), _MAX_BLOCKS) if self.is_causal else 1
         bounds = [num_queries * i // count for i in range(count + 1)]
         return [(slice(*rows), self._keys(*rows, num_keys)) for rows in itertools.pairwise(bounds)]
@@ -43,7 +52,7 @@ class _MaskOptions:
         return slice(min(first, num_keys - 1), min(stop, num_keys))
 
     def visible(self, rows: slice, keys: slice) -> jax.Array | None:
-        """Returns bool[T, S] of a block, or None where all of it is visible."""
+        """Return bool[T, S] for a block, or None if every query sees every key of the block."""
         if not self.is_causal:
             return None
         distance_TS = jnp.arange(rows.start, rows.stop)[:, None] - jnp.arange(keys.start, keys.stop)
@@ -63,7 +72,7 @@ def attend(
     bias_BNTS: jax.Array | None,
     scale: float,
 ) -> jax.Array:
-    """Returns softmax(q·kᵀ · scale + bias)·v; arguments as for `models.layers.attention.attend`."""
+    """Return softmax(q·kᵀ · scale + bias)·v; arguments as for `models.layers.attention.attend`."""
     mask_options = _MaskOptions(is_causal, window)
     q_BTNH = q_BTNH * scale
     batch, length, num_heads, head_dim = q_BTNH.shape
@@ -81,10 +90,10 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _batched(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
-    """softmax(q·kᵀ + bias)·v, a block of queries at a time, against the keys that it can see.
+    """softmax(q·kᵀ + bias)·v, one block of queries at a time.
 
-    The backward pass computes the weights again from their sums, so nothing of the size `[T, S]`
-    lives from one pass to the other: a few more FLOPs cost less than fresh memory.
+    The backward pass recomputes the weights from their maxima and sums, so no array of size
+    `[T, S]` is kept between the two passes: recomputing costs less than allocating fresh memory.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
     """
@@ -103,7 +112,8 @@ def _batched_forward(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments
         outputs.append(y_BKGTH.astype(v_BKSH.dtype))
         largest.append(largest_BKGT1)
         scales.append(1 / sum_BKGT1)
-    # Not their log-sum in one: where nothing is visible, the largest would swallow the rest.
+    # Keep maximum and sum as two residuals. Their sum in one log-sum-exp would be inexact for a
+    # query that sees no key: its maximum is so large in magnitude that it absorbs log(sum).
     y_BKGTH, *normal = (
         checkpoint_name(jnp.concatenate(parts, axis=3), "attention")
         for parts in (outputs, largest, scales)
@@ -114,7 +124,7 @@ def _batched_forward(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments
 def _batched_backward(mask_options, residuals, dy_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals
     dtype, wide = q_BKGTH.dtype, scale_BKGT1.dtype
-    # The part of every logit's gradient that the softmax's normalisation brings.
+    # The gradient of the softmax is weights · (dweights - shift), with shift = sum(dy · y).
     shift_BKGT1 = jnp.sum(dy_BKGTH.astype(wide) * y_BKGTH, axis=-1, keepdims=True)
     dq, dk_BKSH, dv_BKSH = [], jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
     dbias_BKGTS = None if bias_BKGTS is None else jnp.zeros(bias_BKGTS.shape, wide)
@@ -126,7 +136,7 @@ def _batched_backward(mask_options, residuals, dy_BKGTH):
         dweights_BKGTS = _einsum("BKGTH,BKSH->BKGTS", dy, v_BKSH[:, :, keys])
         dlogits_BKGTS = weights_BKGTS * (dweights_BKGTS - shift_BKGT1[:, :, :, rows])
         if segments is not None:
-            # Where a query sees nothing all weights are alike, but no logit has a part in them.
+            # A query that sees no key has equal weights, but no gradient flows into its logits.
             is_hidden = logits_BKGTS == jnp.finfo(logits_BKGTS.dtype).min
             dlogits_BKGTS = jnp.where(is_hidden, 0, dlogits_BKGTS)
         if dbias_BKGTS is not None:
@@ -163,23 +173,23 @@ def _logits(
 
 
 def _same(segments: Segments) -> jax.Array:
-    """Returns bool[B, T, S]: whether query and key are of one segment."""
+    """Return bool[B, T, S]: whether a query and a key belong to the same segment."""
     return segments[0][:, :, None] == segments[1][:, None, :]
 
 
 def _block_of(bias_BKGTS: jax.Array, rows: slice, keys: slice) -> tuple[slice, slice]:
-    """Returns where a block lies in a bias whose dims of size 1 stand for all."""
+    """Return the (rows, keys) of a block within a bias, whose dims of size 1 are broadcast."""
     *_, num_queries, num_keys = bias_BKGTS.shape
     return rows if num_queries > 1 else slice(None), keys if num_keys > 1 else slice(None)
 
 
 def _summed_like(target: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `x` summed over the dims that have size 1 in `target`."""
+    """Sum `x` over the dims that have size 1 in `target`."""
     dims = [dim for dim, size in enumerate(target.shape) if size == 1]
     return jnp.sum(x, axis=dims, keepdims=True)
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An einsum that sums in float32 or wider."""
+    """Compute an einsum that accumulates in float32 or wider."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.einsum(spec, a, b, preferred_element_type=wide)

@@ -1,22 +1,23 @@
-"""Attention by cuDNN's fused kernel, made to fit what the kernel asks for.
+"""Attention with cuDNN's fused kernel, with inputs adapted to its restrictions.
 
-The kernel takes float16 or bfloat16, even lengths, head dims that are multiples of 8, and documents
-only as places in memory. So here
+The kernel supports float16 and bfloat16, even sequence lengths, and head dims that are multiples of
+8. It does not take segment ids, only the position and length of each packed document. Therefore:
 
-- lengths and head dims are padded, and the padding is masked by the row's length, or by the bias
-  where there is one;
-- packed documents are given to the kernel in its ragged layout, `DOCUMENTS_PER_CALL` of each row at
-  a time. The kernel keeps statistics for every document as if it were as long as the row, so a call
-  with room for all documents of a row could take more memory than attention itself. A loop goes on
-  until every row's documents are done, so no number of documents is too many:
+- Lengths and head dims are padded. The padding is masked by the length of the row, or by the bias
+  if there is one.
+- Packed documents are passed to the kernel in its ragged layout, `DOCUMENTS_PER_CALL` documents of
+  each row at a time. The kernel's statistics take as much memory for every document as for a whole
+  row, so a call with room for all documents of a row could need more memory than attention itself.
+  A loop repeats the call until the documents of every row are done, however many there are:
 
-      segments  1 1 1 2 2 3 3 3 3 4      two documents a call
-      call 0    q q q q q . . . . .      documents at 0 and 3, of lengths 3 and 2
-      call 1    . . . . . q q q q q      documents at 5 and 9, of lengths 4 and 1
+      segments  1 1 1 2 2 3 3 3 3 4      with two documents per call
+      call 0    q q q q q . . . . .      documents at 0 and 3, with lengths 3 and 2
+      call 1    . . . . . q q q q q      documents at 5 and 9, with lengths 4 and 1
 
-Memory is linear in the length, except for a bias, which is `[·, ·, T, S]` by itself.
+Memory is linear in the sequence length, except for a bias, which is `[·, ·, T, S]` itself.
 
-B batch, T query seq, S key seq, N heads, K key-value heads, H head_dim, M documents of a call.
+B batch, T query seq, S key seq, N heads, K key-value heads, H head_dim, M documents of a row per
+call, R = B · M.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models.layers import cudnn_kernel
 from models.layers.cudnn_kernel import Lengths, Options
 
-#: Documents of each row that one call of the kernel works on.
+#: Number of documents of each row that one call of the kernel processes.
 DOCUMENTS_PER_CALL = 8
 
 Segments = tuple[jax.Array, jax.Array]
@@ -49,11 +50,18 @@ def attend(
     scale: float,
     can_pack: bool,
 ) -> jax.Array:
-    """Returns softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]`.
+    """Return softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]`.
 
     Args:
-      segments: as for `models.layers.attention.attend`; tokens of one segment are neighbours.
-      can_pack: whether the device has the kernel's layout for packed documents.
+        q_BTNH: queries, float16 or bfloat16.
+        k_BSKH: keys, of the same dtype.
+        v_BSKH: values, of the same dtype.
+        is_causal: as for `models.layers.attention.attend`.
+        window: as for `models.layers.attention.attend`.
+        segments: as for `models.layers.attention.attend`; tokens of a segment are contiguous.
+        bias_BNTS: as for `models.layers.attention.attend`.
+        scale: factor of the products.
+        can_pack: whether the hardware supports the kernel's layout for packed documents.
     """
     sizes = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     q_BTNH = _padded(q_BTNH, {1: 2, 3: 8})
@@ -64,7 +72,7 @@ def attend(
     )
     is_packed = segments is not None and bias_BNTS is None and can_pack
     if is_packed and segments is not None:
-        # Padding becomes a document of its own.
+        # Padding becomes a document of its own, with id -1.
         q_ids_BT, k_ids_BS = (_padded(ids, {1: 2}, value=-1) for ids in segments)
         y_BTNH: Any = _attend_documents(options, q_BTNH, k_BSKH, v_BSKH, q_ids_BT, k_ids_BS)
     else:
@@ -84,20 +92,26 @@ def attend(
 
 
 def _padded(x: jax.Array, multiples: dict[int, int], value: float = 0) -> jax.Array:
-    """Returns `x` with each of these dims padded to a multiple."""
+    """Pad dims of `x` to multiples.
+
+    Args:
+        x: the array.
+        multiples: dim -> number that its size has to be a multiple of.
+        value: value of the padding.
+    """
     widths = [(0, -size % multiples.get(dim, 1)) for dim, size in enumerate(x.shape)]
     return jnp.pad(x, widths, constant_values=value) if any(w for _, w in widths) else x
 
 
 def _hidden(dtype: Any) -> float:
-    """Returns what hides a key: large, but not so large that two of them overflow."""
+    """Return the logit that hides a key: large, but not so large that a sum of two overflows."""
     return -(2.0**14) if jnp.dtype(dtype) == jnp.float16 else -(2.0**40)
 
 
 def _with_mask(
     bias_BNTS: jax.Array | None, segments: Segments | None, dtype: Any
 ) -> jax.Array | None:
-    """Returns the bias, and what hides keys of other segments added to it."""
+    """Add a mask that hides keys of other segments to the bias, if there are segments."""
     if segments is not None:
         is_same_BTS = segments[0][:, :, None] == segments[1][:, None, :]
         mask_B1TS = jnp.where(is_same_BTS, 0, _hidden(dtype)).astype(dtype)[:, None]
@@ -126,23 +140,26 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what the backward reads, named so that a config can keep it."""
+    """Name the residuals of the kernel, so that a config can save them."""
     return tuple(checkpoint_name(array, "attention") for array in arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Documents:
-    """The documents that one call of the kernel works on, at most R = B · DOCUMENTS_PER_CALL.
+    """The documents that one call of the kernel processes, at most R = B · DOCUMENTS_PER_CALL.
 
-    The kernel reads them from lists without gaps, used ones first; a place in these is a "row".
+    The kernel reads them from lists without gaps, in which used entries come first. An entry of
+    these lists is called a row below.
 
     Attributes:
-      lengths: for the kernel.
-      batch_R, start_R: int32[R], where each row's queries are: example, and first token.
-      row_BT: int32[B, T], the row of each query's document.
-      index_BT: int32[B, T], the number of each query in its document.
-      is_query_BT, is_key_BS: whether a query or a key belongs to one of the documents. For others
-        the above means nothing.
+        lengths: lengths and offsets of the documents, for the kernel.
+        batch_R: int32[R], the example that each row's document belongs to.
+        start_R: int32[R], its first query in that example.
+        row_BT: int32[B, T], the row of each query's document.
+        index_BT: int32[B, T], the position of each query within its document.
+        is_query_BT: bool[B, T], whether a query belongs to one of the documents; if not, its
+            `row_BT` and `index_BT` are meaningless.
+        is_key_BS: bool[B, S], whether a key belongs to one of the documents.
     """
 
     lengths: Lengths
@@ -157,25 +174,30 @@ class _Documents:
     def of_call(
         cls, number: jax.Array, q_ids_BT: jax.Array, k_ids_BS: jax.Array, per_token: tuple[int, int]
     ) -> "_Documents":
-        """Returns the documents of a call.
+        """Return the documents of a call.
 
         Args:
-          number: int32[], of the call, from 0.
-          per_token: elements of a query and of a key, all heads together.
+            number: int32[], number of the call, from 0.
+            q_ids_BT: int32[B, T], segment of each query.
+            k_ids_BS: int32[B, S], segment of each key.
+            per_token: number of elements of a query token and of a key token, over all heads.
         """
         (batch, num_queries), num_keys = q_ids_BT.shape, k_ids_BS.shape[1]
         run_BT = _runs(q_ids_BT) - number * DOCUMENTS_PER_CALL
         numbers_M = jnp.arange(DOCUMENTS_PER_CALL, dtype=jnp.int32)
+        # Find each document's first query and, by its segment id, its first key.
         is_in_BMT = run_BT[:, None, :] == numbers_M[None, :, None]
         q_start_BM = jnp.argmax(is_in_BMT, axis=2).astype(jnp.int32)
         id_BM = jnp.take_along_axis(q_ids_BT, q_start_BM, axis=1)
         is_in_BMS = k_ids_BS[:, None, :] == id_BM[:, :, None]
         k_start_BM = jnp.argmax(is_in_BMS, axis=2).astype(jnp.int32)
-        # A document that sees no key has no softmax: it is left out, and its output is 0.
+        # A document without keys has no softmax: it is skipped, and its output stays 0.
         is_used_BM = jnp.any(is_in_BMT, axis=2) & jnp.any(is_in_BMS, axis=2)
         row_BM = jnp.cumsum(is_used_BM.reshape(-1), dtype=jnp.int32).reshape(is_used_BM.shape) - 1
         place_R = jnp.where(is_used_BM, row_BM, row_BM.size).reshape(-1)
 
+        # Move values of used documents to their rows, so that the lists have no gaps. The offset of
+        # an unused row is the end of the array.
         def in_rows(values_BM: jax.Array, fill: int = 0, size: int = row_BM.size) -> jax.Array:
             empty = jnp.full((size,), fill, jnp.int32)
             values_BM = jnp.broadcast_to(values_BM, row_BM.shape)
@@ -206,13 +228,13 @@ class _Documents:
         )
 
     def to_queries(self, stats_RNT: jax.Array) -> jax.Array:
-        """Returns the kernel's statistics of its rows for each query, `[B, N, T]`."""
+        """Return the statistics of each query, `[B, N, T]`, from the kernel's rows."""
         heads_1N1 = jnp.arange(stats_RNT.shape[1], dtype=jnp.int32)[None, :, None]
         row_B1T, index_B1T = self.row_BT[:, None], self.index_BT[:, None]
         return stats_RNT.at[row_B1T, heads_1N1, index_B1T].get(mode="clip")
 
     def to_rows(self, stats_BNT: jax.Array) -> jax.Array:
-        """Returns statistics of queries as the kernel has them for its rows, `[R, N, T]`."""
+        """Return the statistics of the kernel's rows, `[R, N, T]`, from the queries' statistics."""
         heads_1N1 = jnp.arange(stats_BNT.shape[1], dtype=jnp.int32)[None, :, None]
         token_RT = self.start_R[:, None] + jnp.arange(stats_BNT.shape[2], dtype=jnp.int32)
         batch_R11 = self.batch_R[:, None, None]
@@ -220,7 +242,7 @@ class _Documents:
 
 
 def _runs(ids_BT: jax.Array) -> jax.Array:
-    """Returns, int32[B, T], the number of each token's run of equal ids, from 0."""
+    """Return int32[B, T], the number of each token's run of equal ids, counted from 0."""
     is_new_BT = ids_BT[:, 1:] != ids_BT[:, :-1]
     return jnp.pad(jnp.cumsum(is_new_BT, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
@@ -231,7 +253,7 @@ def _num_calls(q_ids: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_documents(options: Options, q, k, v, q_ids, k_ids) -> jax.Array:
-    """Attention of packed documents, `DOCUMENTS_PER_CALL` of each row at a time."""
+    """Attention over packed documents, `DOCUMENTS_PER_CALL` documents of each row at a time."""
     return _documents_forward(options, q, k, v, q_ids, k_ids)[0]
 
 
@@ -267,8 +289,8 @@ def _documents_backward(options, residuals, dy):
         own = cudnn_kernel.backward(q, k, v, None, documents.lengths, options, own_stats, y, dy)
         is_query = documents.is_query_BT[:, :, None, None]
         is_key = documents.is_key_BS[:, :, None, None]
-        # A key has one document: gradients of two calls never meet, except in cross-attention
-        # with two runs of queries of one id.
+        # Gradients of keys are added: in cross-attention, two runs of queries with the same id, in
+        # two calls, see the same keys. Otherwise a key belongs to the documents of one call only.
         dq = jnp.where(is_query, own[0], dq)
         dk, dv = (
             total + jnp.where(is_key, part, jnp.zeros((), part.dtype))

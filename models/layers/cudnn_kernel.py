@@ -1,11 +1,13 @@
-"""cuDNN's fused attention, as one function for the forward and one for the backward.
+"""Bindings of cuDNN's fused attention: one function for the forward, one for the backward pass.
 
-`jax.nn.dot_product_attention` offers neither packed documents nor the softmax's statistics, asks
-the GPUs of this process what they can do, and brings rules for XLA's partitioner that need devices;
-so it compiles for GPUs that are not there only in part. The two primitives here have no such rules,
-only jax's own shapes and lowering. This is the only module that knows jax's private ones.
+`jax.nn.dot_product_attention` does not suffice: it supports neither packed documents nor returning
+the statistics of the softmax. It also queries the GPUs of the current process, and its partitioning
+rules need devices, so only parts of it compile for GPUs that are not installed. The two primitives
+defined here have no such rules. They use jax's shape functions and lowerings, and this is the only
+module that depends on these private parts of jax.
 
 B batch, T query seq, S key seq, N heads, K key-value heads, H head_dim, M documents of a row.
+
 Source: cuDNN's documentation of scaled dot-product attention, forward and backward.
 """
 
@@ -18,7 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-#: Parameters that only newer versions of jax have, for a function of the scores: none is wanted.
+#: Parameters that only newer versions of jax have, for modifying the scores. They stay None.
 _MORE_PARAMS = dict.fromkeys(
     {"score_mod_name", "score_mod_jaxpr"}.intersection(
         inspect.signature(fused._dot_product_attention_fwd_cuda_lowering).parameters
@@ -39,13 +41,14 @@ mlir.register_lowering(_backward_p, fused._dot_product_attention_bwd_cuda_loweri
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is fixed when a call is traced.
+    """Static options of a call.
 
     Attributes:
-      scale: of the products of queries and keys.
-      is_causal: query t sees keys 0..t, counted from the first of its row or document.
-      window: query t sees the `window` last of these alone; None: all.
-      has_bias_gradient: whether the backward returns the gradient of the bias.
+        scale: factor of the products of queries and keys.
+        is_causal: whether query t only sees keys 0..t, counted from the start of its row or
+            document.
+        window: if given, query t only sees the last `window` of these keys.
+        has_bias_gradient: whether the backward pass returns the gradient of the bias.
     """
 
     scale: float
@@ -57,15 +60,17 @@ class Options:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Which queries and keys of each row count, or where its documents are.
+    """The lengths of rows, or the lengths and positions of packed documents.
 
-    Without offsets, rows have one length each, and what is behind it is padding. With offsets, they
-    list all documents of the batch, row after row; unused places at the end have length 0.
+    Without offsets, each row has one length, and everything after it is padding. With offsets, the
+    arrays list all documents of the batch, row by row; unused entries at the end have length 0.
 
     Attributes:
-      q, k: int32[B], or int32[B, M] with offsets.
-      q_offsets, k_offsets: int32[B, M + 1] or None; number of the document's first element in the
-        whole array, counted in elements, not tokens.
+        q: int32[B], lengths of the queries, or int32[B, M] with offsets.
+        k: the same for keys.
+        q_offsets: int32[B, M + 1] or None: index of each document's first element in the whole
+            array, counted in elements rather than tokens.
+        k_offsets: the same for keys.
     """
 
     q: jax.Array
@@ -82,18 +87,20 @@ def forward(
     lengths: Lengths | None,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns attention's output, and the log-sum of each query's exponentiated logits.
+    """Return the attention output, and the log-sum-exp of each query's logits.
 
     Args:
-      q_BTNH, k_BSKH, v_BSKH: float16 or bfloat16; K divides N, H is a multiple of 8, T and S are
-        even.
-      bias_BNTS: in their dtype; its first two dims may be 1. Not with offsets.
-      lengths: None: all queries and keys count.
+        q_BTNH: queries, float16 or bfloat16; H is a multiple of 8, T is even.
+        k_BSKH: keys, of the same dtype; K divides N, S is even.
+        v_BSKH: values, of the same dtype.
+        bias_BNTS: bias in the same dtype, whose first two dims may be 1; None with offsets.
+        lengths: lengths of rows or documents; None if all queries and keys are used.
+        options: static options.
 
     Returns:
-      output `[B, T, N, H]`; what belongs to no document is undefined.
-      stats float32[B, N, T], or float32[B · M, N, T] with offsets: a row for each document, in the
-        order of `lengths`, its first query first.
+        output `[B, T, N, H]`, which is undefined for tokens that belong to no document.
+        stats float32[B, N, T], or float32[B · M, N, T] with offsets: one row per document, in the
+            order of `lengths`, beginning with the document's first query.
     """
     y, stats = _forward_p.bind(
         q_BTNH,
@@ -117,10 +124,18 @@ def backward(
     y_BTNH: jax.Array,
     dy_BTNH: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Returns the gradients of q, k, v and the bias; None for a bias that has none.
+    """Return the gradients of q, k, v and the bias; the last is None without a bias gradient.
 
     Args:
-      stats, y_BTNH: what `forward` returned.
+        q_BTNH: as for `forward`.
+        k_BSKH: as for `forward`.
+        v_BSKH: as for `forward`.
+        bias_BNTS: as for `forward`.
+        lengths: as for `forward`.
+        options: as for `forward`.
+        stats: statistics returned by `forward`.
+        y_BTNH: output returned by `forward`.
+        dy_BTNH: cotangent of the output.
     """
     dq, dk, dv, *dbias = _backward_p.bind(
         q_BTNH,
@@ -136,7 +151,7 @@ def backward(
 
 
 def _optional(q_BTNH, bias_BNTS, lengths: Lengths | None) -> list[jax.Array]:
-    """Returns bias, lengths, offsets and page tables; an array without elements for none."""
+    """Return bias, lengths, offsets and page tables, with an empty array for each that is None."""
     none = jnp.zeros((0,), q_BTNH.dtype)
     given = [bias_BNTS]
     given += [None] * 4 if lengths is None else dataclasses.astuple(lengths)
@@ -152,7 +167,7 @@ def _params(bias_BNTS, lengths: Lengths | None, options: Options) -> dict:
     }
     return _MORE_PARAMS | {
         "scale": options.scale,
-        "seed": 42,  # of a dropout that does not happen
+        "seed": 42,  # seed of dropout, which is not used
         "dropout_rate": 0.0,
         "variadic_args": (bias_BNTS is not None, options.has_bias_gradient),
         "mask_type": kinds[lengths is not None, options.is_causal],

@@ -1,8 +1,12 @@
-"""Rotary position embeddings, and their published ways to longer sequences.
+"""Rotary position embeddings (RoPE), and published methods to extend them to longer sequences.
+
+Features i and i + H/2 of a head form a pair, as in Hugging Face's checkpoints. At position p, pair
+i is rotated by the angle p · frequency_i. So the product of a query and a key depends only on the
+distance between their positions.
 
 B batch, T seq, N heads, H head_dim.
-Source: Su et al. 2021 (arXiv:2104.09864), section 3.2.2; the two halves of a head are rotated
-against each other, as in the files of Hugging Face.
+
+Source: Su et al. 2021 (arXiv:2104.09864), section 3.2.2.
 """
 
 import math
@@ -15,7 +19,7 @@ import numpy as np
 
 Scaling = Mapping[str, Any]
 
-#: `rope_type` -> (keys it needs, further keys it may have).
+#: `rope_type` -> (required keys, optional keys).
 _KEYS = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -41,13 +45,13 @@ _KEYS = {
 
 
 def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: np.ndarray, factor: float):
-    """Returns `x` with each pair of features turned by position · frequency, in its dtype.
+    """Rotate each pair of features by position · frequency, keeping the dtype.
 
     Args:
-      x_BTNH: queries or keys; features i and i + H/2 are a pair.
-      positions_BT: int32.
-      frequencies: float64[H/2], radians a position; see `rope_frequencies`.
-      factor: multiplies the result.
+        x_BTNH: queries or keys; features i and i + H/2 form a pair.
+        positions_BT: int32.
+        frequencies: float64[H/2], radians per position; see `rope_frequencies`.
+        factor: factor of the result.
     """
     wide = jnp.promote_types(x_BTNH.dtype, jnp.float32)
     angles_BTH = positions_BT.astype(wide)[..., None] * jnp.asarray(frequencies, wide)[None, None]
@@ -58,9 +62,9 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: np.ndarray, 
 
 
 class HashableScaling(dict):
-    """A dict of numbers, strings and lists of numbers that is not changed, and can be hashed.
+    """A dict of numbers, strings and lists of numbers that is never modified, so it has a hash.
 
-    A model with one can be an argument of `nnx.jit`.
+    A model that holds one can be an argument of `nnx.jit`.
     """
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -68,10 +72,15 @@ class HashableScaling(dict):
 
 
 def check_scaling(scaling: Scaling | None, head_dim: int) -> None:
-    """Checks a model's `rope_scaling`.
+    """Check a model's `rope_scaling`.
+
+    Args:
+        scaling: value of `model.rope_scaling`.
+        head_dim: H.
 
     Raises:
-      ValueError: its type is unknown, or a key is missing, unknown or no number.
+        ValueError: if the head dim is odd, the type is unknown, a key is missing or unknown, or a
+            list of factors has the wrong length.
     """
     if head_dim % 2:
         raise ValueError(f"model.head_dim={head_dim} must be even: features are rotated in pairs")
@@ -106,14 +115,14 @@ def check_scaling(scaling: Scaling | None, head_dim: int) -> None:
 def rope_frequencies(
     head_dim: int, theta: float, scaling: Scaling | None, *, num_positions: int, max_positions: int
 ) -> tuple[np.ndarray, float]:
-    """Returns (float64[H/2] radians a position, the factor of `rotate`).
+    """Return (float64[H/2] radians per position, the factor for `rotate`).
 
     Args:
-      head_dim: H, even.
-      theta: base of the wavelengths.
-      scaling: checked by `check_scaling`; its keys are those of Hugging Face's `rope_scaling`.
-      num_positions: T; "dynamic" and "longrope" depend on it.
-      max_positions: longest sequence that the model is made for.
+        head_dim: H, even.
+        theta: base of the wavelengths.
+        scaling: checked by `check_scaling`; has the keys of Hugging Face's `rope_scaling`.
+        num_positions: T, which "dynamic" and "longrope" depend on.
+        max_positions: longest sequence that the model supports.
 
     Source: "linear": Chen et al. 2023 (arXiv:2306.15595); "dynamic" and "yarn": Peng et al. 2023
     (arXiv:2309.00071), sections 3.1 to 3.4; "longrope": Ding et al. 2024 (arXiv:2402.13753);
@@ -137,9 +146,10 @@ def rope_frequencies(
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: Scaling) -> tuple[np.ndarray, float]:
-    """Slow features are interpolated, fast ones are left, those between are mixed."""
+    """Interpolate slow features, leave fast ones unchanged, and mix those in between."""
     dim, factor = 2 * len(frequencies), scaling["factor"]
 
+    # The feature pair that makes this number of turns within the original context.
     def dim_of_turns(turns: float) -> float:
         length = scaling["original_max_position_embeddings"]
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -180,7 +190,7 @@ def _longrope(frequencies, scaling: Scaling, num_positions: int, max_positions: 
 
 
 def _llama3(frequencies: np.ndarray, scaling: Scaling) -> np.ndarray:
-    """Wavelengths beyond the old context are stretched, short ones left, those between mixed."""
+    """Stretch wavelengths longer than the original context, keep short ones, mix the others."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     unscaled = np.clip((turns - low) / (high - low), 0, 1)

@@ -1,4 +1,4 @@
-"""The two halves of a Transformer's block: attention, and the feed-forward network.
+"""The two halves of a Transformer block: attention and the feed-forward network.
 
 B batch, T query seq, S key seq, D embed, F mlp, N heads, K key-value heads, H head_dim.
 """
@@ -16,7 +16,7 @@ from sharding.logical import constrain
 
 Norm = Callable[[jax.Array], jax.Array]
 
-#: Name in a config, Hugging Face's too -> function.
+#: Name in configs, and in Hugging Face's -> function.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
@@ -26,25 +26,31 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def check_activation(name: str) -> None:
-    """Raises a ValueError if `name` is no key of ACTIVATIONS."""
+    """Raise a ValueError if `name` is not a key of ACTIVATIONS."""
     if name not in ACTIVATIONS:
         raise ValueError(f"model.activation={name!r} is unknown; choose {', '.join(ACTIVATIONS)}")
 
 
 def identity(x: jax.Array) -> jax.Array:
+    """Return `x`."""
     return x
 
 
 class Attention(nnx.Module):
-    """Multi-head attention, of a sequence to itself or to another.
+    """Multi-head self-attention or cross-attention.
 
     Args:
-      embed_dim, num_heads, head_dim: D, N, H.
-      num_kv_heads: K; N by default.
-      use_bias: whether queries, keys and values have a bias.
-      use_key_bias, use_out_bias: whether keys and the output have one; as `use_bias` by default.
-      stddevs: of the kernels of (queries, keys and values, output) at the start.
-      make_head_norms: gives what normalises each head's (queries, keys), if anything does.
+        embed_dim: D.
+        num_heads: N.
+        head_dim: H.
+        num_kv_heads: K; N by default.
+        use_bias: whether queries, keys and values have a bias.
+        use_key_bias: whether keys have a bias; `use_bias` by default.
+        use_out_bias: whether the output has a bias; `use_bias` by default.
+        stddevs: standard deviations for initializing the kernels of (queries, keys and values,
+            output).
+        make_head_norms: returns norms for each head's (queries, keys); None for no norms.
+        rngs: random keys for the initialization.
     """
 
     def __init__(
@@ -84,14 +90,18 @@ class Attention(nnx.Module):
         rotate: Callable[[jax.Array], jax.Array] = identity,
         **mask_options: Any,
     ) -> jax.Array:
-        """Returns `[B, T, D]`; names activations "qkv" and "attention_out" on the way.
+        """Apply attention, naming activations "qkv" and "attention_out" for rematerialization.
 
         Args:
-          x_BTD: what asks.
-          norm: applied to it first.
-          source_BSD: what is asked, as it is; norm(x) by default.
-          rotate: applied to queries and keys; see models/layers/rope.py.
-          **sight: the keyword arguments of `models.layers.attention.attend`.
+            x_BTD: activations that queries are computed from.
+            norm: applied to `x_BTD` first.
+            source_BSD: activations that keys and values are computed from, without `norm`; defaults
+                to norm(x_BTD).
+            rotate: applied to queries and keys; see models/layers/rope.py.
+            **mask_options: keyword arguments of `models.layers.attention.attend`.
+
+        Returns:
+            `[B, T, D]`.
         """
         if source_BSD is None:
             q, k, v = after(norm, lambda h: (self.q(h), self.k(h), self.v(h)), x_BTD)
@@ -110,14 +120,17 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two linear layers with an activation between them.
+    """Two linear layers with an activation between them, optionally gated.
 
     Args:
-      embed_dim, mlp_dim: D, F.
-      activation: a key of ACTIVATIONS.
-      is_gated: multiplies the activation by a third linear layer (Shazeer 2020, arXiv:2002.05202).
-      use_bias: whether the layers have a bias.
-      stddevs: of the kernels of (up and gate, down) at the start.
+        embed_dim: D.
+        mlp_dim: F.
+        activation: a key of ACTIVATIONS.
+        is_gated: multiplies the activation by a third linear layer (Shazeer 2020,
+            arXiv:2002.05202).
+        use_bias: whether the layers have a bias.
+        stddevs: standard deviations for initializing the kernels of (up and gate, down).
+        rngs: random keys for the initialization.
     """
 
     def __init__(
@@ -139,7 +152,7 @@ class MLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x_BTD: jax.Array, norm: Norm = identity) -> jax.Array:
-        """Returns `[B, T, D]` of norm(x); names what the activation is applied to "mlp"."""
+        """Apply the network to norm(x), `[B, T, D]`; names the input of the activation "mlp"."""
         activation, gate = ACTIVATIONS[self.activation], self.gate
         if gate is None:
             h_BTF = constrain(after(norm, self.up, x_BTD), "batch", "seq", "mlp")

@@ -1,0 +1,1 @@
+"""Text models, one file per model family."""

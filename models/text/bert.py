@@ -1,13 +1,14 @@
-"""BERT and RoBERTa: an encoder that norms after its residual sums, and heads for several tasks.
+"""BERT and RoBERTa: an encoder with norms after residual sums, and heads for several tasks.
+
+In addition to the fields in models/text/common.py, a batch has `token_types`, int32[B, T], if its
+rows are pairs of texts. `targets` and `weights` are [B, T], except for `head="sequence"`, where
+they are [B]: one label per row. For `head="pretraining"` a batch also has `labels`, int32[B], which
+are 0 if the second text follows the first and 1 if it does not, and `label_weights`, float32[B].
 
 B batch, T seq, D embed, V vocab, C labels.
+
 Source: Devlin et al. 2018 (arXiv:1810.04805), sections 3 and A.2; Liu et al. 2019
 (arXiv:1907.11692), section 3.
-
-Beside what models/text/common.py lists, a batch has `token_types`, int32[B, T], if the rows are
-pairs of texts. `targets` and `weights` are [B, T], and for `head="sequence"` [B]: a label of each
-row. For `head="pretraining"` there are `labels`, int32[B], 0 if the second text follows the first
-and 1 if it does not, and `label_weights`, float32[B], beside the targets of the masked tokens.
 """
 
 import dataclasses
@@ -36,8 +37,10 @@ from models.text.common import (
 )
 from sharding.logical import constrain
 
-#: `model.head` -> what it learns: masked tokens; these, and whether two texts follow each other; a
-#: label of a row; nothing yet, a label of each token; nothing, it gives activations.
+#: `model.head` -> values of `data.objective` that it can be trained with. "masked_lm" predicts
+#: masked tokens; "pretraining" also predicts whether two texts follow each other; "sequence"
+#: predicts a label per row. "token" (a label per token) and "none" (activations) cannot be trained
+#: yet.
 HEADS = {
     "masked_lm": ("masked_lm", "masked_lm_pairs"),
     "pretraining": ("masked_lm_pairs",),
@@ -49,26 +52,26 @@ HEADS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """Sizes, regularisation and head of a BERT or RoBERTa."""
+    """Sizes, regularization and head of a BERT or RoBERTa."""
 
-    vocab_size: int  # tokens that the tokenizer knows
+    vocab_size: int  # number of tokens in the tokenizer's vocab
     max_positions: int  # longest sequence
     num_layers: int
     num_heads: int
     embed_dim: int
     mlp_dim: int
-    dropout: float  # of embeddings, residual branches and classifiers, in [0, 1)
+    dropout: float  # rate for embeddings, residual branches and classifiers, in [0, 1)
     head: str  # masked_lm | pretraining | sequence | token | none
-    num_labels: int = 2  # of the heads "sequence" and "token"
-    num_token_types: int = 2  # texts in a row; RoBERTa: 1
+    num_labels: int = 2  # for the heads "sequence" and "token"
+    num_token_types: int = 2  # maximum number of texts per row; RoBERTa: 1
     first_position: int = 0  # row of position 0 in the table of positions; RoBERTa: pad_id + 1
-    pad_id: int | None = None  # RoBERTa counts positions over the tokens that are not this one
-    use_pooler: bool = True  # with head="none": keep the layer that other heads read
+    pad_id: int | None = None  # RoBERTa: token that positions do not count
+    use_pooler: bool = True  # whether head="none" keeps the pooler, which other heads read
     activation: str = "gelu"
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     layer_norm_epsilon: float = 1e-12
     init_stddev: float = 0.02
-    loss: str = "cross_entropy"  # of masked tokens; or an import path, see models/losses.py
+    loss: str = "cross_entropy"  # loss of masked tokens; or an import path, see models/losses.py
 
     def __post_init__(self):
         check_sizes(self)
@@ -80,6 +83,7 @@ class BertConfig:
 
     @property
     def has_pooler(self) -> bool:
+        """Whether the model has a pooler, a dense layer on the first token's activations."""
         return self.head in ("pretraining", "sequence") or (self.head == "none" and self.use_pooler)
 
 
@@ -110,6 +114,7 @@ class Block(nnx.Module):
         self.dropout = config.dropout
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
         branch = self.attention(x_BTD, is_causal=False, segments=segments(batch))
         x_BTD = self.attention_norm(x_BTD + dropout(branch, self.dropout, keys, site=0))
         branch = self.mlp(x_BTD)
@@ -118,7 +123,7 @@ class Block(nnx.Module):
 
 
 class MaskedLMHead(nnx.Module):
-    """What the table of tokens makes logits of, and the logits' bias."""
+    """A dense layer and norm before the token embedding turns activations into logits; a bias."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         sizes = {"embed": config.embed_dim}, {"_embed": config.embed_dim}
@@ -130,11 +135,12 @@ class MaskedLMHead(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Return `[B, T, D]`, from which the token embedding computes logits."""
         return self.norm(ACTIVATIONS[self.activation](self.dense(x_BTD)))
 
 
 class Bert(nnx.Module):
-    """An encoder of text with a head."""
+    """A text encoder with a head."""
 
     Config = BertConfig
     can_share_vocab = True
@@ -163,7 +169,7 @@ class Bert(nnx.Module):
         self.classifier = linear(labels) if labels else None
 
     def embed(self, batch: dict) -> jax.Array:
-        """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
+        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         config, tokens = self.config, batch["tokens"]
         x_BTD = lookup(self.token_embedding[...], tokens)
         x_BTD += learned_positions(
@@ -175,7 +181,7 @@ class Bert(nnx.Module):
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted losses, sum of weights, sums of the head's metrics)."""
+        """Return (sum of weighted losses, sum of weights, sums of the head's metrics)."""
         config = self.config
         check_has_loss(config)
         if self.masked_lm is None:
@@ -197,7 +203,7 @@ class Bert(nnx.Module):
         return loss + pair_loss, weight, metrics
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, embed = self.config, self.config.embed_dim
         batch, length = shapes["tokens"].shape
         kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
@@ -219,14 +225,16 @@ class Bert(nnx.Module):
         attention_mask: jax.Array | None = None,
         token_types: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns what the head gives for int32[B, T], float32 but for `head="none"`.
-
-        That is logits of the vocab `[B, T, V]` (V without padding), logits of labels `[B, C]` or
-        `[B, T, C]`, or activations `[B, T, D]`.
+        """Return the output of the head, in float32 except for `head="none"`.
 
         Args:
-          attention_mask: [B, T], 0 at padding.
-          token_types: int32[B, T], 0 for the first text and 1 for the second.
+            tokens: int32[B, T].
+            attention_mask: [B, T], 0 for padding; None for no padding.
+            token_types: int32[B, T], 0 for the first text and 1 for the second.
+
+        Returns:
+            Logits of the vocab `[B, T, V]`, V without padding; logits of labels `[B, C]` or
+            `[B, T, C]`; or activations `[B, T, D]`.
         """
         config, batch = self.config, text_batch(tokens, attention_mask)
         if token_types is not None:
@@ -250,7 +258,7 @@ class Bert(nnx.Module):
         x, keys = x_BTD, batch.get("dropout_keys")
         if self.pooler is not None:
             x = jnp.tanh(self.pooler(x_BTD[:, 0]))
-        # Site 0 of the same keys is the embedding's.
+        # The embedding uses site 0 of the same keys.
         logits = self.classifier(dropout(x, self.config.dropout, keys, site=1))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
@@ -258,14 +266,14 @@ class Bert(nnx.Module):
 def label_loss(
     logits: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, dict]:
-    """Returns (sum of weighted losses, sum of weights, {"accuracy": sum of weights of hits}).
+    """Return (sum of weighted losses, sum of weights, {"accuracy": weighted number of hits}).
 
     Args:
-      logits: float32[..., C].
-      targets: int32[...], in [0, C).
-      weights: float32[...]; 0 leaves one out.
+        logits: float32[..., C].
+        targets: int32[...], in [0, C).
+        weights: float32[...]; targets with weight 0 are ignored.
     """
-    # Not the cross-entropy of models/losses.py: labels are no part of a vocab, whoever shares that.
+    # The cross-entropy of models/losses.py is for a vocab that stages may share; labels are not.
     flat = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
     losses = -jnp.take_along_axis(flat, targets.reshape(-1, 1), axis=1)[:, 0]
     weights = weights.reshape(-1).astype(losses.dtype)

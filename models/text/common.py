@@ -1,13 +1,14 @@
-"""What models of text have in common: their batch, and their head over the vocab.
+"""Shared parts of text models: batches, positions, and the head over the vocab.
+
+The batch of a text model is a dict of
+
+- `tokens`: int32[B, T].
+- `targets`: int32[B, T], and `weights`: float32[B, T], which are 0 for tokens without a target.
+- `segment_ids`: int32[B, T], present if a row contains several texts or padding. Tokens only see
+  tokens of their own segment, and padding is segment 0.
+- `positions`: int32[B, T], present if they differ from the model's default positions.
 
 B batch, T seq, D embed, V vocab.
-
-The batch of a model of text is a dict of
-- `tokens`: int32[B, T];
-- `targets`: int32[B, T], and `weights`: float32[B, T], 0 where there is nothing to learn;
-- `segment_ids`: int32[B, T], if a row holds more than one text, or padding: tokens see the tokens
-  of their own segment only, and padding is a segment of its own, number 0;
-- `positions`: int32[B, T], if they are not those that the model gives by itself.
 """
 
 import dataclasses
@@ -23,29 +24,29 @@ from models.losses import chunked_vocab_loss, make_token_loss
 
 
 def text_batch(tokens: jax.Array, attention_mask: jax.Array | None) -> dict[str, jax.Array]:
-    """Returns the batch of int32[B, T] tokens, of which `attention_mask` [B, T] is 0 at padding."""
+    """Return the batch of int32[B, T] tokens; `attention_mask` [B, T] is 0 for padding."""
     if attention_mask is None:
         return {"tokens": tokens}
     return {"tokens": tokens, "segment_ids": attention_mask.astype(jnp.int32)}
 
 
 def segments(batch: dict, name: str = "segment_ids") -> Segments | None:
-    """Returns the argument `segments` of `attend` for a sequence that attends to itself."""
+    """Return the argument `segments` of `attend` for self-attention."""
     ids = batch.get(name)
     return None if ids is None else (ids, ids)
 
 
 def positions_by_index(batch: dict) -> jax.Array:
-    """Returns int32[B or 1, T]: the batch's positions, or else 0, 1, 2, ... along the row."""
+    """Return int32[B or 1, T]: the batch's positions, or else 0, 1, 2, ... along the row."""
     if "positions" in batch:
         return batch["positions"]
     return jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None]
 
 
 def positions_by_count(batch: dict) -> jax.Array:
-    """Returns int32[B or 1, T]: the batch's positions, or else how many tokens stand before.
+    """Return int32[B or 1, T]: the batch's positions, or else the number of preceding tokens.
 
-    Padding does not count, and has the position -1.
+    Padding does not count, and has position -1.
     """
     if "positions" in batch or "segment_ids" not in batch:
         return positions_by_index(batch)
@@ -53,25 +54,27 @@ def positions_by_count(batch: dict) -> jax.Array:
 
 
 def count_positions(is_token: jax.Array) -> jax.Array:
-    """Returns int32[B, T]: how many tokens stand before each, -1 at padding, of bool[B, T]."""
+    """Return int32[B, T], the number of preceding tokens or -1 for padding, from bool[B, T]."""
     is_token = is_token.astype(jnp.int32)
     return jnp.cumsum(is_token, axis=1) * is_token - 1
 
 
 def learned_positions(table_PD: jax.Array, positions: jax.Array, *, first: int = 0) -> jax.Array:
-    """Returns the rows of a table of positions, `[*positions, D]`.
+    """Return the embeddings of positions, `[*positions, D]`.
 
     Args:
-      positions: int32[B or 1, T].
-      first: the row of position 0.
+        table_PD: one embedding per position.
+        positions: int32[B or 1, T].
+        first: row of position 0 in the table.
 
     Raises:
-      ValueError: the sequence is longer than the table.
+        ValueError: if the sequence is longer than the table.
     """
     length, rows = positions.shape[-1], table_PD.shape[0] - first
     if length > rows:
         raise ValueError(
-            f"a sequence of {length} tokens is longer than the {rows} positions that the model has"
+            f"a sequence of {length} tokens is longer than the model's {rows} positions; shorten "
+            "the sequence"
         )
     return table_PD[positions + first]
 
@@ -85,12 +88,15 @@ def vocab_loss(
     loss: str,
     bias_V: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum of the weighted losses of `targets`, sum of `weights`).
+    """Return (sum of the weighted losses of `targets`, sum of `weights`).
 
     Args:
-      x_BTD: what the head makes logits of.
-      table_VD, vocab_size, bias_V: see `models.losses.chunked_vocab_loss`.
-      loss: see `models.losses.make_token_loss`.
+        x_BTD: activations that logits are computed from.
+        table_VD: as for `models.losses.chunked_vocab_loss`.
+        batch: has `targets` and `weights`.
+        vocab_size: as for `models.losses.chunked_vocab_loss`.
+        loss: as for `models.losses.make_token_loss`.
+        bias_V: as for `models.losses.chunked_vocab_loss`.
     """
     total = chunked_vocab_loss(
         x_BTD.reshape(-1, x_BTD.shape[-1]),
@@ -107,17 +113,18 @@ def vocab_loss(
 def vocab_logits(
     x_BTD: jax.Array, table_VD: jax.Array, *, vocab_size: int, bias_V: jax.Array | None = None
 ) -> jax.Array:
-    """Returns logits, float32[B, T, V] or wider, of the vocab without its padding."""
+    """Return logits over the vocab without its padding, float32[B, T, V] or wider."""
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD[:vocab_size], preferred_element_type=wide)
     return logits if bias_V is None else logits + bias_V[None, None, :vocab_size]
 
 
 def check_heads_divide(config: Any, *, prefix: str = "") -> None:
-    """Raises a ValueError if the heads do not divide the embedding's dim evenly.
+    """Raise a ValueError unless the number of heads divides the embedding dim.
 
     Args:
-      prefix: of the names of both fields.
+        config: has the fields `num_heads` and `embed_dim`.
+        prefix: prefix of the names of both fields.
     """
     heads, embed = (getattr(config, f"{prefix}{name}") for name in ("num_heads", "embed_dim"))
     if embed % heads:
@@ -127,32 +134,33 @@ def check_heads_divide(config: Any, *, prefix: str = "") -> None:
 
 
 def check_head(name: str) -> None:
-    """Raises a ValueError if `name` is no `model.head` of a causal language model."""
+    """Raise a ValueError if `name` is not a value of `model.head` for causal language models."""
     if name not in ("lm", "none"):
         raise ValueError(f"model.head={name!r} is unknown; choose lm, or none for activations")
 
 
 def check_has_loss(config: Any) -> None:
-    """Raises a ValueError if the model has no head that gives a loss."""
+    """Raise a ValueError if the model's head does not compute a loss."""
     if config.head == "none":
-        raise ValueError("model.head='none' gives activations and no loss; choose another")
+        raise ValueError("model.head='none' gives activations and no loss; choose another head")
 
 
 def padded_vocab(vocab_size: int, multiple: int) -> int:
-    """Returns the rows of an embedding whose vocab is padded to a multiple, so that it splits."""
+    """Return the rows of an embedding whose vocab is padded to a multiple, so that it shards."""
     return -(-vocab_size // multiple) * multiple
 
 
 def check_sizes(config: Any, *, but: Collection[str] = ()) -> None:
-    """Checks the fields of a model's config that are counts, sizes or rates.
+    """Check the fields of a model's config that are counts, sizes or rates.
 
     Args:
-      but: fields that are something else in spite of their names.
+        config: a dataclass.
+        but: fields to skip, whose names only look like one of these.
 
     Raises:
-      ValueError: `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is less
-        than 1, `dropout`, `drop_path` or `*_smoothing` is not in [0, 1), `init_stddev` is negative,
-        or `*_epsilon` not positive.
+        ValueError: if `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is
+            less than 1, if `dropout`, `drop_path` or `*_smoothing` is not in [0, 1), if
+            `init_stddev` is negative, or if `*_epsilon` is not positive.
     """
     for field in dataclasses.fields(config):
         name = field.name

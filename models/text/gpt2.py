@@ -1,6 +1,7 @@
-"""GPT-2, and GPT-3's sizes: a pre-norm decoder with learned positions and a tied head.
+"""GPT-2, and the sizes of GPT-3: a pre-norm decoder with learned positions and a tied head.
 
 B batch, T seq, D embed, N heads, H head_dim, V vocab.
+
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3;
 Brown et al. 2020 (arXiv:2005.14165), table 2.1.
 """
@@ -36,21 +37,21 @@ from sharding.logical import constrain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """Sizes and regularisation of a GPT-2."""
+    """Sizes and regularization of a GPT-2."""
 
-    vocab_size: int  # tokens that the tokenizer knows
+    vocab_size: int  # number of tokens in the tokenizer's vocab
     max_positions: int  # longest sequence
     num_layers: int
     num_heads: int
     embed_dim: int
-    dropout: float  # of embeddings and residual branches, in [0, 1)
+    dropout: float  # rate for embeddings and residual branches, in [0, 1)
     mlp_dim: int | None = None  # 4 × embed_dim if None
-    activation: str = "gelu_tanh"  # of the MLP; see models/layers/transformer.py
+    activation: str = "gelu_tanh"  # activation of the MLP; see models/layers/transformer.py
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     layer_norm_epsilon: float = 1e-5
     init_stddev: float = 0.02
     loss: str = "cross_entropy"  # or an import path; see models/losses.py
-    head: str = "lm"  # lm | none, for activations
+    head: str = "lm"  # lm | none, which returns activations
 
     def __post_init__(self):
         check_sizes(self)
@@ -70,6 +71,7 @@ class FusedQKVAttention(nnx.Module):
         self.out = Linear(heads, embed, stddev=_residual_stddev(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, norm: LayerNorm, segments: Segments | None) -> jax.Array:
+        """Return the output projection of the attention, `[B, T, D]`."""
         qkv = after(norm, self.qkv, x_BTD)
         qkv = constrain(qkv, "batch", "seq", None, "heads", "head_dim")
         qkv = checkpoint_name(qkv, "qkv")
@@ -98,6 +100,7 @@ class Block(nnx.Module):
         self.dropout = config.dropout
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
         branch = self.attention(x_BTD, self.attention_norm, segments(batch))
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=0)
         branch = self.mlp(x_BTD, self.mlp_norm)
@@ -125,14 +128,14 @@ class GPT2(nnx.Module):
         self.config = config
 
     def embed(self, batch: dict) -> jax.Array:
-        """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
+        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
         x_BTD += learned_positions(self.position_embedding[...], positions_by_index(batch))
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        """Return (sum of weighted token losses, sum of weights, no further metrics)."""
         check_has_loss(self.config)
         config, table_VD = self.config, self.token_embedding[...]
         sums = vocab_loss(
@@ -141,7 +144,7 @@ class GPT2(nnx.Module):
         return *sums, {}
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, embed = self.config, self.config.embed_dim
         batch, length = shapes["tokens"].shape
         kernels = dense_flops(embed, 3 * embed) + dense_flops(embed, embed)
@@ -152,12 +155,14 @@ class GPT2(nnx.Module):
         return batch * length * (config.num_layers * (kernels + scores) + head)
 
     def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
-        """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
-
-        For `head="none"` it returns activations `[B, T, D]`.
+        """Return logits, or activations for `head="none"`.
 
         Args:
-          attention_mask: [B, T], 0 at padding.
+            tokens: int32[B, T].
+            attention_mask: [B, T], 0 for padding; None for no padding.
+
+        Returns:
+            Logits float32[B, T, V], V without padding, or activations `[B, T, D]`.
         """
         batch = text_batch(tokens, attention_mask)
         x_BTD = self.final_norm(self.decoder(self.embed(batch), batch))
@@ -167,5 +172,5 @@ class GPT2(nnx.Module):
 
 
 def _residual_stddev(config: GPT2Config) -> float:
-    """Returns GPT-2's smaller deviation for layers that write to the residual stream."""
+    """Return GPT-2's smaller initial deviation of layers that write to the residual stream."""
     return config.init_stddev / math.sqrt(2 * config.num_layers)

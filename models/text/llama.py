@@ -1,7 +1,9 @@
-"""The LLaMA family: rotary positions, RMS norms, grouped queries, and a gated MLP.
+"""The LLaMA family: rotary positions, RMS norms, grouped-query attention and a gated MLP.
 
-One model is LLaMA 1 to 3, Mistral, and Qwen 2, 2.5 and 3; they differ in what their configs say.
+One class implements LLaMA 1 to 3, Mistral, and Qwen 2, 2.5 and 3, which differ in their configs.
+
 B batch, T seq, D embed, V vocab.
+
 Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2, and (arXiv:2307.09288), section 2.2;
 Jiang et al. 2023 (arXiv:2310.06825); Yang et al. 2024 (arXiv:2407.10671), section 2.2, and 2025
 (arXiv:2505.09388), section 2.
@@ -37,10 +39,10 @@ from sharding.logical import constrain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes of a model of the LLaMA family."""
+    """Sizes and variants of a model of the LLaMA family."""
 
-    vocab_size: int  # tokens that the tokenizer knows
-    max_positions: int  # longest sequence that it is made for
+    vocab_size: int  # number of tokens in the tokenizer's vocab
+    max_positions: int  # longest sequence that the model supports
     num_layers: int
     num_heads: int
     num_kv_heads: int  # divides num_heads
@@ -50,17 +52,17 @@ class LlamaConfig:
     rope_theta: float = 10000.0  # base of the rotary wavelengths
     rope_scaling: Mapping[str, Any] | None = None  # see models/layers/rope.py
     qkv_bias: bool = False  # Qwen 2
-    out_bias: bool = False  # of the attention's output
+    out_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False  # of each head's queries and keys: Qwen 3
-    sliding_window: int | None = None  # tokens that a token sees, itself included: Mistral
-    first_windowed_layer: int = 0  # the layers before it have no sliding window
-    tie_embeddings: bool = False  # the head is the token embedding
+    qk_norm: bool = False  # norms of each head's queries and keys: Qwen 3
+    sliding_window: int | None = None  # tokens that a token sees, including itself: Mistral
+    first_windowed_layer: int = 0  # earlier layers have no sliding window
+    tie_embeddings: bool = False  # whether the head uses the token embedding
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     rms_norm_epsilon: float = 1e-5
     init_stddev: float = 0.02
     loss: str = "cross_entropy"  # or an import path; see models/losses.py
-    head: str = "lm"  # lm | none, for activations
+    head: str = "lm"  # lm | none, which returns activations
 
     def __post_init__(self):
         check_sizes(self)
@@ -122,6 +124,7 @@ class Block(nnx.Module):
         self.config, self.window = config, window
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
         config, positions = self.config, positions_by_index(batch)
         frequencies, factor = rope_frequencies(
             config.head_dim,
@@ -161,6 +164,7 @@ class Llama(nnx.Module):
             make = lambda rngs: Block(config, window=window, rngs=rngs)  # noqa: E731
             return Stack(make, num_layers, rngs=rngs) if num_layers else None
 
+        # Blocks of one stack are identical, so layers without a window have a stack of their own.
         window, num_full = config.sliding_window, config.first_windowed_layer
         self.decoder = stack(num_full or config.num_layers, None if num_full else window)
         self.windowed_decoder = stack(config.num_layers - num_full if num_full else 0, window)
@@ -169,19 +173,19 @@ class Llama(nnx.Module):
         self.output_embedding = param(normal, rngs, *table) if has_own_table else None
 
     def embed(self, batch: dict) -> jax.Array:
-        """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
+        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        """Return (sum of weighted token losses, sum of weights, no further metrics)."""
         check_has_loss(self.config)
         vocab_size, loss = self.config.vocab_size, self.config.loss
         x_BTD = self.final_norm(x_BTD)
         return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, embed = self.config, self.config.embed_dim
         batch, length = shapes["tokens"].shape
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -196,12 +200,14 @@ class Llama(nnx.Module):
         return batch * length * (config.num_layers * kernels + scores + head)
 
     def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
-        """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
-
-        For `head="none"` it returns activations `[B, T, D]`.
+        """Return logits, or activations for `head="none"`.
 
         Args:
-          attention_mask: [B, T], 0 at padding.
+            tokens: int32[B, T].
+            attention_mask: [B, T], 0 for padding; None for no padding.
+
+        Returns:
+            Logits float32[B, T, V], V without padding, or activations `[B, T, D]`.
         """
         batch = text_batch(tokens, attention_mask)
         x_BTD = self.embed(batch)

@@ -1,8 +1,11 @@
 """OPT: a decoder with learned positions, separate projections and a tied head.
 
+The 350 M model applies norms after residual sums, and its token embedding is narrower than its
+blocks.
+
 B batch, T seq, D embed, V vocab.
-Source: Zhang et al. 2022 (arXiv:2205.01068), table 1. Its 350 M model norms after the residual sum,
-and has a narrower embedding than its blocks.
+
+Source: Zhang et al. 2022 (arXiv:2205.01068), table 1.
 """
 
 import dataclasses
@@ -30,29 +33,29 @@ from models.text.common import (
 )
 from sharding.logical import constrain
 
-#: Rows of the table of positions before that of position 0; padding has the second.
+#: Row of position 0 in the table of positions; padding uses the row before it.
 _FIRST_POSITION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OPTConfig:
-    """Sizes and regularisation of an OPT."""
+    """Sizes and regularization of an OPT."""
 
-    vocab_size: int  # tokens that the tokenizer knows
+    vocab_size: int  # number of tokens in the tokenizer's vocab
     max_positions: int  # longest sequence
     num_layers: int
     num_heads: int
-    embed_dim: int  # of the blocks
+    embed_dim: int  # width of the blocks
     mlp_dim: int
-    dropout: float  # of residual branches, in [0, 1)
-    token_embed_dim: int | None = None  # of embedding and head; embed_dim if None
-    norm_first: bool = True  # before each branch, or after its sum with the residual
+    dropout: float  # rate for residual branches, in [0, 1)
+    token_embed_dim: int | None = None  # width of embedding and head; embed_dim if None
+    norm_first: bool = True  # norm before each branch, rather than after its sum with the residual
     activation: str = "relu"
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     layer_norm_epsilon: float = 1e-5
     init_stddev: float = 0.02
     loss: str = "cross_entropy"  # or an import path; see models/losses.py
-    head: str = "lm"  # lm | none, for activations
+    head: str = "lm"  # lm | none, which returns activations
 
     def __post_init__(self):
         check_sizes(self)
@@ -63,7 +66,7 @@ class OPTConfig:
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each with a residual sum, and a norm before or after it."""
+    """Attention and MLP, each with a residual sum and a norm before or after it."""
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
         embed, stddev = config.embed_dim, config.init_stddev
@@ -89,6 +92,7 @@ class Block(nnx.Module):
         self.dropout, self.norm_first = config.dropout, config.norm_first
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
         before = lambda norm: norm if self.norm_first else identity  # noqa: E731
         after = lambda norm: identity if self.norm_first else norm  # noqa: E731
         norm = self.attention_norm
@@ -126,7 +130,7 @@ class OPT(nnx.Module):
         self.final_norm = LayerNorm(embed, **norm) if config.norm_first else None
 
     def embed(self, batch: dict) -> jax.Array:
-        """Returns activations `[B, T, D]` of `batch["tokens"]`, int32[B, T]."""
+        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
         if self.project_in is not None:
             x_BTD = self.project_in(x_BTD)
@@ -136,7 +140,7 @@ class OPT(nnx.Module):
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        """Return (sum of weighted token losses, sum of weights, no further metrics)."""
         check_has_loss(self.config)
         config, table = self.config, self.token_embedding[...]
         vocab_size, loss = config.vocab_size, config.loss
@@ -144,7 +148,7 @@ class OPT(nnx.Module):
         return *sums, {}
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, embed = self.config, self.config.embed_dim
         batch, length = shapes["tokens"].shape
         kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
@@ -156,12 +160,14 @@ class OPT(nnx.Module):
         return batch * length * (config.num_layers * (kernels + scores) + ends)
 
     def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
-        """Returns logits, float32[B, T, V] (V without padding), of int32[B, T].
-
-        For `head="none"` it returns activations `[B, T, D]`.
+        """Return logits, or activations for `head="none"`.
 
         Args:
-          attention_mask: [B, T], 0 at padding.
+            tokens: int32[B, T].
+            attention_mask: [B, T], 0 for padding; None for no padding.
+
+        Returns:
+            Logits float32[B, T, V], V without padding, or activations `[B, T, D]`.
         """
         batch = text_batch(tokens, attention_mask)
         x_BTD = self._outputs(self.decoder(self.embed(batch), batch))
@@ -170,6 +176,6 @@ class OPT(nnx.Module):
         return vocab_logits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
 
     def _outputs(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns what the table of tokens makes logits of."""
+        """Return the activations that the token embedding turns into logits."""
         x_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
         return x_BTD if self.project_out is None else self.project_out(x_BTD)

@@ -1,13 +1,14 @@
-"""T5: an encoder and a decoder without absolute positions.
+"""T5: an encoder and a decoder with relative instead of absolute positions.
+
+For the encoder, a batch has `tokens` and `segment_ids` as in models/text/common.py. For the
+decoder, it has `decoder_tokens` and `targets`, int32[B, T], `weights`, float32[B, T], and, if there
+are `segment_ids`, also `decoder_segment_ids`: a decoder token only sees encoder tokens of its own
+segment.
 
 B batch, S seq of the encoder, T seq of the decoder, D embed, N heads, R buckets, V vocab.
+
 Source: Raffel et al. 2019 (arXiv:1910.10683), section 2.1; version 1.1: Shazeer 2020
 (arXiv:2002.05202); mT5: Xue et al. 2020 (arXiv:2010.11934), section 3.2.
-
-A batch has `tokens` and `segment_ids` of the encoder, as in models/text/common.py, and of the
-decoder `decoder_tokens`, `targets`: int32[B, T]; `weights`: float32[B, T]; and
-`decoder_segment_ids` where there are `segment_ids`: a token of the decoder sees the encoder's
-tokens of its own segment.
 """
 
 import dataclasses
@@ -29,22 +30,22 @@ from sharding.logical import constrain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config:
-    """Sizes and regularisation of a T5."""
+    """Sizes and regularization of a T5."""
 
-    vocab_size: int  # tokens that the tokenizer knows
-    num_layers: int  # of the encoder
+    vocab_size: int  # number of tokens in the tokenizer's vocab
+    num_layers: int  # layers of the encoder
     num_decoder_layers: int
     num_heads: int
     head_dim: int
     embed_dim: int
     mlp_dim: int
-    dropout: float  # of embeddings, residual branches and outputs, in [0, 1)
+    dropout: float  # rate for embeddings, residual branches and outputs, in [0, 1)
     activation: str = "relu"  # version 1.1: gelu_tanh
     is_gated: bool = False  # version 1.1: True
-    tie_embeddings: bool = True  # the head is the token embedding; version 1.1: False
+    tie_embeddings: bool = True  # whether the head uses the token embedding; version 1.1: False
     scale_outputs: bool = True  # by 1 / √D before the head; version 1.1: False
-    num_buckets: int = 32  # of relative positions
-    max_distance: int = 128  # from which on all positions are in one bucket
+    num_buckets: int = 32  # buckets of relative positions
+    max_distance: int = 128  # this distance and all larger ones share one bucket
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     rms_norm_epsilon: float = 1e-6
     loss: str = "cross_entropy"  # or an import path; see models/losses.py
@@ -61,10 +62,10 @@ class T5Config:
 
 
 class Block(nnx.Module):
-    """Attention, in a decoder to the encoder too, and an MLP, each x + branch(norm(x)).
+    """Self-attention, cross-attention if it is in the decoder, and an MLP: x + branch(norm(x)).
 
-    What it is given and returns is a dict: `encoder` [B, S, D], `decoder` [B, T, D], and the tables
-    `encoder_bias` and `decoder_bias` [R, N], which all layers read and none changes.
+    Its activations are a dict: `encoder` [B, S, D], `decoder` [B, T, D], and the tables
+    `encoder_bias` and `decoder_bias` [R, N], which all layers read and return unchanged.
     """
 
     def __init__(self, config: T5Config, *, is_decoder: bool, rngs: nnx.Rngs):
@@ -72,7 +73,7 @@ class Block(nnx.Module):
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
 
         def attention() -> Attention:
-            # The deviation of the queries stands for the 1 / √H that the logits lack.
+            # Queries are initialized smaller by 1 / √H, because logits are not scaled by it.
             queries = (embed * config.head_dim) ** -0.5
             return Attention(
                 embed,
@@ -99,6 +100,7 @@ class Block(nnx.Module):
         self.config, self.side = config, "decoder" if is_decoder else "encoder"
 
     def __call__(self, x: dict, batch: dict, keys: jax.Array | None) -> dict:
+        """Apply the block to its side's entry of `x`; arguments as in models/stack.py."""
         config, x_BTD = self.config, x[self.side]
         is_decoder = self.side == "decoder"
         bias_1NTT = relative_bias(
@@ -159,11 +161,11 @@ class T5(nnx.Module):
         self.decoder = stack(config.num_decoder_layers, True)
         self.decoder_norm = RMSNorm(config.embed_dim, **norm)
         tied = config.tie_embeddings
-        # A tied table is scaled down before the head instead.
+        # A tied table is scaled down before the head instead of at initialization.
         self.output_embedding = None if tied else param(normal(stddev), rngs, table, axes)
 
     def embed(self, batch: dict) -> dict:
-        """Returns what `Block` is given, of `tokens` and `decoder_tokens`."""
+        """Return the activations of `Block` for `tokens` and `decoder_tokens`."""
         keys, rate = batch.get("dropout_keys"), self.config.dropout
         x = {"encoder_bias": self.encoder_bias[...], "decoder_bias": self.decoder_bias[...]}
         for site, (side, name) in enumerate((("encoder", "tokens"), ("decoder", "decoder_tokens"))):
@@ -172,20 +174,20 @@ class T5(nnx.Module):
         return x
 
     def before_decoder(self, x: dict, batch: dict) -> dict:
-        """Returns `x` with the encoder's output normed."""
+        """Apply the final norm and dropout to the encoder's output."""
         keys = batch.get("dropout_keys")
         output = dropout(self.encoder_norm(x["encoder"]), self.config.dropout, keys, site=2)
         return {**x, "encoder": output}
 
     def head(self, x: dict, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted token losses, sum of weights, no further metrics)."""
+        """Return (sum of weighted token losses, sum of weights, no further metrics)."""
         config = self.config
         x_BTD = dropout(self._outputs(x), config.dropout, batch.get("dropout_keys"), site=3)
         vocab_size, loss = config.vocab_size, config.loss
         return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, embed = self.config, self.config.embed_dim
         batch, sources = shapes["tokens"].shape
         targets = shapes["decoder_tokens"].shape[1]
@@ -195,7 +197,7 @@ class T5(nnx.Module):
         encoder = 4 * projection + mlp + attention_flops(sources, *heads, is_causal=False)
         decoder = 6 * projection + mlp + attention_flops(targets, *heads, is_causal=True)
         decoder += attention_flops(sources, *heads, is_causal=False)
-        # Each layer of the decoder makes keys and values of the encoder's output.
+        # Each decoder layer computes keys and values from the encoder's output.
         per_source = config.num_layers * encoder + config.num_decoder_layers * 2 * projection
         per_target = config.num_decoder_layers * decoder + dense_flops(embed, config.vocab_size)
         return batch * (sources * per_source + targets * per_target)
@@ -207,12 +209,13 @@ class T5(nnx.Module):
         attention_mask: jax.Array | None = None,
         decoder_attention_mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns logits, float32[B, T, V] (V without padding).
+        """Return logits, float32[B, T, V], V without padding.
 
         Args:
-          tokens: int32[B, S], of the encoder.
-          decoder_tokens: int32[B, T]; they begin with what the model starts from, the padding.
-          attention_mask, decoder_attention_mask: [B, S] and [B, T], 0 at padding.
+            tokens: int32[B, S], tokens of the encoder.
+            decoder_tokens: int32[B, T], which begin with the start token; T5 uses padding for it.
+            attention_mask: [B, S], 0 for padding; None for no padding.
+            decoder_attention_mask: [B, T], 0 for padding; None for no padding.
         """
         batch = {"tokens": tokens, "decoder_tokens": decoder_tokens}
         if attention_mask is not None or decoder_attention_mask is not None:
@@ -226,7 +229,7 @@ class T5(nnx.Module):
         return vocab_logits(self._outputs(x), self._table(), vocab_size=self.config.vocab_size)
 
     def _outputs(self, x: dict) -> jax.Array:
-        """Returns what the table of tokens makes logits of, `[B, T, D]`."""
+        """Return the activations that the output table turns into logits, `[B, T, D]`."""
         scale = self.config.embed_dim**-0.5 if self.config.scale_outputs else 1.0
         return self.decoder_norm(x["decoder"]) * scale
 
@@ -238,19 +241,22 @@ class T5(nnx.Module):
 def relative_bias(
     table_RN: jax.Array, length: int, *, is_causal: bool, max_distance: int
 ) -> jax.Array:
-    """Returns what is added to the logits of T queries and T keys, `[1, N, T, T]`.
+    """Return the bias of the logits of T queries and T keys, `[1, N, T, T]`.
 
     Args:
-      table_RN: a number for each bucket of distances and each head.
-      length: T.
-      is_causal: all buckets are for keys before the query, or half of them for those after it.
-      max_distance: from which on all keys are in one bucket.
+        table_RN: bias for each bucket of distances and each head.
+        length: T.
+        is_causal: whether all buckets are for keys before the query; otherwise half of them are for
+            keys after it.
+        max_distance: this distance and all larger ones share one bucket.
     """
-    distances = np.arange(-(length - 1), length)  # of the key from the query
+    distances = np.arange(-(length - 1), length)  # key position minus query position
     buckets = _buckets(distances, table_RN.shape[0], is_causal, max_distance)
     by_distance_NR = table_RN[buckets].T
-    # Row q of the result is a window into the distances that moves one to the left with q: rows of
-    # one repeated line, each read one element later than a whole line after the one before.
+    # Query q needs the distances -q .. T-1-q, a window that moves left by one with each q. Repeat
+    # the line of 2T-1 distances, drop its first T-1, and cut the rest into rows that are one
+    # shorter than the line, so that each begins one distance further left. For T = 3:
+    #     -2 -1 [0 1 2 -2] [-1 0 1 2] [-2 -1 0 1] 2      ->  [0 1 2], [-1 0 1], [-2 -1 0]
     num = len(distances)
     lines = jnp.tile(by_distance_NR, (1, length))[:, length - 1 :][:, : length * (num - 1)]
     return lines.reshape(-1, length, num - 1)[None, :, :, :length]
@@ -259,7 +265,7 @@ def relative_bias(
 def _buckets(
     distances: np.ndarray, num_buckets: int, is_causal: bool, max_distance: int
 ) -> np.ndarray:
-    """Returns the bucket of each distance: one each for the small ones, then logarithmic."""
+    """Return the bucket of each distance: one each for small distances, then logarithmic ones."""
     first = np.zeros_like(distances)
     if is_causal:
         distances = np.maximum(-distances, 0)
@@ -267,7 +273,7 @@ def _buckets(
         num_buckets //= 2
         first, distances = np.where(distances > 0, num_buckets, 0), np.abs(distances)
     exact = num_buckets // 2
-    # In float32, as published checkpoints were trained: a boundary may fall on a whole number.
+    # Use float32, like the training of published checkpoints: a boundary may be a whole number.
     ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact))
     ratio /= np.float32(math.log(max_distance / exact))
     large = exact + (ratio * np.float32(num_buckets - exact)).astype(np.int64)

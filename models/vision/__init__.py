@@ -1,0 +1,1 @@
+"""Vision models, one file per model family."""

@@ -1,12 +1,13 @@
-"""What models of images have in common: their batch, patches, positions, and labels.
+"""Shared parts of vision models: batches, patches, positions, and labels.
+
+The batch of a vision model is a dict of
+
+- `images`: uint8[B, H, W, C] from 0 to 255, or floating and already normalized.
+- `weights`: float32[B], 0 for rows that only pad the batch.
+- `targets`: int32[B], labels, for models with a classification head. If images are mixed, also
+  `other_targets`: int32[B], and `target_shares`: float32[B], the share of `targets` in the mix.
 
 B batch, H and W pixels, C channels, P patch side, T patches, D embed, K labels.
-
-The batch of a model of images is a dict of
-- `images`: uint8[B, H, W, C], 0 to 255, or floating, normalised already;
-- `weights`: float32[B], 0 for what only fills a batch;
-- `targets`: int32[B], labels, for a model with a head for them; if images are mixed,
-  `other_targets`: int32[B], and `target_shares`: float32[B], the share that `targets` have.
 """
 
 import dataclasses
@@ -20,22 +21,22 @@ from flax import nnx
 
 from models.layers.basic import Linear
 
-#: `model.head` -> what it learns: labels; nothing, it gives activations.
+#: `model.head` -> values of `data.objective`. "labels" classifies images, "none" gives activations.
 HEADS = {"labels": ("image_classification",), "none": ()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageInputConfig:
-    """What a model takes: images, and how their numbers are normalised."""
+    """Size of the images that a model takes, and how their pixels are normalized."""
 
-    image_size: int  # pixels of a side
+    image_size: int  # pixels per side
     num_channels: int = 3
-    image_mean: tuple[float, ...] = (0.5,)  # of each channel, or of all, where pixels are 0 to 1
-    image_stddev: tuple[float, ...] = (0.5,)  # what they are divided by, once the mean is taken off
+    image_mean: tuple[float, ...] = (0.5,)  # one per channel or one for all, for pixels in [0, 1]
+    image_stddev: tuple[float, ...] = (0.5,)  # likewise; pixels become (pixel - mean) / stddev
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if isinstance(getattr(self, field.name), list):  # as YAML and JSON have them
+            if isinstance(getattr(self, field.name), list):  # YAML and JSON have no tuples
                 object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
         for name in ("image_size", "num_channels"):
             if getattr(self, name) < 1:
@@ -51,7 +52,7 @@ class ImageInputConfig:
             raise ValueError(f"model.image_stddev={self.image_stddev} must be positive")
 
     def normalised(self, images_BHWC: jax.Array, dtype: Any) -> jax.Array:
-        """Returns images as the model computes with them; floating ones are so already."""
+        """Return images as the model's input; floating images are already normalized."""
         if jnp.issubdtype(images_BHWC.dtype, jnp.floating):
             return images_BHWC.astype(dtype)
         wide = jnp.promote_types(dtype, jnp.float32)
@@ -59,21 +60,25 @@ class ImageInputConfig:
         return ((images_BHWC.astype(wide) / 255 - mean) / stddev).astype(dtype)
 
     def pixels(self, normalised_BHWC: jax.Array) -> jax.Array:
-        """Returns floating pixels, 0 to 1 where they are an image's, of what is normalised."""
+        """Undo the normalization: return floating pixels, from 0 to 1 if they are an image's."""
         dtype = normalised_BHWC.dtype
         mean, stddev = (jnp.asarray(v, dtype) for v in (self.image_mean, self.image_stddev))
         return normalised_BHWC * stddev + mean
 
 
 class PatchEmbedding(nnx.Module):
-    """A linear layer over each patch of an image.
+    """A linear layer that is applied to each patch of an image.
 
     Args:
-      patch_size: P.
-      embed_dim: D.
-      stddev: of the kernel's normal initialisation; None: that of a uniform one by fan-in, which
-        published codes of ViT, Swin and ResMLP use.
-      is_padded: whether pixels at the end that fill no patch are padded with zeros, not left out.
+        config: size and normalization of the images.
+        patch_size: P.
+        embed_dim: D.
+        stddev: standard deviation of the kernel's normal initialization. None selects the
+            deviation of a uniform fan-in initialization, which published implementations of ViT,
+            Swin and ResMLP use.
+        is_padded: whether to pad pixels at the end that do not fill a patch with zeros, rather than
+            to drop them.
+        rngs: random keys for the initialization.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class PatchEmbedding(nnx.Module):
         self.config, self.patch_size, self.is_padded = config, patch_size, is_padded
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        """Returns `[B, rows, columns, D]`."""
+        """Return the embeddings of all patches, `[B, rows, columns, D]`."""
         images = self.config.normalised(images_BHWC, self.linear.kernel.dtype)
         if self.is_padded:
             missing = [(0, -size % self.patch_size) for size in images.shape[1:3]]
@@ -102,7 +107,7 @@ class PatchEmbedding(nnx.Module):
 
 
 def patchify(images_BHWC: jax.Array, size: int) -> jax.Array:
-    """Returns `[B, rows, columns, P, P, C]`; pixels that fill no patch at the end are left out."""
+    """Cut images into patches `[B, rows, columns, P, P, C]`, dropping incomplete ones."""
     batch, height, width, channels = images_BHWC.shape
     rows, columns = height // size, width // size
     images = images_BHWC[:, : rows * size, : columns * size]
@@ -110,13 +115,13 @@ def patchify(images_BHWC: jax.Array, size: int) -> jax.Array:
 
 
 def unpatchify(patches: jax.Array) -> jax.Array:
-    """Returns images `[B, H, W, C]` of what `patchify` makes of them."""
+    """Assemble images `[B, H, W, C]` from patches, as the inverse of `patchify`."""
     batch, rows, columns, size, _, channels = patches.shape
     return patches.swapaxes(2, 3).reshape(batch, rows * size, columns * size, channels)
 
 
 def check_patch_size(config: Any) -> None:
-    """Raises a ValueError if not even one patch of a model's config fits into its images."""
+    """Raise a ValueError unless at least one patch fits into the images of a model's config."""
     if not 1 <= config.patch_size <= config.image_size:
         raise ValueError(
             f"model.patch_size={config.patch_size} must lie in 1 .. "
@@ -125,9 +130,10 @@ def check_patch_size(config: Any) -> None:
 
 
 def sincos_positions(rows: int, columns: int, embed_dim: int) -> np.ndarray:
-    """Returns fixed positions in two dimensions, float64[rows·columns, D], a row after another.
+    """Return fixed two-dimensional positions, float64[rows·columns, D], row by row.
 
-    The first half of D tells the column, the second the row, each by sines and then cosines.
+    The first half of D encodes the column, the second half the row. Each half consists of sines
+    followed by cosines.
 
     Source: Chen et al. 2021 (arXiv:2104.02057), section 5; He et al. 2021 (arXiv:2111.06377).
     """
@@ -142,14 +148,14 @@ def sincos_positions(rows: int, columns: int, embed_dim: int) -> np.ndarray:
 
 
 def resized_positions(table_TD: jax.Array, grid: tuple[int, int]) -> jax.Array:
-    """Returns a table of positions of another grid of patches, by bicubic interpolation.
+    """Resize a table of positions to another grid of patches, by bicubic interpolation.
 
     Args:
-      table_TD: of a square grid, a row after another.
-      grid: (rows, columns) wanted.
+        table_TD: positions of a square grid, row by row.
+        grid: (rows, columns) of the new grid.
 
-    Source: Keys 1981 (doi:10.1109/TASSP.1981.1163711) with a = -0.75, as published fine-tuning at
-      other resolutions uses it.
+    Source: Keys 1981 (doi:10.1109/TASSP.1981.1163711) with a = -0.75, as in published code for
+    fine-tuning at other resolutions.
     """
     side = round(table_TD.shape[0] ** 0.5)
     if grid == (side, side):
@@ -160,7 +166,7 @@ def resized_positions(table_TD: jax.Array, grid: tuple[int, int]) -> jax.Array:
 
 
 def _bicubic(size: int, new_size: int) -> np.ndarray:
-    """Returns float64[new_size, size], what each new point takes of each old one."""
+    """Return float64[new_size, size], the weight of each old point in each new point."""
     a, weights = -0.75, np.zeros((new_size, size))
     places = (np.arange(new_size) + 0.5) * size / new_size - 0.5
     for new, place in enumerate(places):
@@ -174,31 +180,34 @@ def _bicubic(size: int, new_size: int) -> np.ndarray:
 
 
 def drop_path_rate(last: float, branch: jax.Array, num_branches: int) -> jax.Array | float:
-    """Returns the rate of stochastic depth of a branch, which grows linearly from 0 to `last`.
+    """Return the stochastic depth rate of a branch, which grows linearly from 0 to `last`.
 
     Args:
-      branch: int32[], its number.
-      num_branches: among which it is.
+        last: rate of the last branch.
+        branch: int32[], number of the branch.
+        num_branches: number of branches.
     """
     return last * branch / max(num_branches - 1, 1) if last else 0.0
 
 
 def label_logits(logits: jax.Array) -> jax.Array:
-    """Returns logits in float32 or wider."""
+    """Return logits in float32 or wider."""
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def label_loss(
     logits_BK: jax.Array, batch: dict, *, smoothing: float
 ) -> tuple[jax.Array, jax.Array, dict]:
-    """Returns (sum of weighted losses, sum of weights, sums of metrics) of labels.
+    """Return (sum of weighted losses, sum of weights, sums of metrics) of a classifier.
 
-    The loss is the cross-entropy with what the batch says of each image: one label, or shares of
-    two. The metrics are `accuracy` and, with more than five labels, `top5_accuracy`: whether
-    `targets` are the label, or among the five labels, with the largest logits.
+    The loss is the cross-entropy with the batch's targets: one label per image, or shares of two.
+    The metrics are `accuracy`, whether `targets` is the label with the largest logit, and, with
+    more than five labels, `top5_accuracy`, whether it is among the five largest.
 
     Args:
-      smoothing: while training, the part of each target that is spread over all labels evenly.
+        logits_BK: one logit per label.
+        batch: has `targets` and `weights`, and optionally `other_targets` and `target_shares`.
+        smoothing: share of each target that is spread evenly over all labels, during training only.
     """
     num_labels, weights = logits_BK.shape[1], batch["weights"].astype(logits_BK.dtype)
     targets = soft_targets(batch, num_labels, logits_BK.dtype)
@@ -213,7 +222,7 @@ def label_loss(
 
 
 def soft_targets(batch: dict, num_labels: int, dtype: Any) -> jax.Array:
-    """Returns what a batch says of its labels as shares of all of them, `[B, K]`."""
+    """Return the batch's targets as a distribution over all labels, `[B, K]`."""
     targets = jax.nn.one_hot(batch["targets"], num_labels, dtype=dtype)
     if "other_targets" not in batch:
         return targets
@@ -223,8 +232,9 @@ def soft_targets(batch: dict, num_labels: int, dtype: Any) -> jax.Array:
 
 
 def _rank(logits_BK: jax.Array, labels_B: jax.Array) -> jax.Array:
-    """Returns how many labels come before each image's own; of equal logits, the first does."""
+    """Return the number of labels ranked before each image's own; ties go to the first label."""
     own = jnp.take_along_axis(logits_BK, labels_B[:, None], axis=1)
     is_after = jnp.arange(logits_BK.shape[1]) >= labels_B[:, None]  # or is its own
-    # Those not after it are counted: NaN compares as false, and must not make a label the first.
+    # Count the labels that do not rank after it: comparisons with NaN are false, and must not make
+    # a label the first.
     return jnp.sum(~((logits_BK < own) | ((logits_BK == own) & is_after)), axis=1)

@@ -1,12 +1,19 @@
-"""MAE: an encoder of some patches of an image, and a decoder that predicts those that are hidden.
+"""MAE: encodes a random part of an image's patches, and predicts the hidden ones with a decoder.
 
-B batch, H and W pixels, C channels, P patch side, T patches, K of them kept, D embed, F numbers of
-a patch: P·P·C.
+    patches     1 2 3 4 5 6 7 8 9        T = 9, of which K = 2 are kept
+    encoder     class 3 8                only the class token and the patches that are kept
+    decoder     class m m 3 m m m m 8 m  in image order, with a mask token m per hidden patch
+    loss        on the predictions at m
+
+The batch is the one of models/vision/common.py, without labels but with one of
+
+- `mask_seeds`: uint32[B], seeds that determine which patches of each image are hidden.
+- `noise`: float[B, T]: the patches with the smallest noise are kept; ties go to the first.
+
+B batch, H and W pixels, C channels, P patch side, T patches, K of them kept, D embed, F = P·P·C
+numbers per patch.
+
 Source: He et al. 2021 (arXiv:2111.06377).
-
-The batch is that of models/vision/common.py without labels, and has
-- `mask_seeds`: uint32[B], what hides patches of each image at random, or in its place
-- `noise`: float[B, T]: the patches with the least of it are kept; of equal ones, the first.
 """
 
 import dataclasses
@@ -37,15 +44,15 @@ _EPSILON = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MAEConfig(PreTrainingConfig):
-    """Sizes and regularisation of an MAE."""
+    """Sizes and regularization of an MAE."""
 
     decoder_num_layers: int
     decoder_num_heads: int
     decoder_embed_dim: int
     decoder_mlp_dim: int
-    positions: str = "sincos"  # as for the encoder of any model; the decoder's are sincos
-    mask_ratio: float = 0.75  # part of the patches that is hidden; what is kept is rounded down
-    normalise_targets: bool = True  # pixels of a patch by their own mean and deviation
+    positions: str = "sincos"  # positions of the encoder, as in any ViT; the decoder has sincos
+    mask_ratio: float = 0.75  # share of hidden patches; the number of kept ones is rounded down
+    normalise_targets: bool = True  # normalize each patch's pixels by its own mean and deviation
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,13 +60,13 @@ class MAEConfig(PreTrainingConfig):
         if self.decoder_embed_dim % 4:
             raise ValueError(
                 f"model.decoder_embed_dim={self.decoder_embed_dim} must be a multiple of 4, for "
-                "positions by sines and cosines"
+                "positions of sines and cosines"
             )
         if self.normalise_targets and self.patch_size**2 * self.num_channels < 2:
             raise ValueError(
                 "model.normalise_targets=True needs patches of more than one number, but "
                 f"model.patch_size={self.patch_size} and model.num_channels={self.num_channels}; "
-                "choose larger patches, or False"
+                "choose larger patches, or model.normalise_targets=False"
             )
         if not 0 <= self.mask_ratio <= 1:
             raise ValueError(f"model.mask_ratio={self.mask_ratio} must lie in [0, 1]")
@@ -73,7 +80,7 @@ class MAEConfig(PreTrainingConfig):
 
     @property
     def decoder(self) -> ViTConfig:
-        """The ViT whose blocks and positions are the decoder's."""
+        """The ViT config whose blocks and positions the decoder uses."""
         return dataclasses.replace(
             self.encoder,
             num_layers=self.decoder_num_layers,
@@ -81,16 +88,16 @@ class MAEConfig(PreTrainingConfig):
             embed_dim=self.decoder_embed_dim,
             mlp_dim=self.decoder_mlp_dim,
             positions="sincos",
-            drop_path=0.0,  # which grows with the layers of one stack alone
+            drop_path=0.0,  # its rate grows over the layers of a single stack, the encoder
         )
 
     def num_kept(self, num_patches: int) -> int:
-        """Returns K."""
+        """Return K, the number of patches that are kept."""
         return int(num_patches * (1 - self.mask_ratio))
 
 
 class MAE(ImageEncoder):
-    """An encoder of images that learns to predict what is hidden of them."""
+    """An image encoder that learns by predicting hidden patches."""
 
     Config = MAEConfig
     stacks = ("encoder", "decoder")
@@ -115,7 +122,7 @@ class MAE(ImageEncoder):
         self.prediction = Linear({"embed": embed}, {"_values": values}, stddev=stddev, rngs=rngs)
 
     def embed(self, batch: dict) -> jax.Array:
-        """Returns activations `[B, 1 + K, D]`: the class token and the patches that are kept."""
+        """Return activations `[B, 1 + K, D]` of the class token and the patches that are kept."""
         first, patches_BTD = self.tokens(batch["images"])
         kept_BK = self._order(batch)[:, : self._num_kept(batch)]
         x_BTD = jnp.concatenate([first, _take(patches_BTD, kept_BK)], axis=1)
@@ -123,7 +130,7 @@ class MAE(ImageEncoder):
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
     def before_decoder(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
-        """Returns `[B, 1 + T, D]`, D the decoder's: all patches in their places in the image."""
+        """Return the decoder's input `[B, 1 + T, D]`, with all patches in image order."""
         x_BTD = self.decoder_embedding(self.final_norm(x_BTD))
         order_BT = self._order(batch)
         size, length = order_BT.shape
@@ -136,9 +143,9 @@ class MAE(ImageEncoder):
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted losses, sum of weights, no further metrics).
+        """Return (sum of weighted losses, sum of weights, no further metrics).
 
-        The loss of an image is the mean squared error of the pixels of its hidden patches.
+        The loss of an image is the mean squared error over the pixels of its hidden patches.
         """
         predictions_BTF = self._predictions(x_BTD)
         targets_BTF = self._patches(batch["images"])
@@ -151,7 +158,7 @@ class MAE(ImageEncoder):
         return jnp.sum(losses_B * weights_B), jnp.sum(weights_B), {}
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, images = self.config, shapes["images"]
         rows, columns = self._grid(images)
         patches, values = rows * columns, config.patch_size**2 * config.num_channels
@@ -166,11 +173,15 @@ class MAE(ImageEncoder):
     def __call__(
         self, images: jax.Array, noise: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (predictions, float32[B, T, F], of what the loss compares; bool[B, T], hidden).
+        """Predict the patches of images.
 
         Args:
-          images: `[B, H, W, C]`, uint8 or normalised.
-          noise: float[B, T], what says which patches are hidden; None: that of seeds 0 to B - 1.
+            images: `[B, H, W, C]`, uint8 or normalized.
+            noise: float[B, T], which determines the hidden patches; None uses seeds 0 to B - 1.
+
+        Returns:
+            Predictions float32[B, T, F] of the targets of the loss, and bool[B, T], which patches
+            are hidden.
         """
         mask = {"mask_seeds": jnp.arange(len(images), dtype=jnp.uint32)}
         batch = {"images": images, **(mask if noise is None else {"noise": noise})}
@@ -181,15 +192,17 @@ class MAE(ImageEncoder):
     def reconstructions(
         self, images: jax.Array, noise: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns images whose hidden patches are (of the mean colour, predicted).
+        """Return images with hidden patches in the mean colour, and with predicted patches.
 
-        Both are float32[B, H, W, C], pixels from 0 to 1.
-
-        Predictions of normalised pixels are shown with the mean and deviation of the hidden ones.
-        Pixels that fill no patch at the end are left out.
+        If the targets are normalized, predictions are shown with the true mean and deviation of the
+        hidden patches. Pixels at the end that do not fill a patch are dropped.
 
         Args:
-          images, noise: as for `__call__`.
+            images: as for `__call__`.
+            noise: as for `__call__`.
+
+        Returns:
+            Two arrays float32[B, H, W, C], with pixels from 0 to 1.
         """
         predictions_BTF, is_hidden_BT = self(images, noise)
         seen_BTF, side = self._patches(images), self.config.patch_size
@@ -205,7 +218,7 @@ class MAE(ImageEncoder):
         return joined(jnp.zeros_like(seen_BTF)), joined(predictions_BTF)
 
     def _grid(self, images: jax.Array) -> tuple[int, int]:
-        """Returns rows and columns of patches."""
+        """Return the numbers of rows and columns of patches."""
         return images.shape[1] // self.config.patch_size, images.shape[2] // self.config.patch_size
 
     def _num_kept(self, batch: dict) -> int:
@@ -213,9 +226,9 @@ class MAE(ImageEncoder):
         return self.config.num_kept(rows * columns)
 
     def _order(self, batch: dict) -> jax.Array:
-        """Returns the numbers of the patches of each image, those that are kept first, int[B, T].
+        """Return the numbers of each image's patches, kept ones first, int[B, T].
 
-        It is computed anew wherever it is needed: what flows between a model's parts is floating.
+        Each method recomputes it, because activations between a model's parts must be floating.
         """
         if "noise" in batch:
             return jnp.argsort(batch["noise"], axis=1)
@@ -227,11 +240,12 @@ class MAE(ImageEncoder):
         return jnp.argsort(jax.vmap(noise)(batch["mask_seeds"]), axis=1)
 
     def _is_hidden(self, batch: dict) -> jax.Array:
-        """Returns bool[B, T]."""
+        """Return bool[B, T], whether each patch is hidden."""
         return jnp.argsort(self._order(batch), axis=1) >= self._num_kept(batch)
+        # The argsort of an order is its inverse: the place of each patch in the order.
 
     def _patches(self, images: jax.Array) -> jax.Array:
-        """Returns the normalised pixels of each patch, `[B, T, F]`, in float32 or wider."""
+        """Return the normalized pixels of each patch, `[B, T, F]`, in float32 or wider."""
         wide = jnp.promote_types(self.mask_token.dtype, jnp.float32)
         cut = patchify(self.config.normalised(images, wide), self.config.patch_size)
         return cut.reshape(len(images), cut.shape[1] * cut.shape[2], -1)
@@ -242,12 +256,12 @@ class MAE(ImageEncoder):
 
 
 def _take(x_BTD: jax.Array, numbers_BT: jax.Array) -> jax.Array:
-    """Returns the rows of each image that the numbers name."""
+    """Select patches of each image by their numbers."""
     return jnp.take_along_axis(x_BTD, numbers_BT[..., None], axis=1, mode="promise_in_bounds")
 
 
 def _statistics(patches_BTF: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (mean, standard deviation) of the pixels of each patch, `[B, T, 1]`."""
+    """Return (mean, standard deviation) of the pixels of each patch, `[B, T, 1]`."""
     mean = jnp.mean(patches_BTF, axis=-1, keepdims=True)
     variance = jnp.var(patches_BTF, axis=-1, keepdims=True, ddof=1)
     return mean, jnp.sqrt(variance + _EPSILON)

@@ -1,12 +1,20 @@
-"""MoCo v3: an encoder learns to tell an image's other view from all other images of a batch.
+"""MoCo v3: learns to recognize the other view of an image among all images of the batch.
+
+    view 0  --encoder--projector--predictor-->  query 0  --+
+                                                           +-- cross-entropy over all keys 1
+    view 1  --teacher's encoder--projector-->   key 1    --+
+
+and the same with the views exchanged. The teacher (the paper's momentum encoder) is the average of
+the parameters that `train.ema_decay` keeps.
+
+The batch is the one of models/vision/common.py, without labels but with two views per image:
+
+- `images`: `[B, V, H, W, C]`.
+- `keys`: float32[B, V, P], only in `head`: the output of `teach` for these views.
 
 B batch, V = 2 views, T patches and a class token, D embed, F hidden, P projection.
-Source: Chen et al. 2021 (arXiv:2104.02057), algorithm 1 and section 4; the momentum encoder is the
-average of the parameters that `train.ema_decay` keeps.
 
-The batch is that of models/vision/common.py without labels, and its images are two views each:
-- `images`: `[B, V, H, W, C]`;
-- `keys`: float32[B, V, P], for the head: what `teach` gives of these views.
+Source: Chen et al. 2021 (arXiv:2104.02057), algorithm 1 and section 4.
 """
 
 import dataclasses
@@ -25,10 +33,10 @@ NUM_VIEWS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoCoConfig(PreTrainingConfig):
-    """Sizes and regularisation of a MoCo v3."""
+    """Sizes and regularization of a MoCo v3."""
 
-    hidden_dim: int  # of the layers after the encoder
-    projection_dim: int  # of what is compared
+    hidden_dim: int  # hidden dim of projector and predictor
+    projection_dim: int  # dim of queries and keys
     temperature: float = 0.2
     positions: str = "sincos"
     layer_norm_epsilon: float = 1e-6
@@ -42,9 +50,10 @@ class MoCoConfig(PreTrainingConfig):
 
 
 class ViewsBlock(Block):
-    """ViT's block over several views of each image, `[B, V, T, D]`."""
+    """ViT's block applied to several views of each image, `[B, V, T, D]`."""
 
     def __call__(self, x_BVTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        """Apply the block to each view by itself; arguments as in models/stack.py."""
         views = jnp.arange(x_BVTD.shape[1])
         if keys is not None:
             of_views = jax.vmap(jax.random.fold_in, (None, 0))
@@ -54,11 +63,13 @@ class ViewsBlock(Block):
 
 
 class NormalisedLinear(nnx.Module):
-    """A linear layer without bias, whose outputs are normalised over the batch.
+    """A linear layer without bias, whose outputs are normalized over the batch.
 
     Args:
-      inputs, outputs: a logical name -> size, as for Linear.
-      learns: whether the normalisation has scale and bias.
+        inputs: a logical name -> size, as for `Linear`.
+        outputs: a logical name -> size, as for `Linear`.
+        learns: whether the normalization has a scale and a bias.
+        rngs: random keys for the initialization.
     """
 
     def __init__(
@@ -70,24 +81,26 @@ class NormalisedLinear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         (size,), ((name, features),) = inputs.values(), outputs.items()
-        # That of a uniform initialisation of fan-in, which the paper's code uses.
+        # The deviation of a uniform fan-in initialization, as in the paper's code.
         stddev = (3 * size) ** -0.5
         self.linear = Linear(inputs, outputs, stddev=stddev, use_bias=False, rngs=rngs)
         axis = "mlp" if name == "mlp" else None
         self.norm = BatchNorm(features, axis, learns=learns, rngs=rngs)
 
     def __call__(self, x: jax.Array, weights_B: jax.Array) -> jax.Array:
-        """Returns `[B, ..., outputs]`; for the weights see BatchNorm."""
+        """Return `[B, ..., outputs]`; `weights_B` as for `BatchNorm`."""
         return self.norm(self.linear(x), weights_B)
 
 
 class Projector(nnx.Module):
-    """Two or three such layers, with ReLU between them.
+    """Two or three normalized linear layers, with ReLU in between.
 
     Args:
-      inputs: size of what comes in.
-      hidden: F, of all layers but the last.
-      outputs: P, of the last, whose normalisation learns nothing.
+        inputs: size of the input.
+        hidden: F, size of all layers except the last.
+        outputs: P, size of the last layer, whose normalization has no parameters.
+        is_deep: whether there are three layers.
+        rngs: random keys for the initialization.
     """
 
     def __init__(self, inputs: int, hidden: int, outputs: int, *, is_deep: bool, rngs: nnx.Rngs):
@@ -97,7 +110,7 @@ class Projector(nnx.Module):
         self.last = NormalisedLinear(whole if is_deep else split, last, learns=False, rngs=rngs)
 
     def __call__(self, x: jax.Array, weights_B: jax.Array) -> jax.Array:
-        """Returns `[B, ..., P]` of `[B, ..., inputs]`; for the weights see BatchNorm."""
+        """Return `[B, ..., P]` for x `[B, ..., inputs]`; `weights_B` as for `BatchNorm`."""
         x = jax.nn.relu(self.first(x, weights_B))
         if self.middle is not None:
             x = jax.nn.relu(self.middle(x, weights_B))
@@ -105,7 +118,7 @@ class Projector(nnx.Module):
 
 
 class MoCo(ImageEncoder):
-    """An encoder of images that learns from pairs of their views."""
+    """An image encoder that learns from pairs of views."""
 
     Config = MoCoConfig
     objectives = ("image_contrast",)
@@ -119,7 +132,7 @@ class MoCo(ImageEncoder):
         self.predictor = Projector(outputs, hidden, outputs, is_deep=False, rngs=rngs)
 
     def embed(self, batch: dict) -> jax.Array:
-        """Returns activations `[B, V, 1 + T, D]`, the class token first."""
+        """Return activations `[B, V, 1 + T, D]`, the class token first."""
         images = batch["images"]
         flat = images.reshape(-1, *images.shape[2:])
         x = jnp.concatenate(self.tokens(flat), axis=1)
@@ -128,15 +141,15 @@ class MoCo(ImageEncoder):
         return dropout(x_BVTD, self.config.dropout, batch.get("dropout_keys"))
 
     def teach(self, x_BVTD: jax.Array, batch: dict) -> dict[str, jax.Array]:
-        """Returns `keys`, float32[B, V, P] of length 1."""
+        """Return `keys`, float32[B, V, P] of unit length."""
         return {"keys": unit_length(self._projections(x_BVTD, batch))}
 
     def head(self, x_BVTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted losses, sum of weights, sums of metrics).
+        """Return (sum of weighted losses, sum of weights, sums of metrics).
 
-        The loss of an image is the cross-entropy of finding its other view's key among all keys of
-        the batch, for both views, times 2 × temperature. The metric is `contrast_accuracy`: how
-        often that key is the nearest.
+        Each view of an image has to find the key of the image's other view among all keys of the
+        batch. The loss is the cross-entropy, summed over both views, times 2 × temperature. The
+        metric `contrast_accuracy` is the share of views for which the right key is the nearest.
         """
         projections = self._projections(x_BVTD, batch)
         queries_BVP = unit_length(self.predictor(projections, batch["weights"]))
@@ -146,7 +159,7 @@ class MoCo(ImageEncoder):
         losses_B, hits_B = jnp.zeros(size), jnp.zeros(size)
         for view in range(NUM_VIEWS):
             cosines = queries_BVP[:, view] @ keys_SVP[:, 1 - view].T
-            # What only fills the batch is nobody's key.
+            # Rows that only pad the batch have no keys.
             logits_BS = jnp.where(weights_S > 0, cosines / temperature, -jnp.inf)
             log_shares = jax.nn.log_softmax(logits_BS)
             own = jnp.take_along_axis(log_shares, own_B[:, None], axis=1)[:, 0]
@@ -157,7 +170,7 @@ class MoCo(ImageEncoder):
         return jnp.sum(losses_B * weights_B), jnp.sum(weights_B), metrics
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, size = self.config, shapes["images"].shape[0]
         hidden, outputs = config.hidden_dim, config.projection_dim
         predictor = dense_flops(outputs, hidden) + dense_flops(hidden, outputs)
@@ -165,7 +178,7 @@ class MoCo(ImageEncoder):
         return self.teach_flops(shapes) + NUM_VIEWS * size * (predictor + comparisons)
 
     def teach_flops(self, shapes: dict) -> int:
-        """Returns those of the forward pass up to `teach`."""
+        """Return the matrix-product FLOPs of the forward pass up to `teach`."""
         config = self.config
         size, _, height, width, channels = shapes["images"].shape
         patches = (height // config.patch_size) * (width // config.patch_size)
@@ -176,5 +189,5 @@ class MoCo(ImageEncoder):
         return NUM_VIEWS * size * total
 
     def _projections(self, x_BVTD: jax.Array, batch: dict) -> jax.Array:
-        """Returns `[B, V, P]`."""
+        """Return the projections of class tokens, `[B, V, P]`."""
         return self.projector(self.final_norm(x_BVTD[:, :, 0]), batch["weights"])

@@ -1,9 +1,11 @@
-"""ResMLP: linear layers across the patches of an image and within them, and nothing else.
+"""ResMLP: linear layers across the patches of an image and within them, without attention.
+
+The paper's code, resmlp_models.py in github.com/facebookresearch/deit, ends each branch with a
+scale that has no bias, and has the same stochastic depth rate in all layers. So does this model.
 
 B batch, H and W pixels, T patches, D embed, K labels.
-Source: Touvron et al. 2021 (arXiv:2105.03404), section 2, and their code, resmlp_models.py in
-github.com/facebookresearch/deit, where what ends a branch is a scale without a bias, and stochastic
-depth has the same rate in all layers.
+
+Source: Touvron et al. 2021 (arXiv:2105.03404), section 2, and their code.
 """
 
 import dataclasses
@@ -27,22 +29,22 @@ from models.vision.common import (
 )
 from sharding.logical import constrain
 
-_STDDEV = 0.02  # of the kernels at the start
+_STDDEV = 0.02  # initial standard deviation of kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResMLPConfig(ImageInputConfig):
-    """Sizes, regularisation and head of a ResMLP."""
+    """Sizes, regularization and head of a ResMLP."""
 
-    patch_size: int  # pixels of a side
+    patch_size: int  # pixels per side
     num_layers: int
     embed_dim: int
     mlp_dim: int
-    layer_scale: float  # of branches at the start; the deeper, the less: 0.1 up to 18 layers
+    layer_scale: float  # initial scale of branches, smaller for deeper models: 0.1 up to 18 layers
     head: str = "labels"  # labels | none
-    num_labels: int = 2  # of the head "labels"
-    drop_path: float = 0.0  # of every layer's branches for an image, in [0, 1)
-    label_smoothing: float = 0.0  # while training
+    num_labels: int = 2  # for the head "labels"
+    drop_path: float = 0.0  # rate of every layer's branches per image, in [0, 1)
+    label_smoothing: float = 0.0  # during training
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,24 +60,24 @@ class ResMLPConfig(ImageInputConfig):
 
     @property
     def num_patches(self) -> int:
-        """T."""
+        """T, the number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
 
 class Affine(nnx.Module):
-    """Each dim times a scale, plus a bias: what stands where other models have a norm."""
+    """Multiplies each dim by a scale and adds a bias, where other models have a norm."""
 
     def __init__(self, features: int, *, rngs: nnx.Rngs):
         self.scale = param(jax.nn.initializers.ones, rngs, (features,), (None,))
         self.bias = param(jax.nn.initializers.zeros, rngs, (features,), (None,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the shape and dtype of `x`."""
+        """Return an array of the shape and dtype of `x`."""
         return x * self.scale[...] + self.bias[...]
 
 
 class LayerScale(nnx.Module):
-    """Each dim times a scale that is small at the start.
+    """Multiplies each dim by a scale that is small initially.
 
     Source: Touvron et al. 2021 (arXiv:2103.17239), section 2.
     """
@@ -84,7 +86,7 @@ class LayerScale(nnx.Module):
         self.scale = param(jax.nn.initializers.constant(start), rngs, (features,), (None,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the shape and dtype of `x`."""
+        """Return an array of the shape and dtype of `x`."""
         return x * self.scale[...]
 
 
@@ -94,8 +96,8 @@ class Block(nnx.Module):
     def __init__(self, config: ResMLPConfig, *, rngs: nnx.Rngs):
         embed, patches = config.embed_dim, config.num_patches
         self.patches_affine = Affine(embed, rngs=rngs)
-        # Whole on every device of the axis `model`, as all that lies between two MLPs is: it makes
-        # T / 8D of an MLP's products (6 % of the size s12), and splitting them would move x.
+        # Replicated over the axis `model`, like everything between two MLPs. It has only T / 8D of
+        # an MLP's FLOPs (6 % for size s12), and splitting it would move x between devices.
         self.across_patches = Linear({"_in": patches}, {"_out": patches}, stddev=_STDDEV, rngs=rngs)
         self.patches_scale = LayerScale(embed, config.layer_scale, rngs=rngs)
         self.mlp_affine = Affine(embed, rngs=rngs)
@@ -111,6 +113,7 @@ class Block(nnx.Module):
         self.drop_path = config.drop_path
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
         branch = self.patches_scale(after(self.patches_affine, self._mix, x_BTD))
         x_BTD += drop_path(branch, self.drop_path, keys, site=0)
         branch = self.mlp_scale(self.mlp(x_BTD, self.mlp_affine))
@@ -122,7 +125,7 @@ class Block(nnx.Module):
 
 
 class ResMLP(nnx.Module):
-    """Residual linear layers over patches with a head."""
+    """Residual linear layers over patches, with a head."""
 
     Config = ResMLPConfig
 
@@ -137,10 +140,10 @@ class ResMLP(nnx.Module):
         self.classifier = linear if config.head == "labels" else None
 
     def embed(self, batch: dict) -> jax.Array:
-        """Returns activations `[B, T, D]` of `batch["images"]`.
+        """Return activations `[B, T, D]` for `batch["images"]`.
 
         Raises:
-          ValueError: the images are not of the model's size.
+            ValueError: if the images do not have the model's size.
         """
         size, side = batch["images"].shape[1:3], self.config.image_size
         if size != (side, side):
@@ -153,11 +156,11 @@ class ResMLP(nnx.Module):
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted losses, sum of weights, sums of metrics) of labels."""
+        """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
         return label_loss(self._logits(x_BTD), batch, smoothing=self.config.label_smoothing)
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, embed, patches = self.config, self.config.embed_dim, self.config.num_patches
         layer = dense_flops(patches, embed) + 2 * dense_flops(embed, config.mlp_dim)
         of_patch = dense_flops(config.patch_size**2, config.num_channels, embed)
@@ -167,10 +170,10 @@ class ResMLP(nnx.Module):
         return shapes["images"].shape[0] * total
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Returns logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.
+        """Return logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.
 
         Args:
-          images: `[B, H, W, channels]`, uint8 or normalised.
+            images: `[B, H, W, channels]`, uint8 or normalized.
         """
         batch = {"images": images}
         x_BTD = self.encoder(self.embed(batch), batch)

@@ -1,12 +1,19 @@
-"""Swin and Swin V2: a pyramid of stages whose attention sees one window of the image.
+"""Swin and Swin V2: a pyramid of stages, with attention within windows of the image.
 
-B batch, H and W rows and columns of patches, C embed (of the first stage, doubled in each next), N
-heads, S side of a window, T = S² its patches, K labels.
+A stage is a stack of pairs of blocks. The first block of a pair has windows that begin at the
+corner of the image, the second block has windows that are shifted by half of their side
+(models/layers/windows.py has a picture). Between two stages, four neighbouring patches are merged:
+
+    stage 0       H × W patches,      C dims, windows of S × S patches
+    stage 1     H/2 × W/2 patches,   2C dims
+    stage 2     H/4 × W/4 patches,   4C dims
+    stage 3     H/8 × W/8 patches,   8C dims
+
+B batch, H and W rows and columns of patches, C embed, N heads, S side of a window, T = S² patches
+per window, K labels.
+
 Source: Liu et al. 2021 (arXiv:2103.14030), section 3; version 2: Liu et al. 2021
 (arXiv:2111.09883), section 3.
-
-A stage is a stack of pairs of blocks: one whose windows begin at the corner, and one whose windows
-are shifted by half of their side.
 """
 
 import dataclasses
@@ -44,26 +51,27 @@ from models.vision.common import (
 from sharding.logical import constrain
 
 MAX_STAGES = 4
-_NORM_EPSILON = 1e-5  # of patches and where they are merged
+_NORM_EPSILON = 1e-5  # for the norms of the patch embedding and of patch merging
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwinConfig(ImageInputConfig):
-    """Sizes, regularisation and head of a Swin."""
+    """Sizes, regularization and head of a Swin."""
 
-    patch_size: int = 4  # pixels of a side
-    embed_dim: int  # of the first stage
-    depths: tuple[int, ...]  # blocks of each stage, an even number
-    num_heads: tuple[int, ...]  # of each stage
-    window_size: int  # patches of a side; smaller where a stage has not so many
+    patch_size: int = 4  # pixels per side
+    embed_dim: int  # dims of the first stage
+    depths: tuple[int, ...]  # number of blocks per stage, each of them even
+    num_heads: tuple[int, ...]  # heads per stage
+    window_size: int  # patches per side; stages with fewer patches have one smaller window
     mlp_ratio: float = 4.0
     version: int = 1  # 1 | 2
-    pretrained_windows: tuple[int, ...] = ()  # of each stage in version 2, if they were others
+    #: Version 2: side of the windows in pre-training, per stage; 0 or () if it was the same.
+    pretrained_windows: tuple[int, ...] = ()
     head: str = "labels"  # labels | none
-    num_labels: int = 2  # of the head "labels"
-    dropout: float = 0.0  # of embeddings and residual branches, in [0, 1)
-    drop_path: float = 0.0  # of the last block's branches for an image; grows linearly from 0
-    label_smoothing: float = 0.0  # while training
+    num_labels: int = 2  # for the head "labels"
+    dropout: float = 0.0  # rate for embeddings and residual branches, in [0, 1)
+    drop_path: float = 0.0  # rate of the last block's branches per image; grows linearly from 0
+    label_smoothing: float = 0.0  # during training
     qkv_bias: bool = True
     activation: str = "gelu"
     layer_norm_epsilon: float = 1e-5
@@ -80,20 +88,21 @@ class SwinConfig(ImageInputConfig):
             raise ValueError(f"model.version={self.version} is unknown; choose 1 or 2")
         if not 1 <= self.mlp_ratio * self.embed_dim < math.inf:
             raise ValueError(
-                f"model.mlp_ratio={self.mlp_ratio} must make at least one dim of "
-                f"model.embed_dim={self.embed_dim}; choose for example 4.0"
+                f"model.mlp_ratio={self.mlp_ratio} times model.embed_dim={self.embed_dim} must be "
+                "at least 1 and finite; choose for example model.mlp_ratio=4.0"
             )
         self._check_stages()
 
     def _check_stages(self) -> None:
         if self.version == 1 and self.pretrained_windows:
             raise ValueError(
-                f"model.pretrained_windows={self.pretrained_windows} is of model.version=2 alone; "
+                f"model.pretrained_windows={self.pretrained_windows} needs model.version=2; "
                 "leave it out"
             )
         if min(self.pretrained_windows, default=0) < 0:
             raise ValueError(
-                f"model.pretrained_windows={self.pretrained_windows} must be positive; 0 is none"
+                f"model.pretrained_windows={self.pretrained_windows} must not be negative; choose "
+                "0 for a stage whose windows had the same size in pre-training"
             )
         if not 1 <= len(self.depths) <= MAX_STAGES:
             raise ValueError(
@@ -110,7 +119,7 @@ class SwinConfig(ImageInputConfig):
         for depth in self.depths:
             if depth < 2 or depth % 2:
                 raise ValueError(
-                    f"model.depths={self.depths}: a stage is made of pairs of blocks, and {depth} "
+                    f"model.depths={self.depths}: a stage consists of pairs of blocks, and {depth} "
                     "is not an even number of them; choose even numbers"
                 )
         for stage, heads in enumerate(self.num_heads):
@@ -123,26 +132,27 @@ class SwinConfig(ImageInputConfig):
 
     @property
     def num_stages(self) -> int:
+        """Number of stages."""
         return len(self.depths)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The side of the windows of each stage."""
+        """Sides of the windows of all stages."""
         return tuple(self.window(stage)[0] for stage in range(self.num_stages))
 
     def width(self, stage: int) -> int:
-        """Returns C of a stage."""
+        """Return the number of dims C of a stage."""
         return self.embed_dim * 2**stage
 
     def side(self, stage: int) -> int:
-        """Returns the rows and columns of patches of a stage; what is left over is padded."""
+        """Return the rows and columns of patches of a stage; incomplete patches are padded."""
         return -(-self.image_size // (self.patch_size * 2**stage))
 
     def window(self, stage: int) -> tuple[int, int]:
-        """Returns (side of a window, how far the second block of a pair shifts it)."""
+        """Return (side of a window, shift of the windows in the second block of a pair)."""
         side = self.side(stage)
         if self.version == 2:
-            # Published code counts what fills whole patches here, and pads all the same.
+            # Published code only counts complete patches here, although it pads incomplete ones.
             side = self.image_size // self.patch_size // 2**stage
         if side <= self.window_size:
             return max(side, 1), 0
@@ -152,12 +162,14 @@ class SwinConfig(ImageInputConfig):
 class Block(nnx.Module):
     """Attention within windows, and an MLP.
 
-    Version 1 is x + branch(norm(x)) of each; version 2 is x + norm(branch(x)), its logits cosines,
-    and is the identity at the start.
+    Version 1 computes x + branch(norm(x)) for each. Version 2 computes x + norm(branch(x)), has
+    cosines as attention logits, and is initialized as the identity.
 
     Args:
-      stage: of which it is.
-      second: whether it is the second of a pair: its windows are shifted.
+        config: sizes, regularization and version.
+        stage: number of its stage.
+        second: whether it is the second block of a pair, whose windows are shifted.
+        rngs: random keys for the initialization.
     """
 
     def __init__(self, config: SwinConfig, stage: int, *, second: bool, rngs: nnx.Rngs):
@@ -201,6 +213,7 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x_BHWC: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        """Apply the block to `x_BHWC`; arguments as in models/stack.py."""
         config, site = self.config, 4 if self.second else 0
         branch_number = 2 * batch["layer"] + int(self.second)
         rate = drop_path_rate(config.drop_path, branch_number, sum(config.depths))
@@ -239,23 +252,26 @@ class Block(nnx.Module):
 
 
 class Pair(nnx.Module):
-    """A block whose windows begin at the corner, and one whose windows are shifted."""
+    """A block whose windows begin at the corner, and a block whose windows are shifted."""
 
     def __init__(self, config: SwinConfig, stage: int, *, rngs: nnx.Rngs):
         self.first = Block(config, stage, second=False, rngs=rngs)
         self.second = Block(config, stage, second=True, rngs=rngs)
 
     def __call__(self, x_BHWC: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        """Apply both blocks to `x_BHWC`; arguments as in models/stack.py."""
         for block in (self.first, self.second):
             x_BHWC = constrain(block(x_BHWC, batch, keys), "batch", None, None, "act_embed")
         return x_BHWC
 
 
 class PatchMerging(nnx.Module):
-    """Four neighbours become one patch of twice as many dims.
+    """Merges four neighbouring patches into one patch with twice as many dims.
 
     Args:
-      stage: that it leads to.
+        config: sizes and version.
+        stage: number of the stage that follows.
+        rngs: random keys for the initialization.
     """
 
     def __init__(self, config: SwinConfig, stage: int, *, rngs: nnx.Rngs):
@@ -267,21 +283,21 @@ class PatchMerging(nnx.Module):
         )
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """Returns `[B, ⌈H / 2⌉, ⌈W / 2⌉, 2C]`."""
+        """Return the merged patches, `[B, ⌈H / 2⌉, ⌈W / 2⌉, 2C]`."""
         batch, height, width, dim = x_BHWC.shape
         x = jnp.pad(x_BHWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)))
         x = x.reshape(batch, (height + 1) // 2, 2, (width + 1) // 2, 2, dim)
-        # Columns before rows: the upper, then the lower of the left two, then those of the right.
+        # Order of the four: upper left, lower left, upper right, lower right.
         x = x.transpose(0, 1, 3, 4, 2, 5).reshape(*x.shape[:2], x.shape[3], 4 * dim)
         x = self.reduction(self.norm(x)) if self.normed_first else self.norm(self.reduction(x))
         return constrain(x, "batch", None, None, "act_embed")
 
 
 class Swin(nnx.Module):
-    """A pyramid of windows with a head."""
+    """A pyramid of windowed attention with a head."""
 
     Config = SwinConfig
-    #: As in published code: what makes the biases of attention, and the cosines' scales.
+    #: As in published code: the parameters of attention biases, and the scales of cosines.
     not_decayed = ("bias", "log_scale")
 
     def __init__(self, config: SwinConfig, *, rngs: nnx.Rngs):
@@ -310,29 +326,32 @@ class Swin(nnx.Module):
         self.classifier = linear if has_labels else None
 
     def embed(self, batch: dict) -> jax.Array:
-        """Returns the activations of the first stage, `[B, H, W, C]`, of `batch["images"]`."""
+        """Return the activations of the first stage, `[B, H, W, C]`, for `batch["images"]`."""
         x_BHWC = self.embedding_norm(self.patch_embedding(batch["images"]))
         x_BHWC = dropout(x_BHWC, self.config.dropout, batch.get("dropout_keys"))
         return constrain(x_BHWC, "batch", None, None, "act_embed")
 
     def before_stage1(self, x_BHWC: jax.Array, batch: dict) -> jax.Array:
+        """Merge patches before stage 1."""
         assert self.merging1 is not None
         return self.merging1(x_BHWC)
 
     def before_stage2(self, x_BHWC: jax.Array, batch: dict) -> jax.Array:
+        """Merge patches before stage 2."""
         assert self.merging2 is not None
         return self.merging2(x_BHWC)
 
     def before_stage3(self, x_BHWC: jax.Array, batch: dict) -> jax.Array:
+        """Merge patches before stage 3."""
         assert self.merging3 is not None
         return self.merging3(x_BHWC)
 
     def head(self, x_BHWC: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted losses, sum of weights, sums of metrics) of labels."""
+        """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
         return label_loss(self._logits(x_BHWC), batch, smoothing=self.config.label_smoothing)
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, batch = self.config, shapes["images"].shape[0]
         patch = dense_flops(config.patch_size**2, config.num_channels, config.embed_dim)
         total, fixed = config.side(0) ** 2 * patch, 0
@@ -352,10 +371,10 @@ class Swin(nnx.Module):
         return batch * total + fixed
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Returns logits, float32[B, K], or activations `[B, H, W, C]` for `head="none"`.
+        """Return logits, float32[B, K], or activations `[B, H, W, C]` for `head="none"`.
 
         Args:
-          images: `[B, pixels, pixels, channels]`, uint8 or normalised.
+            images: `[B, pixels, pixels, channels]`, uint8 or normalized.
         """
         batch = {"images": images}
         x_BHWC = self.embed(batch)

@@ -1,8 +1,12 @@
-"""ViT: an encoder over the patches of an image.
+"""ViT: a Transformer encoder over the patches of an image.
 
-B batch, H and W pixels, C channels, T patches and perhaps a class token, D embed, K labels.
+`ImageEncoder` is also the encoder of MAE and MoCo v3, which pre-train it under the same parameter
+names.
+
+B batch, H and W pixels, C channels, T patches, with or without a class token, D embed, K labels.
+
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1; stochastic depth: Huang et al. 2016
-(arXiv:1603.09382); the mean of patches: He et al. 2021 (arXiv:2111.06377), section A.1.
+(arXiv:1603.09382); mean pooling: He et al. 2021 (arXiv:2111.06377), section A.1.
 """
 
 import dataclasses
@@ -33,25 +37,25 @@ from models.vision.common import (
 from sharding.logical import constrain
 
 POOLS = ("class_token", "mean")
-#: What `position_embedding` is at the start.
+#: Initial values of `position_embedding`.
 POSITIONS = ("random", "sincos")
-#: What kernels are at the start.
+#: Initializations of kernels.
 KERNELS = ("normal", "xavier")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageEncoderConfig(ImageInputConfig):
-    """Sizes and regularisation of an encoder of patches."""
+    """Sizes and regularization of an encoder of patches."""
 
-    patch_size: int  # pixels of a side
+    patch_size: int  # pixels per side
     num_layers: int
     num_heads: int
     embed_dim: int
     mlp_dim: int
-    positions: str = "random"  # at the start: random | sincos; optimizer.frozen keeps them so
-    kernels: str = "normal"  # at the start: normal, of init_stddev | xavier, by their sizes
-    dropout: float = 0.0  # of embeddings and residual branches, in [0, 1)
-    drop_path: float = 0.0  # of the last layer's branches for an image; grows linearly from 0
+    positions: str = "random"  # initial values: random | sincos; optimizer.frozen keeps them
+    kernels: str = "normal"  # initialization: normal with init_stddev | xavier, by kernel size
+    dropout: float = 0.0  # rate for embeddings and residual branches, in [0, 1)
+    drop_path: float = 0.0  # rate of the last layer's branches per image; grows linearly from 0
     qkv_bias: bool = True
     activation: str = "gelu"
     layer_norm_epsilon: float = 1e-12
@@ -68,11 +72,11 @@ class ImageEncoderConfig(ImageInputConfig):
         if self.positions == "sincos" and self.embed_dim % 4:
             raise ValueError(
                 f"model.positions='sincos' needs model.embed_dim={self.embed_dim} to be a multiple "
-                "of 4; choose one, or model.positions='random'"
+                "of 4; choose such a multiple, or model.positions='random'"
             )
 
     def kernel_stddev(self, inputs: int, outputs: int) -> float:
-        """Returns the standard deviation at the start of a kernel between so many features.
+        """Return the initial standard deviation of a kernel with these numbers of features.
 
         Source: Glorot and Bengio 2010, equation 16, for "xavier".
         """
@@ -80,7 +84,7 @@ class ImageEncoderConfig(ImageInputConfig):
 
     @property
     def patch_stddev(self) -> float | None:
-        """That of the kernel over patches; None: by its fan-in, as PatchEmbedding has it."""
+        """Initial standard deviation of the patch kernel; None for PatchEmbedding's default."""
         if self.kernels == "normal":
             return None
         return self.kernel_stddev(self.patch_size**2 * self.num_channels, self.embed_dim)
@@ -92,20 +96,20 @@ class ImageEncoderConfig(ImageInputConfig):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
+        """Number of rows and columns of patches."""
         side = self.image_size // self.patch_size
         return side, side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(ImageEncoderConfig):
-    """Sizes, regularisation and head of a ViT."""
+    """Sizes, regularization and head of a ViT."""
 
     head: str = "labels"  # labels | none
-    num_labels: int = 2  # of the head "labels"
-    pool: str = "class_token"  # what the head reads: class_token | mean, of the patches
-    label_smoothing: float = 0.0  # while training
-    use_pooler: bool = False  # with head="none": keep a layer that none of our heads reads
+    num_labels: int = 2  # for the head "labels"
+    pool: str = "class_token"  # input of the head: class_token | mean, which averages patches
+    label_smoothing: float = 0.0  # during training
+    use_pooler: bool = False  # whether head="none" keeps a pooler, which none of our heads reads
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,7 +119,7 @@ class ViTConfig(ImageEncoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreTrainingConfig(ImageEncoderConfig):
-    """Sizes and regularisation of a model whose encoder is to become a ViT's."""
+    """Sizes and regularization of a model that pre-trains the encoder of a ViT."""
 
     kernels: str = "xavier"
 
@@ -130,7 +134,9 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Args:
-      num_layers: among which the rate of stochastic depth grows.
+        config: sizes and regularization.
+        num_layers: number of layers over which the stochastic depth rate grows.
+        rngs: random keys for the initialization.
     """
 
     def __init__(self, config: ImageEncoderConfig, num_layers: int, *, rngs: nnx.Rngs):
@@ -159,6 +165,7 @@ class Block(nnx.Module):
         self.dropout, self.drop_path, self.num_layers = config.dropout, config.drop_path, num_layers
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
+        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
         rate = drop_path_rate(self.drop_path, batch["layer"], self.num_layers)
         branch = self.attention(x_BTD, self.attention_norm, is_causal=False)
         branch = dropout(branch, self.dropout, keys, site=0)
@@ -169,15 +176,17 @@ class Block(nnx.Module):
 
 
 class ImageEncoder(nnx.Module):
-    """What ViT is made of but its head: an encoder of patches and a class token.
+    """Everything in a ViT except its head: an encoder of patches and a class token.
 
-    A model that pre-trains it has these parameters under the same names.
+    Models that pre-train it have these parameters under the same names.
 
     Args:
-      block: the class of the blocks.
+        config: sizes and regularization.
+        block: class of the blocks.
+        rngs: random keys for the initialization.
     """
 
-    not_decayed = ("class_token", "position_embedding")  # as in published code
+    not_decayed = ("class_token", "position_embedding")  # as in published implementations
 
     def __init__(self, config: ImageEncoderConfig, *, block: type[Block] = Block, rngs: nnx.Rngs):
         embed, layers = config.embed_dim, config.num_layers
@@ -191,7 +200,7 @@ class ImageEncoder(nnx.Module):
         self.final_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
 
     def tokens(self, images_BHWC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (class token `[B, 1, D]`, patches `[B, T, D]`) of images, with positions."""
+        """Return (class token `[B, 1, D]`, patches `[B, T, D]`) of images, with positions."""
         patches = self.patch_embedding(images_BHWC)
         size, rows, columns, embed = patches.shape
         positions = positions_on(self.position_embedding[...], (rows, columns))
@@ -200,7 +209,7 @@ class ImageEncoder(nnx.Module):
 
 
 def position_embedding(config: ImageEncoderConfig, *, rngs: nnx.Rngs) -> nnx.Param:
-    """Returns a table `[1, 1 + T, D]` of positions, that of the class token first."""
+    """Return a table of positions `[1, 1 + T, D]`, beginning with the class token's."""
     embed, (rows, columns) = config.embed_dim, config.grid
     init = jax.nn.initializers.normal(config.init_stddev)
     if config.positions == "sincos":
@@ -210,12 +219,12 @@ def position_embedding(config: ImageEncoderConfig, *, rngs: nnx.Rngs) -> nnx.Par
 
 
 def positions_on(table: jax.Array, grid: tuple[int, int]) -> jax.Array:
-    """Returns a table `[1, 1 + T, D]` of positions as it is on a grid of patches."""
+    """Resize a table of positions `[1, 1 + T, D]` to another grid of patches."""
     return jnp.concatenate([table[:, :1], resized_positions(table[0, 1:], grid)[None]], axis=1)
 
 
 def encoder_flops(config: ImageEncoderConfig, num_tokens: int) -> int:
-    """Returns matrix-product FLOPs of all blocks over a sequence."""
+    """Return the matrix-product FLOPs of all blocks for one sequence."""
     embed = config.embed_dim
     kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
     heads = config.num_heads, embed // config.num_heads
@@ -224,7 +233,7 @@ def encoder_flops(config: ImageEncoderConfig, num_tokens: int) -> int:
 
 
 class ViT(ImageEncoder):
-    """An encoder of images with a head."""
+    """An image encoder with a head."""
 
     Config = ViTConfig
 
@@ -241,17 +250,17 @@ class ViT(ImageEncoder):
         self.classifier = linear(config.num_labels) if has_labels else None
 
     def embed(self, batch: dict) -> jax.Array:
-        """Returns activations `[B, T, D]` of `batch["images"]`, the class token first."""
+        """Return activations `[B, T, D]` for `batch["images"]`, the class token first."""
         x_BTD = jnp.concatenate(self.tokens(batch["images"]), axis=1)
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Returns (sum of weighted losses, sum of weights, sums of metrics) of labels."""
+        """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
         return label_loss(self._logits(x_BTD), batch, smoothing=self.config.label_smoothing)
 
     def forward_flops(self, shapes: dict) -> int:
-        """Returns matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
+        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
         config, embed = self.config, self.config.embed_dim
         batch, height, width, channels = shapes["images"].shape
         patches = (height // config.patch_size) * (width // config.patch_size)
@@ -262,10 +271,10 @@ class ViT(ImageEncoder):
         return batch * total
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Returns logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.
+        """Return logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.
 
         Args:
-          images: `[B, H, W, C]`, uint8 or normalised.
+            images: `[B, H, W, C]`, uint8 or normalized.
         """
         batch = {"images": images}
         x_BTD = self.encoder(self.embed(batch), batch)

@@ -1,4 +1,4 @@
-"""Formulas of FLOPs against the matrix products that are really traced."""
+"""Tests of FLOP formulas against the matrix products of the traced models."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ OF_T5: dict[str, Any] = SIZES | {
     "dropout": 0.0,
 }
 
-#: name -> (class, config, causal layers).
+#: name -> (class, config, number of causal layers).
 MODELS = {
     "gpt2": (GPT2, GPT2Config(**SIZES, max_positions=16, dropout=0.0, mlp_dim=40), 2),
     "opt": (OPT, OPTConfig(**OF_BERT), 2),
@@ -58,7 +58,7 @@ def test_forward_flops_are_those_traced_less_the_masked_half(name):
     traced = traced_flops(lambda state, *a: nnx.merge(graph, state)(*a), state, *shapes.values())
     length = T if cls is T5 else S
     head_dim = getattr(config, "head_dim", config.embed_dim // config.num_heads)
-    # So short a sequence is one block: attention computes all products, the masked ones too.
+    # A sequence this short is a single block: all products are computed, also the masked ones.
     masked = attention_flops(length, config.num_heads, head_dim, is_causal=True)
     assert model.forward_flops(shapes) == traced - num_causal * B * length * masked
     assert train_flops(model, shapes, num_params=0) == 3 * model.forward_flops(shapes)
@@ -72,14 +72,14 @@ def test_pretraining_counts_both_heads():
         lambda: Bert(BertConfig(**OF_BERT, head="masked_lm"), rngs=nnx.Rngs(0))
     )
     shapes = {"tokens": ids(B, S)}
-    pairs = B * 2 * (24 * 24 + 24 * 2)  # pooler and classifier, of a row
+    pairs = B * 2 * (24 * 24 + 24 * 2)  # pooler and classifier, per row
     assert model.forward_flops(shapes) == masked_lm.forward_flops(shapes) + pairs
 
 
 @pytest.mark.parametrize("window", [1, 4, 16, 100])
 def test_attention_in_a_window_counts_the_band(window):
     length, seen = 16, min(window, 16)
-    # The band is a parallelogram less a triangle; products on the diagonals count half.
+    # The band is a parallelogram minus a triangle; products on the diagonals count half.
     band = length * seen - seen * seen / 2
     flops = attention_flops(length, 3, 5, is_causal=True, window=window)
     assert flops == int(4 * 3 * 5 * band / length)

@@ -1,4 +1,4 @@
-"""The chunked loss against the plain one, whole and split by vocab, and that no logits are kept."""
+"""Tests of the chunked loss: equal to the plain one, also with a split vocab, in less memory."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ TOLERANCE = 1e-12
 
 
 def draw():
-    """Returns activations, table, targets and weights."""
+    """Return activations, table, targets and weights."""
     rng = np.random.default_rng(0)
     return (
         jnp.asarray(rng.standard_normal((NUM_TOKENS, EMBED))),
@@ -32,19 +32,19 @@ def draw():
 
 
 def plain(x, table, targets, weights):
-    """Returns the same loss from all logits at once, without the vocab's padding."""
+    """Return the same loss from all logits at once, over the vocab without padding."""
     log_probs = jax.nn.log_softmax(x @ table[:VOCAB].T, axis=-1)
     return -jnp.sum(weights * log_probs[jnp.arange(NUM_TOKENS), targets])
 
 
-# 7 and 16 do not divide 50 tokens, so that the last chunk is padded.
+# 7 and 16 do not divide 50 tokens, so the last chunk is padded.
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 25, 50, 1000, None])
 def test_chunked_vocab_loss_equals_plain_with_gradients(chunk_tokens):
     with jax.enable_x64(True):
         x, table, targets, weights = draw()
 
         def chunked(x, table):
-            return 3.0 * chunked_vocab_loss(  # a cotangent other than 1
+            return 3.0 * chunked_vocab_loss(  # so that its cotangent is not 1
                 x, table, targets, weights, vocab_size=VOCAB, chunk_tokens=chunk_tokens
             )
 
@@ -85,7 +85,7 @@ def test_chunked_vocab_loss_never_holds_all_logits(dtype):
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arrays).compile()
 
-    # The control: in one chunk all logits are there.
+    # Control: with a single chunk, all logits are held at once.
     assert audit.has_array(compiled(num_tokens), (num_tokens, vocab), jnp.float32)
     assert not audit.has_array(compiled(256), (257, vocab), jnp.float32)
 
@@ -101,7 +101,7 @@ def test_make_token_loss_names_the_path_that_leads_nowhere():
         make_token_loss("models.losses:nothing")
 
 
-#: Where a stage has 8 or 16 of the 32 rows, of which `model` takes its share.
+#: Meshes on which a stage has 8 or 16 of the 32 rows, which `model` may split further.
 SHARED_BY = {
     "pipeline=4": {"pipeline": 4},
     "pipeline=2 model=2": {"pipeline": 2, "model": 2},
@@ -109,10 +109,10 @@ SHARED_BY = {
 
 
 def on_stages(function, sizes, *arrays):
-    """Returns `function(table, *others)` whose table is split over the stages, and its gradients.
+    """Return value and gradients of `function(table, *others)`, with the table split over stages.
 
-    The function's value is the same on all stages. Gradients of the table come back whole, those
-    of the next argument from every stage, `[stages, ...]`.
+    The first result holds the value of every stage; all must be equal. The gradient of the table is
+    assembled from all stages. The gradient of the next argument is stacked, `[stages, ...]`.
     """
     mesh, rows = make_mesh(MeshConfig(**sizes), jax.devices()), PartitionSpec("pipeline")
 
@@ -132,7 +132,7 @@ def on_stages(function, sizes, *arrays):
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, None])
-# With 29 tokens the last part ends in padding; with 13 a whole part of four, or more, is padding.
+# With 29 tokens, the last part ends with padding; with 13, at least one part is only padding.
 @pytest.mark.parametrize("vocab", [VOCAB, 13])
 @pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
 def test_chunked_vocab_loss_of_a_shared_vocab_equals_the_whole(sizes, vocab, chunk_tokens):
@@ -141,7 +141,7 @@ def test_chunked_vocab_loss_of_a_shared_vocab_equals_the_whole(sizes, vocab, chu
         targets = targets % vocab
 
         def loss(table, x, targets, weights):
-            return 3.0 * chunked_vocab_loss(  # a cotangent other than 1
+            return 3.0 * chunked_vocab_loss(  # so that its cotangent is not 1
                 x, table, targets, weights, vocab_size=vocab, chunk_tokens=chunk_tokens
             )
 
@@ -153,13 +153,13 @@ def test_chunked_vocab_loss_of_a_shared_vocab_equals_the_whole(sizes, vocab, chu
         np.testing.assert_allclose(values, np.full(len(values), expected), rtol=TOLERANCE)
         np.testing.assert_allclose(table_grad, of_table, rtol=TOLERANCE, atol=TOLERANCE)
         assert not np.any(table_grad[vocab:])
-        for x_grad in x_grads:  # every stage has the whole of it
+        for x_grad in x_grads:  # every stage has the full gradient
             np.testing.assert_allclose(x_grad, of_x, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
 def test_cross_entropy_of_a_shared_vocab_survives_large_logits(sizes):
-    """The largest logit is that of all parts: no part's exponentials overflow or vanish."""
+    """The maximum is taken over all parts, so that no part's exponentials overflow or vanish."""
     with jax.enable_x64(True):
         x, table, targets, weights = draw()
         table = table * jnp.linspace(1.0, 400.0, PADDED_VOCAB)[:, None]
@@ -182,7 +182,7 @@ def test_chunked_vocab_loss_of_a_shared_vocab_refuses_other_losses(sizes):
         )
 
     x, table, targets, weights = draw()
-    loss(table, x, targets, weights)  # with the whole vocab it can
+    loss(table, x, targets, weights)  # works with the whole vocab
     with pytest.raises(
         ValueError,
         match="pipeline.share_vocab=True splits the vocab, and the loss 'squared_error' needs the "
@@ -196,7 +196,7 @@ def test_lookup_in_a_shared_table_equals_the_whole(sizes):
     with jax.enable_x64(True):
         _, table, _, _ = draw()
         ids = jnp.asarray(np.random.default_rng(1).integers(PADDED_VOCAB, size=(6, 10)), jnp.int32)
-        ids = ids.at[0, :4].set(jnp.array([0, 7, 8, 31], jnp.int32))  # where parts begin and end
+        ids = ids.at[0, :4].set(jnp.array([0, 7, 8, 31], jnp.int32))  # first and last rows of parts
         factors = jnp.asarray(np.random.default_rng(2).standard_normal((6, 10, EMBED)))
 
         def total(table, factors, ids):
@@ -208,7 +208,7 @@ def test_lookup_in_a_shared_table_equals_the_whole(sizes):
         values, table_grad, rows = on_stages(total, sizes, table, factors, ids)
         np.testing.assert_allclose(values, np.full(len(values), value), rtol=TOLERANCE)
         np.testing.assert_allclose(table_grad, of_table, rtol=TOLERANCE, atol=TOLERANCE)
-        # The factors' gradients are the rows that were looked up: the bits of the table.
+        # The gradients of the factors are the looked-up rows, bit for bit.
         np.testing.assert_array_equal(of_factors, np.asarray(table)[ids])
         for found in rows:
             np.testing.assert_array_equal(found, of_factors)

@@ -1,4 +1,4 @@
-"""A model of two stacks, cut into parts and run through a pipeline."""
+"""Tests of a model with two stacks: its split into parts, and its run in a pipeline."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def test_stacks_are_found_in_the_order_in_which_they_run(make):
 def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, stages, remat):
     with jax.enable_x64(True):
         model = EncoderDecoder(rngs=nnx.Rngs(0))
-        # As in training: of an abstract model.
+        # As in training, the parts come from an abstract model.
         parts = partition(nnx.eval_shape(lambda: EncoderDecoder(rngs=nnx.Rngs(0))), remat="none")
         params = jax.tree.map(
             lambda x: x.astype("float64"), parts.split(nnx.to_pure_dict(nnx.split(model)[1]))
@@ -107,7 +107,7 @@ def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, st
             name: jax.tree.map(layouts[name].to_layers, jax.tree.map(np.asarray, tree))
             for name, tree in grads["layers"].items()
         }
-        # Sums in another order: rounding of float64.
+        # Sums are in another order, so float64 rounding differs.
         np.testing.assert_allclose(sums["loss"], expected_loss, rtol=1e-12)
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)  # noqa: E731
         jax.tree.map(close, {"ends": grads["ends"], "layers": layers}, expected)
@@ -126,7 +126,7 @@ def test_stacks_in_no_order_are_refused(stacks):
 
 
 class Misfit(EncoderDecoder):
-    """An encoder-decoder of which one method's result is changed."""
+    """An encoder-decoder in which the result of one method is modified."""
 
     def __init__(self, **changes):
         super().__init__(rngs=nnx.Rngs(0))
@@ -146,7 +146,7 @@ class Misfit(EncoderDecoder):
 
 
 def inputs_of(model):
-    """Returns (parameters, batch)."""
+    """Return (parameters, batch)."""
     batch = {name: jnp.zeros((2, WIDTH)) for name in ("source", "target")} | {"mask": jnp.ones(2)}
     return nnx.to_pure_dict(nnx.split(model)[1]), batch
 

@@ -1,7 +1,7 @@
-"""What cuDNN's kernel computes, in plain jax.numpy and any dtype: for tests on machines without it.
+"""A stand-in for cuDNN's kernel in jax.numpy, for any dtype and machines without cuDNN.
 
-`forward` and `backward` have the signatures of models/layers/cudnn_kernel.py. What the kernel
-leaves undefined is NaN here, so that a wrapper which lets any of it through fails.
+`forward` and `backward` have the signatures of models/layers/cudnn_kernel.py. Results that the
+kernel leaves undefined are NaN here, so a wrapper that lets any of them through fails its test.
 """
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from models.layers import attention, cudnn_kernel
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all attention run as on an H100, with the stand-in for the kernel."""
+    """Make all attention run as on an H100, with the stand-in as the kernel."""
     choice = attention.Choice(kernel="cudnn", why="a test")
     monkeypatch.setattr(attention, "choose", lambda *_: choice)
     monkeypatch.setattr(attention, "_can_pack", lambda: True)
@@ -64,7 +64,7 @@ def backward(q, k, v, bias, lengths, options, stats, y, dy):
 
 
 def check(q, k, v, bias, lengths) -> None:
-    """Refuses what the kernel does."""
+    """Assert that the kernel would accept these arguments."""
     assert q.shape[1] % 2 == k.shape[1] % 2 == 0
     assert q.shape[3] % 8 == 0
     assert q.shape[2] % k.shape[2] == 0
@@ -91,10 +91,12 @@ def _repeated(x_BSKH, q):
 
 
 def _members(x, offsets, lengths):
-    """Returns, [R, B, T], each token's number in each document, and whether it belongs to it.
+    """Return each token's index in each document, [R, B, T], and whether it belongs to it.
 
     Args:
-      offsets, lengths: of the documents, in elements and in tokens.
+        x: array [B, T, N, H] of the tokens.
+        offsets: start of each document, in elements.
+        lengths: length of each document, in tokens.
     """
     batch, length, num_heads, head_dim = x.shape
     first = offsets.reshape(-1)[: lengths.size] // (num_heads * head_dim)
@@ -110,7 +112,7 @@ def _in_order(q_index, k_index, options):
 
 
 def _visible(q, k, lengths, options):
-    """Returns bool[B, T, S]."""
+    """Return bool[B, T, S], which keys each query sees."""
     q_index, k_index = (jnp.arange(x.shape[1])[None] for x in (q, k))
     if lengths is None:
         return jnp.broadcast_to(
@@ -125,7 +127,7 @@ def _visible(q, k, lengths, options):
 
 
 def _defined(q, k, lengths):
-    """Returns which queries and keys have a result, bool[B, T] and bool[B, S]."""
+    """Return which queries and keys have a result, bool[B, T] and bool[B, S]."""
     if lengths is None:
         return jnp.ones(q.shape[:2], bool), jnp.ones(k.shape[:2], bool)
     if not _has_documents(lengths):
@@ -136,16 +138,16 @@ def _defined(q, k, lengths):
 
 
 def _to_rows(stats_BNT, q, lengths):
-    """Returns statistics by document, `[R, N, T]`; NaN behind a document's last query."""
+    """Return statistics per document, `[R, N, T]`, with NaN after a document's last query."""
     index, is_in = _members(q, lengths.q_offsets, lengths.q)
-    # [R, B, T, position]
+    # [R, B, T, position in the document]
     at = is_in[..., None] & (index[..., None] == jnp.arange(q.shape[1]))
     rows = jnp.einsum("RBTP,BNT->RNP", at.astype(stats_BNT.dtype), _finite(stats_BNT))
     return jnp.where(jnp.any(at, axis=(1, 2))[:, None], rows, jnp.nan)
 
 
 def _to_queries(stats_RNT, q, lengths):
-    """Returns the statistics of documents at their queries, `[B, N, T]`."""
+    """Return the statistics of each query, `[B, N, T]`, from statistics per document."""
     index, is_in = _members(q, lengths.q_offsets, lengths.q)
     at = is_in[..., None] & (index[..., None] == jnp.arange(q.shape[1]))
     return jnp.einsum("RBTP,RNP->BNT", at.astype(stats_RNT.dtype), _finite(stats_RNT))

@@ -1,4 +1,4 @@
-"""Attention against a plain float64 reference, and that no position sees what it must not."""
+"""Tests of attention against a plain float64 reference, and of which positions see which."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ TOLERANCE = 1e-12
 
 
 def draw(num_queries: int, num_keys: int, dtype: DTypeLike = np.float64):
-    """Returns q, k, v and a cotangent of 2 examples and 3 heads of size 8."""
+    """Return q, k, v and a cotangent for 2 examples and 3 heads of size 8."""
     rng = np.random.default_rng(0)
     shapes = [(2, length, 3, 8) for length in (num_queries, num_keys, num_keys, num_queries)]
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
 def reference(q, k, v, dy, *, is_causal):
-    """Returns the output and the gradients of q, k and v, in numpy."""
+    """Return the output and the gradients of q, k and v, computed in numpy."""
     scale = q.shape[-1] ** -0.5
     logits = np.einsum("BTNH,BSNH->BNTS", q, k) * scale
     if is_causal:
@@ -57,7 +57,7 @@ def test_attend_equals_reference_with_gradients(lengths, is_causal):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 3e-2)])
 def test_attend_narrow_dtypes_are_close(dtype, tolerance):
-    """Rounds q, k, v first, so what differs is the arithmetic: about 8 units in the last place."""
+    """Inputs are rounded first, so only arithmetic differs: about 8 units in the last place."""
     arrays = [jnp.asarray(x, dtype) for x in draw(130, 130, np.float32)]
     y, _ = reference(*(np.asarray(x, np.float64) for x in arrays), is_causal=True)
     ours = attention.attend(*arrays[:3], is_causal=True)
@@ -67,7 +67,7 @@ def test_attend_narrow_dtypes_are_close(dtype, tolerance):
 
 @pytest.mark.parametrize("position", [0, 63, 128, 299])
 def test_attend_gradients_vanish_after_the_position(position):
-    """`position` 128 is the first of a later block."""
+    """Position 128 is not in the first block."""
     with jax.enable_x64(True):
         q, k, v = (jnp.asarray(x) for x in draw(300, 300)[:3])
         grads = jax.grad(
@@ -85,7 +85,7 @@ def test_attend_stays_finite_for_large_logits():
 
 
 def test_attend_passes_nan_on():
-    """A non-finite activation must reach the loss, where the step is skipped."""
+    """A non-finite activation must reach the loss, so that the step is skipped."""
     q, k, v, _ = (jnp.asarray(x) for x in draw(130, 130, np.float32))
     y = attention.attend(q, k.at[0, 3].set(jnp.nan), v, is_causal=True)
     assert (
@@ -96,7 +96,7 @@ def test_attend_passes_nan_on():
 def general_reference(
     q, k, v, dy, *, is_causal=False, window=None, segments=None, bias=None, scale
 ):
-    """Returns the output and the gradients of q, k, v and the bias, in numpy, head by head."""
+    """Return the output and the gradients of q, k, v and the bias, in numpy, head by head."""
     num_groups = q.shape[2] // k.shape[2]
     k_all, v_all = np.repeat(k, num_groups, axis=2), np.repeat(v, num_groups, axis=2)
     bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
@@ -127,7 +127,7 @@ def general_reference(
 
 
 def packed(length: int) -> np.ndarray:
-    """Returns segment ids of 2 rows: padding at one side each, and two texts between."""
+    """Return segment ids of 2 rows with two texts, or with padding at the start or at the end."""
     ids = np.ones((2, length), np.int32)
     ids[0, length // 2 :] = 2
     ids[0, -2:] = 0
@@ -157,7 +157,7 @@ GENERAL = {
 @pytest.mark.parametrize("length", [9, 300])
 @pytest.mark.parametrize("case", GENERAL)
 def test_attend_in_general_equals_reference_with_gradients(case, length):
-    """6 heads read 2 key-value heads; 300 queries make three blocks."""
+    """6 heads share 2 key-value heads; 300 queries make three blocks."""
     options = dict(GENERAL[case])
     rng = np.random.default_rng(0)
     draw = lambda heads: rng.standard_normal((2, length, heads, 8))  # noqa: E731
@@ -206,7 +206,7 @@ def test_attend_to_another_sequence_equals_reference():
 
 
 def test_attend_implementations_agree():
-    """What accelerators run, `jax.nn.dot_product_attention`, is given the same to see."""
+    """`jax.nn.dot_product_attention`, which accelerators run, gets the same masks."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.standard_normal((2, 20, 6, 8)), jnp.float32)
     k, v = jnp.asarray(rng.standard_normal((2, 2, 20, 2, 8)), jnp.float32)
@@ -226,7 +226,7 @@ def test_attend_with_a_window_needs_causality():
 
 
 def test_attend_of_a_query_that_sees_no_key_is_the_mean_with_gradients():
-    """As `jax.nn.dot_product_attention` has it; such rows are padding of another sequence."""
+    """As in `jax.nn.dot_product_attention`. Such rows are padding, of which the keys have none."""
     rng = np.random.default_rng(0)
     q, k, v, dy = jnp.asarray(rng.standard_normal((4, 1, 4, 2, 8)), jnp.float32)
     ids = jnp.array([[1, 1, 7, 7]], jnp.int32), jnp.array([[1, 1, 1, 0]], jnp.int32)

@@ -1,4 +1,4 @@
-"""The wrapper around cuDNN's kernel, with a stand-in for the kernel: exact in float64."""
+"""Tests of the wrapper around cuDNN's kernel, with a stand-in for the kernel: exact in float64."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ from models.layers import attention, blocked_attention, cudnn_attention
 from sharding import hardware
 from tests.models.layers import cudnn_stand_in
 
-#: As for plain attention in float64; sums over at most 41 keys.
+#: As for plain attention in float64; sums have at most 41 keys.
 TOLERANCE = 1e-12
 
 H100 = hardware.Hardware(
@@ -35,7 +35,7 @@ def draw(*, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int):
 
 
 def both(arrays, bias=None, **options):
-    """Returns (output, gradients) of the wrapper, and of blocked attention."""
+    """Return (output, gradients) of the wrapper, and of blocked attention."""
     *qkv, dy = arrays
     defaults = {"is_causal": False, "window": None, "segments": None, "scale": 0.3}
     options = defaults | options
@@ -72,12 +72,12 @@ def test_attend_pads_lengths_and_head_dims(monkeypatch, case, lengths):
     queries, keys = lengths
     options = CASES[case]
     if queries > keys:
-        options = options | {"window": None}  # the last queries would see no key
+        options = options | {"window": None}  # with a window, the last queries would see no key
     check(draw(queries=queries, keys=keys, heads=6, kv_heads=2, head_dim=5), **options)
 
 
 def documents(length: int, *starts: Iterable[int]) -> np.ndarray:
-    """Returns segment ids of 3 rows with a document from each of these tokens on."""
+    """Return segment ids of 3 rows, in each of which documents begin at these tokens."""
     ids = np.zeros((3, length), np.int32)
     for row, firsts in enumerate(starts):
         for first in firsts:
@@ -85,8 +85,9 @@ def documents(length: int, *starts: Iterable[int]) -> np.ndarray:
     return ids
 
 
-#: Rows with one document each; with few; with one for every token, three calls' worth; with more
-#: than one call takes in one row only; and with padding, of id 0, at either end.
+#: Rows with one document each; with few documents; with one document per token, which takes three
+#: calls; with more documents than fit into one call, but in one row only; and with padding, whose
+#: id is 0, at the end or at the start.
 PACKED = {
     "one": documents(12, (0,), (0,), (0,)),
     "few": documents(23, (0, 1, 9), (0, 20), (0, 5, 6, 22)),
@@ -122,7 +123,7 @@ def test_attend_gives_documents_of_another_sequence_to_the_kernel(monkeypatch):
 
 
 def test_attend_gives_queries_that_see_no_key_zero(monkeypatch):
-    """They are padding of which the other sequence has none; nothing must become NaN."""
+    """Such queries are padding, of which the keys have none; no result may become NaN."""
     cudnn_stand_in.install(monkeypatch)
     ids = [jnp.asarray(rows, jnp.int32) for rows in ([[1, 1, 0, 0]] * 3, [[1, 1, 1, 1]] * 3)]
     arrays = draw(queries=4, keys=4, heads=2, kv_heads=2, head_dim=8)
@@ -138,7 +139,7 @@ def test_attend_gives_queries_that_see_no_key_zero(monkeypatch):
 def test_attend_adds_a_bias_and_returns_its_gradient(monkeypatch, case, shape, has_segments):
     cudnn_stand_in.install(monkeypatch)
     bias = jnp.asarray(np.random.default_rng(1).standard_normal(shape))
-    # Segments need not be neighbours here: Swin's shifted windows are not.
+    # With a bias, segments need not be contiguous. In Swin's shifted windows they are not.
     ids = jnp.asarray(np.arange(9)[None] % 2 + np.zeros((3, 1), int), jnp.int32)
     segments = (ids, ids) if has_segments else None
     arrays = draw(queries=9, keys=9, heads=4, kv_heads=4, head_dim=8)
@@ -188,7 +189,7 @@ def test_choose_counts_documents_as_a_mask_on_devices_that_cannot_pack():
 
 
 def test_kernel_traces_without_a_gpu():
-    """All that it needs to know is in the shapes; results have the shapes that docs promise."""
+    """Shapes are all that tracing needs, and results have the documented shapes."""
     q = jax.ShapeDtypeStruct((2, 63, 4, 64), "bfloat16")
     ids = jax.ShapeDtypeStruct((2, 63), "int32")
 

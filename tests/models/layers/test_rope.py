@@ -1,4 +1,4 @@
-"""Rotary positions against `transformers`, and what they are made for."""
+"""Tests of rotary positions against `transformers`, and of their defining property."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ SCALINGS = {
 @pytest.mark.parametrize("length", [20, 100])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rotation_equals_transformers(name, length):
-    """The longer sequence is longer than the model is made for."""
+    """The longer length exceeds the model's maximum number of positions."""
     config = LlamaConfig(
         hidden_size=3 * HEAD_DIM,
         num_attention_heads=3,
@@ -60,7 +60,7 @@ def test_rotation_equals_transformers(name, length):
     )
     for ours, expected in zip((q, k), theirs, strict=True):
         found = rotate(jnp.asarray(ours), jnp.asarray(positions), frequencies, factor)
-        # Angles of up to 100 radians in float32.
+        # Angles reach 100 radians in float32.
         np.testing.assert_allclose(found, expected, atol=5e-5)
 
 

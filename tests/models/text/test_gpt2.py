@@ -1,4 +1,4 @@
-"""GPT-2 against Hugging Face's, and the properties that training rests on."""
+"""Tests of GPT-2 against Hugging Face's, and of properties that training relies on."""
 
 import functools
 
@@ -18,7 +18,7 @@ from models.stack import Stack, partition, run_layers
 from models.text.common import padded_vocab
 from models.text.gpt2 import GPT2, GPT2Config
 
-# Sizes that are no powers of two, and a vocab that padding changes: 211 -> 256.
+# Sizes that are not powers of two, and a vocab that needs padding: 211 -> 256.
 LAYERS, HEADS, EMBED, VOCAB, POSITIONS, BATCH, LENGTH = 3, 3, 39, 211, 24, 2, 20
 CONFIG = GPT2Config(
     vocab_size=VOCAB,
@@ -41,7 +41,7 @@ def parts():
 
 @functools.cache
 def random_params() -> dict:
-    """Returns the tree of parameters, all random: biases and norms too, which start at 0 and 1."""
+    """Return parameters that are all random, including biases and norms (initially 0 and 1)."""
     rng = np.random.default_rng(0)
     shapes = nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: build(CONFIG)))[1])
 
@@ -68,7 +68,7 @@ def model_with(params: dict) -> GPT2:
 
 
 def loss_of(params: dict, batch: dict) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of losses and of weights."""
+    """Return the sum of losses and the sum of weights."""
     cut = parts().split(params)
     x = parts().embed(cut["ends"], batch)
     x = run_layers(parts().blocks["decoder"], cut["layers"]["decoder"], x, batch)
@@ -78,7 +78,7 @@ def loss_of(params: dict, batch: dict) -> tuple[jax.Array, jax.Array]:
 
 
 def as_hugging_face(params: dict) -> dict[str, np.ndarray]:
-    """Returns a tree of our parameters, or of their gradients, under Hugging Face's names."""
+    """Return a tree of our parameters, or of their gradients, by Hugging Face's names."""
     named = {
         "transformer.wte.weight": params["token_embedding"][:VOCAB],
         "transformer.wpe.weight": params["position_embedding"],
@@ -124,7 +124,7 @@ def hugging_face() -> GPT2LMHeadModel:
     model = GPT2LMHeadModel(config).eval()
     state = {name: torch.tensor(a) for name, a in as_hugging_face(random_params()).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
-    assert unexpected == [] and missing == ["lm_head.weight"]  # tied
+    assert unexpected == [] and missing == ["lm_head.weight"]  # which is tied
     return model
 
 
@@ -158,7 +158,7 @@ def test_loss_and_every_gradient_equal_hugging_faces():
     ours = as_hugging_face(grads)
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        # Keys' biases have no gradient but rounding: against the largest of the whole parameter.
+        # The gradient of key biases is rounding error, so compare with the parameter's largest.
         np.testing.assert_allclose(
             ours[name], gradient, atol=1e-3 * np.abs(gradient).max(), rtol=0, err_msg=name
         )
@@ -171,12 +171,12 @@ def test_padding_of_the_vocab_gets_no_gradient_and_no_probability():
     assert not np.any(table[VOCAB:]) and np.all(np.any(table[:VOCAB], axis=1))
     louder = dict(random_params())
     louder["token_embedding"] = louder["token_embedding"].at[VOCAB:].mul(1000.0)
-    # Another program: float32 rounding of the sum.
+    # This is another compiled program: float32 rounding of the sum differs.
     np.testing.assert_allclose(jax.jit(loss_of)(louder, batch())[0], loss, rtol=1e-6)
 
 
 def test_causality():
-    """What comes out at a position has no gradient with respect to what went in later."""
+    """The output at a position has no gradient with respect to later inputs."""
     cut = parts().split(random_params())
     x_BTD = parts().embed(cut["ends"], batch())[:1, :8]
     direction = jax.random.normal(jax.random.key(0), (EMBED,))
@@ -191,7 +191,7 @@ def test_causality():
 
 
 def test_positions_matter():
-    """Swapping two tokens changes what follows: positions are learned, not absent."""
+    """Swapping two tokens changes later outputs, so learned positions are in use."""
     tokens = np.array(batch()["tokens"][:1])
     swapped = tokens.copy()
     swapped[0, [2, 3]] = tokens[0, [3, 2]]
@@ -220,7 +220,7 @@ def test_parameter_count_is_the_published_one_plus_padding(size, published):
     )
     params = nnx.split(nnx.eval_shape(lambda: build(config)))[1]
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    padding = 50304 - 50257  # rows of the token embedding up to a multiple of 128
+    padding = 50304 - 50257  # rows that pad the token embedding to a multiple of 128
     assert padded_vocab(config.vocab_size, config.vocab_multiple) == 50304
     assert count == published + padding * config.embed_dim
 
@@ -242,18 +242,18 @@ def test_initial_deviations_are_gpt2s():
         (layers["mlp"]["up"]["kernel"], 0.02),
         (layers["mlp"]["down"]["kernel"], residual),
     ):
-        error = deviation / np.sqrt(2 * array.size)  # of an estimated deviation; the seed is fixed
+        error = deviation / np.sqrt(2 * array.size)  # error of the estimate; the seed is fixed
         assert abs(array.std() - deviation) < 4 * error
         assert abs(array.mean()) < 4 * deviation / np.sqrt(array.size)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if path[-1].key in ("bias", "scale"):
             np.testing.assert_array_equal(leaf, 1.0 if path[-1].key == "scale" else 0.0)
     kernels = layers["mlp"]["up"]["kernel"]
-    assert not np.array_equal(kernels[0], kernels[1])  # each layer draws its own
+    assert not np.array_equal(kernels[0], kernels[1])  # layers are initialized differently
 
 
 class Probe(nnx.Module):
-    """A block that shifts its input by two rows and appends the two masks that it draws."""
+    """A block that shifts its input by two rows, and appends its two dropout masks."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.unused = nnx.Param(jnp.zeros(()))
@@ -276,7 +276,7 @@ class ProbeModel(nnx.Module):
 
 
 def draw_masks(keys: jax.Array, layers: range) -> np.ndarray:
-    """Returns float32[B, 2·layers, 64]: what a stack of these layers of a model drops."""
+    """Return float32[B, 2·layers, 64], the dropout masks of these layers of a model."""
     model = ProbeModel(len(layers), rngs=nnx.Rngs(0))
     made = partition(model, remat="none")
     params = made.split(nnx.to_pure_dict(nnx.split(model)[1]))
@@ -295,10 +295,10 @@ def example_keys(seed: int, examples: range) -> jax.Array:
 
 def test_dropout_mask_depends_on_seed_example_layer_and_site_alone():
     masks = draw_masks(example_keys(0, range(6)), range(4))
-    # Not on which other examples share the batch, nor on which layers share the stage.
+    # Masks do not depend on the other examples in the batch or on the other layers of a stage.
     np.testing.assert_array_equal(draw_masks(example_keys(0, range(4, 6)), range(4)), masks[4:6])
     np.testing.assert_array_equal(draw_masks(example_keys(0, range(6)), range(2, 4)), masks[:, 4:8])
-    # On each of these four it does: all masks differ, from each other and from another seed's.
+    # They do depend on seed, example, layer and site: no two of these masks are equal.
     other = draw_masks(example_keys(1, range(6)), range(4))
     rows = {row.tobytes() for row in np.concatenate([masks, other]).reshape(-1, 64)}
     assert len(rows) == 2 * 6 * 4 * 2
@@ -309,7 +309,7 @@ def test_dropout_keeps_the_mean_by_scaling_what_it_keeps():
     y = dropout(x, 0.25, example_keys(0, range(8)))
     kept = np.asarray(y != 0)
     np.testing.assert_allclose(y[kept], x[kept] / 0.75, rtol=1e-6)
-    # 40,000 draws: a deviation of 0.0022 of the share; the seed is fixed.
+    # 40,000 draws: the standard deviation of the share is 0.0022; the seed is fixed.
     assert abs(kept.mean() - 0.75) < 4 * 0.0022
 
 
@@ -321,7 +321,7 @@ def test_dropout_is_off_without_keys_or_rate():
 
 @jax.jit
 def branches_with_dropout() -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns embeddings, and what a block adds to its input with only attention, only mlp."""
+    """Return embeddings, and the update of a block with only attention and with only its MLP."""
     config = GPT2Config(
         vocab_size=50, max_positions=8, num_layers=1, num_heads=2, embed_dim=64, dropout=0.5
     )
@@ -338,8 +338,8 @@ def branches_with_dropout() -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def test_model_drops_embeddings_and_both_branches_of_a_block():
     for part in branches_with_dropout():
-        # 2,048 draws: a deviation of 0.011 of the share; the seed is fixed.
-        # What was dropped is 0 but for rounding; few of the others are as small as that.
+        # 2,048 draws: the standard deviation of the share is 0.011; the seed is fixed. Dropped
+        # elements are 0 up to rounding; few of the others are as small.
         assert abs(np.mean(jnp.abs(part) < 1e-6) - 0.5) < 4 * 0.011
 
 
@@ -350,7 +350,7 @@ def test_flops_equal_a_count_by_hand():
     model = nnx.eval_shape(lambda: build(config))
     kernels = 2 * (8 * 24 + 8 * 8 + 8 * 32 + 32 * 8)  # qkv, out, up, down: 1536
     scores = 2 * (4 * 8 + 4 * 8) // 2  # q·k and weights·v over 4 positions, half masked: 64
-    head = 2 * 8 * 10  # without padding
+    head = 2 * 8 * 10  # the vocab without padding
     shapes = {"tokens": jax.ShapeDtypeStruct((3, 4), jnp.int32)}
     assert model.forward_flops(shapes) == 12 * (2 * (kernels + scores) + head) == 12 * 3360
     assert train_flops(model, shapes, num_params=0) == 3 * 12 * 3360
@@ -363,7 +363,7 @@ def test_flops_equal_a_count_by_hand():
         ({"dropout": 1.0}, r"model\.dropout=1\.0 must lie in \[0, 1\)"),
         ({"num_layers": 0}, r"model\.num_layers=0 must be at least 1"),
         ({"loss": "no_such_module:f"}, r"model\.loss='no_such_module:f' is neither"),
-        ({"loss": "json"}, r"model\.loss='json' is no function"),
+        ({"loss": "json"}, r"model\.loss='json' is not a function"),
     ],
     ids=str,
 )

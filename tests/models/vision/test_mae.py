@@ -1,4 +1,4 @@
-"""What MAE hides, in which order its decoder sees patches, and what its loss is of."""
+"""Tests of the patches that MAE hides, of its decoder's order of patches, and of its loss."""
 
 import functools
 from typing import Any
@@ -46,7 +46,7 @@ def batch(size: int, **more) -> dict:
 
 
 def hidden(inputs: dict, **changes) -> np.ndarray:
-    """Returns bool[B, T] by what the head does with predictions at each patch."""
+    """Return bool[B, T], the patches whose predictions the loss of the head depends on."""
     mae = model(**changes)
     x = jnp.zeros((len(inputs["images"]), 1 + NUM_PATCHES, CONFIG.decoder_embed_dim))
     gradient = jax.grad(lambda x: mae.head(x, inputs)[0])(
@@ -60,7 +60,7 @@ def test_as_many_patches_of_each_image_are_hidden_all_of_them_equally_often():
     is_hidden = hidden(inputs)
     assert (is_hidden.sum(axis=1) == NUM_PATCHES - NUM_KEPT).all()
     share = (NUM_PATCHES - NUM_KEPT) / NUM_PATCHES
-    # Five standard deviations of 600 draws, of 25 places.
+    # Five standard deviations of the mean of 600 draws, for each of 25 places.
     assert np.abs(is_hidden.mean(axis=0) - share).max() < 5 * (share * (1 - share) / 600) ** 0.5
     assert len(np.unique(is_hidden, axis=0)) > 590
 
@@ -105,7 +105,7 @@ def test_decoder_sees_patches_in_the_order_of_the_image():
     expected[:, 0] = embedded[:, 0]
     np.put_along_axis(expected[:, 1:], order, embedded[:, 1:], axis=1)
     expected += np.asarray(mae.decoder_position_embedding[...])
-    # One rounding of float32.
+    # float32 rounds once.
     np.testing.assert_allclose(
         mae.before_decoder(jnp.asarray(kept), inputs), expected, rtol=0, atol=1e-6
     )
@@ -123,7 +123,7 @@ def test_loss_is_the_mean_over_hidden_patches_of_each_image(normalise):
         x = mae.decoder(mae.before_decoder(mae.encoder(mae.embed(inputs), inputs), inputs), inputs)
         loss, weight, metrics = mae.head(x, inputs)
     images = (torch.from_numpy(inputs["images"]).double() / 255 - 0.5) / 0.5
-    # Patches as a convolution sees them, channels last.
+    # Patches in the order of a convolution, then with channels last.
     patches = torch.nn.functional.unfold(images.permute(0, 3, 1, 2), kernel_size=2, stride=2)
     targets = patches.reshape(4, 3, 4, NUM_PATCHES).permute(0, 3, 2, 1).reshape(4, 25, 12)
     if normalise:
@@ -137,7 +137,7 @@ def test_loss_is_the_mean_over_hidden_patches_of_each_image(normalise):
         for row in range(4)
     )
     assert predictions.dtype == np.float64 and float(weight) == 2.5 and metrics == {}
-    # Rounding of float64, of sums of 216 squares.
+    # float64 rounding of sums of 216 squares.
     np.testing.assert_allclose(float(loss), float(expected), rtol=1e-12)
 
 
@@ -154,7 +154,7 @@ def test_hidden_pixels_change_no_prediction():
 def test_forward_flops_are_those_of_the_traced_products(shape):
     images = jnp.zeros((3, *shape, 3), jnp.uint8)
     resizing = 0
-    if shape == (8, 14):  # of positions, once a batch: 4 × 7 patches of tables of 5 × 5
+    if shape == (8, 14):  # positions are resized once per batch, from 5 × 5 to 4 × 7 patches
         resizing = 2 * sum(4 * 5 * 5 * d + 4 * 7 * 5 * d for d in (8, 12))
     flops = traced_flops(model(), images)
     assert model().forward_flops({"images": images}) == flops - resizing
@@ -165,7 +165,7 @@ def test_encoder_is_a_vit_with_the_same_names_and_shapes():
     vit = nnx.to_pure_dict(nnx.split(ViT(CONFIG.encoder, rngs=nnx.Rngs(0)))[1])
     shapes = functools.partial(jax.tree.map, lambda leaf: leaf.shape)
     assert shapes({name: mae[name] for name in vit}) == shapes(vit)
-    assert mae["position_embedding"][0, 0].max() == 0  # sincos: zeros for the class token
+    assert mae["position_embedding"][0, 0].max() == 0  # the class token has zeros with sincos
     assert mae["position_embedding"][0, 1:].min() < 0
 
 
@@ -178,11 +178,11 @@ def test_reconstructions_keep_what_is_seen_and_show_what_is_predicted(normalise)
     patches = np.asarray(patchify(jnp.asarray(pixels), 2)).reshape(2, 25, 12)
     mask = np.repeat(np.array(is_hidden)[..., None], 12, axis=-1).reshape(2, 5, 5, 2, 2, 3)
     mask = np.asarray(unpatchify(jnp.asarray(mask)))
-    # Rounding of float32.
+    # float32 rounding.
     for found, hidden_ones in ((seen, np.full_like(pixels, 0.5)), (reconstructed, None)):
         np.testing.assert_allclose(found[~mask], pixels[~mask], atol=1e-6)
         if hidden_ones is None:
-            values = np.asarray(predictions) / 2  # the deviation that pixels are divided by
+            values = np.asarray(predictions) / 2  # undoes the normalization with deviation 0.5
             if normalise:
                 values = np.asarray(predictions) * patches.std(axis=-1, ddof=1, keepdims=True)
             values = values + (patches.mean(axis=-1, keepdims=True) if normalise else 0.5)
@@ -210,7 +210,7 @@ def test_config_that_cannot_be_is_refused(changes, message):
 
 
 def test_kernels_begin_with_the_spread_of_xavier():
-    """As in the code of MAE and of MoCo v3: sqrt(2 / (features in + features out))."""
+    """As in the code of MAE and of MoCo v3: sqrt(2 / (input features + output features))."""
     sizes = {"embed_dim": 96, "num_heads": 4, "mlp_dim": 200}
     sizes |= {"decoder_embed_dim": 48, "decoder_num_heads": 4, "decoder_mlp_dim": 120}
     mae: Any = model(**sizes)
@@ -230,4 +230,4 @@ def test_kernels_begin_with_the_spread_of_xavier():
     normal: Any = model(**sizes, kernels="normal")
     np.testing.assert_allclose(np.std(normal.encoder.layers.mlp.up.kernel[...]), 0.02, rtol=0.05)
     patches = normal.patch_embedding.linear.kernel[...]
-    np.testing.assert_allclose(np.std(patches), (3 * 12) ** -0.5, rtol=0.1)  # uniform, by fan-in
+    np.testing.assert_allclose(np.std(patches), (3 * 12) ** -0.5, rtol=0.1)  # uniform fan-in

@@ -1,4 +1,4 @@
-"""MoCo v3 against the paper's algorithm in PyTorch, and as a part of the training step."""
+"""Tests of MoCo v3 against the paper's algorithm in PyTorch, and in the training step."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ NUM_IMAGES = 5
 
 @pytest.fixture(scope="module")
 def parts():
-    """Returns a model, its activations of two views, and a batch in which one row only fills."""
+    """Return a model, its activations for two views, and a batch whose third row is padding."""
     with jax.enable_x64(True):
         model = MoCo(MoCoConfig(**SIZES), rngs=nnx.Rngs(0))
         graph, params = nnx.split(model)
@@ -45,7 +45,7 @@ def parts():
 
 
 def theirs(projector, x: torch.Tensor) -> torch.Tensor:
-    """Returns what PyTorch makes of one view of the images that count."""
+    """Return PyTorch's output of a projector for one view of the images with a weight."""
     layers = [layer for layer in (projector.first, projector.middle, projector.last) if layer]
     for layer in layers:
         x = x @ torch.tensor(np.asarray(layer.linear.kernel[...]))
@@ -126,7 +126,7 @@ def test_flops_are_those_of_the_traced_products(parts):
 
 
 def test_a_step_takes_its_keys_from_the_average():
-    """After a step the average differs from the parameters; the next loss is by both, by hand."""
+    """After a step, the teacher differs from the model; compute the next loss from both by hand."""
     with jax.enable_x64(True):
         config = str(ROOT / "configs" / "moco.py")
         without_dropout = ("model.dropout=0.0", "model.drop_path=0.0")
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused(override, message):
 
 
 def test_the_average_teaches_from_wherever_it_lies():
-    """In host memory, shared out over replicas and stages: the losses are those of one device."""
+    """In host memory, or sharded over replicas and stages, losses equal those on one device."""
     split = ("mesh.pipeline=2", "mesh.data=2", "memory.zero_stage=2", "memory.placement=host")
     np.testing.assert_allclose(
         losses_on("MoCo v3", split), losses_on("MoCo v3", ()), rtol=1e-9, atol=0

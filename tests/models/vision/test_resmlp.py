@@ -1,4 +1,4 @@
-"""ResMLP against the paper's formulas in PyTorch, its sizes, and what it refuses."""
+"""Tests of ResMLP against the paper's formulas in PyTorch, of its sizes, and of its errors."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ CONFIG = ResMLPConfig(
 
 
 def random_params() -> tuple[Any, Any]:
-    """Returns the graph and float64 parameters, all of them drawn, biases and scales too."""
+    """Return the graph, and float64 parameters that are all random, including biases and scales."""
     graph, params = nnx.split(ResMLP(CONFIG, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(1)
     drawn = jax.tree.map(lambda x: rng.normal(size=x.shape) * 0.5, nnx.to_pure_dict(params))
@@ -35,7 +35,7 @@ def random_params() -> tuple[Any, Any]:
 
 
 def their_logits(params: Any) -> torch.Tensor:
-    """Returns equations 1 to 3 of the paper's section 2, of the images."""
+    """Return the logits of IMAGES by equations 1 to 3 of the paper's section 2."""
 
     def affine(x: torch.Tensor, p: Any) -> torch.Tensor:
         return torch.diag(p["scale"]) @ x + p["bias"][:, None]
@@ -75,7 +75,7 @@ def test_logits_and_gradients_are_those_of_the_papers_formulas():
 
         gradients, found = jax.grad(scalar, has_aux=True)(jax.tree.map(jnp.asarray, params))
         assert found.dtype == jnp.float64 and np.abs(found).max() > 0.1
-        # float64 rounds at 1e-16; sums here are of at most 20 terms near 10.
+        # float64 rounds at 1e-16; sums here have at most 20 terms near 10.
         np.testing.assert_allclose(found, expected.detach().numpy(), rtol=0, atol=1e-10)
         for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
             wanted = theirs

@@ -1,4 +1,4 @@
-"""What models of images share, against published formulae and what others compute."""
+"""Tests of shared parts of vision models against published formulas and other implementations."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def test_pixels_are_normalised_by_mean_and_stddev():
     config = ImageInputConfig(image_size=2, image_mean=(0.5, 0.4, 0.3), image_stddev=(0.2,))
     images = np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3) * 10
     expected = (images / 255 - np.array([0.5, 0.4, 0.3])) / 0.2
-    # One rounding of float32, then of bfloat16.
+    # float32 rounds once, then bfloat16 does.
     found = config.normalised(jnp.asarray(images), jnp.float32)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
     assert config.normalised(jnp.asarray(images), jnp.bfloat16).dtype == jnp.bfloat16
@@ -57,7 +57,7 @@ def test_resized_positions_are_those_of_bicubic_interpolation(grid):
         square, size=grid, mode="bicubic", align_corners=False
     )
     found = resized_positions(jnp.asarray(table), grid)
-    # Rounding of sums of 16 products in float32.
+    # float32 rounding of sums of 16 products.
     np.testing.assert_allclose(
         found, expected.permute(0, 2, 3, 1).reshape(-1, 6).numpy(), rtol=0, atol=1e-5
     )
@@ -67,7 +67,7 @@ def test_sincos_positions_are_those_of_masked_autoencoders():
     rows_first = modeling_vit_mae.build_2d_sinusoidal_position_embedding(5, 5, 16).numpy()
     # Published weights have columns first.
     expected = np.roll(rows_first, 8, axis=1)
-    # Theirs are float32.
+    # The reference is float32.
     np.testing.assert_allclose(sincos_positions(5, 5, 16), expected, rtol=0, atol=1e-6)
 
 
@@ -91,7 +91,7 @@ def test_label_loss_is_the_cross_entropy_of_soft_targets():
             label_smoothing=smoothing,
         )
         loss, weight, _ = label_loss(jnp.asarray(logits), batch | keys, smoothing=0.1)
-        # Rounding of float32.
+        # float32 rounding.
         np.testing.assert_allclose(loss, (wanted.numpy() * batch["weights"]).sum(), rtol=1e-5)
         assert weight == 3
 
@@ -108,9 +108,9 @@ def test_accuracy_counts_what_is_among_the_first_and_ties_go_to_the_first_label(
 def test_logits_that_are_no_numbers_are_never_right():
     logits = np.zeros((3, 8), np.float32)
     logits[0] = np.nan
-    logits[1, 2] = np.nan  # its own
+    logits[1, 2] = np.nan  # the right label's logit
     logits[2] = np.nan
-    logits[2, 0] = 9.0  # all others are none
+    logits[2, 0] = 9.0  # all other logits are NaN
     batch = {"targets": np.array([0, 2, 0]), "weights": np.ones(3, np.float32)}
     metrics = label_loss(jnp.asarray(logits), batch, smoothing=0.0)[2]
     assert metrics == {"accuracy": 0, "top5_accuracy": 0}
@@ -185,7 +185,7 @@ SWIN_2 = SwinConfig(**{**vars(SWIN), "version": 2})
 
 
 def drawn(model: nnx.Module) -> nnx.Module:
-    """Returns the model with random numbers for its parameters: no block is the identity."""
+    """Return the model with noise added to its parameters, so that no block is the identity."""
     graph, params = nnx.split(model)
     rng = np.random.default_rng(0)
     return nnx.merge(graph, jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), params))
@@ -236,9 +236,9 @@ def test_blocks_of_swin_2_begin_as_the_identity():
         (SWIN, {"num_heads": (2, 3)}, "3 must divide the 16 dims of stage 1"),
         (VIT, {"init_stddev": -1.0}, "model.init_stddev=-1.0 must be 0 or positive"),
         (VIT, {"layer_norm_epsilon": 0.0}, "model.layer_norm_epsilon=0.0 must be positive"),
-        (SWIN, {"mlp_ratio": -1.0}, "model.mlp_ratio=-1.0 must make at least one dim of"),
-        (SWIN, {"pretrained_windows": (4, 4)}, "is of model.version=2 alone; leave it out"),
-        (SWIN_2, {"pretrained_windows": (4, -1)}, "must be positive; 0 is none"),
+        (SWIN, {"mlp_ratio": -1.0}, "model.mlp_ratio=-1.0 times model.embed_dim=8 must be at"),
+        (SWIN, {"pretrained_windows": (4, 4)}, "needs model.version=2; leave it out"),
+        (SWIN_2, {"pretrained_windows": (4, -1)}, "must not be negative; choose "),
         (SWIN, {"version": 3}, "model.version=3 is unknown; choose 1 or 2"),
         (RESMLP, {"patch_size": 12}, r"model.patch_size=12 must lie in 1 .. model.image_size=11"),
         (RESMLP, {"layer_scale": 0.0}, "model.layer_scale=0.0 must be positive; choose for exam"),
