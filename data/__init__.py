@@ -1,0 +1,1 @@
+"""Corpora of text and images: reading, tokenization, augmentation, and batches."""

@@ -1,4 +1,4 @@
-"""Arrays kept in the cache directory: found out once, by whichever process comes first."""
+"""Arrays in the cache directory, computed once by whichever process gets there first."""
 
 import contextlib
 import os
@@ -11,13 +11,27 @@ import numpy as np
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keeps other processes and threads that take the same array out of the block."""
+    """Hold the lock of a cached array, so that one process or thread at a time runs the block.
+
+    Args:
+        path: Path of the array; the lock file is next to it, with `.lock` appended.
+
+    Yields:
+        Nothing.
+    """
     with filelock.FileLock(f"{path}.lock"):
         yield
 
 
 def read_array(path: Path) -> np.ndarray | None:
-    """Returns the array that `write_array` wrote; None if there is none, or it was damaged."""
+    """Read an array written by `write_array`.
+
+    Args:
+        path: Path of the array.
+
+    Returns:
+        The array, or None if the file does not exist or is damaged.
+    """
     try:
         return np.load(path)
     except (OSError, ValueError, EOFError):
@@ -25,10 +39,14 @@ def read_array(path: Path) -> np.ndarray | None:
 
 
 def write_array(path: Path, values: np.ndarray) -> None:
-    """Writes an array, whole or not at all; under `locked`.
+    """Write an array atomically. Call this inside `locked`.
+
+    Args:
+        path: Path of the array.
+        values: The array.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written; nothing is left behind.
     """
     new = path.with_suffix(".tmp.npy")
     try:

@@ -1,4 +1,12 @@
-"""Rows of a corpus put together to batches that do not depend on who reads them.
+"""Batches that do not depend on the number of processes that read them.
+
+The train split is one endless shuffled stream of elements. Row r of step k is element
+k * global_batch_size + r, whichever process supplies it. For example, with a global batch of 4 read
+by two processes:
+
+    step            0         |  1         |  2
+    element         0  1  2  3|  4  5  6  7|  8  9 10 11 ...
+    read by process 0  0  1  1|  0  0  1  1|  0  0  1  1 ...
 
 R: rows of the global batch that this process supplies.
 """
@@ -14,35 +22,41 @@ from data.config import DataConfig
 from data.examples import Batch, ConcatExamples, Corpus, Examples
 from data.mixture import mixed_order
 
-# Batches read ahead of the step: enough to hide one slow read of a network disk.
+# Number of batches read ahead of the step: enough to hide one slow read from a network disk.
 _PREFETCHED_BATCHES = 8
-# Of these, large ones are fewer: so many bytes of this process's rows, but one batch at least.
+# Fewer large batches are read ahead: at most this many bytes of this process's rows, but always at
+# least one batch.
 _PREFETCHED_BYTES = 2**30
 
 
 def train_batches(
     corpus: Corpus, config: DataConfig, rows: Sequence[int]
 ) -> grain.DatasetIterator[Batch]:
-    """Returns an endless iterator over this process's rows of the shuffled train batches.
+    """Return an endless iterator over this process's rows of the shuffled train batches.
 
-    Row r of step k is element k * global_batch_size + r of one endless stream, shuffled anew each
-    epoch, whatever the number of processes. The iterator's state counts steps, nothing else, so a
-    state saved by one process continues any number of them.
+    Row r of step k is element k * global_batch_size + r of one endless stream that is reshuffled
+    each epoch, for any number of processes. The state of the iterator is the number of steps and
+    nothing else, so a state saved by one process can be restored by any number of processes.
 
     Args:
-        corpus: Where the rows come from.
-        config: Batch size, seed and threads.
-        rows: Which rows of the global batch, 0 to global_batch_size - 1, in the wanted order.
+        corpus: The corpus to read.
+        config: Batch size, seed and number of threads.
+        rows: The rows of the global batch that this process supplies, each from 0 to
+            global_batch_size - 1, in the order in which they are returned.
 
     Returns:
-        Batches of what `batch_shapes` tells, with R rows of each, and index: uint32[R], the
-        element's number modulo 2**32, which tells one example from the next in any order.
+        An iterator over batches with the keys of `batch_shapes`, R rows each, and
+        `index: uint32[R]`, the number of the element modulo 2**32, which identifies an example
+        in whatever order the rows are.
+
+    Raises:
+        ValueError: `rows` are not distinct rows of the global batch.
     """
     check_rows(rows, config.global_batch_size)
     examples, order = corpus.train, _order(corpus.train, config)
 
     def read(elements: Sequence[int]) -> Batch:
-        # What is random hangs on seed and element alone, and so differs from epoch to epoch.
+        # Randomness depends only on the seed and the element, which has a new number in each epoch.
         return examples.train_batch(elements, order, config.seed)
 
     num_batches = sys.maxsize // config.global_batch_size
@@ -52,25 +66,30 @@ def train_batches(
 def validation_batches(
     corpus: Corpus, config: DataConfig, rows: Sequence[int], num_batches: int | None = None
 ) -> grain.DatasetIterator[Batch]:
-    """Returns an iterator over this process's rows of the validation batches, in order, once.
+    """Return an iterator over this process's rows of the validation batches, in order.
 
-    Every row comes exactly once; rows of weight 0 fill the last batch.
+    The iterator yields every row exactly once, and fills the last batch with rows of weight 0.
 
     Args:
-        corpus: Where the rows come from; an empty validation split gives no batches.
-        config: Batch size and threads.
-        rows: Which rows of the global batch, 0 to global_batch_size - 1, in the wanted order.
-        num_batches: At most so many; all of them by default.
+        corpus: The corpus to read; an empty validation split gives no batches.
+        config: Batch size and number of threads.
+        rows: The rows of the global batch that this process supplies, each from 0 to
+            global_batch_size - 1, in the order in which they are returned.
+        num_batches: The maximum number of batches; None for all of them.
 
     Returns:
-        Batches as those of `train_batches`, their `index` the row's number.
+        An iterator over batches like the ones of `train_batches`, whose `index` is the number of
+        the row in the split.
+
+    Raises:
+        ValueError: `rows` are not distinct rows of the global batch.
     """
     check_rows(rows, config.global_batch_size)
     examples, size = corpus.validation, config.global_batch_size
 
     def read(elements: Sequence[int]) -> Batch:
         is_there = np.array([element < len(examples) for element in elements])
-        # Where there is none, any row tells the shapes.
+        # If this process has only padding rows, row 0 provides the shapes of the zeros.
         present = [element for element in elements if element < len(examples)] or [0]
         return _spread(examples.evaluation_batch(present), is_there)
 
@@ -80,15 +99,19 @@ def validation_batches(
 
 
 def batches_ahead(batch_bytes: int) -> int:
-    """Returns how many batches of this size are read ahead of the step."""
+    """Return how many batches of `batch_bytes` bytes are read ahead of the step."""
     return max(1, min(_PREFETCHED_BATCHES, _PREFETCHED_BYTES // max(batch_bytes, 1)))
 
 
 def check_rows(rows: Sequence[int], global_batch_size: int) -> None:
-    """Checks that all rows are different rows of the global batch.
+    """Check that all rows are distinct rows of the global batch.
+
+    Args:
+        rows: Numbers of rows of the global batch.
+        global_batch_size: The number of rows of the global batch.
 
     Raises:
-        ValueError: They are not.
+        ValueError: There are no rows, a row is repeated, or a row is out of range.
     """
     if (
         len(rows) == 0
@@ -96,13 +119,13 @@ def check_rows(rows: Sequence[int], global_batch_size: int) -> None:
         or not 0 <= min(rows) <= max(rows) < global_batch_size
     ):
         raise ValueError(
-            f"rows={list(rows)} must be different numbers from 0 to data.global_batch_size - 1 = "
-            f"{global_batch_size - 1}, at least one; pass the rows that this process holds"
+            f"rows={list(rows)} must be one or more distinct numbers from 0 to "
+            f"data.global_batch_size - 1 = {global_batch_size - 1}; pass the rows of this process"
         )
 
 
 def _spread(batch: Batch, is_there: np.ndarray) -> Batch:
-    """Returns the batch's rows at the places where there are some, zeros at the others."""
+    """Scatter the rows of a batch to the places where `is_there` is true, with zeros elsewhere."""
     if is_there.all():
         return batch
     spread = {}
@@ -113,8 +136,9 @@ def _spread(batch: Batch, is_there: np.ndarray) -> Batch:
 
 
 def _order(examples: Examples, config: DataConfig) -> Callable[[int], int]:
-    """Returns what tells the row that each element of the endless stream is."""
-    # Grain adds the epoch to the seed; hashing keeps seed 1 from being seed 0 an epoch later.
+    """Return a function that maps an element of the endless stream to the number of a row."""
+    # Grain adds the epoch to the seed. Without the hash, the first epoch with seed 1 would have the
+    # order of the second epoch with seed 0.
     seed = int(np.random.SeedSequence(config.seed).generate_state(1)[0])
 
     def shuffled(length: int) -> Callable[[int], int]:
@@ -134,15 +158,15 @@ def _iterate(
     num_batches: int,
     row_bytes: int,
 ) -> grain.DatasetIterator[Batch]:
-    """Returns an iterator over this process's rows of batches; its state counts steps.
+    """Return an iterator over this process's rows of batches; its state is a step count.
 
     Args:
-        read: Returns the rows that elements are; row r of batch k is element
+        read: Returns the rows of the given elements; row r of batch k is element
             k * global_batch_size + r.
-        config: Batch size and threads.
-        rows: Which rows of the global batch.
-        num_batches: After which it ends.
-        row_bytes: Of each row.
+        config: Batch size and number of threads.
+        rows: The rows of the global batch that this process supplies.
+        num_batches: The number of batches after which the iterator ends.
+        row_bytes: Size of a row in bytes.
     """
     num_ahead = batches_ahead(len(rows) * row_bytes)
     batches = _Batches(read, config.global_batch_size, rows, num_batches)
@@ -153,13 +177,13 @@ def _iterate(
 
 
 class _Batches(Sequence[Batch]):
-    """This process's rows of batch k, by k.
+    """A random-access sequence whose item k holds this process's rows of batch k.
 
     Args:
-        read: Returns the rows that elements are.
-        global_batch_size: Elements a batch.
-        rows: Which of them to supply.
-        num_batches: The length.
+        read: Returns the rows of the given elements.
+        global_batch_size: Number of elements in a global batch.
+        rows: The rows of the global batch that this process supplies.
+        num_batches: The length of the sequence.
     """
 
     def __init__(

@@ -1,4 +1,11 @@
-"""Several sources in one stream: which of them each element comes from."""
+"""The interleaving of weighted sources: which source each element of a mixture comes from.
+
+The order is deterministic and periodic. With shares 1/2, 1/4 and 1/4 of the sources a, b and c:
+
+    element  0  1  2  3  4  5  6  7
+    source   a  b  a  c  a  b  a  c
+    number   0  0  1  0  2  1  3  1     (number of the element within its source)
+"""
 
 import math
 import re
@@ -7,48 +14,55 @@ from fractions import Fraction
 
 import numpy as np
 
-# Elements after which the pattern of sources repeats, at most: it is kept in memory.
+# Longest period of the pattern of sources, in elements. The whole pattern is kept in memory.
 _MAX_PERIOD = 100_000
 _ENTRY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s+(\S.*?)\s*")
 
 
 def parse_mixture(entries: Sequence[str]) -> list[tuple[Fraction, str]]:
-    """Returns (weight, source) of each 'WEIGHT SOURCE'; the weights sum to 1.
+    """Parse the entries of `data.mixture`.
+
+    Args:
+        entries: Strings of the form 'WEIGHT SOURCE'.
+
+    Returns:
+        The (share, source) of each entry; the shares are normalized to sum to 1.
 
     Raises:
-        ValueError: An entry has another form, or a weight that is not positive, or the weights
-            have too many digits.
+        ValueError: An entry has another form, a weight is not positive, or the weights have too
+            many digits.
     """
     parsed = []
     for entry in entries:
         match = _ENTRY.fullmatch(entry)
         if match is None or Fraction(match[1]) == 0:
             raise ValueError(
-                f"data.mixture: {entry!r} must be a weight above 0, a space and a source; "
-                "write for example '0.7 wiki40b/en'"
+                f"data.mixture: {entry!r} must be a weight above 0, a space and a source, for "
+                "example '0.7 wiki40b/en'"
             )
         parsed.append((Fraction(match[1]), match[2]))
     total = sum((weight for weight, _ in parsed), Fraction(0))
     shares = [(weight / total, source) for weight, source in parsed]
     if parsed and _period([share for share, _ in shares]) > _MAX_PERIOD:
         raise ValueError(
-            f"data.mixture={tuple(entries)!r}: the weights must be whole multiples of 1/n of their "
-            f"sum for an n of at most {_MAX_PERIOD:,}; round them to fewer digits"
+            f"data.mixture={tuple(entries)!r}: the weights, divided by their sum, must have a "
+            f"common denominator of at most {_MAX_PERIOD:,}; round them to fewer digits"
         )
     return shares
 
 
 class Blend:
-    """Which source each element of an endless stream comes from, and its number there.
+    """The source of each element of an endless stream, and the element's number in that source.
 
-    Of the first n elements, source i gives n * shares[i], to less than one element, for every n.
-    The stream is a pattern that repeats, so an element is found without those before it.
+    For every n, the first n elements contain n * shares[i] elements of source i, with an error of
+    less than one element. The stream repeats a fixed pattern, so any element can be looked up
+    without computing the ones before it.
 
     Args:
-        shares: Of each source; they are positive and sum to 1.
+        shares: The share of each source; they are positive and sum to 1.
 
-    Source: Baruah et al. 1996, "Proportionate progress": of the sources that may give an element
-    now, the one gives it that must do so first.
+    Source: Baruah et al. 1996, "Proportionate progress". Among the sources that are allowed to
+        supply the next element, the one with the earliest deadline supplies it.
     """
 
     def __init__(self, shares: Sequence[Fraction]):
@@ -63,13 +77,22 @@ class Blend:
         self._sources, self._numbers = np.array(sources, np.int32), np.array(numbers, np.int32)
 
     def __getitem__(self, element: int) -> tuple[int, int]:
-        """Returns (source, number of the element within it, counted from 0)."""
+        """Return (source, number of the element within the source, counted from 0)."""
         cycle, place = divmod(element, self._period)
         source = int(self._sources[place])
         return source, cycle * self._counts[source] + int(self._numbers[place])
 
     def _due(self, place: int, given: Sequence[int]) -> int:
-        """Returns the source that must give soonest, of those whose share lets them give now."""
+        """Return the source with the earliest deadline among those allowed to supply an element.
+
+        Element number k (from 0) of a source with share s must come no earlier than place
+        floor(k / s), and before place ceil((k + 1) / s), its deadline.
+
+        Args:
+            place: The place in the pattern.
+            given: How many elements each source has supplied before this place.
+        """
+        # In integers: the share of source i is self._counts[i] / period.
         period = self._period
         deadlines = [
             (-(-(given[i] + 1) * period // count), i)

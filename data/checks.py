@@ -1,4 +1,4 @@
-"""What the sections of the config check of their fields, and how messages name what was found."""
+"""Helpers that config sections use to validate their fields and to word their messages."""
 
 import dataclasses
 import types
@@ -8,23 +8,26 @@ from typing import Any, TypeGuard
 
 
 def require(holds: object, message: str) -> None:
-    """Raises a ValueError that says `message` unless `holds` is true."""
+    """Raise a ValueError with this message unless `holds` is true."""
     if not holds:
         raise ValueError(message)
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Returns whether the value is a whole number, and no truth value."""
+    """Return whether the value is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Returns whether the value is a number, and no truth value."""
+    """Return whether the value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def listed(found: Sequence[str], most: int = 3) -> str:
-    """Returns the first of what was found, and how many more there are."""
+    """Join the first `most` strings with commas, and append how many more there are.
+
+    For example, `listed(["a", "b", "c", "d", "e"])` is `"a, b, c and 2 more"`.
+    """
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
 
@@ -37,18 +40,20 @@ def check_types(
     but: Collection[str] = (),
     tuples: bool = False,
 ) -> None:
-    """Refuses values of other types than the fields of a dataclass; whole numbers become floats.
+    """Check values against the annotated field types of a dataclass.
 
-    Looked at are fields of numbers, texts and truth values.
+    Only fields annotated as int, float, str or bool (or a union of these with None) are checked.
+    An int given for a float field is converted in place.
 
     Args:
-        values: Field -> value; the floats are put in here.
-        name: What the message calls the section, such as "model".
-        but: Fields that are not looked at.
-        tuples: Whether fields of any number of such values are looked at too.
+        section: The dataclass.
+        values: Field name -> value. Modified in place: ints of float fields become floats.
+        name: Name of the section in messages, such as "model".
+        but: Names of fields that are not checked.
+        tuples: Whether to check fields of type `tuple[X, ...]` too.
 
     Raises:
-        ValueError: The message names key, value and type.
+        ValueError: A value has the wrong type; the message names the key, the value and the type.
     """
     for field in dataclasses.fields(section):
         if field.name not in values or field.name in but:
@@ -58,7 +63,7 @@ def check_types(
         kinds: tuple[Any, ...] = parts if isinstance(of, types.UnionType) else (of,)
         if float in kinds and type(value) is int:
             values[field.name] = value = float(value)
-        # Other annotations than these are the section's own to check.
+        # Fields with any other annotation are checked by the section itself.
         if {*kinds} <= {int, float, str, bool, type(None)} and type(value) not in kinds:
             kind = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
             raise ValueError(f"{name}.{field.name}={value!r} must be of type {kind}")
@@ -67,6 +72,6 @@ def check_types(
             fitting = {kind, int} if kind is float else {kind}
             if not isinstance(value, list | tuple) or not {*map(type, value)} <= fitting:
                 raise ValueError(
-                    f"{name}.{field.name}={value!r} must be values of type {kind.__name__} with "
-                    "commas between them"
+                    f"{name}.{field.name}={value!r} must be a list of values of type "
+                    f"{kind.__name__} (on the command line, separated by commas)"
                 )

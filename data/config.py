@@ -1,4 +1,4 @@
-"""What to train on and how to cut it into batches: the config section `data`."""
+"""The config section `data`: the corpus, the objective, the tokenizer, and the batch shape."""
 
 import os
 from dataclasses import dataclass
@@ -7,27 +7,28 @@ from pathlib import Path
 from data.blend import parse_mixture
 from data.checks import is_int, require
 
-#: What is learnt from the data: see docs/data.md.
+#: The training objectives; docs/data.md describes them.
 STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
 RECORD_OBJECTIVES = ("seq2seq", "classification")
 IMAGE_OBJECTIVES = ("image_classification", "image_reconstruction", "image_contrast")
 OBJECTIVES = (*STREAM_OBJECTIVES, *RECORD_OBJECTIVES, *IMAGE_OBJECTIVES)
-# What `name` may be beside a TFDS set and a function of the user's, for texts and for images.
+# Values of `name` other than TFDS data sets and import paths of functions, for text and for images.
 _TEXT_NAMES = ("python_stdlib", "text", "megatron", "mixture")
 _IMAGE_NAMES = ("digits", "image_folder")
-# What is not for images. Of `label_field` TFDS sets of images have one, too.
+# Fields that are read only for text. `label_field` is not one of them, because TFDS data sets of
+# images have labels too.
 _TEXT_FIELDS = (
     *("mixture", "text_field", "mask_fraction", "mean_span_length", "target_field", "tokenizer"),
     *("vocab_size", "sequence_length"),
 )
-# The objectives that a field is for, where it is not for all of them.
+# Fields that only some objectives read -> these objectives.
 _READ_WITH = {
     "isolate_documents": ("causal_lm", "masked_lm"),
     "whole_words": ("masked_lm", "masked_lm_pairs"),
     "target_length": ("span_corruption", "seq2seq"),
     "pair_field": ("classification",),
 }
-# Shorter sequences have no room for a token of each text beside the special ones.
+# The shortest sequence that has room for the special tokens and for one token of each text.
 _SHORTEST = {
     "masked_lm": 3,
     "masked_lm_pairs": 6,
@@ -35,76 +36,79 @@ _SHORTEST = {
     "seq2seq": 2,
     "classification": 3,
 }
-# What 'bytes' and 'bpe' know besides text: see data/text/special_tokens.py.
+# The smallest vocabularies of 'bpe': 256 bytes, the end of a document, and, for objectives other
+# than causal_lm, 104 more special tokens (see data/text/special_tokens.py).
 _MIN_VOCAB_SIZE, _MIN_VOCAB_SIZE_WITH_SPECIAL = 257, 361
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """A corpus, what is learnt of it, a text's tokenizer, and the shape of the batches.
+    """The corpus, the objective, the tokenizer of texts, and the shape of the batches.
 
     Raises:
-        ValueError: A field is out of range; the message names key, value, rule and remedy.
+        ValueError: A field is out of range; the message names the key, the value, the rule and the
+            remedy.
     """
 
-    # The corpus: 'python_stdlib' (the sources of this machine's Python), 'text' (the files of
-    # `paths`), 'megatron' (token files, `paths`), 'mixture' (several of these), a TFDS name such
-    # as 'wiki40b/en', or 'package.module:function' of your own that returns {'train': documents,
-    # 'validation': documents}, each a sequence of str. For images: 'digits' (handwritten, of
-    # scikit-learn), 'image_folder' (the folders of `paths`), a TFDS name such as 'cifar10', or a
-    # function whose sequences are of (image, label).
+    # The corpus. For text: 'python_stdlib' (the sources of this machine's Python), 'text' (the
+    # files of `paths`), 'megatron' (the token files of `paths`), 'mixture' (several of these), a
+    # TFDS name such as 'wiki40b/en', or 'package.module:function', a function that returns
+    # {'train': documents, 'validation': documents}, each a sequence of str. For images: 'digits'
+    # (scikit-learn's handwritten digits), 'image_folder' (the folders of `paths`), a TFDS name such
+    # as 'cifar10', or a function that returns sequences of (image, label).
     name: str = "python_stdlib"
-    # Globs of .txt and .jsonl files, for name='text'. A .jsonl line is one document; a .txt file
-    # is cut into documents of about 32 KiB at line ends. For name='megatron', the paths of token
-    # files without their endings .bin and .idx. For name='image_folder', a folder with a folder of
-    # images for each class, or with train/ and val/ of that kind; or two folders, the second for
-    # validation.
+    # For name='text': globs of .txt and .jsonl files. Each .jsonl line is one document; a .txt file
+    # is cut at line ends into documents of about 32 KiB. For name='megatron': paths of token files
+    # without the suffixes .bin and .idx. For name='image_folder': one folder, which contains either
+    # a folder of images per class or train/ and val/ folders of that kind; or two folders, the
+    # second for validation.
     paths: tuple[str, ...] = ()
-    # For name='mixture': 'WEIGHT SOURCE' each, the source a name as above, a glob of .txt or
-    # .jsonl files, or a token file's .bin.
+    # For name='mixture': entries 'WEIGHT SOURCE'. A source is a name as above, a glob of .txt or
+    # .jsonl files, or the .bin file of a token file.
     mixture: tuple[str, ...] = ()
-    # The field of a .jsonl line, or the feature of a TFDS set, that holds the text.
+    # The field of a .jsonl line, or the feature of a TFDS data set, that contains the text.
     text_field: str = "text"
-    # What is learnt: 'causal_lm', 'masked_lm', 'masked_lm_pairs', 'span_corruption', 'seq2seq' or
-    # 'classification'; the last two read .jsonl lines as examples. Of images:
-    # 'image_classification', 'image_reconstruction' or 'image_contrast'.
+    # The training objective. For text: 'causal_lm', 'masked_lm', 'masked_lm_pairs',
+    # 'span_corruption', 'seq2seq' or 'classification'; the last two read each .jsonl line as one
+    # example. For images: 'image_classification', 'image_reconstruction' or 'image_contrast'.
     objective: str = "causal_lm"
-    # Tokens see their own document only, and positions begin anew in each.
+    # Restrict attention to tokens of the same document, and restart positions in each document.
     isolate_documents: bool = False
-    # The part of the tokens to be restored, for the masked_lm objectives and span_corruption.
+    # The fraction of tokens to predict, for the masked_lm objectives and span_corruption.
     mask_fraction: float = 0.15
-    # Mask all tokens of a word or none.
+    # Mask either all tokens of a word or none of them.
     whole_words: bool = False
-    # Tokens of a span, on average, for span_corruption.
+    # Mean length of a span in tokens, for span_corruption.
     mean_span_length: float = 3.0
-    # Tokens of the decoder's sequence; None: what the spans need, or sequence_length.
+    # Length of the decoder sequence in tokens. None stands for the length that the spans need (for
+    # span_corruption), or for sequence_length (for seq2seq).
     target_length: int | None = None
-    # The field that holds what to answer, for seq2seq.
+    # The field that contains the target text, for seq2seq.
     target_field: str = "target"
-    # The field that holds a second text, for classification; None: there is none.
+    # The field that contains the second text, for classification; None for single texts.
     pair_field: str | None = None
-    # The field that holds the label, a str or an int, for classification; of a TFDS set of images,
-    # the feature.
+    # The field that contains the label, a str or an int, for classification; for a TFDS data set of
+    # images, the feature.
     label_field: str = "label"
-    # 'bytes', 'bpe' (trained from the train split on first use, then cached), or the path of a
+    # 'bytes', 'bpe' (trained on the train split on first use, then cached), or the path of a
     # tokenizer.json.
     tokenizer: str = "bpe"
-    # Tokens of the 'bpe' tokenizer, special tokens included. The other tokenizers bring their own
-    # size.
+    # Vocabulary size of the 'bpe' tokenizer, including special tokens. Other tokenizers have their
+    # own size.
     vocab_size: int = 8192
-    # Tokens a sequence (T); of the encoder, where there is a decoder too.
+    # Length of a sequence in tokens (T); in models with a decoder, of the encoder sequence.
     sequence_length: int = 128
-    # Sequences, or images, a step, summed over all processes and microbatches.
+    # Sequences or images per step, summed over all processes and microbatches.
     global_batch_size: int
-    # The part of the documents, or images, held out for validation, where the corpus has no
-    # validation split of its own: 0 (none) up to, not including, 1.
+    # The fraction of documents or images held out for validation if the corpus has no validation
+    # split of its own: from 0 (none) to 1, exclusive.
     validation_fraction: float = 0.05
-    # Where built data sets, tokenizers and token files are kept;
-    # '' means $XDG_CACHE_HOME/taibai, or ~/.cache/taibai.
+    # The directory of built data sets, trained tokenizers and tokenized corpora;
+    # '' stands for $XDG_CACHE_HOME/taibai or ~/.cache/taibai.
     cache_dir: str = ""
-    # Seed of the shuffling and masking, 0 to 2**32 - 1.
+    # The seed of shuffling and masking, from 0 to 2**32 - 1.
     seed: int = 0
-    # Threads of each process that read batches ahead of the step.
+    # Number of threads per process that read batches ahead of the step.
     num_threads: int = 2
 
     def __post_init__(self) -> None:
@@ -123,11 +127,11 @@ class DataConfig:
                 f"data.{key}={value!r} must be an integer of at least 1; choose 1 or more",
             )
         self._check_lengths()
-        # 256 bytes and the end-of-document token are always in the vocabulary.
+        # The vocabulary always contains the 256 bytes and the end-of-document token.
         require(
             is_int(self.vocab_size) and _MIN_VOCAB_SIZE <= self.vocab_size < 2**31,
             f"data.vocab_size={self.vocab_size!r} must be an integer from 257 (256 bytes and the "
-            "end of a document) to 2**31 - 1; choose for example 8192",
+            "end-of-document token) to 2**31 - 1; choose for example 8192",
         )
         require(
             not (self.tokenizer == "bpe" and self.has_special_tokens)
@@ -144,7 +148,7 @@ class DataConfig:
         )
         require(
             isinstance(self.cache_dir, str),
-            f"data.cache_dir={self.cache_dir!r} must be a string; '' is the user's cache directory",
+            f"data.cache_dir={self.cache_dir!r} must be a string; use '' for the default directory",
         )
         require(
             is_int(self.seed) and 0 <= self.seed < 2**32,
@@ -181,13 +185,13 @@ class DataConfig:
         )
         require(
             self.name != "image_folder" or len(self.paths) in (1, 2),
-            f"data.name='image_folder' needs one folder in data.paths={self.paths!r}, or two, the "
-            "second for validation; set data.paths=('my_images',)",
+            f"data.name='image_folder' needs one or two folders in data.paths={self.paths!r}, the "
+            "second for validation; set for example data.paths=('my_images',)",
         )
         require(
             bool(self.mixture) == (self.name == "mixture"),
-            f"data.mixture={self.mixture!r} goes with data.name='mixture' and with no other, but "
-            f"data.name={self.name!r}; set both, such as data.mixture=('0.7 wiki40b/en', "
+            f"data.mixture={self.mixture!r} must be set if and only if data.name='mixture', but "
+            f"data.name={self.name!r}; set both, for example data.mixture=('0.7 wiki40b/en', "
             "'0.3 python_stdlib'), or leave data.mixture empty",
         )
         parse_mixture(self.mixture)
@@ -224,25 +228,26 @@ class DataConfig:
         )
         require(
             self.pair_field is None or (isinstance(self.pair_field, str) and self.pair_field),
-            f"data.pair_field={self.pair_field!r} must be a non-empty string, or None for none",
+            f"data.pair_field={self.pair_field!r} must be a non-empty string, or None if examples "
+            "have a single text",
         )
 
     def _check_images(self) -> None:
         what, others = "texts", _IMAGE_NAMES
-        remedy = "data.name='text', or data.objective='image_classification' and the like"
+        remedy = "data.name='text', or an objective for images such as 'image_classification'"
         if self.reads_images:
             what, others = "images", _TEXT_NAMES
             remedy = "data.name='digits', 'image_folder', a TFDS set, or 'package.module:function'"
         require(
             self.name not in others,
-            f"data.objective={self.objective!r} reads {what}, and data.name={self.name!r} has "
+            f"data.objective={self.objective!r} reads {what}, but data.name={self.name!r} has "
             f"none; set {remedy}",
         )
         for key in _TEXT_FIELDS if self.reads_images else ():
             value, default = getattr(self, key), getattr(DataConfig, key)
             require(
                 value == default,
-                f"data.{key}={value!r} is read only with texts, but data.objective="
+                f"data.{key}={value!r} is read only for texts, but data.objective="
                 f"{self.objective!r} reads images; set data.{key}={default!r}",
             )
 
@@ -251,7 +256,7 @@ class DataConfig:
         require(
             self.sequence_length >= shortest,
             f"data.sequence_length={self.sequence_length} must be at least {shortest} with "
-            f"data.objective={self.objective!r}, for special tokens and text; choose more",
+            f"data.objective={self.objective!r}, to hold special tokens and text; increase it",
         )
         require(
             self.target_length is None or (is_int(self.target_length) and self.target_length >= 2),
@@ -261,37 +266,40 @@ class DataConfig:
 
     @property
     def reads_images(self) -> bool:
-        """Whether the objective is one of images."""
+        """Whether the objective trains on images."""
         return self.objective in IMAGE_OBJECTIVES
 
     @property
     def has_perplexity(self) -> bool:
-        """Whether the loss is one of tokens, so that e to its power says something."""
+        """Whether the loss is a mean over tokens, so that its exponential is a perplexity."""
         return not self.reads_images and self.objective != "classification"
 
     @property
     def has_special_tokens(self) -> bool:
-        """Whether 'bytes' and 'bpe' know more special tokens than the end of a document."""
+        """Whether 'bytes' and 'bpe' have special tokens other than the end of a document."""
         return self.objective != "causal_lm"
 
     @property
     def cache_path(self) -> Path:
-        """The cache directory, resolved but not created."""
+        """The cache directory, with `~` expanded; this does not create it."""
         if self.cache_dir:
             return Path(self.cache_dir).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "taibai"
 
 
 def make_cache(config: DataConfig) -> None:
-    """Makes the cache directory, if need be.
+    """Create the cache directory if it does not exist.
+
+    Args:
+        config: The config section `data`.
 
     Raises:
-        ValueError: It cannot be made.
+        ValueError: The directory cannot be created.
     """
     try:
         config.cache_path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"data.cache_dir={config.cache_dir!r}: {config.cache_path} cannot be created "
-            f"({error.strerror}); set data.cache_dir to a directory that you may write"
+            f"({error.strerror}); set data.cache_dir to a directory that you may write to"
         ) from error

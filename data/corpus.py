@@ -1,4 +1,4 @@
-"""Every corpus behind one door: texts and images as rows of batches."""
+"""The entry point of the data package: load any corpus, of text or of images."""
 
 from data.config import DataConfig
 from data.examples import Corpus
@@ -6,20 +6,25 @@ from data.image_config import ImageConfig, check_images
 
 
 def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus:
-    """Returns the corpus that `data.name` names, prepared on first use.
+    """Load the corpus `data.name`, and prepare it on first use.
 
     Args:
-        config: What is read, and what is learnt of it.
-        images: How images are cropped, changed and chosen; None: as the defaults have it.
+        config: The config section `data`: the corpus, the objective and the tokenizer.
+        images: The config section `images`: crops, augmentation and selection of images. None
+            stands for the defaults.
+
+    Returns:
+        The rows of the train and validation splits.
 
     Raises:
-        ValueError: The corpus, or the tokenizer of a text, is unknown, broken, unfit for the
-            objective or too small, or the sections do not fit each other.
-        FileNotFoundError: A glob, a folder, a token file or the tokenizer file is not there.
+        ValueError: The corpus or its tokenizer is unknown, broken, unsuitable for the objective or
+            too small, or the two config sections contradict each other.
+        FileNotFoundError: A glob matches nothing, or a folder, a token file or the tokenizer file
+            does not exist.
     """
     images = images or ImageConfig()
     check_images(config, images)
-    # Texts need no Pillow, and images no tokenizers.
+    # Imported here so that text corpora do not need Pillow, and image corpora no tokenizers.
     if config.reads_images:
         from data.images.image_corpus import load_images
 

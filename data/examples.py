@@ -1,4 +1,8 @@
-"""Rows of batches by number, and what is random in them."""
+"""The rows that batches are made of, addressed by number, with reproducible randomness.
+
+A row is drawn from its number and a random key alone, never from a global generator. Therefore any
+process, thread or worker builds the same row, in any order, also after a restart.
+"""
 
 import abc
 import bisect
@@ -11,23 +15,23 @@ import numpy as np
 Example = dict[str, np.ndarray]
 Batch = dict[str, np.ndarray]
 
-# What the keys of rows begin with, so that no two kinds of draws share one: rows of the train
-# stream, rows of evaluations, and pairs of rows that are mixed.
+# The first entry of a random key. It keeps the three kinds of draws independent of each other: rows
+# of the train stream, rows of evaluations, and pairs of rows that are mixed with each other.
 TRAIN, EVALUATION, PAIR = 0, 1, 2
-# A label as the data has it.
+# A label as it is stored in the data.
 Label = str | int
 
 
 class BrokenExample(ValueError):
-    """An example that could be read before the first step, and no longer."""
+    """Raised when an example that was readable before the first step no longer is."""
 
 
 class Examples(abc.ABC):
-    """The rows that batches are made of, before they are put in order."""
+    """The rows of a split, in the order in which they are stored; shuffling happens elsewhere."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row where they are many; 0 where any number of batches is small."""
+        """Size of a row in bytes; 0 for rows so small that they do not limit prefetching."""
         return 0
 
     @abc.abstractmethod
@@ -35,30 +39,34 @@ class Examples(abc.ABC):
 
     @abc.abstractmethod
     def example(self, index: int, key: tuple[int, ...]) -> Example:
-        """Returns row `index`, with the keys and shapes that `batch_shapes` tells.
+        """Return row `index`, with the keys, shapes and dtypes given by `batch_shapes`.
 
         Args:
-            index: 0 to len - 1.
-            key: What is random in the row is drawn from this alone.
+            index: Number of the row, 0 to len - 1.
+            key: The random key; everything random in the row is drawn from it alone.
         """
 
     def __getitem__(self, index: int) -> Example:
-        """Returns row `index` as evaluations see it: what is random hangs on `index` alone."""
+        """Return row `index` as evaluations read it: its randomness depends on `index` alone."""
         self._check(index)
         return self.example(index, (EVALUATION, index))
 
     def train_batch(self, elements: Sequence[int], order: Callable[[int], int], seed: int) -> Batch:
-        """Returns the rows of elements of the endless train stream, put together.
+        """Return a batch of elements of the endless train stream.
 
         Args:
-            elements: Their numbers in the stream, at least one.
-            order: Tells which row comes at each place of a stream of all rows, shuffled.
-            seed: Of all that is random in the rows, together with the element's number.
+            elements: The numbers of the elements in the stream, at least one.
+            order: Maps the number of an element to the number of a row; a shuffle.
+            seed: With the number of the element, the seed of everything random in its row.
         """
         return stack([self.example(order(e), (TRAIN, seed, e)) for e in elements])
 
     def evaluation_batch(self, indices: Sequence[int]) -> Batch:
-        """Returns rows as evaluations see them, put together; at least one."""
+        """Return a batch of rows as evaluations read them.
+
+        Args:
+            indices: The numbers of the rows, at least one.
+        """
         return stack([self[index] for index in indices])
 
     def _check(self, index: int) -> None:
@@ -67,11 +75,11 @@ class Examples(abc.ABC):
 
 
 class ConcatExamples(Examples):
-    """Several sources one after another.
+    """The concatenation of several sources.
 
     Attributes:
         parts: The sources.
-        offsets: The number of the first row of each, and of all rows.
+        offsets: The number of each source's first row, then the total number of rows.
     """
 
     def __init__(self, parts: Sequence[Examples]):
@@ -82,11 +90,15 @@ class ConcatExamples(Examples):
         return self.offsets[-1]
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Return row `index` of the concatenation; see `Examples.example`."""
         part, number = self._find(index)
         return part.example(number, key)
 
     def __getitem__(self, index: int) -> Example:
-        """Returns row `index` as its own source gives it to evaluations."""
+        """Return row `index` as evaluations read it, with the key of its own source.
+
+        A row is therefore the same whether its source is evaluated alone or in a mixture.
+        """
         self._check(index)
         part, number = self._find(index)
         return part[number]
@@ -98,14 +110,15 @@ class ConcatExamples(Examples):
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What a run trains on and is evaluated on.
+    """The data that a run trains on and is evaluated on.
 
     Attributes:
-        train: Rows of the train split.
-        validation: All rows of the validation split; empty where nothing is held out.
-        fingerprint: A hash of all that is read. Processes whose fingerprints differ would train on
-            different data.
-        labels: Of classification, in the order of `targets`; empty with other objectives.
+        train: The rows of the train split.
+        validation: The rows of the validation split; empty if nothing is held out.
+        fingerprint: A hash of all data that is read. Processes whose fingerprints differ would
+            train on different data.
+        labels: The labels of a classification objective, indexed by `targets`; empty for other
+            objectives.
     """
 
     train: Examples
@@ -115,15 +128,15 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int | None:
-        """Tokens of the tokenizer; None if the corpus has none."""
+        """Vocabulary size of the tokenizer; None if the corpus has no tokenizer."""
         return None
 
 
 def stack(rows: Sequence[Example]) -> Batch:
-    """Returns the rows as one array for each key."""
+    """Stack rows into a batch: one array per key, with a new leading axis."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def generator(key: tuple[int, ...]) -> np.random.Generator:
-    """Returns the source of all that is random in the row of this key."""
+    """Return the random number generator of a key."""
     return np.random.default_rng(key)

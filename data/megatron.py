@@ -1,9 +1,11 @@
-"""Token files of Megatron-LM and LiBai: `python -m data.megatron write | show | read`.
+r"""Write, describe and read token files in the format of Megatron-LM and LiBai.
 
     python -m data.megatron write my_tokens --data.name=text --data.paths='my_texts/*.txt' \
         --data.tokenizer=my_model/tokenizer.json
     python -m data.megatron show my_tokens
     python -m data.megatron read my_tokens --data.tokenizer=my_model/tokenizer.json
+
+docs/data.md explains the commands and how to train on the files.
 """
 
 import argparse
@@ -19,13 +21,20 @@ from data.text.token_store import TokenStore, document_ends
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None for the command line of the process.
+
+    Returns:
+        The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
+    """
     args = vars(_parser().parse_args(argv))
     command, path = args.pop("command"), args.pop("path")
     first, count, split = (args.pop(key, None) for key in ("first", "count", "split"))
     fields = {key.removeprefix("data."): v for key, v in args.items() if v is not None}
     try:
-        # What rows are made of the tokens does not matter here.
+        # These commands make no rows, so the two sizes do not matter.
         config = DataConfig(sequence_length=1, global_batch_size=1, **fields)
         if command == "write":
             print(_write(path, config, split))
@@ -46,26 +55,28 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="python -m data.megatron", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    write = commands.add_parser("write", help="tokenise a corpus, as config.data describes it")
-    show = commands.add_parser("show", help="print what a token file holds")
+    write = commands.add_parser("write", help="tokenize a corpus described by fields of the config")
+    show = commands.add_parser("show", help="print the format and the sizes of a token file")
     read = commands.add_parser("read", help="print documents of a token file as text")
     for command in (write, show, read):
-        command.add_argument("path", help="of the .bin and .idx, without the ending")
+        command.add_argument("path", help="path of the .bin and .idx files, without the suffix")
     for key in ("name", "text_field", "tokenizer", "cache_dir"):
         write.add_argument(f"--data.{key}")
     for key in ("paths", "mixture"):
-        write.add_argument(f"--data.{key}", type=texts, help="separated by commas")
+        write.add_argument(f"--data.{key}", type=texts, help="comma-separated list")
     write.add_argument("--data.vocab_size", type=int)
     write.add_argument("--data.validation_fraction", type=float)
     write.add_argument("--split", choices=("train", "validation"), default="train")
-    read.add_argument("--data.tokenizer", required=True, help="that the file was written with")
-    read.add_argument("--first", type=int, default=0, help="number of the first document")
-    read.add_argument("--count", type=int, default=3, help="of documents")
+    read.add_argument(
+        "--data.tokenizer", required=True, help="the tokenizer that the file was written with"
+    )
+    read.add_argument("--first", type=int, default=0, help="number of the first document to print")
+    read.add_argument("--count", type=int, default=3, help="number of documents to print")
     return parser
 
 
 def _write(path: str, config: DataConfig, split: str) -> str:
-    """Writes a split of the corpus; returns what was written."""
+    """Write a split of the corpus, and return a description of the token file."""
     tokenizer, stores = load_stores(config)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
     write_token_file(path, _documents(stores, split, tokenizer.eos_id), dtype)
@@ -74,8 +85,9 @@ def _write(path: str, config: DataConfig, split: str) -> str:
 
 
 def _documents(stores: list[TokenStore], split: str, eos_id: int) -> Iterator[np.ndarray]:
-    """Yields the documents of the sources, each with its end."""
+    """Yield the documents of all sources, each with its end-of-document token."""
     for store in stores:
+        # The array begins with an end-of-document token, so each document follows one.
         ends = document_ends(store.splits[split], eos_id)
         for before, end in zip(ends[:-1], ends[1:], strict=True):
             yield store.splits[split][before + 1 : end + 1]
@@ -98,7 +110,9 @@ def _read(file: TokenFile, config: DataConfig, first: int, count: int) -> Iterat
             "that the token file was written with"
         )
     if not 0 <= first < len(file):
-        raise ValueError(f"--first={first} must be a document, 0 to {len(file) - 1}; choose one")
+        raise ValueError(
+            f"--first={first} must be the number of a document, from 0 to {len(file) - 1}"
+        )
     for number in range(first, min(first + count, len(file))):
         yield f"--- document {number}, {len(file[number])} tokens\n{tokenizer.decode(file[number])}"
 

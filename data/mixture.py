@@ -1,4 +1,4 @@
-"""A mixture of sources: what each is, and the order of their rows in the stream."""
+"""Mixtures of several sources: their configs, and the order in which their rows are read."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,10 +8,17 @@ from data.config import DataConfig
 
 
 def sources(config: DataConfig) -> list[DataConfig]:
-    """Returns a config for each source of a mixture; for other data, the config itself.
+    """Split the config of a mixture into one config per source.
+
+    Args:
+        config: The config section `data`.
+
+    Returns:
+        The config of each source, in the order of `data.mixture`. If the corpus is not a mixture,
+        the config itself is the only one.
 
     Raises:
-        ValueError: A source does not go with the other fields of the config.
+        ValueError: A source contradicts the other fields of the config.
     """
     if config.name != "mixture":
         return [config]
@@ -21,12 +28,19 @@ def sources(config: DataConfig) -> list[DataConfig]:
 def mixed_order(
     config: DataConfig, orders: Sequence[Callable[[int], int]], offsets: Sequence[int]
 ) -> Callable[[int], int]:
-    """Returns what tells the row, of all rows of the sources, that each element of the stream is.
+    """Return a function that maps an element of the mixed stream to a row.
+
+    The stream is endless, and takes the weighted share of each source (see `Blend`). Rows are
+    numbered as if the sources were concatenated.
 
     Args:
-        config: Of the shares.
-        orders: What tells the row that each element is, by source.
-        offsets: The number of each source's first row among all rows.
+        config: The config of the mixture, with its weights.
+        orders: For each source, a function that maps an element of that source's own shuffled
+            stream to a row of the source.
+        offsets: For each source, the number of its first row in the concatenation.
+
+    Returns:
+        Element number -> row number in the concatenation.
     """
     blend = Blend([share for share, _ in parse_mixture(config.mixture)])
 

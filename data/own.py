@@ -1,4 +1,4 @@
-"""Corpora of the user's own: what a function returns, by import path."""
+"""Corpora returned by a user's function, which `data.name` names by its import path."""
 
 import difflib
 import importlib
@@ -7,31 +7,35 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 SPLITS = ("train", "validation")
-# A TFDS version after a colon begins with a digit, so it is not taken for an attribute.
+# A TFDS name may end with a version, such as 'ag_news_subset:1.0.0'. Versions begin with a digit,
+# which an attribute cannot.
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def is_own(name: str) -> bool:
-    """Returns whether `data.name` is the import path of a function."""
+    """Return whether `data.name` is the import path of a function."""
     return _IMPORT_PATH.fullmatch(name) is not None
 
 
 def call_own(name: str, kind: str) -> Mapping[str, Sequence[Any]]:
-    """Returns what the user's function does: a sequence for each of SPLITS.
+    """Call the user's function and check its result.
 
     Args:
-        name: Its import path.
-        kind: What the sequences hold, for messages.
+        name: The import path of the function, `package.module:function`.
+        kind: The type of the items in the sequences, for messages.
+
+    Returns:
+        The dict that the function returned, with a sequence for each of SPLITS.
 
     Raises:
-        ValueError: There is no such function, or it fails, or returns something else.
+        ValueError: There is no such function, it raises, or it returns anything else.
     """
     function = _import_callable(name)
     try:
         returned = function()
     except Exception as error:
         raise ValueError(
-            f"data.name={name!r} failed: {type(error).__name__}: {error}; mend the function"
+            f"data.name={name!r} failed: {type(error).__name__}: {error}; fix the function"
         ) from error
     if not isinstance(returned, Mapping) or not set(SPLITS) <= set(returned):
         what = sorted(map(str, returned)) if isinstance(returned, Mapping) else type(returned)
@@ -59,8 +63,8 @@ def _import_callable(name: str) -> Callable[[], object]:
     except ModuleNotFoundError as error:
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise ValueError(
-                f"data.name={name!r}: there is no module {error.name!r}; correct the name, or "
-                "start Python where the module lies or set PYTHONPATH to that directory"
+                f"data.name={name!r}: there is no module {error.name!r}; correct the name, start "
+                "Python in the directory of the module, or add that directory to PYTHONPATH"
             ) from error
         raise ValueError(f"data.name={name!r}: importing {module_name} failed: {error}") from error
     except Exception as error:

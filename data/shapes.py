@@ -1,4 +1,4 @@
-"""The shape of the batches of every objective, known before any data is read."""
+"""The shapes and dtypes of batches, derived from the config alone before any data is read."""
 
 import numpy as np
 
@@ -10,10 +10,17 @@ Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 def batch_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
-    """Returns the shape of an example and the dtype of every key of the batches but `index`.
+    """Return the shape of one example and its dtype, for every key of a batch except `index`.
+
+    Args:
+        config: The config section `data`.
+        images: The config section `images`; read only if the objective is one of images.
+
+    Returns:
+        Key -> (shape of one example, without the batch axis; dtype).
 
     Raises:
-        ValueError: `data.target_length` is too short.
+        ValueError: `data.target_length` is too short for the spans.
     """
     return _image_shapes(config, images) if config.reads_images else _text_shapes(config)
 

@@ -1,6 +1,7 @@
-"""Sets of TFDS, the project's own among them: found, built once, and read by position.
+"""Access to TFDS data sets, including this project's own: find, build once, read by position.
 
-Importing tensorflow_datasets takes most of a second, so every function here imports it itself.
+Importing tensorflow_datasets takes most of a second, so the functions that need it import it
+themselves.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any
 import filelock
 import numpy as np
 
-# Sets that ship with the project: name -> the builder's import path.
+# Data sets that ship with the project: name -> import path of the builder.
 _OWN = {
     "python_stdlib": "data.text.python_stdlib:PythonStdlib",
     "digits": "data.images.digits:Digits",
@@ -28,18 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) -> Any:
-    """Returns the prepared TFDS builder of this name; downloads and builds it on first use.
+    """Return the builder of a prepared TFDS data set; download and build it on first use.
 
-    Sets are kept in $TFDS_DATA_DIR, or in the cache directory where that is not set. Processes
-    that start together build a set once.
+    Data sets are stored in $TFDS_DATA_DIR, or in the cache directory if that is not set. The
+    project's own data sets are always stored in the cache directory. If several processes start
+    together, one of them builds the data set.
 
     Args:
-        name: Of the set.
+        name: Name of the data set.
         cache_path: The cache directory.
-        check: Raises a ValueError if the builder is not of the kind that is wanted.
+        check: Raises a ValueError if the builder is of the wrong kind.
+
+    Returns:
+        The TFDS builder.
 
     Raises:
-        ValueError: TFDS has no such set, or one of another kind, or could not prepare it.
+        ValueError: TFDS has no such data set, it is of the wrong kind, or it could not be prepared.
     """
     if name in _OWN:
         data_dir = cache_path / "tensorflow_datasets"
@@ -47,10 +52,10 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
         data_dir = Path(os.environ.get("TFDS_DATA_DIR") or cache_path / "tensorflow_datasets")
     data_dir = data_dir.expanduser()
     builder = _make_builder(name, data_dir)
-    check(builder)  # Before much is downloaded.
+    check(builder)  # Before anything large is downloaded.
     if _is_prepared(builder):
         return builder
-    # The lock is not in data_dir, which may be shared and not the user's to write.
+    # The lock is not stored in data_dir, which may be shared and read-only for this user.
     lock_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
     with filelock.FileLock(cache_path / f"tfds-{lock_name}.lock"):
         builder = _make_builder(name, data_dir)
@@ -60,21 +65,24 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
 
 
 def builder_key(builder: Any) -> str:
-    """Returns an identity of the prepared set: its name, config, version and sizes."""
+    """Return a string that identifies a prepared data set: name, config, version and sizes."""
     sizes = [f"{s.name}:{s.num_examples}:{s.num_bytes}" for s in builder.info.splits.values()]
     return f"{builder.info.full_name} {' '.join(sorted(sizes))}"
 
 
 def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
-    """Returns the examples of a split of a prepared set.
+    """Return the examples of a split of a prepared data set.
 
     Args:
-        builder: Of the set.
-        split: Its name.
-        decoders: Of features that are read otherwise than TFDS does, as TFDS takes them.
+        builder: The TFDS builder of the data set.
+        split: Name of the split.
+        decoders: Decoders that replace TFDS's own for some features, in TFDS's format.
+
+    Returns:
+        The examples, by position.
 
     Raises:
-        ValueError: The set has no random access.
+        ValueError: The file format of the data set has no random access.
     """
     try:
         return builder.as_data_source(split, decoders=decoders)
@@ -91,8 +99,8 @@ def _make_builder(name: str, data_dir: Path) -> Any:
 
     if name in _OWN:
         return pkgutil.resolve_name(_OWN[name])(data_dir=data_dir, file_format="array_record")
-    # TFDS registers its older sets group by group, and stops silently at a group whose optional
-    # libraries are missing; naming the groups makes sure of them.
+    # TFDS registers its older data sets group by group, and stops silently at the first group whose
+    # optional libraries are missing. Importing the groups we need registers them in any case.
     import tensorflow_datasets.image_classification  # noqa: F401
     import tensorflow_datasets.text  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
@@ -105,7 +113,7 @@ def _make_builder(name: str, data_dir: Path) -> Any:
             "or use 'python_stdlib', 'text', 'digits', 'image_folder', or "
             "'package.module:function' of your own"
         ) from error
-    except Exception as error:  # TFDS raises many kinds, for configs, versions and libraries.
+    except Exception as error:  # TFDS raises many types, for configs, versions and libraries.
         set_name, _, config = name.partition("/")
         configs = list(tfds.builder_cls(set_name.partition(":")[0]).builder_configs)
         if config and config.partition(":")[0] not in configs:
@@ -117,28 +125,29 @@ def _make_builder(name: str, data_dir: Path) -> Any:
 
 
 def _is_prepared(builder: Any) -> bool:
-    # TFDS renames a set into place when it is complete. Its own is_prepared() says the same, with
-    # a warning where the set is not there yet.
+    # TFDS renames a data set into place when it is complete. The builder's own is_prepared() gives
+    # the same answer, but logs a warning if the data set does not exist yet.
     return (builder.data_path / "dataset_info.json").exists()
 
 
 def _prepare(builder: Any, name: str) -> None:
     logger.info("Building the data set %s in %s", builder.info.full_name, builder.data_path)
     try:
-        # The project's own sets take a second and need no download: TFDS's report of it would
-        # only be noise.
+        # The project's own data sets take a second and need no download, so the progress bars and
+        # messages of TFDS would only be noise.
         with _quiet() if name in _OWN else contextlib.nullcontext():
             _encode_without_tensorflow(builder)
             builder.download_and_prepare()
-    except Exception as error:  # Network, disk, missing libraries, checksums: TFDS has no base.
+    # TFDS has no common base class for errors of the network, the disk, libraries and checksums.
+    except Exception as error:
         raise ValueError(
             f"data.name={name!r} could not be downloaded or built in {builder.data_path}: "
-            f"{_first_line(error)}; mend that, or copy a prepared set there"
+            f"{_first_line(error)}; fix the cause, or copy a prepared data set there"
         ) from error
 
 
 def _encode_without_tensorflow(builder: Any) -> None:
-    """Lets Pillow encode the arrays of a set of images, for which TFDS would need TensorFlow."""
+    """Make a builder encode image arrays with Pillow, because TFDS itself needs TensorFlow."""
     if importlib.util.find_spec("tensorflow") is not None:
         return
     import tensorflow_datasets as tfds
@@ -172,12 +181,12 @@ def _nearest(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if near:
         return f"the nearest known names are {near}"
-    return f"there are {sorted(known)[:10]}" + (", and more" if len(known) > 10 else "")
+    return f"the known names are {sorted(known)[:10]}" + (" and more" if len(known) > 10 else "")
 
 
 def _first_line(error: Exception) -> str:
-    # TFDS puts the arguments of its own call, in braces, before what was wrong.
-    # It raises errors again and again, each time saying where; the first one says what.
+    # TFDS re-raises an error several times, each time with more context; the innermost one has the
+    # reason. Its message begins with the arguments of TFDS's own call, in braces.
     while isinstance(error.__cause__, type(error)):
         error = error.__cause__
     message = str(error).rpartition('}": ')[2].strip()

@@ -1,0 +1,1 @@
+"""Image corpora: sources, checks for broken files, and worker processes."""

@@ -1,7 +1,7 @@
-"""The TFDS set `digits`: scikit-learn's handwritten digits.
+"""The TFDS data set `digits`: scikit-learn's handwritten digits.
 
-1,797 images of 8×8 pixels by 43 writers, without a download. Importing this module imports
-tensorflow_datasets (slow), so the project imports it only where the set is asked for.
+It has 1,797 images of 8×8 pixels by 43 writers, and needs no download. Importing this module
+imports tensorflow_datasets, which is slow, so it is imported only when the data set is used.
 
 Source: Alpaydin and Kaynak 1998, "Optical recognition of handwritten digits" (UCI), its test set.
 """
@@ -12,18 +12,18 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-# Every fifth image is held out. The writers come one after another, so all are in both splits.
+# Every fifth image is held out. Images are ordered by writer, so all writers are in both splits.
 _HELD_OUT_EVERY = 5
-# What scikit-learn counts of each pixel: how many of 16 finer ones are inked.
+# The maximum value of a pixel in scikit-learn, which counts how many of 16 finer pixels are inked.
 _MAX_VALUE = 16
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """Builds {'image', 'label'} examples, without TensorFlow."""
+    """Builder of {'image', 'label'} examples, without TensorFlow."""
 
     VERSION = tfds.core.Version("1.0.0")
     RELEASE_NOTES = {"1.0.0": "Every fifth image held out."}
-    # TFDS otherwise asks the optional library importlib_resources where this file is.
+    # Without this, TFDS locates this file with the optional library importlib_resources.
     code_path = tfds.core.Path(__file__)
 
     def _info(self) -> tfds.core.DatasetInfo:

@@ -1,4 +1,11 @@
-"""Folders of image files, a folder for each class."""
+"""Image data sets stored as files, in one folder per class.
+
+`data.paths` names one folder, in one of these layouts (or two, one for each split):
+
+    my_images/train/cat/1.jpg               my_images/cat/1.jpg
+    my_images/train/dog/2.jpg       or      my_images/dog/2.jpg
+    my_images/val/cat/3.jpg                 my_images/dog/3.jpg
+"""
 
 import hashlib
 import logging
@@ -17,7 +24,7 @@ from data.images.readability import leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split
 from data.images.transforms.crops import open_image
 
-# Names of folders that are splits and no classes, in any case.
+# Names of folders that are splits rather than classes; upper and lower case are equivalent.
 _TRAIN, _VALIDATION, _OTHER = "train", ("val", "valid", "validation"), ("test",)
 _SPLITS = {*_VALIDATION, *_OTHER}
 
@@ -25,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class FolderImages(ImageSource):
-    """Image files, read on access.
+    """Image files that are read on access.
 
     Args:
-        root: The folder they lie in.
-        files: bytes[number of images]: their paths below it.
-        labels: int32[number of images].
+        root: The folder that contains the files.
+        files: bytes[number of images]: the paths relative to the folder.
+        labels: int32[number of images]: the number of each image's class.
     """
 
     def __init__(self, root: Path, files: np.ndarray, labels: np.ndarray):
@@ -40,21 +47,30 @@ class FolderImages(ImageSource):
         return len(self._files)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
+        """Return an image, not decoded yet, and the number of its class."""
         content = Path(self.place(index)).read_bytes()
         return open_image(content), int(self._labels[index])
 
     def place(self, index: int) -> str:
+        """Return the path of an image."""
         return os.path.join(self._root, os.fsdecode(self._files[index]))
 
 
 def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Returns the images of `data.paths`, each file of which was found to be sound once.
+    """Find the images of `data.paths`, and check that every file can be read.
+
+    Args:
+        config: The config section `data`.
+        images: The config section `images`.
+
+    Returns:
+        The data set, without the images that cannot be used.
 
     Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: It holds no images, fewer than two classes, or both splits and other folders; or
-            `images.on_broken` does not skip files that are broken, classes without images, and
-            classes of validation that training lacks.
+        FileNotFoundError: The folder does not exist.
+        ValueError: The folder contains no images, fewer than two classes, or both splits and other
+            folders; or `images.on_broken` is 'refuse', and there are broken files, classes without
+            images, or validation classes that do not occur in training.
     """
     roots = _split_folders(config.paths)
     has_labels = config.objective == "image_classification"
@@ -63,10 +79,11 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
     listings = [list_images(root, images) for root in roots]
     _check_none_empty(listings)
     if has_labels:
-        # Before all files are read for it.
+        # Check the classes before the slow part, which reads all files.
         listings = _with_images(_of_classes(listings), images)
     listings = _without_broken(listings, config, images)
     if has_labels:
+        # Check them again: a class may have had only broken files.
         listings = _with_images(listings, images)
     _check_none_empty(listings)
     classes = listings[0].folders if has_labels else ()
@@ -79,7 +96,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
 
 
 def _split_folders(paths: Sequence[str]) -> list[Path]:
-    """Returns the folder of the training images, and that of the validation images, if any."""
+    """Return the folder of the training images and, if there is one, of the validation images."""
     roots = [Path(path).expanduser() for path in paths]
     for root in roots:
         if not root.is_dir():
@@ -90,15 +107,16 @@ def _split_folders(paths: Sequence[str]) -> list[Path]:
         return roots
     names = {name.casefold(): name for name in subfolders(roots[0])}
     others = sorted(name for key, name in names.items() if key not in {_TRAIN, *_SPLITS})
-    # A class may be called "train" too, but then no split is beside it.
+    # Without a "train" folder, the folders are classes. A class may be called "train" too: so they
+    # are if there are other folders, but none with the name of another split.
     if _TRAIN not in names or (others and not names.keys() & _SPLITS):
         return roots
     if others:
         splits = sorted(set(names.values()).difference(others))
         raise ValueError(
-            f"data.paths: {roots[0]} has the splits {listed([*map(repr, splits)])} in it, "
-            f"and beside them {listed([*map(repr, others)])}; take these out, or name the "
-            "folder for training and that for validation"
+            f"data.paths: {roots[0]} contains both the splits {listed([*map(repr, splits)])} and "
+            f"the other folders {listed([*map(repr, others)])}; move these elsewhere, or set "
+            "data.paths to the training folder and the validation folder"
         )
     found = [names[key] for key in (_TRAIN, *_VALIDATION) if key in names]
     return [roots[0] / name for name in found[:2]]
@@ -108,15 +126,15 @@ def _check_classes(root: Path, classes: Sequence[str]) -> None:
     if len(classes) < 2:
         what = f"only the folder {classes[0]!r} of images" if classes else "no folders of images"
         raise ValueError(
-            f"data.paths: {root} has {what} in it, but data.objective='image_classification' needs "
-            "a folder of images for each of at least two classes; sort the images into folders, or "
-            "learn without labels (image_reconstruction, image_contrast)"
+            f"data.paths: {root} contains {what}, but data.objective='image_classification' needs "
+            "one folder of images for each of at least two classes; sort the images into folders, "
+            "or choose an objective without labels (image_reconstruction, image_contrast)"
         )
     for name in classes:
         if os.fsencode(name).decode("utf-8", "replace") != name:
             raise ValueError(
-                f"data.paths: {root} has the class {os.fsencode(name)!r}, whose name is not UTF-8; "
-                "rename the folder"
+                f"data.paths: {root} contains the class {os.fsencode(name)!r}, whose name is not "
+                "UTF-8; rename the folder"
             )
 
 
@@ -124,53 +142,53 @@ def _check_none_empty(listings: Sequence[Listing]) -> None:
     for listing in listings:
         if not len(listing.files):
             raise ValueError(
-                f"data.paths: {listing.root} holds no images that can be used; put images there, "
-                f"whose names end with one of {', '.join(ENDINGS)}"
+                f"data.paths: {listing.root} contains no usable images; add images whose names end "
+                f"with one of {', '.join(ENDINGS)}"
             )
 
 
 def _of_classes(listings: Sequence[Listing]) -> list[Listing]:
-    """Returns the listings without files that lie in no class."""
+    """Drop files that are in no class folder."""
     found = []
     for listing in listings:
         is_in = listing.of_folder >= 0
         if not is_in.all():
             count = np.count_nonzero(~is_in)
             logger.info(
-                "%d image(s) right in %s are of no class, and not used", count, listing.root
+                "%d image(s) in %s are in no class folder and are not used", count, listing.root
             )
         found.append(listing.chosen(is_in))
     return found
 
 
 def _with_images(listings: Sequence[Listing], images: ImageConfig) -> list[Listing]:
-    """Returns the listings without classes that have no images, or none to train on.
+    """Drop classes that have no images, and validation classes that do not occur in training.
 
     Raises:
-        ValueError: There are some, and `images.on_broken` does not skip them, or fewer than two
-            are left.
+        ValueError: There are such classes, and `images.on_broken` is 'refuse'; or fewer than two
+            classes are left.
     """
     found = []
     for listing in listings:
         counts = np.bincount(listing.of_folder, minlength=len(listing.folders))
         empty = [name for name, count in zip(listing.folders, counts, strict=True) if not count]
         what, remedy = (
-            f"of {len(counts)} classes in {listing.root} without an image",
-            "put images in",
+            f"of {len(counts)} classes in {listing.root} have no images",
+            "add images",
         )
-        leave_out(list(map(repr, empty)), what, f"{remedy}, or take the folders away", images)
+        leave_out(list(map(repr, empty)), what, f"{remedy}, remove the folders", images)
         found.append(listing.without_folders(empty))
     train, *validation = found
     if len(train.folders) < 2 <= len(listings[0].folders):
         raise ValueError(
             f"data.paths: of {len(listings[0].folders)} classes in {train.root} only "
-            f"{len(train.folders)} has images that can be used, but data.objective="
-            "'image_classification' needs at least two; put images there"
+            f"{len(train.folders)} has usable images, but data.objective='image_classification' "
+            "needs at least two; add images"
         )
     for i, listing in enumerate(validation):
         lacking = sorted(set(listing.folders) - set(train.folders))
-        what = f"of {len(listing.folders)} classes in {listing.root} that {train.root} lacks"
-        remedy = "a class of validation must be one of training: add its images there"
+        what = f"of {len(listing.folders)} classes in {listing.root} do not occur in {train.root}"
+        remedy = "add training images of these classes"
         leave_out(list(map(repr, lacking)), what, remedy, images)
         validation[i] = listing.without_folders(lacking)
     return [train, *validation]
@@ -179,7 +197,7 @@ def _with_images(listings: Sequence[Listing], images: ImageConfig) -> list[Listi
 def _without_broken(
     listings: Sequence[Listing], config: DataConfig, images: ImageConfig
 ) -> list[Listing]:
-    """Returns the listings with the files that can be read alone."""
+    """Drop files that cannot be read."""
     is_sound = sound_files([path for listing in listings for path in listing.paths], config, images)
     bounds = np.cumsum([len(listing.files) for listing in listings])[:-1]
     parts = np.split(is_sound, bounds)
@@ -188,14 +206,18 @@ def _without_broken(
 
 def _split(listing: Listing, classes: Sequence[str]) -> Split:
     labels = _labels(listing, classes)
-    # Paths must be the same on every system.
+    # Names decide which images are held out, so they must be the same on every system.
     names = [bytes(file).replace(os.sep.encode(), b"/") for file in listing.files]
     source = FolderImages(listing.root, listing.files, labels)
     return Split(source=source, names=names, labels=lambda: labels)
 
 
 def _labels(listing: Listing, classes: Sequence[str]) -> np.ndarray:
-    """Returns int32[number of images]; without classes, each folder counts as one."""
+    """Return int32[number of images]: the number of each image's class.
+
+    For objectives without labels `classes` is empty. Each subfolder then counts as a class, and so
+    do the images in no subfolder, so that the validation split is a fraction of each.
+    """
     if not classes:
         return listing.of_folder + 1
     number = {name: i for i, name in enumerate(classes)}
@@ -203,7 +225,7 @@ def _labels(listing: Listing, classes: Sequence[str]) -> np.ndarray:
 
 
 def _key(listings: Sequence[Listing], classes: Sequence[str]) -> str:
-    """Returns a hash of paths, sizes and classes: a copy elsewhere has the same."""
+    """Hash relative paths, sizes and classes, so that a copy of the folder has the same key."""
     digest = hashlib.sha256()
     for listing in listings:
         digest.update(f"{len(listing.files)}\0".encode())

@@ -1,6 +1,6 @@
-"""A corpus of images as rows of batches.
+"""Load a corpus of images, and build the rows of its batches.
 
-R: rows, S: pixels of a side, C: channels.
+R: rows, S: height and width in pixels, C: channels.
 """
 
 import logging
@@ -33,7 +33,7 @@ from data.images.workers import Workers
 from data.own import is_own
 from data.shapes import batch_shapes
 
-# What the key of a mask has beyond its row's.
+# Appended to the random key of a row to make the key of its mask.
 _MASK = 1
 
 logger = logging.getLogger(__name__)
@@ -41,18 +41,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageCorpus(Corpus):
-    """Images, and what is learnt of them."""
+    """A corpus of images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleRequest:
-    """What a row of the train stream is made of.
+    """Everything needed to build one row of the train stream, in this process or in a worker.
 
     Attributes:
-        element: Its number in the stream.
-        seed: Of all that is random in it, together with the element's number.
-        index: Of its image.
-        other: The index of the image that is mixed in, which is that of element ^ 1; None: none.
+        element: The number of the row in the stream.
+        seed: With `element`, the seed of everything random in the row.
+        index: The number of the row's image.
+        other: The number of the image that is mixed into it, which is the image of element ^ 1;
+            None if images are not mixed.
     """
 
     element: int
@@ -62,12 +63,12 @@ class ExampleRequest:
 
 
 class Images(Examples):
-    """Images as rows; see `data.shapes` for their keys.
+    """The rows of a split of images; `data.shapes` lists their keys.
 
     Args:
         source: The images.
-        data: The objective, and the size of the batch.
-        images: What is done with them.
+        data: The config section `data`, with the objective and the batch size.
+        images: The config section `images`, with the preprocessing and augmentation.
     """
 
     def __init__(self, source: ImageSource, data: DataConfig, images: ImageConfig):
@@ -84,34 +85,44 @@ class Images(Examples):
 
     @property
     def row_bytes(self) -> int:
+        """Size of a row in bytes."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
 
     def read_in(self, workers: Workers, split: str) -> None:
-        """Has rows read by worker processes, to which this object is `split`."""
+        """Read rows in worker processes from now on.
+
+        Args:
+            workers: The workers, which have a copy of this object.
+            split: The name of that copy among the targets of the workers.
+        """
         self._workers, self._split = workers, split
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Return row `index`, augmented at random but not mixed; see `Examples.example`."""
         return self._row(index, key, augments=True)
 
     def __getitem__(self, index: int) -> Example:
-        """Returns row `index` as evaluations see it: the middle of the image.
+        """Return row `index` as evaluations read it, with the central crop of the image.
 
-        Of image_contrast the views are random, as in training, but hang on `index` alone.
+        For image_contrast the two views are random, as in training, but depend on `index` alone.
         """
         self._check(index)
         return self._row(index, (EVALUATION, index), augments=False)
 
     def train_batch(self, elements: Sequence[int], order: Callable[[int], int], seed: int) -> Batch:
+        """Return a batch of elements of the train stream; see `Examples.train_batch`."""
         places = [self._place(element, order, seed) for element in elements]
         return self._read("train_rows", sorted(places, key=lambda p: p.element), elements)
 
     def evaluation_batch(self, indices: Sequence[int]) -> Batch:
+        """Return a batch of rows as evaluations read them."""
         return self._read("evaluation_rows", sorted(indices), indices)
 
     def train_rows(self, places: Sequence[ExampleRequest]) -> Batch:
-        """Returns the rows of the train stream that are made of these images."""
+        """Return a batch of the requested rows of the train stream."""
         seed = places[0].seed
-        # Both of a pair are read for either.
+        # Mixing a row needs both images of its pair. If both rows of a pair are requested, each
+        # image is still read only once.
         indices = {place.element: place.index for place in places}
         indices |= {place.element ^ 1: place.other for place in places if place.other is not None}
         rows = {
@@ -123,11 +134,21 @@ class Images(Examples):
         return stack([self._mixed(rows, place) for place in places])
 
     def evaluation_rows(self, indices: Sequence[int]) -> Batch:
-        """Returns rows as evaluations see them."""
+        """Return a batch of rows as evaluations read them, read in this process."""
         return stack([self[index] for index in indices])
 
     def _read(self, method: str, arguments: Sequence[Any], wanted: Sequence[int]) -> Batch:
-        """Returns what a method makes of the arguments, which are sorted, in the wanted order."""
+        """Call a method that builds rows, in worker processes if there are any.
+
+        Args:
+            method: "train_rows" or "evaluation_rows".
+            arguments: The arguments of all rows, sorted, so that a pair of rows is not split
+                between two workers.
+            wanted: The number of each row, in the order of the result.
+
+        Returns:
+            The rows, in the order of `wanted`.
+        """
         if self._workers is None:
             batch = getattr(self, method)(arguments)
         else:
@@ -136,6 +157,7 @@ class Images(Examples):
             batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if list(wanted) == sorted(wanted):
             return batch
+        # The rank of each wanted row is its position among the sorted rows.
         places = np.argsort(np.argsort(np.array(wanted), kind="stable"))
         return {name: values[places] for name, values in batch.items()}
 
@@ -145,9 +167,14 @@ class Images(Examples):
         return ExampleRequest(element=element, seed=seed, index=index, other=other)
 
     def _number(self, element: int) -> int:
-        """Returns the number of the element's image among those that are drawn one after another.
+        """Return the number of the draw from the shuffled images that provides this element.
 
-        A batch has its images in rounds, so that no image is mixed with itself.
+        Without repeats, it is the element itself. With repeats, a batch draws fewer images and goes
+        through them in rounds, so that neighboring rows, which are mixed with each other, have
+        different images. For example, with a batch size of 6 and 2 repeats, draws are
+
+            element  0 1 2 3 4 5 | 6 7 8 9 ...
+            draw     0 1 2 0 1 2 | 3 4 5 3 ...
         """
         size, repeats = self._data.global_batch_size, self._images.repeats
         batch, row = divmod(element, size)
@@ -158,7 +185,7 @@ class Images(Examples):
         try:
             image, label = self._source.read(index)
             pixels = self._pixels(image, key, augments=augments)
-        except Exception as error:  # Of a broken file Pillow raises whatever its decoder does.
+        except Exception as error:  # For a broken file, Pillow's decoders raise many types.
             return self._lose(index, error)
         row: Example = {"images": pixels, "weights": np.array(1, np.float32)}
         if self._data.objective == "image_reconstruction":
@@ -171,15 +198,15 @@ class Images(Examples):
         return row
 
     def _lose(self, index: int, error: Exception) -> Example:
-        """Returns a row of no weight in place of an image that broke since it was checked.
+        """Return a row of zeros, with weight 0, in place of an image that broke after the check.
 
         Raises:
-            BrokenExample: `images.on_broken` does not skip it.
+            BrokenExample: `images.on_broken` is 'refuse'.
         """
         what = f"{self._source.place(index)} cannot be read: {type(error).__name__}: {error}"
         if self._images.on_broken == "refuse":
             raise BrokenExample(
-                f"{what}; mend it and start again, or set images.on_broken='skip' in a new run"
+                f"{what}; fix it and start again, or set images.on_broken='skip' in a new run"
             ) from error
         if index not in self._lost:
             self._lost.add(index)
@@ -187,17 +214,20 @@ class Images(Examples):
         return {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
 
     def _pixels(self, image: Image.Image, key: tuple[int, ...], *, augments: bool) -> np.ndarray:
-        """Returns uint8[S, S, C], or of image_contrast uint8[2, S, S, C]."""
+        """Return uint8[S, S, C], or, for image_contrast, uint8[2, S, S, C]."""
         config, random = self._images, generator(key)
         if self._data.objective == "image_contrast":
-            image.load()  # All of it: each view may need another part.
+            image.load()  # Decode the whole image, because each view may need another part of it.
             return np.stack([augment(image, config, random, view) for view in (0, 1)])
         return augment(image, config, random) if augments else central(image, config)
 
     def _mixed(self, rows: dict[int, Example], place: ExampleRequest) -> Example:
+        """Mix a row with the other row of its pair, unless one of them is broken."""
+        # Elements 2i and 2i+1 form a pair, and n ^ 1 is the other element of the pair of n.
         row, other = rows[place.element], rows[place.element ^ 1]
         if not (row["weights"] and other["weights"]):
             return row
+        # The key is the same for both rows of a pair, so they use the same share and box.
         mix = draw_mix(self._images, generator((PAIR, place.seed, place.element // 2)))
         return {
             **row,
@@ -208,12 +238,19 @@ class Images(Examples):
 
 
 def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
-    """Returns the corpus of images, found and checked, prepared on first use.
+    """Find and check a corpus of images; data sets are prepared on first use.
+
+    Args:
+        config: The config section `data`.
+        images: The config section `images`.
+
+    Returns:
+        The corpus. If `images.num_workers` is not 0, worker processes read its rows.
 
     Raises:
-        ValueError: The data set is unknown, broken or unfit for the objective, or has too few
+        ValueError: The data set is unknown, broken or unsuitable for the objective, or has too few
             images for one batch.
-        FileNotFoundError: A folder is not there.
+        FileNotFoundError: A folder does not exist.
     """
     make_cache(config)
     found = hold_out(_find(config, images), config, images)
@@ -226,7 +263,7 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
             f"{images.repeats} needs {needed} training images, but "
             f"data.name={config.name!r} has {num_images} with data.validation_fraction="
             f"{config.validation_fraction} and images.train_fraction={images.train_fraction}; "
-            "choose a smaller batch, or add images"
+            "reduce the batch size, or add images"
         )
     train = Images(found.train.source, config, images)
     validation = Images(found.validation.source, config, images)

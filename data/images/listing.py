@@ -1,4 +1,4 @@
-"""Files of images below a folder, by class."""
+"""Recursive listings of the image files in a folder, grouped by its subfolders."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ import numpy as np
 from data.image_config import ImageConfig
 from data.images.readability import leave_out
 
-#: Endings of the files that are taken for images, in any case.
+#: Suffixes of the files that are read as images; upper and lower case are equivalent.
 ENDINGS = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"),)
 
 logger = logging.getLogger(__name__)
@@ -19,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """Images below a folder.
+    """The image files in a folder and its subfolders.
 
     Attributes:
         root: The folder.
-        files: bytes[number of images]: their paths below it, sorted.
-        folders: The folders right in it, sorted: the classes, where there are some.
+        files: bytes[number of images]: the paths relative to the folder, sorted.
+        folders: The names of the immediate subfolders, sorted. If images are sorted by class, these
+            are the classes.
     """
 
     root: Path
@@ -33,37 +34,61 @@ class Listing:
 
     @property
     def of_folder(self) -> np.ndarray:
-        """int32[number of images]: in which of `folders` each lies; -1: in none."""
+        """int32[number of images]: the index in `folders` of each file; -1 if it is in none."""
         number = {os.fsencode(name): i for i, name in enumerate(self.folders)}
         tops = (os.path.dirname(bytes(file)).partition(os.sep.encode())[0] for file in self.files)
         return np.array([number.get(top, -1) for top in tops], np.int32)
 
     @property
     def paths(self) -> list[str]:
-        """Those of the files."""
+        """The full paths of the files."""
         return [os.path.join(self.root, os.fsdecode(file)) for file in self.files]
 
     def chosen(self, is_chosen: np.ndarray) -> "Listing":
-        """Returns the listing with some of its files alone; bool[number of images]."""
+        """Keep some of the files.
+
+        Args:
+            is_chosen: bool[number of images].
+
+        Returns:
+            The listing of the chosen files.
+        """
         return replace(self, files=self.files[is_chosen])
 
     def without_folders(self, names: Sequence[str]) -> "Listing":
-        """Returns the listing without some of `folders`, and what lies in them."""
+        """Drop some of `folders`, and the files in them.
+
+        Args:
+            names: The names of the folders to drop.
+
+        Returns:
+            The listing of the remaining folders and files.
+        """
         is_left = np.array([name not in names for name in self.folders], bool)
-        # Where a file lies in no folder, its number picks the last entry: it stays.
+        # A file in no folder has index -1, which selects the appended True: the file is kept.
         kept = self.chosen(np.append(is_left, True)[self.of_folder])
         return replace(kept, folders=tuple(np.array(self.folders, object)[is_left]))
 
 
 def list_images(root: Path, images: ImageConfig) -> Listing:
-    """Returns the images below a folder; hidden files and folders are passed over.
+    """List the images in a folder and its subfolders. Hidden files and folders are ignored.
+
+    Symbolic links to folders are followed.
+
+    Args:
+        root: The folder.
+        images: The config section `images`, whose `on_broken` says what to do about problems.
+
+    Returns:
+        The listing.
 
     Raises:
-        ValueError: A folder cannot be read, or leads back to one it lies in, and
-            `images.on_broken` does not skip it.
+        ValueError: A folder cannot be read, or links back to a folder that contains it, and
+            `images.on_broken` is 'refuse'.
     """
     files, others, problems = [], [], []
-    # (device, inode) of a folder and of those it lies in.
+    # Path of a folder -> (device, inode) of the folder and of all folders that contain it. A folder
+    # whose own identity is in this set is a cycle.
     above = {str(root): {_identity(str(root))}}
 
     def refuse(error: OSError) -> None:
@@ -75,7 +100,7 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
             path = os.path.join(folder, name)
             own = _identity(path)
             if own in outer:
-                problems.append(f"{path} (it leads back to a folder it lies in)")
+                problems.append(f"{path} (it leads back to a folder that contains it)")
             else:
                 entered.append(name)
                 above[path] = outer | {own}
@@ -84,16 +109,16 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
         prefix = "" if below == "." else below + os.sep
         for name in _shown(names):
             (files if name.lower().endswith(ENDINGS) else others).append(prefix + name)
-    leave_out(problems, f"folder(s) below {root} unread", "mend them or take them away", images)
+    leave_out(problems, f"folder(s) in {root} cannot be read", "fix or remove them", images)
     if others:
         some = ", ".join(sorted(others)[:3])
-        logger.info("%d file(s) in %s are no images by their names: %s", len(others), root, some)
+        logger.info("%d file(s) in %s have no image suffix: %s", len(others), root, some)
     encoded = np.array([os.fsencode(file) for file in sorted(files)], np.bytes_)
     return Listing(root=root, files=encoded, folders=subfolders(root))
 
 
 def subfolders(root: Path) -> tuple[str, ...]:
-    """Returns the names of the folders right in a folder that are not hidden, sorted."""
+    """Return the sorted names of the immediate subfolders that are not hidden."""
     with os.scandir(root) as entries:
         return tuple(sorted(_shown([entry.name for entry in entries if entry.is_dir()])))
 

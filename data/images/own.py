@@ -1,4 +1,4 @@
-"""Images of the user's own: what a function returns."""
+"""Image data sets returned by a user's function."""
 
 import functools
 import hashlib
@@ -18,23 +18,23 @@ from data.images.transforms.crops import open_image
 from data.own import SPLITS, call_own
 
 _WHAT = "(image, label)"
-# By number, of the images that can be used: the label, and a hash of the two.
+# Index of a usable image -> (its label, a hash of the image and the label).
 _Scan = dict[int, tuple[Label, bytes]]
 
 
 class OwnImages(ImageSource):
-    """A sequence of (image, label), each checked when read.
+    """A sequence of (image, label) returned by a user's function.
 
-    A copy in another process calls the user's function again there.
+    When it is pickled, the values are left out; a worker process calls the user's function again.
 
     Args:
-        name: The function's import path.
-        split: Of what it returned.
-        values: That.
+        name: The import path of the function.
+        split: The name of the split.
+        values: The sequence that the function returned for this split.
 
     Attributes:
-        split: Its name.
-        label_numbers: Of all labels; empty where none are learnt.
+        split: The name of the split.
+        label_numbers: Label -> its number; empty if the objective needs no labels.
     """
 
     def __init__(self, name: str, split: str, values: Sequence[Any]):
@@ -50,31 +50,40 @@ class OwnImages(ImageSource):
 
     @property
     def values(self) -> Sequence[Any]:
-        """What the user's function returned."""
+        """The sequence that the user's function returned."""
         if self._values is None:
             self._values = _call_again(self._name)[self.split]
         return self._values
 
     def read(self, index: int) -> tuple[Image.Image, int]:
+        """Return an image and the number of its class, 0 if the objective needs no labels."""
         image, label = self.values[index]
         return open_image(image), self.label_numbers.get(label, 0)
 
     def place(self, index: int) -> str:
+        """Return the function, the index and the split of an image, for messages."""
         return f"data.name={self._name!r}: image {index} of {self.split!r}"
 
 
-@functools.cache  # For both splits.
+@functools.cache  # One call provides both splits.
 def _call_again(name: str) -> Mapping[str, Sequence[Any]]:
     return call_own(name, _WHAT)
 
 
 def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Returns the images of a function of the user's, each of which is read and checked.
+    """Call the user's function, and read and check every image that it returns.
+
+    Args:
+        config: The config section `data`; `name` is the import path of the function.
+        images: The config section `images`.
+
+    Returns:
+        The data set, without the images that cannot be used.
 
     Raises:
-        ValueError: There is no such function, or it returns something else, or too few labels; or
-            `images.on_broken` does not skip broken images, labels that are none, and labels of
-            validation that training lacks.
+        ValueError: There is no such function, or it returns anything else or fewer than two labels;
+            or `images.on_broken` is 'refuse', and there are broken images, invalid labels, or
+            validation labels that do not occur in training.
     """
     returned = call_own(config.name, _WHAT)
     sources = [OwnImages(config.name, split, returned[split]) for split in SPLITS]
@@ -101,12 +110,12 @@ def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
 
 
 def _scan(source: OwnImages, images: ImageConfig) -> _Scan:
-    """Returns the images that can be used."""
+    """Read every item of a source, report the bad ones, and return the ones that can be used."""
     problems, found = {}, {}
     for index in range(len(source)):
         try:
             item = source.values[index]
-        except Exception as error:  # The sequence is the user's, and may raise anything.
+        except Exception as error:  # A user's sequence may raise anything.
             problems[index] = f"{type(error).__name__}: {error}"
             continue
         problem = _flaw(item) or problem_of(item[0])
@@ -119,7 +128,7 @@ def _scan(source: OwnImages, images: ImageConfig) -> _Scan:
 
 
 def _flaw(item: Any) -> str | None:
-    """Returns why an item is no pair of an image and a label, or None if it is."""
+    """Return why an item is not a pair of an image and a valid label, or None if it is one."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         return f"it is a {type(item).__name__}, but must be a pair (image, label)"
     label = _label(item[1])
@@ -148,8 +157,8 @@ def _find_classes(source: OwnImages, scan: _Scan) -> tuple[Label, ...]:
     if len({type(label) for label in known}) != 1 or len(known) < 2:
         some = ", ".join(sorted(map(repr, known))[:4]) or "none"
         raise ValueError(
-            f"{source.place(0)} and the others have the labels {some}, but there must be at "
-            "least two, all strings or all whole numbers"
+            f"{source.place(0)} and the other images must have at least two labels, all strings or "
+            f"all whole numbers, but have {some}; fix the function"
         )
     return tuple(sorted(known))  # pyright: ignore[reportArgumentType]
 
@@ -157,10 +166,10 @@ def _find_classes(source: OwnImages, scan: _Scan) -> tuple[Label, ...]:
 def _of_classes(
     sources: Sequence[OwnImages], scan: _Scan, known: set[Label], images: ImageConfig
 ) -> _Scan:
-    """Returns the images of validation whose labels training has."""
+    """Report validation images whose labels do not occur in training, and return the others."""
     train, validation = sources
     problems = {
-        index: f"its label {label!r} is that of no image of {train.split!r}"
+        index: f"its label {label!r} does not occur in {train.split!r}"
         for index, (label, _) in scan.items()
         if label not in known
     }

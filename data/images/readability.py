@@ -1,4 +1,8 @@
-"""Which images can be read: asked once of each, before the first step."""
+"""Checks that images can be decoded, done once per image before the first step.
+
+Problems are reported together: either the run stops with a message that lists them, or the broken
+images are left out, as `images.on_broken` says.
+"""
 
 import hashlib
 import logging
@@ -16,18 +20,21 @@ from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.transforms.crops import open_image
 
-# Files a thread takes at a time.
+# Number of files that a thread checks at a time.
 _CHUNK = 256
-# The key of a file that is not there.
+# The cache key of a file that does not exist.
 _NO_FILE = 0
 
 logger = logging.getLogger(__name__)
 
 
 def problem_of(image: object) -> str | None:
-    """Returns why an image cannot be read, or None if it can.
+    """Return why an image cannot be decoded, or None if it can.
 
-    A JPEG is decoded at an eighth of its size: all of its bytes are read, few pixels computed.
+    A JPEG is decoded at an eighth of its size: this reads all of its bytes but computes few pixels.
+
+    Args:
+        image: An image in one of the forms that `open_image` accepts.
     """
     if isinstance(image, bytes) and not image:
         return "it is empty"
@@ -35,26 +42,35 @@ def problem_of(image: object) -> str | None:
         opened = open_image(image)
         opened.draft("RGB", (1, 1))
         opened.load()
-    except UnidentifiedImageError:  # Which names an object in memory.
-        return "it is no image of a known kind"
-    except Exception as error:  # Of a broken file Pillow raises whatever its decoder stumbles on.
+    except UnidentifiedImageError:  # Pillow's message would only name an object in memory.
+        return "it is not an image in a known format"
+    except Exception as error:  # For a broken file, Pillow's decoders raise many types.
         return f"{type(error).__name__}: {str(error) or 'no reason given'}"
     return None
 
 
 def sound_files(paths: Sequence[str], config: DataConfig, images: ImageConfig) -> np.ndarray:
-    """Returns bool[number of files]: which are images that can be read.
+    """Check which files are images that can be decoded.
 
-    A file that was found sound is not read again while it keeps its size and its time.
+    A file that passed the check is not read again as long as its size and modification time stay
+    the same.
+
+    Args:
+        paths: The files.
+        config: The config section `data`, with the cache directory.
+        images: The config section `images`.
+
+    Returns:
+        bool[number of files], true for files that can be decoded.
 
     Raises:
-        ValueError: Some are broken, and `images.on_broken` does not skip them.
+        ValueError: Some files are broken, and `images.on_broken` is 'refuse'.
     """
     keys = np.array([_key(path) for path in paths], np.uint64)
     folder = os.fsencode(os.path.commonpath(map(os.path.abspath, paths)))
     name = hashlib.sha256(folder).hexdigest()
     cache = config.cache_path / f"sound-images-{name[:16]}.npy"
-    # Processes that start together check a file once.
+    # If several processes start together, the lock lets one of them check the files.
     with locked(cache):
         known = read_array(cache)
         known = np.zeros(0, np.uint64) if known is None else known
@@ -72,32 +88,32 @@ def sound_files(paths: Sequence[str], config: DataConfig, images: ImageConfig) -
 def report(
     problems: dict[int, str], count: int, place: Callable[[int], str], images: ImageConfig
 ) -> None:
-    """Logs which images are not used.
+    """Log the images that are left out, or refuse them.
 
     Args:
-        problems: Why, by number.
-        count: Of all images.
-        place: Returns where an image lies.
-        images: What becomes of them.
+        problems: Number of an image -> why it cannot be used.
+        count: The number of all images.
+        place: Returns where an image is stored.
+        images: The config section `images`, with `on_broken`.
 
     Raises:
-        ValueError: There are some, and `images.on_broken` does not skip them.
+        ValueError: There are problems, and `images.on_broken` is 'refuse'.
     """
     found = [f"{place(i)} ({problems[i]})" for i in sorted(problems)]
-    leave_out(found, f"of {count} images cannot be used", "mend them or take them away", images)
+    leave_out(found, f"of {count} images cannot be used", "fix or remove them", images)
 
 
 def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig) -> None:
-    """Logs what of the data is left out.
+    """Log the items that are left out, or refuse them. Does nothing if there are none.
 
     Args:
-        found: A name of each thing.
-        what: Follows their number in the message: what is wrong with them.
-        remedy: What to do about them.
-        images: What becomes of them.
+        found: A description of each item.
+        what: The problem; in the message it follows the number of items.
+        remedy: How to solve the problem.
+        images: The config section `images`, with `on_broken`.
 
     Raises:
-        ValueError: There are some, and `images.on_broken` does not skip them.
+        ValueError: There are items, and `images.on_broken` is 'refuse'.
     """
     if not found:
         return
@@ -108,9 +124,17 @@ def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig)
 
 
 def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) -> dict[int, str]:
-    """Returns the problem of each image that has one, which threads ask for."""
+    """Check images in threads.
+
+    Args:
+        check: Returns the problem of an image, or None if it has none.
+        numbers: The numbers of the images to check.
+
+    Returns:
+        Number of an image -> its problem, for the images that have one.
+    """
     if len(numbers) > 10 * _CHUNK:
-        logger.info("checking %d images; this is done once", len(numbers))
+        logger.info("Checking %d images; this is done once", len(numbers))
 
     def check_some(some: Sequence[int]) -> dict[int, str]:
         found = {int(i): check(int(i)) for i in some}
@@ -118,7 +142,7 @@ def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) ->
 
     parts = [numbers[i : i + _CHUNK] for i in range(0, len(numbers), _CHUNK)]
     problems: dict[int, str] = {}
-    # More threads than cores: of a network's disk they mostly wait.
+    # More threads than cores, because threads that read from a network disk mostly wait.
     with ThreadPoolExecutor(min(4 * (os.cpu_count() or 1), 64)) as threads:
         for found in threads.map(check_some, parts):
             problems |= found
@@ -127,7 +151,7 @@ def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) ->
 
 def _problem_of_file(path: str) -> str | None:
     if os.path.exists(path) and not os.path.isfile(path):
-        return "it is no regular file"  # Reading a pipe would wait for ever.
+        return "it is not a regular file"  # Reading from a pipe could block forever.
     try:
         return problem_of(Path(path).read_bytes())
     except OSError as error:
@@ -135,7 +159,7 @@ def _problem_of_file(path: str) -> str | None:
 
 
 def _key(path: str) -> int:
-    """Returns a number that tells this state of the file from others."""
+    """Hash the path, size and modification time of a file to a 64-bit key."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Where images come from: what `data.name` names, as images and labels by position."""
+"""The interface of image data sets, and the choice of the images to hold out and to train on."""
 
 import abc
 import hashlib
@@ -14,14 +14,20 @@ from data.image_config import ImageConfig
 
 
 class ImageSource(abc.ABC):
-    """Images by position; a copy in another process reads the same ones."""
+    """A sequence of images with class numbers.
+
+    Sources are pickled and sent to worker processes, where the copy reads the same images.
+    """
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Returns an image, not decoded yet if it is encoded, and the number of its class.
+        """Return an image and the number of its class. An encoded image is not decoded yet.
+
+        Args:
+            index: The number of the image.
 
         Raises:
             Exception: The image cannot be opened.
@@ -29,15 +35,15 @@ class ImageSource(abc.ABC):
 
     @abc.abstractmethod
     def place(self, index: int) -> str:
-        """Returns where the image lies, for messages."""
+        """Return a description of where the image is stored, such as its path, for messages."""
 
 
 class SelectedImages(ImageSource):
-    """Some images of a source.
+    """A selection of the images of a source.
 
     Args:
-        source: All of them.
-        positions: int64[number of images]: which.
+        source: The source of all images.
+        positions: int64[number of selected images]: their numbers in the source.
     """
 
     def __init__(self, source: ImageSource, positions: np.ndarray):
@@ -47,21 +53,23 @@ class SelectedImages(ImageSource):
         return len(self._positions)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
+        """Return a selected image and the number of its class."""
         return self._source.read(int(self._positions[index]))
 
     def place(self, index: int) -> str:
+        """Return where a selected image is stored."""
         return self._source.place(int(self._positions[index]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The images of a split that was found.
+    """The images of one split.
 
     Attributes:
-        source: All of them.
-        names: What tells each from the others for good, whatever else the data has.
-        labels: Returns int[number of images]: of each, the number of its class; may read all of
-            them once.
+        source: The images.
+        names: A unique name of each image, which stays the same if other images are added.
+        labels: Returns int[number of images], the number of each image's class. May read all
+            labels once.
     """
 
     source: ImageSource
@@ -69,7 +77,7 @@ class Split:
     labels: Callable[[], np.ndarray]
 
     def chosen(self, positions: np.ndarray) -> "Split":
-        """Returns the split with some of its images alone."""
+        """Return the split of the images at these positions."""
         return Split(
             source=SelectedImages(self.source, positions),
             names=SelectedNames(self.names, positions),
@@ -78,7 +86,12 @@ class Split:
 
 
 class SelectedNames(Sequence[bytes]):
-    """Names of some images, looked up when they are asked for."""
+    """The names of a selection of images, looked up on access.
+
+    Args:
+        names: The names of all images.
+        positions: int64[number of selected images].
+    """
 
     def __init__(self, names: Sequence[bytes], positions: np.ndarray):
         self._names, self._positions = names, positions
@@ -91,7 +104,11 @@ class SelectedNames(Sequence[bytes]):
 
 
 class NumberedNames(Sequence[bytes]):
-    """Names of images that have none: their numbers."""
+    """The names of images that have no names of their own: their numbers.
+
+    Args:
+        count: The number of images.
+    """
 
     def __init__(self, count: int):
         self._count = count
@@ -107,13 +124,13 @@ class NumberedNames(Sequence[bytes]):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset:
-    """A data set of images that has been found.
+    """An image data set that has been found and checked.
 
     Attributes:
         train: The training images.
-        validation: The validation images; None where the data set has none of its own.
-        classes: In the order of their numbers; empty where there are none.
-        key: A hash of all that tells this data set from another.
+        validation: The validation images; None if the data set has no validation split.
+        classes: The classes in the order of their numbers; empty if the objective needs no labels.
+        key: A string that identifies the content of the data set.
     """
 
     train: Split
@@ -123,10 +140,18 @@ class ImageDataset:
 
 
 def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Returns the data set with a validation split, and the wanted part of its training images.
+    """Hold out a validation split if there is none, and select a fraction of the training images.
 
-    The same part of each class goes to validation, and of the rest the same part is trained on.
-    Which images these are hangs on their names alone, so that a smaller part lies within a larger.
+    Both take the same fraction of each class. The choice depends only on the names of the images,
+    so a smaller fraction is a subset of a larger one.
+
+    Args:
+        found: The data set.
+        config: The config section `data`, with `validation_fraction`.
+        images: The config section `images`, with `train_fraction`.
+
+    Returns:
+        The data set with a validation split, which may be empty, and with a new key.
     """
     train, validation, key = found.train, found.validation, found.key
     if validation is None:
@@ -148,19 +173,23 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
 def chosen_of_each(
     split: Split, fraction: float, purpose: bytes, *, least: int = 0, spared: int = 0
 ) -> np.ndarray:
-    """Returns bool[number of images]: which belong to a part of each class.
+    """Choose a fraction of each class, by the hashes of the images' names.
 
     Args:
-        split: Of all images.
-        fraction: Of each class, rounded to whole images.
-        purpose: Each has a choice of its own.
-        least: So many of each class at least.
-        spared: So many of each class are not chosen.
+        split: All images.
+        fraction: The fraction of each class to choose, rounded to whole images.
+        purpose: The key of the hash, so that choices for different purposes are independent.
+        least: The minimum number of images to choose from each class.
+        spared: The number of images of each class that are never chosen.
+
+    Returns:
+        bool[number of images], true for the chosen images.
     """
     is_chosen = np.zeros(len(split.names), bool)
     if not fraction:
         return is_chosen
     labels, ranks = split.labels(), _hashes(split, purpose)
+    # Sort by class, and within a class by hash. Each class is then one contiguous run.
     order = np.lexsort((ranks, labels))
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
     for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):

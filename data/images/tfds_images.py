@@ -1,4 +1,4 @@
-"""Sets of TFDS with images, the project's own `digits` among them."""
+"""TFDS data sets of images, including this project's own `digits`."""
 
 import hashlib
 import os
@@ -17,19 +17,20 @@ from data.images.sources import ImageDataset, ImageSource, NumberedNames, Split
 from data.images.transforms.crops import open_image
 from data.tfds_sets import builder_key, open_builder, open_split
 
-# Instead of the label of an image that cannot be read.
+# Stored in place of the label of an image that cannot be read.
 _BROKEN = np.iinfo(np.int64).min
 
 
 class TfdsImages(ImageSource):
-    """The images of a split of a prepared set, still encoded when they are read.
+    """The images of a split of a prepared data set, read without decoding them.
 
-    A copy in another process opens the set again there.
+    When it is pickled, the open data set is left out; a worker process opens it again.
 
     Args:
-        directory: Of the set.
-        split: Its name.
-        features: The names of the image and of the label; without the latter all labels are 0.
+        directory: The directory of the data set.
+        split: The name of the split.
+        features: The names of the image and the label feature; if the latter is None, all labels
+            are 0.
     """
 
     def __init__(self, directory: Path, split: str, features: tuple[str, str | None]):
@@ -44,15 +45,17 @@ class TfdsImages(ImageSource):
         return len(self._open())
 
     def read(self, index: int) -> tuple[Image.Image, int]:
+        """Return an image, not decoded yet, and its label."""
         content, label = self.encoded(index)
         return open_image(content), label
 
     def encoded(self, index: int) -> tuple[bytes, int]:
-        """Returns the file of an image, and its label."""
+        """Return the encoded bytes of an image, and its label."""
         example = self._open()[index]
         return bytes(example[self._image]), 0 if self._label is None else int(example[self._label])
 
     def place(self, index: int) -> str:
+        """Return the number, the split and the directory of an image, for messages."""
         return f"image {index} of the split {self._split!r} in {self._directory}"
 
     def _open(self) -> Sequence[Any]:
@@ -66,13 +69,21 @@ class TfdsImages(ImageSource):
 
 
 def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Returns the images of the TFDS set that `data.name` names, each of which was read once.
+    """Find the TFDS data set `data.name`, and check that every image can be read.
 
-    Its validation split is the set's own 'validation', or else its 'test'.
+    The validation split is the data set's own 'validation' split or, if there is none, its 'test'
+    split.
+
+    Args:
+        config: The config section `data`.
+        images: The config section `images`.
+
+    Returns:
+        The data set, without the images that cannot be used.
 
     Raises:
-        ValueError: There is no such set, or it has no images, no labels, no train split; or
-            `images.on_broken` does not skip images that are broken or have no label.
+        ValueError: There is no such data set, or it has no images, no labels or no train split; or
+            `images.on_broken` is 'refuse', and there are broken images or invalid labels.
     """
     has_labels = config.objective == "image_classification"
 
@@ -106,10 +117,10 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
 
 
 def _read_labels(source: TfdsImages, config: DataConfig, key: str) -> np.ndarray:
-    """Returns int64[number of images]: of each the label, or _BROKEN.
+    """Return int64[number of images]: the label of each image, or _BROKEN if it cannot be read.
 
-    All images are read once for them, and broken ones again at every start; processes that start
-    together do it once.
+    The labels are cached, so images are read only once, except that broken ones are tried again at
+    each start. If several processes start together, one of them reads the images.
     """
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     cache = config.cache_path / f"labels-{name}.npy"
@@ -134,22 +145,24 @@ def _read_labels(source: TfdsImages, config: DataConfig, key: str) -> np.ndarray
 def _usable(
     source: TfdsImages, labels: np.ndarray, num_classes: int, images: ImageConfig
 ) -> np.ndarray:
-    """Returns int64[number of images that can be used]: their numbers.
+    """Return int64[number of usable images]: the numbers of the images that can be used.
 
     Raises:
-        ValueError: Some cannot, and `images.on_broken` does not skip them, or none can.
+        ValueError: Some images cannot be used, and `images.on_broken` is 'refuse'; or none can.
     """
 
     def problem(label: int, index: int) -> str:
         if label == _BROKEN:
             return problem_of(source.encoded(index)[0]) or "it could not be read"
-        return f"its label {label} is none of the {num_classes} classes, 0 to {num_classes - 1}"
+        return f"its label {label} must be one of the {num_classes} classes 0 to {num_classes - 1}"
 
     is_usable = (labels >= 0) & (labels < num_classes)
     problems = {int(i): problem(int(labels[i]), int(i)) for i in np.flatnonzero(~is_usable)}
     report(problems, len(source), source.place, images)
     if not is_usable.any():
-        raise ValueError(f"{source.place(0)} and all others cannot be used; choose another set")
+        raise ValueError(
+            f"{source.place(0)} and all other images cannot be used; choose another data set"
+        )
     return np.flatnonzero(is_usable)
 
 
@@ -162,8 +175,8 @@ def _image_feature(builder: Any) -> str:
         return "image" if "image" in found else found[0]
     raise ValueError(
         f"data.name: the TFDS set {builder.info.full_name!r} has the features {sorted(features)}, "
-        f"and {f'the images {found}' if found else 'none of them is an image'}; choose a set with "
-        "one image an example"
+        f"and {f'the images {found}' if found else 'none of them is an image'}; choose a data set "
+        "with one image per example"
     )
 
 
@@ -177,11 +190,11 @@ def _label_feature(builder: Any, config: DataConfig) -> str:
     ]
     if config.label_field in found:
         return config.label_field
-    # The default name stands for "the label", whatever the set calls it.
+    # With the default field name, the only label feature is used whatever its name.
     if config.label_field == "label" and len(found) == 1:
         return found[0]
     remedy = f"set data.label_field to one of {found}" if found else "choose a set with classes"
     raise ValueError(
-        f"data.label_field={config.label_field!r} is no class of the TFDS set "
+        f"data.label_field={config.label_field!r} is not a class feature of the TFDS set "
         f"{builder.info.full_name!r}; {remedy}"
     )

@@ -1,8 +1,14 @@
-"""Processes that read for this one: they have no jax, and end when this one does.
+"""Worker processes that read images, do not import jax, and end when their parent ends.
 
-Python's own pools start each process by importing the program again, jax and all, and leave
-processes behind when the program is killed. These are started with nothing but a socket: whoever
-of the two sees the other's end closed ends too.
+Python's own process pools import the main program, including jax, in each process, and leave
+processes behind when the program is killed. These workers are started with nothing but a socket to
+their parent. A worker ends when it sees the other end of the socket closed, which the operating
+system does even if the parent is killed. If a worker ends, the parent's next call raises an error.
+
+    parent                                    worker
+      pickled targets  ───────────────────▶    unpickles them once
+      (target, method, argument)  ────────▶    calls the method
+      (is_error, result)  ◀────────────────    sends the result, with arrays as raw buffers
 """
 
 import os
@@ -19,23 +25,25 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-_Worker = tuple[subprocess.Popen, Any]  # the process, and our end of the socket
+_Worker = tuple[subprocess.Popen, Any]  # The process, and the parent's end of the socket.
 
-# A signal to all processes of a job is the run's to answer, which may want further batches.
+# Workers ignore signals sent to all processes of a job. The training process handles them, and may
+# need more batches before it stops.
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-# A worker whose socket was closed ends after what it is at.
+# After its socket is closed, a worker finishes its current call, for which it has this long.
 _END_TIMEOUT_S = 10.0
-# Arguments of a call that takes many.
+# Maximum number of rows that one call reads.
 _MAX_SHARE = 16
 
 
 class Workers:
-    """Worker processes, started at the first call.
+    """A pool of worker processes, which are started at the first call.
 
     Args:
-        num_workers: How many.
-        targets: By name, the objects whose methods they call; each worker gets a copy.
-        setting: Names what sets their number, for messages.
+        num_workers: The number of processes.
+        targets: Name -> object whose methods can be called; each worker gets a pickled copy.
+        setting: The setting that decides the number of workers, such as "images.num_workers=2",
+            for messages.
     """
 
     def __init__(self, num_workers: int, targets: Mapping[str, object], setting: str):
@@ -46,21 +54,36 @@ class Workers:
         self._threads: ThreadPoolExecutor | None = None
 
     def shares(self, arguments: Sequence[Any]) -> list[Sequence[Any]]:
-        """Returns the arguments in parts for calls that take many.
+        """Split arguments into parts for calls that take a list of them.
 
-        There are parts for all workers, of an even number of arguments each, so that pairs stay
-        together, and of few, so that all workers end at about the same time.
+        Parts have an even number of arguments, so that pairs stay together. They are small enough
+        to occupy all workers, and at most 16 long, so that all workers finish at about the same
+        time.
+
+        Args:
+            arguments: The arguments of all rows.
+
+        Returns:
+            The parts, in order.
         """
         share = -(-len(arguments) // self.num_workers)
         size = min(share + share % 2, _MAX_SHARE)
         return [arguments[start : start + size] for start in range(0, len(arguments), size)]
 
     def map(self, target: str, method: str, arguments: Sequence[Any]) -> list[Any]:
-        """Returns what a method of a target returns for each of the arguments, in order.
+        """Call a method of a target in the workers, once per argument.
+
+        Args:
+            target: The name of the target.
+            method: The name of the method.
+            arguments: The argument of each call.
+
+        Returns:
+            The results, in the order of the arguments.
 
         Raises:
-            RuntimeError: A worker ended by itself.
-            Exception: What the method raised.
+            RuntimeError: A worker process ended unexpectedly.
+            Exception: Any exception that the method raised in the worker.
         """
         threads = self._start()
         calls = [threads.submit(self._call, (target, method, argument)) for argument in arguments]
@@ -71,12 +94,13 @@ class Workers:
             if self._threads is None:
                 content = pickle.dumps(self._targets, protocol=5)
                 workers = [_start_worker() for _ in range(self.num_workers)]
-                # Whatever ends this object, or the program, ends them.
+                # End the workers when this object is garbage collected, or when Python exits.
                 weakref.finalize(self, _end, workers)
                 for worker in workers:
                     worker[1].send_bytes(content)
                     self._idle.put(worker)
-                self._targets = {}  # Which may refer to this object, and keep it alive.
+                # The targets may refer to this object; dropping them breaks that cycle.
+                self._targets = {}
                 self._threads = ThreadPoolExecutor(self.num_workers, "workers")
             return self._threads
 
@@ -86,11 +110,13 @@ class Workers:
             connection.send_bytes(pickle.dumps(call, protocol=5))
             is_error, returned = _receive(connection)
         except (EOFError, OSError) as error:
-            self._idle.put(worker)  # For the next call to fail in the same way, and not to wait.
+            # Put the dead worker back, so that the next call fails too instead of waiting forever.
+            self._idle.put(worker)
             code = process.poll() if process.poll() is not None else "unknown"
             raise RuntimeError(
-                f"a process of {self._setting} ended by itself (exit code {code}; -9 is a kill, "
-                "as for want of memory); its messages are above, and fewer of them need less memory"
+                f"a worker process of {self._setting} ended unexpectedly (exit code {code}; -9 "
+                "means that it was killed, for example when memory ran out); see its output above, "
+                "or set fewer workers to save memory"
             ) from error
         self._idle.put(worker)
         if is_error:
@@ -100,17 +126,18 @@ class Workers:
 
 def _start_worker() -> _Worker:
     ours, theirs = Pipe()
-    # What this program can import, the worker can.
+    # The worker can import whatever this program can import.
     paths = [path or os.getcwd() for path in sys.path]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
-        # A function of the user's may import jax, and must leave the accelerators alone.
+        # A user's function may import jax, which must not touch the accelerators.
         "JAX_PLATFORMS": "cpu",
     }
     process = subprocess.Popen(
-        # -P: a folder of the user's with a name of ours is not taken for ours.
+        # -P keeps the current directory out of sys.path, where a user's folder may be called
+        # "data" like our package.
         [sys.executable, "-P", "-m", "data.images.workers", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         env=environment,
@@ -132,7 +159,7 @@ def _end(workers: Sequence[_Worker]) -> None:
 
 
 def _send(connection: Any, value: Any) -> None:
-    """Sends a value whose arrays are not copied on the way."""
+    """Send a value without copying its arrays: pickle protocol 5 sends them as separate buffers."""
     buffers: list[pickle.PickleBuffer] = []
     content = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
@@ -150,7 +177,7 @@ def _receive(connection: Any) -> Any:
 
 
 def _work(connection: Any) -> None:
-    """Answers calls until the other end is closed."""
+    """Answer calls until the parent closes its end of the socket."""
     targets = pickle.loads(connection.recv_bytes())
     while True:
         try:
@@ -163,22 +190,22 @@ def _work(connection: Any) -> None:
             answer = True, _portable(error)
         try:
             _send(connection, answer)
-        except OSError:  # The other end is gone.
+        except OSError:  # The parent has closed its end.
             return
 
 
 def _portable(error: Exception) -> Exception:
-    """Returns the error with where it was raised, as one that can be sent."""
-    error.add_note(f"in a process that reads:\n{traceback.format_exc()}")
+    """Add the traceback to an error as a note, and replace it if it cannot be pickled."""
+    error.add_note(f"in a worker process:\n{traceback.format_exc()}")
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # Of errors with attributes of their own.
+    except Exception:  # Errors with attributes of their own may not survive pickling.
         return RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     return error
 
 
 def main() -> None:
-    """Works for the process at the other end of the socket that the command line names."""
+    """Run a worker process; its argument is the file descriptor of the socket to the parent."""
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as connection:

@@ -1,0 +1,1 @@
+"""Text corpora: documents, tokenizers, token stores, and token files."""

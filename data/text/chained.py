@@ -1,4 +1,4 @@
-"""Documents of several sequences as one sequence."""
+"""Concatenate sequences of documents without copying them."""
 
 import bisect
 import itertools
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class ConcatDocuments(Sequence[Any]):
-    """Some items of several sequences, one sequence after another.
+    """A range of the concatenation of several sequences.
 
     Args:
         parts: The sequences.
-        positions: Which of all their items; all by default.
+        positions: The positions in the concatenation to keep; None keeps all of them.
     """
 
     def __init__(self, parts: Sequence[Sequence[Any]], positions: range | None = None):

@@ -1,4 +1,8 @@
-"""Every kind of corpus behind one door: documents by split, and a key that tells corpora apart."""
+"""Find the documents of any text corpus, by split, and a key that identifies the corpus.
+
+Finding a corpus is cheap and reads no text. The key decides whether its tokens are already cached;
+only if they are not are the documents opened.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +21,9 @@ class Documents:
     """The documents of a corpus that has been found, but not yet read.
 
     Attributes:
-        key: Changes when a document, or the split of the documents, does.
+        key: A string that changes whenever a document, or its split, changes.
         open: Returns the documents of each split; may read the whole corpus once.
-        is_encoded: Documents are arrays of token ids, not str.
+        is_encoded: Whether documents are arrays of token ids rather than str.
     """
 
     key: str
@@ -28,7 +32,13 @@ class Documents:
 
 
 def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
-    """Returns the corpus's documents as {'train': ..., 'validation': ...}, read on access.
+    """Open the documents of a corpus.
+
+    Args:
+        config: The config section `data`.
+
+    Returns:
+        The documents as {'train': ..., 'validation': ...}, read on access.
 
     Raises:
         ValueError: The corpus is unknown, unreadable or empty.
@@ -38,7 +48,13 @@ def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
 
 
 def find_corpus(config: DataConfig) -> Documents:
-    """Returns the corpus that `data.name` names, prepared but not read.
+    """Find the corpus `data.name`, and prepare it without reading it.
+
+    Args:
+        config: The config section `data`.
+
+    Returns:
+        The corpus; its `open` raises a ValueError if the train split is empty.
 
     Raises:
         ValueError: The name is unknown, or the corpus could not be prepared.
@@ -57,8 +73,8 @@ def find_corpus(config: DataConfig) -> Documents:
         documents = found.open()
         if len(documents["train"]) == 0:
             raise ValueError(
-                f"data.name={config.name!r} has no documents in its train split, and needs at "
-                "least one; choose another corpus or add text"
+                f"data.name={config.name!r} must have at least one document in its train split, "
+                "but has none; choose another corpus or add text"
             )
         return documents
 
@@ -85,7 +101,7 @@ def _find_token_files(config: DataConfig) -> Documents:
     def open_files() -> dict[str, Sequence[Any]]:
         parts = [token_files.open_token_file(prefix) for prefix in config.paths]
         positions = range(sum(map(len, parts)))
-        # The last ones, as Megatron does; at least one where any is asked for.
+        # The last documents are held out, as in Megatron: at least one, unless the fraction is 0.
         num_held = max(round(len(positions) * config.validation_fraction), 1)
         num_train = len(positions) - (num_held if config.validation_fraction else 0)
         return {
@@ -114,7 +130,7 @@ def _find_user_corpus(name: str) -> Documents:
         split: _UserDocuments(returned[split], f"data.name={name!r}: document {{}} of {split!r}")
         for split in SPLITS
     }
-    # A corpus may name its own state, to spare a reading of all of it at every start.
+    # The function may return a fingerprint of its own, so that not all documents are read here.
     fingerprint = returned.get("fingerprint") or _hash_documents(documents)
     return Documents(key=f"user {name} {fingerprint}", open=lambda: documents)
 
@@ -129,11 +145,11 @@ def _hash_documents(documents: Mapping[str, Sequence[str]]) -> str:
 
 
 class _UserDocuments(Sequence[str]):
-    """A user's documents, each checked when read.
+    """The documents returned by a user's function, each checked when it is read.
 
     Args:
-        values: What the user's function returned for a split.
-        description: Names a document in messages, with {} for its index.
+        values: The sequence that the function returned for a split.
+        description: The name of a document in messages, with {} in place of its index.
     """
 
     def __init__(self, values: Sequence[object], description: str):
@@ -151,5 +167,5 @@ class _UserDocuments(Sequence[str]):
                 f"{self._description.format(index)} is a {type(document).__name__}, but must be "
                 "a str; return decoded text"
             )
-        # Half a surrogate pair is a legal str, but no tokenizer takes it.
+        # A lone surrogate is legal in a str, but no tokenizer accepts it.
         return document.encode("utf-8", "replace").decode("utf-8")

@@ -1,7 +1,7 @@
-"""The TFDS set `python_stdlib`: the sources of this machine's own Python standard library.
+"""The TFDS data set `python_stdlib`: the sources of this machine's Python standard library.
 
-Real text on every machine, without a download: about 11 MB in 700 files. Importing this module
-imports tensorflow_datasets (slow), so the project imports it only where the set is asked for.
+It provides real text on every machine without a download: about 11 MB in 700 files. Importing this
+module imports tensorflow_datasets, which is slow, so it is imported only when the data set is used.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from pathlib import Path
 import tensorflow_datasets as tfds
 
 VALIDATION_FRACTION = 0.05
-# Raise this when the choice of files or the split changes: it makes TFDS build the set anew.
+# Increase this when the choice of files or the split changes: TFDS then builds the data set again.
 _REVISION = 1
-# Tests repeat boilerplate, pydoc_data is generated, installed packages differ from machine to
-# machine, and so does the build's own configuration (config-*, _sysconfigdata*).
+# Tests repeat boilerplate, and pydoc_data is generated. Installed packages and the configuration of
+# the Python build (config-*, _sysconfigdata*) differ from machine to machine.
 _SKIPPED_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -25,15 +25,15 @@ _SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 
 
 class PythonStdlib(tfds.core.GeneratorBasedBuilder):
-    """Builds {'text', 'path'} examples, one a source file, without TensorFlow."""
+    """Builder of {'text', 'path'} examples, one per source file, without TensorFlow."""
 
-    # Python 3.11.7 gives 1.311.7, so another Python gets a set of its own beside this one.
+    # Python 3.11.7 has version 1.311.7, so each Python version gets a data set of its own.
     VERSION = tfds.core.Version(
         f"{_REVISION}.{sys.version_info.major * 100 + sys.version_info.minor}"
         f".{sys.version_info.micro}"
     )
     RELEASE_NOTES = {str(VERSION): f"The standard library of Python {sys.version.split()[0]}."}
-    # TFDS otherwise asks the optional library importlib_resources where this file is.
+    # Without this, TFDS locates this file with the optional library importlib_resources.
     code_path = tfds.core.Path(__file__)
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -59,7 +59,7 @@ class PythonStdlib(tfds.core.GeneratorBasedBuilder):
 
     def _generate_examples(self, files: dict[str, Path]) -> Iterator[tuple[str, dict[str, str]]]:
         for path, file in sorted(files.items()):
-            # tokenize.open honours a source's own coding cookie; a few are not UTF-8.
+            # A few sources are not UTF-8; tokenize.open honors their coding cookies.
             with tokenize.open(file) as source:
                 text = source.read()
             if text:
@@ -67,7 +67,14 @@ class PythonStdlib(tfds.core.GeneratorBasedBuilder):
 
 
 def stdlib_files(root: Path) -> dict[str, Path]:
-    """Returns the library's source files by their path below `root`, written with '/'."""
+    """Find the source files of the standard library.
+
+    Args:
+        root: The directory of the standard library.
+
+    Returns:
+        Path relative to `root`, written with '/' -> file.
+    """
     files = {}
     for file in sorted(root.rglob("*.py")):
         relative = file.relative_to(root)
@@ -78,6 +85,6 @@ def stdlib_files(root: Path) -> dict[str, Path]:
 
 
 def is_validation(path: str) -> bool:
-    """Returns whether the file at this relative path is held out; the same on every machine."""
+    """Return whether the file at this relative path is held out; the same on every machine."""
     digest = hashlib.sha256(path.encode()).digest()
     return int.from_bytes(digest[:8], "big") < VALIDATION_FRACTION * 2**64

@@ -1,4 +1,4 @@
-"""Examples that .jsonl lines hold, field by field."""
+"""Examples stored as lines of .jsonl files, for objectives that read labeled examples."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from data.text.text_files import DocumentSpans, find_files, record_of_json, spli
 
 
 class Records(Sequence[dict[str, Any]]):
-    """Lines by position, read and checked on access.
+    """A sequence of .jsonl lines, each parsed and checked when it is read.
 
     Args:
         files: The files that `spans` refers to.
-        spans: Where the lines are.
-        config: Names the fields.
+        spans: The position of each line in its file.
+        config: The config section `data`, which names the fields.
     """
 
     def __init__(self, files: list[Path], spans: DocumentSpans, config: DataConfig):
@@ -33,34 +33,42 @@ class Records(Sequence[dict[str, Any]]):
         for key, field in self.text_fields.items():
             value = record.get(field)
             if not isinstance(value, str) or not value.strip():
-                what = "is empty" if isinstance(value, str) else "is missing or no string"
+                what = "is empty" if isinstance(value, str) else "is missing or not a string"
                 raise ValueError(
-                    f"data.paths: {file} line {line}: the field {field!r} of data.{key} {what}; "
-                    f"mend the line, or set data.{key} to the field that holds the text"
+                    f"data.paths: {file} line {line}: the field {field!r} (data.{key}) {what}; "
+                    f"fix the line, or set data.{key} to the field that contains the text"
                 )
         if config.objective == "classification" and not _is_label(record.get(config.label_field)):
             raise ValueError(
                 f"data.paths: {file} line {line} has the fields {sorted(record)}, but no string or "
-                f"whole number in data.label_field={config.label_field!r}; name the field that "
-                "holds the label"
+                f"whole number in data.label_field={config.label_field!r}; set data.label_field to "
+                "the field that contains the label"
             )
         return record
 
     def read(self, index: int) -> tuple[list[str], Label | None]:
-        """Returns the line's texts, in the order of `text_fields`, and its label, if it has one."""
+        """Read and check one line.
+
+        Args:
+            index: The number of the line.
+
+        Returns:
+            The texts of the line, in the order of `text_fields`, and its label, or None if the
+            objective has no labels.
+        """
         record = self[index]
         texts = [record[field] for field in self.text_fields.values()]
         is_labelled = self._config.objective == "classification"
         return texts, record[self._config.label_field] if is_labelled else None
 
     def place(self, index: int) -> str:
-        """Returns the line's file and number, for messages."""
+        """Return the file and the line number of a line, for messages."""
         file_number, _, _, line = self._spans[index]
         return f"{self._files[file_number]} line {line}"
 
 
 class RecordTexts(Sequence[str]):
-    """All texts of each line as one document, to train a tokenizer from."""
+    """The texts of each line joined into one document, to train a tokenizer on."""
 
     def __init__(self, records: Records):
         self._records = records
@@ -73,7 +81,7 @@ class RecordTexts(Sequence[str]):
 
 
 def text_fields(config: DataConfig) -> dict[str, str]:
-    """Returns config key -> field, for each text that the objective reads of a line."""
+    """Return config key -> field name, for each text that the objective reads from a line."""
     keys = ["text_field"]
     if config.objective == "seq2seq":
         keys.append("target_field")
@@ -83,25 +91,37 @@ def text_fields(config: DataConfig) -> dict[str, str]:
 
 
 def open_records(config: DataConfig) -> dict[str, Records]:
-    """Returns the lines of `data.paths` in two splits, found but not read.
+    """Split the lines of `data.paths` into train and validation, without parsing them.
+
+    Args:
+        config: The config section `data`.
+
+    Returns:
+        Split -> its lines.
 
     Raises:
         FileNotFoundError: A glob matches nothing.
-        ValueError: A file is no .jsonl, or there are too few lines for the splits.
+        ValueError: A file is not a .jsonl file, or there are too few lines for the splits.
     """
     files = find_files(config.paths)
     others = [str(file) for file in files if file.suffix != ".jsonl"]
     if others:
         raise ValueError(
-            f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads "
-            ".jsonl files only; narrow the glob or convert the file"
+            f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads only "
+            ".jsonl files; narrow the glob or convert the file"
         )
     splits = split_files(files, config.validation_fraction)
     return {split: Records(files, spans, config) for split, spans in splits.items()}
 
 
 def scan(splits: dict[str, Records]) -> tuple[str, dict[str, list[Label | None]]]:
-    """Returns a hash of all lines and the labels of each split's, having checked each line.
+    """Read and check every line.
+
+    Args:
+        splits: Split -> its lines.
+
+    Returns:
+        A hash of all lines, and for each split the label of each of its lines.
 
     Raises:
         ValueError: A line lacks a field, or a text is empty.
@@ -121,25 +141,34 @@ def scan(splits: dict[str, Records]) -> tuple[str, dict[str, list[Label | None]]
 def check_labels(
     labels: dict[str, list[Label | None]], splits: dict[str, Records], config: DataConfig
 ) -> tuple[Label, ...]:
-    """Returns the labels of the train split, each once, sorted.
+    """Check the labels of a classification objective.
+
+    Args:
+        labels: Split -> the label of each line.
+        splits: Split -> its lines, for messages.
+        config: The config section `data`.
+
+    Returns:
+        The distinct labels of the train split, sorted.
 
     Raises:
-        ValueError: There is but one, or they are of two types, or validation has another.
+        ValueError: The train split has fewer than two labels or labels of two types, or the
+            validation split has a label that the train split lacks.
     """
     known = set(labels["train"])
     if len({type(label) for label in known}) != 1 or len(known) < 2:
         some = sorted(map(repr, known))[:4]
         raise ValueError(
-            f"data.label_field={config.label_field!r} has the labels {', '.join(some)} in the "
-            "train split, and needs at least two, all strings or all whole numbers; mend the "
-            "files, or name another field"
+            f"data.label_field={config.label_field!r} must have at least two labels in the train "
+            f"split, all strings or all whole numbers, but has {', '.join(some)}; fix the files, "
+            "or choose another field"
         )
     for index, label in enumerate(labels["validation"]):
         if label not in known:
             raise ValueError(
                 f"data.paths: {splits['validation'].place(index)} is held out and has the label "
-                f"{label!r}, which no line of the train split has; add such lines, or set "
-                "data.validation_fraction=0"
+                f"{label!r}, which no line of the train split has; add lines with this label, or "
+                "set data.validation_fraction=0"
             )
     return tuple(sorted(known))  # pyright: ignore[reportArgumentType]
 

@@ -1,22 +1,22 @@
-"""Tokens that no text encodes to, by what objectives use them for."""
+"""Special tokens, which no text encodes to, and the names that tokenizers give them."""
 
 from collections.abc import Callable
 
 END_OF_TEXT = "<|endoftext|>"
-#: The names that published tokenizers give the end of a document, the commonest first.
+#: Names of the end-of-document token in published tokenizers, most common first.
 EOS_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]", "[EOS]")
-#: Use -> the names that published tokenizers give it; the first is that of our own.
+#: Use -> its names in published tokenizers. Our own tokenizers use the first name.
 NAMES = {
     "pad": ("[PAD]", "<pad>"),
     "cls": ("[CLS]", "<s>", "<cls>"),
     "sep": ("[SEP]", "</s>", "<sep>"),
     "mask": ("[MASK]", "<mask>"),
 }
-# A span that is left out has the sentinel of its number; mT5's names begin with a space.
+# Sentinel i stands for the i-th span removed from a text. The names of mT5 begin with a space.
 _SENTINELS = ("<extra_id_{}>", "▁<extra_id_{}>")
 _NUM_SENTINELS = 100
-#: What our own tokenizers know besides the end of a document, unless they are for causal_lm; as
-#: with T5, sentinels have descending ids.
+#: The special tokens of our own tokenizers, after the end of a document, for all objectives other
+#: than causal_lm. As in T5, the ids of sentinels are in descending order.
 ADDED = (
     *(names[0] for names in NAMES.values()),
     *(_SENTINELS[0].format(i) for i in reversed(range(_NUM_SENTINELS))),
@@ -24,7 +24,14 @@ ADDED = (
 
 
 def find_special_ids(token_to_id: Callable[[str], int | None]) -> dict[str, int]:
-    """Returns the ids of the special tokens that a tokenizer has, by their use."""
+    """Look up the special tokens of a tokenizer.
+
+    Args:
+        token_to_id: Returns the id of a token, or None if the tokenizer does not have it.
+
+    Returns:
+        Use -> id, for the uses in NAMES that the tokenizer has a token for.
+    """
     found = {}
     for use, names in NAMES.items():
         known = [i for i in map(token_to_id, names) if i is not None]
@@ -34,7 +41,14 @@ def find_special_ids(token_to_id: Callable[[str], int | None]) -> dict[str, int]
 
 
 def find_sentinel_ids(token_to_id: Callable[[str], int | None]) -> tuple[int, ...]:
-    """Returns the ids of the sentinels 0, 1, ... that a tokenizer has."""
+    """Look up the sentinels of a tokenizer.
+
+    Args:
+        token_to_id: Returns the id of a token, or None if the tokenizer does not have it.
+
+    Returns:
+        The ids of sentinels 0, 1, ..., up to the first one that is missing.
+    """
     for name in _SENTINELS:
         ids = []
         while (found := token_to_id(name.format(len(ids)))) is not None:

@@ -1,4 +1,4 @@
-"""A text corpus in tokens."""
+"""Load a text corpus: find its documents, tokenize them, and build the rows of the objective."""
 
 import functools
 import hashlib
@@ -20,26 +20,36 @@ from data.text.tokenizer import ByteTokenizer, Tokenizer, load_bpe, load_tokeniz
 
 @dataclass(frozen=True, kw_only=True)
 class TextCorpus(Corpus):
-    """A tokenised corpus; of a stream, the train split has full rows only.
+    """A tokenized corpus.
+
+    For objectives that read a token stream, the train split contains only full rows.
 
     Attributes:
-        tokenizer: What made the tokens.
+        tokenizer: The tokenizer that encoded the corpus.
     """
 
     tokenizer: Tokenizer
 
     @property
     def vocab_size(self) -> int:
+        """Vocabulary size of the tokenizer."""
         return self.tokenizer.vocab_size
 
 
 def load_text(config: DataConfig) -> TextCorpus:
-    """Returns the corpus in tokens, built on first use and read from the cache afterwards.
+    """Load a tokenized corpus, which is built on first use and cached.
+
+    Args:
+        config: The config section `data`.
+
+    Returns:
+        The corpus.
 
     Raises:
-        ValueError: The corpus or the tokenizer is unknown, broken, unfit for the objective, or too
-            small for one row.
-        FileNotFoundError: A glob, a token file or the tokenizer file is not there.
+        ValueError: The corpus or the tokenizer is unknown, broken or unsuitable for the objective,
+            or the corpus is too small for one row.
+        FileNotFoundError: A glob matches nothing, or a token file or the tokenizer file does not
+            exist.
     """
     if config.objective in RECORD_OBJECTIVES:
         return _load_records(config)
@@ -52,14 +62,21 @@ def load_text(config: DataConfig) -> TextCorpus:
 
 
 def load_stores(config: DataConfig) -> tuple[Tokenizer, list[TokenStore]]:
-    """Returns the tokenizer and the tokens of each source of an objective of STREAM_OBJECTIVES.
+    """Load the tokenizer, and the tokens of each source, for an objective in STREAM_OBJECTIVES.
+
+    Args:
+        config: The config section `data`.
+
+    Returns:
+        The tokenizer, and one store per source of the mixture (one if the corpus is no mixture).
 
     Raises:
         ValueError: A source or the tokenizer is unknown or broken.
-        FileNotFoundError: A glob, a token file or the tokenizer file is not there.
+        FileNotFoundError: A glob matches nothing, or a token file or the tokenizer file does not
+            exist.
     """
     make_cache(config)
-    # A file of the user's is checked before a corpus is downloaded or read.
+    # A tokenizer file is checked before a corpus is downloaded or read.
     tokenizer = load_fixed_tokenizer(config)
     corpora = [find_corpus(source) for source in sources(config)]
     corpora = [replace(corpus, open=functools.cache(corpus.open)) for corpus in corpora]
@@ -80,8 +97,8 @@ def _make_corpus(store: TokenStore, config: DataConfig, tokenizer: Tokenizer) ->
     if len(train) == 0:
         raise ValueError(
             f"data.sequence_length={config.sequence_length} needs {num_tokens_needed(config)} "
-            f"tokens for one sequence, but the train split of data.name={config.name!r} has "
-            f"{len(store.splits['train'])}; shorten data.sequence_length or add text"
+            f"tokens for one sequence, but the train split of data.name={config.name!r} has only "
+            f"{len(store.splits['train'])}; reduce data.sequence_length or add text"
         )
     return TextCorpus(
         tokenizer=tokenizer, train=train, validation=validation, fingerprint=store.fingerprint
@@ -127,7 +144,18 @@ def _load_records(config: DataConfig) -> TextCorpus:
 
 
 def load_fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """Returns the tokenizer, or None if it has to be trained from the corpus."""
+    """Load a tokenizer that does not depend on the corpus.
+
+    Args:
+        config: The config section `data`.
+
+    Returns:
+        The tokenizer, or None if it has to be trained on the corpus.
+
+    Raises:
+        FileNotFoundError: The tokenizer file does not exist.
+        ValueError: The tokenizer file is broken.
+    """
     if config.tokenizer == "bytes":
         return ByteTokenizer(has_special_tokens=config.has_special_tokens)
     return None if config.tokenizer == "bpe" else load_tokenizer_file(config.tokenizer)

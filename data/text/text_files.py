@@ -1,4 +1,7 @@
-"""Local .txt and .jsonl files as documents that are read only when asked for."""
+"""Local .txt and .jsonl files as sequences of documents that are read on access.
+
+One pass over the files finds the byte span of each document. Only the spans stay in memory.
+"""
 
 import glob
 import hashlib
@@ -8,19 +11,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# A .txt file is cut into documents of about this size, so that memory stays bounded and a single
-# file is enough for a train and a validation split.
+# A .txt file is cut into documents of about this size. This bounds memory, and lets a single file
+# provide both a train and a validation split.
 TEXT_PART_BYTES = 32 * 1024
 
 
 class FileDocuments(Sequence[str]):
-    """Documents by position: spans of files, read and decoded on access.
+    """A sequence of documents that are read and decoded on access.
 
     Args:
         files: The files that `spans` refers to.
-        spans: One (file number, first byte, end byte, line number) a document; the line number,
+        spans: For each document (file number, first byte, end byte, line number). The line number,
             counted from 1, is for messages.
-        text_field: The field of a .jsonl line that holds its text.
+        text_field: The field of a .jsonl line that contains its text.
     """
 
     def __init__(self, files: list[Path], spans: "DocumentSpans", text_field: str):
@@ -37,12 +40,16 @@ class FileDocuments(Sequence[str]):
 
 
 class DocumentSpans:
-    """A compact list of span tuples: 32 bytes each, since a corpus can have 10^8 documents."""
+    """A compact list of span tuples.
+
+    A tuple takes 32 bytes (four int64), because a corpus can have 10^8 documents.
+    """
 
     def __init__(self) -> None:
         self._numbers = array("q")
 
     def append(self, span: tuple[int, int, int, int]) -> None:
+        """Append one (file number, first byte, end byte, line number)."""
         self._numbers.extend(span)
 
     def __len__(self) -> int:
@@ -55,7 +62,18 @@ class DocumentSpans:
         return tuple(self._numbers[first : first + 4])  # pyright: ignore[reportReturnType]
 
     def read(self, index: int, files: list[Path]) -> tuple[str, Path, int]:
-        """Returns a document's content, its file and its line."""
+        """Read one document.
+
+        Args:
+            index: The number of the document.
+            files: The files that the spans refer to.
+
+        Returns:
+            The content of the document, its file, and its line number.
+
+        Raises:
+            ValueError: The bytes are not UTF-8.
+        """
         file_number, start, stop, line = self[index]
         file = files[file_number]
         with open(file, "rb") as stream:
@@ -64,13 +82,20 @@ class DocumentSpans:
         return _decode(content, file, start), file, line
 
     def pop(self, index: int) -> tuple[int, int, int, int]:
+        """Remove and return one span."""
         span = self[index]
         del self._numbers[index * 4 : index * 4 + 4]
         return span
 
 
 def find_files(patterns: tuple[str, ...]) -> list[Path]:
-    """Returns the files that match the globs, each once, sorted by path.
+    """Find the files that match some globs.
+
+    Args:
+        patterns: The globs; `~` and `**` are expanded.
+
+    Returns:
+        The files, each once, sorted by path.
 
     Raises:
         FileNotFoundError: A glob matches no file.
@@ -95,7 +120,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def files_key(files: list[Path]) -> str:
-    """Returns an identity of the files that changes when one is written; reads none of them."""
+    """Hash the paths, sizes and modification times of files, without reading them."""
     digest = hashlib.sha256()
     for file in files:
         status = file.stat()
@@ -106,10 +131,18 @@ def files_key(files: list[Path]) -> str:
 def open_text_files(
     files: list[Path], text_field: str, validation_fraction: float
 ) -> dict[str, Sequence[str]]:
-    """Returns the documents of the files in two splits, after one pass that finds where they are.
+    """Split the documents of the files into train and validation, in one pass over the files.
+
+    Args:
+        files: The .txt and .jsonl files.
+        text_field: The field of a .jsonl line that contains its text.
+        validation_fraction: The fraction of documents to hold out.
+
+    Returns:
+        Split -> its documents, read on access.
 
     Raises:
-        ValueError: The files hold too few documents for the splits, or a file cannot be read.
+        ValueError: The files contain too few documents for the splits, or a file cannot be read.
     """
     return {
         split: FileDocuments(files, spans, text_field)
@@ -118,16 +151,23 @@ def open_text_files(
 
 
 def split_files(files: list[Path], validation_fraction: float) -> dict[str, DocumentSpans]:
-    """Returns where the documents of the files are, in two splits.
+    """Find the spans of the documents of the files, in two splits.
 
-    A document goes to validation by a hash of its bytes, so duplicates share a split, and adding
-    files moves no document from one split to the other.
+    A hash of its bytes decides whether a document is held out. Therefore duplicates are in the same
+    split, and adding files moves no document from one split to the other.
+
+    Args:
+        files: The .txt and .jsonl files.
+        validation_fraction: The fraction of documents to hold out.
+
+    Returns:
+        Split -> the spans of its documents.
 
     Raises:
-        ValueError: The files hold too few documents for the splits, or a file cannot be read.
+        ValueError: The files contain too few documents for the splits, or a file cannot be read.
     """
     train, validation = DocumentSpans(), DocumentSpans()
-    # The document nearest to being held out, should chance hold out none.
+    # The document with the smallest hash is held out if no other one is.
     nearest_hash, nearest_index = 2**64, 0
     for file_number, file in enumerate(files):
         for start, stop, line, content in _spans_of(file):
@@ -145,20 +185,20 @@ def split_files(files: list[Path], validation_fraction: float) -> dict[str, Docu
 def _require_documents(files: list[Path], fraction: float, num_train: int, num_held: int) -> None:
     named = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
     if num_train + num_held == 0:
-        raise ValueError(f"data.paths: {named} hold no text; add text or correct the glob")
+        raise ValueError(f"data.paths: there is no text in {named}; add text or correct the glob")
     if num_train == 0 or (fraction and num_held == 0):
         raise ValueError(
             f"data.validation_fraction={fraction} leaves {num_train} documents for train and "
-            f"{num_held} for validation in {named}, and both need one; add documents, or set "
-            "data.validation_fraction=0 to hold out none"
+            f"{num_held} for validation in {named}, but both need at least one; add documents, or "
+            "set data.validation_fraction=0 to hold out none"
         )
 
 
 def _spans_of(file: Path) -> Iterator[tuple[int, int, int, bytes]]:
-    """Yields (first byte, end byte, line number, bytes) of each document that is not blank."""
+    """Yield (first byte, end byte, line number, bytes) of each document that is not blank."""
     try:
         with open(file, "rb") as stream:
-            start = 3 if stream.read(3) == b"\xef\xbb\xbf" else 0  # A byte order mark is no text.
+            start = 3 if stream.read(3) == b"\xef\xbb\xbf" else 0  # Skip a byte order mark.
             stream.seek(start)
             line = 1
             while content := _read_document(stream, file):
@@ -171,13 +211,14 @@ def _spans_of(file: Path) -> Iterator[tuple[int, int, int, bytes]]:
 
 
 def _read_document(stream, file: Path) -> bytes:
-    """Returns the next line of a .jsonl file, or the next part of a .txt file; b'' at its end."""
+    """Read the next line of a .jsonl file, or the next part of a .txt file; b'' at its end."""
     if _is_jsonl(file):
         return stream.readline()
     content = stream.read(TEXT_PART_BYTES)
     if len(content) == TEXT_PART_BYTES:
         content += stream.readline(TEXT_PART_BYTES)
-        # A text without line ends is cut where its bytes allow: never inside a character.
+        # A text without line ends may be cut anywhere except inside a UTF-8 character, whose
+        # continuation bytes are 10xxxxxx.
         while (following := stream.peek(1)[:1]) and following[0] & 0xC0 == 0x80:
             content += stream.read(1)
     return content
@@ -198,10 +239,19 @@ def _decode(content: bytes, file: Path, start: int) -> str:
 
 
 def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict[str, Any]:
-    """Returns the JSON object of a line, which has a string in `text_field`.
+    """Parse a .jsonl line, and check that `text_field` contains a string.
+
+    Args:
+        content: The line.
+        file: The file of the line, for messages.
+        line: The line number, for messages.
+        text_field: The field that must contain a string.
+
+    Returns:
+        The JSON object; lone surrogates in its strings are replaced by '?'.
 
     Raises:
-        ValueError: The line is none, or has none.
+        ValueError: The line is not a JSON object, or the field is missing or not a string.
     """
     try:
         record = json.loads(content)
@@ -214,9 +264,10 @@ def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict
         has = f"the fields {sorted(record)}" if isinstance(record, dict) else "no fields"
         raise ValueError(
             f"data.paths: {file} line {line} has {has}, but no string in "
-            f"data.text_field={text_field!r}; name the field that holds the text"
+            f"data.text_field={text_field!r}; set data.text_field to the field that contains the "
+            "text"
         )
-    # JSON can spell half a surrogate pair, which no tokenizer takes.
+    # JSON can encode a lone surrogate, which no tokenizer accepts.
     return {
         key: value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
         for key, value in record.items()

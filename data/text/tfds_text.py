@@ -1,4 +1,4 @@
-"""Text sets of TFDS as documents."""
+"""TFDS data sets of text as sequences of documents."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +9,12 @@ from data.tfds_sets import open_split
 
 
 class TfdsDocuments(Sequence[str]):
-    """The text feature of some examples of a split, read and decoded on access.
+    """The texts of some examples of a split, read and decoded on access.
 
     Args:
         source: The examples of the split.
-        text_feature: The feature that holds the text.
-        positions: Which examples; all of them by default.
+        text_feature: The feature that contains the text.
+        positions: The positions of the examples to keep; None keeps all of them.
     """
 
     def __init__(self, source: Sequence[Any], text_feature: str, positions: range | None = None):
@@ -26,15 +26,24 @@ class TfdsDocuments(Sequence[str]):
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
         text = self._source[self._positions[index]][self._text_feature]
-        # A bad byte in a published set is not the user's to repair.
+        # Users cannot repair a bad byte in a published data set, so it is replaced.
         return text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
 
 
 def open_builder(name: str, text_field: str, cache_path: Path) -> Any:
-    """Returns the prepared TFDS builder of this name; downloads and builds it on first use.
+    """Return the builder of a prepared TFDS data set of text; download and build it on first use.
+
+    Args:
+        name: Name of the data set.
+        text_field: The feature that contains the text.
+        cache_path: The cache directory.
+
+    Returns:
+        The TFDS builder.
 
     Raises:
-        ValueError: TFDS has no such set, or none with this text feature, or could not prepare it.
+        ValueError: TFDS has no such data set, the data set has no such text feature, or it could
+            not be prepared.
     """
     return tfds_sets.open_builder(
         name, cache_path, lambda builder: _text_feature(builder, text_field)
@@ -44,13 +53,21 @@ def open_builder(name: str, text_field: str, cache_path: Path) -> Any:
 def open_builder_documents(
     builder: Any, text_field: str, validation_fraction: float
 ) -> dict[str, Sequence[str]]:
-    """Returns the set's train and validation documents.
+    """Return the train and validation documents of a data set.
 
-    A set without a validation split gives up the last part of its train split, which is a random
-    sample, since TFDS shuffles a set by hash when it builds it.
+    If the data set has no validation split, the last part of its train split is held out. This is
+    a random sample, because TFDS shuffles a data set by hash when it builds it.
+
+    Args:
+        builder: The TFDS builder of a prepared data set.
+        text_field: The feature that contains the text.
+        validation_fraction: The fraction of the train split to hold out.
+
+    Returns:
+        Split -> its documents, read on access.
 
     Raises:
-        ValueError: The set has no train split, no such text feature or no random access.
+        ValueError: The data set has no train split, no such text feature or no random access.
     """
     name = builder.info.full_name
     feature = _text_feature(builder, text_field)
@@ -67,7 +84,7 @@ def open_builder_documents(
             "train": TfdsDocuments(train, feature),
             "validation": TfdsDocuments(validation, feature),
         }
-    # At least one is held out where any is asked for.
+    # At least one document is held out, unless the fraction is 0.
     num_held = max(round(len(train) * validation_fraction), 1) if validation_fraction else 0
     positions = range(len(train))
     num_train = max(len(train) - num_held, 0)
@@ -84,10 +101,10 @@ def _text_feature(builder: Any, text_field: str) -> str:
     texts = [key for key, value in features.items() if isinstance(value, tfds.features.Text)]
     if text_field in texts:
         return text_field
-    # The default field name stands for "the text", whatever the set calls it.
+    # With the default field name, the only text feature is used whatever its name.
     if text_field == "text" and len(texts) == 1:
         return texts[0]
-    remedy = f"set data.text_field to one of {sorted(texts)}" if texts else "choose a set of texts"
+    remedy = f"set data.text_field to one of {sorted(texts)}" if texts else "choose a text data set"
     raise ValueError(
         f"data.text_field={text_field!r} is not a text feature of the TFDS set "
         f"{builder.info.full_name!r}, whose features are {sorted(features)}; {remedy}"

@@ -1,10 +1,19 @@
-"""Token files of Megatron-LM and LiBai, memory mapped; those of fairseq are read too.
+r"""Read and write the token files of Megatron-LM and LiBai, and read the ones of fairseq.
 
-PREFIX.bin holds the tokens of all sequences one after another; PREFIX.idx, little-endian: the magic
-b'MMIDIDX\\0\\0', u64 version 1, u8 code of the dtype, u64 number of sequences N, u64 number of
-document bounds D (not in fairseq's), int32[N] tokens of each sequence, int64[N] first byte of each,
-int64[D] the sequence that each document begins with, N last (not in fairseq's, where every
-sequence is a document).
+PREFIX.bin contains the tokens of all sequences, one after another, and is memory-mapped. PREFIX.idx
+is little-endian and contains, in this order (N sequences, D document bounds):
+
+    9 bytes   the magic number b'MMIDIDX\0\0'
+    u64       version, 1
+    u8        code of the dtype
+    u64       N
+    u64       D                                                     (not in fairseq)
+    int32[N]  number of tokens of each sequence
+    int64[N]  first byte of each sequence in PREFIX.bin
+    int64[D]  first sequence of each document; the last entry is N  (not in fairseq)
+
+A document consists of one or more sequences. In fairseq every sequence is a document.
+
 Source: megatron/core/datasets/indexed_dataset.py; fairseq/data/indexed_dataset.py.
 """
 
@@ -24,12 +33,14 @@ _WRITTEN_DTYPES = {np.dtype("<u2"): 8, np.dtype("<i4"): 4}
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile(Sequence[np.ndarray]):
-    """The documents of a token file, each an array of ids, read on access.
+    """The documents of a token file: a sequence of arrays of token ids, read on access.
 
     Attributes:
-        tokens: Of all documents, one after another, memory mapped.
-        bounds: int64[number of documents + 1]: where each begins among the tokens.
-        num_sequences: Parts of documents, such as sentences, that the file tells apart.
+        tokens: The memory-mapped tokens of all documents, one after another.
+        bounds: int64[number of documents + 1]: the first token of each document, then the end of
+            the last one.
+        num_sequences: Number of sequences in the file; these are parts of documents, such as
+            sentences.
         kind: 'Megatron' or 'fairseq'.
     """
 
@@ -48,28 +59,37 @@ class TokenFile(Sequence[np.ndarray]):
 
 
 def token_file_paths(prefix: str) -> tuple[Path, Path]:
-    """Returns the paths of the .bin and the .idx; the prefix may end with either.
+    """Return the paths of the .bin and the .idx file.
+
+    Args:
+        prefix: The path without suffix, or with either suffix.
 
     Raises:
-        FileNotFoundError: One is not there.
+        FileNotFoundError: One of the files does not exist.
     """
     stem = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
     paths = Path(stem + ".bin"), Path(stem + ".idx")
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(
-                f"data.paths: there is no file {path} (in {Path.cwd()}); give the path of a token "
-                "file without its ending, such as 'my_tokens' for my_tokens.bin and my_tokens.idx"
+                f"data.paths: there is no file {path} (in {Path.cwd()}); use the path of a token "
+                "file without its suffix, such as 'my_tokens' for my_tokens.bin and my_tokens.idx"
             )
     return paths
 
 
 def open_token_file(prefix: str) -> TokenFile:
-    """Returns the documents of a token file.
+    """Open a token file, and check that its header, sizes and bounds are consistent.
+
+    Args:
+        prefix: The path without suffix, or with the suffix .bin or .idx.
+
+    Returns:
+        The documents of the file.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is damaged, or of another kind.
+        FileNotFoundError: The .bin or the .idx file does not exist.
+        ValueError: The file is damaged, or has another format.
     """
     bin_path, idx_path = token_file_paths(prefix)
     dtype, sizes, pointers, document_starts, kind = _read_index(idx_path)
@@ -79,14 +99,14 @@ def open_token_file(prefix: str) -> TokenFile:
     _require(
         num_bytes == num_tokens * dtype.itemsize,
         bin_path,
-        f"has {num_bytes} bytes, and {idx_path.name} tells of {num_tokens} tokens of "
+        f"has {num_bytes} bytes, but {idx_path.name} lists {num_tokens} tokens of "
         f"{dtype.itemsize} bytes",
     )
     starts = np.concatenate([np.zeros(1, np.int64), ends])
     _require(
         len(sizes) == 0 or (sizes >= 0).all() and (pointers == starts[:-1] * dtype.itemsize).all(),
         idx_path,
-        "has sequences that do not lie one after another",
+        "has sequences that are not contiguous",
     )
     _require(
         len(document_starts) > 0
@@ -94,9 +114,9 @@ def open_token_file(prefix: str) -> TokenFile:
         and document_starts[-1] == len(sizes)
         and (np.diff(document_starts) >= 0).all(),
         idx_path,
-        f"has document bounds that do not rise from 0 to its {len(sizes)} sequences",
+        f"has document bounds that do not increase from 0 to {len(sizes)}, its number of sequences",
     )
-    # An empty file cannot be mapped.
+    # An empty file cannot be memory-mapped.
     tokens = np.memmap(bin_path, dtype, mode="r") if num_tokens else np.zeros(0, dtype)
     return TokenFile(
         tokens=tokens, bounds=starts[document_starts], num_sequences=len(sizes), kind=kind
@@ -104,12 +124,15 @@ def open_token_file(prefix: str) -> TokenFile:
 
 
 def write_token_file(prefix: str, documents: Iterable[np.ndarray], dtype: np.dtype) -> None:
-    """Writes documents as a token file, a sequence each; it appears whole or not at all.
+    """Write documents to a token file, each as one sequence.
+
+    Both files are written under temporary names and renamed at the end.
 
     Args:
-        prefix: Its path without ending.
-        documents: Ids, int[number of tokens], each ending with the end of a document.
-        dtype: uint16 or int32, which all programs that read such files know.
+        prefix: The path of the file, without suffix.
+        documents: The token ids of each document, int[number of tokens], with the end-of-document
+            token last.
+        dtype: uint16 or int32, which all programs that read such files support.
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     sizes = []
@@ -129,13 +152,14 @@ def write_token_file(prefix: str, documents: Iterable[np.ndarray], dtype: np.dty
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, str]:
-    """Returns the dtype, sizes, pointers and document bounds of an .idx file, and whose it is."""
+    """Read an .idx file: dtype, sizes, pointers, document bounds, and 'Megatron' or 'fairseq'."""
     content = path.read_bytes()
-    _require(len(content) >= _HEADER.size, path, f"ends within its {_HEADER.size} bytes of header")
+    _require(len(content) >= _HEADER.size, path, f"ends within its header of {_HEADER.size} bytes")
     magic, version, code, num_sequences = _HEADER.unpack_from(content)
     _require(magic == _MAGIC, path, f"begins with {magic!r} instead of {_MAGIC!r}")
-    _require(version == _VERSION, path, f"has version {version}, and only {_VERSION} can be read")
-    _require(code in _DTYPES, path, f"has dtype code {code}, and ids have one of {[*_DTYPES]}")
+    _require(version == _VERSION, path, f"has version {version}, but only {_VERSION} can be read")
+    _require(code in _DTYPES, path, f"has dtype code {code}, which must be one of {[*_DTYPES]}")
+    # Each sequence takes 12 bytes, an int32 and an int64. Only a file of fairseq ends there.
     first, rest = _HEADER.size, len(content) - _HEADER.size - 12 * num_sequences
     is_fairseq = rest == 0
     num_bounds = 0
@@ -148,7 +172,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
         _require(
             rest == 8 + 8 * num_bounds,
             path,
-            f"has {len(content)} bytes, which are not those of {num_sequences} sequences and "
+            f"has {len(content)} bytes, which does not match {num_sequences} sequences and "
             f"{num_bounds} document bounds",
         )
     sizes = np.frombuffer(content, "<i4", num_sequences, first)
@@ -162,6 +186,6 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 def _require(holds: object, path: Path, what: str) -> None:
     if not holds:
         raise ValueError(
-            f"data.paths: {path} {what}: it is no intact token file of Megatron or fairseq; copy "
-            "or write it again"
+            f"data.paths: {path} {what}: it is not an intact token file of Megatron or fairseq; "
+            "copy or write it again"
         )

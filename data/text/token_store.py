@@ -1,4 +1,9 @@
-"""A corpus as one memory-mapped array of token ids per split, tokenised once and kept."""
+"""The cache of tokenized corpora: one memory-mapped array of token ids per split.
+
+With E for the end-of-document token, a split with the documents "ab" and "cde" is stored as
+
+    E a b E c d e E
+"""
 
 import functools
 import hashlib
@@ -19,13 +24,13 @@ from data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Raise this when the files' meaning changes: it makes every corpus be tokenised anew.
+# Increase this when the format of the files changes: every corpus is then tokenized again.
 _REVISION = 1
-# Characters and documents tokenised at once: enough to keep the tokenizer's threads busy, little
-# enough that memory stays small.
+# Maximum number of characters and of documents that are tokenized at once: enough to keep the
+# threads of the tokenizer busy, and few enough to keep memory small.
 _BATCH_CHARACTERS = 2**22
 _BATCH_DOCUMENTS = 4096
-# Tokens looked through at once.
+# Number of tokens that `document_ends` searches at once.
 _SEARCHED_TOKENS = 2**24
 
 
@@ -34,9 +39,9 @@ class TokenStore:
     """The token ids of each split.
 
     Attributes:
-        splits: uint16 or uint32 [number of tokens] a split: one end of document, then every
-            document followed by one.
-        fingerprint: A hash of all of them; the same wherever the same corpus was tokenised.
+        splits: Split -> uint16 or uint32 [number of tokens]: an end-of-document token, then every
+            document followed by another one.
+        fingerprint: A hash of all tokens; the same on every machine that tokenized this corpus.
     """
 
     splits: dict[str, np.ndarray]
@@ -44,15 +49,22 @@ class TokenStore:
 
 
 def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> TokenStore:
-    """Returns the corpus's tokens from the cache, tokenising it first if they are not there.
+    """Load the tokens of a corpus from the cache, or tokenize it if they are not there.
 
-    Processes that start together tokenise once, and none sees half-written files: they are
-    written under another name and renamed when complete.
+    If several processes start together, one of them tokenizes the corpus. No process reads
+    half-written files, because they are written to a temporary directory, which is renamed when it
+    is complete.
 
     Args:
-        corpus: Of the documents; opened only if the tokens are not cached.
-        tokenizer: Turns a document into ids, unless it is ids already.
+        corpus: The corpus; its documents are opened only if the tokens are not cached.
+        tokenizer: Encodes the documents, unless they are token ids already.
         directory: The cache directory.
+
+    Returns:
+        The tokens, memory-mapped.
+
+    Raises:
+        ValueError: A document cannot be read, or has a token id that the tokenizer does not have.
     """
     keyed = f"{_REVISION}\0{corpus.key}\0{tokenizer.fingerprint}"
     final = directory / f"tokens-{hashlib.sha256(keyed.encode()).hexdigest()[:16]}"
@@ -63,7 +75,7 @@ def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> 
     with filelock.FileLock(f"{final}.lock"):
         store = _open(final)
         if store is None:
-            # Whatever lies here was left by a build that was killed, or was damaged since.
+            # If these directories exist, a build was killed or the files are damaged.
             temporary = final.with_suffix(".tmp")
             for left_over in (temporary, final):
                 shutil.rmtree(left_over, ignore_errors=True)
@@ -76,7 +88,16 @@ def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> 
 
 
 def document_ends(tokens: np.ndarray, eos_id: int) -> np.ndarray:
-    """Returns where ends of documents stand in a split, int64, without a copy of all tokens."""
+    """Find the end-of-document tokens of a split.
+
+    Args:
+        tokens: uint16 or uint32 [number of tokens].
+        eos_id: The id of the end-of-document token.
+
+    Returns:
+        int64[number of ends], the positions of these tokens in ascending order.
+    """
+    # In chunks, so that the comparison needs no array of the size of the whole split.
     found = [
         np.flatnonzero(tokens[first : first + _SEARCHED_TOKENS] == eos_id) + first
         for first in range(0, len(tokens), _SEARCHED_TOKENS)
@@ -92,7 +113,7 @@ def _build(corpus: Documents, tokenizer: Tokenizer, directory: Path) -> None:
     digest = hashlib.sha256(str(dtype).encode())
     num_tokens = {}
     for split, documents in corpus.open().items():
-        logger.info("Tokenising %d documents of the %s split", len(documents), split)
+        logger.info("Tokenizing %d documents of the %s split", len(documents), split)
         with open(directory / f"{split}.bin", "wb") as stream:
             for tokens in _token_chunks(documents, encode, tokenizer.eos_id):
                 content = tokens.astype(dtype).tobytes()
@@ -107,9 +128,9 @@ def _build(corpus: Documents, tokenizer: Tokenizer, directory: Path) -> None:
 def _token_chunks(
     documents: Sequence[Any], encode: Callable[[list], list[np.ndarray]], eos_id: int
 ) -> Iterator[np.ndarray]:
-    """Yields the split's tokens in order, a batch of documents at a time."""
+    """Yield the tokens of a split in order, one batch of documents at a time."""
     end = np.array([eos_id], np.int32)
-    # With an end of document before the first token too, every token of the text is predicted.
+    # The split begins with an end of document, from which the first token of the text is predicted.
     yield end
     batch, num_characters = [], 0
     for index in range(len(documents)):
@@ -122,10 +143,10 @@ def _token_chunks(
 
 
 def _checked_ids(tokenizer: Tokenizer, documents: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns documents of ids without their end, which the store adds to every document.
+    """Check documents of token ids, and remove their end, which the store adds to every document.
 
     Raises:
-        ValueError: The tokenizer has no such id.
+        ValueError: A document has an id that the tokenizer does not have.
     """
     checked = []
     for ids in documents:
@@ -142,19 +163,21 @@ def _checked_ids(tokenizer: Tokenizer, documents: list[np.ndarray]) -> list[np.n
 
 
 def _open(directory: Path) -> TokenStore | None:
-    """Returns the store in the directory, or None if it is absent or damaged."""
+    """Open the store in a directory; return None if it is absent or damaged."""
     try:
         meta = json.loads((directory / "meta.json").read_text())
         splits = {}
         for split, num_tokens in meta["num_tokens"].items():
             tokens = np.memmap(directory / f"{split}.bin", np.dtype(meta["dtype"]), mode="r")
             if len(tokens) != num_tokens:
-                logger.warning("%s holds %d of %d tokens", directory, len(tokens), num_tokens)
+                logger.warning(
+                    "%s has %d of %d tokens: tokenizing again", directory, len(tokens), num_tokens
+                )
                 return None
             splits[split] = tokens
         return TokenStore(splits=splits, fingerprint=meta["fingerprint"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        logger.warning("%s is damaged (%s): tokenising again", directory, error)
+        logger.warning("%s is damaged (%s): tokenizing again", directory, error)
         return None

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a BPE trained from the corpus, or a tokenizer.json."""
+"""Tokenizers: raw bytes, a byte-level BPE trained on the corpus, or a tokenizer.json."""
 
 import hashlib
 import logging
@@ -21,26 +21,26 @@ from data.text.special_tokens import (
 
 logger = logging.getLogger(__name__)
 
-# What words begin with in byte-level vocabularies (a space, newline, tab or carriage return) and
-# in those of SentencePiece.
+# The first character of tokens that begin a word: a space, newline, tab or carriage return as they
+# are written in byte-level vocabularies, and the "▁" of SentencePiece.
 _WORD_MARKS = ("Ġ", "Ċ", "ĉ", "č", "▁")
-# More text than this changes a vocabulary little, and training holds all its words in memory.
+# Training keeps all words in memory, and more text than this hardly changes the vocabulary.
 _MAX_BPE_CHARACTERS = 2**28
 _TRAINING_BATCH = 256
 
 
 class Tokenizer(Protocol):
-    """What the text pipeline asks of a tokenizer.
+    """The interface that the text pipeline needs from a tokenizer.
 
     Attributes:
         vocab_size: One more than the largest id.
-        eos_id: The id that ends a document; no text encodes to it.
-        fingerprint: Changes when the ids that a text gets may change.
-        source: The `data.tokenizer` that loads it.
-        special_ids: Of the uses in special_tokens.NAMES, those that it has a token for.
-        sentinel_ids: Of the sentinels 0, 1, ... that stand for spans left out.
-        has_token_types: Whether two texts of a row are told apart by token types; RoBERTa puts two
-            separators between them instead.
+        eos_id: The id of the end-of-document token; no text encodes to it.
+        fingerprint: A string that changes whenever the ids of a text may change.
+        source: The value of `data.tokenizer` that loads this tokenizer.
+        special_ids: Use -> id, for the uses in special_tokens.NAMES that the tokenizer has.
+        sentinel_ids: The ids of sentinels 0, 1, ..., which stand for removed spans.
+        has_token_types: Whether token types distinguish the two texts of a row, as in BERT. RoBERTa
+            has no token types, and puts two separators between the texts instead.
     """
 
     vocab_size: int
@@ -52,31 +52,38 @@ class Tokenizer(Protocol):
     has_token_types: bool
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, int32[number of tokens], without an end of document."""
+        """Encode texts.
+
+        Args:
+            texts: The texts.
+
+        Returns:
+            For each text int32[number of tokens], without special tokens.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of the ids."""
+        """Return the text of the ids, with the names of special tokens."""
         ...
 
     def is_text(self) -> np.ndarray:
-        """Returns bool[vocab_size]: the ids that text may encode to."""
+        """Return bool[vocab_size], true for the ids that text can encode to."""
         ...
 
     def starts_word(self) -> np.ndarray:
-        """Returns bool[vocab_size]: the ids that a word begins with.
+        """Return bool[vocab_size], true for the ids that begin a word.
 
         Raises:
-            ValueError: The vocabulary does not tell.
+            ValueError: The vocabulary does not mark where words begin.
         """
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document.
+    """A tokenizer of UTF-8 bytes: ids 0 to 255 are bytes, and 256 ends a document.
 
     Args:
-        has_special_tokens: There are further ids, for the other special tokens.
+        has_special_tokens: Whether to add the other special tokens, with ids from 257.
     """
 
     eos_id = 256
@@ -91,33 +98,38 @@ class ByteTokenizer:
         self.sentinel_ids = find_sentinel_ids(ids.get)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        # A lone surrogate has no UTF-8 form; '?' keeps one bad document from stopping a run.
+        """Encode texts; see `Tokenizer.encode_batch`."""
+        # A lone surrogate has no UTF-8 encoding. Replacing it with '?' keeps one bad document from
+        # stopping a run.
         return [
             np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
             for text in texts
         ]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of the ids, with the names of special tokens."""
         known = [bytes([i]) for i in range(256)] + [name.encode() for name in self._names]
         content = b"".join(known[i] for i in np.asarray(ids).tolist())
         return content.decode("utf-8", "replace")
 
     def is_text(self) -> np.ndarray:
+        """Return bool[vocab_size], true for the 256 bytes."""
         return np.arange(self.vocab_size) < 256
 
     def starts_word(self) -> np.ndarray:
+        """Return bool[vocab_size], true for white space, which begins a word."""
         return np.isin(np.arange(self.vocab_size), list(b" \t\r\n"))
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library, from the JSON that it saves.
+    """A tokenizer of the `tokenizers` library, loaded from its JSON format.
 
     Args:
-        content: The text of a tokenizer.json.
-        source: Its path.
+        content: The content of a tokenizer.json.
+        source: The path of the file, as in `data.tokenizer`.
 
     Raises:
-        ValueError: The JSON is not a tokenizer, or has no token that ends a document.
+        ValueError: The JSON is not a tokenizer, or has no end-of-document token.
     """
 
     def __init__(self, content: str, source: str):
@@ -128,39 +140,44 @@ class FileTokenizer:
                 f"data.tokenizer={source!r} is not a readable tokenizer.json ({error}); "
                 "replace the file, or set data.tokenizer to 'bpe' or 'bytes'"
             ) from error
-        # Files saved for a classifier truncate or pad; a corpus needs every token, and no more.
+        # A file saved for a classifier may truncate or pad. A corpus needs exactly its tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Text that spells a special token is text: it must not end its document.
+        # If a text contains the name of a special token, encode that name as text: it must not end
+        # the document.
         self._tokenizer.encode_special_tokens = True
         token_to_id = self._tokenizer.token_to_id
         found = [name for name in EOS_NAMES if token_to_id(name) is not None]
-        # RoBERTa's and OPT's have GPT-2's end as a token like any other, and an end of their own.
+        # RoBERTa and OPT have GPT-2's end-of-document token as an ordinary token, and a special
+        # token of their own, so special tokens take precedence.
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = {token.content for token in added if token.special}
         found.sort(key=lambda name: name not in special)
         if not found:
             raise ValueError(
-                f"data.tokenizer={source!r} has none of the tokens {list(EOS_NAMES)}, and one "
-                "must end each document; add one of them to the file as a special token"
+                f"data.tokenizer={source!r} has none of the end-of-document tokens "
+                f"{list(EOS_NAMES)}; add one of them to the file as a special token"
             )
         self.eos_id: int = token_to_id(found[0])  # pyright: ignore
         self.special_ids: Mapping[str, int] = find_special_ids(token_to_id)
         self.sentinel_ids = find_sentinel_ids(token_to_id)
-        # CLS A SEP SEP B SEP, where BERT has one token less.
+        # RoBERTa encodes a pair as CLS A SEP SEP B SEP, with 4 special tokens; BERT needs only 3.
         self.has_token_types = self._tokenizer.num_special_tokens_to_add(is_pair=True) != 4
         self.source = source
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode texts; see `Tokenizer.encode_batch`."""
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of the ids, with the names of special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def is_text(self) -> np.ndarray:
+        """Return bool[vocab_size], true for the ids that text can encode to."""
         is_text = np.zeros(self.vocab_size, bool)
         is_text[list(self._tokenizer.get_vocab(with_added_tokens=True).values())] = True
         added = self._tokenizer.get_added_tokens_decoder()
@@ -169,6 +186,11 @@ class FileTokenizer:
         return is_text
 
     def starts_word(self) -> np.ndarray:
+        """Return bool[vocab_size], true for the ids that begin a word.
+
+        Raises:
+            ValueError: The vocabulary does not mark where words begin.
+        """
         vocab = self._tokenizer.get_vocab(with_added_tokens=False)
         starts = np.zeros(self.vocab_size, bool)
         if isinstance(self._tokenizer.model, tokenizers.models.WordPiece):
@@ -178,19 +200,25 @@ class FileTokenizer:
             first = [i for token, i in vocab.items() if token.startswith(_WORD_MARKS)]
         if not first:
             raise ValueError(
-                f"data.whole_words=True, but data.tokenizer={self.source!r} does not mark words "
-                "('##' of WordPiece, 'Ġ' of byte-level BPE, '▁' of SentencePiece); set "
-                "data.whole_words=False"
+                f"data.whole_words=True, but data.tokenizer={self.source!r} does not mark where "
+                "words begin (with '##' in WordPiece, 'Ġ' in byte-level BPE or '▁' in "
+                "SentencePiece); set data.whole_words=False"
             )
         starts[first] = True
         return starts
 
 
 def load_tokenizer_file(path: str) -> FileTokenizer:
-    """Returns the tokenizer of a tokenizer.json, or of the directory that holds one.
+    """Load a tokenizer.json.
+
+    Args:
+        path: The path of the file, or of a directory that contains a tokenizer.json.
+
+    Returns:
+        The tokenizer.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         ValueError: The file is not a tokenizer.
     """
     file = Path(path).expanduser()
@@ -199,13 +227,13 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
         content = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"data.tokenizer={path!r}: there is no file {file}; give the path of a "
-            "tokenizer.json, or choose 'bpe' or 'bytes'"
+            f"data.tokenizer={path!r}: there is no file {file}; set it to the path of a "
+            "tokenizer.json, or to 'bpe' or 'bytes'"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"data.tokenizer={path!r} cannot be read as a tokenizer.json: {error}; "
-            "replace the file, or choose 'bpe' or 'bytes'"
+            "replace the file, or set data.tokenizer to 'bpe' or 'bytes'"
         ) from error
     return FileTokenizer(content, path)
 
@@ -217,15 +245,19 @@ def load_bpe(
     *,
     has_special_tokens: bool = False,
 ) -> FileTokenizer:
-    """Returns the cached byte-level BPE, trained first if there is none.
+    """Load the byte-level BPE tokenizer from the cache, or train it if there is none.
 
-    Processes that start together train it once, and none sees a half-written file.
+    If several processes start together, one of them trains the tokenizer, and none reads a
+    half-written file.
 
     Args:
-        open_documents: Returns the text to train from; called only if there is no cached file.
-        file: Where the tokenizer is cached; its name tells corpus and size.
-        vocab_size: Tokens at most; a small corpus may give fewer.
-        has_special_tokens: There are special tokens besides the end of a document.
+        open_documents: Returns the texts to train on; called only if there is no cached file.
+        file: The path of the cached tokenizer; its name identifies the corpus and the size.
+        vocab_size: The maximum vocabulary size; a small corpus may yield fewer tokens.
+        has_special_tokens: Whether to add special tokens other than the end of a document.
+
+    Returns:
+        The tokenizer.
     """
     special_tokens = [END_OF_TEXT, *(ADDED if has_special_tokens else ())]
     if not file.exists():
@@ -255,7 +287,7 @@ def _train_bpe(documents: Sequence[str], vocab_size: int, special_tokens: list[s
 
 
 def _training_batches(documents: Sequence[str]) -> Iterator[list[str]]:
-    # In a random order, so that what is left out of a large corpus is left out everywhere.
+    # In random order, so that the part of a large corpus that is used is a uniform sample.
     order = np.random.default_rng(0).permutation(len(documents))
     num_characters = 0
     for first in range(0, len(order), _TRAINING_BATCH):

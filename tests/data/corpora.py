@@ -1,4 +1,4 @@
-"""Small corpora and tokenizers for tests of the data."""
+"""Small text corpora and tokenizers that the data tests share."""
 
 import json
 
@@ -9,13 +9,13 @@ from data.config import DataConfig
 from data.examples import Examples
 from data.text.objectives.causal_lm import CausalLMExamples
 
-#: Of the tokenizer 'bytes' with special tokens.
+#: Ids of the tokenizer 'bytes' with special tokens.
 EOS, PAD, CLS, SEP, MASK, FIRST_SENTINEL = 256, 257, 258, 259, 260, 360
 WORDS = "the quick brown foxes jumped over lazy dogs while seventeen unbelievable things".split()
 
 
 def jsonl_config(directory, records, **changes):
-    """Returns the config of a file of these records, or of these texts."""
+    """Write records or texts to a .jsonl file, and return a config that reads it."""
     records = [r if isinstance(r, dict) else {"text": r} for r in records]
     (directory / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     fields = {
@@ -32,18 +32,18 @@ def jsonl_config(directory, records, **changes):
 
 
 def tokens_of(examples: Examples) -> np.ndarray:
-    """Returns the tokens that the windows of a causal_lm corpus are cut from."""
+    """Return the token array of a causal_lm corpus."""
     assert isinstance(examples, CausalLMExamples)
     return np.asarray(examples.tokens)
 
 
 def documents(count=60):
-    """Returns texts of words, of very different lengths."""
+    """Return texts of very different lengths."""
     return [" ".join(WORDS[i % 7 : 4 + i % 9] * (1 + i * i % 5)) + f" {i}" for i in range(count)]
 
 
 def word_piece(directory):
-    """Returns the path of a tokenizer as BERT's, which cuts the longer of WORDS into pieces."""
+    """Write a tokenizer like BERT's, which splits the longer WORDS into pieces; return its path."""
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     letters = sorted({letter for word in WORDS for letter in word} | set("0123456789"))
     pieces = ["fox", "jump", "seven", "believ", "able", "thing", "un", "the", "quick", "teen"]
@@ -58,7 +58,7 @@ def word_piece(directory):
 
 
 def byte_level(directory):
-    """Returns the path of a tokenizer as RoBERTa's."""
+    """Write a tokenizer like RoBERTa's; return its path."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -75,7 +75,7 @@ def byte_level(directory):
 
 
 def sentence_piece(directory):
-    """Returns the path of a tokenizer as T5's, with five sentinels."""
+    """Write a tokenizer like T5's, with five sentinels; return its path."""
     sentinels = [f"<extra_id_{i}>" for i in reversed(range(5))]
     letters = sorted({letter for word in WORDS for letter in word} | set("0123456789"))
     pieces = ["<pad>", "</s>", "<unk>", "▁", *letters, *(f"▁{word}" for word in WORDS[::2])]
@@ -89,12 +89,12 @@ def sentence_piece(directory):
 
 
 def take(iterator, count):
-    """Returns the next batches of an iterator."""
+    """Return the next `count` batches of an iterator."""
     return [next(iterator) for _ in range(count)]
 
 
 def assert_rows(found, whole, rows):
-    """Checks that batches hold these rows of whole batches, bit for bit."""
+    """Check that batches are equal, bit for bit, to these rows of the whole batches."""
     for one, all_rows in zip(found, whole, strict=True):
         assert one.keys() == all_rows.keys()
         for key in one:

@@ -1,4 +1,4 @@
-"""Mixtures keep their weights at every prefix, and each source its own order."""
+"""Mixtures: weights hold for every prefix of the stream, and each source keeps its own order."""
 
 import json
 from fractions import Fraction
@@ -29,7 +29,7 @@ def test_shares_hold_at_every_prefix_to_less_than_one_element(weights, start):
         counts[source] += 1
         for count, share in zip(counts, shares, strict=True):
             assert abs(count - (element + 1) * share) < 1
-    # Far elements are found without those before them, and continue the same counts.
+    # A far element is found without computing the ones before it, and its number is consistent.
     source, number = blend[start]
     assert abs(number - start * shares[source]) < 1
 
@@ -130,7 +130,7 @@ def test_mixture_trains_one_tokenizer_from_all_sources(tmp_path):
         (("0 a",), r"'0 a' must be a weight above 0"),
         (("-1 a",), r"'-1 a' must be a weight above 0"),
         (("1e9 a",), r"'1e9 a' must be a weight above 0"),
-        (("0.1234567 a", "1 b"), r"whole multiples of 1/n of their sum .* 100,000; round them"),
+        (("0.1234567 a", "1 b"), r"a common denominator of at most 100,000; round them"),
     ],
 )
 def test_mixtures_refuse(mixture, message, tmp_path):

@@ -1,4 +1,4 @@
-"""DataConfig refuses what cannot work, and says what would."""
+"""DataConfig refuses invalid values, and its messages suggest valid ones."""
 
 import dataclasses
 
@@ -58,8 +58,8 @@ GOOD = DataConfig(sequence_length=8, global_batch_size=2)
         ),
         ({"target_field": ""}, r"data\.target_field='' must be a non-empty string.*'target'"),
         ({"label_field": ""}, r"data\.label_field='' must be a non-empty string.*'label'"),
-        ({"mixture": ("1 ag_news_subset",)}, r"goes with data\.name='mixture' and with no other"),
-        ({"name": "mixture"}, r"data\.mixture=\(\) goes with data\.name='mixture'.*set both"),
+        ({"mixture": ("1 ag_news_subset",)}, r"must be set if and only if data\.name='mixture'"),
+        ({"name": "mixture"}, r"data\.mixture=\(\) must be set if .*name='mixture'.*set both"),
         ({"name": "mixture", "mixture": "1 a"}, r"data\.mixture='1 a' must be a tuple"),
         ({"name": "megatron"}, r"data\.name='megatron' needs the path .*'my_tokens'"),
         (

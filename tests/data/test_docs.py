@@ -1,4 +1,4 @@
-"""docs/data.md names what there is, and its commands work."""
+"""docs/data.md documents all objectives and fields, and its commands work."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""The section `images`, and what of `data` goes with it."""
+"""The config section `images`, and its compatibility with the section `data`."""
 
 import dataclasses
 
@@ -16,24 +16,24 @@ IMAGES = DataConfig(name="digits", objective="image_classification", global_batc
     [
         ({"size": 0}, r"images\.size=0 must be a whole number of at least 1"),
         ({"size": 224.0}, r"images\.size=224\.0 must be a whole number"),
-        ({"channels": 4}, r"images\.channels=4 must be 3 \(colour\) or 1 \(grey\)"),
-        ({"crop_scale": (0.5, 0.2)}, r"images\.crop_scale=\(0\.5, 0\.2\) must be parts .*smaller"),
-        ({"crop_scale": (0.0, 1.0)}, r"images\.crop_scale=\(0\.0, 1\.0\) must be parts"),
+        ({"channels": 4}, r"images\.channels=4 must be 3 \(color\) or 1 \(gray\)"),
+        ({"crop_scale": (0.5, 0.2)}, r"images\.crop_scale=\(0\.5, 0\.2\) must be two .*smaller"),
+        ({"crop_scale": (0.0, 1.0)}, r"images\.crop_scale=\(0\.0, 1\.0\) must be two fractions"),
         ({"crop_scale": 0.5}, r"images\.crop_scale=0\.5 must be 2 numbers; .*\(0\.08, 1\.0\)"),
-        ({"crop_ratio": (-1, 1)}, r"images\.crop_ratio=\(-1, 1\) must be positive"),
+        ({"crop_ratio": (-1, 1)}, r"images\.crop_ratio=\(-1, 1\) must be two positive"),
         ({"randaugment_num": -1}, r"images\.randaugment_num=-1 must be .* at least 0"),
         ({"randaugment_magnitude": 11}, r"magnitude=11 must be a number from 0 to 10"),
         ({"jitter": (0.4,)}, r"images\.jitter=\(0\.4,\) must be 4 numbers"),
-        ({"jitter": (0, 0, 0, 0.6), "channels": 3}, r"jitter=.* of the hue, at most 0\.5"),
-        ({"jitter": (0, 0, 0.2, 0)}, r"change colours, but images\.channels=1 has none"),
+        ({"jitter": (0, 0, 0, 0.6), "channels": 3}, r"jitter=.* the hue, must be at most 0\.5"),
+        ({"jitter": (0, 0, 0.2, 0)}, r"change colors, but images\.channels=1 has none"),
         ({"grayscale": 0.2}, r"images\.grayscale=0\.2 .*channels=1 has none; set them to 0"),
-        ({"blur": (1.0, 2.0)}, r"images\.blur=2\.0 must be a part of all"),
+        ({"blur": (1.0, 2.0)}, r"images\.blur=2\.0 must be a fraction"),
         ({"solarize": "often"}, r"images\.solarize='often' must be 2 numbers"),
-        ({"erasing": 1.5}, r"images\.erasing=1\.5 must be a part of all, from 0 .* to 1"),
-        ({"cutmix_share": -1}, r"images\.cutmix_share=-1 must be a part of all"),
-        ({"mixup": -0.1}, r"images\.mixup=-0\.1 must be a number above 0, or 0 for none"),
-        ({"cutmix": float("inf")}, r"images\.cutmix=inf must be a number above 0"),
-        ({"crop_ratio": (1.0, float("inf"))}, r"images\.crop_ratio=\(1\.0, inf\) must be positive"),
+        ({"erasing": 1.5}, r"images\.erasing=1\.5 must be a fraction from 0 .* to 1"),
+        ({"cutmix_share": -1}, r"images\.cutmix_share=-1 must be a fraction"),
+        ({"mixup": -0.1}, r"images\.mixup=-0\.1 must be a finite number of at least 0"),
+        ({"cutmix": float("inf")}, r"images\.cutmix=inf must be a finite number"),
+        ({"crop_ratio": (1.0, float("inf"))}, r"crop_ratio=\(1\.0, inf\) must be two positive"),
         ({"repeats": 0}, r"images\.repeats=0 must be a whole number of at least 1"),
         ({"eval_crop": 0.0}, r"images\.eval_crop=0\.0 must be more than 0 and at most 1"),
         ({"train_fraction": 2}, r"images\.train_fraction=2 must be more than 0 and at most 1"),
@@ -58,9 +58,9 @@ def test_image_config_refuses(changes, message):
         (
             {"global_batch_size": 5},
             {"cutmix": 1.0},
-            r"in pairs, but data\.global_batch_size=5 is odd; choose 6",
+            r"pairs, but data\.global_batch_size=5 is odd; choose an even size such as 6",
         ),
-        ({}, {"repeats": 4}, r"images\.repeats=4 leaves fewer than two .*=6; choose at most 3"),
+        ({}, {"repeats": 4}, r"repeats=4 leaves fewer than two .*=6; repeat them at most 3"),
     ],
 )
 def test_sections_that_do_not_fit_are_refused(data, images, message):
@@ -71,23 +71,23 @@ def test_sections_that_do_not_fit_are_refused(data, images, message):
 def test_images_are_refused_where_texts_are_read():
     text = DataConfig(global_batch_size=5)
     check_images(text, ImageConfig())
-    with pytest.raises(ValueError, match=r"images\.size=9 is read only with images, .*'causal_lm'"):
+    with pytest.raises(ValueError, match=r"images\.size=9 is read only for images, .*'causal_lm'"):
         check_images(text, ImageConfig(size=9))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer": "bytes"}, r"data\.tokenizer='bytes' is read only with texts, .*='bpe'"),
+        ({"tokenizer": "bytes"}, r"data\.tokenizer='bytes' is read only for texts, .*='bpe'"),
         ({"sequence_length": 64}, r"data\.sequence_length=64 is read only .*sequence_length=128"),
-        ({"vocab_size": 300}, r"data\.vocab_size=300 is read only with texts"),
+        ({"vocab_size": 300}, r"data\.vocab_size=300 is read only for texts"),
         ({"whole_words": True}, r"data\.whole_words=True is read only with data\.objective='mask"),
         ({"name": "python_stdlib"}, r"'python_stdlib' has none; set data\.name='digits', 'imag"),
-        ({"name": "text", "paths": ("a.txt",)}, r"reads images, and data\.name='text' has none"),
-        ({"name": "image_folder"}, r"'image_folder' needs one folder in data\.paths=\(\)"),
-        ({"name": "image_folder", "paths": ("a", "b", "c")}, r"needs one folder in .*, or two"),
+        ({"name": "text", "paths": ("a.txt",)}, r"reads images, but data\.name='text' has none"),
+        ({"name": "image_folder"}, r"'image_folder' needs one or two folders in data\.paths=\(\)"),
+        ({"name": "image_folder", "paths": ("a", "b", "c")}, r"needs one or two folders in"),
         ({"paths": ("a",)}, r"data\.paths=\('a',\) is read only with .*but data\.name='digits'"),
-        ({"objective": "causal_lm"}, r"'causal_lm' reads texts, and data\.name='digits' has none"),
+        ({"objective": "causal_lm"}, r"'causal_lm' reads texts, but data\.name='digits' has none"),
     ],
 )
 def test_data_config_refuses_what_is_not_for_images(changes, message):

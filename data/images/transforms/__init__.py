@@ -1,0 +1,1 @@
+"""Random and deterministic transforms of images."""

@@ -1,4 +1,4 @@
-"""An image as a model sees it in training, and as it sees it in evaluations."""
+"""Preprocessing of images: random augmentation in training, a central crop in evaluations."""
 
 import math
 
@@ -10,20 +10,28 @@ from data.images.transforms.colors import blurred, jitter, solarized, without_co
 from data.images.transforms.crops import central_crop, crop, random_box
 from data.images.transforms.rand_augment import rand_augment
 
-# Of an erased rectangle: part of the area, height ÷ width, and how many are tried.
+# Random erasing: range of the rectangle's fraction of the area, range of its height ÷ width, and
+# number of attempts to draw a rectangle that fits.
 _ERASED_AREA, _ERASED_RATIO, _NUM_TRIES = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
 
 
 def augment(
     image: Image.Image, config: ImageConfig, random: np.random.Generator, view: int = 0
 ) -> np.ndarray:
-    """Returns uint8[size, size, channels]: a random crop of the image, changed at random.
+    """Crop and augment an image at random, as in training.
+
+    The operations are applied in this order: crop, flip, color jitter, grayscale, blur, solarize,
+    RandAugment, erasing.
 
     Args:
-        image: Not decoded yet, so that only the pixels needed are.
-        config: What is done.
-        random: What is drawn comes from here.
-        view: 0 or 1, of a pair: which of the probabilities of `blur` and `solarize` counts.
+        image: The image, preferably not decoded yet, so that only the needed pixels are decoded.
+        config: The config section `images`.
+        random: The random number generator.
+        view: 0 or 1, the view of a pair; selects one of the two probabilities of `blur` and
+            `solarize`.
+
+    Returns:
+        uint8[size, size, channels].
     """
     width, height = image.size
     box = (0.0, 0.0, float(width), float(height))
@@ -50,21 +58,30 @@ def augment(
 
 
 def central(image: Image.Image, config: ImageConfig) -> np.ndarray:
-    """Returns uint8[size, size, channels]: the middle of the image, with nothing random in it."""
+    """Return uint8[size, size, channels]: the central crop of an image, as in evaluations."""
     return to_array(central_crop(image, config.size, config.channels, config.eval_crop))
 
 
 def to_array(image: Image.Image) -> np.ndarray:
-    """Returns uint8[height, width, channels] of an image of mode L or RGB."""
+    """Return uint8[height, width, channels] of an image of mode L or RGB."""
     pixels = np.array(image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
 def erase(pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Returns the pixels with a rectangle of noise in them, if one of ten fits.
+    """Replace a random rectangle by noise, in place.
 
-    Source: Zhong et al. 2017 (arXiv:1708.04896), algorithm 1, with random values (RE-R); the
-        largest area is that of timm, 1/3 instead of 0.4.
+    Ten rectangles are tried; if none fits into the image, the image stays as it is.
+
+    Args:
+        pixels: uint8[height, width, channels]; modified in place.
+        random: The random number generator.
+
+    Returns:
+        `pixels`.
+
+    Source: Zhong et al. 2017 (arXiv:1708.04896), algorithm 1, with random values (RE-R). The
+        largest area is 1/3, as in timm, instead of 0.4.
     """
     height, width, channels = pixels.shape
     low, high = (math.log(ratio) for ratio in _ERASED_RATIO)

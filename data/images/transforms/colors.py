@@ -1,13 +1,13 @@
-"""Random changes of an image's colours.
+"""Random changes of colors: jitter, grayscale, blur and solarization.
 
-Source: the factors and the order of the jitter are torchvision's ColorJitter; blur and inversion as
-Grill et al. 2020 (arXiv:2006.07733), appendix B.
+Source: the factors and the order of the jitter follow torchvision's ColorJitter; blur and
+solarization follow Grill et al. 2020 (arXiv:2006.07733), appendix B.
 """
 
 import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-# Of the blur, in pixels.
+# Range of the standard deviation of the Gaussian blur, in pixels.
 _MIN_SIGMA, _MAX_SIGMA = 0.1, 2.0
 _ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
@@ -15,12 +15,17 @@ _ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color
 def jitter(
     image: Image.Image, strength: tuple[float, ...], random: np.random.Generator
 ) -> Image.Image:
-    """Returns the image with another brightness, contrast, saturation and hue, in random order.
+    """Change brightness, contrast, saturation and hue at random, in random order.
 
     Args:
-        image: Of mode L or RGB.
-        strength: Of the four; a factor is drawn from 1 ± strength, a hue from ± strength turns.
-        random: What is drawn comes from here.
+        image: An image of mode L or RGB.
+        strength: The strengths of the four changes, in this order; 0 for no change. A factor is
+            drawn from 1 ± strength, but not below 0, and a rotation of the hue from ± strength
+            turns.
+        random: The random number generator.
+
+    Returns:
+        The changed image.
     """
     for which in random.permutation(4):
         amount = strength[which]
@@ -33,22 +38,22 @@ def jitter(
 
 
 def shift_hue(image: Image.Image, turns: float) -> Image.Image:
-    """Returns the image of mode RGB with all hues turned by so much of the circle."""
+    """Rotate the hues of an RGB image by a (possibly negative) fraction of the color circle."""
     hue, saturation, value = image.convert("HSV").split()
     turned = hue.point([(place + round(turns * 255)) % 256 for place in range(256)])
     return Image.merge("HSV", (turned, saturation, value)).convert("RGB")
 
 
 def without_color(image: Image.Image) -> Image.Image:
-    """Returns the image in grey, of the same mode."""
+    """Return the image in gray, in the same mode."""
     return image.convert("L").convert(image.mode)
 
 
 def blurred(image: Image.Image, random: np.random.Generator) -> Image.Image:
-    """Returns the image blurred by a Gaussian of 0.1 to 2 pixels."""
+    """Blur an image with a Gaussian whose standard deviation is 0.1 to 2 pixels."""
     return image.filter(ImageFilter.GaussianBlur(random.uniform(_MIN_SIGMA, _MAX_SIGMA)))
 
 
 def solarized(image: Image.Image) -> Image.Image:
-    """Returns the image with the brighter half of its values inverted."""
+    """Invert the pixel values from 128 on."""
     return ImageOps.solarize(image, 128)

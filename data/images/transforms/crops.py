@@ -1,4 +1,4 @@
-"""Which part of an image is kept, and its pixels at the size that the model gets."""
+"""Decode an image, crop it, and resize it to the size that the model receives."""
 
 import io
 import math
@@ -7,28 +7,32 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-#: (left, top, right, bottom) in pixels; the last two lie outside.
+#: (left, top, right, bottom) in pixels; right and bottom are exclusive.
 Box = tuple[float, float, float, float]
 
 _MODES = {1: "L", 3: "RGB"}
-# Where Pillow converts to grey or to colour by way of another mode alone.
+# Modes that Pillow can convert to gray or to color only via another mode -> that mode.
 _STEPS = {"LAB": "RGB", "La": "LA"}
-# So many random boxes are tried before the central one is taken.
+# Number of random boxes to try before falling back to a central one.
 _NUM_TRIES = 10
 
 
 def open_image(image: Any) -> Image.Image:
-    """Returns an image; of encoded bytes, pixels are not decoded yet.
+    """Open an image. Encoded bytes are not decoded yet.
 
     Args:
-        image: Encoded bytes, uint8[height, width] or [height, width, channels], or a PIL image.
+        image: Encoded bytes, an array uint8[height, width] or uint8[height, width, channels] with
+            1, 3 or 4 channels, or a PIL image.
+
+    Returns:
+        The PIL image.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: `image` is none of these.
     """
     if isinstance(image, Image.Image):
         image.load()
-        return image.copy()  # Threads share the image, and to decode it less changes it.
+        return image.copy()  # Threads share the image, and `Image.draft` would modify it.
     if isinstance(image, bytes):
         return Image.open(io.BytesIO(image))
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.size:
@@ -52,16 +56,21 @@ def random_box(
     ratio: tuple[float, ...],
     random: np.random.Generator,
 ) -> Box:
-    """Returns a random part of an image.
+    """Draw a random box of an image.
 
     Args:
-        width: Of the image, in pixels; so is `height`.
-        scale: Part of the area, at least and at most.
-        ratio: Width ÷ height, at least and at most; its logarithm is uniform.
-        random: What is drawn comes from here.
+        width: The width of the image in pixels.
+        height: The height of the image in pixels.
+        scale: Minimum and maximum fraction of the area.
+        ratio: Minimum and maximum width ÷ height; its logarithm is uniformly distributed.
+        random: The random number generator.
 
-    Source: Szegedy et al. 2014 (arXiv:1409.4842), section 6; the ten tries, and the largest central
-        box of a fitting ratio after them, are torchvision's RandomResizedCrop.
+    Returns:
+        The box. If none of ten boxes fits into the image, it is the largest central box with an
+        allowed ratio.
+
+    Source: Szegedy et al. 2014 (arXiv:1409.4842), section 6. The ten attempts and the central box
+        follow torchvision's RandomResizedCrop.
     """
     for _ in range(_NUM_TRIES):
         area = width * height * random.uniform(scale[0], scale[1])
@@ -79,13 +88,33 @@ def random_box(
 
 
 def crop(image: Image.Image, box: Box, size: int, channels: int) -> Image.Image:
-    """Returns a box of an image as size × size pixels."""
+    """Crop a box of an image and resize it to size × size pixels (bicubic).
+
+    Args:
+        image: The image, preferably not decoded yet.
+        box: The box to keep, in pixels of the image.
+        size: Height and width of the result in pixels.
+        channels: 1 or 3.
+
+    Returns:
+        The resized crop, of mode L or RGB.
+    """
     scaled, box = _decode(image, box, size, channels)
     return scaled.resize((size, size), Image.Resampling.BICUBIC, box)
 
 
 def central_crop(image: Image.Image, size: int, channels: int, part: float) -> Image.Image:
-    """Returns the middle of an image whose shorter side was brought to size ÷ part pixels."""
+    """Resize the shorter side of an image to size ÷ part pixels, and crop the center.
+
+    Args:
+        image: The image, preferably not decoded yet.
+        size: Height and width of the result in pixels.
+        channels: 1 or 3.
+        part: `images.eval_crop`: the side of the crop ÷ the shorter side of the resized image.
+
+    Returns:
+        The central crop, of mode L or RGB.
+    """
     width, height = image.size
     shorter = int(size / part)
     scale = shorter / min(width, height)
@@ -93,17 +122,29 @@ def central_crop(image: Image.Image, size: int, channels: int, part: float) -> I
     scaled, (_, _, right, bottom) = _decode(image, (0, 0, width, height), shorter, channels)
     left, top = round((wide - size) / 2), round((high - size) / 2)
     across, down = right / wide, bottom / high
-    # Of what is resized only the middle is made: all of a narrow image could be too much to hold.
+    # Compute the box in pixels of the decoded image, and resize only this box. The whole resized
+    # image could be too large for memory if the image is very narrow.
     box = (left * across, top * down, (left + size) * across, (top + size) * down)
     within = (*box[:2], min(box[2], right), min(box[3], bottom))
     return scaled.resize((size, size), Image.Resampling.BICUBIC, within)
 
 
 def _decode(image: Image.Image, box: Box, size: int, channels: int) -> tuple[Image.Image, Box]:
-    """Returns the image in the mode of `channels`, perhaps smaller, and the box within it."""
+    """Decode an image, at reduced size if possible.
+
+    Args:
+        image: The image.
+        box: The box that is going to be resized to size × size pixels.
+        size: The size after resizing, in pixels.
+        channels: 1 or 3.
+
+    Returns:
+        The image, of mode L or RGB, and the box in pixels of that image.
+    """
     width, height = image.size
     left, top, right, bottom = box
-    # A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the box still has all pixels needed.
+    # A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the box still has at least size × size
+    # pixels.
     wanted = width * size / (right - left), height * size / (bottom - top)
     image.draft(_MODES[channels], (math.ceil(wanted[0]), math.ceil(wanted[1])))
     image = to_channels(image, channels)
@@ -113,12 +154,12 @@ def _decode(image: Image.Image, box: Box, size: int, channels: int) -> tuple[Ima
 
 
 def to_channels(image: Image.Image, channels: int) -> Image.Image:
-    """Returns the image in grey or in colour, without transparency, 8 bits a channel."""
+    """Convert an image to 1 (gray) or 3 (RGB) channels of 8 bits, without transparency."""
     mode = _MODES[channels]
     if image.mode == mode:
         return image
     if image.mode.startswith("I"):
-        # Pillow's own conversion clips 16 bits instead of scaling them.
+        # Pillow's own conversion clips 16-bit values instead of scaling them.
         grey = np.asarray(image).astype(np.int64) >> 8
         image = Image.fromarray(np.clip(grey, 0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:

@@ -1,4 +1,4 @@
-"""Two images and their labels in one: Mixup and CutMix.
+"""Mixup and CutMix: combine two images and their labels.
 
 Source: Zhang et al. 2017 (arXiv:1710.09412), section 2; Yun et al. 2019 (arXiv:1905.04899),
 section 3.
@@ -14,18 +14,27 @@ from data.image_config import ImageConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """How each image of a pair gets something of the other one.
+    """The way in which each image of a pair is combined with the other one.
 
     Attributes:
-        share: What is left of its own, and of its label.
-        box: (top, bottom, left, right) of what is the other's; None: all pixels are blended.
+        share: The weight of the image itself and of its label; the other image has 1 - share.
+        box: CutMix: the (top, bottom, left, right) of the pixels taken from the other image. None
+            for Mixup, which blends all pixels.
     """
 
     share: float
     box: tuple[int, int, int, int] | None = None
 
     def __call__(self, image: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Returns the mixed uint8[height, width, channels]."""
+        """Combine two images.
+
+        Args:
+            image: uint8[height, width, channels].
+            other: uint8[height, width, channels].
+
+        Returns:
+            uint8[height, width, channels].
+        """
         if self.share == 1:
             return image
         if self.box is None:
@@ -39,11 +48,14 @@ class Mix:
 
 
 def draw_mix(config: ImageConfig, random: np.random.Generator) -> Mix:
-    """Returns how a pair is mixed; with a share of 1 it is not.
+    """Draw the mix of a pair of images.
 
     Args:
-        config: Of the alphas and probabilities; at least one alpha is above 0.
-        random: What is drawn comes from here.
+        config: The config section `images`; `mixup` or `cutmix` must be above 0.
+        random: The random number generator.
+
+    Returns:
+        The mix; a share of 1 leaves the images as they are.
     """
     if random.random() >= config.mixing_probability:
         return Mix(share=1.0)
@@ -55,5 +67,6 @@ def draw_mix(config: ImageConfig, random: np.random.Generator) -> Mix:
     y, x = (int(place) for place in random.integers(size, size=2))
     top, bottom = max(y - side // 2, 0), min(y - side // 2 + side, size)
     left, right = max(x - side // 2, 0), min(x - side // 2 + side, size)
-    # What the edge of the image cut off is not the other's.
+    # The edge of the image may have cut off a part of the box, so the share is computed from the
+    # pixels that are actually replaced.
     return Mix(share=1 - (bottom - top) * (right - left) / size**2, box=(top, bottom, left, right))

@@ -1,8 +1,10 @@
-"""RandAugment: a few of fifteen changes of an image, all of one strength.
+"""RandAugment: apply a few random operations out of fifteen, at a common mean magnitude.
 
-Source: Cubuk et al. 2019 (arXiv:1909.13719). Each change is done with probability 0.5, at a
-magnitude of its own from a normal distribution, and the ones that could make an image less changed
-at a larger magnitude are turned round: timm's 'rand-mM-mstd0.5-inc1'.
+This is timm's 'rand-mM-mstd0.5-inc1': each operation is applied with probability 0.5, its magnitude
+is drawn from a normal distribution, and every operation is scaled such that a larger magnitude
+changes the image more.
+
+Source: Cubuk et al. 2019 (arXiv:1909.13719).
 """
 
 from collections.abc import Callable
@@ -10,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-# Magnitudes go from 0 to this.
+# The largest magnitude; the smallest is 0.
 _MAX_MAGNITUDE = 10.0
 _MAGNITUDE_STDDEV = 0.5
 _PROBABILITY = 0.5
-# Of what a shifted or turned image does not cover: the mean colour of ImageNet.
+# The color of the area that a shifted or rotated image does not cover: the mean color of ImageNet.
 _FILL = {"RGB": (124, 116, 104), "L": 128}
 
 Operation = Callable[[Image.Image, float, float], Image.Image]
@@ -23,13 +25,17 @@ Operation = Callable[[Image.Image, float, float], Image.Image]
 def rand_augment(
     image: Image.Image, num: int, magnitude: float, random: np.random.Generator
 ) -> Image.Image:
-    """Returns the image after `num` changes, drawn with replacement.
+    """Apply random operations to an image.
 
     Args:
-        image: Of mode L or RGB.
-        num: How many are drawn; each is then done with probability 0.5.
-        magnitude: 0 to 10, their mean strength.
-        random: What is drawn comes from here.
+        image: An image of mode L or RGB.
+        num: The number of operations to draw, with replacement; each is then applied with
+            probability 0.5.
+        magnitude: The mean magnitude of the operations, 0 to 10.
+        random: The random number generator.
+
+    Returns:
+        The changed image.
     """
     names = list(OPERATIONS)
     for number in random.integers(len(names), size=num):
@@ -66,7 +72,8 @@ def _solarize_add(image: Image.Image, strength: float, sign: float) -> Image.Ima
 
 def _posterize(image: Image.Image, strength: float, sign: float) -> Image.Image:
     del sign
-    num_dropped = 4 + int(4 * strength)  # Pillow's own refuses to drop all 8 bits.
+    # Drop 4 to 8 of the 8 bits. Pillow's own posterize cannot drop all of them.
+    num_dropped = 4 + int(4 * strength)
     table = [value >> num_dropped << num_dropped for value in range(256)]
     return image.point(table * len(image.getbands()))
 
@@ -75,7 +82,7 @@ def _enhance(kind: type) -> Operation:
     return lambda image, strength, sign: kind(image).enhance(max(0.1, 1 + sign * 0.9 * strength))
 
 
-#: By name: (image, strength from 0 to 1, sign +1 or -1) -> image.
+#: Name -> operation, a function (image, strength from 0 to 1, sign +1 or -1) -> image.
 OPERATIONS: dict[str, Operation] = {
     "auto_contrast": lambda image, strength, sign: ImageOps.autocontrast(image),
     "equalize": lambda image, strength, sign: ImageOps.equalize(image),

@@ -1,0 +1,1 @@
+"""Training objectives for text: how rows of a batch are built from tokens."""

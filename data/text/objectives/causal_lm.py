@@ -1,6 +1,13 @@
-"""A token array cut into sequences of which each token predicts the next.
+"""The causal language modeling objective: every token predicts the next one.
 
-T: tokens a sequence.
+The token array is cut into windows, so nothing is lost to padding. With T=4 and E for the
+end-of-document token:
+
+    token array   E a b c d E e f g ...
+    row 0         tokens  E a b c     targets  a b c d
+    row 1         tokens  d E e f     targets  E e f g
+
+T: tokens per sequence.
 """
 
 import numpy as np
@@ -10,16 +17,18 @@ from data.text.objectives.rows import padded, segments
 
 
 class CausalLMExamples(Examples):
-    """Sequences of the stream: window i predicts tokens i*T+1 to i*T+T.
+    """Rows for causal language modeling: row i predicts tokens i*T+1 to i*T+T of the array.
 
-    Its rows are tokens, targets: int32[T]; weights: float32[T].
+    A row has `tokens` and `targets: int32[T]` and `weights: float32[T]`.
 
     Args:
         tokens: uint16 or uint32 [number of tokens].
         sequence_length: T.
-        keep_partial: Keep a last window that is shorter than T, padded with weight 0.
-        isolate_after: The id that ends a document: rows have segment_ids and positions, int32[T],
-            too. It belongs to the document that follows it, whose first token is predicted from it.
+        keep_partial: Whether to keep a last window that is shorter than T, padded with weight 0.
+        isolate_after: The id of the end-of-document token, to isolate documents from each other:
+            rows then also have `segment_ids` and `positions: int32[T]`. An end-of-document token
+            belongs to the document after it, because it predicts the first token of that document.
+            None does not isolate documents.
     """
 
     def __init__(
@@ -41,7 +50,8 @@ class CausalLMExamples(Examples):
         return self._length
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
-        del key  # Nothing is random.
+        """Return row `index`; nothing in it is random."""
+        del key
         length = self.sequence_length
         window = self.tokens[index * length : index * length + length + 1]
         packed = padded(window, length + 1)

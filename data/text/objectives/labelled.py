@@ -1,4 +1,4 @@
-"""Rows of examples with answers: a text to write, or a label."""
+"""Rows of labeled examples: pairs of source and target texts, or texts with a label."""
 
 import numpy as np
 
@@ -10,14 +10,15 @@ from data.text.tokenizer import Tokenizer
 
 
 class Seq2SeqExamples(Examples):
-    """Texts for the encoder and answers for the decoder, cut short where they are too long.
+    """Rows with a source text for the encoder and a target text for the decoder.
 
-    Its rows are those of `rows.encoder_decoder`; text and answer end with an end of document.
+    Both texts are truncated to their lengths and end with an end-of-document token. The keys of a
+    row are the ones of `rows.encoder_decoder`.
 
     Args:
         records: The examples.
-        config: S and T, tokens of the encoder and of the decoder.
-        tokenizer: Of the texts.
+        config: The config section `data`, with the lengths S of the encoder and T of the decoder.
+        tokenizer: Encodes the texts.
     """
 
     def __init__(self, records: Records, config: DataConfig, tokenizer: Tokenizer):
@@ -30,7 +31,8 @@ class Seq2SeqExamples(Examples):
         return len(self._records)
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
-        del key  # Nothing is random.
+        """Return row `index`; nothing in it is random."""
+        del key
         lengths = self._length, self._target_length
         encoded = self._tokenizer.encode_batch(self._records.read(index)[0])
         inputs, outputs = (
@@ -41,19 +43,19 @@ class Seq2SeqExamples(Examples):
 
 
 class ClassificationExamples(Examples):
-    """Texts, or pairs of texts, each with one label for the row.
+    """Rows with a text or a pair of texts, and one label.
 
-    Its rows are those of `rows.Joiner.row`, and targets: int32, the label's place among the labels;
-    weights: float32, 1.
+    The keys of a row are the ones of `rows.RowPacker.row`, `targets: int32`, the index of the label
+    in `labels`, and `weights: float32`, which is 1.
 
     Args:
         records: The examples.
         labels: All labels, in order.
-        config: T.
-        tokenizer: Of the texts.
+        config: The config section `data`, with the sequence length T.
+        tokenizer: Encodes the texts.
 
     Raises:
-        ValueError: The tokenizer lacks CLS or SEP.
+        ValueError: The tokenizer has no CLS or no SEP token.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class ClassificationExamples(Examples):
         return len(self._records)
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
-        del key  # Nothing is random.
+        """Return row `index`; nothing in it is random."""
+        del key
         texts, label = self._records.read(index)
         return {
             **self._joiner.row(*self._tokenizer.encode_batch(texts)),

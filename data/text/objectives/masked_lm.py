@@ -1,6 +1,10 @@
-"""Masked tokens to be restored, as in BERT and RoBERTa.
+"""The masked language modeling objective of BERT and RoBERTa: predict masked tokens.
 
-T: tokens a row.
+A row is CLS, a window of T-2 tokens, SEP. A fraction of the tokens is chosen, and the loss counts
+only these: 80 % of them become the mask token, 10 % a random token, and 10 % stay as they are.
+
+T: tokens per row.
+
 Source: Devlin et al. 2018 (arXiv:1810.04805), sections 3.1 and A.1; Liu et al. 2019
 (arXiv:1907.11692), section 4.2, "full sentences".
 """
@@ -12,19 +16,20 @@ from data.examples import Example, Examples, generator
 from data.text.objectives.rows import segments, special_id
 from data.text.tokenizer import Tokenizer
 
-# Of the chosen tokens, so many become the mask, and so many another token; the rest are kept.
+# Fractions of the chosen tokens that become the mask token and a random token; the rest are kept.
 _MASKED, _REPLACED = 0.8, 0.1
 
 
 class TokenMasker:
-    """Chooses tokens of a row and hides them.
+    """Chooses tokens of a row at random and masks them.
 
     Args:
-        config: How many tokens, and whether by whole words.
-        tokenizer: Of the tokens.
+        config: The config section `data`, with `mask_fraction` and `whole_words`.
+        tokenizer: The tokenizer that encoded the tokens.
 
     Raises:
-        ValueError: The tokenizer has no mask token, or does not mark words.
+        ValueError: The tokenizer has no mask token, or whole words are wanted and its vocabulary
+            does not mark where words begin.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer):
@@ -37,13 +42,17 @@ class TokenMasker:
     def __call__(
         self, row: np.ndarray, random: np.random.Generator, *, first: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the row with tokens hidden, and which were chosen: int32[T], float32[T].
+        """Mask a row. Special tokens are never chosen.
 
         Args:
-            row: int32[T].
-            random: What is drawn comes from here.
-            first: No token before this place is chosen; nor is any special token.
+            row: int32[T], the tokens.
+            random: The random number generator.
+            first: The first position at which tokens may be chosen.
+
+        Returns:
+            The masked row, int32[T], and float32[T], which is 1 at chosen tokens and 0 elsewhere.
         """
+        # Positions that may be chosen.
         may_be = self._is_text[row]
         may_be[:first] = False
         chosen = self._choose(row, may_be, random)
@@ -56,7 +65,14 @@ class TokenMasker:
     def _choose(
         self, row: np.ndarray, may_be: np.ndarray, random: np.random.Generator
     ) -> np.ndarray:
-        """Returns bool[T]: as near as whole units allow to the fraction, and at least one unit."""
+        """Choose positions of a row.
+
+        A unit is a word or a token. Units are chosen in random order, as many as come closest to
+        the wanted number of tokens, and at least one.
+
+        Returns:
+            bool[T], true at the chosen positions; all false if none may be chosen.
+        """
         places = np.flatnonzero(may_be)
         chosen = np.zeros(len(row), bool)
         if not len(places):
@@ -65,7 +81,9 @@ class TokenMasker:
         sizes = np.bincount(units)
         order = random.permutation(len(sizes))
         wanted = round(self._fraction * len(places))
-        # A unit is taken if more than half of it is within what is wanted.
+        # Line the units up in random order. A unit is chosen if its middle is below `wanted`, that
+        # is, if more than half of it fits. For example, with wanted=4 and sizes 3, 2, 1 the middles
+        # are 1.5, 4 and 5.5, so only the first unit is chosen.
         middles = np.cumsum(sizes[order]) - sizes[order] / 2
         taken = np.zeros(len(sizes), bool)
         taken[order[: max(int(np.searchsorted(middles, wanted)), 1)]] = True
@@ -73,28 +91,29 @@ class TokenMasker:
         return chosen
 
     def _units(self, row: np.ndarray, may_be: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Returns the number of the word, or of the token, at each of the places."""
+        """Return the number of the unit (word or token) at each of the places, counted from 0."""
         if self._starts_word is None:
             return np.arange(len(places))
         starts = self._starts_word[row]
-        starts[1:] |= ~may_be[:-1]  # After a special token.
+        starts[1:] |= ~may_be[:-1]  # A token after a special token begins a word too.
         starts[places[0]] = True
         return np.cumsum(starts[places]) - 1
 
 
 class MaskedLMExamples(Examples):
-    """The stream in pieces between CLS and SEP; documents are separated by their ends.
+    """Rows for masked language modeling: windows of the token array between CLS and SEP.
 
-    Its rows are tokens, targets: int32[T]; weights: float32[T], 1 at the chosen tokens; and if
-    documents are isolated, segment_ids and positions, int32[T]. An end belongs to the document
-    before it. A stream shorter than a piece gives none.
+    A row has `tokens` and `targets: int32[T]` and `weights: float32[T]`, which is 1 at the chosen
+    tokens. If documents are isolated from each other, it also has `segment_ids` and
+    `positions: int32[T]`, and an end-of-document token belongs to the document before it. A token
+    array shorter than one window has no rows.
 
     Args:
-        tokens: uint16 or uint32 [number of tokens], an end of document first.
-        config: T, and what is chosen.
-        tokenizer: Of the tokens.
-        keep_partial: Keep what is left at the end: the last piece begins earlier, and no token is
-            chosen in it that was in the piece before.
+        tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.
+        config: The config section `data`, with T and the settings of masking.
+        tokenizer: The tokenizer that encoded the tokens.
+        keep_partial: Whether to keep the last tokens if they do not fill a window. The last window
+            then begins earlier, and only tokens that are not in the window before are chosen.
     """
 
     def __init__(
@@ -112,14 +131,18 @@ class MaskedLMExamples(Examples):
         return self._length
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Return row `index`; `key` decides which tokens are masked."""
         start = min(index * self._room, len(self._tokens) - self._room)
         row = np.empty(self._room + 2, np.int32)
         row[0], row[-1] = self._cls, self._sep
         row[1:-1] = self._tokens[start : start + self._room]
+        # 1, for CLS, except in a partial last window.
         first = 1 + index * self._room - start
         tokens, weights = self._masking(row, generator(key), first=first)
         example = {"tokens": tokens, "targets": row, "weights": weights}
         if self._eos is not None:
+            # A document begins one position after the end of the one before it. CLS belongs to the
+            # first document of the row, and SEP to the last one.
             ends = row[1:-2] == self._eos
             example |= segments(np.concatenate([[False, False], ends, [False]]))
         return example

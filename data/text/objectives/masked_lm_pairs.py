@@ -1,6 +1,10 @@
-"""Pairs of texts of which the second follows the first, or does not.
+"""The objective of BERT's pre-training: masked tokens and next sentence prediction.
 
-T: tokens a row.
+A row is CLS A SEP B SEP. In half of the rows B is the text that follows A in its document; in the
+others B comes from another document. The model predicts which, in addition to masked tokens.
+
+T: tokens per row.
+
 Source: Devlin et al. 2018 (arXiv:1810.04805), section 3.1, "next sentence prediction".
 """
 
@@ -15,19 +19,19 @@ from data.text.tokenizer import Tokenizer
 
 
 class MaskedLMPairExamples(Examples):
-    """Pieces of documents cut in two, half of them with a second part from another document.
+    """Rows with pairs of texts: pieces of documents, cut in two at a random position.
 
-    Its rows are CLS A SEP B SEP: tokens, targets, token_types, segment_ids: int32[T]; weights:
-    float32[T], 1 at the chosen tokens; labels: int32, 0 if B follows A and 1 if it does not;
-    label_weights: float32, 1.
+    A row has `tokens`, `targets`, `token_types` and `segment_ids: int32[T]`;
+    `weights: float32[T]`, which is 1 at the chosen tokens; `labels: int32`, 0 if B follows A and 1
+    if it does not; and `label_weights: float32`, which is 1.
 
     Args:
-        tokens: uint16 or uint32 [number of tokens], an end of document first.
-        config: T, and what is chosen.
-        tokenizer: Of the tokens.
+        tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.
+        config: The config section `data`, with T and the settings of masking.
+        tokenizer: The tokenizer that encoded the tokens.
 
     Raises:
-        ValueError: There is but one document, so none to take another text from.
+        ValueError: There is only one document, so there is no other one to take texts from.
     """
 
     def __init__(self, tokens: np.ndarray, config: DataConfig, tokenizer: Tokenizer):
@@ -35,14 +39,17 @@ class MaskedLMPairExamples(Examples):
         self._joiner = RowPacker(config, tokenizer)
         self._room = self._joiner.room(is_pair=True)
         ends = document_ends(tokens, tokenizer.eos_id)
-        has_two = np.diff(ends) > 2  # One token cannot be cut in two.
+        # A difference of 2 means one token between two ends, and one token cannot be cut in two.
+        has_two = np.diff(ends) > 2
         self._starts, self._ends = ends[:-1][has_two] + 1, ends[1:][has_two]
         if len(self._starts) == 1:
             raise ValueError(
                 f"data.objective={config.objective!r} takes second texts from other documents, but "
-                f"a split of data.name={config.name!r} has but one document of two tokens or more; "
-                "add documents, or choose data.objective='masked_lm'"
+                f"a split of data.name={config.name!r} has only one document of two or more "
+                "tokens; add documents, or choose data.objective='masked_lm'"
             )
+        # Each document is cut into pieces that fit into a row; a rest of one token is dropped.
+        # _last_pieces[i] is the number of pieces in documents 0 to i, for looking up a row.
         whole, rest = np.divmod(self._ends - self._starts, self._room)
         self._last_pieces = np.cumsum(whole + (rest > 1))
 
@@ -50,6 +57,7 @@ class MaskedLMPairExamples(Examples):
         return int(self._last_pieces[-1]) if len(self._last_pieces) else 0
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Return row `index`; `key` decides the cut, the second text, and the masked tokens."""
         random = generator(key)
         document = int(np.searchsorted(self._last_pieces, index, side="right"))
         before = int(self._last_pieces[document - 1]) if document else 0
@@ -71,7 +79,8 @@ class MaskedLMPairExamples(Examples):
         }
 
     def _other(self, document: int, length: int, random: np.random.Generator) -> np.ndarray:
-        """Returns `length` tokens, or as many as there are, of a document that is not this one."""
+        """Draw `length` consecutive tokens of another document, or all of it if it is shorter."""
+        # Drawing from one document fewer and skipping this one is uniform over the others.
         other = int(random.integers(len(self._starts) - 1))
         other += other >= document
         start, end = int(self._starts[other]), int(self._ends[other])

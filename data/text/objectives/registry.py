@@ -1,4 +1,4 @@
-"""What each objective makes of a stream of tokens."""
+"""The choice of an objective: the rows that it builds from an array of tokens."""
 
 import numpy as np
 
@@ -14,17 +14,21 @@ from data.text.tokenizer import Tokenizer
 def make_examples(
     tokens: np.ndarray, config: DataConfig, tokenizer: Tokenizer, *, keep_partial: bool
 ) -> Examples:
-    """Returns the rows that an objective of STREAM_OBJECTIVES makes of a split.
+    """Build the rows of a split for an objective in STREAM_OBJECTIVES.
 
     Args:
-        tokens: uint16 or uint32 [number of tokens]: one end of document, then every document
-            followed by one.
-        config: The objective, and its settings.
-        tokenizer: Of the tokens.
-        keep_partial: Keep what is left at the end and fills no row.
+        tokens: uint16 or uint32 [number of tokens]: an end-of-document token, then every document
+            followed by another one.
+        config: The config section `data`, with the objective and its settings.
+        tokenizer: The tokenizer that encoded the tokens.
+        keep_partial: Whether to keep the last tokens if they do not fill a row.
+
+    Returns:
+        The rows.
 
     Raises:
-        ValueError: The tokenizer lacks what the objective needs, or lengths do not fit.
+        ValueError: The tokenizer lacks a special token that the objective needs, or the lengths in
+            the config contradict each other.
     """
     if config.objective == "masked_lm":
         return MaskedLMExamples(tokens, config, tokenizer, keep_partial=keep_partial)
@@ -41,7 +45,7 @@ def make_examples(
 
 
 def num_tokens_needed(config: DataConfig) -> int:
-    """Returns how many tokens of a stream, ends of documents included, give a first row."""
+    """Return the number of tokens, including ends of documents, that the first row needs."""
     length = config.sequence_length
     if config.objective == "span_corruption":
         return piece_length(config) + 1

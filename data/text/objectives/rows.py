@@ -1,6 +1,6 @@
-"""What the rows of batches are put together from: special tokens, padding, segments.
+"""Building blocks of rows: special tokens, padding, segment ids, and packing of text pairs.
 
-T: tokens a row.
+T: tokens per row.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,17 @@ from data.text.tokenizer import Tokenizer
 
 
 def special_id(tokenizer: Tokenizer, use: str, config: DataConfig) -> int:
-    """Returns the id of the tokenizer's token for a use in NAMES.
+    """Return the id of a special token.
 
-    Where a tokenizer has nothing to pad with, the end of a document does.
+    A tokenizer without a padding token pads with its end-of-document token.
+
+    Args:
+        tokenizer: The tokenizer.
+        use: A key of special_tokens.NAMES, such as "mask".
+        config: The config section `data`, for the message.
 
     Raises:
-        ValueError: It has none.
+        ValueError: The tokenizer has no such token.
     """
     if use == "pad":
         return tokenizer.special_ids.get(use, tokenizer.eos_id)
@@ -29,10 +34,15 @@ def special_id(tokenizer: Tokenizer, use: str, config: DataConfig) -> int:
 
 
 def sentinel_ids(tokenizer: Tokenizer, count: int, config: DataConfig) -> tuple[int, ...]:
-    """Returns the ids of the first sentinels of the tokenizer.
+    """Return the ids of the first `count` sentinels of a tokenizer.
+
+    Args:
+        tokenizer: The tokenizer.
+        count: The number of sentinels, one per span.
+        config: The config section `data`, for the message.
 
     Raises:
-        ValueError: It has fewer.
+        ValueError: The tokenizer has fewer sentinels.
     """
     known = tokenizer.sentinel_ids
     if not known:
@@ -40,9 +50,9 @@ def sentinel_ids(tokenizer: Tokenizer, count: int, config: DataConfig) -> tuple[
     if len(known) < count:
         raise ValueError(
             f"data.sequence_length={config.sequence_length} with data.mask_fraction="
-            f"{config.mask_fraction} and data.mean_span_length={config.mean_span_length} leaves "
-            f"out {count} spans, but data.tokenizer={config.tokenizer!r} has {len(known)} "
-            "sentinels; shorten the sequence or lengthen the spans"
+            f"{config.mask_fraction} and data.mean_span_length={config.mean_span_length} removes "
+            f"{count} spans, but data.tokenizer={config.tokenizer!r} has only {len(known)} "
+            "sentinels; reduce data.sequence_length or increase data.mean_span_length"
         )
     return known[:count]
 
@@ -51,22 +61,41 @@ def _missing(what: str, names: tuple[str, ...], config: DataConfig) -> ValueErro
     return ValueError(
         f"data.objective={config.objective!r} needs {what}, but "
         f"data.tokenizer={config.tokenizer!r} has none of {list(names)}; set data.tokenizer to "
-        "'bpe', 'bytes' or a tokenizer that has, or add them to the file as special tokens"
+        "'bpe', 'bytes' or a tokenizer that has one, or add one to the file as a special token"
     )
 
 
 def padded(ids: np.ndarray | Sequence[int], length: int, pad: int = 0) -> np.ndarray:
-    """Returns int32[length]: the ids, then padding."""
+    """Pad ids at the end.
+
+    Args:
+        ids: At most `length` ids.
+        length: The length of the result.
+        pad: The id of padding.
+
+    Returns:
+        int32[length].
+    """
     row = np.full(length, pad, np.int32)
     row[: len(ids)] = ids
     return row
 
 
 def segments(starts: np.ndarray) -> Example:
-    """Returns `segment_ids`, which count from 1, and `positions`, from 0 in each: int32[T].
+    """Number the segments of a row, and the positions in each segment.
+
+    For example, with a segment of 3 tokens and one of 2:
+
+        starts       0 0 0 1 0
+        segment_ids  1 1 1 2 2
+        positions    0 1 2 0 1
 
     Args:
-        starts: bool[T], where a segment begins; the first begins the row in any case.
+        starts: bool[T], true where a segment begins. The first segment begins at position 0,
+            whether that is marked or not.
+
+    Returns:
+        `segment_ids: int32[T]`, counted from 1, and `positions: int32[T]`, counted from 0.
     """
     index = np.arange(len(starts), dtype=np.int32)
     segment_ids = np.cumsum(starts, dtype=np.int32) + np.int32(not starts[0])
@@ -77,14 +106,15 @@ def segments(starts: np.ndarray) -> Example:
 
 
 class RowPacker:
-    """Puts one text or two between special tokens: CLS text SEP, or CLS text SEP pair SEP.
+    """Packs one or two texts into a row: CLS text SEP, or CLS text SEP pair SEP.
 
     Args:
-        config: Of the sequence length, T.
-        tokenizer: Of the special tokens. RoBERTa's puts two SEP between texts.
+        config: The config section `data`, with the sequence length T.
+        tokenizer: The tokenizer of the special tokens. With RoBERTa's tokenizer, two SEP tokens
+            separate the texts.
 
     Raises:
-        ValueError: The tokenizer has no CLS or no SEP.
+        ValueError: The tokenizer has no CLS or no SEP token.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer):
@@ -95,14 +125,20 @@ class RowPacker:
         self._has_types = tokenizer.has_token_types
 
     def room(self, *, is_pair: bool) -> int:
-        """Returns how many tokens of text a row holds."""
+        """Return the number of tokens of text that fit into a row, next to the special tokens."""
         return self.length - (2 if not is_pair else 3 if self._has_types else 4)
 
     def row(self, text: np.ndarray, pair: np.ndarray | None = None) -> Example:
-        """Returns `tokens`, `segment_ids` (0 at padding) and, for a pair, `token_types`: int32[T].
+        """Pack one or two texts; texts that are too long are truncated at the end.
 
         Args:
-            text, pair: Ids; the longer of them is cut short until both fit.
+            text: The ids of the first text.
+            pair: The ids of the second text; None for a single text.
+
+        Returns:
+            `tokens: int32[T]`, `segment_ids: int32[T]`, which is 1 at tokens and 0 at padding, and,
+            for a pair, `token_types: int32[T]`, which is 1 at the second text and the SEP after it.
+            If the tokenizer has no token types, they are all 0.
         """
         if pair is None:
             text = text[: self.room(is_pair=False)]
@@ -123,7 +159,18 @@ class RowPacker:
 
 
 def shortened(text: np.ndarray, pair: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns both without so many last tokens, of the longer first, that they fit into `room`."""
+    """Truncate both texts, the longer one first, until together they fit.
+
+    For example, texts of 10 and 3 tokens become 5 and 3 tokens if `room` is 8.
+
+    Args:
+        text: The ids of the first text.
+        pair: The ids of the second text.
+        room: The total number of tokens that fit.
+
+    Returns:
+        The truncated first and second text.
+    """
     short = min(len(text), len(pair), room // 2)
     sizes = (short, room - short) if len(text) <= len(pair) else (room - short, short)
     return text[: sizes[0]], pair[: sizes[1]]
@@ -132,16 +179,19 @@ def shortened(text: np.ndarray, pair: np.ndarray, room: int) -> tuple[np.ndarray
 def encoder_decoder(
     inputs: np.ndarray, outputs: np.ndarray, length: int, target_length: int, pad: int
 ) -> Example:
-    """Returns the row of a model with encoder and decoder, which starts from padding.
+    """Build the row of an encoder-decoder model. The decoder's first input is the padding token.
 
     Args:
-        inputs, outputs: Ids with their ends; at most `length` and `target_length` of them.
-        length, target_length: S and T, tokens of the encoder and of the decoder.
-        pad: Id of padding.
+        inputs: The ids for the encoder, with an end-of-document token last; at most `length`.
+        outputs: The ids that the decoder predicts, with an end-of-document token last; at most
+            `target_length`.
+        length: S, the number of tokens of the encoder.
+        target_length: T, the number of tokens of the decoder.
+        pad: The id of padding.
 
     Returns:
-        tokens, segment_ids: int32[S]; decoder_tokens, decoder_segment_ids, targets: int32[T];
-        weights: float32[T]. Segments are 1, and 0 at padding.
+        `tokens` and `segment_ids: int32[S]`; `decoder_tokens`, `decoder_segment_ids` and
+        `targets: int32[T]`; `weights: float32[T]`. Segment ids are 1 at tokens and 0 at padding.
     """
     is_target = np.arange(target_length) < len(outputs)
     return {

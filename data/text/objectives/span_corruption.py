@@ -1,8 +1,18 @@
-"""Spans left out of a text, to be written one after another, as in T5.
+"""The span corruption objective of T5: the decoder predicts spans removed from the text.
+
+With <0> and <1> for sentinels and E for the end-of-document token:
+
+    text      Thank you for inviting me to your party last week
+    removed             ^^^^^^^^^^^^                  ^^^^^^^^^
+    encoder   Thank you <0> me to your party <1> E
+    decoder   <0> for inviting <1> last week E
+
+As in T5's code, a piece always begins with text that is kept and ends with a removed span.
 
 S: tokens of the encoder, T: tokens of the decoder.
-Source: Raffel et al. 2019 (arXiv:1910.10683), section 3.1.4; lengths and the drawing of spans are
-those of its published code (t5.data.preprocessors, `random_spans_helper` and
+
+Source: Raffel et al. 2019 (arXiv:1910.10683), section 3.1.4. Lengths, and the way spans are drawn,
+follow the published code (t5.data.preprocessors, `random_spans_helper` and
 `random_spans_noise_mask`).
 """
 
@@ -15,18 +25,18 @@ from data.text.tokenizer import Tokenizer
 
 
 class SpanCorruptionExamples(Examples):
-    """Pieces of the stream with spans left out of them.
+    """Rows for span corruption: pieces of the token array from which random spans are removed.
 
-    The encoder reads the piece with a sentinel for each span, and the decoder writes each sentinel
-    and the span it stands for; both end with an end of document. Rows are those of
-    `rows.encoder_decoder`. Whole pieces fill the encoder, but for a token perhaps where about half
-    of the text or more is left out.
+    The encoder reads the piece with a sentinel in place of each span. The decoder predicts each
+    sentinel, followed by its span. Both end with an end-of-document token. The keys of a row are
+    the ones of `rows.encoder_decoder`. Full pieces fill the encoder; only if about half of the text
+    or more is removed, one token of it may be padding.
 
     Args:
-        tokens: uint16 or uint32 [number of tokens], an end of document first.
-        config: S, T, and what is left out.
-        tokenizer: Of the tokens.
-        keep_partial: Keep a last piece that is shorter.
+        tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.
+        config: The config section `data`, with S, T and the settings of the spans.
+        tokenizer: The tokenizer that encoded the tokens.
+        keep_partial: Whether to keep a last piece that is shorter than the others.
 
     Raises:
         ValueError: The tokenizer has too few sentinels, or T is too short for the spans.
@@ -41,21 +51,24 @@ class SpanCorruptionExamples(Examples):
         self._sentinels = np.array(sentinel_ids(tokenizer, num_spans, config), np.int32)
         self._pad, self._eos = special_id(tokenizer, "pad", config), tokenizer.eos_id
         whole, rest = divmod(len(self._tokens), self._piece)
-        self._length = whole + int(keep_partial and rest > 1)  # One token has no span to leave out.
+        # From a single token no span can be removed.
+        self._length = whole + int(keep_partial and rest > 1)
 
     def __len__(self) -> int:
         return self._length
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Return row `index`; `key` decides which spans are removed."""
         piece = self._tokens[index * self._piece : (index + 1) * self._piece]
         num_noise, num_spans = span_counts(len(piece), self._config)
         random = generator(key)
         noise = _lengths(num_noise, num_spans, random)
         kept = _lengths(len(piece) - num_noise, num_spans, random)
-        # A piece begins with what is kept and ends with a span, as in T5's code.
+        # Kept parts and spans alternate. For example, kept=[2, 1] and noise=[1, 2] give
+        # is_noise=[0, 0, 1, 0, 1, 1].
         is_noise = np.repeat(np.arange(2 * num_spans) % 2 == 1, np.stack([kept, noise], 1).ravel())
         starts, sentinels = np.cumsum(kept + noise) - noise, self._sentinels[:num_spans]
-        # The encoder sees the sentinel where the span began.
+        # In the encoder, the sentinel replaces the first token of its span.
         inputs, is_input = piece.astype(np.int32), ~is_noise
         inputs[starts], is_input[starts] = sentinels, True
         outputs = np.insert(piece[is_noise].astype(np.int32), np.cumsum(noise) - noise, sentinels)
@@ -69,14 +82,27 @@ class SpanCorruptionExamples(Examples):
 
 
 def span_counts(num_tokens: int, config: DataConfig) -> tuple[int, int]:
-    """Returns how many of at least 2 tokens are left out, and in how many spans."""
+    """Return how many tokens of a piece are removed, and in how many spans.
+
+    Args:
+        num_tokens: The length of the piece, at least 2.
+        config: The config section `data`, with the settings of the spans.
+
+    Returns:
+        The number of removed tokens, and the number of spans.
+    """
     noise = min(max(round(num_tokens * config.mask_fraction), 1), num_tokens - 1)
     spans = max(round(noise / config.mean_span_length), 1)
-    return noise, min(spans, num_tokens - noise)  # Something is kept before each span.
+    # At least one token must be kept before each span.
+    return noise, min(spans, num_tokens - noise)
 
 
 def piece_length(config: DataConfig) -> int:
-    """Returns how many tokens of text fill the encoder once spans are left out."""
+    """Return the number of tokens of text that fill the encoder after spans are removed.
+
+    For example, with T5's sequence_length=512, mask_fraction=0.15 and mean_span_length=3, this is
+    568 tokens; the decoder then needs 114.
+    """
     length = 2
     while _lengths_of(length + 1, config)[0] <= config.sequence_length:
         length += 1
@@ -84,29 +110,36 @@ def piece_length(config: DataConfig) -> int:
 
 
 def target_length(config: DataConfig) -> int:
-    """Returns T: `data.target_length`, or what the spans of a piece need.
+    """Return T: `data.target_length`, or, if that is None, the length that the spans need.
+
+    Args:
+        config: The config section `data`.
 
     Raises:
-        ValueError: The former is less than the latter.
+        ValueError: `data.target_length` is less than the length that the spans need.
     """
     needed = _lengths_of(piece_length(config), config)[1]
     if config.target_length is not None and config.target_length < needed:
         raise ValueError(
-            f"data.target_length={config.target_length} is less than the {needed} tokens that "
-            f"data.sequence_length={config.sequence_length} with data.mask_fraction="
-            f"{config.mask_fraction} and data.mean_span_length={config.mean_span_length} leaves to "
-            f"the decoder; set data.target_length to None, or to {needed} or more"
+            f"data.target_length={config.target_length} is less than the {needed} decoder tokens "
+            f"that data.sequence_length={config.sequence_length} needs with data.mask_fraction="
+            f"{config.mask_fraction} and data.mean_span_length={config.mean_span_length}; set "
+            f"data.target_length to None, or to {needed} or more"
         )
     return config.target_length or needed
 
 
 def _lengths_of(num_tokens: int, config: DataConfig) -> tuple[int, int]:
-    """Returns how many tokens the encoder and the decoder get of a piece, with their ends."""
+    """Return the lengths of a piece's encoder and decoder sequences, including their ends."""
     noise, spans = span_counts(num_tokens, config)
     return num_tokens - noise + spans + 1, noise + spans + 1
 
 
 def _lengths(num_tokens: int, num_parts: int, random: np.random.Generator) -> np.ndarray:
-    """Returns int[num_parts], at least 1 each, that sum to `num_tokens`; all such are alike."""
+    """Draw int[num_parts], each at least 1, that sum to `num_tokens`.
+
+    All such compositions are equally likely.
+    """
+    # Choose distinct places to cut; the parts are the distances between neighboring cuts.
     cuts = random.choice(num_tokens - 1, num_parts - 1, replace=False) + 1
     return np.diff(np.sort(cuts), prepend=0, append=num_tokens)

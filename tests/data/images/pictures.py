@@ -1,4 +1,4 @@
-"""Small images and their configs for tests of the data."""
+"""Small image data sets and configs that the data tests share."""
 
 import io
 import itertools
@@ -13,23 +13,23 @@ from data.corpus import load_corpus
 from data.examples import Corpus, Examples
 from data.image_config import ImageConfig
 
-#: Of the images that `plain_images` returns.
+#: Number of training images that `plain_images` returns.
 NUM_PLAIN = 60
 
 
 def plain(value: int, *, width: int = 12, height: int = 10) -> np.ndarray:
-    """Returns a grey image of one value, which tells it from all others even when it is resized."""
+    """Return a gray image of a single value, which identifies it even after resizing."""
     return np.full((height, width, 1), value, np.uint8)
 
 
 def plain_images():
-    """Returns images of the values 1, 2, ... and their labels 0, 1, 2, 0, ..., as a user would."""
+    """Return plain images of the values 1, 2, ... with cyclic labels, like a user's function."""
     pairs = [(plain(value), value % 3) for value in range(1, NUM_PLAIN + 14)]
     return {"train": pairs[:NUM_PLAIN], "validation": pairs[NUM_PLAIN:]}
 
 
 def textured_images():
-    """Returns images of noise, in which every change can be seen, of several shapes."""
+    """Return images of noise, in which every change is visible, of several shapes."""
     rng = np.random.default_rng(0)
     sizes = itertools.product((20, 31, 44), (24, 35))
     shapes = [(*size, 3) for size in sizes for _ in range(8)]
@@ -39,7 +39,7 @@ def textured_images():
 
 
 def uneven_images():
-    """Returns 16 images of noise to train on and 37 for validation, of 8 × 8, with 7 labels."""
+    """Return 16 training and 37 validation images of noise, 8 × 8 pixels, with 7 labels."""
     noise = np.random.default_rng(1).integers(256, size=(53, 8, 8, 1), dtype=np.uint8)
     pairs = [(image, int(image[0, 0, 0]) % 7 if i > 6 else i) for i, image in enumerate(noise)]
     return {"train": pairs[:16], "validation": pairs[16:]}
@@ -81,7 +81,7 @@ def one_broken():
 
 
 class Failing:
-    """A sequence of images, one of which cannot be read."""
+    """A sequence of images, one of which raises an error."""
 
     def __len__(self):
         return 4
@@ -97,14 +97,14 @@ def failing():
 
 
 def encoded(pixels: np.ndarray, kind: str) -> bytes:
-    """Returns the image as a file of this kind."""
+    """Encode an image in this file format."""
     stream = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(stream, kind)
     return stream.getvalue()
 
 
 def write_image(path: Path, value: int, **shape: int) -> None:
-    """Writes a plain image, making folders for it."""
+    """Write a plain image, and create the folders of its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encoded(plain(value, **shape), path.suffix[1:].lower().replace("jpg", "jpeg")))
 
@@ -112,7 +112,7 @@ def write_image(path: Path, value: int, **shape: int) -> None:
 def write_classes(
     root: Path, names: Iterable[str] = "ab", num_images: int = 8, first: int = 0
 ) -> None:
-    """Writes a folder for each class; images of a class have following values from `first` on."""
+    """Write a folder of plain images per class; values count up from `first` over all classes."""
     values = itertools.count(first)
     for name in names:
         for i in range(num_images):
@@ -120,7 +120,7 @@ def write_classes(
 
 
 def image_config(directory: Path, **changes) -> DataConfig:
-    """Returns a config of `plain_images`."""
+    """Return a config of `plain_images`."""
     fields = {
         "name": "tests.data.images.pictures:plain_images",
         "objective": "image_classification",
@@ -132,18 +132,18 @@ def image_config(directory: Path, **changes) -> DataConfig:
 
 
 def load(directory: Path, images: ImageConfig | None = None, **changes) -> Corpus:
-    """Returns the corpus of a config."""
+    """Return the corpus of a config."""
     return load_corpus(image_config(directory, **changes), images)
 
 
 def folder(directory: Path, *roots: Path, images: ImageConfig | None = None, **changes) -> Corpus:
-    """Returns the corpus of some folders."""
+    """Return the corpus of some folders."""
     fields = {"name": "image_folder", "paths": tuple(map(str, roots)), "global_batch_size": 4}
     return load(directory, images, **{**fields, **changes})
 
 
 def values(examples: Examples) -> list[int]:
-    """Returns the value of each of these plain images."""
+    """Return the value of each of these plain images."""
     return [int(examples[i]["images"].flat[0]) for i in range(len(examples))]
 
 
@@ -152,7 +152,7 @@ def targets(examples: Examples) -> list[int]:
 
 
 def values_of(batch: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns the value of each image of a batch of plain ones."""
+    """Return the value of each image in a batch of plain images."""
     values = batch["images"].reshape(len(batch["images"]), -1)
     assert (values == values[:, :1]).all()
     return values[:, 0]

@@ -1,4 +1,4 @@
-"""Bad images, folders and labels: named, counted, and refused or left out, as the config has it."""
+"""Bad images, folders and labels are named and counted, and refused or left out by the config."""
 
 import logging
 import os
@@ -33,22 +33,22 @@ NOISE = np.random.default_rng(0).integers(256, size=(60, 70, 3), dtype=np.uint8)
 
 
 def damaged(kind, at):
-    """Returns an image file with a few bytes changed."""
+    """Return an encoded image with a few bytes changed."""
     content = bytearray(encoded(NOISE, kind))
     content[at : at + 4] = b"oops"
     return bytes(content)
 
 
-#: Name of a file -> what makes it, and what is said of it.
+#: Name of a file -> (its content, or a function that creates it; a part of the message about it).
 BROKEN = {
     "cut.jpg": (encoded(NOISE, "jpeg")[:-200], "OSError: image file is truncated"),
     "cut.png": (encoded(NOISE, "png")[:-200], "image file is truncated"),
     "damaged.png": (damaged("png", 5000), "broken"),
-    "begin.jpg": (damaged("jpeg", 0), "it is no image of a known kind"),
+    "begin.jpg": (damaged("jpeg", 0), "it is not an image in a known format"),
     "empty.png": (b"", "it is empty"),
-    "text.jpg": (b"no image at all", "it is no image of a known kind"),
+    "text.jpg": (b"no image at all", "it is not an image in a known format"),
     "link.png": (lambda path: path.symlink_to("nowhere.png"), "FileNotFoundError: No such file"),
-    "pipe.png": (os.mkfifo, "it is no regular file"),
+    "pipe.png": (os.mkfifo, "it is not a regular file"),
 }
 
 
@@ -80,12 +80,12 @@ def test_many_broken_files_are_counted_and_three_named(tmp_path):
     with pytest.raises(ValueError) as caught:
         folder(tmp_path, tmp_path / "i")
     said = str(caught.value)
-    assert "8 of 20 images cannot be used" in said and "and 5 more; mend them" in said
+    assert "8 of 20 images cannot be used" in said and "and 5 more; fix or remove them" in said
     assert sum(name in said for name in BROKEN) == 3
 
 
 def refusing(function, path):
-    """Returns the function as it is for one who may not read `path`; root may read everything."""
+    """Wrap a function such that it lacks permission for `path`, which root would always have."""
 
     def call(given):
         if str(given) == str(path):
@@ -110,7 +110,7 @@ def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", refusing(os.scandir, root / "a" / "deep"))
         with pytest.raises(
-            ValueError, match=r"1 folder\(s\) .*a/deep \(Permission denied\); mend .*skip"
+            ValueError, match=r"1 folder\(s\) .*a/deep \(Permission denied\); fix .*skip"
         ):
             folder(tmp_path, root)
         assert len(folder(tmp_path, root, images=SKIP, validation_fraction=0.0).train) == 8
@@ -127,14 +127,14 @@ def test_folder_that_leads_back_is_refused_or_left_out(tmp_path, caplog):
     write_classes(root, "ab", num_images=4)
     (root / "a" / "up").symlink_to(root)
     (root / "a" / "self").symlink_to(root / "a")
-    # Two that lead to each other: each is the folder that the other lies in.
+    # Two links to each other's folder; following both leads back to the first folder.
     (root / "a" / "to_b").symlink_to(root / "b")
     (root / "b" / "to_a").symlink_to(root / "a")
-    with pytest.raises(ValueError, match=r"\d folder\(s\) below .*leads back .*on_broken='skip'"):
+    with pytest.raises(ValueError, match=r"\d folder\(s\) in .*leads back .*on_broken='skip'"):
         folder(tmp_path, root)
     corpus = folder(tmp_path, root, images=SKIP)
     assert "leads back" in caplog.text
-    # What is linked beside is read: a class has its own images, and those of the other.
+    # Links to other folders are followed: each class has its own images and the other class's.
     assert len(corpus.train) + len(corpus.validation) == 16
     for link in ("up", "self"):
         (root / "a" / link).unlink()
@@ -158,11 +158,11 @@ def test_empty_classes_are_left_out_and_the_others_numbered_anew(tmp_path, caplo
     assert targets(corpus.validation) == [0, 0, 1, 1]
     for said in (
         "1 of 4 classes in",
-        "train without an image: 'a'; left out",
+        "train have no images: 'a'; left out",
         "1 of 13 images cannot be used",
         "1 of 3 classes in",
-        "train without an image: 'c'; left out",
-        "lacks: 'c'; left out",
+        "train have no images: 'c'; left out",
+        "train: 'c'; left out",
     ):
         assert said in caplog.text, said
 
@@ -170,13 +170,13 @@ def test_empty_classes_are_left_out_and_the_others_numbered_anew(tmp_path, caplo
 def test_too_few_classes_or_images_left_are_refused(tmp_path):
     write_classes(tmp_path / "one", "a")
     (tmp_path / "one" / "b").mkdir()
-    with pytest.raises(ValueError, match=r"of 2 classes in .*one only 1 has images"):
+    with pytest.raises(ValueError, match=r"of 2 classes in .*one only 1 has usable images"):
         folder(tmp_path, tmp_path / "one", images=SKIP)
     write_classes(tmp_path / "two" / "train", "ab")
     for name in "ab":
         (tmp_path / "two" / "val" / name).mkdir(parents=True)
         (tmp_path / "two" / "val" / name / "1.png").write_text("none")
-    with pytest.raises(ValueError, match=r"val holds no images that can be used"):
+    with pytest.raises(ValueError, match=r"val contains no usable images"):
         folder(tmp_path, tmp_path / "two", images=SKIP)
 
 
@@ -198,9 +198,9 @@ def test_names_of_any_kind(tmp_path, caplog):
         *((1, value) for value in (4, 5, 6, 7, 9)),
     ]
     assert "1 file(s) in" in caplog.text and "Thumbs.db" in caplog.text
-    assert "1 image(s) right in" in caplog.text and "hidden" not in caplog.text
+    assert "1 image(s) in" in caplog.text and "hidden" not in caplog.text
     Path(os.fsdecode(os.fsencode(root) + b"/\xff")).mkdir()
-    with pytest.raises(ValueError, match=r"has the class b'.xff', whose name is not UTF-8; rename"):
+    with pytest.raises(ValueError, match=r"contains the class b'.xff', whose name is not UTF-8; r"):
         folder(tmp_path, root)
 
 
@@ -227,11 +227,11 @@ def test_files_of_every_kind_give_the_pixels_they_show(tmp_path):
         assert len(corpus.train) == 2 * len(kinds)
         batch = next(train_batches(corpus, image_config(tmp_path, global_batch_size=16), range(16)))
         wanted = np.asarray(expected).astype(int)[None, :, :, None]
-        # Conversions between modes round twice.
+        # Conversions between modes round values twice.
         assert np.abs(batch["images"].astype(int) - wanted).max() <= 2
 
 
-# What changes while a run goes on.
+# Changes during a run.
 
 
 def test_image_that_breaks_later_is_named(tmp_path):
@@ -256,7 +256,7 @@ def test_image_that_breaks_later_gets_no_weight(num_workers, tmp_path, caplog, c
     shutil.rmtree(tmp_path / "i" / "a")
     found = take(train_batches(corpus, config, range(4)), 6)
     is_left = np.stack([batch["weights"] for batch in found])
-    # Of class a nothing is left, of class b everything, not mixed with what is not there.
+    # Class a is lost. All of class b remains, and is not mixed with lost images.
     np.testing.assert_array_equal(is_left, np.stack([batch["targets"] for batch in expected]))
     assert 0 < is_left.sum() < is_left.size
     for batch, before in zip(found, expected, strict=True):
@@ -300,7 +300,7 @@ def test_sound_images_are_checked_once_until_they_change(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"1 of 11 images cannot be used: .*0\.png"):
         folder(tmp_path, tmp_path / "i")
     assert len(checked) == 13
-    # A cache that was damaged is made anew.
+    # A damaged cache is built again.
     (cache,) = (tmp_path / "cache").glob("sound-images-*.npy")
     cache.write_bytes(cache.read_bytes()[:50])
     changed.unlink()
@@ -372,13 +372,13 @@ def test_labels_and_images_of_tfds_that_cannot_be_used(tmp_path, caplog):
         load(tmp_path, name="tiny_broken")
     said = str(caught.value)
     assert "2 of 12 images cannot be used" in said and "on_broken='skip'" in said
-    assert "it is no image of a known kind" in said
-    assert "its label -1 is none of the 2 classes, 0 to 1" in said
+    assert "it is not an image in a known format" in said
+    assert "its label -1 must be one of the 2 classes 0 to 1" in said
     corpus = load(tmp_path, SKIP, name="tiny_broken")
     assert "2 of 12 images cannot be used" in caplog.text
     assert sorted(values(corpus.train)) == [0, 1, 2, 4, *range(6, 12)]
     assert targets(corpus.train) == [value % 2 for value in values(corpus.train)]
     assert sorted(values(corpus.validation)) == [10, 11]
-    # Where nothing is learnt of labels, none is wrong.
+    # An objective without labels does not check them.
     with pytest.raises(ValueError, match="1 of 12 images cannot be used"):
         load(tmp_path, name="tiny_broken", objective="image_reconstruction")

@@ -1,4 +1,4 @@
-"""Batches of images: what is in them, and that they hang on nothing but seed and element."""
+"""Batches of images: their content, which depends only on the seed and the element."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ KEYS = {
 
 @pytest.fixture(params=CASES)
 def case(request, tmp_path):
-    """Returns the name of a case, its sections `data` and `images`, and its corpus."""
+    """Return the name of a case, its config sections `data` and `images`, and its corpus."""
     changes = {"name": NOISE, "objective": request.param.partition(",")[0]}
     config, images = image_config(tmp_path, **changes), CASES[request.param]
     return request.param, config, images, load(tmp_path, images, **changes)
@@ -72,7 +72,7 @@ def test_batches_have_the_shapes_that_the_config_tells(case):
 def test_batches_do_not_depend_on_processes_threads_or_restarts(case, tmp_path):
     _, config, images, corpus = case
     whole = take(train_batches(corpus, config, range(6)), 16)
-    assert 16 * 6 > 2 * len(corpus.train)  # Into the third epoch.
+    assert 16 * 6 > 2 * len(corpus.train)  # The batches reach the third epoch.
     for rows in ([0, 1, 2], [5, 3, 4], [1], [4, 5]):
         threads = dataclasses.replace(config, num_threads=1 + len(rows))
         iterator = train_batches(corpus, threads, rows)
@@ -86,7 +86,7 @@ def test_batches_do_not_depend_on_processes_threads_or_restarts(case, tmp_path):
 
 def test_worker_processes_read_the_same_batches_and_states(case, tmp_path):
     _, config, images, corpus = case
-    rows = [3, 0, 5, 2]  # Of one pair both, of others one.
+    rows = [3, 0, 5, 2]  # Both rows of one pair, and one row of two other pairs.
     expected = take(train_batches(corpus, config, rows), 8)
     evaluated = list(validation_batches(corpus, config, rows))
     in_workers = dataclasses.replace(images, num_workers=2)
@@ -144,7 +144,7 @@ def test_each_epoch_and_seed_changes_images_otherwise(case, tmp_path):
     name, config, images, corpus = case
     few = take(train_batches(corpus, config, range(6)), 40)
     other = load(tmp_path, images, name=config.name, objective=config.objective, seed=8)
-    # An image comes six times; by chance alone two of them are not the same to the bit.
+    # Each image occurs about six times; two random versions of it are very unlikely to be equal.
     seen = {row["images"].tobytes() for row in rows_of(few)}
     assert len(seen) > 0.99 * 240
     batch = next(train_batches(other, dataclasses.replace(config, seed=8), range(6)))
@@ -194,7 +194,7 @@ def test_pairs_of_a_batch_are_mixed_by_one_share(rows, tmp_path):
         for place, row in enumerate(rows):
             other, element = row ^ 1, 6 * number + row
             share = batch["target_shares"][place]
-            # What was drawn from seed and pair.
+            # The share depends on the seed and the number of the pair.
             drawn = draw_mix(images, generator((PAIR, config.seed, element // 2))).share
             assert share == np.float32(drawn)
             expected = share * values[row] + (1 - share) * values[other]
@@ -226,9 +226,9 @@ def test_repeated_images_are_in_one_batch_and_never_mixed_with_themselves(tmp_pa
         _, counts = np.unique(values, return_counts=True)
         assert list(counts) == [3, 3, 3, 3]
         assert (values[::2] != values[1::2]).all()
-    # Fifteen batches of four are an epoch.
+    # Fifteen batches of four images are one epoch.
     assert len({value for batch in batches for value in values_of(batch)}) == NUM_PLAIN
-    # Ten rows have no room for three images of four rows each.
+    # Three images, four times each, do not fit into ten rows, so some occur only three times.
     uneven = load(tmp_path, ImageConfig(size=8, repeats=4), global_batch_size=10)
     batch = next(train_batches(uneven, image_config(tmp_path, global_batch_size=10), range(10)))
     assert sorted(np.unique(values_of(batch), return_counts=True)[1]) == [3, 3, 4]
@@ -270,7 +270,7 @@ def test_large_batches_are_read_less_far_ahead(num_ahead, tmp_path, monkeypatch)
     while len(read) <= num_ahead and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.5)
-    # Beside those that are ready there is the one that was taken, and the one that is put in.
+    # In addition to the prefetched batches, one was taken, and one is waiting to be put in.
     assert num_ahead < len(read) <= num_ahead + 2
     sizes = [values.nbytes for name, values in read[0].items() if name != "index"]
     assert sum(sizes) == bound // num_ahead
@@ -279,6 +279,6 @@ def test_large_batches_are_read_less_far_ahead(num_ahead, tmp_path, monkeypatch)
 def test_too_few_images_for_a_batch_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"batch_size=64 .* needs 64 .* has 60 with data\.valid"):
         load(tmp_path, global_batch_size=64)
-    with pytest.raises(ValueError, match=r"has 6 with .* images\.train_fraction=0\.1; choose a"):
+    with pytest.raises(ValueError, match=r"has 6 with .* images\.train_fraction=0\.1; reduce"):
         load(tmp_path, ImageConfig(train_fraction=0.1), global_batch_size=8)
     load(tmp_path, ImageConfig(train_fraction=0.1, repeats=2), global_batch_size=8)

@@ -1,4 +1,4 @@
-"""Where images come from, and what is said of bad ones."""
+"""Image sources: folders, user functions and TFDS data sets, and their error messages."""
 
 import shutil
 from typing import Any
@@ -53,7 +53,7 @@ def test_folder_of_classes_gives_up_a_part_of_each(tmp_path):
     assert set(held) < set(values(more.validation))
     assert more.fingerprint != corpus.fingerprint
     assert not len(folder(tmp_path, tmp_path / "i", validation_fraction=0.0).validation)
-    # A copy elsewhere is the same data.
+    # A copy of the folder has the same fingerprint.
     shutil.copytree(tmp_path / "i", tmp_path / "copy")
     copy = folder(tmp_path, tmp_path / "copy", validation_fraction=0.2)
     assert copy.fingerprint == corpus.fingerprint
@@ -126,23 +126,23 @@ def make_empty_validation(root):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (make_flat, r"i has no folders of images in it, but .* two classes; sort .* folders"),
-        (make_one_class, r"i has only the folder 'a' of images in it, but .* at least two classes"),
+        (make_flat, r"i contains no folders of images, but .* two classes; sort .* folders"),
+        (make_one_class, r"i contains only the folder 'a' of images, but .* at least two classes"),
         (
             make_empty_class,
-            r"2 of 4 classes in .*i without an image: 'c', 'd'; put images in, or take the folders "
-            r"away, or set images\.on_broken='skip'",
+            r"2 of 4 classes in .*i have no images: 'c', 'd'; add images, remove the folders, "
+            r"or set images\.on_broken='skip'",
         ),
         (
             make_splits_and_more,
-            r"i has the splits 'Train', 'val' in it, and beside them 'extra'; take these out, or",
+            r"i contains both the splits 'Train', 'val' and the other folders 'extra'; move these",
         ),
-        (make_no_images, r"i holds no images that can be used; put .* one of \.jpg, \.jpeg"),
+        (make_no_images, r"i contains no usable images; add .* one of \.jpg, \.jpeg"),
         (
             make_lacking,
-            r"2 of 4 classes in .*val that .*train lacks: 'c', 'd'; a class of .* or set",
+            r"2 of 4 classes in .*val do not occur in .*train: 'c', 'd'; add training .* or set",
         ),
-        (make_empty_validation, r"1 of 2 classes in .*val without an image: 'b'; put images in"),
+        (make_empty_validation, r"1 of 2 classes in .*val have no images: 'b'; add images"),
     ],
 )
 def test_bad_folder_is_refused(make, message, tmp_path):
@@ -156,7 +156,7 @@ def test_missing_folder_is_refused(tmp_path):
         folder(tmp_path, tmp_path / "nothing")
 
 
-# A function of the user's.
+# User functions.
 
 
 def own(directory, name, **changes):
@@ -176,19 +176,19 @@ def own(directory, name, **changes):
             "negative_labels",
             r"1 of 2 images .*image 1 of 'train' \(its label -1 must .* at least 0",
         ),
-        ("single_class", r"have the labels 0, but there must be at least two, all strings or"),
+        ("single_class", r"must have at least two labels, all strings or .*, but have 0; fix"),
         (
             "lacking_classes",
-            r"1 of 2 images .*image 1 of 'validation' \(its label 'c' is that of no image of",
+            r"1 of 2 images .*image 1 of 'validation' \(its label 'c' does not occur in",
         ),
         ("no_pairs", r"1 of 1 images .*\(it is a ndarray, but must be a pair \(image, label\)\)"),
         ("floats", r"1 of 2 images .*image 1 .*it is a float64 array of shape \(10, 12, 1\), but"),
-        ("one_broken", r"2 of 11 images cannot be used: .*image 4 of 'train' \(it is no image of"),
+        ("one_broken", r"2 of 11 images cannot be used: .*image 4 of 'train' \(it is not an image"),
         (
             "failing",
             r"1 of 4 images cannot be used: .*image 2 of 'train' \(KeyError: 'no image 2'\)",
         ),
-        ("values_of", r"'tests\.data\.pictures:values_of' failed: TypeError"),
+        ("values_of", r"'tests\.data\.images\.pictures:values_of' failed: TypeError"),
         ("plain", r"failed: TypeError"),
         ("NUM_PLAIN", r"is of type int, but must be a function without arguments"),
     ],
@@ -205,7 +205,7 @@ def test_own_images_without_the_broken_ones(tmp_path):
     assert targets(corpus.train) == [value % 2 for value in range(9)]
     assert len(one_broken()["train"]) == 11
     assert values(corpus.validation) == [0, 1], "training has no label 2"
-    # Also where another process calls the function again.
+    # Workers, which call the function again in another process, read the same images.
     images = ImageConfig(on_broken="skip", num_workers=1)
     config = image_config(tmp_path, name=name)
     workers = next(train_batches(load(tmp_path, images, name=name), config, range(6)))
@@ -241,7 +241,7 @@ def test_digits_are_scikit_learns_with_every_fifth_held_out(tmp_path):
 
 
 def make_builder(name, features, splits):
-    """Returns a TFDS builder class of plain images, which TFDS then knows by its name."""
+    """Return a TFDS builder class of plain images; TFDS registers it by its name."""
     import tensorflow_datasets as tfds
 
     def info(self):
@@ -278,7 +278,7 @@ def test_tfds_set_is_built_from_arrays_and_evaluated_on_its_test_split(tmp_path)
     assert sorted(values(corpus.validation)) == list(range(100, 105))
     assert targets(corpus.train) == [value % 2 for value in values(corpus.train)]
     assert load(tmp_path, name="tiny_pictures", label_field="other").labels == ("0", "1")
-    with pytest.raises(ValueError, match=r"label_field='breed' is no class .*\['label', 'other'\]"):
+    with pytest.raises(ValueError, match=r"='breed' is not a class .*\['label', 'other'\]"):
         load(tmp_path, name="tiny_pictures", label_field="breed")
 
 
@@ -304,7 +304,7 @@ def test_tfds_set_of_another_kind_is_refused(tmp_path):
     make_builder(
         "TinyTest", {**image, "label": tfds.features.ClassLabel(names=["a", "b"])}, {"test": 3}
     )
-    with pytest.raises(ValueError, match=r"is no class of .*tiny_unlabelled.*choose a set with cl"):
+    with pytest.raises(ValueError, match=r"is not a class .*tiny_unlabelled.*choose a set with cl"):
         load(tmp_path, name="tiny_unlabelled")
     assert len(load(tmp_path, name="tiny_unlabelled", objective="image_contrast").train) == 12
     with pytest.raises(ValueError, match=r"tiny_words.* the features \['text'\], and none of them"):
@@ -325,5 +325,5 @@ def test_images_of_another_size_and_colour_are_converted(tmp_path):
     for index in range(len(corpus.train)):
         pixels = corpus.train[index]["images"]
         assert pixels.shape == (6, 6, 3)
-        # Red, or what red is in grey.
+        # Red, or the gray value of red.
         assert (pixels == pixels[0, 0]).all() and pixels[0, 0].tolist() in ([255, 0, 0], [76] * 3)

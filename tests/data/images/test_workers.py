@@ -1,4 +1,4 @@
-"""Worker processes: they answer in order, have no jax, and leave none behind."""
+"""Worker processes: results are in order, jax is not imported, and no process is left behind."""
 
 import gc
 import os
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[3]
 
 
 class Target:
-    """What workers of these tests call."""
+    """The object whose methods the workers call in these tests."""
 
     def __init__(self, added: int):
         self._added = added
 
     def add(self, value: int) -> int:
-        time.sleep(0.05 * (value % 3))  # So that later ones are done earlier.
+        time.sleep(0.05 * (value % 3))  # Some later calls finish before earlier ones.
         return value + self._added
 
     def arrays(self, size: int) -> dict:
@@ -79,7 +79,7 @@ def test_all_workers_get_a_share_of_even_size(num_rows, count):
     shares = workers(count).shares(range(num_rows))
     assert [row for share in shares for row in share] == list(range(num_rows))
     assert all(len(share) % 2 == 0 for share in shares[:-1])
-    # Two rows cannot be shared out without parting a pair.
+    # Two rows are not split, because they may be a pair.
     assert len(shares) >= min(count, -(-num_rows // 2)) - (num_rows < 4 * count)
     assert max(map(len, shares)) <= 16
 
@@ -112,7 +112,7 @@ def test_error_of_a_worker_is_raised_here():
     pool = workers(1)
     with pytest.raises(ValueError, match="this was not right") as caught:
         pool.map("one", "fail", ["this"])
-    assert "in a process that reads" in caught.value.__notes__[0]
+    assert "in a worker process" in caught.value.__notes__[0]
     with pytest.raises(RuntimeError, match="Odd: that"):
         pool.map("one", "fail_oddly", ["that"])
     assert pool.map("one", "add", [1]) == [2], "it goes on after an error"
@@ -121,7 +121,7 @@ def test_error_of_a_worker_is_raised_here():
 def test_killed_worker_is_told_of_and_nothing_waits_for_it():
     pool = workers(1)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"images\.num_workers=1 ended by itself"):
+        with pytest.raises(RuntimeError, match=r"images\.num_workers=1 ended unexpectedly"):
             pool.map("one", "kill", ["now"])
 
 
@@ -153,7 +153,7 @@ def test_workers_end_however_the_program_does(end):
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2
         if "sleep" in end:
-            # A signal to the whole job is the program's to answer.
+            # Workers ignore signals to the whole job; the program handles them.
             for pid in pids:
                 os.kill(pid, signal.SIGTERM)
             time.sleep(0.2)

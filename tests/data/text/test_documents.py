@@ -1,4 +1,4 @@
-"""Every kind of corpus gives the documents it should, or one clear sentence."""
+"""Every kind of corpus provides the right documents, or an error of one clear sentence."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def user_config(name, tmp_path):
 
 @pytest.fixture(scope="session")
 def stdlib_config(tmp_path_factory):
-    """python_stdlib, really built, once."""
+    """The corpus python_stdlib, built once per module."""
     cache = tmp_path_factory.mktemp("cache")
     config = DataConfig(sequence_length=64, global_batch_size=4, cache_dir=str(cache))
     open_documents(config)
@@ -52,7 +52,7 @@ def test_python_stdlib_is_the_machines_own_library(stdlib_config):
         if (root / absent).exists():
             assert (root / absent).read_text() not in texts
     assert not train & validation
-    assert 0.02 < len(validation) / len(texts) < 0.10  # 5 % of files, chosen by hash
+    assert 0.02 < len(validation) / len(texts) < 0.10  # 5 % of the files, by hash.
 
 
 def test_python_stdlib_needs_no_tensorflow_and_is_built_once(stdlib_config, caplog):
@@ -111,7 +111,7 @@ def test_tfds_refuses_unknown_names_before_any_download(name, message, tmp_path)
 
 def test_text_files_keep_every_byte_in_parts_at_line_ends(tmp_path):
     long = "".join(f"line {i} — naïve\n" for i in range(20_000))
-    endless = "数" * TEXT_PART_BYTES  # No line end at all, and three bytes a character.
+    endless = "数" * TEXT_PART_BYTES  # No line ends, and three bytes per character.
     (tmp_path / "a.txt").write_text(long, encoding="utf-8")
     (tmp_path / "b.txt").write_text(endless, encoding="utf-8")
     (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfmarked\n")
@@ -119,7 +119,7 @@ def test_text_files_keep_every_byte_in_parts_at_line_ends(tmp_path):
     assert "".join(documents) == long + endless + "marked\n"
     parts = [part for part in documents if part.startswith("line")]
     assert len(parts) > 10 and all(part.endswith("\n") for part in parts)
-    # A part may run on to its line end, and then to the end of a character.
+    # A part may extend to the end of its line, and then to the end of a character.
     assert max(len(part.encode()) for part in documents) <= 2 * TEXT_PART_BYTES + 3
 
 
@@ -133,8 +133,8 @@ def test_text_files_split_by_content_and_stay_split(tmp_path):
     assert sorted(before["train"] + before["validation"]) == sorted(
         f"document {i}" for i in range(400)
     )
-    assert 0.1 < len(before["validation"]) / 400 < 0.3  # 0.2 by hash: five sigma are 0.1
-    # More text, even a copy of the old, moves no document to the other split.
+    assert 0.1 < len(before["validation"]) / 400 < 0.3  # 0.2 by hash; five sigma are 0.1.
+    # Adding text, even a copy of the old text, moves no document to the other split.
     (tmp_path / "0.jsonl").write_text("\n".join([*lines, '{"text": "new"}']))
     after = open_documents(config)
     assert set(before["train"]) <= set(after["train"])
@@ -166,7 +166,7 @@ def test_jsonl_reads_the_named_field_and_skips_blank_lines(tmp_path):
     [
         ("b.txt", b"x", FileNotFoundError, r"data\.paths: no file matches '.*a\.\*'"),
         ("a.csv", b"x", ValueError, r"data\.paths matches '.*a\.csv', but only \.txt and \.jsonl"),
-        ("a.txt", b" \n\n", ValueError, r"a\.txt hold no text; add text"),
+        ("a.txt", b" \n\n", ValueError, r"there is no text in .*a\.txt; add text"),
         ("a.txt", b"ok \xff", ValueError, r"a\.txt is not UTF-8 text \(byte 3 is 0xff\)"),
         ("a.jsonl", b'{"text": "x"}\n{"te', ValueError, r"a\.jsonl line 2 is not valid JSON"),
         ("a.jsonl", b'\n\n{"t": 1}\n', ValueError, r"line 3 has the fields \['t'\].*text_field"),
@@ -182,13 +182,13 @@ def test_text_files_refuse(file, content, error, message, tmp_path):
 
 def test_one_small_document_cannot_be_split(tmp_path):
     (tmp_path / "a.txt").write_text("alone")
-    with pytest.raises(ValueError, match=r"data\.validation_fraction=0\.5 leaves .* and both need"):
+    with pytest.raises(ValueError, match=r"data\.validation_fraction=0\.5 leaves .* but both need"):
         open_documents(text_config(tmp_path / "a.txt", validation_fraction=0.5))
 
 
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
-    """Writes a user's module and makes it importable; gives back its name."""
+    """Return a function that writes a user's module, makes it importable, and returns its name."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(name, source):
@@ -237,7 +237,7 @@ def test_import_path_key_follows_the_documents(user_module, tmp_path):
         ("1 / 0", "f", r"importing user_corpus_bad failed: ZeroDivisionError"),
         ("def corpus(): ...", "corpse", r"has no 'corpse'; the nearest names are \['corpus'"),
         ("f = 3", "f", r"is of type int, but must be a function"),
-        ("def f(): raise OSError('disk')", "f", r"failed: OSError: disk; mend the function"),
+        ("def f(): raise OSError('disk')", "f", r"failed: OSError: disk; fix the function"),
         ("def f(): return ['a']", "f", r"returned <class 'list'>, but must return a dict"),
         ("def f(): return {'train': []}", "f", r"returned \['train'\], but .*'validation'"),
         (
@@ -250,7 +250,11 @@ def test_import_path_key_follows_the_documents(user_module, tmp_path):
             "f",
             r"document 1 of 'train' is a bytes, but must be a str",
         ),
-        ("def f(): return {'train': [], 'validation': []}", "f", r"no documents in its train"),
+        (
+            "def f(): return {'train': [], 'validation': []}",
+            "f",
+            r"must have at least one document in its train",
+        ),
     ],
 )
 def test_import_path_refuses(source, attribute, message, user_module, tmp_path):

@@ -1,4 +1,4 @@
-"""Examples from .jsonl lines: texts with answers, and texts with labels."""
+"""Examples in .jsonl lines: pairs of source and target texts, and texts with labels."""
 
 import numpy as np
 import pytest
@@ -67,13 +67,13 @@ def test_bpe_of_records_is_trained_with_special_tokens(tmp_path):
     tokenizer = load_text(config).tokenizer
     assert {"pad", "cls", "sep", "mask"} == set(tokenizer.special_ids)
     assert len(tokenizer.sentinel_ids) == 100
-    # It learnt of the texts and of the answers.
+    # It was trained on both the source and the target texts.
     assert len(tokenizer.encode_batch(["answer"])[0]) < 4 > len(tokenizer.encode_batch(["ion"])[0])
 
 
 def test_fingerprint_follows_what_is_read_and_the_tokenizer(tmp_path):
     def fingerprint(records, **changes):
-        # All in one split: a line's hash decides its split.
+        # No validation split, because the hash of a line decides its split.
         changes = {"objective": "seq2seq", "validation_fraction": 0.0, **changes}
         return load_text(jsonl_config(tmp_path, records, **changes)).fingerprint
 
@@ -96,12 +96,12 @@ GOOD = labelled(["a", "b"], 4)
         (
             "seq2seq",
             [{"text": "a", "target": " "}],
-            r"line 1: .*'target' of data\.target_field is e",
+            r"line 1: .*'target' \(data\.target_field\) is e",
         ),
         (
             "seq2seq",
             [{"text": "", "target": "b"}],
-            r"line 1: .*'text' of data\.text_field is empty",
+            r"line 1: .*'text' \(data\.text_field\) is empty",
         ),
         ("seq2seq", [{"target": "b"}], r"line 1 has the fields \['target'\].*data\.text_field"),
         (
@@ -119,8 +119,12 @@ GOOD = labelled(["a", "b"], 4)
             [*GOOD, {"text": "x", "label": True}],
             r"line 5 has .*no string or whole",
         ),
-        ("classification", [*GOOD, {"text": "x", "label": 1}], r"the labels '.*all strings or all"),
-        ("classification", GOOD[::2], r"has the labels 'a' in the train split, and needs at least"),
+        (
+            "classification",
+            [*GOOD, {"text": "x", "label": 1}],
+            r"at least two labels .*all strings or all .*but has 'a', 'b', 1",
+        ),
+        ("classification", GOOD[::2], r"at least two labels in the train split, .*but has 'a';"),
     ],
 )
 def test_records_refuse(objective, records, message, tmp_path):
@@ -146,5 +150,7 @@ def test_label_that_is_only_held_out_is_refused(tmp_path):
 def test_records_are_read_from_jsonl_only(tmp_path):
     (tmp_path / "b.txt").write_text("text")
     config = jsonl_config(tmp_path, ANSWERS, objective="seq2seq", paths=(str(tmp_path / "*.*"),))
-    with pytest.raises(ValueError, match=r"b\.txt', but data\.objective='seq2seq' reads \.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"b\.txt', but data\.objective='seq2seq' reads only \.jsonl"
+    ):
         load_text(config)

@@ -1,4 +1,4 @@
-"""Packing, shuffling, sharding and resuming, against plain references."""
+"""Packing, shuffling, sharding and resuming of text corpora, compared with plain references."""
 
 import dataclasses
 import json
@@ -112,7 +112,7 @@ def test_train_batch_has_the_promised_shapes(config, corpus):
 
 def test_train_stream_visits_each_window_once_an_epoch_in_a_new_order(config, corpus):
     number = {corpus.train[i]["tokens"].tobytes(): i for i in range(len(corpus.train))}
-    assert len(number) == len(corpus.train)  # The windows of this corpus all differ.
+    assert len(number) == len(corpus.train)  # All windows of this corpus are different.
     length = len(corpus.train)
     batches = take(train_batches(corpus, config, range(6)), 3 * length // 6 + 1)
     order = [number[row.tobytes()] for batch in batches for row in batch["tokens"]]
@@ -139,12 +139,12 @@ def test_train_order_depends_on_the_seed_alone(config, corpus):
         [[0, 1, 2], [3, 4, 5]],
         [[5, 0], [1, 3], [2, 4]],
         [[0], [1], [2], [3], [4], [5]],
-        [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]],  # Processes that hold the same rows.
+        [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]],  # Both processes read the same rows.
     ],
 )
 @pytest.mark.parametrize("make", [train_batches, validation_batches])
 def test_processes_supply_the_rows_of_one_stream(make, partition, config, corpus):
-    # 30 steps of 6 rows run through more than two epochs of the train split.
+    # 30 steps of 6 rows are more than two epochs of the train split.
     count = 30 if make is train_batches else len(list(make(corpus, config, range(6))))
     assert make is validation_batches or count * 6 > 2 * len(corpus.train)
     whole = take(make(corpus, config, range(6)), count)
@@ -162,7 +162,7 @@ def test_train_batches_resume_exactly_on_any_number_of_processes(stopped_at, con
     state = json.loads(json.dumps(iterator.get_state()))
     for rows in ([0, 1, 2], [3, 4, 5], [0, 1, 2, 3, 4, 5], [2]):
         resumed = train_batches(corpus, config, rows)
-        take(resumed, 3)  # Batches already read ahead must be forgotten.
+        take(resumed, 3)  # Batches that were already prefetched must be dropped.
         resumed.set_state(state)
         expected = [{key: v[list(rows)] for key, v in batch.items()} for batch in whole]
         assert_batches_equal(take(resumed, 32 - stopped_at), expected[stopped_at:])
@@ -170,7 +170,7 @@ def test_train_batches_resume_exactly_on_any_number_of_processes(stopped_at, con
 
 def test_validation_predicts_every_token_exactly_once(config, corpus):
     expected = reference_tokens(split_documents(config)["validation"])
-    assert (len(expected) - 1) % 16 and len(corpus.validation) % 6  # Both remainders occur.
+    assert (len(expected) - 1) % 16 and len(corpus.validation) % 6  # Both have a remainder.
     batches = list(validation_batches(corpus, config, range(6)))
     assert all(batch["tokens"].shape == (6, 16) for batch in batches)
     weights = np.concatenate([batch["weights"] for batch in batches]).ravel()
@@ -207,7 +207,7 @@ def test_rows_are_checked(rows, config, corpus):
 
 def test_corpus_too_short_for_one_window_is_refused(tmp_path):
     config = write_config(tmp_path, ["ab", "cd"], validation_fraction=0.0)
-    message = r"data\.sequence_length=16 needs 17 tokens .*'text' has 7; shorten"
+    message = r"data\.sequence_length=16 needs 17 tokens .*'text' has only 7; reduce"
     with pytest.raises(ValueError, match=message):
         load_text(config)
     assert len(load_text(dataclasses.replace(config, sequence_length=6)).train) == 1
@@ -228,7 +228,7 @@ def test_cache_is_used_again_and_renewed_when_the_corpus_changes(tmp_path):
     config = write_config(tmp_path)
     first = load_text(config)
     times = {file: file.stat().st_mtime_ns for file in cache_files(config)}
-    again = load_text(dataclasses.replace(config, sequence_length=5))  # Any length, one cache.
+    again = load_text(dataclasses.replace(config, sequence_length=5))  # Lengths share a cache.
     assert {file: file.stat().st_mtime_ns for file in cache_files(config)} == times
     assert first.fingerprint == again.fingerprint
     changed = load_text(write_config(tmp_path, [*DOCUMENTS, "one more"]))
@@ -246,7 +246,7 @@ def test_damaged_cache_is_built_again(damage, tmp_path):
         (store / "meta.json").unlink()
     elif damage == "broken meta":
         (store / "meta.json").write_text('{"dtype"')
-    else:  # A build that was killed before it was complete.
+    else:  # As left behind by a build that was killed.
         store.rename(store.with_suffix(".tmp"))
     corpus = load_text(config)
     assert corpus.fingerprint == fingerprint
@@ -298,7 +298,7 @@ def test_processes_that_start_together_build_one_cache(tmp_path, monkeypatch):
         process.join(timeout=60)
         assert process.exitcode == 0
     assert fingerprints == [load_text(config).fingerprint] * 2
-    # One process read the train split to train the BPE, and one read both splits to tokenise.
+    # One process read the train split to train the BPE, and one read both splits to tokenize them.
     assert len((tmp_path / "reads").read_text()) == 20 + 25
     names = [file.name for file in cache_files(config)]
     assert not [name for name in names if name.endswith(".tmp")]

@@ -1,4 +1,4 @@
-"""Megatron's and fairseq's token files, against bytes written by hand from the format."""
+"""Token files of Megatron and fairseq, compared with bytes written by hand from the format."""
 
 import struct
 from pathlib import Path
@@ -63,18 +63,18 @@ def test_every_dtype_is_read(code, letter, tmp_path):
 @pytest.mark.parametrize(
     ("idx", "content", "message"),
     [
-        (b"MMIDIDX", BIN, r"t\.idx ends within its 26 bytes of header: it is no intact"),
+        (b"MMIDIDX", BIN, r"t\.idx ends within its header of 26 bytes: it is not an intact"),
         (b"X" + IDX[1:], BIN, r"begins with b'XMIDIDX\\x00\\x00' instead of b'MMIDIDX"),
-        (IDX[:9] + b"\x02" + IDX[10:], BIN, r"has version 2, and only 1 can be read"),
-        (IDX[:17] + b"\x06" + IDX[18:], BIN, r"has dtype code 6, and ids have one of \[1, 2, 3, 4"),
+        (IDX[:9] + b"\x02" + IDX[10:], BIN, r"has version 2, but only 1 can be read"),
+        (IDX[:17] + b"\x06" + IDX[18:], BIN, r"has dtype code 6, which must be one of \[1, 2, 3"),
         (IDX[:18] + b"\xff" + IDX[19:], BIN, r"too few for 255 sequences"),
-        (IDX[:-8], BIN, r"has 86 bytes, which are not those of 3 sequences and 3 document bounds"),
-        (IDX, BIN[:-2], r"t\.bin has 10 bytes, and t\.idx tells of 6 tokens of 2 bytes"),
-        (IDX, BIN + b"\0", r"t\.bin has 13 bytes, and t\.idx tells of 6 tokens"),
+        (IDX[:-8], BIN, r"has 86 bytes, which does not match 3 sequences and 3 document bounds"),
+        (IDX, BIN[:-2], r"t\.bin has 10 bytes, but t\.idx lists 6 tokens of 2 bytes"),
+        (IDX, BIN + b"\0", r"t\.bin has 13 bytes, but t\.idx lists 6 tokens"),
         (
             HEADER + NUM_BOUNDS + SIZES + struct.pack("<3q", 0, 8, 6) + BOUNDS,
             BIN,
-            r"sequences that do not lie one after another",
+            r"sequences that are not contiguous",
         ),
         (
             HEADER
@@ -83,17 +83,17 @@ def test_every_dtype_is_read(code, letter, tmp_path):
             + struct.pack("<3q", 0, 18, 8)
             + BOUNDS,
             BIN,
-            r"sequences that do not lie one after another",
+            r"sequences that are not contiguous",
         ),
         (
             IDX[:-24] + struct.pack("<3q", 0, 4, 3),
             BIN,
-            r"document bounds that do not rise from 0 to",
+            r"document bounds that do not increase from 0 to",
         ),
         (
             IDX[:-24] + struct.pack("<3q", 0, 1, 2),
             BIN,
-            r"document bounds that do not rise from 0 to",
+            r"document bounds that do not increase from 0 to",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def megatron_config(directory, *paths, **changes):
 def test_token_files_train_as_they_are(tmp_path):
     path = write(tmp_path, content=struct.pack("<6H", 5, 6, 256, 256, 9, 200))
     corpus = load_text(megatron_config(tmp_path, path, path + ".idx"))
-    # Documents end once, whether or not the file's do.
+    # Documents end with one end-of-document token, whether or not they have one in the file.
     document = [5, 6, 256, 256, 9, 200, 256]
     assert tokens_of(corpus.train).tolist() == [256, *document, *document]
     held = load_text(megatron_config(tmp_path, path, validation_fraction=0.5))
@@ -170,7 +170,7 @@ def test_command_line_writes_shows_and_reads(tmp_path, capsys):
     )
     assert code == 0 and "document 1," in out and "document 3," not in out
     assert f"{train[1]}<|endoftext|>\n" in out and train[2] in out
-    # The tokens come back as they went, in the same order.
+    # Training on the written file reads the same tokens in the same order as the original corpus.
     (tmp_path / "other").mkdir()
     written = load_text(megatron_config(tmp_path / "other", str(tmp_path / "w")))
     direct = load_text(DataConfig(**{**vars(config), "sequence_length": 2}))
@@ -187,7 +187,7 @@ def test_command_line_writes_shows_and_reads(tmp_path, capsys):
         (["read", "t", "--data.tokenizer=bpe"], "error: data.tokenizer='bpe' is trained from text"),
         (
             ["read", "t", "--data.tokenizer=bytes", "--first=2"],
-            "error: --first=2 must be a document",
+            "error: --first=2 must be the number of a document",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tokenizers give back the text they took, and refuse what is none."""
+"""Tokenizers: decoding restores the encoded text, and broken tokenizer files are refused."""
 
 import json
 
@@ -13,7 +13,7 @@ TEXTS = ["def f(x):\n    return x\n", "naïve — 数据 🙂\n\n\t", "", "<|end
 
 
 def word_level(*specials, **settings):
-    """Returns the JSON of a small tokenizer with these special tokens."""
+    """Return the JSON of a small tokenizer with these special tokens."""
     vocab = {token: i for i, token in enumerate(["[UNK]", *specials, "a", "b"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -38,7 +38,7 @@ def test_tokenizer_gives_back_its_text(kind, bpe):
     assert all(ids.dtype == np.int32 for ids in encoded)
     ids = np.concatenate(encoded)
     assert ids.min() >= 0 and ids.max() < tokenizer.vocab_size
-    # Not even a text that spells the end of a document ends it.
+    # A text that contains the name of the end-of-document token does not end the document.
     assert tokenizer.eos_id not in ids
     assert tokenizer.eos_id < tokenizer.vocab_size
 
@@ -71,7 +71,7 @@ def test_bpe_is_trained_once_and_the_same_each_time(tmp_path):
 def test_tokenizer_file_finds_the_end_of_a_document(eos, tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_text(word_level(eos))
-    for path in (file, tmp_path):  # The file, or the directory of a downloaded model.
+    for path in (file, tmp_path):  # The file, or its directory, as in a downloaded model.
         tokenizer = load_tokenizer_file(str(path))
         assert (tokenizer.eos_id, tokenizer.vocab_size) == (1, 4)
         assert tokenizer.encode_batch(["a b a"])[0].tolist() == [2, 3, 2]
@@ -95,7 +95,11 @@ def test_tokenizer_file_size_covers_ids_with_holes():
         (None, FileNotFoundError, r"data\.tokenizer='.*t\.json': there is no file"),
         (b'{"version": "1.0"', ValueError, r"data\.tokenizer='.*t\.json' is not a readable"),
         (b"\xff\xfe", ValueError, r"data\.tokenizer='.*t\.json' cannot be read"),
-        (word_level().encode(), ValueError, r"t\.json' has none of the tokens \['<\|endoftext"),
+        (
+            word_level().encode(),
+            ValueError,
+            r"t\.json' has none of the end-of-document tokens \['<\|endoftext",
+        ),
     ],
 )
 def test_tokenizer_file_refuses(content, error, message, tmp_path):
@@ -151,5 +155,5 @@ def test_special_tokens_of_published_kinds_are_found(
     starts = tokenizer.starts_word()[ids]
     pieces = [tokenizer.decode([i]) for i in ids]
     assert tokenizer.is_text()[ids].all() and len(ids) > 5
-    # Byte-level vocabularies mark no word at the beginning of a text.
+    # A byte-level vocabulary does not mark the first word of a text.
     assert starts[1:].sum() == 4 and starts[0] == (make is not byte_level), pieces

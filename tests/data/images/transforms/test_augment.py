@@ -1,4 +1,4 @@
-"""What is done to images, against the published definitions and Pillow's own operators."""
+"""Image transforms, compared with their published definitions and with Pillow's operators."""
 
 import io
 import math
@@ -43,16 +43,16 @@ def test_random_boxes_have_the_areas_and_ratios_that_are_asked_for():
     assert (right <= width).all() and (bottom <= height).all()
     areas = (right - left) * (bottom - top) / (width * height)
     ratios = (right - left) / (bottom - top)
-    # Sides are whole pixels, of which a small box has about a hundred.
+    # The tolerances allow for rounding to whole pixels; the sides of a small box are about 100.
     assert 0.079 < areas.min() and areas.max() <= 1
     assert 0.73 < ratios.min() and ratios.max() < 1.36
-    # Boxes that do not fit are drawn again, which most often befalls large ones. Without those the
-    # areas are uniform: four standard errors of the mean of 0.08 to 0.5 are 0.01.
+    # Boxes that do not fit are drawn again, and most of these are large. Areas of small boxes are
+    # uniform from 0.08 to 0.5, and four standard errors of their mean are 0.01.
     small = areas[areas < 0.5]
     assert abs(small.mean() - 0.29) < 0.01
     # The logarithm of the ratio is uniform, so as many are below 1 as above.
     assert abs((ratios[areas < 0.5] < 1).mean() - 0.5) < 0.05
-    # A box lies anywhere: its centre is that of the image on average.
+    # Positions are uniform: on average, the center of a box is the center of the image.
     assert abs(((left + right) / 2).mean() - width / 2) < 6
     assert abs(((top + bottom) / 2).mean() - height / 2) < 6
 
@@ -67,20 +67,20 @@ def test_image_that_no_box_fits_gives_its_largest_central_one():
 def test_crop_is_pillows_resize_of_the_box():
     expected = noise().crop((5, 10, 45, 34)).resize((16, 16), Image.Resampling.BICUBIC)
     found = np.asarray(crop(noise(), (5, 10, 45, 34), 16, 3)).astype(int)
-    # The box's edge may look at the pixels beyond it, an image that was cut out has none.
+    # At the edges of the box, resizing may use pixels outside it, which a cropped image lacks.
     assert_same(found[2:-2, 2:-2], np.asarray(expected).astype(int)[2:-2, 2:-2])
 
 
 def test_central_crop_takes_the_middle_of_the_resized_image():
     ramp = np.tile(np.arange(200, dtype=np.uint8), (100, 1))
     found = np.asarray(central_crop(Image.fromarray(ramp), 80, 1, 0.8))
-    # 100 x 200 stays at its size, of which the middle 80 x 80 is taken.
+    # An image of 100 x 200 keeps its size, and the central 80 x 80 are cropped.
     assert_same(found, ramp[10:90, 60:140])
     assert central_crop(noise(), 224, 3, 0.875).size == (224, 224)
 
 
 def test_central_crop_is_the_middle_of_the_whole_image_resized():
-    """To the last bit but for rounding: what is far from the middle is not made."""
+    """The result is the same up to rounding, although only the middle is computed."""
     for size in ((300, 200), (257, 911), (64, 63)):
         image = Image.fromarray(rng().integers(0, 256, (*size, 3), np.uint8))
         scale = 64 / min(size)
@@ -96,15 +96,15 @@ def test_central_crop_is_the_middle_of_the_whole_image_resized():
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.7, 0.875, 1.0])
 @pytest.mark.parametrize("width, height", [(8, 8), (12, 10), (3, 5), (1, 30), (200, 100)])
 def test_any_part_is_the_middle_of_images_of_any_size(width, height, part):
-    # A column for each place across, from 0 to 250.
+    # Values increase from the first column, 0, to the last one, 250.
     ramp = np.tile(np.linspace(0, 250, width), (height, 1))
     found = np.asarray(central_crop(Image.fromarray(ramp.round().astype(np.uint8)), 8, 1, part))
     assert found.shape == (8, 8)
     wide = width * int(8 / part) / min(width, height)
-    # Where the middles of the eight columns lie across the image, in parts of its width.
+    # The centers of the eight columns as fractions of the image's width.
     places = (np.arange(8) + 0.5 + round((wide - 8) / 2)) / wide
     expected = np.interp(places * width - 0.5, np.arange(width), ramp[0])
-    # A pixel of the small image is the mean of many, and its edge bends the curve.
+    # A pixel of the result is a mean of many pixels, and the edges of the image distort the ramp.
     assert np.abs(found.astype(float) - expected[None]).max() < (25 if width > 1 else 1)
 
 
@@ -117,7 +117,7 @@ def test_large_jpeg_is_decoded_small_and_looks_the_same():
     small = np.asarray(crop(image, box, 64, 3)).astype(int)
     assert image.size == (125, 100), "it was not decoded at an eighth"
     whole = np.asarray(smooth.resize((64, 64), Image.Resampling.BICUBIC, box)).astype(int)
-    # JPEG's own losses on an image this smooth are about 1.
+    # The compression error of JPEG is about 1 for such a smooth image.
     assert np.abs(small - whole).mean() < 1.5 and np.abs(small - whole).max() < 12
 
 
@@ -131,7 +131,7 @@ def test_images_of_every_kind_are_brought_to_the_channels(channels, mode):
     for image in (*common, *rare, palette, deep):
         converted = to_channels(image, channels)
         assert converted.mode == mode and converted.size == (50, 40)
-    # 16 bits are scaled to 8, not clipped.
+    # 16-bit values are scaled to 8 bits, not clipped.
     assert_same(to_channels(deep, 1), NOISE[:, :, 0])
 
 
@@ -151,7 +151,7 @@ def test_open_image_refuses_what_is_none(image):
         open_image(image)
 
 
-# Colours.
+# Colors.
 
 
 def test_jitter_of_one_kind_is_pillows_enhancer():
@@ -179,7 +179,7 @@ def test_grey_and_inverted_images():
 
 # RandAugment.
 
-#: The operation that Pillow has, and what timm's tables give for half of the strength.
+#: Name of an operation -> Pillow's operation with the argument of timm's tables at half strength.
 HALF = {
     "auto_contrast": lambda image: ImageOps.autocontrast(image),
     "equalize": lambda image: ImageOps.equalize(image),
@@ -202,7 +202,7 @@ def test_rand_augment_operation_at_half_strength(name):
 
 @pytest.mark.parametrize("name, axis", [("translate_x", 1), ("translate_y", 0)])
 def test_rand_augment_translates_by_a_part_of_the_side(name, axis):
-    # 0.45 of 40 pixels is 18: whole pixels are shifted without interpolation.
+    # 0.45 of 40 pixels are 18: a shift by whole pixels needs no interpolation.
     image = Image.fromarray(NOISE[:, :40])
     moved = np.asarray(OPERATIONS[name](image, 1.0, 1.0)).astype(int)
     whole = np.moveaxis(np.asarray(image).astype(int), axis, 0)
@@ -215,7 +215,7 @@ def test_rand_augment_shears_by_three_tenths():
     image = Image.new("L", (100, 101))
     image.paste(255, (50, 0, 51, 101))
     sheared = np.asarray(OPERATIONS["shear_x"](image, 1.0, 1.0))
-    # The column at 50 lies 0.3 pixels further left in each row below.
+    # The column at 50 moves 0.3 pixels further to the left with each row.
     assert [int(sheared[row].argmax()) for row in (10, 30, 60)] == [47, 41, 32]
     down = np.asarray(OPERATIONS["shear_y"](image.transpose(Image.Transpose.TRANSPOSE), 1.0, 1.0))
     assert [int(down[:, column].argmax()) for column in (10, 30, 60)] == [47, 41, 32]
@@ -240,11 +240,11 @@ def test_rand_augment_does_half_of_what_it_draws(monkeypatch):
     for _ in range(3000):
         rand_augment(noise(), 2, 9.0, random)
     names, strengths, signs = zip(*done, strict=True)
-    # Of 6000 draws half are done; four standard errors are 155.
+    # Half of the 6000 drawn operations are applied; four standard errors are 155.
     assert abs(len(done) - 3000) < 155
     counts = [names.count(name) for name in OPERATIONS]
     assert len(counts) == 15 and abs(np.array(counts) - 200).max() < 60
-    # N(9, 0.5) cut off at 10: 2.3 % lie beyond.
+    # Magnitudes are N(9, 0.5) clipped at 10, which 2.3 % of the draws exceed.
     assert max(strengths) == 1 and abs(np.mean(np.array(strengths) == 1) - 0.0228) < 0.011
     assert abs(np.median(strengths) - 0.9) < 0.005 and abs(np.mean(signs)) < 0.08
     done.clear()
@@ -264,7 +264,7 @@ def test_erased_rectangles_have_the_published_areas_and_ratios():
         ratios.append(height / width)
     assert 0.018 < min(areas) and max(areas) < 0.35
     assert 0.26 < min(ratios) and max(ratios) < 1 / 0.26
-    # Uniform from 0.02 to 1/3, but for the few large ones that do not fit.
+    # Areas are uniform from 0.02 to 1/3, except for the few large ones that do not fit.
     assert abs(np.mean(areas) - 0.17) < 0.015
     assert abs(np.mean(np.log(ratios))) < 0.1
 
@@ -276,7 +276,7 @@ def test_erasing_fills_with_noise():
     assert abs(inked.mean() - 128) < 3 and inked.min() == 1 and inked.max() == 255
 
 
-# All of it.
+# The whole pipeline.
 
 
 def test_nothing_is_changed_by_default():
@@ -294,7 +294,7 @@ def test_half_of_the_images_are_mirrored():
     mirrored = [np.array_equal(image, NOISE[:, :40][:, ::-1]) for image in found]
     same = [np.array_equal(image, NOISE[:, :40]) for image in found]
     assert sum(mirrored) + sum(same) == 400
-    assert abs(sum(mirrored) - 200) < 40  # four standard errors
+    assert abs(sum(mirrored) - 200) < 40  # Four standard errors.
 
 
 def test_probabilities_of_each_view_are_its_own():
@@ -315,7 +315,8 @@ def test_changes_come_as_often_as_configured():
     for changes, share in cases:
         config, random = ImageConfig(size=20, channels=3, **changes), rng()
         changed = [(augment(flat, config, random) != np.asarray(flat)).any() for _ in range(1000)]
-        # Four standard errors; a factor of 1 ± 0.002 changes nothing that can be seen.
+        # Four standard errors. The additional 0.005 allows for factors within 1 ± 0.002, which
+        # change no pixel.
         assert abs(np.mean(changed) - share) < 4 * math.sqrt(share * (1 - share) / 1000) + 0.005
 
 
@@ -331,7 +332,7 @@ def test_mixup_blends_by_its_share():
     assert abs(values.mean() - 0.5) < 0.03 and abs(values.var() - 0.0962) < 0.01
     one, other = NOISE[:, :40], NOISE[:, 10:]
     expected = np.rint(shares[0].share * one.astype(float) + (1 - shares[0].share) * other)
-    # In float32 a value may fall to the other side of a half.
+    # In float32, a value close to a half may be rounded the other way.
     np.testing.assert_allclose(shares[0](one, other).astype(float), expected, atol=1)
     assert (shares[0](one, other) == expected).mean() > 0.99
 
@@ -347,8 +348,8 @@ def test_cutmix_pastes_a_box_of_its_share():
         assert pasted.mean() == pytest.approx(1 - mix.share)
         assert not one.any(), "the image itself was changed"
         rows, columns = pasted[:, :, 0].any(1), pasted[:, :, 0].any(0)
-        assert pasted.sum() == rows.sum() * columns.sum(), "it is no rectangle"
-    # The share is uniform but for what lies outside the image: half of a box's side at an edge.
+        assert pasted.sum() == rows.sum() * columns.sum(), "it is not a rectangle"
+    # The share is uniform, except that up to half of a box's side may be outside the image.
     assert 0.5 < np.mean(shares) < 0.75 and min(shares) < 0.1 and max(shares) > 0.99
 
 

@@ -1,4 +1,4 @@
-"""Masked tokens: how many, which, and that targets restore them; documents of their own."""
+"""Masked language modeling: number and choice of masked tokens, targets, isolated documents."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def masked_config(directory, **changes):
 
 
 def split_tokens(directory, split, **changes):
-    """Returns the stream of a split after its first end of document."""
+    """Return the token array of a split without its first end-of-document token."""
     changes = {**changes, "objective": "causal_lm", "sequence_length": 1}
     corpus = load_text(masked_config(directory, **changes))
     return tokens_of(corpus.train if split == "train" else corpus.validation)[1:]
@@ -51,7 +51,7 @@ def test_masking_hides_the_promised_parts_and_targets_restore_them(tmp_path):
             tokens, targets, chosen = row["tokens"], row["targets"], row["weights"] == 1
             assert set(row["weights"]) == {0, 1}
             np.testing.assert_array_equal(np.where(chosen, targets, tokens), targets)
-            # No special token is chosen, nor does one replace another token.
+            # No special token is chosen, and no special token but MASK replaces a token.
             assert not (targets[chosen] >= 256).any()
             assert (tokens[chosen] <= 255).sum() + (tokens[chosen] == MASK).sum() == chosen.sum()
             assert chosen.sum() == round(0.15 * (targets < 256).sum())
@@ -59,7 +59,7 @@ def test_masking_hides_the_promised_parts_and_targets_restore_them(tmp_path):
             counts += is_mask.sum(), is_same.sum(), (~is_mask & ~is_same).sum()
     total = counts.sum()
     assert total > 5000
-    # One replacement in 256 is by chance the token itself.
+    # One random replacement in 256 happens to be the token itself.
     for count, share in zip(counts, (0.8, 0.1 + 0.1 / 256, 0.1 * 255 / 256), strict=True):
         assert abs(count - share * total) < 5 * np.sqrt(total * share * (1 - share))
 
@@ -105,7 +105,7 @@ def test_whole_words_are_never_split(kind, tmp_path):
                 num_apart += chosen[before[0]] != chosen[after[0]]
         shares.append(chosen.sum() / is_text[targets].sum())
     assert num_split > 3
-    assert num_apart > 3  # The words beside the end of a document are two.
+    assert num_apart > 3  # An end of document separates words: each of them is chosen by itself.
     assert abs(np.mean(shares) - 0.15) < 0.02  # A word is at most 12 of 62 tokens.
 
 
@@ -132,7 +132,7 @@ def test_tokenizer_without_mask_is_refused(objective, tmp_path):
 
 
 def test_evaluation_can_choose_each_token_exactly_once(tmp_path):
-    # Of at most 30 tokens, 0.99 is all.
+    # A row has at most 30 tokens, and 0.99 of them is rounded to all of them.
     config = masked_config(tmp_path, mask_fraction=0.99)
     corpus = load_text(config)
     stream = split_tokens(tmp_path, "validation")
@@ -167,7 +167,7 @@ def test_masks_differ_between_epochs_and_seeds_and_not_between_evaluations(tmp_p
 
 
 def test_masks_depend_on_the_seed(tmp_path):
-    # One row, so that no order does.
+    # With a single row, the seed cannot change the order of rows.
     length = len(split_tokens(tmp_path, "train")) + 2
     corpus = load_text(masked_config(tmp_path, sequence_length=length))
     assert len(corpus.train) == 1
@@ -180,10 +180,11 @@ def test_masks_depend_on_the_seed(tmp_path):
 
 
 def isolated(row, *, ends_before):
-    """Returns segment ids and positions of a row, written as plainly as can be.
+    """Return the segment ids and positions of a row, computed by a plain loop.
 
     Args:
-        ends_before: Whether an end belongs to the document after it.
+        row: The tokens of the row.
+        ends_before: Whether an end-of-document token belongs to the document after it.
     """
     segment, position, ids, positions = 1, 0, [], []
     for place, token in enumerate(row):

@@ -1,4 +1,4 @@
-"""Pairs of texts: their labels are true, and half of them follow each other."""
+"""Pairs of texts: labels are correct, and in half of the pairs the second follows the first."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ NUM_DOCUMENTS = 40
 
 
 def pairs_config(directory, **changes):
-    """Returns the config of documents of words that occur once in all of them, `DOCUMENT_PLACE`."""
+    """Return a config of documents whose words, `DOCUMENT_PLACE`, are all different."""
     texts = [[f"{d}_{i}" for i in range(3 + 5 * d)] for d in range(NUM_DOCUMENTS)]
     vocab = {word: i for i, word in enumerate([*SPECIALS, *sum(texts, [])])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[PAD]"))
@@ -29,7 +29,7 @@ def pairs_config(directory, **changes):
 
 
 def texts_of(row):
-    """Returns A and B of a row."""
+    """Return the two texts of a row."""
     ids = row["targets"][row["segment_ids"] == 1]
     assert ids[0] == CLS and ids[-1] == SEP and (ids == SEP).sum() == 2
     cut = int(np.flatnonzero(ids == SEP)[0])
@@ -46,7 +46,7 @@ def test_labels_are_true_and_balanced(tmp_path):
                 [tuple(map(int, word.split("_"))) for word in corpus.tokenizer.decode(ids).split()]
                 for ids in texts_of(row)
             )
-            for part in (first, second):  # Each is a piece of one document.
+            for part in (first, second):  # Each text is a contiguous piece of one document.
                 assert part == [(part[0][0], part[0][1] + j) for j in range(len(part))]
             document, place = first[-1]
             follows = second[0] == (document, place + 1)

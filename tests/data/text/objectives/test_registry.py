@@ -1,4 +1,4 @@
-"""What holds for the batches of every objective."""
+"""Properties of batches that hold for every text objective."""
 
 import json
 
@@ -60,7 +60,7 @@ def test_batches_have_the_shapes_that_the_config_tells(case):
     for batch in batches:
         assert {key: (value.shape, value.dtype) for key, value in batch.items()} == expected
         assert all(value.flags.c_contiguous for value in batch.values())
-        # Every id is one of the vocab.
+        # Every id is in the vocabulary.
         for key in ("tokens", "decoder_tokens", "targets"):
             ids = batch.get(key, np.zeros(1))
             assert 0 <= ids.min() <= ids.max() < corpus.tokenizer.vocab_size
@@ -69,7 +69,7 @@ def test_batches_have_the_shapes_that_the_config_tells(case):
 def test_batches_do_not_depend_on_processes_or_restarts(case):
     _, config, corpus = case
     whole = take(train_batches(corpus, config, range(6)), 40)
-    assert 40 * 6 > len(corpus.train)  # Into the second epoch.
+    assert 40 * 6 > len(corpus.train)  # The batches reach the second epoch.
     for rows in ([0, 1, 2], [5, 3, 4]):
         iterator = train_batches(corpus, config, rows)
         assert_rows(take(iterator, 15), whole[:15], rows)

@@ -1,4 +1,4 @@
-"""Spans left out: the text can be put together again, and lengths are those of T5."""
+"""Span corruption: rows contain the whole text, and lengths are the same as in T5's code."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ TOKENIZER = ByteTokenizer(has_special_tokens=True)
 
 
 def restored(row):
-    """Returns the piece that a row was made of, from what the encoder reads and the targets."""
+    """Reconstruct the piece of text of a row from its encoder tokens and its targets."""
     inputs = row["tokens"][row["segment_ids"] == 1].tolist()
     outputs = row["targets"][row["weights"] == 1].tolist()
     assert inputs.pop() == EOS and outputs.pop() == EOS
@@ -37,7 +37,7 @@ def restored(row):
         else:
             spans[FIRST_SENTINEL - number + 1].append(token)
     assert all(spans.values())
-    assert [t for t in inputs if t in spans] == list(spans)  # Each once, in order.
+    assert [t for t in inputs if t in spans] == list(spans)  # Each sentinel once, in order.
     return [t for token in inputs for t in spans.get(token, [token])]
 
 
@@ -69,7 +69,7 @@ def test_text_is_restored_exactly(fraction, mean, length, extra, num_tokens, see
         )
         assert set(row["targets"][~is_target]) <= {PAD}
         if i < num_tokens // piece_length(config):
-            # A whole piece fills the encoder, but for a token where much is left out.
+            # A full piece fills the encoder, except for one token if much of the text is removed.
             assert (row["segment_ids"] == 0).sum() <= (fraction > 0.45)
             assert is_target.sum() == target_length(config) - extra
     assert num_tokens - len(pieces) in (0, 1)
@@ -77,7 +77,7 @@ def test_text_is_restored_exactly(fraction, mean, length, extra, num_tokens, see
 
 
 def test_lengths_are_those_of_t5():
-    # t5.data.preprocessors.random_spans_helper(512, 0.15, 3, 1, 1) gives (568, 114).
+    # t5.data.preprocessors.random_spans_helper(512, 0.15, 3, 1, 1) returns (568, 114).
     config = dataclasses.replace(CONFIG, sequence_length=512)
     assert (piece_length(config), target_length(config)) == (568, 114)
     assert span_counts(568, config) == (85, 28)
@@ -114,8 +114,14 @@ def test_tokenizer_file_as_t5s_starts_the_decoder_with_padding(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_length": 9}, r"data\.target_length=9 is less than the 14 tokens .*=64.* or more"),
-        ({"sequence_length": 400}, r"sequence_length=400 .* 22 spans.* has 5 sentinels; shorten"),
+        (
+            {"target_length": 9},
+            r"data\.target_length=9 is less than the 14 decoder tokens .*=64.* or more",
+        ),
+        (
+            {"sequence_length": 400},
+            r"sequence_length=400 .* 22 spans.* has only 5 sentinels; reduce",
+        ),
     ],
 )
 def test_spans_that_do_not_fit_are_refused(changes, message, tmp_path):
