@@ -1,0 +1,1 @@
+"""Conversion of models from and to the Hugging Face format."""

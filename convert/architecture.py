@@ -1,4 +1,8 @@
-"""What one Hugging Face architecture is among ours: its config keys and its weights."""
+"""The description of a Hugging Face architecture: its model class here, config keys, and weights.
+
+Everything is declared in tables that are read in both directions, so one `Architecture` is enough
+to import a model and to export it.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,23 +15,25 @@ from convert.tensor_files import Tensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One class of Hugging Face's, and what it is among ours.
+    """One model class of Hugging Face's transformers, and the model here that it corresponds to.
 
     Attributes:
-      name: in the `architectures` of config.json.
-      model_type: in config.json.
-      model: `model.name` of a run's config.
-      model_class: ours.
-      keys: of config.json.
-      rows: of the weights, named as in the model with a head.
-      prefix: of the base model's names, with its dot.
-      is_base: the model has no head, and its names no prefix.
-      fields: what the class itself says of our config.
-      harmless: keys of config.json that it does not compute with.
-      buffers: patterns of tensors that are no weights.
-      other_heads: patterns of weights that a file may hold for other models with this base.
-      look: (tensors in the files, config.json) -> fields that the files say.
-      looked: names of these.
+        name: The name of the class, as in `architectures` of config.json.
+        model_type: The `model_type` of config.json.
+        model: The `model.name` in the config of a run.
+        model_class: The model class of this project.
+        keys: The keys of config.json and the config fields that they correspond to.
+        rows: The weights, with the names that they have in the model with a head.
+        prefix: The prefix of the names of the base model's weights, including its dot.
+        is_base: Whether the model is a base model: it has no head, and its names have no prefix.
+        fields: Config fields that the class implies, whatever config.json contains.
+        harmless: Keys of config.json that do not affect the computation.
+        buffers: Regular expressions for tensors that are not weights.
+        other_heads: Regular expressions for weights of other models with the same base, which a
+            file may contain.
+        detect: A function (tensors in the files, config.json) -> config fields that only the
+            tensors reveal; None if there are none.
+        detected_fields: The names of the fields that `detect` returns.
     """
 
     name: str
@@ -48,7 +54,12 @@ class Architecture:
     def tensor_mappings(
         self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None
     ) -> list[TensorMapping]:
-        """Returns the places of all parameters; see `convert.names.places`."""
+        """Return the mappings of all parameters; see `convert.names.tensor_mappings`.
+
+        Args:
+            shapes: Path of a parameter -> its shape, with a leading layers axis in stacks.
+            vocab_size: The vocabulary size without padding; None if the model has no vocabulary.
+        """
         rows = self.rows
         if self.is_base:
             rows = [
@@ -58,11 +69,24 @@ class Architecture:
         return tensor_mappings(rows, shapes, vocab_size=vocab_size)
 
     def base(self, name: str, **changes: Any) -> "Architecture":
-        """Returns the architecture `name` of the model without this one's head."""
+        """Derive the architecture of the base model, which has no head.
+
+        Args:
+            name: The name of the base model's class, such as "GPT2Model".
+            **changes: Attributes that differ from this architecture.
+        """
         fields = {**self.fields, "head": "none"}
         return dataclasses.replace(self, name=name, is_base=True, fields=fields, **changes)
 
 
 def detect_pooler(tensors: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns whether the files hold the layer that a base model may have after its last norm."""
+    """Detect the pooler, the layer that a base model may have after its last norm.
+
+    Args:
+        tensors: The tensors in the files, by name.
+        hf: The content of config.json; not read.
+
+    Returns:
+        The config field `use_pooler`.
+    """
     return {"use_pooler": any(name.endswith("pooler.dense.weight") for name in tensors)}

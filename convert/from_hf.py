@@ -1,4 +1,4 @@
-"""Hugging Face models as ours: `load`, or `python -m convert.from_hf SRC DST`."""
+"""Import Hugging Face models: `load` in Python, or `python -m convert.from_hf SRC DST`."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig
 from sharding.rules import make_rules, partition_specs
 
-#: Files of a Hugging Face model that are kept beside its config.json.
+#: Files of a Hugging Face model that are kept in addition to its config.json.
 KEPT_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -45,7 +45,7 @@ KEPT_FILES = (
     "vocab.txt",
 )
 
-_log = logging.getLogger("convert")  # whatever name this file runs under
+_log = logging.getLogger("convert")  # Not __name__, which is "__main__" if the module is run.
 
 
 def load(
@@ -55,18 +55,24 @@ def load(
     harmless: Sequence[str] = (),
     allow_pickle_weights: bool = False,
 ) -> Any:
-    """Returns the model at `path`, ready to be called, on the current mesh.
+    """Load a model from disk onto the current mesh, ready to be called.
 
-    The mesh is that of `jax.set_mesh`, over which parameters are laid out as in training; without
-    one they lie on the first device. Each device's part is read from the files by itself.
+    The mesh is the one set by `jax.set_mesh`; parameters are sharded over it as in training. If no
+    mesh is set, they are placed on the first device. Each device's shard is read from the files
+    separately.
 
     Args:
-      path: a Hugging Face model, a run's directory (its newest intact checkpoint), or a checkpoint.
-      dtype: of the parameters, in which the model computes: float32, bfloat16 or float64.
-      harmless, allow_pickle_weights: see `convert.source.read_source`.
+        path: A Hugging Face model, the directory of a run, whose newest intact checkpoint is
+            loaded, or one checkpoint.
+        dtype: The dtype of the parameters and the computation: float32, bfloat16 or float64.
+        harmless: Unknown keys of config.json to ignore.
+        allow_pickle_weights: Whether to open `.bin` files.
+
+    Returns:
+        The model.
 
     Raises:
-      ValueError: see `convert.source.read_source`; or the mesh cannot lay out the model.
+        ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh.
     """
     source = read_source(path, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
     model = source.abstract()
@@ -91,23 +97,27 @@ def convert(
     harmless: Sequence[str] = (),
     allow_pickle_weights: bool = False,
 ) -> None:
-    """Writes a Hugging Face model as a run's directory that holds its parameters as step 0.
+    """Write a Hugging Face model as the directory of a run, with its parameters as step 0.
+
+    The directory contains `checkpoints/0/`, `config.yaml` with the section `model`, and `hf/` with
+    the files that `python -m convert.to_hf` needs to restore the original model.
 
     Args:
-      src: the model.
-      dst: what to write: `checkpoints/0/`, `config.yaml` with the section `model`, and `hf/` with
-        the files that `python -m convert.to_hf` needs to write the model as it was.
-      mesh: checks that this mesh can lay out the model; nothing of it is written.
-      harmless, allow_pickle_weights: see `convert.source.read_source`.
+        src: The directory of the Hugging Face model.
+        dst: The directory to write.
+        mesh: A mesh to check: the model must be shardable over it. The mesh does not affect the
+            files.
+        harmless: Unknown keys of config.json to ignore.
+        allow_pickle_weights: Whether to open `.bin` files.
 
     Raises:
-      ValueError: see `convert.source.read_source`; or the mesh cannot lay out the model, or `dst`
-        is there already.
+        ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
+            or `dst` already exists and is not empty.
     """
     with new_directory(dst) as directory:
         source = read_source(src, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
         if source.hf_files != src:
-            raise ValueError(f"{src} is a run of ours, not a Hugging Face model; give one")
+            raise ValueError(f"{src} is a run of Taibai; use the directory of a Hugging Face model")
         model = source.abstract()
         params = nnx.to_pure_dict(nnx.split(model)[1])
         if mesh is not None:
@@ -121,7 +131,7 @@ def convert(
             checkpoints.wait()
         fields = dataclasses.asdict(source.config)
         for name in preprocessor.FIELDS - source.fields.keys():
-            fields.pop(name, None)  # left open, for a run's config to say
+            fields.pop(name, None)  # Left out, so that the config of a run decides.
         section = {"name": source.model, **plain(fields)}
         (directory / CONFIG_FILE).write_text(yaml.safe_dump({"model": section}, sort_keys=False))
         keep_hf_files(source, directory)
@@ -130,7 +140,12 @@ def convert(
 
 
 def keep_hf_files(source: Source, workdir: Path) -> None:
-    """Copies what else is known of a Hugging Face model to `workdir/hf/`, for `convert.to_hf`."""
+    """Copy config.json, tensor dtypes and tokenizer files to `workdir/hf/`, for `convert.to_hf`.
+
+    Args:
+        source: The model; nothing is copied if it does not come from Hugging Face.
+        workdir: The directory of the run.
+    """
     if source.hf_files is None:
         return
     target = workdir / HF_FILES
@@ -144,7 +159,10 @@ def keep_hf_files(source: Source, workdir: Path) -> None:
 
 
 def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:
-    """Returns each parameter's sharding on a mesh of any of our axes, or none of them."""
+    """Return the sharding of each parameter on a mesh, which may have only some of our axes.
+
+    An empty mesh stands for the first device.
+    """
     if mesh.empty:
         device = SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(lambda _: device, params)
@@ -161,11 +179,18 @@ def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None for the command line of the process.
+
+    Returns:
+        The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
+    """
     parser = argparse.ArgumentParser(prog="python -m convert.from_hf", allow_abbrev=False)
     parser.add_argument("src", type=Path, help="directory of a Hugging Face model")
     parser.add_argument("dst", type=Path, help="directory to write")
-    parser.add_argument("--harmless", default="", help="keys of config.json to pass over: a,b")
+    parser.add_argument("--harmless", default="", help="unknown keys of config.json to ignore: a,b")
     parser.add_argument("--allow_pickle_weights", action="store_true", help="open .bin files")
     for axis in AXES:
         parser.add_argument(
@@ -173,10 +198,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             type=int,
             default=None,
             dest=axis,
-            help="check that a mesh can lay out the model",
+            help="check that the model can be sharded over a mesh of this size",
         )
     args = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # an accelerator would only lend its memory
+    jax.config.update("jax_platforms", "cpu")  # An accelerator would only be used for its memory.
     logging.basicConfig(format="%(message)s", force=True)
     logging.getLogger("convert").setLevel(logging.INFO)
     try:

@@ -1,4 +1,4 @@
-"""Hugging Face models on disk."""
+"""Open a Hugging Face model on disk, and read its tensors as parameters of a model here."""
 
 import dataclasses
 import logging
@@ -24,7 +24,20 @@ _log = logging.getLogger(__name__)
 
 
 def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weights: bool) -> Source:
-    """Returns the Hugging Face model in a directory; see `convert.source.read_source`."""
+    """Open a Hugging Face model.
+
+    Args:
+        path: The directory of the model.
+        harmless: Unknown keys of config.json to ignore.
+        allow_pickle_weights: Whether to open `.bin` files.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The architecture or a key of config.json is not supported, or tensors are
+            missing, unknown or of the wrong shape.
+    """
     hf = read_json(path / "config.json")
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=(*architecture.harmless, *harmless))
@@ -75,7 +88,7 @@ def _tensors_of(
     tensor_mappings: Sequence[TensorMapping],
     tensors: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Returns the tensor of each place by its name there."""
+    """Return {name in the mappings: tensor}, and log which tensors of the files are left out."""
     names, left_out = match(
         tensors,
         tensor_mappings,
@@ -85,14 +98,16 @@ def _tensors_of(
     )
     if left_out:
         _log.warning(
-            "Left out, as %s has none of them: %s.", architecture.name, ", ".join(left_out)
+            "These weights are left out, because %s does not have them: %s.",
+            architecture.name,
+            ", ".join(left_out),
         )
     by_name = {name: tensors[theirs] for name, theirs in names.items()}
     return {place.theirs: _tensor_at(place, by_name) for place in tensor_mappings}
 
 
 def _tensor_at(place: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns the tensor of a place, which may be there under several names."""
+    """Return the tensor of a mapping; if the files have it under several names, compare them."""
     found = [tensors[name] for name in (place.theirs, *place.tied) if name in tensors]
     for tensor in found:
         _check_shape(place, tensor)
@@ -100,25 +115,32 @@ def _tensor_at(place: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
         if not same_values(found[0], tensor):
             raise ValueError(
                 f"tensors {found[0].name} and {tensor.name} differ, but this model has one weight "
-                "for both; set tie_word_embeddings to false in config.json if the model's class "
-                "has that"
+                "for both; set tie_word_embeddings to false in config.json if the architecture "
+                "supports it"
             )
     return found[0]
 
 
 def _check_shape(place: TensorMapping, tensor: Tensor) -> None:
     if tensor.dtype == np.dtype(np.void):
-        tensor.map()  # says why
+        tensor.map()  # Raises an error with the reason.
     if tensor.shape != place.their_shape:
         raise ValueError(
             f"tensor {tensor.name} in {tensor.file} has the shape {list(tensor.shape)}, but "
-            f"{list(place.their_shape)} is expected for {place.ours}; weights and config must be "
-            "of one model"
+            f"{list(place.their_shape)} is expected for {place.ours}; weights and config.json must "
+            "be of the same model"
         )
 
 
 class _ConvertedArray(LazyArray):
-    """A parameter of ours, of the tensors that it is made of."""
+    """A parameter that is read from the tensors of its layers, or from its single tensor.
+
+    Its dtype is the smallest one that can represent the values of all these tensors.
+
+    Args:
+        shape: The shape of the parameter, with a leading layers axis in stacks.
+        parts: The mapping and the tensor of each layer, in order.
+    """
 
     def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[TensorMapping, Tensor]]):
         self._parts = parts
@@ -129,6 +151,7 @@ class _ConvertedArray(LazyArray):
         self.dtype = np.dtype(dtype)
 
     def read(self, index: Index) -> np.ndarray:
+        """Read a part of the parameter."""
         if self._parts[0][0].layer is None:
             return self._read(0, index)
         sizes = [part.stop - part.start for part in index]

@@ -1,4 +1,8 @@
-"""From a Hugging Face model's config.json to the fields of our config, and back: one row a key."""
+"""The mapping between config.json of a Hugging Face model and the fields of our model config.
+
+A family declares its keys as a table of `Key`, `Only` and `Keys` entries, which is read in both
+directions. `theirs` is a key of config.json, and `ours` a field of the model's Config.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +15,14 @@ Config = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key whose value is a field of ours.
+    """A key that corresponds to one field.
 
     Attributes:
-      theirs, ours: the names of the two.
-      default: what theirs means where it is absent.
-      values: their value -> ours; of several that are one of ours, the first is written.
+        theirs: The key.
+        ours: The field.
+        default: The value if the key is absent; REQUIRED if it must not be absent.
+        values: Value of the key -> value of the field, if they differ. If several values of the key
+            have the same meaning, the first one is written.
     """
 
     theirs: str
@@ -26,9 +32,18 @@ class Key:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The keys that this entry reads and writes."""
         return (self.theirs,)
 
     def read(self, hf: Config) -> dict[str, Any]:
+        """Return the field with the value of the key.
+
+        Args:
+            hf: The content of config.json.
+
+        Raises:
+            ValueError: The key is missing, or its value is not supported.
+        """
         value: Any = hf.get(self.theirs, self.default)
         if value is REQUIRED or (value is None and self.default is not None):
             raise ValueError(f"config.json has no {self.theirs!r}, which this model needs")
@@ -37,6 +52,7 @@ class Key:
         return {self.ours: value if self.values is None else self.values[value]}
 
     def write(self, fields: Config) -> dict[str, Any]:
+        """Return the key with the value of the field."""
         value = fields[self.ours]
         if self.values is not None:
             value = next((a for a, b in self.values.items() if b == value), value)
@@ -45,11 +61,12 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """A key that changes the computation, and of which only these values can be had.
+    """A key that affects the computation, but for which only some values are supported.
 
     Attributes:
-      values: the first is what it means where it is absent.
-      why: an addition to the error.
+        theirs: The key.
+        values: The supported values; the first one is the value if the key is absent.
+        why: An explanation, appended to the error message.
     """
 
     theirs: str
@@ -58,9 +75,18 @@ class Only:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The keys that this entry reads and writes."""
         return (self.theirs,)
 
     def read(self, hf: Config) -> dict[str, Any]:
+        """Check the value of the key; there is no corresponding field.
+
+        Args:
+            hf: The content of config.json.
+
+        Raises:
+            ValueError: The value is not supported.
+        """
         value = hf.get(self.theirs, self.values[0])
         is_off = value is None and not self.values[0]
         if not is_off and value not in self.values:
@@ -68,17 +94,19 @@ class Only:
         return {}
 
     def write(self, fields: Config) -> dict[str, Any]:
+        """Return the key with its first supported value, or nothing if that value is None."""
         return {} if self.values[0] is None else {self.theirs: self.values[0]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Keys that say something together.
+    """Keys that determine some fields together.
 
     Attributes:
-      names: theirs; where `write` leaves one out, it is taken out of an old config.json.
-      read: config.json -> fields of ours.
-      write: fields of ours -> keys.
+        names: The keys. A key that `write` does not return is removed from the original
+            config.json.
+        read: config.json -> fields.
+        write: Fields -> keys.
     """
 
     names: tuple[str, ...]
@@ -88,8 +116,8 @@ class Keys:
 
 KeyMap = Sequence[Key | Only | Keys]
 
-#: What any config.json may hold and no model computes with: about files, tokens, training or
-#: generation.
+#: Keys that any config.json may contain and that do not affect the computation of any model: they
+#: describe files, tokens, training or generation.
 HARMLESS = frozenset(
     """
     architectures model_type transformers_version torch_dtype dtype _name_or_path name_or_path
@@ -110,27 +138,32 @@ HARMLESS = frozenset(
 
 
 def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields of ours that a config.json says.
+    """Translate config.json to config fields.
 
     Args:
-      harmless: keys that this model does not compute with, beside HARMLESS.
+        hf: The content of config.json.
+        keys: The keys of the architecture.
+        harmless: Keys, in addition to HARMLESS, that do not affect the computation of this model.
+
+    Returns:
+        Field -> value.
 
     Raises:
-      ValueError: a key is missing, or its value or the key itself is not supported.
+        ValueError: A key is missing, unknown, or has a value that is not supported.
     """
     if hf.get("quantization_config"):
         raise ValueError(
-            "config.json has a quantization_config: quantised weights cannot be converted; "
-            "save the model unquantised"
+            "config.json has a quantization_config, but quantized weights cannot be converted; "
+            "save the model without quantization"
         )
     known = HARMLESS | set(harmless) | {name for key in keys for name in key.names}
     for name, value in hf.items():
-        # None, False, 0 and empty: a feature that is not used.
+        # A value of None, False, 0 or empty stands for a feature that is not used.
         if name not in known and value:
             raise ValueError(
-                f"config.json has {name}={value!r}, which is not supported, and may change what "
-                f"the model computes; if it does not, `python -m convert.from_hf "
-                f"--harmless={name}` converts it"
+                f"config.json has {name}={value!r}, which is not supported and may change the "
+                f"computation; if it does not, convert with `python -m convert.from_hf "
+                f"--harmless={name}`"
             )
     fields: dict[str, Any] = {}
     for key in keys:
@@ -139,11 +172,19 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
 
 
 def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[str]) -> dict:
-    """Returns a config.json: the original, changed where our fields are not what it says.
+    """Translate config fields to config.json.
+
+    Keys of the original are changed only if the fields differ from the ones it implies, so that a
+    model that is imported and exported again gets the same config.json.
 
     Args:
-      original: what else to keep; empty to write all keys.
-      harmless: as in `read`.
+        fields: The config fields.
+        keys: The keys of the architecture.
+        original: The original config.json; empty to write all keys.
+        harmless: As in `read`.
+
+    Returns:
+        The content of config.json.
     """
     hf = dict(original)
     said = read(original, keys, harmless=harmless) if original else {}
@@ -160,7 +201,7 @@ def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[
 
 
 def plain(value: Any) -> Any:
-    """Returns the value made of dicts and lists alone, as JSON and YAML have them."""
+    """Convert mappings to dicts and tuples to lists, recursively, as in JSON and YAML."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -168,10 +209,13 @@ def plain(value: Any) -> Any:
 
 def _unsupported(name: str, value: Any, values: Any) -> str:
     choices = ", ".join(repr(choice) for choice in values)
-    return f"config.json has {name}={value!r}, which is not supported; only {choices} can be had"
+    return (
+        f"config.json has {name}={value!r}, which is not supported; the supported values are "
+        f"{choices}"
+    )
 
 
-#: `hidden_act` and the like -> `activation`.
+#: Values of `hidden_act` and similar keys -> values of `activation`.
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -184,7 +228,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-#: The number of labels of a classifier; their names are written elsewhere.
+#: The number of labels of a classifier. `convert.to_hf` writes the names of labels.
 NUM_LABELS = Keys(
     ("id2label", "label2id", "num_labels"),
     lambda hf: {"num_labels": len(hf.get("id2label") or ()) or hf.get("num_labels") or 2},

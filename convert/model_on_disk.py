@@ -1,4 +1,4 @@
-"""A model on disk: what it is, and its parameters, which are read as they are asked for."""
+"""The description of a model on disk, whose parameters are read lazily."""
 
 import dataclasses
 import json
@@ -16,26 +16,27 @@ Tree = Any
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-#: Among `hf_files`: the names of a classifier's labels, in order.
+#: The file in `hf_files` with the names of a classifier's labels, in order.
 LABELS_FILE = "labels.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model on disk.
+    """A model on disk: a Hugging Face model, or a checkpoint of a run.
 
     Attributes:
-      path: its directory.
-      model: `model.name` of a run's config.
-      model_class: the class.
-      architecture: what it is among Hugging Face's, if it comes from there.
-      fields: of the class's Config.
-      hf_files: the directory of config.json and the tokenizer's files, of which some may be absent.
-      hf_config: config.json, or None if there is none.
-      tokenizer: tokenizer.json, or None if there is none.
-      open: (path of a parameter -> its shape) -> these parameters, which are read as they are
-        asked for; the vocab is padded as the shapes say.
-      dtypes: name of each Hugging Face tensor -> its dtype, where that is known.
+        path: The directory of the model.
+        model: The `model.name` in the config of a run.
+        model_class: The model class.
+        architecture: The Hugging Face architecture, if the model comes from there; otherwise None.
+        fields: The fields of the model class's Config.
+        hf_files: The directory of config.json and the files of the tokenizer, some of which may be
+            absent; None if there is no such directory.
+        hf_config: The content of config.json; None if there is none.
+        tokenizer: The path of tokenizer.json; None if there is none.
+        open: A function {path of a parameter: shape} -> {path of a parameter: array that is read
+            lazily}. The vocabulary is padded to the given shapes.
+        dtypes: Name of a Hugging Face tensor -> its original dtype, for tensors where it is known.
     """
 
     path: Path
@@ -51,7 +52,7 @@ class Source:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of a classifier's labels, in order; empty if they have none."""
+        """The names of a classifier's labels, in order; empty if the labels have no names."""
         file = None if self.hf_files is None else self.hf_files / LABELS_FILE
         if file is not None and file.exists():
             names = [str(label) for label in json.loads(file.read_text())]
@@ -64,25 +65,36 @@ class Source:
 
     @property
     def config(self) -> Any:
-        """The class's Config."""
+        """An instance of the model class's Config."""
         return self.model_class.Config(**self.fields)
 
     def abstract(self) -> nnx.Module:
-        """Returns the model without values."""
-        # On a mesh, nnx would take the names of our logical axes for those of the mesh.
+        """Return the model with abstract parameters (shapes and dtypes without values)."""
+        # On a mesh, nnx would mistake the names of logical axes for mesh axes.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             return nnx.eval_shape(lambda: self.model_class(self.config, rngs=nnx.Rngs(0)))
 
 
 def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:
-    """Returns {path: shape} of a tree of parameters."""
+    """Return {path of a parameter: shape} for a tree of parameters."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return {".".join(str(key.key) for key in path): tuple(leaf.shape) for path, leaf in leaves}
 
 
 def check_known(path: Path, shapes: Shapes, known: Shapes) -> None:
+    """Check that a model on disk has all wanted parameters.
+
+    Args:
+        path: The path of the model, for the message.
+        shapes: The wanted parameters.
+        known: The parameters of the model.
+
+    Raises:
+        ValueError: The model lacks some of the wanted parameters.
+    """
     unknown = sorted(shapes.keys() - known.keys())
     if unknown:
         raise ValueError(
-            f"{path} holds another model: it has no {', '.join(unknown)}; take a config for it"
+            f"{path} contains a different model: it has no {', '.join(unknown)}; use a config that "
+            "matches it"
         )

@@ -1,4 +1,14 @@
-"""Where each tensor of a Hugging Face model lies in one of ours: one row a weight, both ways."""
+"""The mapping between Hugging Face tensors and the parameters of the models here.
+
+A family declares one `Row` per weight. The same table imports and exports a model. Throughout this
+package `ours` is a parameter here, and `theirs` is a tensor in the Hugging Face files. A stack of L
+layers is one parameter here but L tensors there:
+
+    ours                                    theirs
+    decoder.layers.mlp.up.kernel [L,D,F]    model.layers.0.mlp.up_proj.weight   [F,D]
+                                            ...
+                                            model.layers.L-1.mlp.up_proj.weight [F,D]
+"""
 
 import dataclasses
 import math
@@ -11,16 +21,16 @@ import numpy as np
 from checkpoint.lazy import Index
 from data.checks import listed
 
-#: How a tensor of theirs is ours:
-#: linear: [prod(outputs), prod(inputs)] is [*inputs, *outputs];
-#: conv1d: [prod(inputs), prod(outputs)] is [*inputs, *outputs];
-#: conv2d: [outputs, channels, rows, columns] is [rows, columns, channels, outputs];
-#: flat: [prod(shape)] is [*shape];
-#: vocab: [vocab, ...] are the first rows of ours, and those that are left are zeros;
-#: same: as it is.
+#: How the shape of a tensor (left) becomes the shape of a parameter (right):
+#: linear: [prod(outputs), prod(inputs)] -> [*inputs, *outputs];
+#: conv1d: [prod(inputs), prod(outputs)] -> [*inputs, *outputs];
+#: conv2d: [outputs, channels, rows, columns] -> [rows, columns, channels, outputs];
+#: flat: [prod(shape)] -> [*shape];
+#: vocab: [vocab, ...] -> [padded vocab, ...], whose additional rows are zeros;
+#: same: unchanged.
 Kind = Literal["linear", "conv1d", "conv2d", "flat", "vocab", "same"]
 
-#: Of ours, the dims of theirs.
+#: For conv2d: for each dimension of theirs, the number of the dimension of ours.
 _CONV2D = (3, 2, 0, 1)
 _KIND_BY_NAME: dict[str, Kind] = {"kernel": "linear", "bias": "flat", "scale": "flat"}
 
@@ -30,14 +40,15 @@ class Row:
     """One weight, or the same weight of all layers of a stack.
 
     Attributes:
-      ours: path of the parameter, such as `decoder.layers.mlp.up.kernel`.
-      theirs: name of the tensor, with `{layer}` where layers have a number. If two stacks have
-        one name, the numbers of the second go on where those of the first end.
-      kind: see `Kind`; by the last word of `ours` if it is not given.
-      num_inputs: of a kernel: how many of our dimensions are inputs.
-      tied: further names under which a file may hold the same values.
-      first, step: the number of theirs that layer 0 is, and from one layer to the next.
-      without: the row holds only for models that lack this parameter.
+        ours: The path of the parameter, such as `decoder.layers.mlp.up.kernel`.
+        theirs: The name of the tensor, with `{layer}` in place of the number of a layer. If two
+            stacks have the same name, the numbers of the second stack continue after the first.
+        kind: See `Kind`; None derives it from the last word of `ours`.
+        num_inputs: For a kernel, how many of the dimensions of `ours` are inputs.
+        tied: Other names under which a file may contain the same values.
+        first: The number in `theirs` of layer 0.
+        step: The difference in `theirs` between the numbers of successive layers.
+        without: The row applies only to models that do not have this parameter.
     """
 
     ours: str
@@ -51,32 +62,57 @@ class Row:
 
 
 def linear(ours: str, theirs: str, num_inputs: int = 1, **options: Any) -> tuple[Row, Row]:
-    """Returns the rows of a linear layer."""
+    """Return the rows of a linear layer: its kernel and its bias.
+
+    Args:
+        ours: The path of the layer.
+        theirs: The name of the layer.
+        num_inputs: How many of the dimensions of the kernel are inputs.
+        **options: Other fields of both rows.
+    """
     kernel = Row(f"{ours}.kernel", f"{theirs}.weight", num_inputs=num_inputs, **options)
     return kernel, Row(f"{ours}.bias", f"{theirs}.bias", **options)
 
 
 def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
-    """Returns the rows of a norm."""
+    """Return the rows of a norm: its scale and its bias.
+
+    Args:
+        ours: The path of the norm.
+        theirs: The name of the norm.
+        **options: Other fields of both rows.
+    """
     scale = Row(f"{ours}.scale", f"{theirs}.weight", **options)
     return scale, Row(f"{ours}.bias", f"{theirs}.bias", **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorMapping:
-    """A tensor of theirs, and the parameter, or the layer of one, that it is."""
+    """A Hugging Face tensor, and the parameter (or the layer of a parameter) that it maps to.
+
+    Attributes:
+        theirs: The name of the tensor.
+        tied: Other names under which a file may contain the same values.
+        ours: The path of the parameter.
+        layer: The layer of the parameter; None if it is not stacked.
+        shape: The shape of the parameter without the layers axis.
+        kind: See `Kind`.
+        num_inputs: For a kernel, how many dimensions of `shape` are inputs.
+        vocab_size: The vocabulary size without padding; None if the model has no vocabulary.
+    """
 
     theirs: str
     tied: tuple[str, ...]
     ours: str
     layer: int | None
-    shape: tuple[int, ...]  # of ours, without layers
+    shape: tuple[int, ...]
     kind: Kind
     num_inputs: int
-    vocab_size: int | None  # None if there is no vocab
+    vocab_size: int | None
 
     @property
     def their_shape(self) -> tuple[int, ...]:
+        """The shape of the Hugging Face tensor."""
         if self.kind == "conv2d":
             return tuple(self.shape[dim] for dim in _CONV2D)
         if self.kind == "vocab":
@@ -90,7 +126,15 @@ class TensorMapping:
         }[self.kind]
 
     def read(self, theirs: np.ndarray, index: Index) -> np.ndarray:
-        """Returns a part of ours, of the whole of theirs."""
+        """Read a part of the parameter from the tensor.
+
+        Args:
+            theirs: The whole tensor.
+            index: The part of the parameter, without the layers axis.
+
+        Returns:
+            The values, with zeros for padding of the vocabulary.
+        """
         part = self._as_ours(theirs)[index]
         missing = index[0].stop - index[0].start - len(part)
         if missing:
@@ -98,18 +142,25 @@ class TensorMapping:
         return np.ascontiguousarray(part)
 
     def write(self, theirs: np.ndarray, index: Index, part: np.ndarray) -> None:
-        """Writes a part of ours into the whole of theirs."""
+        """Write a part of the parameter to the tensor.
+
+        Args:
+            theirs: The whole tensor; modified in place.
+            index: The part of the parameter, without the layers axis.
+            part: The values; padding of the vocabulary is dropped.
+        """
         target = self._as_ours(theirs)[index]
         target[...] = part[: len(target)]
 
     def _as_ours(self, theirs: np.ndarray) -> np.ndarray:
-        """Returns a view of theirs with our dimensions."""
+        """Return a view of the tensor with the dimensions of the parameter."""
         if self.kind == "vocab":
             return theirs
         if self.kind == "conv2d":
             return theirs.transpose(np.argsort(_CONV2D))
         if self.kind != "linear":
             return theirs.reshape(self.shape)
+        # linear: [prod(outputs), prod(inputs)] -> [*outputs, *inputs] -> [*inputs, *outputs].
         inputs, outputs = self.shape[: self.num_inputs], self.shape[self.num_inputs :]
         view, num = theirs.reshape(*outputs, *inputs), len(outputs)
         return view.transpose(*range(num, view.ndim), *range(num))
@@ -118,13 +169,14 @@ class TensorMapping:
 def tensor_mappings(
     rows: Iterable[Row], shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None
 ) -> list[TensorMapping]:
-    """Returns the places of all parameters, layer by layer as they run.
+    """Return the mappings of all tensors of a model; the layers of a stack are in order.
 
     Args:
-      rows: of two for one parameter the first that holds is used; those of parameters that are
-        not in `shapes` are left out.
-      shapes: path of a parameter -> its shape, with a leading layers dimension in stacks.
-      vocab_size: rows of theirs, where ours are padded; None if there is no vocab.
+        rows: The rows of the architecture. If two rows have the same parameter, the first one that
+            applies is used. Rows of parameters that are not in `shapes` are ignored.
+        shapes: Path of a parameter -> its shape, with a leading layers axis in stacks.
+        vocab_size: The vocabulary size without padding, which is the number of rows of vocabulary
+            tensors; None if the model has no vocabulary.
     """
     by_ours: dict[str, Row] = {}
     for row in rows:
@@ -134,6 +186,8 @@ def tensor_mappings(
     used = list(by_ours.values())
     names = {row.theirs for row in used}
     found: list[TensorMapping] = []
+    # (name, first layer) -> the number of layers mapped so far. With it, the numbers of a second
+    # stack of the same name continue after the first stack.
     first: dict[tuple[str, int], int] = {}
     for row in used:
         shape, is_stacked = shapes[row.ours], "{layer}" in row.theirs
@@ -167,19 +221,24 @@ def match(
     buffers: Sequence[str],
     other_heads: Sequence[str],
 ) -> tuple[dict[str, str], list[str]]:
-    """Returns (name in the mappings -> name in the file, names of weights that the model lacks).
+    """Match the names of tensors in the files with the names that a model needs.
 
-    A file may lack the prefix of the base model, or have it where the model has none, and may call
-    norms' parameters gamma and beta.
+    Files may omit the prefix of the base model, or have it although the model has none, and may
+    call the parameters of norms gamma and beta.
 
     Args:
-      found: the names in the file.
-      prefix: of the base model's names, with its dot.
-      buffers: patterns of names that are no weights.
-      other_heads: patterns of names of weights that other models with this base have.
+        found: The names in the files.
+        tensor_mappings: The mappings of the model.
+        prefix: The prefix of the base model's names, including its dot.
+        buffers: Regular expressions for names that are not weights.
+        other_heads: Regular expressions for weights of other models with the same base.
+
+    Returns:
+        {name in the mappings: name in the files}, and the names of the weights in the files that
+        belong to other models and are left out.
 
     Raises:
-      ValueError: names are missing, unknown, or there twice; all of them are listed.
+        ValueError: Names are missing, unknown or duplicated; the message lists them.
     """
     wanted = {place.theirs for place in tensor_mappings} | {
         name for p in tensor_mappings for name in p.tied
@@ -209,7 +268,7 @@ def match(
             if names
         )
         raise ValueError(
-            f"the checkpoint does not fit its config.json: it {'; it '.join(said)}; "
-            "the two must be of one model"
+            f"the checkpoint does not match its config.json: it {'; it '.join(said)}; "
+            "both must be of the same model"
         )
     return matched, left_out

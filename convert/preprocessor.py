@@ -1,4 +1,9 @@
-"""preprocessor_config.json: how pixels are normalised, which our models of images do themselves."""
+"""Conversion of preprocessor_config.json, which contains the normalization of pixels.
+
+The vision models here normalize pixels themselves, with the fields `image_mean` and `image_stddev`
+of their config. These are for pixels from 0 to 1. The file may express the same normalization in
+other units: with rescale_factor=1/255 pixels are from 0 to 1, without rescaling from 0 to 255.
+"""
 
 import json
 import logging
@@ -13,15 +18,15 @@ from data.checks import is_number
 from models.vision.common import ImageInputConfig
 
 FILE = "preprocessor_config.json"
-#: What it says of our config.
+#: The config fields that the file determines.
 FIELDS = frozenset({"image_mean", "image_stddev"})
 
-#: Keys that are read here.
+#: Keys that this module reads.
 _KNOWN = """
     size crop_size do_resize do_center_crop do_rescale rescale_factor do_normalize image_mean
     image_std
 """.split()
-#: Keys that change no pixel of an image of the right size.
+#: Keys that do not change the pixels of an image that already has the right size.
 _HARMLESS = """
     image_processor_type feature_extractor_type processor_class auto_map _valid_processor_keys
     resample crop_pct default_to_square do_convert_rgb data_format input_data_format
@@ -32,42 +37,50 @@ _log = logging.getLogger(__name__)
 
 
 def read(path: Path, fields: Mapping[str, Any], *, harmless: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns `image_mean` and `image_stddev` as a Hugging Face model's directory says them.
+    """Read the normalization of pixels from the directory of a Hugging Face model.
 
     Args:
-      path: the directory; without the file in it, nothing is returned.
-      fields: `image_size` and `num_channels` of our config.
-      harmless: keys that are known to change no pixel.
+        path: The directory.
+        fields: Config fields of the model; `image_size` and `num_channels` are read.
+        harmless: Unknown keys to ignore, because they do not change pixels.
+
+    Returns:
+        The config fields `image_mean` and `image_stddev`; empty if the file does not exist.
 
     Raises:
-      ValueError: a key is unknown, a value is of the wrong kind, or the file and config.json are
-        for images of different sizes or channels.
+        ValueError: A key is unknown, a value has the wrong type, or the file and config.json
+            contradict each other on the size or the channels of images.
     """
     file = path / FILE
     if not file.is_file():
-        _log.info("%s is not there: pixels are normalised as model.image_mean says", file)
+        _log.info("%s does not exist: pixels are normalized with model.image_mean", file)
         return {}
     said = read_json(file)
     for name, value in said.items():
-        # None, False, 0 and empty: a feature that is not used.
+        # A value of None, False, 0 or empty stands for a feature that is not used.
         if name not in (*_KNOWN, *_HARMLESS, *harmless) and value:
             raise ValueError(
-                f"{file} has {name}={value!r}, which is not supported, and may change pixels; "
-                f"if it does not, `python -m convert.from_hf --harmless={name}` converts it"
+                f"{file} has {name}={value!r}, which is not supported and may change pixels; "
+                f"if it does not, convert with `python -m convert.from_hf --harmless={name}`"
             )
     side, size = fields["image_size"], _size(file, said)
     if size not in (None, (side, side)):
         raise ValueError(
-            f"{file} makes images of {size[0]} × {size[1]} pixels, and config.json has "
-            f"image_size={side}; correct the one that the model was not trained with"
+            f"{file} produces images of {size[0]} × {size[1]} pixels, but config.json has "
+            f"image_size={side}; correct the value that the model was not trained with"
         )
     return _normalisation(file, said, fields["num_channels"])
 
 
 def write(source: Source, directory: Path) -> None:
-    """Writes the file as ViTImageProcessor reads it, or as it was, if it says what the model does.
+    """Write preprocessor_config.json for a vision model; do nothing for a text model.
 
-    Nothing is written for a model of text.
+    The original file is copied if it still describes the model. Otherwise the file is written in
+    the format of ViTImageProcessor.
+
+    Args:
+        source: The model.
+        directory: The directory to write to.
     """
     config = source.config
     if not isinstance(config, ImageInputConfig):
@@ -80,7 +93,7 @@ def write(source: Source, directory: Path) -> None:
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
         "size": {"height": config.image_size, "width": config.image_size},
-        "resample": 3,  # bicubic, as our data is resized
+        "resample": 3,  # Bicubic, as in our data pipeline.
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
@@ -91,7 +104,7 @@ def write(source: Source, directory: Path) -> None:
 
 
 def _says(file: Path, config: ImageInputConfig) -> bool:
-    """Returns whether a file says of pixels what a model does with them."""
+    """Return whether a file describes the image size and the normalization of a model."""
     said, channels = read_json(file), config.num_channels
     normalisation = _normalisation(file, said, channels)
     return _size(file, said) in (None, (config.image_size, config.image_size)) and all(
@@ -101,12 +114,12 @@ def _says(file: Path, config: ImageInputConfig) -> bool:
 
 
 def _of_all(values: Sequence[float], channels: int) -> list[float]:
-    """Returns a value for each channel."""
+    """Return one value per channel."""
     return list(values) * (channels if len(values) == 1 else 1)
 
 
 def _size(file: Path, said: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Returns (height, width) of what is made of an image, or None if it is left as it is."""
+    """Return the (height, width) of preprocessed images, or None if images keep their size."""
     is_cropped = bool(said.get("do_center_crop"))
     if not is_cropped and not said.get("do_resize", True):
         return None
@@ -119,17 +132,18 @@ def _size(file: Path, said: Mapping[str, Any]) -> tuple[int, int] | None:
     height, width = (size.get(name, size.get("shortest_edge")) for name in ("height", "width"))
     if not isinstance(height, int) or not isinstance(width, int):
         raise ValueError(
-            f"{file} has {key}={said[key]!r}, which is not supported; only a number, height and "
-            "width, or shortest_edge can be had"
+            f"{file} has {key}={said[key]!r}, which is not supported; it must be a number, a "
+            "height and width, or a shortest_edge"
         )
     return height, width
 
 
 def _normalisation(file: Path, said: Mapping[str, Any], channels: int) -> dict[str, Any]:
-    """Returns our two fields, which are for pixels of 0 to 1, where theirs may be otherwise."""
+    """Return `image_mean` and `image_stddev` in our units, for pixels from 0 to 1."""
     factor = said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0
     if not is_number(factor) or not 0 < factor < math.inf:
         raise ValueError(f"{file} has rescale_factor={factor!r}, which must be a positive number")
+    # The largest value of a rescaled pixel; dividing by it converts to pixels from 0 to 1.
     largest = 255 * factor
     fields = {"image_mean": (0.0,), "image_stddev": (1 / largest,)}
     if said.get("do_normalize", True):
@@ -141,12 +155,12 @@ def _normalisation(file: Path, said: Mapping[str, Any], channels: int) -> dict[s
 
 
 def _numbers(file: Path, said: Mapping[str, Any], key: str, channels: int) -> list[Any]:
-    """Returns one number, or one for each channel."""
+    """Return the value of a key as a list of one number, or of one number per channel."""
     value = said.get(key)
     numbers = value if isinstance(value, list) else [value]
     if not all(map(is_number, numbers)) or len(numbers) not in (1, channels):
         raise ValueError(
-            f"{file} has {key}={value!r}; it must be a number, or one for each of the "
-            f"num_channels={channels} of config.json"
+            f"{file} has {key}={value!r}, which must be a number or a list of "
+            f"num_channels={channels} numbers, as in config.json"
         )
     return numbers

@@ -1,4 +1,4 @@
-"""The models that can be converted."""
+"""The registry of Hugging Face architectures that can be converted."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +12,22 @@ _OLD_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
 
 def architectures() -> dict[str, Architecture]:
-    """Returns all that are known by name; of one model_type, the usual one is the first."""
+    """Return all architectures by name. The first one of each model_type is the usual one."""
     return {a.name: a for family in _FAMILIES for a in family.ARCHITECTURES}
 
 
 def find(hf: Mapping[str, Any]) -> Architecture:
-    """Returns the architecture that a config.json names.
+    """Find the architecture that a config.json names.
+
+    Args:
+        hf: The content of config.json.
+
+    Returns:
+        The architecture. If config.json lists no architectures, it is the usual one of its
+        model_type.
 
     Raises:
-      ValueError: it names none that is known.
+        ValueError: The architecture is not supported.
     """
     known = architectures()
     names, model_type = hf.get("architectures") or [], hf.get("model_type")
@@ -30,6 +37,7 @@ def find(hf: Mapping[str, Any]) -> Architecture:
     if len(names) != 1 or names[0] not in known:
         raise ValueError(
             f"config.json has architectures={hf.get('architectures')} and "
-            f"model_type={model_type!r}, which cannot be converted; choose from {', '.join(known)}"
+            f"model_type={model_type!r}, which is not supported; the supported architectures are "
+            f"{', '.join(known)}"
         )
     return known[names[0]]

@@ -1,4 +1,4 @@
-"""Runs of ours on disk: a directory with `config.yaml`, `checkpoints/` and perhaps `hf/`."""
+"""Open the checkpoint of a run: a directory with `config.yaml`, `checkpoints/` and maybe `hf/`."""
 
 import dataclasses
 import logging
@@ -21,20 +21,26 @@ from models.registry import MODELS
 from models.stack import logical_axes
 
 CONFIG_FILE, CHECKPOINTS, HF_FILES = "config.yaml", "checkpoints", "hf"
-#: Beside the original config.json: the dtype of each tensor.
+#: The file in `hf/` with the dtype of each tensor of the original model.
 DTYPES_FILE = "dtypes.json"
 
-#: The name, in a checkpoint, of the average of a parameter; see train/optim/ema.py.
+#: The name of the average of a parameter in a checkpoint; see train/optim/ema.py.
 _AVERAGE = re.compile(r"opt_state\.\d+\.average\.(.+)")
 
 _log = logging.getLogger(__name__)
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Returns the newest intact checkpoint of a run's directory, or `path` if it is one.
+    """Find the newest intact checkpoint.
+
+    Args:
+        path: The directory of a run, or one of its checkpoints, which is then the only candidate.
+
+    Returns:
+        The directory of the checkpoint.
 
     Raises:
-      ValueError: there is none.
+        ValueError: There is no intact checkpoint.
     """
     if path.name.isdigit() and (path / "state").is_dir():
         candidates = [path]
@@ -45,22 +51,27 @@ def newest_checkpoint(path: Path) -> Path:
         damage = find_damage(step)
         if damage is None:
             return step
-        _log.warning("Checkpoint %s is passed over: %s.", step, damage)
+        _log.warning("Checkpoint %s is skipped: %s.", step, damage)
     what = "only damaged checkpoints" if candidates else "neither a config.json nor a checkpoint"
     raise ValueError(
-        f"{path} holds {what}; give the directory of a Hugging Face model, of a run, or of a "
-        "run's checkpoint"
+        f"{path} contains {what}; use the directory of a Hugging Face model, of a run, or of a "
+        "checkpoint of a run"
     )
 
 
 def open_run(path: Path, step: Path, *, averaged: bool = True) -> Source:
-    """Returns the model of a checkpoint `step`, which was asked for as `path`.
+    """Open a checkpoint of a run.
 
     Args:
-      averaged: whether its parameters are their averages, where the run kept such.
+        path: The path that the user gave: the directory of the run or of the checkpoint.
+        step: The directory of the checkpoint.
+        averaged: Whether to use the averages of the parameters, if the run kept such averages.
+
+    Returns:
+        The model.
 
     Raises:
-      ValueError: the run has no config.yaml.
+        ValueError: The run has no valid config.yaml, or its model class cannot be imported.
     """
     workdir = step.parent.parent
     try:
@@ -70,7 +81,8 @@ def open_run(path: Path, step: Path, *, averaged: bool = True) -> Source:
         raise ValueError(f"{workdir / CONFIG_FILE} is missing or has no section 'model'") from None
     model_class = _model_class(name)
     if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
-        fields.pop("attention", None)  # the run's choice of a kernel, not a part of the model
+        # For this model, `attention` is the run's choice of a kernel, not part of the model.
+        fields.pop("attention", None)
     files = workdir / HF_FILES
     has_config = (files / "config.json").exists()
     hf = read_json(files / "config.json") if has_config else None
@@ -101,13 +113,19 @@ def _model_class(name: str) -> type:
 
 
 class _PaddedArray(LazyArray):
-    """A parameter whose first dim is the vocab, padded as `shape` says."""
+    """A parameter whose first axis is the vocabulary, padded with zeros to `shape`.
+
+    Args:
+        array: The stored parameter.
+        shape: The shape with padding; only its first axis differs from the stored one.
+    """
 
     def __init__(self, array: StoredArray, shape: tuple[int, ...]):
         self._array, self.shape, self.dtype = array, shape, array.dtype
         self.chunk_shape = array.chunk_shape
 
     def read(self, index: Index) -> np.ndarray:
+        """Read a part of the padded parameter."""
         rows, stored = index[0], self._array.shape[0]
         there = slice(min(rows.start, stored), min(rows.stop, stored))
         missing = rows.stop - rows.start - (there.stop - there.start)
@@ -126,7 +144,7 @@ def _open_checkpoint(
     }
     matches = {name: _AVERAGE.fullmatch(name) for name in arrays_there}
     averages = {match[1]: arrays_there[name] for name, match in matches.items() if match}
-    # Of a model that learns from it the average is the teacher, not the result.
+    # In a model with a teacher (MoCo), the average is the teacher and not the result of training.
     if averaged and averages and not hasattr(source.model_class, "teach"):
         _log.info("%s: parameters are their averages (train.ema_decay)", step)
         stored |= averages
@@ -140,13 +158,13 @@ def _open_checkpoint(
         if not holds_vocab or array.shape[1:] != shape[1:]:
             raise ValueError(
                 f"checkpoint {step} is of another model: {name} has the shape "
-                f"{list(array.shape)} there and {list(shape)} here"
+                f"{list(array.shape)} in the checkpoint but {list(shape)} in this model"
             )
         arrays[name] = _PaddedArray(array, shape)
     return arrays
 
 
 def _vocab_params(source: Source) -> set[str]:
-    """Returns the paths of the parameters whose first dim is the vocab."""
+    """Return the paths of the parameters whose first axis is the vocabulary."""
     axes = nnx.traversals.flatten_mapping(logical_axes(source.abstract()))
     return {".".join(map(str, path)) for path, names in axes.items() if names[:1] == ("vocab",)}

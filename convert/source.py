@@ -1,4 +1,4 @@
-"""What parameters are read from: a Hugging Face model, or a run of ours."""
+"""Open a model on disk, either a Hugging Face model or a run, and load its parameters."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,19 +22,23 @@ def read_source(
     allow_pickle_weights: bool = False,
     averaged: bool = True,
 ) -> Source:
-    """Returns what is at `path`: a Hugging Face model, or a run's directory or checkpoint.
+    """Open a model on disk.
 
-    Of a Hugging Face model only the headers are read, and weights that are there twice; a run's
-    checkpoint is read once, to see that it is intact.
+    For a Hugging Face model, this reads only the headers of the files, and compares weights that
+    occur twice. For a run, it reads the checkpoint once, to check that it is intact.
 
     Args:
-      harmless: keys of config.json that may be there though they are not known.
-      allow_pickle_weights: whether to open `.bin` files.
-      averaged: whether a run's parameters are their averages, where it kept such.
+        path: A Hugging Face model, the directory of a run, or one of its checkpoints.
+        harmless: Unknown keys of config.json to ignore.
+        allow_pickle_weights: Whether to open `.bin` files.
+        averaged: Whether to use the averages of the parameters, if the run kept such averages.
+
+    Returns:
+        The model.
 
     Raises:
-      ValueError: there is neither, the architecture or a key of config.json is not supported, or
-        tensors are missing, unknown or of a wrong shape.
+        ValueError: There is neither a model nor a run at `path`, the architecture or a key of
+            config.json is not supported, or tensors are missing, unknown or of the wrong shape.
     """
     path = Path(path)
     if (path / "config.json").is_file():
@@ -43,13 +47,18 @@ def read_source(
 
 
 def load_params(source: Source, abstract: Tree) -> Tree:
-    """Returns the parameters, each shard read from the files onto its devices.
+    """Load parameters; each device's shard is read from the files separately.
 
     Args:
-      abstract: jax.ShapeDtypeStruct with a sharding for each parameter, or for some of them.
+        source: The model on disk.
+        abstract: A tree with a jax.ShapeDtypeStruct, including a sharding, for each parameter to
+            load; these may be some of the model's parameters.
+
+    Returns:
+        A tree of the same structure with a jax.Array for each parameter.
 
     Raises:
-      ValueError: the model on disk has other parameters or shapes.
+        ValueError: The model on disk lacks a parameter or has another shape for it.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     wanted = {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
@@ -60,6 +69,8 @@ def load_params(source: Source, abstract: Tree) -> Tree:
 
 def _place_shards(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     sharding = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
+    # Part of the array, as (start, stop) of each axis -> the devices that store it. Replicas of a
+    # shard are read only once.
     devices: dict[tuple, list] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         bounds = zip(index or (), leaf.shape, strict=True)
@@ -67,9 +78,9 @@ def _place_shards(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         devices.setdefault(tuple((part.start, part.stop) for part in key), []).append(device)
     shards = []
     for key, same in devices.items():
-        # A copy: on a CPU an array may otherwise stay the file's own pages.
+        # astype makes a copy. Without it, an array on a CPU could alias the pages of the file.
         part = array.read(tuple(slice(*bounds) for bounds in key)).astype(leaf.dtype)
         targets = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in same]
-        # One shard at a time is in the host's memory.
+        # Wait for the transfer, so that only one shard at a time is in host memory.
         shards += jax.block_until_ready([jax.device_put(part, target) for target in targets])
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)

@@ -1,7 +1,10 @@
-"""The files that hold a Hugging Face model's tensors, read and written a tensor at a time.
+"""Read and write the tensor files of Hugging Face models, one tensor at a time.
 
-A file in the format safetensors is the header's length (8 bytes, little-endian), the header (JSON:
-name -> dtype, shape and where the bytes lie) and the bytes.
+A safetensors file consists of
+
+    8 bytes   the length of the header (little-endian)
+    header    JSON: name of a tensor -> dtype, shape, and first and last byte of its values
+    values    the bytes of all tensors, without gaps
 """
 
 import json
@@ -18,7 +21,7 @@ import numpy as np
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _PICKLE_INDEX, _PICKLE_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
-#: Name in a file -> dtype; models have no others.
+#: Name of a dtype in a file -> dtype, for the dtypes of weights.
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -30,7 +33,15 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor in a file. `map` returns its values, which are read when they are looked at."""
+    """A tensor in a file.
+
+    Attributes:
+        name: The name of the tensor.
+        file: The file that contains the tensor.
+        dtype: The dtype of the values.
+        shape: The shape of the tensor.
+        map: Returns the memory-mapped values, which are read on access.
+    """
 
     name: str
     file: Path
@@ -40,11 +51,18 @@ class Tensor:
 
 
 def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict[str, Tensor]:
-    """Returns the tensors of the model in a directory, by name.
+    """Open the tensors of a model.
+
+    Args:
+        directory: The directory of the model.
+        allow_pickle_weights: Whether to open pickle files if there are no safetensors files.
+
+    Returns:
+        The tensors by name.
 
     Raises:
-      ValueError: there are none, a file is damaged or missing, or it is a pickle, and these are
-        not allowed.
+        ValueError: There are no tensor files, a file is damaged or missing, or the files are
+            pickles, which are not allowed.
     """
     if (directory / INDEX_FILE).exists() or (directory / SINGLE_FILE).exists():
         files, read = _files(directory, INDEX_FILE, SINGLE_FILE), _open_safetensors
@@ -56,48 +74,63 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
                 "safetensors, or, if you trust it, pass --allow_pickle_weights"
             )
     else:
-        raise ValueError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise ValueError(f"{directory} contains neither {SINGLE_FILE} nor {INDEX_FILE}")
     tensors: dict[str, Tensor] = {}
     for file in files:
         for tensor in read(file):
             if tensor.name in tensors:
                 first = tensors[tensor.name].file
-                raise ValueError(f"{first} and {file} both hold a tensor {tensor.name}")
+                raise ValueError(f"{first} and {file} both contain a tensor {tensor.name}")
             tensors[tensor.name] = tensor
     return tensors
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns what is in a JSON file.
+    """Read a JSON file that contains an object.
+
+    Args:
+        file: The path of the file.
+
+    Returns:
+        The object.
 
     Raises:
-      ValueError: that is no object.
+        ValueError: The content of the file is not a JSON object.
     """
     try:
         content = json.loads(file.read_text())
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: it holds no JSON object")
+        raise ValueError(f"{file} is damaged: it does not contain a JSON object")
     return content
 
 
 def same_values(a: Tensor, b: Tensor, block_rows: int = 1024) -> bool:
-    """Returns whether two tensors have the same dtype, shape and bits."""
+    """Return whether two tensors have the same dtype, shape and bits.
+
+    Args:
+        a: A tensor.
+        b: Another tensor.
+        block_rows: The number of rows to compare at a time.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     left, right = (np.atleast_1d(tensor.map()).view(np.uint8) for tensor in (a, b))
-    starts = range(0, len(left), block_rows)  # few rows are in memory at a time
+    starts = range(0, len(left), block_rows)  # In blocks, to keep only a few rows in memory.
     return all((left[i : i + block_rows] == right[i : i + block_rows]).all() for i in starts)
 
 
 class ShardWriter:
-    """Writes tensors, in the order in which they are announced, into numbered files and an index.
+    """Writes tensors, in the given order, to numbered safetensors files with an index.
+
+    If everything fits into one file, that file is the only one and there is no index.
 
     Args:
-      directory: where the files go.
-      tensors: (name, dtype, shape) of all of them.
-      max_shard_bytes: a file takes no further tensor beyond this.
+        directory: The directory to write to.
+        tensors: The (name, dtype, shape) of all tensors.
+        max_shard_bytes: The maximum number of bytes of values in a file, unless it contains a
+            single tensor.
     """
 
     def __init__(
@@ -120,7 +153,11 @@ class ShardWriter:
             self._total += num_bytes
 
     def write(self, read: Callable[[str], np.ndarray]) -> None:
-        """Writes all tensors; `read(name)` returns the values of one, and is called once each."""
+        """Write all tensors.
+
+        Args:
+            read: Returns the values of a tensor by its name; called once per tensor, in order.
+        """
         count, weight_map = len(self._shards), {}
         for number, shard in enumerate(self._shards, 1):
             file = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
@@ -158,9 +195,9 @@ def _files(directory: Path, index: str, single: str) -> list[Path]:
     files = [directory / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if file.resolve().parent != directory.resolve() and file.parent != directory:
-            raise ValueError(f"{directory / index} names the file {file.name} outside {directory}")
+            raise ValueError(f"{directory / index} lists the file {file.name} outside {directory}")
         if not file.exists():
-            raise ValueError(f"{file} is missing, but {directory / index} names it")
+            raise ValueError(f"{file} is missing, but {directory / index} lists it")
     return files
 
 
@@ -170,7 +207,7 @@ def _open_safetensors(file: Path) -> Iterator[Tensor]:
     for name, dtype_name, shape, (begin, stop) in sorted(header, key=lambda entry: entry[3]):
         dtype = DTYPES.get(dtype_name)
         if begin != end or (dtype and stop - begin != _num_bytes(dtype, shape)):
-            raise ValueError(f"{file} is damaged: the bytes of {name} are not where they should be")
+            raise ValueError(f"{file} is damaged: the offsets of {name} are wrong")
         end = stop
         if dtype is None:
             yield _opaque(file, name, dtype_name, shape)
@@ -179,7 +216,7 @@ def _open_safetensors(file: Path) -> Iterator[Tensor]:
         yield Tensor(name=name, file=file, dtype=dtype, shape=shape, map=read)
     if end != size:
         raise ValueError(
-            f"{file} is damaged: it holds {size:,} bytes of tensors, and its header says {end:,}"
+            f"{file} is damaged: it has {size:,} bytes of tensors, but its header lists {end:,}"
         )
 
 
@@ -187,12 +224,12 @@ _Entry = tuple[str, str, tuple[int, ...], tuple[int, int]]
 
 
 def _read_header(file: Path) -> tuple[list[_Entry], int]:
-    """Returns (name, dtype, shape, bounds of the bytes) of each tensor, and where bytes begin."""
+    """Return (name, dtype, shape, offsets) of each tensor, and the offset of the values."""
     with open(file, "rb") as stream:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < length <= file.stat().st_size - 8:
-            raise ValueError(f"{file} is damaged: it is cut off before the end of its header")
+            raise ValueError(f"{file} is damaged: it ends before the end of its header")
         text = stream.read(length)
     try:
         entries = [
@@ -209,7 +246,8 @@ def _mapper(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int):
     def map_values() -> np.ndarray:
         if 0 in shape:
             return np.empty(shape, dtype)
-        # Unmapped as soon as the array goes, or every page ever read would count as ours.
+        # A new mapping per call, which is closed when its array is freed. A mapping kept open would
+        # count every page that was ever read as memory of this process.
         return np.asarray(np.memmap(file, dtype, mode="r", offset=offset, shape=shape))
 
     return map_values
@@ -218,8 +256,8 @@ def _mapper(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int):
 def _opaque(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
     def refuse() -> np.ndarray:
         raise ValueError(
-            f"tensor {name} in {file} is {dtype}; weights must be {', '.join(DTYPES)}: "
-            "quantised models must be saved unquantised"
+            f"tensor {name} in {file} has the dtype {dtype}, but weights must be "
+            f"{', '.join(DTYPES)}; save a quantized model without quantization"
         )
 
     return Tensor(name=name, file=file, dtype=np.dtype(np.void), shape=shape, map=refuse)
@@ -232,9 +270,11 @@ def _open_pickle(file: Path) -> Iterator[Tensor]:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{file} cannot be read as weights alone: {reason}") from None
+        raise ValueError(f"{file} cannot be read as a file of weights only: {reason}") from None
     if not all(isinstance(values, torch.Tensor) for values in state.values()):
-        raise ValueError(f"{file} holds other things than tensors; save the model's weights alone")
+        raise ValueError(
+            f"{file} contains objects other than tensors; save only the weights of the model"
+        )
     for name, values in state.items():
         if values.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             yield _opaque(file, name, str(values.dtype), tuple(values.shape))

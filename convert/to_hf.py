@@ -1,4 +1,4 @@
-"""Our models as Hugging Face's: `python -m convert.to_hf CKPT DST`."""
+"""Export a run to the Hugging Face format: `python -m convert.to_hf CKPT DST`."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
 from data.text.tokenizer import load_tokenizer_file
 
-#: What our configs say and Hugging Face's cannot, and need not.
+#: Config fields that config.json cannot express, and that a Hugging Face model does not need.
 _OURS_ALONE = (
     *("vocab_multiple", "loss"),
     *("drop_path", "label_smoothing", "image_mean", "image_stddev", "positions", "kernels"),
@@ -36,7 +36,7 @@ _OURS_ALONE = (
 
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
 
-_log = logging.getLogger("convert")  # whatever name this file runs under
+_log = logging.getLogger("convert")  # Not __name__, which is "__main__" if the module is run.
 
 
 def convert(
@@ -47,19 +47,23 @@ def convert(
     max_shard_bytes: int = 2**30,
     averaged: bool = True,
 ) -> None:
-    """Writes a run's parameters as a Hugging Face model.
+    """Write the parameters of a run as a Hugging Face model.
+
+    The directory gets safetensors files, config.json, preprocessor_config.json for a vision model,
+    and the tokenizer files found in the run's `hf/`.
 
     Args:
-      checkpoint: a run's directory (its newest intact checkpoint), or one of its checkpoints.
-      dst: what to write: safetensors, config.json, preprocessor_config.json of a model of images,
-        and the files that `hf/` holds of the tokenizer.
-      dtype: of all tensors; by default each has that of the model that `hf/` is of, or float32.
-      max_shard_bytes: of a file, unless it holds one tensor alone.
-      averaged: False writes the parameters themselves where the run kept an average of them.
+        checkpoint: The directory of a run, whose newest intact checkpoint is read, or one of its
+            checkpoints.
+        dst: The directory to write.
+        dtype: The dtype of all tensors. None gives each tensor the dtype that it has in the
+            original model, if the run was imported, and float32 otherwise.
+        max_shard_bytes: The maximum size of a file in bytes, unless it contains a single tensor.
+        averaged: Whether to write the averages of the parameters, if the run kept such averages.
 
     Raises:
-      ValueError: there is no intact checkpoint; no Hugging Face model is like this one; or a value
-        is too large for `dtype`.
+        ValueError: There is no intact checkpoint, no Hugging Face architecture can express this
+            model, or a value is too large for `dtype`.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"--dtype={dtype} is unknown; choose {', '.join(_DTYPES)}")
@@ -97,14 +101,22 @@ def convert(
 
 
 def describe(source: Source) -> tuple[Architecture, dict[str, Any]]:
-    """Returns the architecture that a model has, and its config.json.
+    """Find the Hugging Face architecture that expresses a model exactly.
+
+    Args:
+        source: The model.
+
+    Returns:
+        The architecture, and the content of its config.json.
 
     Raises:
-      ValueError: there is none; it is said what the nearest cannot express.
+        ValueError: There is no such architecture; the message names the fields that the closest
+            one cannot express.
     """
     original = source.hf_config
     candidates = [a for a in architectures().values() if a.model == source.model]
-    # What a run started from may be another model, of which it took the encoder.
+    # Prefer the architecture that the run was imported from. That one may be of another model, of
+    # which the run took only the encoder.
     if source.architecture is not None and source.architecture.model == source.model:
         candidates.insert(0, source.architecture)
     if not candidates:
@@ -118,8 +130,8 @@ def describe(source: Source) -> tuple[Architecture, dict[str, Any]]:
             return candidate, hf
     nearest = min(range(len(candidates)), key=lambda i: len(differences[i]))
     raise ValueError(
-        f"no Hugging Face model is like this one: {candidates[nearest].name} cannot have "
-        f"{', '.join(differences[nearest])}"
+        "no Hugging Face architecture matches this model: the closest one, "
+        f"{candidates[nearest].name}, cannot have {', '.join(differences[nearest])}"
     )
 
 
@@ -135,7 +147,7 @@ def _config(
 def _differences(
     architecture: Architecture, source: Source, hf: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yields the fields that a config.json does not say as the model has them."""
+    """Yield the config fields of a model that reading this config.json would not reproduce."""
     wanted = dataclasses.asdict(source.config)
     said = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
     said |= {
@@ -154,7 +166,7 @@ def _differences(
 
 
 def _labels(source: Source) -> dict[str, Any]:
-    """Returns the keys of config.json that name the labels that a run was trained on."""
+    """Return the keys of config.json with the names of the labels that a run was trained on."""
     labels = source.labels
     if not labels:
         return {}
@@ -165,7 +177,7 @@ def _labels(source: Source) -> dict[str, Any]:
 
 
 def _token_ids(source: Source) -> dict[str, int]:
-    """Returns the keys of config.json that name the special tokens of a run's own tokenizer."""
+    """Return the keys of config.json with the special tokens of a tokenizer trained for the run."""
     if source.hf_config is not None or source.tokenizer is None:
         return {}
     tokenizer = load_tokenizer_file(str(source.tokenizer))
@@ -176,14 +188,14 @@ def _token_ids(source: Source) -> dict[str, int]:
 
 
 def _with_dtype(hf: dict[str, Any], dtype: str | None) -> tuple[dict[str, Any], str]:
-    """Returns config.json with its dtype, and the dtype of tensors of which none is known."""
+    """Return config.json with its dtype, which is also the dtype of tensors without a known one."""
     name = "torch_dtype" if "torch_dtype" in hf else "dtype"
     chosen = dtype or (hf[name] if hf.get(name) in _DTYPES else "float32")
     return {**hf, name: chosen}, chosen
 
 
 def _tensor(place: TensorMapping, array: Any, dtype: np.dtype) -> np.ndarray:
-    """Returns a tensor of theirs, put together of the chunks on disk."""
+    """Assemble a Hugging Face tensor from the chunks of a parameter on disk."""
     values = np.empty(place.their_shape, dtype)
     first = () if place.layer is None else (slice(place.layer, place.layer + 1),)
     for index in blocks(place.shape, array.chunk_shape[len(first) :]):
@@ -201,17 +213,30 @@ def _cast(part: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None for the command line of the process.
+
+    Returns:
+        The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
+    """
     parser = argparse.ArgumentParser(prog="python -m convert.to_hf", allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="a run's directory, or one checkpoint of it")
-    parser.add_argument("dst", type=Path, help="directory to write")
-    parser.add_argument("--dtype", default=None, help="of all tensors; as in the original if unset")
-    parser.add_argument("--max_shard_bytes", type=int, default=2**30, help="of a file")
     parser.add_argument(
-        "--raw", action="store_true", help="the weights themselves, and not their average"
+        "checkpoint", type=Path, help="directory of a run, or of one of its checkpoints"
+    )
+    parser.add_argument("dst", type=Path, help="directory to write")
+    parser.add_argument(
+        "--dtype", default=None, help="dtype of all tensors; by default, as in the original model"
+    )
+    parser.add_argument(
+        "--max_shard_bytes", type=int, default=2**30, help="maximum size of a file in bytes"
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="write the weights themselves, not their averages"
     )
     args = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # an accelerator would only lend its memory
+    jax.config.update("jax_platforms", "cpu")  # An accelerator would only be used for its memory.
     logging.basicConfig(format="%(message)s", force=True)
     logging.getLogger("convert").setLevel(logging.INFO)
     try:

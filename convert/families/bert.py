@@ -1,4 +1,4 @@
-"""Names of BERT and RoBERTa."""
+"""Keys and weight names of BERT and RoBERTa."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from convert.names import Row, linear, norm
 from convert.tensor_files import Tensor
 from models.text.bert import Bert
 
-#: Layer of a block -> theirs.
+#: Linear layer of a block here -> its name in the Hugging Face model.
 _LINEARS = {
     "attention.q": "attention.self.query",
     "attention.k": "attention.self.key",
@@ -22,7 +22,12 @@ _NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.La
 
 
 def _body(base: str, *tied: str) -> tuple[Row, ...]:
-    """Returns the rows of the model without heads, whose names begin with `base`."""
+    """Return the rows of the base model.
+
+    Args:
+        base: The prefix of the names, without its dot.
+        *tied: Other names of the token embedding.
+    """
     ours, theirs = "encoder.layers", f"{base}.encoder.layer.{{layer}}"
     out = f"{theirs}.attention.output.dense"
     return (
@@ -37,7 +42,10 @@ def _body(base: str, *tied: str) -> tuple[Row, ...]:
 
 
 def _detect_pairs(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
-    """Finds the heads of BERT's own training, which published files hold under other names."""
+    """Detect both heads of BERT's pre-training.
+
+    Published files contain both, although their config.json may name BertForMaskedLM.
+    """
     both = ("pooler.dense.weight", "seq_relationship.weight")
     has_both = all(any(name.endswith(end) for name in tensors) for end in both)
     return {"head": "pretraining"} if has_both else {}
@@ -63,9 +71,12 @@ _LABEL_KEYS = (NUM_LABELS, Only("problem_type", (None, "single_label_classificat
 
 
 def _read_roberta_positions(hf: Config) -> dict[str, Any]:
+    """Read positions: RoBERTa numbers them from pad_token_id + 1, and never uses the first rows."""
     pad = hf.get("pad_token_id", 1)
     if pad is None:
-        raise ValueError("config.json has no pad_token_id, from which RoBERTa counts positions")
+        raise ValueError(
+            "config.json has no pad_token_id, but RoBERTa counts positions from pad_token_id + 1"
+        )
     positions = hf.get("max_position_embeddings", 512) - pad - 1
     return {"pad_id": pad, "first_position": pad + 1, "max_positions": positions}
 

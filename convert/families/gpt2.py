@@ -1,4 +1,4 @@
-"""GPT-2's names."""
+"""Keys and weight names of GPT-2."""
 
 from convert.architecture import Architecture
 from convert.keys import ACTIVATIONS, Key, Only

@@ -1,4 +1,4 @@
-"""Names of LLaMA, Mistral, and Qwen 2 and 3."""
+"""Keys and weight names of LLaMA, Mistral, Qwen 2 and Qwen 3."""
 
 import dataclasses
 from typing import Any
@@ -43,7 +43,12 @@ _ROWS = (
 
 
 def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> Keys:
-    """Returns the keys of the heads' sizes, given what absent ones mean."""
+    """Return the keys with the number of kv heads and the size of heads.
+
+    Args:
+        num_kv_heads: The number of kv heads if the key is absent; None for the number of heads.
+        head_dim: The size of a head if the key is absent; None for hidden_size / heads.
+    """
 
     def read(hf: Config) -> dict[str, Any]:
         heads = hf["num_attention_heads"]
@@ -60,13 +65,15 @@ def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> K
 def _read_rope(hf: Config) -> dict[str, Any]:
     scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise ValueError(f"config.json has rope_parameters={scaling}: they must not vary by layer")
+        raise ValueError(
+            f"config.json has rope_parameters={scaling}, which must be the same for all layers"
+        )
     theta = scaling.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
     rotated = scaling.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
     if rotated != 1.0:
         raise ValueError(
-            f"config.json has partial_rotary_factor={rotated}, which is not supported; "
-            "only models that rotate all of a head's features can be had"
+            f"config.json has partial_rotary_factor={rotated}, which is not supported; it must be "
+            "1, that is, all features of a head are rotated"
         )
     old_name = scaling.pop("type", "default")
     kind = scaling.setdefault("rope_type", old_name)
@@ -127,6 +134,11 @@ def _read_mistral_window(hf: Config) -> dict[str, Any]:
 
 
 def _read_qwen_window(hf: Config) -> dict[str, Any]:
+    """Read the sliding window, which applies to the last layers only.
+
+    The first layer with a window follows from `max_window_layers`, or from `layer_types` if that
+    list is given and differs.
+    """
     layers = hf["num_hidden_layers"]
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     first = hf.get("max_window_layers")
@@ -139,7 +151,7 @@ def _read_qwen_window(hf: Config) -> dict[str, Any]:
     if given != types:
         raise ValueError(
             f"config.json has layer_types={given} with sliding_window={window}, which is not "
-            "supported; all layers with a window must come after those without"
+            "supported; all layers with a window must come after all layers without one"
         )
     if num_full == layers:
         return {"sliding_window": None, "first_windowed_layer": 0}

@@ -1,4 +1,4 @@
-"""Names of MAE."""
+"""Keys and weight names of MAE."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from models.vision.mae import MAE
 from models.vision.vit import ViT
 
 _BLOCKS = "decoder.decoder_layers.{layer}"
-#: As transformers 5 writes them; published files have the names above.
+#: The names that transformers 5 writes; published files have the names above.
 _OTHER_BLOCKS = "decoder.decoder_encoder.layer.{layer}"
 
 
@@ -48,7 +48,8 @@ ARCHITECTURES = (
         prefix="vit.",
         harmless=HARMLESS,
     ),
-    # A ViT, which sees all patches: what hides some is the pre-training's.
+    # The base model is imported as a ViT, which sees all patches; hiding patches is part of
+    # pre-training only.
     Architecture(
         name="ViTMAEModel",
         model_type="vit_mae",

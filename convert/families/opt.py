@@ -1,4 +1,4 @@
-"""OPT's names."""
+"""Keys and weight names of OPT."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from models.text.opt import OPT
 
 _OURS, _THEIRS = "decoder.layers", "model.decoder.layers.{layer}"
 
-#: Layer of a block -> theirs; each has a weight and a bias.
+#: Linear layer of a block here -> its name in the Hugging Face model; each has a weight and a bias.
 _LINEARS = {
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",

@@ -1,4 +1,9 @@
-"""Names of Swin and Swin V2."""
+"""Keys and weight names of Swin and Swin V2.
+
+A stage here is a stack of pairs of blocks: the `first` one has plain windows and the `second` one
+shifted windows. In the Hugging Face model these are the even and the odd blocks of the stage, which
+is expressed by a `Row` with `first` = 0 or 1 and `step` = 2.
+"""
 
 import dataclasses
 from typing import Any
@@ -9,7 +14,7 @@ from convert.keys import NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
 from models.vision.swin import MAX_STAGES, Swin
 
-#: Layer of a block -> theirs.
+#: Linear layer of a block here -> its name in the Hugging Face model.
 _LINEARS = {
     "attention.q": "attention.self.query",
     "attention.k": "attention.self.key",
@@ -21,7 +26,7 @@ _LINEARS = {
 
 
 def _stage(base: str, stage: int) -> tuple[Row, ...]:
-    """Returns the rows of the pairs of a stage, and of what leads to it."""
+    """Return the rows of a stage, and of the patch merging before it."""
     rows: list[Row] = []
     theirs = f"{base}.encoder.layers.{stage}.blocks.{{layer}}"
     for first, block in enumerate(("first", "second")):
@@ -57,7 +62,13 @@ def _body(base: str) -> tuple[Row, ...]:
 
 
 def _list(theirs: str, ours: str, default: tuple[int, ...]) -> Keys:
-    """Returns a key whose value is a list."""
+    """Return a key whose value is a list.
+
+    Args:
+        theirs: The key.
+        ours: The field.
+        default: The value if the key is absent.
+    """
     return Keys(
         (theirs,),
         lambda hf: {ours: _tuple(hf, theirs) or default},
@@ -66,13 +77,13 @@ def _list(theirs: str, ours: str, default: tuple[int, ...]) -> Keys:
 
 
 def _tuple(hf: Config, name: str) -> Any:
-    """Returns a list of config.json as a tuple, and anything else as it is, for who checks it."""
+    """Return a list as a tuple, and any other value unchanged; `check_types` refuses it later."""
     value = hf.get(name)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _write_sizes(fields: Config) -> dict[str, int]:
-    """Returns what config.json says twice."""
+    """Return keys of config.json that repeat information from other keys."""
     num_stages = len(fields["depths"])
     return {"hidden_size": fields["embed_dim"] * 2 ** (num_stages - 1), "num_layers": num_stages}
 

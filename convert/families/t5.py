@@ -1,4 +1,4 @@
-"""Names of T5, its version 1.1, and mT5."""
+"""Keys and weight names of T5, T5 version 1.1, and mT5."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def _attention(ours: str, theirs: str) -> tuple[Row, ...]:
 
 
 def _stack(side: str) -> tuple[Row, ...]:
-    """Returns the rows of the encoder or the decoder."""
+    """Return the rows of the encoder or the decoder, without cross-attention."""
     mlp_number = {"encoder": 1, "decoder": 2}[side]
     ours, theirs = f"{side}.layers", f"{side}.block.{{layer}}.layer"
     mlp, gate = f"{theirs}.{mlp_number}.DenseReluDense", f"{ours}.mlp.gate.kernel"
@@ -50,9 +50,10 @@ _ROWS = (
 
 
 def _detect_head(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
-    """Returns whether the head is tied, which the files decide.
+    """Detect whether the head is tied to the token embedding.
 
-    The library sets `tie_word_embeddings` to True whatever a model is, and unties what differs.
+    This depends on the weights: transformers sets `tie_word_embeddings` to True for every T5, and
+    unties the head if the files contain two different weights.
     """
     table = next((tensors[name] for name in ("shared.weight", *_TIED[:2]) if name in tensors), None)
     if _HEAD not in tensors or table is None:
@@ -62,17 +63,22 @@ def _detect_head(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
 
 
 def _mlp(default: str) -> Keys:
-    """Returns the keys of the MLP's kind, given what an absent one means."""
+    """Return the keys that determine the kind of MLP.
+
+    Args:
+        default: The value of `feed_forward_proj` if it is absent.
+    """
 
     def read(hf: Config) -> dict[str, Any]:
         name = hf.get("feed_forward_proj", default)
         gated, _, function = name.rpartition("-")
-        # "gated-gelu" has always meant the approximate one.
+        # "gated-gelu" has always meant the tanh approximation of GELU.
         function = hf.get("dense_act_fn") or ("gelu_new" if name == "gated-gelu" else function)
         if gated not in ("", "gated") or function not in ACTIVATIONS:
             raise ValueError(
                 f"config.json has feed_forward_proj={name!r} with the activation {function!r}, "
-                f"which is not supported; only {', '.join(ACTIVATIONS)}, with or without 'gated-'"
+                f"which is not supported; the supported values are {', '.join(ACTIVATIONS)}, with "
+                "or without 'gated-'"
             )
         is_gated = hf.get("is_gated_act", gated == "gated")
         return {"is_gated": is_gated, "activation": ACTIVATIONS[function]}
@@ -129,7 +135,7 @@ _T5 = Architecture(
     rows=_ROWS,
     prefix="",
     harmless=("initializer_factor", "classifier_dropout", "n_positions"),
-    # Version 1.0 was published with a bias of cross-attention that the model never read.
+    # Version 1.0 was published with a bias of cross-attention that the model never uses.
     buffers=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
     detected_fields=("tie_embeddings",),
     detect=_detect_head,

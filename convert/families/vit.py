@@ -1,4 +1,4 @@
-"""Names of ViT."""
+"""Keys and weight names of ViT, some of which MAE and Swin share."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from convert.keys import ACTIVATIONS, NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
 from models.vision.vit import ViT
 
-#: Layer of a block -> theirs.
+#: Linear layer of a block here -> its name in the Hugging Face model.
 _LINEARS = {
     "attention.q": "attention.attention.query",
     "attention.k": "attention.attention.key",
@@ -19,14 +19,24 @@ NORMS = {"attention_norm": "layernorm_before", "mlp_norm": "layernorm_after"}
 
 
 def patches(ours: str, theirs: str) -> tuple[Row, Row]:
-    """Returns the rows of a linear layer over patches."""
+    """Return the rows of a patch embedding, which is a convolution in the Hugging Face model.
+
+    Args:
+        ours: The path of the layer.
+        theirs: The name of the module that contains `patch_embeddings`.
+    """
     projection = f"{theirs}.patch_embeddings.projection"
     kernel = Row(f"{ours}.linear.kernel", f"{projection}.weight", "conv2d", num_inputs=3)
     return kernel, Row(f"{ours}.linear.bias", f"{projection}.bias")
 
 
 def blocks(ours: str, theirs: str) -> tuple[Row, ...]:
-    """Returns the rows of a stack; `theirs` has `{layer}` in it."""
+    """Return the rows of a stack of ViT blocks.
+
+    Args:
+        ours: The path of the stack.
+        theirs: The name of a block, with `{layer}` in place of its number.
+    """
     return (
         *(r for a, b in _LINEARS.items() for r in linear(f"{ours}.layers.{a}", f"{theirs}.{b}")),
         *linear(f"{ours}.layers.attention.out", f"{theirs}.attention.output.dense", num_inputs=2),
@@ -44,21 +54,26 @@ BODY = (
 
 
 def side(key: str, default: int) -> Keys:
-    """Returns a key, named as ours, whose value is a number or two equal ones."""
+    """Return a key whose value is a number or a list of two equal numbers.
+
+    Args:
+        key: The name of both the key and the field.
+        default: The value if the key is absent.
+    """
 
     def read(hf: Config) -> dict[str, int]:
         value = hf.get(key)
         sides = value if isinstance(value, list) else [default if value is None else value]
         if any(a != sides[0] for a in sides) or len(sides) not in (1, 2):
             raise ValueError(
-                f"config.json has {key}={value!r}, which is not supported; only squares can be had"
+                f"config.json has {key}={value!r}, which is not supported; it must be square"
             )
         return {key: sides[0]}
 
     return Keys((key,), read, lambda fields: {key: fields[key]})
 
 
-#: Keys of all models of images.
+#: Keys that all vision models share.
 IMAGE_KEYS = (
     side("image_size", 224),
     Key("num_channels", "num_channels", 3),

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models of every family and variant, and how to run them and ours."""
+"""Tiny Hugging Face models of every family and variant, and helpers to run them and our models."""
 
 import copy
 import functools
@@ -86,7 +86,7 @@ _SWIN = {
     "image_size": 48,
     "patch_size": 2,
 }
-#: Pixels and patches that fill no patch, no window and no pair at the end.
+#: Sizes for which the last patch, the last window and the last pair of patches are incomplete.
 _ODD_SWIN = {
     **_SWIN,
     "depths": [2, 4, 2],
@@ -113,7 +113,7 @@ _LONG = {
     "original_max_position_embeddings": 12,
 }
 
-#: name -> (class of Hugging Face, its config).
+#: Name of a case -> (name of the Hugging Face class, fields of its config).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {**_GPT2, "n_inner": 50, "activation_function": "gelu"}),
     "gpt2_base": ("GPT2Model", _GPT2),
@@ -209,7 +209,7 @@ CASES |= {
     ),
     "swinv2_base": ("Swinv2Model", _SWIN),
 }
-#: Sizes that 2 devices can share.
+#: Cases whose sizes can be sharded over 2 devices.
 EVEN = {
     "gpt2_even": ("GPT2LMHeadModel", {**_GPT2, "n_head": 4, "n_embd": 40}),
     "bert_sequence_even": (
@@ -221,13 +221,14 @@ EVEN = {
         {**_T5, "num_heads": 4, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
 }
-#: Their head has a weight of its own, which the library unties with a warning when it loads them.
+#: Cases whose head has a weight of its own. When transformers loads them, it unties the head with a
+#: warning.
 UNTIED_T5 = ("t5_v1.1", "mt5", "t5_v1.1_even")
 
 
 @functools.cache
 def make(name: str) -> Any:
-    """Returns the model of a case, all of its weights random: biases and norms too."""
+    """Return the Hugging Face model of a case with random weights, including biases and norms."""
     class_name, fields = {**CASES, **EVEN}[name]
     model_class = getattr(hf, class_name)
     config = model_class.config_class(**fields, attn_implementation="eager")
@@ -237,14 +238,23 @@ def make(name: str) -> Any:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            weight.requires_grad_()  # the fixed ones too: their gradients are compared
+            weight.requires_grad_()  # Fixed weights too, because all gradients are compared.
             is_scale = weight.ndim == 1 and key.endswith("weight")
             torch.nn.init.normal_(weight, mean=1.0 if is_scale else 0.0, std=0.2)
     return model
 
 
 def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:
-    """Writes the model of a case, in another dtype if one is given."""
+    """Write the model of a case to a directory.
+
+    Args:
+        name: The case.
+        directory: The directory to write.
+        dtype: The dtype of the weights; None for float32.
+
+    Returns:
+        The directory.
+    """
     model = make(name)
     if dtype is not None:
         model = type(model)(model.config).to(dtype)
@@ -259,7 +269,7 @@ def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:
 
 
 def _as_published(tensors: dict[str, torch.Tensor]) -> None:
-    """Gives the layers of MAE's decoder the names of published files, which the library lost."""
+    """Rename the layers of MAE's decoder as in published files; transformers writes other names."""
     for name in [name for name in tensors if ".decoder_encoder.layer." in name]:
         published = name.replace(".decoder_encoder.layer.", ".decoder_layers.")
         tensors[published] = tensors.pop(name)
@@ -270,10 +280,12 @@ def reads_images(name: str) -> bool:
 
 
 def inputs(name: str) -> dict[str, np.ndarray]:
-    """Returns tokens and masks: a whole row, one padded on the right, and one on the left.
+    """Return the inputs of a case.
 
-    Models that read a row's first token have no padding on the left, and models of images get
-    normalised images, MAE with the noise that hides patches.
+    Text models get three rows of tokens with masks: one without padding, one padded on the right,
+    and one padded on the left. Sequence classifiers read the first token of a row, so their third
+    row is padded on the right too. Vision models get normalized images, and MAE also the noise that
+    decides which patches are hidden.
     """
     rng = np.random.default_rng(0)
     if reads_images(name):
@@ -301,7 +313,7 @@ def inputs(name: str) -> dict[str, np.ndarray]:
 
 
 def weights(name: str) -> np.ndarray:
-    """Returns what a case's outputs count: nothing at padding."""
+    """Return the weights of a case's outputs in the loss: 0 at padding and 1 elsewhere."""
     batch = inputs(name)
     if name.endswith("sequence") or reads_images(name):
         return np.ones(3, np.float32)
@@ -309,13 +321,16 @@ def weights(name: str) -> np.ndarray:
 
 
 def our_outputs(model: Any, name: str) -> Any:
-    """Returns the same of ours."""
+    """Return logits, or the activations of a model without a head, from our model."""
     outputs = model(**inputs(name))
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def their_images(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """Returns the arguments of a model of images."""
+    """Return the arguments of a Hugging Face vision model.
+
+    For an MAE, noise in ascending order keeps patches in order if the case has no noise of its own.
+    """
     batch = inputs(name)
     images = {"pixel_values": torch.from_numpy(batch["images"]).permute(0, 3, 1, 2)}
     if not isinstance(model, hf.ViTMAEPreTrainedModel):
@@ -328,7 +343,7 @@ def their_images(model: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def their_outputs(model: Any, name: str) -> torch.Tensor:
-    """Returns logits, or the activations of a model without a head."""
+    """Return logits, or the activations of a model without a head, from a Hugging Face model."""
     if reads_images(name):
         output = model(**their_images(model, name))
         if "logits" in output:
@@ -336,7 +351,8 @@ def their_outputs(model: Any, name: str) -> torch.Tensor:
         activations = output.last_hidden_state
         if not name.startswith("swin"):
             return activations
-        side = round(activations.shape[1] ** 0.5)  # ours are rows of columns
+        # Our Swin returns [B, rows, columns, D].
+        side = round(activations.shape[1] ** 0.5)
         return activations.reshape(len(activations), side, side, -1)
     names = {
         "tokens": "input_ids",
@@ -351,7 +367,13 @@ def their_outputs(model: Any, name: str) -> torch.Tensor:
 
 
 def log_loss(outputs: Any, name: str, log_softmax: Any) -> Any:
-    """Returns the mean of -log softmax(outputs)[target], for both libraries' arrays."""
+    """Return the weighted mean of -log softmax(outputs)[target] with random targets.
+
+    Args:
+        outputs: A jax.Array or a torch.Tensor.
+        name: The case.
+        log_softmax: The function of the library of `outputs`.
+    """
     weight = weights(name)
     weight = weight.reshape(*weight.shape, *[1] * (outputs.ndim - 1 - weight.ndim))
     weight = np.broadcast_to(weight, outputs.shape[:-1])
@@ -365,7 +387,7 @@ def log_loss(outputs: Any, name: str, log_softmax: Any) -> Any:
 
 
 class Warnings(logging.Handler):
-    """Collects what a library says at the level WARNING or above."""
+    """A logging handler that collects messages of level WARNING or above."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -376,10 +398,13 @@ class Warnings(logging.Handler):
 
 
 def their_gradients(model: Any, directory: Path) -> dict[str, np.ndarray]:
-    """Returns the gradients of a model's weights, zeros where it has none, as its files name them.
+    """Return the gradients of a Hugging Face model by the names that weights have in its files.
+
+    A weight without a gradient has zeros.
 
     Args:
-      directory: to write the files to.
+        model: The model, after its backward pass.
+        directory: A directory to write the files to.
     """
     named = copy.deepcopy(model)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
@@ -394,12 +419,12 @@ def their_gradients(model: Any, directory: Path) -> dict[str, np.ndarray]:
 
 
 def parameters(path: Path, **options: Any) -> dict:
-    """Returns the tree of parameters that is loaded from a directory."""
+    """Return the tree of parameters that `load` reads from a directory."""
     return nnx.to_pure_dict(nnx.split(load(path, **options))[1])
 
 
 def edit(directory: Path, change: Callable[[dict], Any]) -> None:
-    """Rewrites a model's tensors as `change` leaves the dict of them."""
+    """Apply a change to the dict of a model's tensors, and write them back."""
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -412,5 +437,5 @@ def edit_config(directory: Path, **changes: Any) -> None:
 
 
 def add(**new: torch.Tensor) -> Callable[[dict], None]:
-    """Returns a change that adds tensors; `__` stands for a dot in their names."""
+    """Return a change that adds tensors; `__` stands for a dot in their names."""
     return lambda tensors: tensors.update({k.replace("__", "."): v for k, v in new.items()})

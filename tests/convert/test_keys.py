@@ -1,4 +1,4 @@
-"""config.json: keys in older forms, and those that are refused."""
+"""The translation of config.json: old forms of keys, defaults, and keys that are refused."""
 
 import json
 
@@ -15,7 +15,13 @@ from tests.convert import cases
 
 
 def fields_of(name: str, class_name: str | None = None, /, **changes) -> dict:
-    """Returns the fields of ours that a case's config.json says, with keys changed."""
+    """Return the config fields read from a case's config.json.
+
+    Args:
+        name: The case.
+        class_name: The architecture; None for the one of the case.
+        **changes: Keys to change before; `...` removes a key.
+    """
     class_name = class_name or cases.CASES[name][0]
     config = json.loads(cases.make(name).config.to_json_string())
     for key, value in changes.items():
@@ -43,8 +49,8 @@ REFUSED = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial"),
-    ("llama", {"rope_parameters": {"full_attention": {}}}, "must not vary by layer"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantised"),
+    ("llama", {"rope_parameters": {"full_attention": {}}}, "must be the same for all layers"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantized"),
     ("llama", {"sliding_window": 9}, "sliding_window=9"),
     ("mistral", {"attention_bias": True}, "attention_bias=True"),
     (
@@ -160,7 +166,7 @@ def test_absent_keys_mean_what_the_library_takes_them_for(name, changes, expecte
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_defaults_are_those_of_the_library(name):
-    """A config.json may leave out what its class sets by default, sizes of ours aside."""
+    """A config.json may omit keys that have defaults, except the sizes that we require."""
     class_name = cases.CASES[name][0]
     config = json.loads(getattr(transformers, class_name).config_class().to_json_string(False))
     architecture = architectures()[class_name]
@@ -196,11 +202,11 @@ def test_models_that_no_architecture_can_express_are_refused(tmp_path, capsys):
     changed = config.replace("out_bias: false", "out_bias: true")
     (tmp_path / "ours" / "config.yaml").write_text(changed)
     assert to_hf.main([str(tmp_path / "ours"), str(tmp_path / "back")]) == 2
-    assert "LlamaForCausalLM cannot have model.out_bias=True" in capsys.readouterr().err
+    assert "LlamaForCausalLM, cannot have model.out_bias=True" in capsys.readouterr().err
 
 
 def test_a_model_with_another_head_gets_another_architecture(tmp_path):
-    """As after fine-tuning: hf/ is of the model that training began with."""
+    """This is the case after fine-tuning: hf/ describes the model that training started from."""
     cases.save("bert_mlm", tmp_path / "began_with")
     cases.save("bert_sequence", tmp_path / "became")
     from_hf.convert(tmp_path / "began_with", tmp_path / "first")

@@ -1,4 +1,4 @@
-"""Names in the forms in which they are published, and parameters read in part."""
+"""Weight names in the variants found in published files, and loading some of the parameters."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def rename(tensors: dict, new_name) -> None:
         tensors[new_name(name)] = tensors.pop(name)
 
 
-#: What is published -> (case, a change of its tensors that means nothing).
+#: A variant found in published files -> (case, a change of its tensors without a meaning).
 HARMLESS = {
     "no prefix": ("gpt2", lambda t: rename(t, lambda n: n.removeprefix("transformer."))),
     "needless prefix": ("llama_base", lambda t: rename(t, lambda n: f"model.{n}")),
@@ -115,7 +115,7 @@ def test_pooler_is_left_out_where_the_file_has_none(tmp_path):
 
 
 def test_a_bert_that_holds_more_than_it_is_named_for_is_read_whole(tmp_path):
-    """As the first published ones: named for masked tokens, and the head for pairs is there."""
+    """The first published BERTs are named BertForMaskedLM, but contain the head for pairs too."""
     whole = cases.save("bert_pretraining", tmp_path / "whole")
     named = cases.save("bert_pretraining", tmp_path / "named")
     cases.edit_config(named, architectures=["BertForMaskedLM"])
@@ -126,7 +126,7 @@ def test_a_bert_that_holds_more_than_it_is_named_for_is_read_whole(tmp_path):
 
 
 def test_t5_is_tied_as_its_files_say(tmp_path):
-    """They are what the library goes by, whatever the config says."""
+    """Transformers decides by the files too, whatever the config says."""
     cases.save("t5_v1.1", tmp_path / "untied")
     assert load(tmp_path / "untied").output_embedding is not None
     cases.edit(tmp_path / "untied", lambda t: t.pop("lm_head.weight"))
@@ -134,7 +134,7 @@ def test_t5_is_tied_as_its_files_say(tmp_path):
 
 
 def test_parameters_can_be_read_in_part_and_with_another_padding(tmp_path):
-    """As a run does that has another head, or pads its vocab otherwise."""
+    """A run needs this if it has another head, or another padding of the vocabulary."""
     cases.save("bert_mlm", tmp_path / "theirs")
     from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[3])
@@ -162,7 +162,7 @@ def test_parameters_can_be_read_in_part_and_with_another_padding(tmp_path):
 
 @functools.cache
 def known_parameters() -> dict[type, set[str]]:
-    """Returns the paths of all parameters that the cases have, by class of ours."""
+    """Return the paths of all parameters in the cases, by model class."""
     found: dict[type, set[str]] = {}
     for name in cases.CASES:
         hf = json.loads(cases.make(name).config.to_json_string(use_diff=False))
@@ -179,8 +179,8 @@ def known_parameters() -> dict[type, set[str]]:
 
 @pytest.mark.parametrize("name", architectures())
 def test_every_row_is_of_a_parameter_that_some_model_has(name):
-    """A row with a slip of the pen would go unnoticed: it would pass for one of another variant."""
+    """A typo in a row would go unnoticed: the row would pass for one of another variant."""
     architecture = architectures()[name]
-    # Both stacks of a LLaMA have the same rows.
+    # Both stacks of LLaMA have the same rows.
     wanted = {row.ours.removeprefix("windowed_") for row in architecture.rows}
     assert wanted <= known_parameters()[architecture.model_class]

@@ -1,4 +1,4 @@
-"""Our models, loaded from Hugging Face's files, compute what Hugging Face's compute."""
+"""Parity: our models, loaded from Hugging Face files, have the outputs and gradients of theirs."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.convert import cases
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Returns the directory of a case's files."""
+    """Return a function: case -> directory of its files."""
     return functools.cache(lambda name: cases.save(name, tmp_path_factory.mktemp("hf")))
 
 
@@ -32,14 +32,14 @@ def test_loaded_model_has_their_outputs_and_gradients(name, saved, tmp_path):
             outputs, name, functools.partial(jax.nn.log_softmax, axis=-1)
         ), outputs
 
-    # The compiler's own work is most of the time here, and what it gains is not needed.
+    # Most of the time here is compilation, and fast code is not needed.
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     gradients, outputs = jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(params)
     theirs.zero_grad()
     expected = cases.their_outputs(theirs, name)
     cases.log_loss(expected, name, functools.partial(torch.log_softmax, dim=-1)).backward()
     counts = cases.weights(name) > 0
-    # 1e-4 is float32 rounding, summed in another order over the layers.
+    # 1e-4 is float32 rounding accumulated over the layers, with sums in different orders.
     np.testing.assert_allclose(
         np.asarray(outputs)[counts], expected.detach().numpy()[counts], rtol=0, atol=1e-4
     )
@@ -47,7 +47,7 @@ def test_loaded_model_has_their_outputs_and_gradients(name, saved, tmp_path):
 
 
 def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
-    """Compares through the name map that the weights came by."""
+    """Compare gradients by the name mapping that also loaded the weights."""
     source = read_source(directory)
     flat = {
         ".".join(map(str, path)): value
@@ -62,14 +62,14 @@ def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
         ours = ours if place.layer is None else ours[place.layer]
         place.write(found, tuple(slice(0, size) for size in place.shape), ours)
         gradient = expected[place.theirs]
-        if place.ours == "token_embedding":  # theirs learns nothing about padding
+        if place.ours == "token_embedding":  # Theirs has no gradient for the padding token.
             pads = theirs.config.pad_token_id
             found, gradient = (
                 np.delete(x, [] if pads is None else pads, 0) for x in (found, gradient)
             )
         scale = np.linalg.norm(gradient)
         if np.linalg.norm(found) < 1e-6 and scale < 1e-6:
-            continue  # zero but for rounding, such as that of a key's bias
+            continue  # Zero up to rounding, like the gradient of the bias of keys.
         assert np.linalg.norm(found - gradient) < 1e-3 * scale, place.theirs
 
 
@@ -82,7 +82,7 @@ def test_loss_of_hidden_patches_is_theirs(name, saved):
     x = ours.encoder(ours.embed(batch), batch)
     x = ours.decoder(ours.before_decoder(x, batch), batch)
     loss, weight, _ = ours.head(x, batch | {"weights": np.ones(3, np.float32)})
-    # Rounding of float32, of errors that are about 10.
+    # Float32 rounding; the squared errors are about 10.
     np.testing.assert_allclose(loss / weight, expected.loss.numpy(), rtol=1e-5)
 
 
@@ -100,7 +100,7 @@ def test_loaded_model_can_be_jitted_with_scaled_positions(saved):
     model = load(saved("llama_llama3"))
     tokens = cases.inputs("llama_llama3")["tokens"]
     found = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
-    np.testing.assert_allclose(found, model(tokens), rtol=0, atol=1e-4)  # float32 rounding
+    np.testing.assert_allclose(found, model(tokens), rtol=0, atol=1e-4)  # Float32 rounding.
 
 
 @pytest.mark.parametrize("name", ["gpt2_base", "opt_base", "llama_base", "bert_base"])

@@ -1,4 +1,4 @@
-"""preprocessor_config.json: what it says of pixels is what our models do with them."""
+"""The conversion of preprocessor_config.json: our models normalize pixels as it describes."""
 
 import json
 
@@ -16,21 +16,21 @@ FILE = "preprocessor_config.json"
 
 
 def saved(directory, said, name="vit"):
-    """Writes a case's model, and of its preprocessor what is said; returns its directory."""
+    """Write a case's model and this preprocessor_config.json; return the directory."""
     cases.save(name, directory)
     (directory / FILE).write_text(json.dumps(said))
     return directory
 
 
 def assert_same_pixels(directory, config):
-    """Compares all numbers of uint8 in each channel, in images of the right size."""
+    """Compare the pixels of the preprocessor and of our model, for all values and channels."""
     processor = transformers.AutoImageProcessor.from_pretrained(directory)
     side, channels = config.image_size, config.num_channels
     rng = np.random.default_rng(0)
     images = rng.permuted(np.arange(2 * side**2 * channels) % 256).astype(np.uint8)
     images = images.reshape(2, side, side, channels)
     theirs = processor(list(images), return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
-    # Float32, divided in another order: a few roundings of the largest.
+    # A few float32 roundings of the largest value, because the order of divisions differs.
     tolerance = 5e-7 * np.abs(theirs).max()
     np.testing.assert_allclose(config.normalised(images, np.float32), theirs, 0, atol=tolerance)
 
@@ -53,7 +53,7 @@ def test_pixels_are_normalised_as_the_processor_does(said, tmp_path):
     said = {"image_processor_type": f"{'DeiT' if cropped else 'ViT'}ImageProcessor", **said}
     directory = saved(tmp_path / "theirs", said)
     source = read_source(directory)
-    if not cropped:  # which resizes even what has the right size, to another one
+    if not cropped:  # A cropping processor first resizes even images that have the right size.
         assert_same_pixels(directory, source.config)
     from_hf.convert(directory, tmp_path / "ours")
     assert read_source(tmp_path / "ours").config == source.config
@@ -66,7 +66,7 @@ def test_processor_is_written_for_a_model_that_had_none(name, tmp_path):
     from_hf.convert(cases.save(name, tmp_path / "theirs"), tmp_path / "ours")
     file = tmp_path / "ours" / "config.yaml"
     text = file.read_text()
-    assert text.startswith("model:\n") and "image_mean" not in text  # left open
+    assert text.startswith("model:\n") and "image_mean" not in text  # The run's config decides.
     file.write_text(text.rstrip("\n") + "\n  image_mean:\n  - 0.25\n")
     to_hf.convert(tmp_path / "ours", tmp_path / "back")
     config = read_source(tmp_path / "ours").config
@@ -89,15 +89,15 @@ def test_processor_follows_a_run_that_chose_other_pixels(tmp_path):
 @pytest.mark.parametrize(
     "said, message",
     [
-        ({**COLOURS, "size": 24}, r"makes images of 24 × 24 pixels, .* has image_size=20; correct"),
+        ({**COLOURS, "size": 24}, r"images of 24 × 24 pixels, .* has image_size=20; correct"),
         (
             {**COLOURS, **SIZE, "do_center_crop": True, "crop_size": {"height": 20, "width": 16}},
-            r"makes images of 20 × 16 pixels",
+            r"produces images of 20 × 16 pixels",
         ),
         ({**COLOURS, "size": {"longest_edge": 20}}, r"size=\{'longest_edge': 20\}, which is not"),
         ({**COLOURS, **SIZE, "do_pad": True}, r"do_pad=True, which .* --harmless=do_pad"),
-        ({**COLOURS, **SIZE, "image_mean": [0.5, 0.5]}, r"image_mean=\[0\.5, 0\.5\]; .*channels=3"),
-        ({**SIZE, "image_std": [1, 1, 1]}, r"image_mean=None; it must be a number"),
+        ({**COLOURS, **SIZE, "image_mean": [0.5, 0.5]}, r"image_mean=\[0\.5, 0\.5\], .*channels=3"),
+        ({**SIZE, "image_std": [1, 1, 1]}, r"image_mean=None, which must be a number"),
         (
             {**COLOURS, **SIZE, "image_std": [1, 0, 1]},
             r"image_std=\[1, 0, 1\], which must be",

@@ -1,4 +1,4 @@
-"""A model that goes from Hugging Face's files to ours and back is the same to the bit."""
+"""Round trips: a Hugging Face model that is imported and exported again is identical to the bit."""
 
 import json
 import logging
@@ -36,13 +36,13 @@ def assert_same_bits(found: dict, expected: dict) -> None:
 
 
 def read_back(directory):
-    """Returns (the model that the library reads, all that it complains of)."""
+    """Return (the model as transformers loads it, all warnings of transformers)."""
     config = json.loads((directory / "config.json").read_text())
     model_class = getattr(transformers, config["architectures"][0])
     heard, logger = cases.Warnings(), logging.getLogger("transformers")
     level = logger.level
     logger.addHandler(heard)
-    logger.setLevel(logging.WARNING)  # Another test may have made the library quiet.
+    logger.setLevel(logging.WARNING)  # Another test may have silenced transformers.
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -66,7 +66,8 @@ def test_round_trip_gives_every_tensor_back(name, tmp_path):
     assert configs[0] == configs[1]
     model, complaints = read_back(tmp_path / "back")
     if name in cases.UNTIED_T5:
-        # The library ties T5 by default, sees that the files differ, and says that it unties.
+        # transformers ties T5 by default, finds two different weights in the files, and warns that
+        # it unties them.
         assert len(complaints) == 1 and "we will NOT tie them" in complaints.pop()
     assert complaints == []
     with torch.no_grad():
@@ -83,7 +84,7 @@ def test_config_is_made_where_there_is_none_to_keep(name, tmp_path):
     to_hf.convert(tmp_path / "ours", tmp_path / "back")
     assert_same_bits(all_tensors(tmp_path / "back"), all_tensors(tmp_path / "theirs"))
     model, complaints = read_back(tmp_path / "back")
-    # Without a config to keep, MAE's encoder is a ViT, of which the library misses the pooler.
+    # Without a config to keep, MAE's encoder becomes a ViT, and transformers misses its pooler.
     assert complaints == [] or name in (*cases.UNTIED_T5, "mae_base")
     with torch.no_grad():
         found = cases.their_outputs(model, name)
@@ -98,7 +99,7 @@ def test_round_trip_of_narrow_dtypes_in_shards_is_exact(name, dtype, tmp_path):
     to_hf.convert(tmp_path / "ours", tmp_path / "back", max_shard_bytes=9000)
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 2
     assert_same_bits(all_tensors(tmp_path / "back"), all_tensors(tmp_path / "theirs"))
-    # Shards are read as well as written.
+    # Convert again, because this time the source has shards.
     from_hf.convert(tmp_path / "back", tmp_path / "again")
     to_hf.convert(tmp_path / "again", tmp_path / "once_more")
     assert_same_bits(all_tensors(tmp_path / "once_more"), all_tensors(tmp_path / "theirs"))
@@ -110,7 +111,7 @@ def test_round_trip_of_narrow_dtypes_in_shards_is_exact(name, dtype, tmp_path):
 def test_each_tensor_keeps_its_own_dtype(tmp_path):
     directory = cases.save("llama", tmp_path / "theirs")
     tensors = load_file(directory / "model.safetensors")
-    # Of two layers of one stack too.
+    # Also if the layers of one stack have different dtypes.
     for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
         tensors[name] = tensors[name].to(torch.bfloat16)
     save_file(tensors, directory / "model.safetensors")
@@ -137,7 +138,7 @@ def test_from_hf_writes_a_run_that_its_own_files_describe(tmp_path):
 
 
 def test_to_hf_reads_what_training_saved(tmp_path):
-    """Float32 weights beside an optimizer's state, in chunks that follow a mesh's shards."""
+    """Float32 weights next to an optimizer state, in chunks that follow the shards of a mesh."""
     directory = cases.save("llama", tmp_path / "theirs", torch.bfloat16)
     from_hf.convert(directory, tmp_path / "run")
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=2, model=2), jax.devices()[:4])):
@@ -160,7 +161,7 @@ def test_to_hf_writes_the_average_unless_asked_for_the_weights_themselves(tmp_pa
     from_hf.convert(directory, tmp_path / "run")
     params = nnx.to_pure_dict(nnx.split(load(directory))[1])
     average = jax.tree.map(lambda x: 2 * x, params)
-    average["token_embedding"] = None  # frozen: its own average
+    average["token_embedding"] = None  # A frozen parameter is its own average.
     state = {"params": params, "opt_state": ((), (), {"count": jnp.int32(3), "average": average})}
     checkpoints = Checkpoints(
         tmp_path / "run" / "checkpoints", CheckpointConfig(every_steps=1, max_to_keep=3)

@@ -1,4 +1,4 @@
-"""Our files against those of the library safetensors."""
+"""Our tensor files compared with the safetensors library."""
 
 import numpy as np
 import pytest
