@@ -1,0 +1,1 @@
+"""Saves, verifies and restores checkpoints."""

@@ -1,8 +1,10 @@
-"""Looks at a run's checkpoints, and changes nothing.
+"""Lists, verifies and shows the checkpoints of a run, without changing them.
 
-python -m checkpoint ls WORKDIR
-python -m checkpoint verify WORKDIR [--step=N]
-python -m checkpoint show WORKDIR [--step=N]
+    python -m checkpoint ls WORKDIR
+    python -m checkpoint verify WORKDIR [--step=N]
+    python -m checkpoint show WORKDIR [--step=N]
+
+WORKDIR is the directory of a run, or its `checkpoints/`.
 """
 
 import argparse
@@ -19,21 +21,33 @@ from checkpoint.layout import TMP_SUFFIX, best_steps, read_data_state, read_metr
 
 
 def find_directory(workdir: Path) -> Path:
-    """Returns the directory of a run's checkpoints, which may be `workdir` itself.
+    """Return the directory that contains a run's checkpoints.
+
+    Args:
+        workdir: the directory of a run, or its `checkpoints/`.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no checkpoints.
     """
     for directory in (workdir / "checkpoints", workdir):
         if steps_in(directory):
             return directory
     raise ValueError(
-        f"{workdir} holds no checkpoint; give the directory of a run, or its checkpoints/"
+        f"{workdir} contains no checkpoint; pass the directory of a run or its checkpoints/"
     )
 
 
 def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
-    """Prints a table of the checkpoints; returns 0."""
+    """Print a table of the checkpoints.
+
+    Args:
+        directory: contains the checkpoints.
+        best_metric: name of the metric that decides which checkpoint is the best.
+        best_is_max: whether large values of the metric are good.
+
+    Returns:
+        The exit code 0.
+    """
     steps = steps_in(directory)
     metrics = {step: read_metrics(directory / str(step)) for step in steps}
     scores = {step: metrics[step].get(best_metric) for step in steps}
@@ -45,7 +59,7 @@ def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
         marks = ["newest"] * (step == steps[-1]) + ["best"] * (step in best)
         marks += [] if gap is None else [f"incomplete: {gap}"]
         values = "  ".join(f"{name} {value:.5g}" for name, value in metrics[step].items())
-        with contextlib.suppress(FileNotFoundError):  # a run that goes on has deleted it meanwhile
+        with contextlib.suppress(FileNotFoundError):  # deleted just now by a running training
             rows.append((str(step), _size(path), _saved(path), ", ".join(marks), values))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for step, size, *rest in rows:
@@ -53,19 +67,27 @@ def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
         cells += [cell.ljust(width) for cell, width in zip(rest, widths[2:], strict=True)]
         print("  ".join(cells).rstrip())
     for path in sorted(directory.glob(f"*{TMP_SUFFIX}*")):
-        print(f"{path.name} is being written, or was when its process was killed")
+        print(f"{path.name} is being written, or was left behind by a process that was killed")
     return 0
 
 
 def verify(directory: Path, step: int | None) -> int:
-    """Prints which checkpoints are intact, one a line; returns 0, or 1 if one is not."""
+    """Compare the files of checkpoints with their checksums, and print one line per checkpoint.
+
+    Args:
+        directory: contains the checkpoints.
+        step: the checkpoint to verify; None verifies all of them.
+
+    Returns:
+        The exit code: 0, or 1 if a checkpoint is damaged.
+    """
     steps = steps_in(directory) if step is None else [_chosen(directory, step)]
     code = 0
     for number in steps:
         path = directory / str(number)
         damage = find_damage(path)
         if not path.exists():
-            print(f"step {number}: deleted meanwhile", flush=True)
+            print(f"step {number}: deleted while it was read", flush=True)
             continue
         num_files = sum(file.is_file() for file in path.rglob("*"))
         intact = f"intact, {num_files} files, {_size(path)}"
@@ -75,8 +97,20 @@ def verify(directory: Path, step: int | None) -> int:
 
 
 def show(directory: Path, step: int | None) -> int:
-    """Prints the arrays of a checkpoint, the newest by default, and the data's state; returns 0."""
-    from checkpoint.lazy import stored_arrays  # here, because ls and verify need neither library
+    """Print the names, shapes and sizes of a checkpoint's arrays, and its position in the data.
+
+    Args:
+        directory: contains the checkpoints.
+        step: the checkpoint to show; None shows the newest.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ValueError: the checkpoint cannot be read.
+    """
+    # Imported here because it loads JAX and Orbax, which ls and verify do not need.
+    from checkpoint.lazy import stored_arrays
 
     number = _chosen(directory, step)
     path = directory / str(number)
@@ -85,7 +119,7 @@ def show(directory: Path, step: int | None) -> int:
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"step {number} cannot be read ({reason}); `verify` says what is damaged"
+            f"step {number} cannot be read ({reason}); run `verify` to find the damaged file"
         ) from error
     width = max((len(name) for name in arrays), default=0)
     for name, array in arrays.items():
@@ -102,7 +136,7 @@ def _chosen(directory: Path, step: int | None) -> int:
     steps = steps_in(directory)
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps))
-        raise ValueError(f"--step={step} is not in {directory}; choose one of {there}")
+        raise ValueError(f"--step={step} is not a checkpoint in {directory}; choose one of {there}")
     return steps[-1] if step is None else step
 
 
@@ -117,32 +151,47 @@ def _in_words(num_bytes: int) -> str:
 
 
 def _saved(path: Path) -> str:
-    """Returns when the checkpoint was complete: its checksums are written last."""
+    """Return the time when a checkpoint was completed, which is when its checksums were written."""
     last = path / CHECKSUMS_FILE
     saved = time.localtime((last if last.exists() else path).stat().st_mtime)
     return time.strftime("%Y-%m-%d %H:%M:%S", saved)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 if `verify` found damage, or 2 after an error."""
+    """Run a command.
+
+    Args:
+        argv: the command and its arguments; None takes them from `sys.argv`.
+
+    Returns:
+        The exit code: 0, 1 if `verify` found damage, or 2 after an error.
+    """
     parser = argparse.ArgumentParser(prog="python -m checkpoint", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="ls|verify|show")
 
     def command(name: str, function: Callable[..., int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.set_defaults(function=function)
-        added.add_argument("workdir", type=Path, help="a run's directory, or its checkpoints/")
+        added.add_argument("workdir", type=Path, help="directory of a run, or its checkpoints/")
         return added
 
     lister = command("ls", ls, "list the checkpoints")
-    lister.add_argument("--best_metric", default="eval_loss", help="by which one is the best")
-    lister.add_argument("--best_is_max", action="store_true", help="large values of it are good")
+    lister.add_argument(
+        "--best_metric",
+        default="eval_loss",
+        help="metric that decides which checkpoint is the best (default: eval_loss)",
+    )
+    lister.add_argument(
+        "--best_is_max", action="store_true", help="large values of the metric are good"
+    )
     for name, function, text, default in (
-        ("verify", verify, "check every file against its checksum", "all"),
+        ("verify", verify, "compare every file with its checksum", "all"),
         ("show", show, "list the arrays of a checkpoint", "the newest"),
     ):
         added = command(name, function, text)
-        added.add_argument("--step", type=int, default=None, help=f"which one; {default} if unset")
+        added.add_argument(
+            "--step", type=int, default=None, help=f"step of the checkpoint (default: {default})"
+        )
     options = vars(parser.parse_args(argv))
     function, workdir = options.pop("function"), options.pop("workdir")
     try:

@@ -1,8 +1,12 @@
-"""SHA-256 sums that lie inside a checkpoint, so that damage is found before anything is read.
+"""Stores SHA-256 checksums in each checkpoint, to detect damage before it is restored.
 
-Orbax checks its own index files only: a flipped byte in an array's data, or in a JSON file, comes
-back as a wrong number without a word. The sums are in the format of coreutils, so
-`sha256sum --check checksums.sha256` verifies a checkpoint by hand.
+Orbax verifies its own index files only. A flipped byte in an array's data or in a JSON file would
+silently restore as a wrong number. The checksum file has the format of coreutils, so you can verify
+a checkpoint by hand with `sha256sum --check checksums.sha256`:
+
+    # 2 files
+    <SHA-256 in hex>  data_state/metadata
+    <SHA-256 in hex>  state/manifest.ocdbt
 """
 
 import hashlib
@@ -15,10 +19,13 @@ CHECKSUMS_FILE = "checksums.sha256"
 
 
 def write_checksums(directory: Path) -> None:
-    """Writes `checksums.sha256`, naming every file in the subdirectories of `directory`.
+    """Write `checksums.sha256` for all files in the subdirectories of a checkpoint.
 
-    Files at the top are left out: Orbax still writes its time stamps there, and reading does
-    not need them.
+    Files directly in `directory` are left out: Orbax may still write its time stamps there, and
+    restoring does not need them.
+
+    Args:
+        directory: a checkpoint whose other files are complete.
     """
     names = sorted(
         path.relative_to(directory).as_posix()
@@ -28,7 +35,8 @@ def write_checksums(directory: Path) -> None:
         if path.is_file()
     )
     with open(directory / CHECKSUMS_FILE, "w") as file:
-        # The count shows a list that was cut off between two lines; sha256sum skips it.
+        # The number of files reveals a list that was truncated between two lines. sha256sum
+        # ignores this line.
         file.write(f"# {len(names)} files\n")
         for name, digest in zip(names, _digests(directory, names), strict=True):
             file.write(f"{digest}  {name}\n")
@@ -37,13 +45,17 @@ def write_checksums(directory: Path) -> None:
 
 
 def find_damage(directory: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """Returns one sentence that names the first damaged file, or None if all are as written.
+    """Compare the files of a checkpoint with their checksums.
+
+    Several processes can share the reading: each checks one of `num_parts` parts of the files.
 
     Args:
-        directory: a checkpoint, as `write_checksums` left it.
-        part: which share of the files to look at, from 0 to `num_parts - 1`, so that several
-            processes share the reading.
-        num_parts: the number of shares.
+        directory: a checkpoint.
+        part: the part of the files to check, from 0 to `num_parts - 1`.
+        num_parts: the number of parts.
+
+    Returns:
+        One sentence that names the first damaged file, or None if all files are intact.
     """
     try:
         expected = _read_list(directory)
@@ -54,15 +66,18 @@ def find_damage(directory: Path, part: int = 0, num_parts: int = 1) -> str | Non
         if digest is None:
             return f"{name} is missing or cannot be read"
         if digest != expected[name]:
-            return f"{name} is not what was written (its SHA-256 differs)"
+            return f"{name} has changed since it was written (its SHA-256 differs)"
     return None
 
 
 def find_missing(directory: Path) -> str | None:
-    """Returns one sentence that names the first missing file, or None; it reads none but the list.
+    """Check that all files of a checkpoint exist, without reading them.
 
     Args:
-        directory: a checkpoint, as `write_checksums` left it.
+        directory: a checkpoint.
+
+    Returns:
+        One sentence that names the first missing file, or None if all files exist.
     """
     try:
         names = sorted(_read_list(directory))
@@ -73,7 +88,11 @@ def find_missing(directory: Path) -> str | None:
 
 
 def _read_list(directory: Path) -> dict[str, str]:
-    """Returns name -> SHA-256; raises ValueError, which says it all, if the list is damaged."""
+    """Return the SHA-256 of each file by name.
+
+    Raises:
+        ValueError: the list is missing or damaged; the message is a complete sentence.
+    """
     try:
         head, *lines = (directory / CHECKSUMS_FILE).read_text().splitlines()
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -81,13 +100,13 @@ def _read_list(directory: Path) -> dict[str, str]:
         raise ValueError(f"{CHECKSUMS_FILE} is missing or cannot be read") from None
     if head != f"# {len(expected)} files":
         raise ValueError(
-            f"{CHECKSUMS_FILE} is not what was written (it lists {len(expected)} files)"
+            f"{CHECKSUMS_FILE} has changed since it was written (it lists {len(expected)} files)"
         )
     return expected
 
 
 def _digests(directory: Path, names: Sequence[str]) -> list[str | None]:
-    """Returns each file's SHA-256 in hex, None where it cannot be read."""
+    """Return the SHA-256 of each file in hex, or None for a file that cannot be read."""
 
     def digest(name: str) -> str | None:
         try:
@@ -96,7 +115,7 @@ def _digests(directory: Path, names: Sequence[str]) -> list[str | None]:
         except (OSError, ValueError):
             return None
 
-    # hashlib lets go of the interpreter's lock, so threads share the work and a training loop
-    # that runs meanwhile keeps going; few of them, to leave it the cores.
+    # hashlib releases the GIL, so threads hash in parallel and do not block a running training
+    # loop. Only four of them, to leave it most of the cores.
     with ThreadPoolExecutor(max_workers=4) as pool:
         return list(pool.map(digest, names))

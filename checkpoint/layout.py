@@ -1,8 +1,11 @@
-"""What lies where in a checkpoint, told without jax: names, metrics, and what stays.
+"""The directory layout of checkpoints, and the choice of the best ones; does not import JAX.
 
-A checkpoint is a directory `<step>/` with `state/` (arrays, by name and global shape),
-`data_state/metadata` and, if that state was evaluated, `metrics/metrics` (both JSON), and
-`checksums.sha256`, which is written last.
+A checkpoint is a directory named by its step:
+
+    300/state/                 arrays, by name and global shape
+    300/data_state/metadata    the position in the data (JSON)
+    300/metrics/metrics        metrics of the evaluation of this state, if there was one (JSON)
+    300/checksums.sha256       checksums of all files above; written last
 """
 
 import json
@@ -13,26 +16,38 @@ from typing import Any
 
 STATE, DATA_STATE, METRICS = "state", "data_state/metadata", "metrics/metrics"
 
-#: In the names of directories that are being written or deleted.
+#: Part of the name of every directory that is being written or deleted.
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Returns the steps that have a checkpoint in a directory, oldest first, damaged or not.
+    """Return the steps of the checkpoints in a directory, oldest first.
 
-    One that is no directory, or not there, has none.
+    Damaged checkpoints are included. If `directory` does not exist or is not a directory, the
+    list is empty.
     """
     names = [path.name for path in directory.glob("*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
 def read_data_state(step: Path) -> dict[str, Any]:
-    """Returns the position in the data that lies in a checkpoint."""
+    """Return the position in the data that is stored in a checkpoint.
+
+    Args:
+        step: the directory of the checkpoint.
+    """
     return json.loads((step / DATA_STATE).read_text())
 
 
 def read_metrics(step: Path) -> dict[str, float]:
-    """Returns the metrics of a checkpoint; none if it was not evaluated, or they are damaged."""
+    """Return the metrics of a checkpoint by name.
+
+    Args:
+        step: the directory of the checkpoint.
+
+    Returns:
+        The metrics, empty if the state was not evaluated or the file is damaged.
+    """
     try:
         metrics = json.loads((step / METRICS).read_text())
         return {str(name): float(value) for name, value in metrics.items()}
@@ -41,12 +56,14 @@ def read_metrics(step: Path) -> dict[str, float]:
 
 
 def best_steps(scores: Mapping[int, float | None], *, num_best: int, best_is_max: bool) -> set[int]:
-    """Returns the steps of the best checkpoints.
+    """Return the steps of the best checkpoints.
+
+    NaN counts as worse than any number. Among equal values, the newer checkpoint is better.
 
     Args:
-        scores: step -> value of the metric, or None without one: that is never among the best.
-            NaN is the worst. Of equal ones the newer is better.
-        num_best: the number of the best; fewer are returned if fewer have a value.
+        scores: value of the metric by step. A checkpoint whose value is None was not evaluated
+            and is never among the best.
+        num_best: how many to return; fewer are returned if fewer have been evaluated.
         best_is_max: whether large values are good.
     """
 

@@ -1,4 +1,9 @@
-"""Arrays that are read and written a part at a time, so that none needs to fit into memory."""
+"""Reads and writes arrays of a checkpoint in parts, so that they need not fit into memory.
+
+`LazyArray` is an array-like object that can return any part of itself. `Checkpoints.save` accepts
+it in place of a `jax.Array` and writes it chunk by chunk; `stored_arrays` opens the arrays of a
+checkpoint as LazyArrays. The conversion of Hugging Face models is built on these two.
+"""
 
 import abc
 import asyncio
@@ -14,20 +19,22 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-#: Larger arrays are cut into chunks of at most so many bytes: what reading a part of them costs.
+#: Larger arrays are stored in chunks of at most this size. Reading any element of a chunk reads
+#: the whole chunk.
 CHUNK_BYTES = 32 * 2**20
 
+# TensorStore keeps this much of recently read chunks in memory.
 _CACHE_BYTES = 64 * 2**20
 
 Index = tuple[slice, ...]
 
 
 class LazyArray(abc.ABC):
-    """Something with a shape and a dtype, of which a part can be read.
+    """An array of which parts can be read.
 
     Attributes:
-      shape: of the whole.
-      dtype: of what `read` returns.
+        shape: shape of the whole array.
+        dtype: dtype of the arrays that `read` returns.
     """
 
     shape: tuple[int, ...]
@@ -35,24 +42,35 @@ class LazyArray(abc.ABC):
 
     @abc.abstractmethod
     def read(self, index: Index) -> np.ndarray:
-        """Returns the part that `index`, one slice a dimension with start and stop, names."""
+        """Return a part of the array.
+
+        Args:
+            index: one slice with start and stop per dimension.
+        """
 
     @property
     def size(self) -> int:
+        """The number of elements of the whole array."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The size of the whole array in bytes."""
         return self.size * self.dtype.itemsize
 
 
 class LazyHandler(ocp.type_handlers.NumpyHandler):
-    """Makes Orbax write LazyArrays, a few chunks at a time."""
+    """Writes LazyArrays with Orbax, a few chunks at a time.
+
+    Orbax's own handler writes all arrays of a checkpoint concurrently, each as a whole. This one
+    writes one array after another and holds only a few chunks of it in memory.
+    """
 
     def __init__(self):
         super().__init__(deepcopy_host_arrays=False)
 
     async def _background_serialize(self, values: Any, infos: Any, args: Any = None):
+        # One array per call, because the base class writes all arrays of a call concurrently.
         for one in zip(values, infos, args, strict=True):
             await super()._background_serialize(*([item] for item in one))
 
@@ -63,6 +81,7 @@ class LazyHandler(ocp.type_handlers.NumpyHandler):
             part = value.read(index)
             pending.append(store[index].write(part, can_reference_source_data_indefinitely=True))
             num_bytes += part.nbytes
+            # Wait before reading on, so that at most a few chunks are in memory.
             if num_bytes >= 2 * CHUNK_BYTES:
                 await asyncio.gather(*pending)
                 pending, num_bytes = [], 0
@@ -70,10 +89,15 @@ class LazyHandler(ocp.type_handlers.NumpyHandler):
 
 
 def save_args(leaf: Any) -> ocp.SaveArgs:
-    """Returns how an array is cut into chunks.
+    """Return how Orbax divides an array into chunks.
 
-    Of three dimensions or more the first is cut first: it is that of the layers, and one layer can
-    then be read without the others.
+    Arrays of at most CHUNK_BYTES are one chunk. Larger arrays of three or more dimensions are split
+    along their first dimension first. In a stack this is the `layers` dimension, so that one layer
+    can be read without the others: with chunks of 256 bytes, `float32[4, 6, 8]` becomes 4 chunks of
+    `[1, 6, 8]`.
+
+    Args:
+        leaf: an array or LazyArray.
     """
     if leaf.nbytes <= CHUNK_BYTES:
         return ocp.SaveArgs()
@@ -82,7 +106,17 @@ def save_args(leaf: Any) -> ocp.SaveArgs:
 
 
 def blocks(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
-    """Yields the parts of an array of `shape` that lie on a grid of `block`, in C order."""
+    """Yield the indices of the blocks that cover an array.
+
+    `blocks((5,), (2,))` yields `(slice(0, 2),)`, `(slice(2, 4),)` and `(slice(4, 5),)`.
+
+    Args:
+        shape: shape of the array.
+        block: shape of a block; blocks at the end of a dimension may be smaller.
+
+    Yields:
+        One slice per dimension, in C order.
+    """
     starts = (range(0, size, step) for size, step in zip(shape, block, strict=True))
     for start in itertools.product(*starts):
         limits = zip(start, block, shape, strict=True)
@@ -90,28 +124,33 @@ def blocks(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
 
 
 class StoredArray(LazyArray):
-    """An array of a checkpoint on disk."""
+    """An array in a checkpoint on disk."""
 
     def __init__(self, store: ts.TensorStore):
         self._store = store
         self.shape, self.dtype = tuple(store.shape), store.dtype.numpy_dtype
 
     def read(self, index: Index) -> np.ndarray:
+        """Read a part of the array from disk."""
         return self._store[index].read().result()
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
+        """The shape of a chunk, the smallest part that is read from disk."""
         return _chunk_shape(self._store)
 
 
 def stored_arrays(directory: str | Path) -> Mapping[str, StoredArray]:
-    """Returns the arrays of a checkpoint by name, such as `params.decoder.layers.norm.scale`.
+    """Open the arrays of a checkpoint without reading them.
 
     Args:
-      directory: a checkpoint, `<step>/`.
+        directory: a checkpoint, `<step>/`.
+
+    Returns:
+        The arrays by name, such as `params.decoder.layers.norm.scale`.
     """
     state = Path(directory).absolute() / "state"
-    # Without this Orbax would ask which devices there are.
+    # With pinned host transfer enabled, Orbax would initialize JAX's devices.
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, enable_pinned_host_transfer=False)
     tree = handler.metadata(epath.Path(state)).tree
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))

@@ -1,13 +1,33 @@
 """Checkpoints of a run: saved asynchronously, verified on load, restored onto any mesh.
 
-`checkpoint.layout` says what lies where. A checkpoint has no trace of the mesh or of a sharding;
-only the boundaries of the chunks on disk follow the shards that were written in parallel, and
-reading ignores them. Nothing in it is ever unpickled.
+`checkpoint.layout` describes the files of a checkpoint. They do not depend on the mesh or the
+shardings. Only the chunk boundaries on disk follow the shards, which are written in parallel, and
+reading ignores them. Nothing in a checkpoint is unpickled.
 
-All of it is written into a temporary directory, checksums last, and renamed: a checkpoint is
-there whole or not at all, whenever the process is killed. Orbax writes and reads the arrays. When
-to commit, what to keep and what to do about a failure is decided here, by the first process, and
-told to the others: Orbax's own manager leaves them waiting for a process that cannot write.
+A checkpoint is complete or absent, whenever the process is killed, because directories are renamed
+only when they are complete:
+
+    300.orbax-checkpoint-tmp-1/            being written: arrays, JSON files, then checksums
+        |  rename
+        v
+    300/                                   complete
+        |  rename
+        v
+    300.orbax-checkpoint-tmp-deleted-4/    being deleted
+
+Orbax writes and reads the arrays. This module decides when to commit a checkpoint, which ones to
+keep and how to handle a failure. The first process decides and broadcasts the result to the others.
+Orbax's own manager is not used: if one process cannot write, it leaves the others waiting.
+
+A save takes these steps:
+
+    main thread, all processes      `save`: copies the arrays and starts to write them
+    Orbax's threads, all processes  write the shards of this process
+    writer thread, all processes    `_write`: waits for the shards, reports errors to process 0
+    writer thread, process 0        `_commit`: writes JSON files and checksums, renames
+                                    `_drop_old`: deletes old checkpoints
+    main thread, all processes      `_finish`, in the next `save`, `restore` or `wait`: records
+                                    the result
 """
 
 import asyncio
@@ -43,7 +63,8 @@ from checkpoint.lazy import LazyArray, LazyHandler, save_args
 from checkpoint.quiet import keep_quiet
 from sharding.distributed.messages import TIMEOUT_S, Exchange
 
-#: What writing fails with if a disk, and not a program, is at fault: TensorStore says ValueError.
+#: Errors that mean that the file system failed. TensorStore reports such failures as ValueError.
+#: Other exceptions are bugs and are raised.
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 logger = logging.getLogger(__name__)
@@ -53,15 +74,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are saved and how many stay."""
+    """When checkpoints are saved and how many are kept."""
 
     every_steps: int  # steps between two saves; 0 saves at the end only
-    every_minutes: float | None = None  # also after so long, by the first process's clock
-    max_to_keep: int  # the newest so many stay; with 1 there is nothing to fall back on
-    keep_best: int = 0  # beside them, the so many best by best_metric stay
+    # Also save after this many minutes, by the first process's clock; None: count steps only.
+    every_minutes: float | None = None
+    # Number of newest checkpoints to keep. With 1, there is no older one if it is damaged.
+    max_to_keep: int
+    keep_best: int = 0  # number of best checkpoints to keep in addition, by best_metric
     best_metric: str = "eval_loss"  # a metric of the evaluation
     best_is_max: bool = False  # True: large values of best_metric are good
-    timeout_s: float = TIMEOUT_S  # what takes longer to save hangs; seconds
+    timeout_s: float = TIMEOUT_S  # seconds after which a save counts as hung and fails
 
     def __post_init__(self):
         if self.every_steps < 0:
@@ -77,35 +100,41 @@ class CheckpointConfig:
         if self.max_to_keep < 1:
             raise ValueError(
                 f"checkpoint.max_to_keep={self.max_to_keep} must be at least 1; "
-                "choose 2 or more to have one to fall back on"
+                "choose 2 or more to have another one if the newest is damaged"
             )
         if self.keep_best < 0:
             raise ValueError(
                 f"checkpoint.keep_best={self.keep_best} must not be negative; "
-                "choose 0 to keep the newest only"
+                "choose 0 to keep only the newest"
             )
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(
                 f"checkpoint.timeout_s={self.timeout_s} must be more than 0; choose several times "
-                "the seconds that a save takes"
+                "the duration of a save in seconds"
             )
 
 
 class SaveError(OSError):
-    """A checkpoint could not be saved; the message names it, and the reason."""
+    """A checkpoint could not be saved; the message names the checkpoint and the reason."""
 
 
 class Checkpoints:
     """The checkpoints in one directory.
 
-    With several processes every method is called by all of them, in the same order, and
-    `directory` is on a file system that all of them see.
+    With several processes, all of them must call the same methods in the same order, and
+    `directory` must be on a file system that all of them share.
 
-    A save that fails (a full disk, no permission, a device that is gone) is logged as one error,
-    on every process, and what was half written is removed. Only `wait` raises it.
+    A failed save (a full disk, a missing permission, an I/O error) is logged as one error on every
+    process, and its partial files are removed. Only `wait` raises it.
     """
 
     def __init__(self, directory: str | Path, config: CheckpointConfig):
+        """Open a directory of checkpoints, and create it if it does not exist.
+
+        Args:
+            directory: the directory, usually `WORKDIR/checkpoints`.
+            config: when to save and how many checkpoints to keep.
+        """
         keep_quiet()
         self._directory = Path(directory).absolute()
         self._config = config
@@ -115,8 +144,8 @@ class Checkpoints:
         self._being_saved: Future | None = None
         self._failure: SaveError | None = None
         self._num_tries, self._num_failed_saves = 0, 0
-        self._passed_over: list[int] = []  # damaged checkpoints, deleted once another is there
-        #: step -> value of best_metric or None, of each checkpoint that is there
+        self._passed_over: list[int] = []  # damaged checkpoints, deleted by the next complete save
+        #: Value of best_metric by step, for each existing checkpoint; None if it has none.
         self._scores = dict(self._exchange.on_first(self._read_scores))
 
     def save(
@@ -126,24 +155,28 @@ class Checkpoints:
         data_state: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Starts to save and returns; True, or False if `step` is there or nothing can be written.
+        """Copy the state and save it in the background.
 
-        The arrays may be donated as soon as this returns. An earlier save that is still being
-        written is waited for. If it failed, or if this one cannot even start, that is logged and
-        counted and not raised.
+        If a previous save is still being written, this waits for it first. If that save failed, or
+        if this one cannot start, the failure is logged and counted, but not raised.
 
         Args:
-            step: the number of steps that `state` has behind it.
-            state: any pytree of jax.Arrays, each sharded as it may be, or of LazyArrays, which
-                must stay readable until `wait` returns.
-            data_state: what can be written as JSON: the position in the data. The first
-                process's is written, so it must be the same on all of them.
-            metrics: of an evaluation of this very state, or None if it was not evaluated. A
-                checkpoint without is never among the best.
+            step: the number of training steps that produced `state`.
+            state: a pytree of jax.Arrays with any shardings, or of LazyArrays. The arrays may be
+                donated as soon as this returns; LazyArrays must stay readable until `wait`
+                returns.
+            data_state: the position in the data, as JSON-serializable values. It must be the same
+                on all processes; the first process writes it.
+            metrics: metrics of an evaluation of `state`, or None if it was not evaluated. A
+                checkpoint without metrics is never among the best.
+
+        Returns:
+            Whether the save was started: False if `step` already has a checkpoint or the
+            directory cannot be written.
 
         Raises:
-            ValueError: `metrics` has no `checkpoint.best_metric`, and `checkpoint.keep_best` is
-                more than 0.
+            ValueError: `metrics` does not contain `checkpoint.best_metric`, and
+                `checkpoint.keep_best` is more than 0.
         """
         texts = {DATA_STATE: json.dumps(dict(data_state))}
         if metrics is not None:
@@ -161,7 +194,7 @@ class Checkpoints:
             self._fail(self._save_error(step, error))
             return False
         args = ocp.args.PyTreeSave(state, save_args=jax.tree.map(save_args, state))
-        # Returns when the arrays are copied; Orbax writes them in threads of its own.
+        # Returns as soon as the arrays are copied. Orbax writes them in its own threads.
         written = _run(self._handler.async_save(epath.Path(path / STATE), args=args)) or []
         self._being_saved = self._writer.submit(self._write, step, path, written, texts, score)
         return True
@@ -173,22 +206,26 @@ class Checkpoints:
         may_lack: Collection[str] = (),
         before_step: int | None = None,
     ) -> tuple[int, Any, dict[str, Any]] | None:
-        """Returns the newest undamaged (step, state, data_state), or None if there are none.
+        """Restore the newest intact checkpoint.
 
-        A damaged checkpoint is passed over with a warning that names it and the reason; it is
-        deleted when the next `save` is complete.
+        A damaged checkpoint is skipped with a warning that names it and the reason. It is deleted
+        when the next `save` is complete.
 
         Args:
-            abstract_state: the same pytree of jax.ShapeDtypeStruct, whose shardings are those
-                wanted now. Each device reads its own shard.
-            may_lack: fields, the first parts of names, that a checkpoint may lack, or have though
-                `abstract_state` does not. One that it lacks is None in the state.
-            before_step: passes over the checkpoints of this step and later ones.
+            abstract_state: the state as a pytree of jax.ShapeDtypeStruct, with the shardings of
+                the current mesh. Each device reads its own shard.
+            may_lack: top-level fields of the state (the first parts of the arrays' names) that
+                either the checkpoint or `abstract_state` may lack. A field that the checkpoint
+                lacks is None in the returned state; one that `abstract_state` lacks is ignored.
+            before_step: ignore checkpoints of this step and later ones.
+
+        Returns:
+            `(step, state, data_state)`, or None if there are no checkpoints.
 
         Raises:
-            ValueError: if all checkpoints are damaged, or if the newest undamaged one has other
-                names, shapes or dtypes than `abstract_state`.
-            OSError: a process does not say what it found.
+            ValueError: all checkpoints are damaged, or the newest intact one has other names,
+                shapes or dtypes than `abstract_state`.
+            OSError: a process does not report whether its part of the files is intact.
         """
         self._finish()
         for step in reversed(self.all_steps()):
@@ -197,56 +234,59 @@ class Checkpoints:
             path = self._directory / str(step)
             damage = self._find_damage(path)
             if damage is not None:
-                logger.warning("Checkpoint %s is passed over: %s.", path, damage)
+                logger.warning("Skipping checkpoint %s: %s.", path, damage)
                 self._passed_over.append(step)
                 continue
             there = self._check_same_structure(path, abstract_state, may_lack)
             args = ocp.args.PyTreeRestore(
                 there,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(there),
-                partial_restore=True,  # what else is there was checked to be in may_lack
+                # The checkpoint may have more fields; the check above requires them in may_lack.
+                partial_restore=True,
             )
             state = self._handler.restore(epath.Path(path / STATE), args=args)
             return step, state, read_data_state(path)
         if self._passed_over and not self.all_steps():
             steps = ", ".join(map(str, sorted(self._passed_over)))
             raise ValueError(
-                f"all checkpoints in {self._directory} are damaged (steps {steps}; the log says "
-                "how); restore a copy of one, or start in another workdir"
+                f"all checkpoints in {self._directory} are damaged (steps {steps}; the log names "
+                "the files); copy an intact one there, or start in another workdir"
             )
         return None
 
     def all_steps(self) -> list[int]:
-        """Returns the steps that have a checkpoint, oldest first, without those passed over.
+        """Return the steps that have a checkpoint, oldest first.
 
-        One that is being saved counts from the next `wait`, `save` or `restore` on, so that all
-        processes have the same answer.
+        Damaged checkpoints that `restore` has skipped are left out. A checkpoint that is being
+        saved is included after the next `wait`, `save` or `restore`, so that all processes get the
+        same answer.
         """
         return sorted(self._scores.keys() - set(self._passed_over))
 
     def latest_step(self) -> int | None:
-        """Returns the newest of `all_steps`, or None."""
+        """Return the newest of `all_steps`, or None if there are none."""
         return max(self.all_steps(), default=None)
 
     @property
     def num_failed_saves(self) -> int:
-        """How many saves failed, of those that were waited for."""
+        """The number of failed saves, of those that have been waited for."""
         return self._num_failed_saves
 
     @property
     def last_failure(self) -> SaveError | None:
-        """What the newest save failed with, or None if it is on disk; ask after `close`."""
+        """The failure of the newest save, or None if it succeeded; valid after `close`."""
         return self._failure
 
     def tidy(self) -> None:
-        """Removes what a process that was killed left half-written, or half-deleted.
+        """Remove directories that a killed process left half-written or half-deleted.
 
-        Only for who alone saves here: what another process is writing would go too.
+        Call this only from the directory's single writer: it also removes a checkpoint that another
+        run is writing.
         """
         self._exchange.on_first(self._remove_half_written)
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more.
+        """Wait until the current save is complete.
 
         Raises:
             SaveError: the newest save failed.
@@ -256,14 +296,15 @@ class Checkpoints:
             raise self._failure
 
     def close(self) -> None:
-        """Waits, and frees the threads. Nothing can be saved or restored afterwards."""
+        """Wait for the current save and free the threads; ends the use of this object."""
         try:
             self._finish()
         finally:
             self._writer.shutdown()
             self._handler.close()
         if self._failure is not None and jax.process_index() == 0:
-            self._remove_half_written()  # what was still being written as its save failed
+            # Threads may have written more files after `_commit` removed the failed save.
+            self._remove_half_written()
 
     def _read_scores(self) -> list[tuple[int, float | None]]:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -272,24 +313,38 @@ class Checkpoints:
         return [(step, read_metrics(self._directory / str(step)).get(name)) for step in steps]
 
     def _score(self, metrics: Mapping[str, float] | None) -> float | None:
-        """Returns the value of best_metric, or None if there was no evaluation."""
+        """Return the value of best_metric, or None if there was no evaluation."""
         name = self._config.best_metric
         if metrics is not None and name not in metrics and self._config.keep_best:
             raise ValueError(
-                f"checkpoint.best_metric={name!r} is no metric of the evaluation; choose one of "
+                f"checkpoint.best_metric={name!r} is not a metric of the evaluation; choose one of "
                 f"{', '.join(sorted(metrics))}, or set checkpoint.keep_best=0"
             )
         return None if metrics is None else metrics.get(name)
 
     def _prepare(self, path: Path) -> None:
-        """Makes a directory to write in: on the first process."""
+        """Create the temporary directory of a save; runs on the first process."""
         self._remove_half_written()
         (path / STATE).mkdir(parents=True)
 
     def _write(
         self, step: int, path: Path, written: Sequence[Any], texts: dict[str, str], score: Any
     ) -> list[tuple[int, float | None]]:
-        """Sees a save to its end, in a thread; returns the score of each step that stays."""
+        """Complete a save; runs in the writer thread of each process.
+
+        Args:
+            step: the step of the checkpoint.
+            path: its temporary directory.
+            written: futures of Orbax's writes on this process.
+            texts: contents of the JSON files by name.
+            score: value of best_metric, or None.
+
+        Returns:
+            The score of each checkpoint that is kept, as pairs `(step, score)`.
+
+        Raises:
+            SaveError: a process could not write its part; it is raised on all processes.
+        """
         error = _first_error(written)
         try:
             try:
@@ -298,6 +353,7 @@ class Checkpoints:
                 problem = str(late)
             return self._exchange.on_first(lambda: self._commit(step, path, texts, score, problem))
         except OSError as failed:
+            # If a bug on this process made the save fail, raise the original exception.
             if error is not None and not isinstance(error, _WRITE_ERRORS):
                 raise error from None
             raise self._save_error(step, failed) from error
@@ -305,7 +361,18 @@ class Checkpoints:
     def _commit(
         self, step: int, path: Path, texts: dict[str, str], score: Any, problem: str | None
     ) -> list[tuple[int, float | None]]:
-        """Completes what all processes wrote, or removes it: on the first process."""
+        """Commit a checkpoint, or remove it if a process failed; runs on the first process.
+
+        Args:
+            step: the step of the checkpoint.
+            path: its temporary directory.
+            texts: contents of the JSON files by name.
+            score: value of best_metric, or None.
+            problem: the processes' errors, or None if all of them wrote their part.
+
+        Returns:
+            The score of each checkpoint that is kept, as pairs `(step, score)`.
+        """
         try:
             if problem is not None:
                 raise OSError(problem)
@@ -323,7 +390,14 @@ class Checkpoints:
         return self._drop_old({**there, step: score})
 
     def _drop_old(self, scores: dict[int, float | None]) -> list[tuple[int, float | None]]:
-        """Deletes what shall not stay, and returns what is there then: on the first process."""
+        """Delete checkpoints that need not be kept; runs on the first process.
+
+        Args:
+            scores: value of best_metric or None, by step.
+
+        Returns:
+            The scores of the remaining checkpoints, as pairs `(step, score)`.
+        """
         config = self._config
         best = best_steps(scores, num_best=config.keep_best, best_is_max=config.best_is_max)
         kept = {*sorted(scores)[-config.max_to_keep :], *best}
@@ -337,7 +411,7 @@ class Checkpoints:
         return [(step, scores[step]) for step in sorted(kept)]
 
     def _delete(self, step: int) -> None:
-        """Deletes a checkpoint: whenever the process is killed, it is there whole or not at all."""
+        """Delete a checkpoint; it is renamed first, so that it is never visible half-deleted."""
         path = self._directory / str(step)
         doomed = path.with_name(f"{step}{TMP_SUFFIX}-deleted-{self._num_tries}")
         if path.exists():
@@ -349,7 +423,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _finish(self) -> None:
-        """Waits for the save that is being written, if there is one, and takes note of its end."""
+        """Wait for the current save, if there is one, and record its result."""
         if self._being_saved is None:
             return
         future, self._being_saved = self._being_saved, None
@@ -369,18 +443,31 @@ class Checkpoints:
         return SaveError(f"checkpoint {path} could not be saved: {reason}")
 
     def _find_damage(self, path: Path) -> str | None:
-        """Returns what all processes, which share the reading, found: the same on all of them."""
+        """Verify a checkpoint; the processes share the reading and all return the same result."""
         process, num_processes = jax.process_index(), jax.process_count()
         return self._exchange.agree(find_damage(path, part=process, num_parts=num_processes))
 
     def _check_same_structure(
         self, path: Path, abstract_state: Any, may_lack: Collection[str]
     ) -> Any:
-        """Returns `abstract_state` with None for what the checkpoint lacks and may lack."""
+        """Check that a checkpoint matches a state.
+
+        Args:
+            path: the checkpoint.
+            abstract_state: the state, as in `restore`.
+            may_lack: fields that either of them may lack, as in `restore`.
+
+        Returns:
+            `abstract_state`, with None in place of each field that the checkpoint does not have.
+
+        Raises:
+            ValueError: other names, shapes or dtypes differ.
+        """
         saved = _describe(self._handler.metadata(epath.Path(path / STATE)).tree)
         wanted = _describe(abstract_state)
         differences = [
-            f"{name} is {saved.get(name, 'missing')} there and {wanted.get(name, 'missing')} here"
+            f"{name} is {saved.get(name, 'missing')} in the checkpoint and "
+            f"{wanted.get(name, 'missing')} in this run"
             for name in sorted(saved.keys() | wanted.keys())
             if saved.get(name) != wanted.get(name)
             and not (name.partition(".")[0] in may_lack and not (name in saved and name in wanted))
@@ -388,7 +475,7 @@ class Checkpoints:
         if differences:
             more = f" (and {len(differences) - 1} more differ)" if len(differences) > 1 else ""
             raise ValueError(
-                f"checkpoint {path} is of another model: "
+                f"checkpoint {path} does not match the model: "
                 f"{differences[0]}{more}; use the config it was saved with, or another workdir"
             )
         lacking = {name.partition(".")[0] for name in wanted.keys() - saved.keys()}
@@ -405,16 +492,17 @@ class Checkpoints:
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    # No sharding file: it would name the mesh's axes and devices.
+    # No sharding file, because it would record the mesh's axes and devices.
     arrays = ocp.type_handlers.ArrayHandler(
         enable_write_sharding_file=False,
-        # Replicas share the writing of what is large. Cutting a part for each compiles a program
-        # for each shape and device, for which the first save would otherwise wait for seconds.
+        # Replicas share the writing of arrays of at least this size. Slicing an array for its
+        # replicas compiles a program for each shape and device. For small arrays, these
+        # compilations would delay the first save by seconds.
         min_slice_bytes_for_replica_parallel=32 * 2**20,
     )
     return ocp.PyTreeCheckpointHandler(
         use_zarr3=True,
-        # Trained weights shrink by under a tenth; the training loop needs the cores more.
+        # Compression shrinks trained weights by less than 10 %, and takes CPU time from training.
         use_compression=False,
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(
             (jax.Array, arrays), (LazyArray, LazyHandler())
@@ -423,7 +511,7 @@ def _state_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    # Not asyncio.run: it looks through the tasks of all threads, which Orbax's change meanwhile.
+    # asyncio.run would iterate over the tasks of all threads while Orbax's threads change them.
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(coroutine)
@@ -432,7 +520,7 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _first_error(written: Sequence[Any]) -> Exception | None:
-    """Returns what the first future failed with, or None, when nothing is being written."""
+    """Wait for all futures, and return the first exception, or None if all succeeded."""
     errors = []
     for future in written:
         try:
@@ -443,8 +531,8 @@ def _first_error(written: Sequence[Any]) -> Exception | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns why writing failed, in a few words on one line."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore tells it
+    """Return the reason for a failed write, in a few words on one line."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # in TensorStore's messages
     if code:
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
@@ -461,7 +549,11 @@ def _write_file(path: Path, text: str) -> None:
 
 
 def _describe(tree: Any) -> dict[str, str]:
-    """Returns {'params.layer.kernel': 'float32[4, 8]'} of a tree of things with shape and dtype."""
+    """Return dtypes and shapes by name, as in `{'params.layer.kernel': 'float32[4, 8]'}`.
+
+    Args:
+        tree: a pytree whose leaves have a shape and a dtype; other leaves are ignored.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
     return {
         _name(path): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"

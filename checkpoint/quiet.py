@@ -1,4 +1,4 @@
-"""A failed save is one line of ours: what Orbax and asyncio print about it besides is kept back."""
+"""Suppresses the output of Orbax and asyncio about failed saves; `Checkpoints` logs them itself."""
 
 import functools
 import logging
@@ -8,10 +8,11 @@ from typing import Any
 
 @functools.cache
 def keep_quiet() -> None:
-    """Drops, from now on, the tracebacks of writes that failed in Orbax's threads.
+    """Suppress the tracebacks of writes that fail in Orbax's threads, from now on.
 
-    Their errors reach `Checkpoints` all the same. Besides, each array that was written beside the
-    one that failed would say that nobody waited for it.
+    `Checkpoints` still receives these errors and logs each failed save in one line. Without this
+    function, Orbax prints a traceback, and asyncio reports every other array of the same save as
+    an exception that was never retrieved.
     """
     logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
     logging.getLogger("asyncio").addFilter(_is_not_of_orbax)

@@ -1,0 +1,1 @@
+"""Starts the processes of a run, on one machine or under a cluster scheduler."""

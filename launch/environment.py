@@ -1,11 +1,12 @@
-"""The environment variables of a training process: compiler settings and distributed start.
+"""Environment variables of a training process: XLA and NCCL settings, and distributed start-up.
 
-`launch.local` sets them for the processes that it starts. A batch script sets the compiler's with
+`launch.local` sets these variables for the processes that it starts. A batch script sets the XLA
+and NCCL settings with
 
     eval "$(python -m launch.environment --platform=gpu)"
 
-and needs nothing for the distributed start: under srun, SLURM's own variables are read. What the
-user has set already always wins, flag by flag in XLA_FLAGS.
+and needs no variables for distributed start-up: under srun, `train.main` reads SLURM's own.
+Variables that the user has already set always take precedence. XLA_FLAGS is merged flag by flag.
 """
 
 import argparse
@@ -14,25 +15,26 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-# Read by `train.main`; the first three come together or not at all.
+# Read by `train.main`. Set either all of the first three or none of them.
 COORDINATOR = "TAIBAI_COORDINATOR"  # host:port of process 0
 NUM_PROCESSES = "TAIBAI_NUM_PROCESSES"
 PROCESS_ID = "TAIBAI_PROCESS_ID"
 DEVICES_PER_PROCESS = "TAIBAI_DEVICES_PER_PROCESS"  # CPU devices to simulate in each process
 
-# Simulated devices share the cores, so one can reach a collective minutes after another. XLA takes
-# that for a deadlock after 40 s and aborts the process; these give it 5 minutes.
+# Simulated devices share the CPU cores, so one of them can reach a collective minutes after
+# another. By default XLA assumes a deadlock after 40 s and aborts; these flags allow 5 minutes.
 CPU_XLA_FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "xla_cpu_collective_call_terminate_timeout_seconds": "300",
     "xla_cpu_collective_timeout_seconds": "300",
 }
 
-# At least the bytes of one layer, so that the gathers of a layer's parameters become one.
+# At least the size of one layer, so that XLA combines the gathers of a layer's parameters into one.
 _COMBINE_BYTES = str(128 * 2**20)
 
-# Without pipelined_p2p and collective_permute_decomposer_threshold: they split permutations into
-# send and receive, whose order beside collectives inside conditionals is untested.
+# pipelined_p2p and collective_permute_decomposer_threshold are left out on purpose: they split
+# collective-permutes into send and receive. How these are ordered relative to collectives inside
+# conditionals is untested.
 GPU_XLA_FLAGS = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",
     "xla_gpu_enable_pipelined_all_gather": "true",
@@ -46,9 +48,9 @@ GPU_XLA_FLAGS = {
 }
 
 GPU_VARIABLES = {
-    # One hardware queue keeps collectives in the order in which the scheduler started them.
+    # A single hardware queue runs collectives in the order in which the scheduler issued them.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # The rest is for NCCL and cuDNN, which allocate outside of JAX's pool.
+    # Leaves 10 % of the memory to NCCL and cuDNN, which allocate outside of JAX's memory pool.
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
 }
 
@@ -56,10 +58,14 @@ PLATFORMS = ("cpu", "gpu")
 
 
 def detect_platform(user: Mapping[str, str]) -> str:
-    """The platform that JAX will choose: 'cpu' or 'gpu'.
+    """Return the platform that JAX will choose, without importing JAX.
 
     Args:
-      user: environment variables that the user has set.
+        user: environment variables that the user has set.
+
+    Returns:
+        'cpu' or 'gpu'. JAX_PLATFORMS decides if it is set; otherwise, it is 'gpu' if an NVIDIA
+        driver is loaded.
     """
     chosen = user.get("JAX_PLATFORMS", "").split(",")[0]
     if chosen:
@@ -68,11 +74,17 @@ def detect_platform(user: Mapping[str, str]) -> str:
 
 
 def compiler_variables(platform: str, user: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set for XLA and NCCL on a platform.
+    """Return the variables to set for XLA and NCCL on a platform.
 
     Args:
-      platform: 'cpu' or 'gpu'.
-      user: environment variables that the user has set; they are kept.
+        platform: 'cpu' or 'gpu'.
+        user: environment variables that the user has set; they are not overridden.
+
+    Returns:
+        Values by variable name. XLA_FLAGS contains the user's flags too.
+
+    Raises:
+        ValueError: `platform` is neither 'cpu' nor 'gpu'.
     """
     if platform not in PLATFORMS:
         raise ValueError(f"platform={platform!r} must be one of {', '.join(PLATFORMS)}")
@@ -82,15 +94,19 @@ def compiler_variables(platform: str, user: Mapping[str, str]) -> dict[str, str]
 
 
 def merge_xla_flags(flags: Mapping[str, str], user: str) -> str:
-    """An XLA_FLAGS string of the given flags and the user's, which win.
+    """Return an XLA_FLAGS string with the given flags and the user's flags.
+
+    A flag that the user has set keeps the user's value:
+
+        merge_xla_flags({"xla_a": "1", "xla_b": "2"}, "--xla_b=9") == "--xla_a=1 --xla_b=9"
 
     Args:
-      flags: values by flag name, without dashes.
-      user: the XLA_FLAGS that the user has set, '' if none.
+        flags: values by flag name, without dashes.
+        user: the XLA_FLAGS that the user has set, '' if none.
     """
     tokens = user.split()
     if tokens and not tokens[0].startswith("-"):
-        return user  # XLA takes it for the name of a file of flags
+        return user  # XLA reads its flags from a file of this name; nothing can be added to them
     taken = {token.lstrip("-").partition("=")[0] for token in tokens}
     ours = [f"--{name}={value}" for name, value in flags.items() if name not in taken]
     return " ".join(ours + ([user] if tokens else []))
@@ -103,13 +119,13 @@ def process_variables(
     process_id: int,
     devices_per_process: int | None,
 ) -> dict[str, str]:
-    """The variables from which `train.main` joins its process to the others.
+    """Return the variables that `train.main` needs to connect its process to the others.
 
     Args:
-      coordinator: 'host:port' on which process 0 will listen.
-      num_processes: number of processes of the run.
-      process_id: number of this process, from 0.
-      devices_per_process: CPU devices to simulate in each process; None on accelerators.
+        coordinator: 'host:port' on which process 0 will listen.
+        num_processes: number of processes of the run.
+        process_id: number of this process, from 0.
+        devices_per_process: CPU devices to simulate in each process; None on accelerators.
     """
     variables = {
         COORDINATOR: coordinator,
@@ -124,10 +140,20 @@ def process_variables(
 def gpu_variables(
     process_id: int, num_processes: int, devices_per_process: int, user: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variable that gives one of the processes on this machine its own GPUs.
+    """Return the CUDA_VISIBLE_DEVICES that gives one process on this machine its own GPUs.
+
+    With CUDA_VISIBLE_DEVICES=4,5,6,7 and two processes of two devices each, process 0 gets `4,5`
+    and process 1 gets `6,7`.
+
+    Args:
+        process_id: number of the process, from 0.
+        num_processes: number of processes on this machine.
+        devices_per_process: number of GPUs of each process.
+        user: environment variables that the user has set. CUDA_VISIBLE_DEVICES limits the GPUs
+            to share; without it, all GPUs of this machine are shared.
 
     Raises:
-      ValueError: the processes need more GPUs than there are.
+        ValueError: the processes need more GPUs than there are.
     """
     visible = user.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -140,7 +166,7 @@ def gpu_variables(
     if needed > len(gpus):
         raise ValueError(
             f"--processes={num_processes} × --devices_per_process={devices_per_process} needs"
-            f" {needed} GPUs, but {source} {len(gpus)}; start fewer processes, or set"
+            f" {needed} GPUs, but {source} {len(gpus)}; start fewer processes or set"
             " JAX_PLATFORMS=cpu to simulate devices"
         )
     first = process_id * devices_per_process
@@ -148,7 +174,7 @@ def gpu_variables(
 
 
 def main() -> None:
-    """Prints the compiler's variables as shell commands."""
+    """Print shell commands that set the variables for XLA and NCCL."""
     parser = argparse.ArgumentParser(prog="python -m launch.environment", description=main.__doc__)
     parser.add_argument("--platform", choices=PLATFORMS, default=detect_platform(os.environ))
     platform = parser.parse_args().platform

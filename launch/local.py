@@ -2,11 +2,15 @@
 
     python -m launch.local --processes=2 --devices_per_process=4 -- python -m train.main ...
 
-Process 0 writes straight to the terminal, so its progress bars work; the lines of the others begin
-with their number, as in `[1] ...`. If a process fails, the others are stopped, one line says which
-failed and how, and the exit code is its own, or 128 + the signal that killed it; with
-`--max_restarts=N` all are started again, up to N times. Ctrl-C and SIGTERM are passed on to all: a
-training run then saves and ends with code 75, and whoever starts it again goes on from there.
+Process 0 writes directly to the terminal, so its progress bars work. Lines from the other
+processes are prefixed with the process number, as in `[1] ...`.
+
+If a process fails, the launcher stops the others and prints which one failed and how. Its exit code
+is that process's exit code, or 128 + the number of the signal that killed it. With
+`--max_restarts=N` it restarts all processes instead, up to N times.
+
+If the launcher receives Ctrl-C or SIGTERM, it stops all processes. A training run then saves a
+checkpoint and exits with code 75; the same command resumes it.
 """
 
 import argparse
@@ -29,14 +33,18 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, without the usage."""
+    """A parser that reports an error in one sentence, without printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"launch.local: {message}\n")
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's options, and the command behind '--'."""
+    """Return the launcher's options, and the command after '--'.
+
+    Exits with code 2 and a one-sentence error if the arguments are invalid or the command cannot
+    be found.
+    """
     end = list(argv).index("--") if "--" in argv else len(argv)
     command = list(argv[end + 1 :])
     parser = _Parser(
@@ -45,38 +53,40 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         description=(__doc__ or "").partition("\n")[0],
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=_positive, required=True, help="how many to start")
+    parser.add_argument(
+        "--processes", type=_positive, required=True, help="number of processes to start"
+    )
     parser.add_argument(
         "--devices_per_process",
         type=_positive,
         default=1,
-        help="devices of each: simulated ones on a CPU, else GPUs (default: 1)",
+        help="devices of each process: simulated on a CPU, GPUs otherwise (default: 1)",
     )
     parser.add_argument(
         "--grace_s",
         type=_seconds,
         default=60.0,
-        help="seconds between SIGTERM and SIGKILL for processes that must stop (default: 60)",
+        help="seconds between SIGTERM and SIGKILL when stopping processes (default: 60)",
     )
     parser.add_argument(
         "--max_restarts",
         type=_count,
         default=0,
-        help="how often to start all processes again when one fails (default: 0)",
+        help="number of times to restart all processes after one fails (default: 0)",
     )
     options, unknown = parser.parse_known_args(argv[:end])
     if unknown:
         parser.error(
             f"unknown option {unknown[0]!r}; the options are --processes, --devices_per_process,"
-            " --grace_s and --max_restarts, and the command to start comes behind --"
+            " --grace_s and --max_restarts; put the command to start after --"
         )
     if not command:
-        parser.error("no command to start: put one behind --, as in -- python -m train.main ...")
+        parser.error("no command to start: put one after --, as in -- python -m train.main ...")
     if command[0] in ("python", "python3"):
-        # The interpreter that has the project's packages, whatever comes first on PATH.
+        # The interpreter that has the project's packages, which may not be the first on PATH.
         command = [sys.executable, *command[1:]]
     if shutil.which(command[0]) is None:
-        parser.error(f"cannot start {command[0]!r}: no such program on PATH; check the spelling")
+        parser.error(f"cannot start {command[0]!r}: no such program on PATH; check its spelling")
     return options, command
 
 
@@ -103,7 +113,7 @@ def _seconds(text: str) -> float:
 
 
 def free_port() -> int:
-    """A TCP port that is free on the loopback interface."""
+    """Return a TCP port that is free on the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -112,15 +122,15 @@ def free_port() -> int:
 def environments(
     num_processes: int, devices_per_process: int, user: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The whole environment of each process.
+    """Return the complete environment of each process.
 
     Args:
-      num_processes: number of processes.
-      devices_per_process: devices of each process.
-      user: the launcher's own environment; its compiler settings win over ours.
+        num_processes: number of processes.
+        devices_per_process: number of devices of each process.
+        user: the launcher's own environment; its XLA and NCCL settings override the defaults.
 
     Raises:
-      ValueError: more GPUs are needed than there are.
+        ValueError: the processes need more GPUs than there are.
     """
     platform = environment.detect_platform(user)
     shared = {**user, **environment.compiler_variables(platform, user)}
@@ -142,10 +152,20 @@ def environments(
 
 
 def run(processes: Processes, grace_s: float) -> tuple[int, bool]:
-    """The exit code of the run, once none of its processes is left, and whether one failed."""
+    """Wait until all processes have ended, and stop them all if one of them fails.
+
+    Args:
+        processes: the processes of the run.
+        grace_s: seconds between SIGTERM and SIGKILL.
+
+    Returns:
+        The launcher's exit code, and whether a restart may help: true if a process failed with
+        an exit code that is not in `train.lifecycle.exit_codes.FINAL`.
+    """
     while processes.running:
         event = processes.next_event()
-        # Those that stop have agreed to, and one may still be saving for all.
+        # When processes exit with STOPPED, all of them have agreed to stop. Leave the remaining
+        # ones alone: one may still be completing the checkpoint for all.
         if event is None or event[1] in (0, STOPPED):
             continue
         who, code = event
@@ -153,9 +173,9 @@ def run(processes: Processes, grace_s: float) -> tuple[int, bool]:
         what = f"received {signal.Signals(-code).name}" if who is None else f"process {who} {how}"
         left = len(processes.running)
         rest = f"; stopping the {left} still running" if left else ""
-        # On a terminal, process 0's last progress bar stays readable above this line.
+        # On a terminal, this keeps process 0's last progress bar readable above this line.
         start = "\n" if sys.stderr.isatty() else ""
-        with contextlib.suppress(OSError):  # whoever read this may be gone; stopping matters more
+        with contextlib.suppress(OSError):  # stop the processes even if stderr is closed
             print(f"{start}launch.local: {what}{rest}", file=sys.stderr, flush=True)
         processes.stop(grace_s)
         if who is None and set(processes.codes.values()) == {STOPPED}:
@@ -165,16 +185,17 @@ def run(processes: Processes, grace_s: float) -> tuple[int, bool]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Starts the processes that the arguments ask for and returns the launcher's exit code."""
+    """Start the processes that the arguments ask for, and return the launcher's exit code."""
     options, command = parse_arguments(argv)
-    # Simple, because a handler writes to it that may interrupt a read of it.
+    # SimpleQueue.put is reentrant: the signal handler below may interrupt a `get` of this queue.
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     for number in _STOPPING:
-        # What nohup ignores stays ignored. What a script's background jobs ignore does not: SIGINT.
+        # Under nohup SIGHUP is ignored, and must stay so. SIGINT is handled even if it is ignored,
+        # as it is in the background jobs of a shell script.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: events.put((None, -number)))
     for restarts_left in reversed(range(options.max_restarts + 1)):
-        try:  # each time anew, as the coordinator needs a free port
+        try:  # at every start, because the coordinator needs a free port
             variables = environments(options.processes, options.devices_per_process, os.environ)
         except ValueError as error:
             print(f"launch.local: {error}", file=sys.stderr)
@@ -186,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
             processes.stop(options.grace_s)
         if not has_failed or not restarts_left:
             break
-        print(f"launch.local: starting again ({restarts_left} left)", file=sys.stderr, flush=True)
+        print(f"launch.local: restarting ({restarts_left} left)", file=sys.stderr, flush=True)
     return code
 
 

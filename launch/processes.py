@@ -1,4 +1,13 @@
-"""Processes that run beside each other: their output, their ends, and stopping them."""
+"""Child processes that run side by side: starts them, forwards their output, and stops them.
+
+For each child, one thread waits for it to exit and one thread per pipe forwards its output. All
+exits and signals arrive in one queue of events, so the launcher's main thread has a single thing
+to wait for:
+
+    stdout, stderr of child i --> _pump threads --> the launcher's stdout, stderr
+    exit of child i           --> _wait thread  --+
+    signal to the launcher    --> its handler   --+--> events --> Processes.next_event()
+"""
 
 import contextlib
 import os
@@ -11,18 +20,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-# What happened: the number of the process that ended, or None for a signal to the launcher; and the
-# return code as subprocess gives it, which for a signal is its number negated.
+# The number of the process that ended, or None for a signal to the launcher; and the return code
+# as subprocess reports it, which for a signal is the negative signal number.
 Event = tuple[int | None, int]
 
+# Returns to the start of the terminal's line and clears it.
 _CLEAR_LINE = b"\r\x1b[K"
 
 
 class Processes:
-    """The processes of one run, each the leader of a process group of its own.
+    """The processes of one run, each the leader of its own process group.
 
-    Process 0 keeps the terminal if there is one. All other output is passed on in whole lines, so
-    that none is torn apart by another process's; the lines of the others begin with their number.
+    Process 0 inherits the terminal if there is one. All other output is forwarded in whole lines,
+    so that lines of different processes do not mix. Lines from processes other than 0 are prefixed
+    with the process number.
+
+    Attributes:
+        running: processes that have not ended, by number.
+        codes: return codes of the processes that have ended, by number.
     """
 
     def __init__(
@@ -31,15 +46,16 @@ class Processes:
         variables: Sequence[Mapping[str, str]],
         events: "queue.SimpleQueue[Event]",
     ):
-        """Starts one process per environment.
+        """Start one process per environment.
 
         Args:
-          command: program and arguments, the same for all.
-          variables: the whole environment of each process.
-          events: where the end of each process is reported; a signal handler may write here too.
+            command: program and arguments, the same for all processes.
+            variables: the complete environment of each process.
+            events: queue that receives the exit of each process. Signal handlers may write to it
+                too.
         """
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        self.codes: dict[int, int] = {}  # return codes of those that have ended
+        self.codes: dict[int, int] = {}
         self._events = events
         self._writing = threading.Lock()
         try:
@@ -50,7 +66,11 @@ class Processes:
             raise
 
     def next_event(self, timeout_s: float | None = None) -> Event | None:
-        """The next thing that happens, None after `timeout_s` seconds of nothing."""
+        """Return the next event, or None if there is none within `timeout_s` seconds.
+
+        Args:
+            timeout_s: seconds to wait; None waits indefinitely.
+        """
         try:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
@@ -61,7 +81,12 @@ class Processes:
         return event
 
     def stop(self, grace_s: float) -> None:
-        """Stops all processes: SIGTERM, then SIGKILL after `grace_s` seconds or another signal."""
+        """Stop all processes: send SIGTERM, and SIGKILL to those that remain.
+
+        Args:
+            grace_s: seconds between the two signals. Another signal to the launcher ends the wait
+                early.
+        """
         self._signal_all(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while self.running:
@@ -77,7 +102,7 @@ class Processes:
         inherited = [process_id == 0 and target.isatty() for target in targets]
         stdout, stderr = (None if inherit else subprocess.PIPE for inherit in inherited)
         if stdout is not None:
-            # Python would keep lines for a pipe back, and a kill would lose them.
+            # Python buffers output to a pipe, and SIGKILL would discard the buffer.
             variables = {"PYTHONUNBUFFERED": "1", **variables}
         process = subprocess.Popen(
             command,
@@ -85,7 +110,7 @@ class Processes:
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            # A group of its own lets what it starts be stopped with it.
+            # In its own process group, so that stopping it also stops the helpers that it starts.
             start_new_session=True,
         )
         self.running[process_id] = process
@@ -99,22 +124,23 @@ class Processes:
     def _wait(
         self, process_id: int, process: subprocess.Popen[bytes], pumps: list[threading.Thread]
     ) -> None:
-        """Reports the end of a process, once its group is gone and its last lines are out."""
+        """Report the exit of a process after killing its group and forwarding its last lines."""
         code = process.wait()
         _signal_group(process, signal.SIGKILL)
         for pump in pumps:
-            # Not for ever: a helper that left the group may still hold the pipe open.
+            # With a timeout, because a helper that left the group may keep the pipe open.
             pump.join(timeout=2)
         self._events.put((process_id, code))
 
     def _pump(self, process_id: int, source: IO[bytes], target: IO[str]) -> None:
-        """Passes output on until there is no more."""
+        """Forward output until the pipe is closed."""
         pending = b""
-        # If nobody reads the launcher's output any more, closing the source tells the process so.
+        # If the launcher's own output has been closed, `with source` closes the pipe as well, so
+        # that the process gets an error when it writes.
         with source, contextlib.suppress(OSError):
             while chunk := source.read1(2**16):  # type: ignore
                 pending += chunk
-                # A line of process 0 may be a progress bar, which ends each state with \r.
+                # Process 0 may draw a progress bar, each state of which ends with \r.
                 bar = pending.rfind(b"\r") if process_id == 0 else -1
                 end = 1 + max(pending.rfind(b"\n"), bar)
                 self._write(process_id, pending[:end], target)
@@ -125,9 +151,10 @@ class Processes:
         if not text:
             return
         if process_id != 0:
-            # The bar that process 0 may be drawing on a terminal comes back with its next update.
+            # On a terminal, clear the progress bar that process 0 may be drawing. Its next update
+            # draws it again.
             prefix = (_CLEAR_LINE if target.isatty() else b"") + f"[{process_id}] ".encode()
-            # Of a bar of this process, which overwrites itself, the last state is the line.
+            # If this process draws a progress bar, keep only its last state.
             lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in text[:-1].split(b"\n")]
             text = b"".join(prefix + line + b"\n" for line in lines)
         with self._writing:
@@ -146,6 +173,6 @@ def _start_thread(function: Callable[..., None], *arguments) -> threading.Thread
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    # Nothing may be left of the group; some systems say so by refusing.
+    # The group may be gone already, which some systems report as a PermissionError.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)

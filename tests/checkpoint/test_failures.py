@@ -1,4 +1,4 @@
-"""Saves that fail: the run goes on, one line says so, and the space is free again."""
+"""Tests of failed saves: the run continues, logs one line, and frees the disk space."""
 
 import errno
 import logging
@@ -26,14 +26,14 @@ SMALL = {"x": jnp.ones(3)}
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 2 MiB, or None where none may be mounted."""
+    """A file system of 2 MiB, or None without the permission to mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounting = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True
     )
     if mounting.returncode:
-        print(f"no disk can be mounted, so a full one is imitated: {mounting.stderr}")
+        print(f"cannot mount a file system, so a full disk is simulated: {mounting.stderr}")
         yield None
     else:
         yield disk
@@ -91,7 +91,7 @@ def test_save_and_close_report_a_failure_and_do_not_raise_it(tmp_path, monkeypat
 
 
 def test_a_save_that_cannot_start_is_reported(tmp_path, caplog):
-    """A file is where the directory was: root may write where permissions forbid it."""
+    """A file replaces the directory, because root can write regardless of permissions."""
     directory = tmp_path / "checkpoints"
     checkpoints = Checkpoints(directory, CONFIG)
     directory.rmdir()
@@ -145,7 +145,8 @@ def test_errors_of_a_program_are_raised(tmp_path, state, data_state):
     assert os.listdir(tmp_path) == [] and checkpoints.last_failure is None
 
 
-# Two processes of which one cannot write files of more than 1000 bytes while it saves step 2.
+# Two processes save three steps. While saving step 2, one of them cannot write files of more than
+# 1000 bytes.
 ONE_CANNOT_WRITE = """
 import resource
 import sys

@@ -1,3 +1,5 @@
+"""Tests of `checkpoint.lazy`: arrays are written and read in parts, each part once."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ CONFIG = CheckpointConfig(every_steps=1, max_to_keep=3)
 
 
 class Recorded(LazyArray):
-    """An array in memory that counts how often each element is read, and the largest part."""
+    """An array in memory that counts the reads of each element and records the largest part."""
 
     def __init__(self, values: np.ndarray):
         self.values, self.shape, self.dtype = values, values.shape, values.dtype
@@ -80,7 +82,7 @@ def test_failure_to_read_leaves_no_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("make", [jnp.asarray, Recorded])
 def test_layers_of_large_stacks_lie_apart(make, tmp_path, small_chunks):
-    """So that one is read without the others; other arrays are cut as is best."""
+    """One layer can be read without the others; other arrays are divided along any dimension."""
     values = {
         "stack": np.ones((4, 6, 8), np.float32),
         "table": np.ones((64, 8), np.float32),

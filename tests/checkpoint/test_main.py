@@ -1,4 +1,4 @@
-"""`python -m checkpoint`: what it prints, and that it changes nothing."""
+"""Tests of `python -m checkpoint`: its output, and that it changes no file."""
 
 import os
 import re
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory):
-    """Steps 10, 20 and 100, of which 20 is the best and 100 was not evaluated."""
+    """A run with checkpoints 10, 20 and 100. Step 20 is the best, and 100 was not evaluated."""
     run = tmp_path_factory.mktemp("run")
     config = CheckpointConfig(every_steps=1, max_to_keep=3)
     checkpoints = Checkpoints(run / "checkpoints", config)
@@ -82,7 +82,8 @@ def test_what_a_run_deletes_meanwhile_is_no_error(copy, capsys, monkeypatch, com
     monkeypatch.setattr("checkpoint.__main__.steps_in", deletes)
     assert main([command, str(copy)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(others) + 1  # a head, or a line that says so
+    # In addition, `ls` prints the table's header, and `verify` a line about the deleted checkpoint.
+    assert len(lines) == len(others) + 1
 
 
 def test_verify_names_each_damaged_checkpoint(copy, capsys):
@@ -96,7 +97,8 @@ def test_verify_names_each_damaged_checkpoint(copy, capsys):
     assert main(["verify", str(copy)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
-        "step 20: damaged: data_state/metadata is not what was written (its SHA-256 differs)"
+        "step 20: damaged: data_state/metadata has changed since it was written"
+        " (its SHA-256 differs)"
     )
     assert "intact" in lines[0] and "intact" in lines[2]
     assert main(["verify", str(copy), "--step=20"]) == 1
@@ -125,7 +127,7 @@ def test_show_of_a_damaged_checkpoint_is_one_sentence(copy, capsys, name):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["ls", "{}/nowhere"], "holds no checkpoint"),
+        (["ls", "{}/nowhere"], "contains no checkpoint"),
         (["verify", "{}", "--step=7"], "--step=7 .* choose one of 10, 20, 100"),
         (["show", "{}", "--step=7"], "--step=7"),
     ],

@@ -1,3 +1,5 @@
+"""Tests of `checkpoint.manager`: save and restore on any mesh, damage, kills, several processes."""
+
 import dataclasses
 import functools
 import logging
@@ -51,7 +53,7 @@ def make_mesh(pipeline: int, data: int, model: int) -> jax.sharding.Mesh:
 
 
 def shardings(mesh: jax.sharding.Mesh, tree):
-    """Blocks over pipeline and model, embedding over data and model, the rest replicated."""
+    """Shard blocks over pipeline and model, the embedding over data and model; replicate others."""
 
     def one(x):
         spec = {3: P("pipeline", None, "model"), 2: P("data", "model")}.get(x.ndim, P())
@@ -87,7 +89,7 @@ def assert_same_bits(left, right):
 
 @pytest.fixture
 def open_checkpoints():
-    """Opens Checkpoints that are closed after the test."""
+    """A function that opens `Checkpoints`, which are closed after the test."""
     opened = []
 
     def open_(directory, config=KEEP):
@@ -101,7 +103,7 @@ def open_checkpoints():
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-    """Checkpoints at steps 1 and 2, saved on a 2x2x2 mesh. Copy the directory to change it."""
+    """Checkpoints 1 and 2, saved on a 2×2×2 mesh. Tests that change them must work on a copy."""
     directory = tmp_path_factory.mktemp("two_steps") / "checkpoints"
     checkpoints = Checkpoints(directory, KEEP)
     for step in (1, 2):
@@ -148,7 +150,7 @@ def test_restore_on_any_mesh_gives_the_same_bits(two_steps, open_checkpoints, si
     assert (step, data_state) == (2, {"position": 2})
     assert isinstance(state, State) and type(state.opt_state[0]) is optax.ScaleByAdamState
     assert_same_bits(state, make_state(2))
-    # Each device holds its own shard, no more.
+    # Each device holds only its own shard.
     jax.tree.map(lambda x, w: np.testing.assert_equal(x.sharding, w.sharding), state, wanted)
     shard = state.params["blocks"]["kernel"].addressable_shards[0].data
     assert shard.shape == (4 // sizes[0], 8, 16 // sizes[2])
@@ -168,8 +170,8 @@ def test_layout_has_no_trace_of_the_mesh(two_steps):
     trace = rb"\b(pipeline|data|model|mesh|NamedSharding|PartitionSpec|device|cpu:\d|TFRT\w+)\b"
     for name, text in texts.items():
         text = text.replace(b'"node_type": "array"', b"")
-        if b"\0" not in text:  # binary files are Orbax's index and the arrays' own bytes
-            assert not re.search(trace, text), f"{name} tells of the mesh: {text[:400]}"
+        if b"\0" not in text:  # skip binary files: Orbax's index and the arrays' data
+            assert not re.search(trace, text), f"{name} mentions the mesh: {text[:400]}"
 
 
 def test_save_is_asynchronous_and_arrays_may_be_donated(tmp_path, open_checkpoints, monkeypatch):
@@ -189,7 +191,7 @@ def test_save_is_asynchronous_and_arrays_may_be_donated(tmp_path, open_checkpoin
     for _ in range(3):
         state = update(state)
     jax.block_until_ready(state)
-    assert not (tmp_path / "1").exists(), "it is there before it is whole"
+    assert not (tmp_path / "1").exists(), "the checkpoint is visible before it is complete"
     may_commit.set()
     one_device = SingleDeviceSharding(jax.devices()[0])
     wanted = {
@@ -230,7 +232,7 @@ def test_restore_passes_over_a_damaged_file_whichever_it_is(
 ):
     wanted, contents = abstract(make_state(0)), {step: make_state(step) for step in (1, 2)}
     files = sorted(p.relative_to(two_steps) for p in (two_steps / "2").rglob("*") if p.is_file())
-    assert len(files) > 6  # of array data there are more or fewer
+    assert len(files) > 6  # the exact number depends on how Orbax groups array data into files
     for index, name in enumerate(files):
         directory = Path(shutil.copytree(two_steps, tmp_path / str(index)))
         DAMAGES[damage](directory / name)
@@ -242,7 +244,7 @@ def test_restore_passes_over_a_damaged_file_whichever_it_is(
         (warning,) = [r for r in caplog.records if r.name == "checkpoint.manager"]
         assert warning.levelno == logging.WARNING
         assert str(directory / "2") in warning.getMessage()
-        # A flipped bit in the list may be in a file's name; then that file is named.
+        # A flipped bit in the checksum list may change a file's name; then the warning names it.
         if damage != "flipped bit" or name.name != "checksums.sha256":
             assert name.relative_to("2").as_posix() in warning.getMessage()
 
@@ -259,7 +261,7 @@ def test_restore_notices_a_checksum_list_cut_between_two_lines(damaged_copy, ope
 def test_restore_passes_over_a_checkpoint_that_was_never_finished(
     damaged_copy, open_checkpoints, caplog, unfinished
 ):
-    """Not even the state, all but the checksums, and these alone, as other tools may leave it."""
+    """Other tools may leave an empty directory, a state without checksums, or only checksums."""
     directory = damaged_copy()
     (directory / "3").mkdir()
     if unfinished == "state":
@@ -283,7 +285,7 @@ def test_restore_with_all_damaged_is_an_error_that_names_the_directory(
     for path in directory.glob("*/state/_METADATA"):
         flip_a_bit(path)
     checkpoints = open_checkpoints(directory)
-    for _ in range(2):  # asking again must not look like a directory without checkpoints
+    for _ in range(2):  # the second call must not treat the directory as empty
         with pytest.raises(ValueError, match=rf"all checkpoints in {directory} .*steps 1, 2"):
             checkpoints.restore(abstract(make_state(0)))
 
@@ -291,7 +293,7 @@ def test_restore_with_all_damaged_is_an_error_that_names_the_directory(
 def test_a_damaged_checkpoint_goes_when_another_is_complete(
     damaged_copy, open_checkpoints, monkeypatch
 ):
-    """What cannot be read may be, an hour later."""
+    """It is kept until then, because a file that cannot be read now may be readable later."""
     directory = damaged_copy()
     flip_a_bit(directory / "2" / "data_state" / "metadata")
     checkpoints = open_checkpoints(directory)
@@ -327,7 +329,7 @@ def test_save_replaces_a_damaged_checkpoint_that_was_passed_over(damaged_copy, o
     checkpoints = open_checkpoints(directory)
     assert checkpoints.restore(abstract(make_state(0)))[0] == 1
     assert checkpoints.all_steps() == [1]
-    assert (directory / "2").exists(), "restoring must delete nothing"
+    assert (directory / "2").exists(), "restore must not delete anything"
     assert checkpoints.save(2, make_state(7), {"position": 7})
     checkpoints.wait()
     step, state, data_state = open_checkpoints(directory).restore(abstract(make_state(0)))
@@ -352,9 +354,12 @@ def with_bias() -> State:
 @pytest.mark.parametrize(
     "wanted, message",
     [
-        (lambda: with_kernel(shape=(4, 8, 32)), r"kernel is bfloat16\[4, 8, 16\] there and"),
-        (lambda: with_kernel(dtype=jnp.float32), r"and float32\[4, 8, 16\] here"),
-        (with_bias, r"params.norm.bias is missing there and float32\[8\] here"),
+        (
+            lambda: with_kernel(shape=(4, 8, 32)),
+            r"kernel is bfloat16\[4, 8, 16\] in the checkpoint",
+        ),
+        (lambda: with_kernel(dtype=jnp.float32), r"and float32\[4, 8, 16\] in this run"),
+        (with_bias, r"params.norm.bias is missing in the checkpoint and float32\[8\] in this run"),
     ],
 )
 def test_restore_into_another_model_is_an_error(
@@ -362,7 +367,7 @@ def test_restore_into_another_model_is_an_error(
 ):
     with pytest.raises(ValueError, match=message) as error:
         open_checkpoints(two_steps).restore(wanted())
-    assert "2 is of another model" in str(error.value) and "\n" not in str(error.value)
+    assert "2 does not match the model" in str(error.value) and "\n" not in str(error.value)
     assert not [r for r in caplog.records if r.name == "checkpoint.manager"]
 
 
@@ -375,7 +380,7 @@ def test_nothing_is_unpickled(two_steps, open_checkpoints, monkeypatch):
     assert open_checkpoints(two_steps).restore(abstract(make_state(0))) is not None
 
 
-# Saves one step after another without a pause, so that any moment lies in the middle of a save.
+# Saves one step after another without a pause, so that a save is in progress at any moment.
 SAVER = """
 import sys
 import jax.numpy as jnp
@@ -414,7 +419,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_an_intact_checkpoint(tmp_path, op
     for _ in range(3):
         with start_python(SAVER, str(tmp_path)) as process:
             assert process.stdout is not None
-            # The line of step n+1 comes when step n is committed.
+            # The program prints n + 1 only after it has committed step n.
             first, last = int(process.stdout.readline()), int(process.stdout.readline())
             assert last == first + 1
             time.sleep(moments.uniform(0, 0.4))
@@ -431,7 +436,8 @@ def test_a_kill_in_the_middle_of_a_save_leaves_an_intact_checkpoint(tmp_path, op
     assert not list(tmp_path.glob("*tmp*")), "half-written checkpoints were left behind"
 
 
-# Two processes with two devices each: save, damage a file that the second one looks at, restore.
+# Two processes with two devices each save checkpoints, damage a file that the second process
+# verifies, and restore.
 TWO_PROCESSES = """
 import sys
 import jax
@@ -479,7 +485,7 @@ def test_two_processes_agree_on_what_is_damaged(tmp_path, open_checkpoints):
     for process in processes:
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0 and "restored" in output, errors
-        assert re.search(r"Checkpoint \S+/2 is passed over", errors)
+        assert re.search(r"Skipping checkpoint \S+/2: ", errors)
     wanted = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=make_state(0).step.sharding)}
     step, state, _ = open_checkpoints(tmp_path).restore(wanted)
     assert step == 2

@@ -1,3 +1,5 @@
+"""Tests of which checkpoints are kept: the newest by step, and the best by a metric."""
+
 import math
 import os
 

@@ -1,6 +1,9 @@
-"""A real SLURM of two nodes on this machine: a controller, two slurmd, munge, and no container.
+"""Runs a real SLURM cluster of two nodes on this machine, without containers.
 
-python -m tests.launch.slurm install    # Debian's slurm-wlm and munge, as root
+The cluster consists of munged, slurmctld and two slurmd. To install them as root from Debian's
+packages slurm-wlm and munge:
+
+    python -m tests.launch.slurm install
 """
 
 import contextlib
@@ -52,7 +55,11 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscrib
 
 
 def install() -> str | None:
-    """Installs SLURM and gives its nodes names; returns why that is not possible, or None."""
+    """Install SLURM and make its nodes' names resolve.
+
+    Returns:
+        The reason why this is not possible, or None.
+    """
     os.environ["PATH"] += ":/usr/sbin:/sbin"
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     if os.geteuid() != 0:
@@ -78,7 +85,7 @@ def install() -> str | None:
                 return f"{' '.join(command)} did not end within 10 minutes"
             if done.returncode:
                 return f"{' '.join(command)} failed: {(done.stderr or done.stdout)[-300:]}"
-    # Process 0 is found by the name of its node.
+    # The other processes reach process 0 by the name of its node.
     unknown = [node for node in NODES if not _resolves(node)]
     if unknown:
         with open("/etc/hosts", "a") as file:
@@ -94,19 +101,29 @@ def _resolves(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A SLURM that runs, to be asked by its own commands."""
+    """A running SLURM cluster, accessed through SLURM's own commands.
+
+    Attributes:
+        directory: holds its configuration, its state and its logs.
+    """
 
     directory: Path
 
     def __call__(self, *command: str) -> str:
-        """Returns what a command of SLURM's prints."""
+        """Run a SLURM command and return its output."""
         variables = {**os.environ, "SLURM_CONF": str(self.directory / "slurm.conf")}
         return subprocess.run(
             command, env=variables, check=True, capture_output=True, text=True
         ).stdout
 
     def submit(self, *arguments: str, directory: Path, **variables: str) -> "Job":
-        """Submits the arguments of an `sbatch --parsable`, in `directory`."""
+        """Submit a job.
+
+        Args:
+            *arguments: the arguments of `sbatch --parsable`.
+            directory: the job's working directory.
+            **variables: environment variables of the job.
+        """
         chosen = [f"{name}={value}" for name, value in variables.items()]
         number = self("env", *chosen, "sbatch", "--parsable", f"--chdir={directory}", *arguments)
         return Job(self, int(number))
@@ -114,14 +131,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was submitted."""
+    """A submitted job."""
 
     cluster: Cluster
     number: int
 
     @property
     def fields(self) -> dict[str, str]:
-        """What SLURM says of the job: JobState, Restarts, ExitCode and others."""
+        """The job's fields as SLURM reports them: JobState, Restarts, ExitCode and others."""
         words = self.cluster("scontrol", "show", "job", "-o", str(self.number)).split()
         pairs = [word.partition("=") for word in words]
         return {name: value for name, _, value in pairs}
@@ -131,7 +148,7 @@ class Job:
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
         if self.fields["JobState"] not in ends:
             return False
-        time.sleep(5)  # a job that is queued again may seem to have failed for a moment
+        time.sleep(5)  # a job that is being requeued can briefly look as if it had failed
         return self.fields["JobState"] in ends
 
     def requeue(self) -> None:
@@ -144,28 +161,35 @@ class Job:
         return 60 * int(hours) + int(minutes)
 
     def set_time_limit(self, minutes: int) -> None:
-        """Sets how long the job may run, from its last start."""
+        """Set the time limit in minutes, counted from the job's last start."""
         self.cluster("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
 
     def step_daemons(self, step: str = "") -> list[int]:
-        """Returns the process ids of the job's daemons, one a step and node."""
+        """Return the process ids of the job's step daemons, one per step and node."""
         return _step_daemons(self.cluster.directory, rf"{self.number}\.{step}")
 
     def start_now(self) -> None:
-        """Lets a job that was queued again start, where SLURM would wait two minutes.
+        """Start a requeued job without SLURM's delay of two minutes.
 
-        Not while something of its last start is there: a node would refuse the next one, and SLURM
-        would take that for a failure of the job.
+        Does nothing while step daemons of the previous start are still running: a node would refuse
+        the new start, and SLURM would count that as a failure of the job.
         """
         if self.fields["JobState"] == "PENDING" and not self.step_daemons():
             time.sleep(3)
-            with contextlib.suppress(subprocess.CalledProcessError):  # it has started by itself
+            with contextlib.suppress(subprocess.CalledProcessError):  # it has already started
                 self.cluster("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
 @contextlib.contextmanager
 def start(directory: Path) -> Iterator[Cluster]:
-    """Runs a cluster within the block, and nothing of it afterwards."""
+    """Run a cluster for the duration of a `with` block, and kill all of its processes afterwards.
+
+    Args:
+        directory: an empty directory for the cluster's files.
+
+    Yields:
+        The cluster, with both nodes idle.
+    """
     config, key = directory / "slurm.conf", directory / "munge.key"
     config.write_text(
         _CONFIG.format(directory=directory, host=socket.gethostname(), ports=_free_ports(3))
@@ -201,13 +225,17 @@ def start(directory: Path) -> Iterator[Cluster]:
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGKILL)
             daemon.wait()
-        for pid in _step_daemons(directory):  # which outlive them
+        for pid in _step_daemons(directory):  # step daemons outlive slurmd
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def _step_daemons(directory: Path, step: str = "") -> list[int]:
-    """Returns those of the cluster in `directory`, into which they log: others may run as well."""
+    """Return the process ids of this cluster's step daemons.
+
+    Other clusters may run on the same machine. A step daemon belongs to this one if it has a file
+    open in `directory`, where it writes its log.
+    """
     done = subprocess.run(
         ["pgrep", "-f", rf"^slurmstepd: \[{step}"], capture_output=True, text=True
     )
@@ -224,7 +252,7 @@ def _has_open(pid: int, directory: Path) -> bool:
 
 
 def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 60) -> None:
-    """Returns when `is_so()` is; AssertionError after `timeout_s` seconds."""
+    """Wait until `is_so()` is true; raise AssertionError after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
@@ -232,7 +260,7 @@ def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 60) ->
 
 
 def _are_idle(cluster: Cluster) -> bool:
-    with contextlib.suppress(subprocess.CalledProcessError):  # it has not begun to listen
+    with contextlib.suppress(subprocess.CalledProcessError):  # slurmctld does not listen yet
         return cluster("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(NODES)
     return False
 

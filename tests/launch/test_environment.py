@@ -1,4 +1,4 @@
-"""The variables that processes are started with: the user's win, and XLA knows all of ours."""
+"""Tests of `launch.environment`: the user's settings take precedence, and XLA knows our flags."""
 
 import os
 import subprocess
@@ -33,12 +33,12 @@ def test_gpu_variables_share_out_what_is_visible():
 
 
 def test_compiler_flags_for_cpus_are_those_that_a_process_sets_itself():
-    # Written twice, as importing them would load JAX into the launcher.
+    # The flags are defined twice, because importing `startup` would load JAX into the launcher.
     assert environment.CPU_XLA_FLAGS == startup.CPU_XLA_FLAGS
 
 
 def test_compiler_flags_are_known_to_xla():
-    # XLA aborts the process at a flag that it does not know; flags come and go with its versions.
+    # XLA aborts if it does not know a flag, and its flags change from version to version.
     flags = environment.merge_xla_flags(environment.CPU_XLA_FLAGS | environment.GPU_XLA_FLAGS, "")
     done = subprocess.run(
         [sys.executable, "-c", "import jax; jax.devices()"],

@@ -1,4 +1,4 @@
-"""The launcher with small scripts for processes, and once with a real distributed start of JAX."""
+"""Tests of `launch.local`, which start small scripts and, once, JAX's distributed runtime."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from launch import local
 
 REPOSITORY = Path(__file__).parents[2]
 
-# Every child of these tests runs this first; `rank` is the number of its process.
+# Prepended to every script that these tests launch; `rank` is the process number.
 PROLOGUE = """
 import os, signal, subprocess, sys, time
 rank = int(os.environ["TAIBAI_PROCESS_ID"])
@@ -25,7 +25,7 @@ def wait_for(path):
 
 
 def command(tmp_path, script, *options):
-    """The launcher's command line for a script."""
+    """Return the launcher's command line for a script."""
     path = tmp_path / "child.py"
     path.write_text(PROLOGUE + textwrap.dedent(script))
     start = [sys.executable, "-m", "launch.local", *options]
@@ -33,7 +33,7 @@ def command(tmp_path, script, *options):
 
 
 def variables(**changes):
-    """This process's environment without what would steer the launcher, with changes."""
+    """Return this process's environment, cleared of variables that affect the launcher."""
     steering = ("TAIBAI_", "XLA_", "PYTHONUNBUFFERED")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(steering)}
     return clean | {"JAX_PLATFORMS": "cpu"} | changes
@@ -55,7 +55,7 @@ def is_alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # An orphan that has ended stays listed until its new parent asks for it.
+    # An orphan that has ended remains a zombie until its new parent waits for it.
     status = Path(f"/proc/{pid}/stat")
     return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
 
@@ -68,7 +68,7 @@ def wait_until_gone(pids):
 
 
 def read_pids(tmp_path, names):
-    """The process numbers that children leave in files, waited for."""
+    """Wait until the children have written their process ids to files, and return them."""
     deadline = time.monotonic() + 30
     paths = [tmp_path / name for name in names]
     while not all(path.exists() and path.read_text().endswith("\n") for path in paths):
@@ -85,7 +85,8 @@ def test_run_succeeds_and_numbers_the_lines_of_all_but_process_0(tmp_path):
     done = launch(tmp_path, script, "--processes=3")
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["[1] out 1", "[2] out 2", "out 0"]
-    # Only process 0's progress bar is passed on as it is drawn. Text mode reads \r as a line end.
+    # Each state of process 0's progress bar is forwarded; for process 1 only the last one is. In
+    # text mode, Python reads \r as the end of a line.
     errors = sorted(done.stderr.splitlines())
     assert errors == ["10%", "100% of 0", "50%", "[1] 100% of 1", "[2] 100% of 2"]
 
@@ -109,7 +110,8 @@ def test_run_gives_the_terminal_to_process_0_alone(tmp_path):
     text = os.read(ours, 4096).decode()
     os.close(ours)
     assert done.returncode == 0
-    # A terminal ends lines with \r\n; the other's line first clears what process 0 may be drawing.
+    # A terminal ends lines with \r\n. Process 1's line first clears the bar that process 0 may be
+    # drawing.
     first, second = "0 True\r\n", "\r\x1b[K[1] 1 False\r\n"
     assert text in (first + second, second + first)
 
@@ -246,9 +248,9 @@ def test_run_starts_all_again_after_a_failure_and_only_then(tmp_path):
     done = launch(tmp_path, script, *options)
     assert done.returncode == 0
     assert (tmp_path / "starts0").read_text() == "xxx"
-    assert "launch.local: starting again (5 left)\n" in done.stderr
+    assert "launch.local: restarting (5 left)\n" in done.stderr
     refused = launch(tmp_path, "sys.exit(2)", *options)
-    assert refused.returncode == 2 and "starting again" not in refused.stderr
+    assert refused.returncode == 2 and "restarting" not in refused.stderr
 
 
 def test_run_stops_all_processes_when_nobody_reads_the_output(tmp_path):
@@ -282,8 +284,8 @@ def test_run_stops_all_processes_when_nobody_reads_the_output(tmp_path):
         (["--processes=two", "--", "true"], "'two' must be a whole number of at least 1"),
         (["--processes=2", "--devices_per_process=-1", "--", "true"], "'-1' must be a whole"),
         (["--processes=2", "--grace_s=-1", "--", "true"], "'-1' must be a number of seconds"),
-        (["--processes=2"], "no command to start: put one behind --"),
-        (["--processes=2", "--"], "no command to start: put one behind --"),
+        (["--processes=2"], "no command to start: put one after --"),
+        (["--processes=2", "--"], "no command to start: put one after --"),
         (["--processes=2", "python", "a.py"], "unknown option 'python'; the options are"),
         (["--process=2", "--", "true"], "required: --processes"),
         (["--processes=2", "--", "no_such_program"], "cannot start 'no_such_program'"),
@@ -322,6 +324,6 @@ def test_run_joins_jax_processes_into_one_mesh(tmp_path):
     """
     done = launch(tmp_path, script, "--processes=2", "--devices_per_process=2")
     assert done.returncode == 0, done.stderr
-    # Not from the output, into which gloo writes half lines.
+    # The results are read from files, because gloo writes partial lines to the output.
     for rank in range(2):
         assert (tmp_path / f"result{rank}").read_text() == "2 of 4 devices, sum 10.0"

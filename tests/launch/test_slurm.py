@@ -1,4 +1,7 @@
-"""launch/train.sbatch on a real SLURM: two nodes with a process of four simulated devices each."""
+"""Tests of launch/train.sbatch on a real SLURM cluster of two nodes.
+
+Each node runs one process with four simulated devices.
+"""
 
 import math
 import os
@@ -13,7 +16,7 @@ from tests.launch import slurm
 from tests.runs import ROOT, TINY, write_corpus
 from train.reporting.metrics import METRICS_FILE, read_metrics
 
-# Jobs start again and again, with two processes a start: slow where the machine is.
+# Each job starts several times, with two processes per start, which takes long on a slow machine.
 pytestmark = pytest.mark.timeout(1800)
 NUM_STEPS = 100
 OVERRIDES = (
@@ -39,7 +42,7 @@ def corpus(tmp_path_factory):
 
 
 def submit(cluster, corpus, workdir, *options, changes=()):
-    """Submits a run of NUM_STEPS on mesh 2×2×2."""
+    """Submit a run of NUM_STEPS steps on a 2×2×2 mesh."""
     overrides = [f"--config.{override}" for override in (*OVERRIDES, *corpus, *changes)]
     return cluster.submit(
         *("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--gpu-bind=none"),
@@ -64,7 +67,7 @@ def steps(workdir: Path) -> list[tuple[int, float]]:
 
 
 def finish(job, workdir: Path) -> str:
-    """Returns the log of a job, once it has ended well."""
+    """Wait for a job to succeed, and return its log."""
 
     def has_ended():
         job.start_now()
@@ -85,7 +88,7 @@ def wait_for_step(workdir: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, corpus, tmp_path_factory):
-    """The losses of a run that nothing happens to."""
+    """The losses of a run without interruptions."""
     workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
     log = finish(submit(cluster, corpus, workdir), workdir)
     assert "on 8 cpu device(s), 2 process(es)" in log
@@ -112,7 +115,7 @@ def test_job_killed_in_mid_step_starts_again_by_itself(cluster, corpus, undistur
     wait_for_step(workdir, 30)
     assert kill(f"train.main.*--workdir={workdir}", most=1)
     log = finish(job, workdir)
-    assert "starting again from the last checkpoint" in log
+    assert "restarting from the last checkpoint" in log
     assert steps(workdir) == undisturbed
 
 
@@ -120,12 +123,12 @@ def test_step_daemon_killed_with_its_process_is_no_end(cluster, corpus, undistur
     workdir = tmp_path / "run"
     job = submit(cluster, corpus, workdir)
     wait_for_step(workdir, 30)
-    daemon = job.step_daemons("[0-9]")[-1]  # of a node, not of the batch script
+    daemon = job.step_daemons("[0-9]")[-1]  # numbered steps only, without the batch script's
     process = subprocess.run(["pgrep", "-P", str(daemon)], capture_output=True, text=True).stdout
     for pid in (daemon, int(process)):
         os.kill(pid, signal.SIGKILL)
     log = finish(job, workdir)
-    assert "starting again from the last checkpoint" in log
+    assert "restarting from the last checkpoint" in log
     assert steps(workdir) == undisturbed
 
 
@@ -134,19 +137,20 @@ def test_time_limit_saves_and_queues_the_job_again(cluster, corpus, undisturbed,
     slow = ("eval.every_steps=1", "checkpoint.every_steps=1")
     job = submit(cluster, corpus, workdir, "--time=60", changes=slow)
     wait_for_step(workdir, 5)
-    job.set_time_limit(job.minutes_run + 2)  # within the script's two minutes, which SLURM sees
+    # The script asks for a signal two minutes before the time limit, so SLURM signals it soon.
+    job.set_time_limit(job.minutes_run + 2)
     slurm.wait_until(lambda: job.fields["Restarts"] == "1", "the end of its time", timeout_s=300)
     job.set_time_limit(60)
     log = finish(job, workdir)
     assert job.fields["Restarts"] == "1"
-    assert "to be queued again" in log
+    assert "requeueing the job" in log
     assert steps(workdir) == undisturbed
     evaluated = [m["step"] for m in read_metrics(workdir / METRICS_FILE) if "eval_loss" in m]
     assert evaluated == list(range(1, NUM_STEPS + 1))
 
 
 def kill(pattern: str, most: int) -> list[int]:
-    """Kills processes with SIGKILL; returns their numbers."""
+    """Kill at most `most` Python processes with SIGKILL, and return their process ids."""
     found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
     own = [int(p) for p in found if "python" in Path(f"/proc/{p}/comm").read_text()][:most]
     for pid in own:
