@@ -1,0 +1,1 @@
+"""Config files: one run per file, each with a function `get_config`."""

@@ -1,13 +1,14 @@
-"""Trains a BERT or RoBERTa from published weights to give texts, or pairs of them, a label.
+"""Text classification: fine-tunes a published BERT or RoBERTa on labelled texts or text pairs.
 
-Hardware: any that holds the model; see `mesh` for more than one device.
+Hardware: any that holds the model; set the keys of `mesh` to use more than one device.
 
     python -m train.main --config=configs/bert_classify.py --config.init_from=PATH \
         --config.data.paths=reviews.jsonl --workdir=runs/classify
 
-PATH is a folder of Hugging Face's: config.json, *.safetensors and tokenizer.json. Each line of the
-.jsonl has the fields `text` and `label`; `data.text_field` and `data.label_field` name others, and
-`data.pair_field` that of a second text. The labels are those found in it.
+PATH is the directory of a Hugging Face model: config.json, *.safetensors and tokenizer.json. Each
+line of the .jsonl file has the fields `text` and `label`. Set `data.text_field` and
+`data.label_field` if yours have other names, and `data.pair_field` if there is a second text. The
+set of labels is read from the file.
 """
 
 from ml_collections import ConfigDict
@@ -20,10 +21,10 @@ def get_config() -> ConfigDict:
     """Returns the config."""
     config = common.get_config()
     config.model = ConfigDict()
-    config.model.name = "bert"  # RoBERTa too
+    config.model.name = "bert"  # also for RoBERTa
     config.model.head = "sequence"
     config.model.dropout = 0.1
-    config.model.num_labels = placeholder(int)  # None: the data's
+    config.model.num_labels = placeholder(int)  # None: the number of labels in the data
     config.data.name = "text"
     config.data.objective = "classification"
     config.data.tokenizer = "init_from"

@@ -1,13 +1,13 @@
-"""GPT-2 on one device, on the text of Python's own standard library.
+"""GPT-2 on one device, on the source text of Python's own standard library.
 
-Hardware: any; by default a 2-core CPU takes about 1.5 minutes to a validation loss of about 3.95
-nats a token (7.65 at the start).
+Hardware: any. With the default size, a 2-core CPU takes about 1.5 minutes to reach a validation
+loss of about 3.95 nats per token (7.65 at the start).
 
     python -m train.main --config=configs/gpt2.py
 
-`--config=configs/gpt2.py:SIZE` is a published size, for accelerators: small (124 M), medium
-(350 M), large (774 M), xl (1.5 B), 2.7b, 6.7b, 13b and 175b (GPT-3). They are meant for a corpus
-and a tokenizer of their size: set `data.name` or `data.paths`, and `data.tokenizer`.
+`--config=configs/gpt2.py:SIZE` selects a published size, for accelerators: small (124 M), medium
+(350 M), large (774 M), xl (1.5 B), or 2.7b, 6.7b, 13b, 175b (GPT-3). These need a corpus and a
+tokenizer of matching size: set `data.name` or `data.paths`, and `data.tokenizer`.
 """
 
 from ml_collections import ConfigDict
@@ -15,8 +15,8 @@ from ml_collections.config_dict import placeholder
 
 from configs import common, sizes
 
-#: name -> (layers, heads, embed dim, positions, learning rate). Sizes: Radford et al. 2019,
-#: table 2, and from 2.7b on Brown et al. 2020, table 2.1, which has the learning rates too.
+#: name -> (layers, heads, embed dim, positions, learning rate). Sizes up to xl: Radford et al.
+#: 2019, table 2. Sizes from 2.7b on, and all learning rates: Brown et al. 2020, table 2.1.
 SIZES = {
     "small": (12, 12, 768, 1024, 6e-4),
     "medium": (24, 16, 1024, 1024, 3e-4),
@@ -30,20 +30,20 @@ SIZES = {
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    """Returns the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("gpt2", size, SIZES)
     config = common.get_config()
     config.model = ConfigDict()
-    config.model.name = "gpt2"  # or package.module:Class of a model of your own
-    config.model.vocab_size = placeholder(int)  # None: the tokenizer's
+    config.model.name = "gpt2"  # or package.module:Class for a model of your own
+    config.model.vocab_size = placeholder(int)  # None: the tokenizer's size
     config.model.max_positions = placeholder(int)  # None: data.sequence_length
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.embed_dim = 128
     config.model.dropout = 0.0
     config.model.vocab_multiple = 128  # the vocab is padded to a multiple of this on every mesh
-    config.model.head = "lm"  # none gives activations, and has nothing to train
-    config.model.loss = "cross_entropy"  # or package.module:function, see models/losses.py
+    config.model.head = "lm"  # "none" returns activations and cannot be trained
+    config.model.loss = "cross_entropy"  # or package.module:function; see models/losses.py
     if size == "tiny":
         config.data.vocab_size = 2048
         config.optimizer.learning_rate = 3e-3

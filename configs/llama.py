@@ -1,13 +1,13 @@
-"""LLaMA on one device, on the text of Python's own standard library.
+"""LLaMA on one device, on the source text of Python's own standard library.
 
-Hardware: any; by default a 2-core CPU takes about 1 minute to a validation loss of about 3.96
-nats a token (7.64 at the start).
+Hardware: any. With the default size, a 2-core CPU takes about 1 minute to reach a validation loss
+of about 3.96 nats per token (7.64 at the start).
 
     python -m train.main --config=configs/llama.py
 
-`--config=configs/llama.py:SIZE` is a published size of the family, for accelerators; see SIZES:
-LLaMA 1, 2 and 3, Mistral, and Qwen 2, 2.5 and 3. They are meant for a corpus and a tokenizer of
-their size.
+`--config=configs/llama.py:SIZE` selects a published size of the family, for accelerators: LLaMA 1,
+2 and 3, Mistral, and Qwen 2, 2.5 and 3, as listed in SIZES. These need a corpus and a tokenizer of
+matching size.
 """
 
 from typing import Any
@@ -39,9 +39,10 @@ def _llama32(factor: float) -> dict[str, Any]:
     return _LLAMA3 | {"max_positions": 131072, "rope_scaling": scaling}
 
 
-#: name -> (layers, heads, key-value heads, head dim, embed dim, mlp dim, learning rate, the rest).
-#: Touvron et al. 2023 (arXiv:2302.13971), table 2, and (arXiv:2307.09288), table 1; Grattafiori et
-#: al. 2024 (arXiv:2407.21783), table 3; the published config.json of the others.
+#: name -> (layers, heads, key-value heads, head dim, embed dim, mlp dim, learning rate, other keys
+#: of `model`). LLaMA 1: Touvron et al. 2023 (arXiv:2302.13971), table 2. LLaMA 2: Touvron et al.
+#: 2023 (arXiv:2307.09288), table 1. LLaMA 3: Grattafiori et al. 2024 (arXiv:2407.21783), table 3.
+#: Others: the published config.json.
 SIZES: dict[str, tuple[int, int, int, int, int, int, float, dict[str, Any]]] = {
     "1-7b": (32, 32, 32, 128, 4096, 11008, 3e-4, _LLAMA1 | {"rms_norm_epsilon": 1e-6}),
     "1-65b": (80, 64, 64, 128, 8192, 22016, 1.5e-4, _LLAMA1),
@@ -65,12 +66,12 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, float, dict[str, Any]]] = {
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    """Returns the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("llama", size, SIZES)
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "llama"
-    config.model.vocab_size = placeholder(int)  # None: the tokenizer's
+    config.model.vocab_size = placeholder(int)  # None: the tokenizer's size
     config.model.max_positions = placeholder(int)  # None: data.sequence_length
     config.model.num_layers = 4
     config.model.num_heads = 4
@@ -82,11 +83,11 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.rope_scaling = placeholder(dict)  # see models/layers/rope.py
     config.model.qkv_bias = False
     config.model.qk_norm = False
-    config.model.sliding_window = placeholder(int)  # tokens that a token sees; None: all before it
+    config.model.sliding_window = placeholder(int)  # attention window in tokens; None: unlimited
     config.model.tie_embeddings = False
     config.model.rms_norm_epsilon = 1e-5
-    config.model.head = "lm"  # none gives activations, and has nothing to train
-    config.model.loss = "cross_entropy"  # or package.module:function, see models/losses.py
+    config.model.head = "lm"  # "none" returns activations and cannot be trained
+    config.model.loss = "cross_entropy"  # or package.module:function; see models/losses.py
     if size == "tiny":
         config.data.vocab_size = 2048
         config.optimizer.learning_rate = 3e-3

@@ -1,13 +1,13 @@
-"""MAE on one device: handwritten digits, of which a quarter of the patches is seen.
+"""MAE pretraining on one device: reconstructs handwritten digits from a quarter of their patches.
 
-Hardware: any; by default a 2-core CPU takes a quarter of an hour.
+Hardware: any. With the default size, a 2-core CPU takes a quarter of an hour.
 
     python -m train.main --config=configs/mae.py
     python -m train.reconstructions runs/mae --out=reconstructions.png
 
-`--config=configs/mae.py:SIZE` is a published size, for accelerators and a data set such as
-imagenet2012: base16, large16 and huge14, the number the side of a patch. They are trained as
-He et al. 2021 (arXiv:2111.06377, table 8) do, for 800 epochs; for 1,600 add
+`--config=configs/mae.py:SIZE` selects a published size, for accelerators and a data set such as
+imagenet2012: base16, large16 or huge14; the number is the patch size in pixels. They use the recipe
+of He et al. 2021 (arXiv:2111.06377, table 8) for 800 epochs; for 1,600 epochs add
 `--config.train.num_steps=500456`.
 """
 
@@ -16,16 +16,16 @@ from ml_collections import ConfigDict
 from configs import sizes
 from configs.vit import SIZES as VIT_SIZES
 
-#: name -> (layers, heads, embed dim, MLP dim, patch size), of the encoder.
+#: name -> (layers, heads, embed dim, MLP dim, patch size) of the encoder.
 SIZES = {name: VIT_SIZES[name] for name in ("base16", "large16", "huge14")}
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    """Returns the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("mae", size, SIZES)
     config = sizes.of_images("mae", "image_reconstruction")
     config.model.patch_size = 2
-    config.model.num_layers = 4  # of the encoder
+    config.model.num_layers = 4  # encoder layers; the next three keys are the encoder's, too
     config.model.num_heads = 4
     config.model.embed_dim = 64
     config.model.mlp_dim = 256
@@ -33,12 +33,12 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.decoder_num_heads = 4
     config.model.decoder_embed_dim = 32
     config.model.decoder_mlp_dim = 128
-    config.model.mask_ratio = 0.75  # part of the patches that is hidden
-    config.model.normalise_targets = True  # pixels of a patch by their own mean and deviation
-    config.model.positions = "sincos"  # at the start, of the encoder: random | sincos
-    config.model.kernels = "xavier"  # at the start: normal, of init_stddev | xavier
+    config.model.mask_ratio = 0.75  # fraction of patches to mask
+    config.model.normalise_targets = True  # normalize each target patch by its mean and stddev
+    config.model.positions = "sincos"  # initial position embedding of the encoder: random | sincos
+    config.model.kernels = "xavier"  # kernel init: normal (with init_stddev) | xavier
     config.model.dropout = 0.0
-    config.model.drop_path = 0.0  # of the encoder
+    config.model.drop_path = 0.0  # stochastic depth of the encoder
     config.optimizer.frozen = ("position_embedding", "decoder_position_embedding")
     config.optimizer.beta2 = 0.95
     config.optimizer.weight_decay = 0.05

@@ -1,16 +1,16 @@
-"""MoCo v3 on one device: a ViT learns handwritten digits without labels, from pairs of views.
+r"""MoCo v3 on one device: a ViT learns from pairs of views of handwritten digits, without labels.
 
-Hardware: any; by default a 2-core CPU takes some minutes. Then train a classifier on what it has
-learnt, the encoder left as it is, with configs/vit_probe.py:
+Hardware: any. With the default size, a 2-core CPU takes some minutes. Afterwards, train a linear
+classifier on the frozen encoder with configs/vit_probe.py:
 
     python -m train.main --config=configs/moco.py
-    python -m train.main --config=configs/vit_probe.py --workdir=runs/probe \\
+    python -m train.main --config=configs/vit_probe.py --workdir=runs/probe \
         --config.init_from=runs/moco
 
-`--config=configs/moco.py:SIZE` is a published size, for accelerators and a data set such as
-imagenet2012: small16, base16, large16 and huge16, trained as Chen et al. 2021 (arXiv:2104.02057,
-section 5) do. All examples of a batch are compared with each other: a batch is one microbatch, and
-what does not fit on a device is split over mesh.data or mesh.fsdp.
+`--config=configs/moco.py:SIZE` selects a published size, for accelerators and a data set such as
+imagenet2012: small16, base16, large16 or huge16. They use the recipe of Chen et al. 2021
+(arXiv:2104.02057, section 5). The contrastive loss compares all examples of a batch, so a batch
+must be one microbatch. If it does not fit on a device, split it over mesh.data or mesh.fsdp.
 """
 
 from ml_collections import ConfigDict
@@ -24,12 +24,13 @@ SIZES = {
     "large16": (24, 16, 1024, 4096),
     "huge16": (32, 16, 1280, 5120),
 }
-#: What stays as it is at the start: section 4.2, and the sines and cosines of positions.
+#: Parameters that keep their initial values: the patch embedding (section 4.2), and the sine-cosine
+#: position embedding.
 FROZEN = ("patch_embedding.*", "position_embedding")
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    """Returns the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("moco", size, SIZES)
     config = sizes.of_images("moco", "image_contrast")
     config.model.patch_size = 2
@@ -37,18 +38,18 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.num_heads = 4
     config.model.embed_dim = 64
     config.model.mlp_dim = 256
-    config.model.hidden_dim = 256  # of the layers between the encoder and what is compared
-    config.model.projection_dim = 64  # of what is compared
+    config.model.hidden_dim = 256  # hidden size of the projection and prediction MLPs
+    config.model.projection_dim = 64  # size of the vectors that the loss compares
     config.model.temperature = 0.2
-    config.model.positions = "sincos"  # at the start: random | sincos
-    config.model.kernels = "xavier"  # at the start: normal, of init_stddev | xavier
+    config.model.positions = "sincos"  # initial position embedding: random | sincos
+    config.model.kernels = "xavier"  # kernel init: normal (with init_stddev) | xavier
     config.model.dropout = 0.0
     config.model.drop_path = 0.0
     config.optimizer.weight_decay = 0.1
     config.optimizer.beta2 = 0.999
     config.optimizer.frozen = FROZEN
     config.train.num_microbatches = 1
-    config.train.ema_decay = 0.99  # of the average that gives the keys
+    config.train.ema_decay = 0.99  # for the momentum encoder, which computes the keys
     config.train.ema_schedule = "cosine"
     if size == "tiny":
         sizes.digits(config)

@@ -1,12 +1,12 @@
-"""OPT on one device, on the text of Python's own standard library.
+"""OPT on one device, on the source text of Python's own standard library.
 
-Hardware: any; by default a 2-core CPU takes about 1 minute to a validation loss of about 4.60
-nats a token (7.64 at the start).
+Hardware: any. With the default size, a 2-core CPU takes about 1 minute to reach a validation loss
+of about 4.60 nats per token (7.64 at the start).
 
     python -m train.main --config=configs/opt.py
 
-`--config=configs/opt.py:SIZE` is a published size, for accelerators: 125m, 350m, 1.3b, 2.7b, 6.7b,
-13b, 30b, 66b and 175b. They are meant for a corpus and a tokenizer of their size.
+`--config=configs/opt.py:SIZE` selects a published size, for accelerators: 125m, 350m, 1.3b, 2.7b,
+6.7b, 13b, 30b, 66b or 175b. These need a corpus and a tokenizer of matching size.
 """
 
 from ml_collections import ConfigDict
@@ -29,22 +29,22 @@ SIZES = {
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    """Returns the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("opt", size, SIZES)
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "opt"
-    config.model.vocab_size = placeholder(int)  # None: the tokenizer's
+    config.model.vocab_size = placeholder(int)  # None: the tokenizer's size
     config.model.max_positions = placeholder(int)  # None: data.sequence_length
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.embed_dim = 128
     config.model.mlp_dim = 512
     config.model.token_embed_dim = placeholder(int)  # None: embed_dim
-    config.model.norm_first = True  # False: norms after the residual sums, as 350m
+    config.model.norm_first = True  # False: norms after the residual sums, as in 350m
     config.model.dropout = 0.0
-    config.model.head = "lm"  # none gives activations, and has nothing to train
-    config.model.loss = "cross_entropy"  # or package.module:function, see models/losses.py
+    config.model.head = "lm"  # "none" returns activations and cannot be trained
+    config.model.loss = "cross_entropy"  # or package.module:function; see models/losses.py
     if size == "tiny":
         config.data.vocab_size = 2048
         config.optimizer.learning_rate = 3e-3

@@ -1,11 +1,12 @@
-"""Goes on training an OPT, or another causal language model, from published weights.
+"""Fine-tunes an OPT, or another causal language model, from published weights.
 
-Hardware: any that holds the model; see `mesh` for more than one device.
+Hardware: any that holds the model; set the keys of `mesh` to use more than one device.
 
     python -m train.main --config=configs/opt_finetune.py --config.init_from=PATH --workdir=runs/opt
 
-PATH is a folder of Hugging Face's: config.json, *.safetensors and tokenizer.json. The model, its
-sizes and the tokenizer are read from it. Set `data.name` or `data.paths` to your text.
+PATH is the directory of a Hugging Face model: config.json, *.safetensors and tokenizer.json. The
+architecture, its sizes and the tokenizer are read from there. Set `data.name` or `data.paths` to
+your text.
 """
 
 from ml_collections import ConfigDict
@@ -18,9 +19,10 @@ def get_config() -> ConfigDict:
     """Returns the config."""
     config = common.get_config()
     config.model = ConfigDict()
-    config.model.name = placeholder(str)  # None: that of init_from, as all that is not here
+    # None: from the init_from checkpoint, like all keys of `model` that are not set here.
+    config.model.name = placeholder(str)
     config.model.dropout = placeholder(float)
-    config.model.head = "lm"  # which a checkpoint of the base model alone has not
+    config.model.head = "lm"  # a checkpoint of a base model has no head
     config.data.tokenizer = "init_from"
     config.data.sequence_length = 512
     config.data.global_batch_size = 8

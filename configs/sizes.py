@@ -1,4 +1,4 @@
-"""What the published sizes of all models have in common."""
+"""Settings that the config files share: small runs on digits, and runs of published sizes."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from configs import common
 def at_scale(
     config: ConfigDict, *, sequence_length: int, vocab_size: int, learning_rate: float
 ) -> None:
-    """Sets what the published sizes of a model share: a long run on accelerators."""
+    """Sets the training settings of published sizes of text models: a long run on accelerators."""
     config.data.vocab_size = vocab_size
     config.data.sequence_length = sequence_length
     config.data.global_batch_size = 512
@@ -27,11 +27,11 @@ def at_scale(
 
 
 def of_images(model: str, objective: str) -> ConfigDict:
-    """Returns what configs of models of images begin with: digits, and what these say of a model.
+    """Returns the base config of an image model, on handwritten digits.
 
     Args:
-        model: its `model.name`.
-        objective: the `data.objective` that it learns.
+        model: `model.name`.
+        objective: `data.objective`.
     """
     config = common.get_config()
     config.data.name = "digits"
@@ -42,14 +42,14 @@ def of_images(model: str, objective: str) -> ConfigDict:
     config.model.num_channels = placeholder(int)  # None: images.channels
     if objective == "image_classification":
         config.model.head = "labels"  # labels | none
-        config.model.num_labels = placeholder(int)  # None: the data's
+        config.model.num_labels = placeholder(int)  # None: the number of labels in the data
     return config
 
 
 def encoder(
     config: ConfigDict, layers: int, heads: int, embed_dim: int, mlp_dim: int, patch_size: int
 ) -> None:
-    """Sets the sizes of a ViT, or of the encoder of what pre-trains one."""
+    """Sets the sizes of a ViT, or of the encoder of a model that pretrains one."""
     config.model.num_layers = layers
     config.model.num_heads = heads
     config.model.embed_dim = embed_dim
@@ -58,7 +58,7 @@ def encoder(
 
 
 def digits(config: ConfigDict) -> None:
-    """Sets what small models of images share: a run of a few minutes on handwritten digits."""
+    """Sets the training settings of small image models: a few minutes on handwritten digits."""
     config.data.global_batch_size = 64
     config.images.crop_scale = (0.8, 1.0)
     config.optimizer.learning_rate = 2e-3
@@ -70,7 +70,7 @@ def digits(config: ConfigDict) -> None:
 
 
 def imagenet_images(config: ConfigDict) -> None:
-    """Sets what all published sizes of models of images share: ImageNet at 224 pixels."""
+    """Sets the data settings of published image model sizes: ImageNet at 224 pixels."""
     config.data.name = "imagenet2012"
     config.images.size = 224
     config.images.channels = 3
@@ -83,9 +83,9 @@ def imagenet_images(config: ConfigDict) -> None:
 
 
 def imagenet(config: ConfigDict) -> None:
-    """Sets what the published sizes that learn labels share: 300 epochs.
+    """Sets the training settings of published classifiers: 300 epochs of ImageNet.
 
-    Source: Touvron et al. 2020 (arXiv:2012.12877), table 9, but for its repeated augmentation.
+    Source: Touvron et al. 2020 (arXiv:2012.12877), table 9, without its repeated augmentation.
     """
     imagenet_images(config)
     config.data.global_batch_size = 1024
@@ -109,7 +109,7 @@ def choose(model: str, size: str, sizes: Iterable[str]) -> None:
     """Checks that `size` is "tiny" or one of a model's published sizes.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `size` is neither.
     """
     if size != "tiny" and size not in sizes:
         raise ValueError(f"{model} has no size {size!r}; choose from {', '.join(['tiny', *sizes])}")

@@ -1,13 +1,13 @@
-"""T5 on one device: spans cut out of the text of Python's own standard library.
+"""T5 on one device: span corruption on the source text of Python's own standard library.
 
-Hardware: any; by default a 2-core CPU takes about 1 minute to a validation loss of about 4.25
-nats a token of the spans (8.22 at the start).
+Hardware: any. With the default size, a 2-core CPU takes about 1 minute to reach a validation loss
+of about 4.25 nats per token of the spans (8.22 at the start).
 
     python -m train.main --config=configs/t5.py
 
-`--config=configs/t5.py:SIZE` is a published size, for accelerators: small, base, large, 3b and 11b,
-the same with v1.1- before them (v1.1-small to v1.1-xxl), and mt5- likewise. They are meant for a
-corpus and a tokenizer of their size.
+`--config=configs/t5.py:SIZE` selects a published size, for accelerators: small, base, large, 3b or
+11b for T5 1.0, v1.1-small to v1.1-xxl for T5 1.1, and mt5-small to mt5-xxl for mT5. These need a
+corpus and a tokenizer of matching size.
 """
 
 from ml_collections import ConfigDict
@@ -15,8 +15,8 @@ from ml_collections.config_dict import placeholder
 
 from configs import common, sizes
 
-#: name -> (layers of each side, heads, head dim, embed dim, mlp dim). Raffel et al. 2019
-#: (arXiv:1910.10683), section 3.7, and of version 1.1 the published config.json.
+#: T5 1.0: name -> (layers of the encoder and of the decoder, heads, head dim, embed dim, mlp dim).
+#: Raffel et al. 2019 (arXiv:1910.10683), section 3.7.
 ORIGINAL = {
     "small": (6, 8, 64, 512, 2048),
     "base": (12, 12, 64, 768, 3072),
@@ -24,6 +24,7 @@ ORIGINAL = {
     "3b": (24, 32, 128, 1024, 16384),
     "11b": (24, 128, 128, 1024, 65536),
 }
+#: T5 1.1 and mT5, whose MLPs are gated: the same, from the published config.json.
 GATED = {
     "small": (8, 6, 64, 512, 1024),
     "base": (12, 12, 64, 768, 2048),
@@ -39,14 +40,14 @@ SIZES = (
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    """Returns the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("t5", size, SIZES)
     config = common.get_config()
     config.data.objective = "span_corruption"
     config.model = ConfigDict()
     config.model.name = "t5"
-    config.model.vocab_size = placeholder(int)  # None: the tokenizer's
-    config.model.num_layers = 3  # of the encoder
+    config.model.vocab_size = placeholder(int)  # None: the tokenizer's size
+    config.model.num_layers = 3  # encoder layers
     config.model.num_decoder_layers = 3
     config.model.num_heads = 4
     config.model.head_dim = 32
@@ -56,8 +57,8 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.activation = "gelu_tanh"
     config.model.is_gated = True
     config.model.tie_embeddings = False
-    config.model.scale_outputs = False  # by 1 / √embed_dim before the head
-    config.model.loss = "cross_entropy"  # or package.module:function, see models/losses.py
+    config.model.scale_outputs = False  # scale activations by 1 / √embed_dim before the head
+    config.model.loss = "cross_entropy"  # or package.module:function; see models/losses.py
     if size == "tiny":
         config.data.vocab_size = 2048
         config.optimizer.learning_rate = 3e-3

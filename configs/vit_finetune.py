@@ -1,24 +1,25 @@
-"""A ViT that starts from a pre-training without labels, on one device: handwritten digits.
+r"""Fine-tunes a self-supervised ViT on one device: classifies handwritten digits.
 
-All of the encoder is trained on, the layers nearest the image least. `init_from` is a run of
-configs/mae.py or configs/moco.py, or a folder of ViTMAE as Hugging Face has it; sizes are those of
-the pre-training, and another resolution is learnt with positions interpolated.
+The whole encoder is trained, with layer-wise learning-rate decay: the layers closest to the input
+change least. `init_from` is a run of configs/mae.py or configs/moco.py, or the directory of a
+Hugging Face ViTMAE model. The model's sizes are read from it. At another resolution, the position
+embeddings are interpolated.
 
-Hardware: any; on a 2-core CPU about a minute.
+Hardware: any; about a minute on a 2-core CPU.
 
-    python -m train.main --config=configs/vit_finetune.py --workdir=runs/finetune \\
+    python -m train.main --config=configs/vit_finetune.py --workdir=runs/finetune \
         --config.init_from=runs/mae
 
-`--config=configs/vit_finetune.py:SIZE` is the recipe of a published size, for accelerators and a
-data set such as imagenet2012: base16, large16 and huge14, as He et al. 2021 (arXiv:2111.06377,
-table 9) have it, with the settings that their code gives for each size.
+`--config=configs/vit_finetune.py:SIZE` selects the recipe for a published size, for accelerators
+and a data set such as imagenet2012: base16, large16 or huge14. Recipe: He et al. 2021
+(arXiv:2111.06377, table 9), with the settings that their code has for each size.
 """
 
 from ml_collections import ConfigDict
 
 from configs import sizes, vit
 
-#: name -> (learning rate of 256 images, layer decay, drop path, epochs).
+#: name -> (learning rate per 256 images of a batch, layer decay, drop path, epochs).
 SIZES = {
     "base16": (5e-4, 0.65, 0.1, 100),
     "large16": (1e-3, 0.75, 0.2, 50),
@@ -28,7 +29,7 @@ _STEPS_PER_EPOCH = 1251
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    """Returns the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("vit_finetune", size, SIZES)
     config = vit.get_config(size)
     config.model.pool = "mean"

@@ -1,19 +1,19 @@
-"""A linear probe on one device: how much a classifier finds in what a pre-training has learnt.
+r"""Linear probe on one device: evaluates the features of a pretrained ViT.
 
-A ViT starts from a pre-training of configs/moco.py or configs/mae.py, and nothing but a new linear
-layer over its activations is trained; without `init_from` the encoder is an untrained one, which is
-what a probe is to be compared with.
+The encoder comes from a run of configs/moco.py or configs/mae.py and is frozen; only a new linear
+classifier is trained. Without `init_from` the encoder has random weights, which gives the baseline
+to compare with.
 
-Hardware: any; on a 2-core CPU about a minute.
+Hardware: any; about a minute on a 2-core CPU.
 
-    python -m train.main --config=configs/vit_probe.py --workdir=runs/probe \\
+    python -m train.main --config=configs/vit_probe.py --workdir=runs/probe \
         --config.init_from=runs/moco
 
-On digits the optimizer is Adam, which needs no search for a learning rate, and a twentieth of the
-labels are used. `--config=configs/vit_probe.py:SIZE` is for a published size on a data set such as
-imagenet2012, the number the side of a patch: small16, base16, large16 and huge16, with SGD for 90
-epochs, as the code of Chen et al. 2021 (arXiv:2104.02057) does it for MoCo v3: neither weight decay
-nor changes of images but crops and flips.
+On digits it uses Adam, which needs no learning-rate search, and a twentieth of the labels.
+`--config=configs/vit_probe.py:SIZE` is for a published size on a data set such as imagenet2012:
+small16, base16, large16 or huge16; the number is the patch size in pixels. These use SGD for 90
+epochs without weight decay, and no augmentation except crops and flips, like the code of Chen et
+al. 2021 (arXiv:2104.02057) for MoCo v3.
 """
 
 from ml_collections import ConfigDict
@@ -22,12 +22,12 @@ from configs import moco, sizes, vit
 
 SIZES = moco.SIZES
 
-#: All but the classifier.
+#: All parameters except the classifier's.
 FROZEN = ("patch_embedding.*", "class_token", "position_embedding", "encoder.*", "final_norm.*")
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config; `size` is "tiny" or a key of SIZES."""
+    """Returns the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("vit_probe", size, SIZES)
     config = vit.get_config()
     config.model.positions = "sincos"

@@ -1,10 +1,10 @@
-"""Compiles a training step for GPUs that are not there: `python -m train.compile --help`.
+"""Compiles a training step for GPUs that you do not have, and predicts its time.
 
     python -m train.compile --config=configs/llama.py:3-8b --target=h100:1x8 --config.mesh.fsdp=8
 
-No GPU and no data are needed: XLA compiles for the description of a GPU, and the vocabulary's size
-comes from the config. What it prints of memory and collectives is read from the compiled program;
-times are predicted. docs/before_you_rent.md explains the output.
+You need neither GPUs nor data: XLA compiles for a description of a GPU, and the vocabulary size
+comes from the config. Memory and collectives in the report are read from the compiled program;
+times are predictions. docs/before_you_rent.md explains the output.
 """
 
 import argparse
@@ -39,27 +39,28 @@ from train.planning.step_time import machine_of
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.build import Run, prepare
 
-#: Labels where only the data would say how many: `data.name` of images -> labels.
+#: Number of labels to assume if only the data would tell: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
-_OTHER_IMAGE_LABELS = 1000  # ImageNet's
+_OTHER_IMAGE_LABELS = 1000  # as in ImageNet
 _TEXT_LABELS = 2
-#: `data.name` of what lies in `data.paths`.
+#: Values of `data.name` that read `data.paths`.
 _READ_FROM_PATHS = ("text", "megatron", "image_folder")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """A training step as XLA compiled it for a target, and what was found in it.
+    """A training step compiled for a target, and its analysis.
 
     Attributes:
-      run: of the config.
-      target: that it was compiled for.
-      compiled: the program.
-      budget: memory that a step may take.
-      assumed: what the config leaves to the data, in words.
-      trace_s, compile_s: seconds on this machine.
-      memory: of one device.
-      prediction: of the step's time.
+        run: the run of the config.
+        target: the GPUs that the step was compiled for.
+        compiled: the compiled step.
+        budget: memory that a step may use.
+        assumed: assumptions about values that the data would determine, as text.
+        trace_s: seconds spent tracing on this machine.
+        compile_s: seconds spent compiling on this machine.
+        memory: memory of the compiled step on one device.
+        prediction: predicted time of the step.
     """
 
     run: Run
@@ -74,19 +75,19 @@ class CompiledStep:
 
     @property
     def units_per_s(self) -> float:
-        """Predicted tokens, or images, per second of all devices."""
+        """Predicted tokens or images per second, over all devices."""
         return self.run.units_per_step / self.prediction.step_s
 
     @property
     def mfu(self) -> float | None:
-        """Predicted model FLOPs utilization, from 0 to 1; None where FLOPs are not known."""
+        """Predicted model FLOPs utilization, from 0 to 1; None if FLOPs are unknown."""
         if not self.run.flops_per_unit:
             return None
         peak = peak_flops_per_s(self.run.hardware.device_kind, self.run.config.precision.compute)
         return mfu(self.run.flops_per_unit * self.units_per_s, self.run.mesh.size, peak)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what `--json` prints; docs/before_you_rent.md lists the keys."""
+        """Returns the report of `--json`; docs/before_you_rent.md lists the keys."""
         run, prediction = self.run, self.prediction
         estimated, compiled = run.estimate.device_bytes, self.memory.in_all
         per_host = self.budget.devices_per_host
@@ -129,7 +130,7 @@ class CompiledStep:
         }
 
     def to_text(self) -> str:
-        """Returns the report for people."""
+        """Returns the report as text."""
         run, found = self.run, self.to_json()
         memory = found["memory"]
         mesh = " × ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
@@ -157,10 +158,10 @@ class CompiledStep:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compiles and prints the report; returns the exit code, see train/lifecycle/exit_codes.py."""
+    """Runs the command; returns the exit code, see train/lifecycle/exit_codes.py."""
     parser = argparse.ArgumentParser(
         prog="python -m train.compile",
-        description="Compiles a training step for GPUs that are not there, and predicts its time.",
+        description="Compiles a training step for GPUs you do not have, and predicts its time.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
@@ -169,11 +170,11 @@ def main(argv: list[str] | None = None) -> int:
         required=True,
         help=f"KIND:HOSTSxGPUS, such as h100:8x8; KIND is {', '.join(TARGETS)}, or a file",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--out", type=Path, help="also write HLO, trace and picture here")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    parser.add_argument("--out", type=Path, help="directory for HLO, report, trace and picture")
     args, others = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", force=True)
-    # The compiler needs no device, and a CUDA plugin without a driver would fail to find one.
+    # Compiling needs no device, and a CUDA plugin without a driver would fail to find one.
     jax.config.update("jax_platforms", "cpu")
     try:
         overrides = config_files.overrides(others)
@@ -191,36 +192,42 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledStep:
-    """Returns the compiled training step of a config.
+    """Compiles the training step of a config.
 
     Args:
-        path: as `--config` has it.
+        path: config file, as for `--config`.
+        target: the GPUs to compile for.
         overrides: `section.key=value`.
 
     Raises:
-        ValueError: the config, the mesh or the target is wrong.
+        ValueError: the config, the mesh or the target is not valid.
         OSError: a file is missing.
     """
     given: Any = config_files.load(path, overrides)
     if given.get("init_from"):
         inherit_config(given, read_source(given.init_from), overrides)
     if given.data.name in _READ_FROM_PATHS and not given.data.paths:
-        given.data.paths = ("not_read",)  # a config may leave them to the command line
+        given.data.paths = ("not_read",)  # required by the config, but no data is read here
     config = resolve(given)
     return compile_run(run_for(config, target), sizes_without_data(config).assumed)
 
 
 def run_for(config: RunConfig, target: Target) -> Run:
-    """Returns the run of a config on GPUs that are not there, and without its data.
+    """Builds the run of a config for target GPUs, without reading its data.
+
+    Args:
+        config: the run's config.
+        target: the GPUs.
 
     Raises:
-        ValueError: the config does not fit the target's number of GPUs, or itself.
+        ValueError: the mesh does not match the target's number of GPUs, or the config is not
+            consistent.
     """
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     mesh_config = config.mesh.resolve(target.num_devices)
     if mesh_config.num_devices != target.num_devices:
         raise ValueError(
-            f"mesh {mesh_config} has {mesh_config.num_devices} devices, and --target={target.name} "
+            f"mesh {mesh_config} has {mesh_config.num_devices} devices, but --target={target.name} "
             f"has {target.num_devices}; make them equal, for example with mesh.data=-1"
         )
     mesh, sizes = make_mesh(mesh_config, target.devices()), sizes_without_data(config)
@@ -238,10 +245,11 @@ def run_for(config: RunConfig, target: Target) -> Run:
 
 
 def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
-    """Returns the compiled training step of a run that has a target.
+    """Compiles and analyses the training step of a run that has a target.
 
     Args:
-        assumed: what the config leaves to the data, in words.
+        run: a run from `run_for`.
+        assumed: assumptions about values that the data would determine, as text.
     """
     assert run.target is not None
     start = time.perf_counter()
@@ -264,7 +272,7 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
 
 
 def write_files(step: CompiledStep, directory: Path) -> None:
-    """Writes the program, the report, a trace for Perfetto and a picture into `directory`."""
+    """Writes the HLO, the JSON report, a trace for Perfetto and a picture into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "step.hlo.txt").write_text(step.compiled.as_text() or "", encoding="utf-8")
     (directory / "report.json").write_text(json.dumps(step.to_json(), indent=2) + "\n")
@@ -275,7 +283,7 @@ def write_files(step: CompiledStep, directory: Path) -> None:
 
 
 def _ticks(run: Run) -> Ticks | None:
-    """Returns what each stage of a pipeline does in each tick; None without a pipeline."""
+    """Returns the work of each pipeline stage in each tick; None without a pipeline."""
     if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
         return None
     pipeline = run.config.pipeline
@@ -286,19 +294,15 @@ def _ticks(run: Run) -> Ticks | None:
 
 
 class DataSizes(NamedTuple):
-    """What the data would say of a model's sizes; None for what the model does not have.
-
-    Attributes:
-        assumed: in words, what neither the config nor a tokenizer's file says.
-    """
+    """Sizes of a model that the data determines; None for sizes that the model does not have."""
 
     vocab_size: int | None
     num_labels: int | None
-    assumed: tuple[str, ...]
+    assumed: tuple[str, ...]  # values that neither the config nor a tokenizer file states, as text
 
 
 def sizes_without_data(config: RunConfig) -> DataSizes:
-    """Returns the sizes that a config's data would give to its model, as far as they are known."""
+    """Returns the sizes that a config's data would determine, with assumptions if necessary."""
     fields = {field.name for field in dataclasses.fields(config.model_class.Config)}
     vocab_size, num_labels, assumed = None, None, []
     if not config.data.reads_images:
@@ -309,12 +313,12 @@ def sizes_without_data(config: RunConfig) -> DataSizes:
         num_labels = _TEXT_LABELS
         if config.data.reads_images:
             num_labels = _IMAGE_LABELS.get(config.data.name, _OTHER_IMAGE_LABELS)
-        assumed.append(f"{num_labels:,} labels; --config.model.num_labels=N says otherwise")
+        assumed.append(f"{num_labels:,} labels; set --config.model.num_labels=N to change this")
     return DataSizes(vocab_size, num_labels, tuple(assumed))
 
 
 def _vocab_size(config: RunConfig) -> int:
-    """Returns the tokens of a tokenizer, as far as that is known without data."""
+    """Returns the vocabulary size, from the config or from a tokenizer file."""
     if config.model_fields.get("vocab_size") is not None:
         return config.model_fields["vocab_size"]
     tokenizer = load_fixed_tokenizer(config.data)

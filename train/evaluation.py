@@ -1,4 +1,4 @@
-"""Evaluating on the validation split."""
+"""Evaluation on the validation split, and when it is due."""
 
 import math
 from collections.abc import Callable
@@ -24,13 +24,20 @@ def evaluate(
     phases: Phases,
     is_stopping: Callable[[], object] = lambda: False,
 ) -> dict[str, float] | None:
-    """Returns `eval_loss` (nats) and the head's metrics, `eval_*`; for tokens `eval_perplexity`.
+    """Evaluates the averaged parameters if the run keeps an average, else the parameters.
 
-    They are those of the average of the parameters, where the run keeps one that is no teacher.
+    A model that learns from its average (MoCo) is evaluated with its own parameters.
 
     Args:
-        phases: enters "eval", at each batch anew.
-        is_stopping: asked after each; if so, the evaluation is given up and None returned.
+        run: the run.
+        corpus: its validation split is used.
+        state: the training state.
+        phases: enters the phase "eval", again for every batch.
+        is_stopping: called after every batch; if it returns True, the evaluation is abandoned.
+
+    Returns:
+        `eval_loss` (nats), the head's metrics as `eval_*`, and for tokens `eval_perplexity`; None
+        if the evaluation was abandoned.
     """
     with phases("compile"):
         eval_step = run.eval_step
@@ -38,7 +45,7 @@ def evaluate(
     config, params = run.config.data, run.evaluated(state)
     with phases("eval"):
         for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
-            with phases("eval"):  # from here on it may take train.failure_timeout_s again
+            with phases("eval"):  # restarts the watchdog's timeout, train.failure_timeout_s
                 batch.pop("index")
                 placed = place_batch(batch, run.rows, run.batch_sharding, config.global_batch_size)
                 for name, value in jax.device_get(eval_step(*params, placed)).items():
@@ -54,13 +61,13 @@ def evaluate(
 
 
 def is_evaluated(run: Run, corpus: Corpus, step: int) -> bool:
-    """Returns whether the config has this step evaluated."""
+    """Returns whether the run evaluates after this step."""
     is_due = is_due_at(step, run.config.eval.every_steps, run.config.train.num_steps)
     return is_due and len(corpus.validation) > 0
 
 
 def lacks_evaluation(run: Run, corpus: Corpus, step: int, workdir: Path) -> bool:
-    """Returns whether a step that was saved should have been evaluated and was not."""
+    """Returns whether a saved step was due for evaluation, but has none in the metrics file."""
     if step == 0 or not is_evaluated(run, corpus, step):
         return False
     path = workdir / METRICS_FILE
@@ -73,5 +80,11 @@ def lacks_evaluation(run: Run, corpus: Corpus, step: int, workdir: Path) -> bool
 
 
 def is_due_at(step: int, every_steps: int, num_steps: int) -> bool:
-    """Returns whether what is done every so many steps, and at the end, is done at `step`."""
+    """Returns whether something that is due every `every_steps`, and at the end, is due now.
+
+    Args:
+        step: the current step.
+        every_steps: period; 0: only at the end.
+        num_steps: the last step.
+    """
     return step == num_steps or (every_steps > 0 and step % every_steps == 0)

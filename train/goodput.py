@@ -1,7 +1,8 @@
-"""What a run's time went into, over all its starts: `python -m train.goodput WORKDIR`.
+"""Shows how much of a run's time was productive: `python -m train.goodput WORKDIR`.
 
-Each start of a run keeps one file, `workdir/goodput/<number>.json`. Durations in it are those of a
-monotonic clock. Only what lies between two starts comes from the time of day.
+Goodput is the time in steps that were done for the first time, divided by the total time over all
+starts of the run. Each start writes one file, `workdir/goodput/<number>.json`. Durations in it are
+measured with a monotonic clock; only the time between two starts is computed from the time of day.
 """
 
 import argparse
@@ -21,29 +22,29 @@ from pathlib import Path
 from train.lifecycle.phases import NAMES, RECOMPUTED, Phases
 
 GOODPUT_DIRECTORY = "goodput"
-#: How a start may end; None if it was killed, or still runs.
+#: How a start can end; None if it was killed or is still running.
 ENDS = ("finished", "stopped", "failed", None)
-#: What is not productive, in the order in which it is shown.
+#: Causes of time that is not productive, in the order of the table.
 CAUSES = ("startup", "compile", "restore", "data", "eval", "save", RECOMPUTED, "down", "other")
 
 _FILE_NAME = re.compile(r"(\d{4,})\.json")
 _LATEST_TIME = datetime(9999, 1, 1).timestamp()
 
-_log = logging.getLogger("train")  # whatever name this file runs under
+_log = logging.getLogger("train")  # not __name__, which is "__main__" on the command line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of a run, as its file says."""
+    """One start of a run: the contents of its file."""
 
-    number: int  # 1, 2, ...: the file's name
-    started_at: float  # time of day, in seconds since 1970: when the process was created
+    number: int  # 1, 2, ...: the name of the file
+    started_at: float  # time of day when the process was created, in seconds since 1970
     written_at: float  # time of day of the last write
     seconds: Mapping[str, float]  # by phase, without recomputed steps
-    first_step: int  # the step that it went on from
-    last_step: int  # the last one done
-    recomputed_steps: int  # of those, how many an earlier start had done already
-    recomputed_s: float  # what they took
+    first_step: int  # the step that it resumed from; 0 at the beginning
+    last_step: int  # the last step that it did
+    recomputed_steps: int  # how many of its steps an earlier start had done already
+    recomputed_s: float  # seconds that these took
     num_devices: int
     num_processes: int
     ended: str | None  # one of ENDS
@@ -54,37 +55,37 @@ class Attempt:
         counts = (self.first_step, self.last_step, self.recomputed_steps)
         counts = (*counts, self.num_devices, self.num_processes)
         if not all(isinstance(value, int | float) for value in (*times, *lengths)):
-            raise ValueError("a time is no number")
+            raise ValueError("a time is not a number")
         if not all(0 <= value < _LATEST_TIME for value in (*times, *lengths)):
             raise ValueError("a time is out of range")
         if not all(type(value) is int and value >= 0 for value in counts):
-            raise ValueError("a count is no whole number of 0 or more")
+            raise ValueError("a count is not an integer of 0 or more")
         if self.ended not in ENDS:
             raise ValueError(f"ended={self.ended!r} is unknown")
 
     @property
     def wall_s(self) -> float:
-        """Seconds from its beginning to its last write."""
+        """Seconds from the creation of the process to the last write."""
         return math.fsum(self.seconds.values()) + self.recomputed_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """What a run's time went into."""
+    """Productive and lost time of a run, in seconds over all its starts."""
 
     starts: tuple[Attempt, ...]
-    total_s: float  # productive_s and all of lost_s
+    total_s: float  # productive_s plus the sum of lost_s
     productive_s: float  # in steps that were done for the first time
     lost_s: Mapping[str, float]  # by cause, all of CAUSES
 
     @property
     def fraction(self) -> float:
-        """The share of the time that was productive, from 0 to 1."""
+        """The fraction of the time that was productive, from 0 to 1."""
         return self.productive_s / self.total_s if self.total_s else 0.0
 
 
 class GoodputRecord:
-    """This start's file, on the first process; on the others it writes nothing."""
+    """Writes the file of this start. Only the first process writes."""
 
     def __init__(
         self,
@@ -97,19 +98,19 @@ class GoodputRecord:
         is_writer: bool = True,
         time_of_day: Callable[[], float] = time.time,
     ):
-        """Takes the next number, and has `phases` count steps that are done again as such.
+        """Takes the next free number, and makes `phases` count repeated steps as recomputed.
 
         Args:
-            workdir: the run's directory, made if need be.
-            phases: this process's.
-            first_step: the step that this start goes on from; 0 at the beginning.
-            num_devices: of the mesh.
-            num_processes: of this start.
-            is_writer: False on all processes but the first.
+            workdir: the run's directory; it is created if necessary.
+            phases: the phases of this process.
+            first_step: the step that this start resumes from; 0 at the beginning.
+            num_devices: number of devices of the mesh.
+            num_processes: number of processes of this start.
+            is_writer: False on all processes except the first.
             time_of_day: returns seconds since 1970.
 
         Raises:
-            OSError: `workdir/goodput` can be neither made nor read.
+            OSError: `workdir/goodput` cannot be created or read.
         """
         self._directory = Path(workdir) / GOODPUT_DIRECTORY
         self._phases, self._is_writer, self._time_of_day = phases, is_writer, time_of_day
@@ -138,11 +139,11 @@ class GoodputRecord:
         self._has_warned = False
 
     def write(self, last_step: int, ended: str | None = None) -> None:
-        """Renews the file, whole or not at all; one that cannot be written is warned of once.
+        """Replaces the file atomically. If it cannot be written, logs one warning.
 
         Args:
-            last_step: the last step done.
-            ended: one of ENDS; None while the run goes on.
+            last_step: the last step that was done.
+            ended: one of ENDS; None while the run continues.
 
         Raises:
             ValueError: `ended` is not one of ENDS.
@@ -161,9 +162,9 @@ class GoodputRecord:
             self._write()
 
     def summary(self) -> Goodput:
-        """Returns what went into the run up to the last `write`; to be called by the first process.
+        """Returns the goodput of the run up to the last `write`.
 
-        The others know nothing of earlier starts.
+        Call this on the first process only; the others do not know about earlier starts.
         """
         return _sum([*self._earlier, self._start])
 
@@ -176,31 +177,34 @@ class GoodputRecord:
             os.replace(new, path)
         except OSError as error:
             if not self._has_warned:
-                _log.warning("%s cannot be written; the run goes on without: %s", path, error)
+                _log.warning("%s cannot be written; the run continues without it: %s", path, error)
             self._has_warned = True
 
 
 def summarize(workdir: str | Path) -> Goodput:
-    """Returns what the time of the run in `workdir` went into, over all its starts.
+    """Returns the goodput of the run in `workdir`, over all its starts.
 
-    Time is "down" from one start's last write to the next one's beginning, unless the run had
-    finished. What was computed after the last write of a start that was killed is "down" too.
+    The time between the last write of a start and the next start counts as "down", unless the run
+    had finished. If a start was killed, that includes its time after the last write.
+
+    Args:
+        workdir: the run's directory.
 
     Raises:
-        ValueError: `workdir` holds no start of a run.
+        ValueError: `workdir` has no record of a start.
         OSError: it cannot be read.
     """
     directory = Path(workdir) / GOODPUT_DIRECTORY
     starts = _read_starts(directory) if directory.is_dir() else []
     if not starts:
         raise ValueError(
-            f"{directory} holds no start of a run; name the --workdir of a run that has begun"
+            f"{directory} has no record of a start; give the --workdir of a run that has started"
         )
     return _sum(starts)
 
 
 def table(goodput: Goodput) -> str:
-    """Returns lines of text: seconds and percent by cause, then one line per start."""
+    """Formats a goodput: seconds and percent by cause, then one line per start."""
     lines = [f"goodput {goodput.fraction:.1%} of {goodput.total_s:,.1f} s"]
     lines += ["", f"{'':12}{'seconds':>14}{'percent':>9}"]
     parts_s = {"productive": goodput.productive_s, **goodput.lost_s, "total": goodput.total_s}
@@ -243,27 +247,27 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _read_starts(directory: Path) -> list[Attempt]:
-    """Returns the starts in order of their numbers; a file that holds none is warned of."""
+    """Returns the starts ordered by number; logs a warning for files that cannot be parsed."""
     starts = []
     for path in sorted(directory.iterdir()):
-        if path.name.startswith("."):  # of a write that was cut off
+        if path.name.startswith("."):  # left by an interrupted write
             continue
         try:
             starts.append(_read(path))
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            _log.warning("%s is passed over, it holds no start of a run: %s", path, error)
+            _log.warning("%s is ignored, it is not a record of a start: %s", path, error)
     return sorted(starts, key=lambda start: start.number)
 
 
 def _read(path: Path) -> Attempt:
     match = _FILE_NAME.fullmatch(path.name)
     if match is None:
-        raise ValueError("its name is no number")
+        raise ValueError("its name is not a number")
     return Attempt(number=int(match[1]), **json.loads(path.read_text(encoding="utf-8")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Runs the command; returns the exit code: 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m train.goodput", allow_abbrev=False)
     parser.add_argument("workdir", type=Path, help="a run's directory")
     args = parser.parse_args(argv)

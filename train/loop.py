@@ -1,4 +1,9 @@
-"""The story of a run: next batch, step, log, evaluate, save."""
+"""The training loop: get a batch, run a step, log, evaluate, save.
+
+The loop owns all side effects; the steps are pure functions. At most steps the host runs ahead of
+the devices: votes about stopping and the divergence check read results of the previous step. Only
+logged steps wait for their own metrics.
+"""
 
 from pathlib import Path
 
@@ -30,21 +35,26 @@ def train(
     phases: Phases,
     signals: StopSignals,
 ) -> int:
-    """Trains from `start` to the last step, or to the one after which a signal stops all processes.
+    """Trains from `start` to the last step, or until a signal stops all processes.
 
-    A step is evaluated before it is saved: a run that is killed in between logs both again. What a
-    signal kept from being evaluated is evaluated by the next start.
+    A step is evaluated before it is saved, so a run that is killed in between evaluates it again.
+    An evaluation that a signal interrupted is done by the next start.
 
     Args:
-        workdir: where metrics go.
-        saves: False leaves no checkpoint behind.
+        run: the run.
+        corpus: its data.
+        start: the position to start from.
+        workdir: directory for metrics and the goodput record.
+        saves: False disables checkpoints.
+        phases: the phases of this process.
+        signals: records signals that ask this process to stop.
 
     Returns:
         The process's exit code; see train/lifecycle/exit_codes.py.
 
     Raises:
         Diverged: too many steps in a row were not finite.
-        BrokenExample: data that was sound at the start cannot be read.
+        BrokenExample: an example that was intact at the start cannot be read any more.
     """
     config, num_steps, state = run.config, run.config.train.num_steps, start.state
     is_first = jax.process_index() == 0
@@ -65,14 +75,14 @@ def train(
     stops = is_time = False
 
     def vote() -> bool:
-        """Returns whether all processes are to stop; notes whether they are to save."""
+        """Returns whether all processes should stop; records in `is_time` whether to save."""
         nonlocal is_time
         stop, save = votes.cast(signals.has_received, is_first and timer.is_due())
         is_time |= save > 0
         return stop > 0
 
     def score() -> dict[str, float] | None:
-        """Returns None if a signal came."""
+        """Evaluates and logs; returns None if a signal interrupted it."""
         with meter.paused():
             scores = evaluate(run, corpus, state, phases, vote)
         if scores is not None:
@@ -113,7 +123,8 @@ def train(
                 scores = score()
                 stops = scores is None
             is_due = is_due_at(step, config.checkpoint.every_steps, num_steps)
-            # What is answered right after a save was asked before it.
+            # Votes are answered one step later. An answer right after a save belongs to a vote
+            # from before the save, so it is ignored.
             is_time = is_time and step > last_save + 1
             if saves and (is_due or is_time or stops):
                 save(scores)
@@ -128,7 +139,7 @@ def train(
         progress.close()
         writer.close()
     with phases("save"):
-        wait_for_all("saved")  # before one ends, and whoever started it takes that for the end
+        wait_for_all("saved")  # a launcher ends all processes when the first one exits
     is_unsaved = start.checkpoints.last_failure is not None
     record.write(step, "failed" if is_unsaved else "stopped" if stops else "finished")
     return UNSAVED if is_unsaved else STOPPED if stops else FINISHED

@@ -1,4 +1,8 @@
-"""Trains or evaluates: `python -m train.main --config=FILE [--workdir=DIR]`."""
+"""Entry point for training and evaluation: `python -m train.main --config=FILE [--workdir=DIR]`.
+
+`main` sets up a run, finds its position (the beginning or a checkpoint), and starts the training
+loop. Every error before the first step is reported in one sentence, on all processes.
+"""
 
 import argparse
 import dataclasses
@@ -39,29 +43,40 @@ from train.run.compatibility import check_tokenizer
 from train.run.summary import describe
 
 ROOMS = ("checkpoint", "data", "models", "sharding", "train")
-#: One host may tokenise, compile or read long after another has; jax notices one that is gone.
+#: Hosts may take very different times to tokenize, compile and read. jax detects a lost one.
 _LONGEST_START_S = 24 * 3600.0
 
 _log = logging.getLogger("train")  # not __name__, which is "__main__" on the command line
 
 
 def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> int:
-    """Returns the exit code; see train/lifecycle/exit_codes.py.
+    """Runs the command.
 
     Args:
-        signals: that the caller gives back afterwards; by default they are given back here.
+        argv: command-line arguments; by default `sys.argv[1:]`.
+        signals: records stop signals. The caller restores the signal handlers; by default this
+            function creates it and restores them.
+
+    Returns:
+        The exit code; see train/lifecycle/exit_codes.py.
     """
     parser = argparse.ArgumentParser(prog="python -m train.main", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
-    parser.add_argument("--workdir", type=Path, help="the run's files; default: runs/<config>")
-    parser.add_argument("--deepspeed", help="a DeepSpeed JSON; keys on the command line win")
+    parser.add_argument(
+        "--workdir", type=Path, help="directory for the run's files; default: runs/<config>"
+    )
+    parser.add_argument(
+        "--deepspeed", help="a DeepSpeed JSON; --config.* on the command line takes precedence"
+    )
     parser.add_argument("--mode", choices=("train", "eval"), default="train")
-    parser.add_argument("--fast_dev_run", action="store_true", help="3 steps; workdir is not used")
+    parser.add_argument(
+        "--fast_dev_run", action="store_true", help="try 3 steps; does not use the workdir"
+    )
     args, others = parser.parse_known_args(argv)
     if args.workdir is None:
         args.workdir = config_files.default_workdir(args.config)
     if args.mode == "eval" and args.fast_dev_run:
-        parser.error("--fast_dev_run tries training; --mode=eval takes --config.eval.num_batches=N")
+        parser.error("--fast_dev_run is for training; use --config.eval.num_batches=N instead")
     logging.basicConfig(format="%(message)s", force=True)
     for room in ROOMS:
         logging.getLogger(room).setLevel(logging.INFO)
@@ -83,7 +98,8 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
                 start = workdir.find_position(run, corpus, directory, source)
             if args.mode == "train":
                 start.checkpoints.tidy()
-                ready = Exchange(_LONGEST_START_S)  # all are, before waiting in a step is watched
+                # All processes are ready before the watchdog starts to limit the time of a step.
+                ready = Exchange(_LONGEST_START_S)
                 ready.on_all(
                     lambda: workdir.write_run_files(directory, run, corpus, source, planner.report)
                 )
@@ -126,7 +142,15 @@ def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watch
 def _set_up(
     args: argparse.Namespace, overrides: list[str]
 ) -> tuple[Run, Corpus, Source | None, MemoryPlanner]:
-    """Returns the run, its corpus, what it starts from and its planner: nothing is computed yet."""
+    """Builds a run without computing anything on devices.
+
+    Args:
+        args: the parsed command line.
+        overrides: `section.key=value` from the command line.
+
+    Returns:
+        The run, its corpus, the `init_from` checkpoint or None, and the memory planner.
+    """
     evaluates = args.mode == "eval"
     given: Any = config_files.load(args.config, overrides)
     if args.deepspeed is not None:
@@ -134,7 +158,7 @@ def _set_up(
         given = config_files.load(args.config, overrides)
     if evaluates and not (given.get("init_from") or workdir.has_checkpoint(args.workdir)):
         raise ValueError(
-            f"--mode=eval: --workdir={args.workdir} holds no checkpoint; train first, or set "
+            f"--mode=eval: --workdir={args.workdir} has no checkpoint; train first, or set "
             "--config.init_from"
         )
     if args.fast_dev_run:
@@ -175,8 +199,12 @@ def _set_up(
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process: at once after a failure beside others, who would be waited for."""
-    for name in SIGNALS:  # a further one would take the place of the code
+    """Ends the process.
+
+    After a failure in a run with several processes it exits immediately: jax's own shutdown would
+    wait for the other processes.
+    """
+    for name in SIGNALS:  # another signal now would replace the exit code
         signal.signal(name, signal.SIG_IGN)
     if code not in (*FINAL, STOPPED) and startup.read_distributed_env(os.environ) is not None:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Draws the loss of one run or several over steps.
+"""Plots the training and evaluation loss of one or more runs over steps.
 
 python -m train.plot runs/a [runs/b ...] --out=loss.png [--title="..."]
 """
@@ -11,19 +11,24 @@ import matplotlib.figure
 
 from train.reporting.metrics import METRICS_FILE, read_metrics
 
-matplotlib.use("Agg")  # a file, never a window
+matplotlib.use("Agg")  # renders to files, and needs no display
 import matplotlib.pyplot as plt  # noqa: E402
 
 
 def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
-    """Writes a picture of `loss` (a line) and `eval_loss` (dashed, with dots) to `out`.
+    """Plots `loss` (solid line) and `eval_loss` (dashed, with dots) of runs.
+
+    Args:
+        directories: workdirs of the runs.
+        out: image file to write.
+        title: title of the plot.
 
     Raises:
-        ValueError: if a run has no metrics, or `out` cannot be written as a picture.
+        ValueError: a run has no metrics, or `out` cannot be written as an image.
     """
     figure, axes = plt.subplots(figsize=(7, 4), dpi=150, layout="constrained")
     for index, directory in enumerate(directories):
-        # The first is the widest: runs that agree show as lines within lines.
+        # The first line is the widest, so that curves that coincide are all visible.
         width = 1.2 + 2.4 * (len(directories) - 1 - index)
         entries = _read(directory)
         name = directory.name or str(directory)
@@ -49,10 +54,14 @@ def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
 
 
 def save(figure: matplotlib.figure.Figure, out: Path) -> None:
-    """Writes a figure, and forgets it.
+    """Writes a figure to a file and closes it.
+
+    Args:
+        figure: the figure.
+        out: image file to write.
 
     Raises:
-        ValueError: `out` cannot be written as a picture.
+        ValueError: `out` cannot be written as an image.
     """
     try:
         figure.savefig(out)
@@ -65,18 +74,18 @@ def save(figure: matplotlib.figure.Figure, out: Path) -> None:
 def _read(directory: Path) -> list[dict]:
     path = directory / METRICS_FILE
     if not path.is_file():
-        raise ValueError(f"{path} is not there; name the --workdir of a run that logged a step")
+        raise ValueError(f"{path} does not exist; give the workdir of a run that logged a step")
     entries = read_metrics(path)
     if not any("loss" in entry or "eval_loss" in entry for entry in entries):
-        raise ValueError(f"{path} has no loss in it; name a run that logged a step")
+        raise ValueError(f"{path} contains no loss; give the workdir of a run that logged a step")
     return entries
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command; exits with one sentence and code 1 if a run cannot be drawn."""
+    """Runs the command; prints an error and exits with code 1 if a run cannot be plotted."""
     parser = argparse.ArgumentParser(prog="python -m train.plot", description=__doc__)
-    parser.add_argument("rundirs", nargs="+", type=Path, help="directories with a metrics.jsonl")
-    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="the picture's file")
+    parser.add_argument("rundirs", nargs="+", type=Path, help="workdirs, with a metrics.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="image file to write")
     parser.add_argument("--title", default="")
     args = parser.parse_args(arguments)
     try:

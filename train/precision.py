@@ -1,4 +1,4 @@
-"""Dtypes of a run, and what narrow ones need: a scale for gradients in float16, and rounding."""
+"""Dtypes of a run, loss scaling for float16, and stochastic rounding for bfloat16 weights."""
 
 import dataclasses
 import math
@@ -21,20 +21,20 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes of the computation, of the master weights, and of sums over devices.
+    """The config section `precision`: dtypes and loss scaling.
 
-    The optimizer's state is float32, or float64 if the master weights are. Master weights of
-    bfloat16 are rounded up or down at random after every update, so that small updates are not
-    lost. The fields of the loss scale are for `compute="float16"` alone.
+    The optimizer state is float32, or float64 if the master weights are. bfloat16 master weights
+    are rounded stochastically after every update, so that small updates are not lost. The loss
+    scale is used with `compute="float16"` only.
     """
 
-    compute: str
-    params: str
-    reduce: str | None = None  # of gradients; None: as they were added up, float32 or wider
-    loss_scale: float = 65536.0  # of the mean loss, at the start
+    compute: str  # dtype of activations, and of the parameters that layers compute with
+    params: str  # dtype of the master weights
+    reduce: str | None = None  # for gradient sums over devices; None: their accumulation dtype
+    loss_scale: float = 65536.0  # initial scale of the mean loss
     loss_scale_window: int = 2000  # finite steps after which it doubles; 0: it never changes
-    loss_scale_hysteresis: int = 1  # steps that are not finite until it is halved
-    loss_scale_min: float = 1.0  # it is not halved below this
+    loss_scale_hysteresis: int = 1  # nonfinite steps after which it is halved
+    loss_scale_min: float = 1.0  # lower bound
 
     def __post_init__(self):
         for name, choices in _CHOICES.items():
@@ -45,22 +45,22 @@ class PrecisionConfig:
                 )
         both = f"precision.compute={self.compute!r} and precision.params={self.params!r}"
         if (self.compute == "float64") != (self.params == "float64"):
-            raise ValueError(f"{both}: float64 must be chosen for both or for neither")
+            raise ValueError(f"{both}: set both to float64, or neither")
         if self.reduce == "float16" != self.compute:
             raise ValueError(
                 f"precision.reduce='float16' and precision.compute={self.compute!r}: sums over "
-                "tokens leave the range of float16 unless their loss is scaled, as it is for "
-                "compute='float16'; set precision.reduce=bfloat16"
+                "tokens exceed the range of float16 unless the loss is scaled, which is done only "
+                "with compute='float16'; set precision.reduce=bfloat16"
             )
         if (self.compute, self.params) == ("float16", "bfloat16"):
             raise ValueError(
-                f"{both}: bfloat16 has fewer digits than the computation; set "
+                f"{both}: bfloat16 master weights have fewer digits than the computation; set "
                 "precision.params=float32, or precision.compute=bfloat16"
             )
         if not 0 < self.loss_scale_min <= self.loss_scale < math.inf:
             raise ValueError(
                 f"precision.loss_scale_min={self.loss_scale_min} and precision.loss_scale="
-                f"{self.loss_scale} must be positive, and the former not the larger one"
+                f"{self.loss_scale} must be positive, and loss_scale_min must not be the larger one"
             )
         if self.loss_scale_window < 0 or self.loss_scale_hysteresis < 1:
             raise ValueError(
@@ -70,30 +70,34 @@ class PrecisionConfig:
 
     @property
     def scales_loss(self) -> bool:
+        """Whether the loss is scaled."""
         return self.compute == "float16"
 
     @property
     def update(self) -> Any:
-        """The dtype of the optimizer's state, and of an update before it is rounded."""
+        """The dtype of the optimizer state, and of updated parameters before they are rounded."""
         return jnp.promote_types(self.params, jnp.float32)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied by before its gradients are computed; zeros are the start.
+    """State of dynamic loss scaling: the factor of the loss, and counters for its next change.
+
+    All zeros is the initial state; the scale is then `precision.loss_scale`.
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; the names are
-    those of DeepSpeed's `fp16` section.
+    taken from DeepSpeed's `fp16` section.
     """
 
-    scale: Any  # float32[]; 0 before it first changes
-    num_finite: Any  # int32[], steps since the last change, or since one that was not finite
-    num_tolerated: Any  # int32[], steps that were not finite and did not halve it (hysteresis)
-    num_stuck: Any  # int32[], steps in a row that were not finite and could not halve it
+    scale: Any  # float32[]; 0 until it first changes
+    num_finite: Any  # int32[], finite steps since the last change or the last nonfinite step
+    num_tolerated: Any  # int32[], nonfinite steps that did not halve the scale (hysteresis)
+    num_stuck: Any  # int32[], nonfinite steps in a row that could not halve it any further
 
     @classmethod
     def initial(cls) -> "LossScale":
+        """Returns the initial state, all zeros."""
         zero = jnp.zeros((), jnp.int32)
         scale = jnp.zeros((), jnp.float32)
         return cls(scale=scale, num_finite=zero, num_tolerated=zero, num_stuck=zero)
@@ -104,15 +108,16 @@ class LossScale:
         return jnp.where(is_at_start, jnp.float32(config.loss_scale), self.scale)
 
     def can_fall(self, config: PrecisionConfig) -> jax.Array:
-        """Returns, bool[], whether a step that is not finite says no more than to halve it."""
+        """Returns whether a nonfinite step can still halve the scale, bool[]."""
         is_above = self.value(config) / 2 >= config.loss_scale_min
         return is_above & (config.loss_scale_window > 0)
 
     def after(self, finite: jax.Array, config: PrecisionConfig) -> "LossScale":
-        """Returns the scale after a step.
+        """Returns the state after a step.
 
         Args:
-            finite: bool[], whether the step's loss and gradients were.
+            finite: bool[], whether the step's loss and gradients were finite.
+            config: the rules for changing the scale.
         """
         is_stuck = ~finite & ~self.can_fall(config)
         num_stuck = jnp.where(finite, 0, self.num_stuck + is_stuck)
@@ -124,7 +129,8 @@ class LossScale:
         falls = ~finite & (num_tolerated >= config.loss_scale_hysteresis)
         falls &= self.can_fall(config)
         factor = jnp.where(grows, 2, jnp.where(falls, 0.5, 1)).astype(jnp.float32)
-        # Once it has fallen each further one counts, until it has grown again.
+        # After the scale has been halved, every further nonfinite step halves it again, until it
+        # grows: the hysteresis is not reset.
         tolerated = jnp.minimum(num_tolerated, config.loss_scale_hysteresis - 1)
         return LossScale(
             scale=self.value(config) * factor,
@@ -135,14 +141,20 @@ class LossScale:
 
 
 def rounded_at_random(tree: Tree, like: Tree, numbers: Tree, seed: int, step: jax.Array) -> Tree:
-    """Returns float32 parameters in the dtypes of `like`; on average bfloat16 loses nothing.
+    """Casts float32 parameters to the dtypes of `like`, with stochastic rounding for bfloat16.
 
-    A value goes to one of its two neighbours, to the nearer one more often, by bits that depend on
-    the seed, the step, the parameter, and its layer or row alone: the same on every mesh.
+    A value is rounded to one of its two bfloat16 neighbours, to the nearer one with higher
+    probability, so that the expected value is exact. The random bits depend only on the seed, the
+    step, the name of the parameter and the number of its layer or row, and are the same on every
+    mesh.
 
     Args:
-        tree: updated parameters, or some of them and None for the others, or slices of them.
-        numbers: likewise int32 of their first dim, each layer's or row's number.
+        tree: updated parameters. Some of them may be None, or slices along the first dimension.
+        like: the same tree with the target dtypes.
+        numbers: the same tree, int32 of the length of the first dimension: the number of each
+            layer or row.
+        seed: `train.seed`.
+        step: int32[], the step.
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision" (2015), section 3.
     """
@@ -161,8 +173,9 @@ def rounded_at_random(tree: Tree, like: Tree, numbers: Tree, seed: int, step: ja
 
 
 def to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns float32 `x` rounded to one of its neighbours at random, to the nearer more often."""
-    # bfloat16 is the upper half of float32: a carry out of the lower half rounds up.
+    """Rounds float32 values to bfloat16 stochastically, to the nearer neighbour more often."""
+    # bfloat16 is the upper 16 bits of float32. Adding 16 uniform random bits to the lower half
+    # carries into the upper half, which rounds up, with probability lower half / 2**16.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     upper = ((bits + noise) >> 16).astype(jnp.uint16)

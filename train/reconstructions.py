@@ -1,4 +1,4 @@
-"""Draws what a masked autoencoder makes of held-out images.
+"""Shows the reconstructions of a masked autoencoder on validation images.
 
 python -m train.reconstructions runs/mae [--out=reconstructions.png] [--num_images=8]
 """
@@ -22,16 +22,16 @@ _TITLES = ("image", "what is seen", "reconstruction")
 
 
 def draw_reconstructions(workdir: Path, out: Path, *, num_images: int) -> None:
-    """Writes a picture with a row for each of the first validation images.
+    """Draws the first validation images, one per row: image, visible patches, reconstruction.
 
     Args:
-        workdir: of a run; its newest intact checkpoint is taken.
-        out: the picture's file.
-        num_images: rows, fewer if there are fewer images.
+        workdir: workdir of a run; its newest intact checkpoint is used.
+        out: image file to write.
+        num_images: number of rows; fewer if there are fewer images.
 
     Raises:
-        ValueError: there is no such run, it reconstructs no images, or `out` cannot be written as
-            a picture.
+        ValueError: there is no such run, its model does not reconstruct images, or `out` cannot be
+            written as an image.
     """
     rows = _rows(workdir, num_images)
     size = (1.2 * len(_TITLES), 1.2 * len(rows) + 0.3)
@@ -49,33 +49,35 @@ def draw_reconstructions(workdir: Path, out: Path, *, num_images: int) -> None:
 
 
 def _rows(workdir: Path, num_images: int) -> list[tuple[np.ndarray, ...]]:
-    """Returns (image, what is seen, reconstruction) of each image, floats from 0 to 1."""
+    """Returns (image, visible patches, reconstruction) of each image, floats from 0 to 1."""
     file = workdir / CONFIG_FILE
     if not file.is_file():
-        raise ValueError(f"{file} is not there; name the --workdir of a run")
+        raise ValueError(f"{file} does not exist; give the workdir of a run")
     config = resolve(config_files.load(str(file)))
     if not hasattr(config.model_class, "reconstructions"):
         raise ValueError(
-            f"{file} has model.name={config.model_name!r}, which reconstructs no images; name a "
-            "run of mae"
+            f"{file} has model.name={config.model_name!r}, which does not reconstruct images; give "
+            "the workdir of an MAE run"
         )
     if num_images < 1:
         raise ValueError(f"--num_images={num_images} must be at least 1")
     validation = load_corpus(config.data, config.images).validation
     assert isinstance(validation, Images)
     if not len(validation):
-        raise ValueError(f"{file}: the data has no validation images, of which rows are drawn")
+        raise ValueError(f"{file}: the data has no validation images to draw")
     images = validation.evaluation_rows(range(min(num_images, len(validation))))["images"]
     seen, reconstructed = load(workdir).reconstructions(images)
     return list(zip(images / 255, np.asarray(seen), np.asarray(reconstructed), strict=True))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command; exits with one sentence and code 1 if a run cannot be drawn."""
+    """Runs the command; prints an error and exits with code 1 if a run cannot be drawn."""
     parser = argparse.ArgumentParser(prog="python -m train.reconstructions", description=__doc__)
-    parser.add_argument("workdir", type=Path, help="of a run of mae")
-    parser.add_argument("--out", type=Path, default=Path("reconstructions.png"), help="the picture")
-    parser.add_argument("--num_images", type=int, default=8, help="rows of the picture")
+    parser.add_argument("workdir", type=Path, help="workdir of an MAE run")
+    parser.add_argument(
+        "--out", type=Path, default=Path("reconstructions.png"), help="image file to write"
+    )
+    parser.add_argument("--num_images", type=int, default=8, help="number of rows")
     args = parser.parse_args(arguments)
     try:
         draw_reconstructions(args.workdir, args.out, num_images=args.num_images)

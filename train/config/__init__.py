@@ -1,0 +1,1 @@
+"""Config files and DeepSpeed JSONs, parsed and validated."""

@@ -1,4 +1,8 @@
-"""What a run takes over of the config of the checkpoint that it starts from: `init_from`."""
+"""Inherits model settings from the checkpoint that a run starts from (`init_from`).
+
+Keys that shape the parameters come from the checkpoint, so that any config of the same model fits.
+Keys that only affect training, such as dropout, stay with the run.
+"""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -11,31 +15,35 @@ from convert.source import Source
 from data.config import IMAGE_OBJECTIVES
 from train.config.schema import find_model
 
-#: Keys of `model` that the run decides, whatever the checkpoint was trained with.
+#: Keys of `model` that the run sets, whatever the checkpoint was trained with.
 OF_THE_RUN = (
     *("drop_path", "dropout", "head", "label_smoothing", "loss", "mask_ratio"),
     *("normalise_targets", "temperature", "vocab_multiple"),
 )
-#: Those that are the data's, or the run's.
+#: Keys of `model` that the data or the run set.
 _OF_THE_DATA = ("image_size", "num_labels")
-#: Those that only a head reads: the run's, if the checkpoint's head is not taken.
+#: Keys of `model` that only a head reads. The run sets them if it does not use the checkpoint's
+#: head.
 _OF_A_HEAD = ("pool",)
-#: `data.tokenizer`: the checkpoint's.
+#: Value of `data.tokenizer` that stands for the checkpoint's tokenizer.
 INIT_FROM = "init_from"
 
 
 def inherit_config(config: Any, source: Source, overrides: Sequence[str]) -> None:
-    """Sets the model's sizes and, of a text, the tokenizer to those of a checkpoint.
+    """Copies the model's sizes, and for text the tokenizer, from a checkpoint into the config.
 
-    The model is the checkpoint's, or the encoder that a pre-training such as MAE has.
+    The run's model is the checkpoint's model, or the encoder of a pretraining model such as MAE.
 
     Args:
-        config: a ConfigDict; changed in place. What a config file says of the model gives way.
-        overrides: `section.key=value` from the command line; they do not give way.
+        config: a ConfigDict, changed in place. The checkpoint's values replace values from the
+            config file.
+        source: the checkpoint.
+        overrides: `section.key=value` from the command line. They are never replaced: one that
+            contradicts the checkpoint is an error.
 
     Raises:
-        ValueError: the command line asks for what the checkpoint is not, or the config is for
-            another model, or the checkpoint has no tokenizer for a text.
+        ValueError: an override contradicts the checkpoint, the config is for another model, or a
+            text run's checkpoint has no tokenizer.
     """
     by_hand = {override.partition("=")[0] for override in overrides}
     if "model" not in config:
@@ -62,8 +70,8 @@ def _take_model(config: Any, source: Source, by_hand: Collection[str]) -> None:
             continue
         if is_by_hand and _plain(own) != _plain(value):
             raise ValueError(
-                f"--config.model.{key}={own!r}, but in init_from={config.init_from!r} it is "
-                f"{value!r}; leave it out"
+                f"--config.model.{key}={own!r}, but the checkpoint init_from={config.init_from!r} "
+                f"has {value!r}; omit this override"
             )
         with config.unlocked(), config.ignore_type():
             model[key] = value
@@ -74,15 +82,15 @@ def _plain(value: Any) -> Any:
 
 
 def _leaves_open(source: Source, key: str) -> bool:
-    """Returns whether a checkpoint does not say what it was trained with."""
+    """Returns whether a Hugging Face checkpoint does not state its value of a key."""
     return source.architecture is not None and key not in source.fields
 
 
 def _counterpart(config: Any, source: Source) -> tuple[str, Any]:
-    """Returns (`model.name`, its config) of what a run takes of a checkpoint: all, or its encoder.
+    """Returns (`model.name`, model config) of the part of a checkpoint that the run uses.
 
-    A model whose config has an `encoder`, the config of another model, has that one's parameters
-    under the same names.
+    That part is the whole model, or its encoder. A pretraining model has an `encoder` in its
+    config, which is the config of another model. The parameters have the same names in both.
     """
     name, encoder = config.model.get("name"), getattr(source.config, "encoder", None)
     if name in (None, source.model):
@@ -90,8 +98,8 @@ def _counterpart(config: Any, source: Source) -> tuple[str, Any]:
     if dataclasses.is_dataclass(encoder) and isinstance(encoder, find_model(name).Config):
         return name, encoder
     raise ValueError(
-        f"config.model.name={name!r}, but init_from={config.init_from!r} holds a "
-        f"{source.model}; take a config for that, or leave model.name out"
+        f"config.model.name={name!r}, but init_from={config.init_from!r} contains a "
+        f"{source.model}; use a config for that model, or do not set model.name"
     )
 
 
@@ -100,7 +108,7 @@ def _take_tokenizer(config: Any, source: Source, by_hand: Collection[str]) -> No
         return
     if source.tokenizer is None:
         raise ValueError(
-            f"init_from={config.init_from!r} holds no tokenizer.json; set data.tokenizer to the "
-            "path of the one that the model was trained with"
+            f"init_from={config.init_from!r} has no tokenizer.json; set data.tokenizer to the path "
+            "of the tokenizer that the model was trained with"
         )
     config.data.tokenizer = str(source.tokenizer)

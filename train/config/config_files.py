@@ -1,4 +1,4 @@
-"""Config files, and the command-line overrides of their keys."""
+"""Loads and saves config files, and applies command-line overrides to them."""
 
 import ast
 import importlib.util
@@ -15,18 +15,23 @@ from train.config.schema import nearest
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Any:
-    """Returns the config of a file, a ConfigDict, with overrides applied.
+    """Loads a config file and applies overrides.
 
     Args:
-        path: `file.py`, `file.py:argument` (passed to its `get_config`), or `config.yaml`.
+        path: `file.py`, `file.py:argument` (the argument is passed to its `get_config`), or
+            `config.yaml`.
         overrides: strings `section.key=value`.
 
+    Returns:
+        A ConfigDict.
+
     Raises:
-        ValueError, FileNotFoundError: what is wrong, in one sentence.
+        ValueError: the file is not a config, or an override is not valid for it.
+        FileNotFoundError: the file does not exist.
     """
     file, _, argument = path.partition(":")
     if not Path(file).is_file():
-        raise FileNotFoundError(f"--config={path}: there is no file {file}")
+        raise FileNotFoundError(f"--config={path}: file {file} does not exist")
     if file.endswith((".yaml", ".yml")):
         config = _load_yaml(file)
     else:
@@ -34,33 +39,36 @@ def load(path: str, overrides: Sequence[str] = ()) -> Any:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
-            raise ValueError(f"--config.{override} lacks a value; write --config.{key}=value")
+            raise ValueError(f"--config.{override} has no value; write --config.{key}=value")
         _set(config, key, text)
     return config
 
 
 def default_workdir(path: str) -> Path:
-    """Returns the workdir of a run whose command line names none: `runs/<config>`.
+    """Returns the workdir to use without --workdir: `runs/<config>`.
 
-    `configs/llama.py:3-8b` gives `runs/llama_3-8b`. A run's `config.yaml` is named by its
-    directory: `anywhere/gpt2/config.yaml` gives `runs/gpt2`.
+    `configs/llama.py:3-8b` becomes `runs/llama_3-8b`. A run's `config.yaml` is named after its
+    directory: `anywhere/gpt2/config.yaml` becomes `runs/gpt2`.
 
     Args:
-        path: as for `load`.
+        path: the same as for `load`.
     """
     file, _, argument = path.partition(":")
     name = Path(file).stem
     if Path(file).name == CONFIG_FILE:
         name = Path(file).resolve().parent.name
-    # An argument may hold anything; a directory's name holds no separators.
+    # An argument may contain slashes, a directory name may not.
     return Path("runs") / "_".join(filter(None, [name, argument.replace("/", "_")]))
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
-    """Returns `section.key=value` of every `--config.section.key=value` on a command line.
+    """Returns `section.key=value` for every `--config.section.key=value` on a command line.
+
+    Args:
+        arguments: command-line arguments; `--config.key value` is accepted as well.
 
     Raises:
-        ValueError: an argument that is none.
+        ValueError: an argument has another form.
     """
     found, rest = [], list(arguments)
     while rest:
@@ -76,7 +84,7 @@ def overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def shorten(config: Any) -> None:
-    """Makes the run a try: 3 steps, each logged, and one batch of evaluation."""
+    """Shortens the run for --fast_dev_run: 3 steps, each logged, and one evaluation batch."""
     config.train.num_steps = 3
     config.log.every_steps = 1
     config.eval.every_steps = 0
@@ -84,14 +92,23 @@ def shorten(config: Any) -> None:
 
 
 def save_yaml(config: ConfigDict, path: Path) -> None:
-    """Writes the config so that `load` gives it back; the file appears whole or not at all."""
+    """Writes the config atomically to a file that `load` can read."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(yaml.safe_dump(_plain(config.to_dict()), sort_keys=False))
     temporary.replace(path)
 
 
 def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> list[str]:
-    """Returns a line per key below the given ones whose value differs: `key: saved -> now`."""
+    """Compares two configs.
+
+    Args:
+        saved: the config in the workdir.
+        config: the config of this run.
+        keys: sections (`model`) or single keys (`train.seed`) to compare.
+
+    Returns:
+        A line `key: saved -> now` for each key that differs.
+    """
     old, new = _flat(saved.to_dict()), _flat(config.to_dict())
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
@@ -103,7 +120,7 @@ def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> l
 def _load_python(file: str, argument: str) -> ConfigDict:
     spec = importlib.util.spec_from_file_location("run_config", file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"--config={file} is neither a .py nor a .yaml file")
+        raise ValueError(f"--config={file} must be a .py or a .yaml file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     get_config = getattr(module, "get_config", None)
@@ -118,11 +135,11 @@ def _load_yaml(file: str) -> ConfigDict:
     try:
         tree = yaml.safe_load(Path(file).read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"--config={file} is no valid YAML: {error}") from None
+        raise ValueError(f"--config={file} is not valid YAML: {error}") from None
     if not isinstance(tree, dict) or not all(
         isinstance(value, dict) or name == "init_from" for name, value in tree.items()
     ):
-        raise ValueError(f"--config={file} must hold sections of keys, as a run's config.yaml does")
+        raise ValueError(f"--config={file} must contain sections of keys, like a run's config.yaml")
     return ConfigDict(_tuples(tree))
 
 
@@ -131,7 +148,7 @@ def _set(config: Any, key: str, text: str) -> None:
         config.init_from = text
         return
     if key == "model.attention" and "attention" not in config.get("model", ()):
-        # Every model has it (see RunConfig.attention), so no config file needs to name it.
+        # Every model accepts this key (see RunConfig.attention), so config files may omit it.
         with config.unlocked():
             config.model.attention = text
         return
@@ -152,10 +169,10 @@ def _set(config: Any, key: str, text: str) -> None:
     elif isinstance(default, float) and type(value) is int:
         value = float(value)
     numbers = section == "model" and {type(default), type(value)} == {int, float}
-    # None and the kind of number are left to `resolve`, which knows what each key takes.
+    # `resolve` knows the type of each key. It checks None, and int versus float in `model`.
     if None not in (default, value) and type(value) is not type(default) and not numbers:
         kind = type(default).__name__
-        raise ValueError(f"--config.{key}={text}: must be of type {kind}, such as {default!r}")
+        raise ValueError(f"--config.{key}={text} must be of type {kind}, such as {default!r}")
     with config.ignore_type():
         config[section][name] = value
 

@@ -1,8 +1,13 @@
-"""A DeepSpeed JSON as overrides of our own config's keys.
+"""Translates a DeepSpeed JSON into overrides of Taibai's config keys.
 
-Every key of the file is translated, or left to XLA (buckets, buffers, overlaps: decided when a step
-is compiled), or allowed with the one value that is so anyway, or refused by name. The value "auto"
-leaves a key to our config.
+Each key of the file is handled in one of four ways:
+
+- It is translated to one or more of Taibai's keys.
+- It is left to XLA, which decides buckets, buffers and overlap when it compiles the step.
+- It is accepted with one value only: the one that matches Taibai's fixed behaviour.
+- It is rejected by name.
+
+A key with the value "auto" is ignored, so that Taibai's config decides.
 
 Source: DeepSpeed's documentation of its configuration JSON.
 """
@@ -21,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 
-#: Decided by XLA, or without a meaning here.
+#: Keys that XLA decides, or that have no meaning in Taibai.
 LEFT_TO_XLA = (
     *("wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"),
     *("zero_force_ds_cpu_optimizer", "disable_allgather", "checkpoint.use_node_local_storage"),
@@ -45,7 +50,7 @@ LEFT_TO_XLA = (
     ),
 )
 
-#: Allowed with this value alone.
+#: Keys that are accepted with this value only.
 ONLY = {
     "prescale_gradients": False,
     "gradient_predivide_factor": 1,
@@ -69,13 +74,13 @@ ONLY = {
         )
     },
 }
-#: Sections of tools that must be switched off.
+#: Sections of DeepSpeed tools that Taibai does not have; they must be disabled.
 OFF = (
     *("amp", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comms_logger"),
     *("curriculum_learning", "autotuning", "elasticity", "data_efficiency"),
 )
 
-#: Plain renamings.
+#: DeepSpeed key -> Taibai key with the same meaning and value.
 RENAMED = {
     "gradient_clipping": "optimizer.clip_norm",
     "steps_per_print": "log.every_steps",
@@ -98,7 +103,7 @@ _SCHEDULES = {
 }
 
 
-#: What DeepSpeed takes for keys that a section leaves out.
+#: DeepSpeed's defaults for the keys that are missing from a section.
 _DEFAULTS = {
     "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
@@ -113,24 +118,27 @@ _DEFAULTS = {
 
 
 def read(path: str, config: Any) -> list[str]:
-    """Returns `section.key=value` for every key that the file decides; logs what is left to XLA.
+    """Reads a DeepSpeed JSON, and logs the keys that are left to XLA.
 
     Args:
-        path: of the JSON.
-        config: ours, for what both have a word in: the mesh, and the number of microbatches.
+        path: the JSON file.
+        config: Taibai's config. Batch sizes depend on its mesh and number of microbatches.
+
+    Returns:
+        Overrides `section.key=value`.
 
     Raises:
-        ValueError: what cannot be translated, all of it in one message.
-        FileNotFoundError: there is no such file.
+        ValueError: some keys cannot be translated; the message lists all of them.
+        FileNotFoundError: the file does not exist.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"--deepspeed={path}: there is no such file")
+        raise FileNotFoundError(f"--deepspeed={path}: the file does not exist")
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"--deepspeed={path} is no valid JSON: {error}") from None
+        raise ValueError(f"--deepspeed={path} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"--deepspeed={path} must hold an object of keys")
+        raise ValueError(f"--deepspeed={path} must contain a JSON object")
     translation = _Translation(tree, config)
     if translation.problems:
         raise ValueError(f"--deepspeed={path}: {'; '.join(translation.problems)}")
@@ -140,11 +148,15 @@ def read(path: str, config: Any) -> list[str]:
 
 
 class _Translation:
-    """Takes key after key out of the file; what is left in the end is unknown."""
+    """Translates one file.
+
+    Every handler removes the keys that it understands from `_values`. Keys that remain at the end
+    are unknown, and are reported as problems.
+    """
 
     def __init__(self, tree: dict, config: Any):
         self.found: list[str] = []  # overrides
-        self.left: list[str] = []  # to XLA
+        self.left: list[str] = []  # keys left to XLA
         self.problems: list[str] = []
         self._values = {key: value for key, value in _flat(tree) if value != AUTO}
         self._auto = {key for key, value in _flat(tree) if value == AUTO}
@@ -160,13 +172,13 @@ class _Translation:
         for key, only in ONLY.items():
             value = self._take(key, only)
             if value != only:
-                self._refuse(f"{key}={value!r} has no counterpart; it can be {only!r} alone")
+                self._refuse(f"{key}={value!r} is not supported; the only valid value is {only!r}")
         for key, ours in RENAMED.items():
             if key in self._values:
                 self._set(ours, self._take(key))
         known = [*RENAMED, *LEFT_TO_XLA, *ONLY, "train_batch_size", "fp16.loss_scale"]
         for key in self._values:
-            self._refuse(f"{key} has no counterpart here{nearest(key, known)}")
+            self._refuse(f"{key} is not supported{nearest(key, known)}")
 
     def _take(self, key: str, default: Any = None) -> Any:
         return self._values.pop(key, default)
@@ -185,7 +197,7 @@ class _Translation:
     def _switched_off(self) -> None:
         for section in OFF:
             if self._take(f"{section}.enabled", False):
-                self._refuse(f"{section} has no counterpart here; set {section}.enabled to false")
+                self._refuse(f"{section} is not supported; set {section}.enabled to false")
             self._drop(section)
 
     def _drop(self, section: str) -> None:
@@ -225,10 +237,11 @@ class _Translation:
             return
         ours = _OPTIMIZERS.get(kind.lower())
         if ours is None:
-            # Lamb, say: its trust ratio has bounds there (max_coeff), and changes biases too.
+            # For example Lamb: DeepSpeed's bounds the trust ratio (max_coeff), and also applies it
+            # to biases.
             self._refuse(
-                f"optimizer.type={kind!r} has no counterpart; choose AdamW or SGD, or leave the "
-                "section out and set optimizer.name=lamb, lars or package.module:function"
+                f"optimizer.type={kind!r} is not supported; choose AdamW or SGD, or remove the "
+                "section and set optimizer.name=lamb, lars or package.module:function"
             )
             return self._drop("optimizer")
         self._with_defaults("optimizer.params", _DEFAULTS[ours])
@@ -243,7 +256,7 @@ class _Translation:
             return
         if kind not in _SCHEDULES:
             known = ", ".join(_SCHEDULES)
-            self._refuse(f"scheduler.type={kind!r} has no counterpart; choose {known}")
+            self._refuse(f"scheduler.type={kind!r} is not supported; choose {known}")
             return self._drop("scheduler")
         self._with_defaults("scheduler.params", _DEFAULTS[kind])
         schedule, final = _SCHEDULES[kind]
@@ -275,14 +288,14 @@ class _Translation:
         replicas = config.mesh.data * config.mesh.fsdp
         if micro is not None and min(config.mesh.data, config.mesh.fsdp) < 1:
             return self._refuse(
-                "train_micro_batch_size_per_gpu needs a number of replicas; set mesh.data and "
-                "mesh.fsdp, or leave it out"
+                "train_micro_batch_size_per_gpu needs a known number of replicas; set mesh.data "
+                "and mesh.fsdp to numbers, or remove the key"
             )
         if micro is not None and whole is not None:
             fitting, rest = divmod(whole, micro * replicas)
             if rest or (count is not None and count != fitting):
                 return self._refuse(
-                    f"train_batch_size={whole} is not train_micro_batch_size_per_gpu={micro} × "
+                    f"train_batch_size={whole} must equal train_micro_batch_size_per_gpu={micro} × "
                     f"gradient_accumulation_steps={count or '...'} × "
                     f"mesh.data={config.mesh.data} × mesh.fsdp={config.mesh.fsdp}"
                 )
@@ -295,7 +308,7 @@ class _Translation:
 
 
 def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every value with the names that lead to it, dots between them."""
+    """Yields (dotted key, value) for every value of a nested dict."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")

@@ -1,4 +1,9 @@
-"""From a config to the frozen dataclasses that the components own."""
+"""Turns a config into validated, frozen dataclasses.
+
+Each component owns the dataclass of its section, which checks its own fields. This module checks
+combinations of sections, and takes the model's vocabulary, number of labels and input sizes
+from the data if the config does not set them.
+"""
 
 import dataclasses
 import difflib
@@ -24,13 +29,13 @@ from train.optim.optimizer import OptimizerConfig
 from train.precision import PrecisionConfig
 from train.reporting.metrics import LogConfig
 
-#: What `train.max_nonfinite_steps` in a row lead to; see train/lifecycle/divergence.py.
+#: Choices of `train.on_nonfinite`; see train/lifecycle/divergence.py.
 ON_NONFINITE = ("stop", "rollback")
 
-#: How a checkpoint's classifier is taken; see train/run/init_from.py.
+#: Choices of `train.init_labels`; see train/run/init_from.py.
 INIT_LABELS = ("by_name", "by_position", "new")
 
-#: Keys of a model's config that may be left open (absent or None) -> what the data has of them.
+#: Keys of `model` that the data sets if they are absent or None -> how messages name that value.
 FROM_DATA = {
     "vocab_size": "the tokenizer's {} tokens",
     "max_positions": "data.sequence_length={}",
@@ -38,43 +43,43 @@ FROM_DATA = {
     "image_size": "images.size={}",
     "num_channels": "images.channels={}",
 }
-#: Those that a model cannot have more of than the data.
+#: Keys of these that must equal the data's value. The others may be larger.
 _MUST_EQUAL = ("image_size", "num_channels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length, division and randomness of a run."""
+    """The config section `train`: length, microbatches, seed, failures and averaging of a run."""
 
-    num_steps: int
-    num_microbatches: int
-    seed: int
-    remat: str
-    start_timeout_s: float = 60.0
-    failure_timeout_s: float = 600.0
-    compilation_cache: bool = True
-    max_nonfinite_steps: int = 10
-    on_nonfinite: str = "stop"
-    init_labels: str = "by_name"
-    skip_spikes: float | None = None
-    ema_decay: float | None = None
-    ema_schedule: str = "constant"
+    num_steps: int  # optimizer updates
+    num_microbatches: int  # per step
+    seed: int  # for parameters, dropout and shuffling; 0 to 2**32 - 1
+    remat: str  # a key of models.stack.REMAT_POLICIES, or names of activations: "qkv,mlp"
+    start_timeout_s: float = 60.0  # wait for other processes and for the workdir's lock
+    failure_timeout_s: float = 600.0  # longest step or wait for data before the run counts as hung
+    compilation_cache: bool = True  # keep compiled steps in data.cache_dir
+    max_nonfinite_steps: int = 10  # in a row, before on_nonfinite applies; 0: never
+    on_nonfinite: str = "stop"  # one of ON_NONFINITE
+    init_labels: str = "by_name"  # one of INIT_LABELS
+    skip_spikes: float | None = None  # largest gradient norm / running mean; None: any
+    ema_decay: float | None = None  # of the averaged parameters, in (0, 1); None: no average
+    ema_schedule: str = "constant"  # one of train.optim.ema.SCHEDULES
 
     def __post_init__(self):
         for name in ("num_steps", "num_microbatches", "start_timeout_s", "failure_timeout_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"train.seed={self.seed} must lie in 0 .. 2**32 - 1")
+            raise ValueError(f"train.seed={self.seed} must be from 0 to 2**32 - 1")
         if not all(self.remat.split(",")):
             raise ValueError(
-                f"train.remat={self.remat!r} holds an empty name; choose "
-                f"{', '.join(REMAT_POLICIES)}, or names of activations with commas between them"
+                f"train.remat={self.remat!r} contains an empty name; choose "
+                f"{', '.join(REMAT_POLICIES)}, or names of activations separated by commas"
             )
         if self.max_nonfinite_steps < 0:
             raise ValueError(
                 f"train.max_nonfinite_steps={self.max_nonfinite_steps} must not be negative; "
-                "choose a number of steps in a row, or 0 to go on whatever happens"
+                "choose a number of consecutive steps, or 0 for no limit"
             )
         if self.on_nonfinite not in ON_NONFINITE:
             raise ValueError(
@@ -88,8 +93,8 @@ class TrainConfig:
             )
         if self.skip_spikes is not None and not 1 < self.skip_spikes < math.inf:
             raise ValueError(
-                f"train.skip_spikes={self.skip_spikes} must be more than 1, a multiple of the mean "
-                "gradient norm; choose for example 5, or None to skip none"
+                f"train.skip_spikes={self.skip_spikes} must be more than 1, since it is a multiple "
+                "of the mean gradient norm; choose for example 5, or None to skip no steps"
             )
 
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
@@ -106,10 +111,10 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """When to evaluate, and on how much of the validation split."""
+    """The config section `eval`: when to evaluate, and on how many batches."""
 
-    every_steps: int
-    num_batches: int | None
+    every_steps: int  # steps between evaluations; 0: only after the last step
+    num_batches: int | None  # of the validation split; None: all
 
     def __post_init__(self):
         if self.every_steps < 0:
@@ -120,6 +125,7 @@ class EvalConfig:
             )
 
 
+#: Section of the config -> the dataclass that validates it.
 SECTIONS = {
     "mesh": MeshConfig,
     "pipeline": PipelineConfig,
@@ -137,7 +143,7 @@ SECTIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run, checked: one dataclass per section, the model's class and its fields."""
+    """The validated config of a run: one dataclass per section, the model's class and fields."""
 
     mesh: MeshConfig
     pipeline: PipelineConfig
@@ -150,23 +156,23 @@ class RunConfig:
     checkpoint: CheckpointConfig
     precision: PrecisionConfig
     log: LogConfig
-    rules: Mapping[str, Any]
-    init_from: str  # a checkpoint that the parameters start from; "" is none
+    rules: Mapping[str, Any]  # changes to the sharding rules: logical axis -> mesh axes
+    init_from: str  # checkpoint for the initial parameters; "": none
     model_name: str
     attention: str  # `model.attention`: one of models.layers.attention.CHOICES
     model_class: type
-    model_fields: Mapping[str, Any]
+    model_fields: Mapping[str, Any]  # the keys of `model` that are fields of model_class.Config
 
     def __post_init__(self):
         check_images(self.data, self.images)
         if self.train.init_labels != "by_name" and not self.init_from:
             raise ValueError(
-                f"train.init_labels={self.train.init_labels!r} is read only with init_from, the "
-                "checkpoint to start from; set that, or train.init_labels='by_name'"
+                f"train.init_labels={self.train.init_labels!r} needs config.init_from, the "
+                "checkpoint to start from; set it, or set train.init_labels='by_name'"
             )
         mesh, batch, parts = self.mesh, self.data.global_batch_size, self.train.num_microbatches
         if -1 in (mesh.data, mesh.fsdp):
-            return  # checked when the number of devices is known
+            return  # checked again once the number of devices is known
         if batch % (parts * mesh.data * mesh.fsdp):
             raise ValueError(
                 f"train.num_microbatches={parts} × mesh.data={mesh.data} × mesh.fsdp={mesh.fsdp} "
@@ -176,9 +182,9 @@ class RunConfig:
         checkpoint = self.checkpoint
         if checkpoint.keep_best and not (checkpoint.every_steps and self.eval.every_steps):
             raise ValueError(
-                f"checkpoint.keep_best={checkpoint.keep_best} compares what is saved and evaluated "
-                f"at the same step, but checkpoint.every_steps={checkpoint.every_steps} and "
-                f"eval.every_steps={self.eval.every_steps}; set both"
+                f"checkpoint.keep_best={checkpoint.keep_best} compares checkpoints of evaluated "
+                f"steps, but checkpoint.every_steps={checkpoint.every_steps} and "
+                f"eval.every_steps={self.eval.every_steps}; set both to more than 0"
             )
         if self.data.reads_images:
             return
@@ -189,15 +195,15 @@ class RunConfig:
             )
 
     def model_config(self, *, vocab_size: int | None = None, num_labels: int | None = None) -> Any:
-        """Returns the model's own config, with what it leaves open taken from the data.
+        """Builds the model's config, with sizes that it does not set taken from the data.
 
         Args:
-            vocab_size: of the tokenizer; None: there is none.
-            num_labels: that the data has, if it has labels.
+            vocab_size: number of tokens of the tokenizer; None if there is no tokenizer.
+            num_labels: number of labels in the data; None if it has no labels.
 
         Raises:
-            ValueError: the data has more tokens, positions or labels than the model, or other
-                images, or not what the model leaves open.
+            ValueError: the data has more tokens, positions or labels than the model, images of
+                another size, or no value for a size that the model does not set.
         """
         fields = dict(self.model_fields)
         known = {field.name: field for field in dataclasses.fields(self.model_class.Config)}
@@ -213,7 +219,7 @@ class RunConfig:
     def _take_from_data(
         self, name: str, value: int | None, fields: dict[str, Any], field: dataclasses.Field
     ) -> None:
-        """Sets a field that is open to the data's value, or checks that the two fit."""
+        """Sets an open field to the data's value, or checks that its value fits the data."""
         given = fields.get(name)
         if given is None and value is not None:
             fields[name] = value
@@ -221,23 +227,27 @@ class RunConfig:
             fields.pop(name, None)
             if field.default is field.default_factory is dataclasses.MISSING:
                 raise ValueError(
-                    f"model.{name} is open, and data.objective={self.data.objective!r} says "
-                    f"nothing of it; is model.name={self.model_name!r} a model for it?"
+                    f"model.{name} is not set, and data.objective={self.data.objective!r} does not "
+                    f"determine it; is model.name={self.model_name!r} a model for this objective?"
                 )
         elif value is not None and name in _MUST_EQUAL and given != value:
             raise ValueError(
-                f"model.{name}={given} must be {FROM_DATA[name].format(value)}; leave model.{name} "
-                "out, and set that of the section images"
+                f"model.{name}={given} must equal {FROM_DATA[name].format(value)}; do not set "
+                f"model.{name}, set the key of the section images"
             )
         elif value is not None and given < value:
             raise ValueError(f"model.{name}={given} is less than {FROM_DATA[name].format(value)}")
 
 
 def resolve(config: Any) -> RunConfig:
-    """Returns the run that a config describes.
+    """Validates a config.
+
+    Args:
+        config: a ConfigDict, as `config_files.load` returns it.
 
     Raises:
-        ValueError: an unknown or missing key (with the nearest known one), a bad value.
+        ValueError: a key is unknown (the message has the nearest known one) or missing, or a value
+            is not valid.
     """
     known = [*SECTIONS, "model", "rules", "init_from"]
     for name in config:
@@ -251,7 +261,7 @@ def resolve(config: Any) -> RunConfig:
         raise ValueError(f"config.init_from={init_from!r} must be a path, or '' for none")
     if not fields.get("model", {}).get("name"):
         raise ValueError(
-            f"config.model.name is missing; choose {', '.join(MODELS)}, or a path, or set "
+            f"config.model.name is missing; choose {', '.join(MODELS)}, or an import path, or set "
             "config.init_from to a checkpoint"
         )
     if fields.get("data", {}).get("tokenizer") == "init_from":
@@ -260,13 +270,14 @@ def resolve(config: Any) -> RunConfig:
         )
     model_name = fields["model"].pop("name")
     model_class = find_model(model_name)
-    # The kernel is the run's choice, not a part of the model: no model's dataclass has it.
+    # The attention kernel is a choice of the run, not of the model, so it is not in the model's
+    # dataclass (unless a user's model has a field of this name).
     attention = "auto"
     if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
         attention = fields["model"].pop("attention", "auto")
     check_choice(attention)
     if "seed" in fields.get("data", {}):
-        raise ValueError("config.data.seed: unknown key; train.seed is that of the data too")
+        raise ValueError("config.data.seed: unknown key; the data uses train.seed")
     sections = {
         name: _build(section, fields.get(name, {}), name) for name, section in SECTIONS.items()
     }
@@ -296,7 +307,7 @@ def _check_fields(
     may_be_open: Collection[str] = (),
     tuples: bool = False,
 ) -> None:
-    """Refuses unknown and missing keys and wrong types; whole numbers become floats in place."""
+    """Rejects unknown keys, missing keys and wrong types; converts int to float in place."""
     fields = {field.name: field for field in dataclasses.fields(section)}
     for key in values:
         if key not in fields:
@@ -311,22 +322,29 @@ def _check_fields(
 
 
 def find_model(name: str) -> Any:
-    """Returns the class of `model.name`, which has a dataclass `Config`."""
+    """Returns the model class for `model.name`.
+
+    Args:
+        name: a key of MODELS, or an import path `package.module:Class`.
+
+    Raises:
+        ValueError: there is no such class, or it has no dataclass `Config`.
+    """
     path = MODELS.get(name, name)
     try:
         model_class = pkgutil.resolve_name(path)
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(
-            f"model.name={name!r} is none of {', '.join(MODELS)} and no import path "
+            f"model.name={name!r} is neither one of {', '.join(MODELS)} nor an import path "
             f"'package.module:Class': {error}"
         ) from None
     if not dataclasses.is_dataclass(getattr(model_class, "Config", None)):
-        raise ValueError(f"model.name={name!r}: the class has no dataclass `Config`")
+        raise ValueError(f"model.name={name!r}: the class must have a dataclass `Config`")
     return model_class
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
-    """Returns the end of a message about an unknown key: the nearest known one, if any."""
+    """Returns the end of an error message for an unknown key: the nearest known key, if any."""
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
     close = close or [k for k in known if k.endswith("." + key.rpartition(".")[2])][:1]
     return f"; the nearest known key is {close[0]}" if close else ""

@@ -1,4 +1,4 @@
-"""What a run's steps take, as shapes alone: they are known before any data is read."""
+"""Shapes of a run's batches and parameters, which are known before any data is read."""
 
 from typing import Any
 
@@ -12,7 +12,12 @@ from train.config.schema import RunConfig
 
 
 def batch_of(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns a batch of `size` examples as the data makes them."""
+    """Returns the shapes and dtypes of a batch.
+
+    Args:
+        config: the run's config.
+        size: number of examples, the leading dimension of every array.
+    """
     shapes = batch_shapes(config.data, config.images)
     return {name: jax.ShapeDtypeStruct((size, *s), dtype) for name, (s, dtype) in shapes.items()}
 
@@ -20,7 +25,17 @@ def batch_of(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
 def microbatch(
     config: RunConfig, mesh: AnyMesh, model: nnx.Module
 ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-    """Returns parameters and a microbatch as the devices of one replica get them."""
+    """Returns the shapes of a model's parameters and of one replica's microbatch.
+
+    Args:
+        config: the run's config.
+        mesh: its axes `data` and `fsdp` divide the batch among replicas.
+        model: the model; it may be abstract.
+
+    Returns:
+        (params, batch): ShapeDtypeStructs. The parameters are unsharded and have the compute dtype.
+        The batch has `global_batch_size / (num_microbatches × data × fsdp)` examples.
+    """
     num_parts = config.train.num_microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
     batch = batch_of(config, config.data.global_batch_size // num_parts)
     dtype = jnp.dtype(config.precision.compute)

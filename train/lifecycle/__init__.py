@@ -1,0 +1,1 @@
+"""Life of a run: workdir and lock, stop signals, watchdog, divergence, phases, exit codes."""

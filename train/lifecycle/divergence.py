@@ -1,7 +1,8 @@
-"""How long a run goes on while its steps are not finite, and what it leaves behind then.
+"""Detects divergence: too many consecutive steps whose loss or gradients are not finite.
 
-Such a step changes no parameter (see train/step/train_step.py), so one is harmless. Many in a row
-say that the parameters themselves are beyond repair, or the data is.
+A nonfinite step changes no parameters (see train/step/train_step.py), so a single one is harmless.
+Many in a row mean that the parameters or the data are broken. Then the run stops, or rolls back to
+an earlier checkpoint.
 """
 
 import logging
@@ -14,46 +15,55 @@ import numpy as np
 from train.config.schema import TrainConfig
 from train.lifecycle.stop_signals import wait_for_all
 
-#: With train.on_nonfinite="rollback", of each start: one that needs more will not recover.
+#: Rollbacks per start of a run, with train.on_nonfinite="rollback". A run that needs more will not
+#: recover.
 MAX_ROLLBACKS = 3
 
 _log = logging.getLogger(__name__)
 
 
 class Diverged(RuntimeError):
-    """Too many steps in a row were not finite; another start with this config would end alike."""
+    """Too many consecutive steps were not finite; a restart with this config would fail again."""
 
 
 class NonfiniteMonitor:
-    """Watches for `train.max_nonfinite_steps` in a row.
+    """Watches for `train.max_nonfinite_steps` consecutive nonfinite steps.
 
-    Every process asks at every step, and all get the same answer: they read one replicated count.
+    Every process calls it at every step. All get the same answer, because they read the same
+    replicated count.
     """
 
     def __init__(self, config: TrainConfig, workdir: Path):
         self._config, self._workdir = config, workdir
         self._asked: tuple[int, Mapping[str, np.ndarray], jax.Array, jax.Array] | None = None
         self._num_rollbacks = 0
-        self._row_start: int | None = None  # of the bad steps that the last one ends
+        self._row_start: int | None = None  # first step of the current row of bad steps
 
     def first_bad_step(
         self, step: int, rows: Mapping[str, np.ndarray], metrics: Mapping[str, jax.Array]
     ) -> int | None:
-        """Returns None to go on, or the first of too many bad steps, from before which to go back.
+        """Checks whether there were too many nonfinite steps in a row.
 
-        It judges the step of the call before, and waits for no later one. When patience ends,
-        that step's rows are saved; the call after it begins anew.
+        It looks at the step of the previous call, so that it need not wait for the current step.
+        If the limit is reached, it saves the rows of that step's batch, and the next call starts
+        counting again.
 
         Args:
-            step: that was just started, the first is 1.
-            rows: of its batch, those that this process holds.
-            metrics: what it gave, computed or not.
+            step: the step that was just started; the first is 1.
+            rows: this process's rows of its batch.
+            metrics: metrics of this step; they may not be computed yet.
+
+        Returns:
+            None to continue, or the first of the bad steps. Roll back to a checkpoint from before
+            that step.
 
         Raises:
-            Diverged: patience ended, and the config or MAX_ROLLBACKS says to stop.
+            Diverged: the limit was reached, and `train.on_nonfinite` is "stop" or there were
+                MAX_ROLLBACKS rollbacks already.
         """
         count = metrics["num_nonfinite_in_a_row"]
-        # In float16 those that made the loss scale smaller say no more than that it was too large.
+        # In float16 a nonfinite step that halved the loss scale only means that the scale was too
+        # large. Only steps at the smallest scale count.
         stuck = metrics.get("num_stuck_in_a_row", count)
         asked, self._asked = self._asked, (step, rows, count, stuck)
         if asked is None or not self._config.max_nonfinite_steps:
@@ -66,19 +76,20 @@ class NonfiniteMonitor:
             self._row_start = bad_step - num_bad + 1
         if self._row_start is None or int(stuck) < self._config.max_nonfinite_steps:
             return None
-        # Spikes that are skipped within the row are in it, and not in the count.
+        # A skipped spike within the row is part of the row, but is not counted. So the start of the
+        # row is remembered, not computed from the count.
         first, self._row_start, self._asked = self._row_start, None, None
         what = (
-            f"the loss or the gradients of {num_bad} steps in a row, the last of them step "
-            f"{bad_step}, were not finite ({_save(bad_rows, bad_step, self._workdir)})"
+            f"the loss or the gradients of {num_bad} steps in a row, up to step {bad_step}, were "
+            f"not finite ({_save(bad_rows, bad_step, self._workdir)})"
         )
         if self._config.on_nonfinite == "stop" or self._num_rollbacks == MAX_ROLLBACKS:
             after = f" after {self._num_rollbacks} rollbacks" if self._num_rollbacks else ""
-            wait_for_all("diverged")  # before one ends, and whoever started it ends the others
+            wait_for_all("diverged")  # a launcher ends all processes when the first one exits
             raise Diverged(
                 f"{what}{after}; look for bad examples in that batch, lower "
-                "optimizer.learning_rate, or compute in a wider precision.compute; the next start "
-                "goes on from the last checkpoint"
+                "optimizer.learning_rate, or set a wider precision.compute; the next start "
+                "resumes from the last checkpoint"
             )
         self._num_rollbacks += 1
         _log.warning("%s; rollback %d of %d", what, self._num_rollbacks, MAX_ROLLBACKS)
@@ -86,7 +97,7 @@ class NonfiniteMonitor:
 
 
 def _save(rows: Mapping[str, np.ndarray], step: int, workdir: Path) -> str:
-    """Writes this process's rows of a batch; returns where they are, or why they are not."""
+    """Saves this process's rows of a batch; returns a message with the file, or the error."""
     process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
     path = workdir / f"nonfinite_step_{step}{process}.npz"
     try:

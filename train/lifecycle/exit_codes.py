@@ -1,22 +1,23 @@
-"""How a training process ends, for whoever starts it. Other codes are crashes.
+"""Exit codes of a training process, which tell launchers whether to start it again.
 
-What `launch/train.sbatch` and `launch.local` do: STOPPED is started again, FINISHED, REFUSED,
-DIVERGED and UNSAVED are not; all else is started again a few times.
+`launch/train.sbatch` and `launch.local` always restart after STOPPED, and never after FINISHED,
+REFUSED, DIVERGED or UNSAVED. After any other code, which means a crash, they restart a limited
+number of times.
 """
 
 FINISHED = 0
-#: A crash, or at the start something that may pass: a file system, or a process that did not come.
+#: A crash, or a temporary problem at the start: a file system, or a process that did not appear.
 FAILED = 1
-#: An error before step 0, said in one sentence: another start would end alike.
+#: An error before step 0, reported in one sentence; another start would fail in the same way.
 REFUSED = 2
-#: Too many steps in a row were not finite; the rows of the last are saved. EX_SOFTWARE.
+#: Too many steps in a row were not finite; the rows of the last one are saved. EX_SOFTWARE.
 DIVERGED = 70
-#: The last step, or that at which a signal came, could not be saved. EX_IOERR of sysexits.h.
+#: The last step, or the step at which a signal came, could not be saved. EX_IOERR of sysexits.h.
 UNSAVED = 74
-#: A signal came before the last step, and the run saved; the next start goes on. EX_TEMPFAIL.
+#: A signal came before the last step, and the run saved; the next start resumes. EX_TEMPFAIL.
 STOPPED = 75
 #: A step, or a wait for data or another process, took longer than train.failure_timeout_s.
 HUNG = 76
 
-#: After these a start from the last checkpoint changes nothing.
+#: Exit codes after which a restart from the last checkpoint is useless.
 FINAL = (FINISHED, REFUSED, DIVERGED, UNSAVED)

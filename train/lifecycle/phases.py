@@ -1,7 +1,8 @@
-"""Where a process is, and what its time went into.
+"""Tracks which phase a process is in, and how much time it spent in each.
 
-A program makes one `Phases` at its start, and says `with phases("data", step): ...` around its
-parts. Durations are those of monotonic clocks: setting the time of day changes none.
+A program creates one `Phases` when it starts, and wraps its parts in
+`with phases("data", step): ...`. The watchdog and the goodput record read it. Durations are
+measured with monotonic clocks, so that changes of the time of day do not affect them.
 """
 
 import contextlib
@@ -12,22 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-#: In the order in which a process comes to them; from "data" on, once a step.
+#: Phases in the order in which a process reaches them; from "data" on, they repeat every step.
 NAMES = ("startup", "compile", "restore", "data", "step", "eval", "save", "other")
-#: The key of the time that steps took which an earlier start of the run had done already.
+#: Key for the time of steps that an earlier start of the run had already done.
 RECOMPUTED = "recomputed"
-#: What of a step is lost if it has to be done again.
+#: Phases whose time is lost if a step has to be repeated.
 _OF_A_STEP = ("data", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStatus:
-    """Where a process is."""
+    """The current phase of a process."""
 
-    name: str  # of the phase, one of NAMES
-    step: int  # the last one named; 0 before the first
-    seconds: float  # since it entered this phase or came back to it
-    changes: int  # grows whenever a phase is entered or left
+    name: str  # one of NAMES
+    step: int  # the last step that was named; 0 before the first
+    seconds: float  # since the process entered this phase or returned to it
+    changes: int  # increases whenever a phase is entered or left
 
 
 class _PhaseState(NamedTuple):
@@ -35,45 +36,45 @@ class _PhaseState(NamedTuple):
     step: int
     since_s: float
     changes: int
-    totals_s: Mapping[str, float]  # without the time since `since_s`
+    totals_s: Mapping[str, float]  # seconds by phase, without the time since `since_s`
 
 
 class Phases:
     """The phases of one process, from its creation on.
 
-    It begins in "startup". In nested blocks the inner one counts, and leaving it goes back to the
-    outer one, so each second counts once. Once a "data" or "step" block was there, time outside of
-    all blocks is "other".
+    The first phase is "startup". Blocks may be nested: time counts for the innermost block, and
+    leaving it returns to the outer one, so that every second counts once. After the first "data" or
+    "step" block, time outside of all blocks counts as "other".
 
-    One thread enters and leaves; any thread, or a signal's handler, may read.
+    Only one thread may enter and leave phases; any thread or signal handler may read them.
     """
 
     def __init__(
         self, *, age_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begins in "startup".
+        """Starts in the phase "startup".
 
         Args:
-            age_s: seconds that were spent in it so far; by default since the process's creation.
-            clock: returns seconds that never go back.
+            age_s: seconds already spent in it; by default the age of the process.
+            clock: a monotonic clock, in seconds.
         """
         self._clock = clock
         self._recomputed = range(0)
         start_s = clock() - (process_age_s() if age_s is None else age_s)
         totals_s: dict[str, float] = dict.fromkeys((*NAMES, RECOMPUTED), 0.0)
-        # Replaced as a whole at each change: whoever reads needs no lock.
+        # Immutable, and replaced as a whole at each change, so that readers need no lock.
         self._state = _PhaseState("startup", 0, start_s, 0, totals_s)
 
     @contextlib.contextmanager
     def __call__(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Is in phase `name` within the block.
+        """Enters phase `name` for the duration of the block.
 
         Args:
             name: one of NAMES.
-            step: that it belongs to; by default the last one named.
+            step: the step it belongs to; by default the last step that was named.
 
         Raises:
-            ValueError: `name` is no phase.
+            ValueError: `name` is unknown.
         """
         if name not in NAMES:
             raise ValueError(f"phase {name!r} is unknown; choose {', '.join(NAMES)}")
@@ -88,18 +89,18 @@ class Phases:
 
     @property
     def current(self) -> PhaseStatus:
-        """Where the process is now."""
+        """The current phase."""
         state = self._state
         seconds = self._clock() - state.since_s
         return PhaseStatus(name=state.name, step=state.step, seconds=seconds, changes=state.changes)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds so far by name: all of NAMES, and RECOMPUTED; their sum is the process's age."""
+        """Seconds spent so far in each of NAMES and in RECOMPUTED; their sum is the process age."""
         return self._totals_s(self._state, self._clock())
 
     def count_as_recomputed(self, steps: range) -> None:
-        """Counts the time of "data" and "step" at `steps` under RECOMPUTED, from now on."""
+        """From now on, counts the "data" and "step" time of these steps as RECOMPUTED."""
         self._recomputed = steps
 
     def _enter(self, name: str, step: int) -> None:
@@ -115,15 +116,16 @@ class Phases:
 
 
 def process_age_s() -> float:
-    """Returns the seconds since this process was created; 0 where the system does not say.
+    """Returns the seconds since this process was created; 0 if the system does not tell.
 
-    A shell that gave way to Python with `exec` was the same process already.
+    A shell that runs Python with `exec` is the same process, so its time is included.
     """
     try:
         stat = Path("/proc/self/stat").read_text(errors="replace")
-        # proc(5): starttime is field 22; field 3 follows the name, which may hold anything.
+        # proc(5): starttime is field 22. Field 2 is the name in parentheses, which may contain
+        # spaces, so the fields are counted from the last parenthesis.
         ticks = int(stat.rpartition(")")[2].split()[19])
-        # The clock that /proc/uptime shows; that file may be a container's own.
+        # The same clock as /proc/uptime, which may be virtualized in a container.
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0

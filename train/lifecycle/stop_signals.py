@@ -1,7 +1,8 @@
-"""Stopping before the last step, on all processes after the same one.
+"""Stops a run on a signal, on all processes after the same step.
 
-A signal reaches the processes at different times, or only some of them. So each tells all others
-at every step what it wants, and all act on what was told a step ago: nobody waits for an answer.
+A signal reaches the processes at different times, or only some of them. So at every step each
+process tells the others in a small collective whether it wants to stop, and all act on the result
+of the previous step's collective. No process has to wait for an answer.
 """
 
 import logging
@@ -17,17 +18,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-#: What SLURM and Kubernetes send, what --signal is often set to, and Ctrl-C.
+#: Sent by SLURM and Kubernetes; often chosen with sbatch's --signal; Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Remembers that a signal asked this process to stop, from `defer` on. A context manager.
+    """Records signals that ask this process to stop, once `defer` was called. A context manager.
 
-    Before that there is nothing to save, and a signal ends the process. Afterwards the first is
-    remembered, and further ones change nothing, but for a second Ctrl-C.
+    Before `defer` there is nothing to save, and a signal ends the process. Afterwards the first
+    signal is recorded and further ones are ignored, except for a second Ctrl-C, which raises
+    KeyboardInterrupt.
     """
 
     def __init__(self):
@@ -43,11 +45,12 @@ class StopSignals:
 
     @property
     def has_received(self) -> bool:
+        """Whether a signal was received."""
         return self.received is not None
 
     def defer(self) -> None:
-        """From now on a signal is remembered, and the process goes on."""
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        """From now on, records signals instead of ending the process."""
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
             self._before = {name: signal.signal(name, self._on_signal) for name in SIGNALS}
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -60,9 +63,9 @@ class StopSignals:
 
 
 class Votes:
-    """What all processes want, told at every step and known one step later.
+    """The maximum over processes of some integers, exchanged at every step without waiting.
 
-    Every process calls `cast` equally often, with as many values.
+    Every process must call `cast` equally often, and with the same number of values.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh):
@@ -72,14 +75,15 @@ class Votes:
         self._max = jax.jit(lambda told: jnp.max(told, axis=0), out_shardings=everywhere)
 
     def cast(self, *values: int) -> tuple[int, ...]:
-        """Returns the largest of what all processes gave for each value at the call before.
+        """Returns, for each value, the maximum over all processes at the previous call.
 
-        It waits until what was started before that call is computed. The first call gets zeros.
+        This blocks until the computations that were started before the previous call are done. The
+        first call returns zeros.
 
         Args:
-            values: of this process, each to be compared with that of the others.
+            values: this process's values.
         """
-        own = np.asarray([values], np.int32)  # of each of this process's devices
+        own = np.asarray([values], np.int32)  # one row for each of this process's devices
         shape = (self._mesh.size, len(values))
         told = jax.make_array_from_callback(shape, self._by_device, lambda _: own)
         answer, self._pending = self._pending, self._max(told)
@@ -89,24 +93,26 @@ class Votes:
 
 
 class Timer:
-    """Tells when so many minutes have passed, by a clock that nobody sets."""
+    """Tells when a number of minutes has passed, by a monotonic clock."""
 
     def __init__(self, minutes: float | None):
         self._minutes = minutes
         self.restart()
 
     def restart(self) -> None:
+        """Starts the interval again."""
         self._start_s = time.monotonic()
 
     def is_due(self) -> bool:
+        """Whether the interval is over; never, if it has no length."""
         return self._minutes is not None and time.monotonic() - self._start_s >= 60 * self._minutes
 
 
 def wait_for_all(what: str) -> None:
-    """Returns when all processes have called it.
+    """Blocks until all processes have called it.
 
     Args:
-        what: names the place, the same for all.
+        what: name of this barrier, the same on all processes.
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)

@@ -1,9 +1,11 @@
-"""Ends a process that hangs, and says where it hangs and which processes are at fault.
+"""Ends a process that hangs, and reports where it hangs and which processes are responsible.
 
-A collective that waits for a process which is gone waits for ever, and nothing in Python can
-interrupt it. Each process therefore has a thread that writes a sign of life into a directory that
-all of them see, and a thread that looks for how long its own process has been in one phase. Only
-beat counters and steps of different processes are compared, never their clocks.
+A collective that waits for a lost process never returns, and Python cannot interrupt it. So each
+process runs two threads. One writes heartbeats: a small file in a shared directory. The other
+watches how long its own process has been in the current phase. If that takes too long, it reads the
+heartbeats of all processes twice, reports which of them are gone or behind, and exits.
+
+Clocks of different processes are never compared, only heartbeat counters and steps.
 """
 
 import contextlib
@@ -22,31 +24,31 @@ from pathlib import Path
 from train.lifecycle.exit_codes import HUNG
 from train.lifecycle.phases import NAMES, Phases, PhaseStatus
 
-#: Phases that may rightly take long.
+#: Phases that may take arbitrarily long.
 UNWATCHED = ("startup", "compile", "restore")
 
 _LONGEST_INTERVAL_S = 15.0
-_READ_LIMIT_S = 60.0  # for the files of thousands of processes, on a file system that may hang too
+_READ_LIMIT_S = 60.0  # to read thousands of files, on a file system that may hang as well
 _MOST_LISTED = 20
-_STDERR = 2  # itself, whatever stands in for sys.stderr
+_STDERR = 2  # the file descriptor, since sys.stderr may be replaced
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sign:
-    """What a process's file says."""
+    """A heartbeat: the contents of a process's file."""
 
     run_id: str
     host: str
     pid: int
-    beat: int  # grows with each write
+    beat: int  # increases with each write
     step: int
     phase: str
     seconds: float  # in this phase
-    ended: bool  # it saw that it hangs, and ended itself
+    ended: bool  # the process noticed that it hangs, and exited
 
     @property
     def rank(self) -> tuple[int, int]:
-        """How far the process has come."""
+        """Progress of the process, for comparison with others."""
         return self.step, NAMES.index(self.phase)
 
     def __str__(self) -> str:
@@ -54,18 +56,20 @@ class _Sign:
 
 
 def end_process() -> None:
-    """Ends this process with HUNG at once: no cleaning up could be waited for."""
+    """Exits this process with HUNG, without any cleanup, since that could hang too."""
     os._exit(HUNG)
 
 
 class Watchdog:
-    """Watches one process, and lets the others see it, until `close`.
+    """Watches one process, and publishes its heartbeat to the others, until `close`.
 
-    If the process is in one phase for longer than `timeout_s`, those of UNWATCHED apart, it looks
-    at all files twice, writes to standard error what it found, and calls `on_hang`, unless the
-    process went on in the meantime. From the beginning of the phase that takes its time-out, and
-    2.5 intervals (of `timeout_s / 4`, 15 s at most) and a few seconds more. A file system that
-    hangs delays it by a minute at most.
+    If the process stays in one phase for longer than `timeout_s`, except for the phases UNWATCHED,
+    the watchdog reads all heartbeats twice, writes a report to standard error, and calls `on_hang`,
+    unless the process continued in the meantime.
+
+    With an interval of `timeout_s / 4`, but at most 15 s, this takes up to the phase's timeout plus
+    2.5 intervals plus a few seconds from the beginning of the phase. A hanging file system delays
+    it by at most another minute.
     """
 
     def __init__(
@@ -80,20 +84,21 @@ class Watchdog:
         save_timeout_s: float | None = None,
         on_hang: Callable[[], object] = end_process,
     ):
-        """Starts to watch.
+        """Starts watching.
 
-        A directory that cannot be written is said once on standard error, and no error.
+        If the directory cannot be written, this is reported once on standard error; it is not an
+        error.
 
         Args:
-            directory: one that all processes see, made if need be.
-            phases: of this process.
-            process: its index.
-            num_processes: of this start of the run.
-            run_id: the same on all processes and another at each start: files with another one
-                are left over, and not looked at.
-            timeout_s: the longest that a phase may last.
-            save_timeout_s: the same for "save", if that is another.
-            on_hang: called on the watching thread after the report, at most once.
+            directory: a directory that all processes share; it is created if necessary.
+            phases: the phases of this process.
+            process: the index of this process.
+            num_processes: number of processes of this start of the run.
+            run_id: an identifier that is the same on all processes and different at each start.
+                Files with another one are leftovers and are ignored.
+            timeout_s: longest duration of a phase, in seconds.
+            save_timeout_s: the same for the phase "save", if it is different.
+            on_hang: called at most once, on the watching thread, after the report.
 
         Raises:
             ValueError: `timeout_s` is not positive.
@@ -109,14 +114,14 @@ class Watchdog:
             self._limits["save"] = ("checkpoint.timeout_s", save_timeout_s)
         self._on_hang = on_hang
         self._interval_s = min(timeout_s / 4, _LONGEST_INTERVAL_S)
-        # A process that lives beats within this time, even if it is late.
+        # A live process writes a heartbeat within this time, even if it is late.
         self._look_s = 1.5 * self._interval_s + 1
         self._host = socket.gethostname()
         self._write_lock = threading.Lock()
         self._beat = 0
         self._has_ended = self._has_complained = False
         self._closed = threading.Event()
-        # Two, since a file system that hangs may hold on to the first.
+        # Two threads, because a hanging file system may block the one that writes.
         self._threads = [
             threading.Thread(target=self._beat_on, name="watchdog beat", daemon=True),
             threading.Thread(target=self._watch, name="watchdog", daemon=True),
@@ -133,7 +138,7 @@ class Watchdog:
             self._path(self._process).unlink(missing_ok=True)
 
     def _beat_on(self) -> None:
-        with contextlib.suppress(OSError):  # else writing fails, and says so
+        with contextlib.suppress(OSError):  # if this fails, writing fails too, and reports it
             self._directory.mkdir(parents=True, exist_ok=True)
         while not self._closed.is_set():
             self._write_sign()
@@ -144,7 +149,7 @@ class Watchdog:
             place = self._phases.current
             if place.seconds <= self._limits[place.name][1]:
                 continue
-            # On a thread of its own, for reading and writing may hang as well.
+            # In a thread of its own, because reading and writing files may hang as well.
             reporter = threading.Thread(target=self._report, args=(place,), daemon=True)
             reporter.start()
             reporter.join(self._look_s + _READ_LIMIT_S)
@@ -152,7 +157,7 @@ class Watchdog:
                 self._on_hang()
                 return
             if not self._closed.is_set():
-                _say([f"process {self._process} has gone on"])
+                _say([f"process {self._process} has continued"])
 
     def _report(self, place: PhaseStatus) -> None:
         own, (key, limit_s) = self._sign(place), self._limits[place.name]
@@ -172,7 +177,7 @@ class Watchdog:
         _say([*lines, *(["the stacks of this process:"] if is_own_fault else [])])
         if is_own_fault:
             faulthandler.dump_traceback(_STDERR, all_threads=True)
-        # Those that look later shall not take it for one that was killed.
+        # Tell processes that look later that this one exited by itself and was not killed.
         self._has_ended = True
         self._write_sign()
         for stream in (sys.stdout, sys.stderr):
@@ -182,19 +187,28 @@ class Watchdog:
     def _findings(
         self, own: _Sign, first: Mapping[int, _Sign], second: Mapping[int, _Sign]
     ) -> tuple[list[str], bool]:
-        """Returns lines, and whether no other process is to blame."""
+        """Compares two readings of the heartbeats.
+
+        Args:
+            own: this process.
+            first: process index -> heartbeat, for the others.
+            second: the same, some seconds later.
+
+        Returns:
+            Lines of the report, and whether this process is itself the cause of the hang.
+        """
         others = [index for index in range(self._num_processes) if index != self._process]
         silent = [i for i in others if i not in second]
         gone = {i for i in second if i in first and not _lives(first[i], second[i])}
         living = {i: sign for i, sign in second.items() if i not in gone}
         behind = [i for i, sign in living.items() if sign.rank < own.rank]
         ahead = [i for i, sign in living.items() if sign.rank > own.rank]
-        lines = [f"{_name(i, second[i])} is gone: its last sign was {second[i]}" for i in gone]
+        lines = [f"{_name(i, second[i])} is gone: its last heartbeat was {second[i]}" for i in gone]
         lines += [
             f"{_name(i, living[i])} is behind: {living[i]} for {living[i].seconds:.0f} s"
             for i in sorted(behind, key=lambda i: living[i].rank)
         ]
-        lines += [f"process {i} has left no sign: it has ended, or never started" for i in silent]
+        lines += [f"process {i} has no heartbeat: it has ended, or never started" for i in silent]
         lines = _shortened(lines)
         if ahead and not behind:
             lines.append(
@@ -203,7 +217,7 @@ class Watchdog:
             )
         elif not lines:
             what = "the step" if own.phase == "step" else f"phase {own.phase}"
-            everyone = f"all {self._num_processes} processes live and are"
+            everyone = f"all {self._num_processes} processes are alive and"
             lines.append(f"{everyone if others else 'this process is'} {own}: {what} itself hangs")
         return lines, not behind and (bool(ahead) or not gone and not silent)
 
@@ -237,11 +251,11 @@ class Watchdog:
             except OSError as error:
                 if not self._has_complained:
                     name = f"process {self._process}"
-                    _say([f"{name} cannot show the others that it lives, but watches on: {error}"])
+                    _say([f"{name} cannot write its heartbeat, but keeps watching: {error}"])
                 self._has_complained = True
 
     def _read_others(self) -> dict[int, _Sign]:
-        """Returns the signs of this start's other processes, as far as they can be read."""
+        """Returns the heartbeats of this start's other processes that can be read."""
         signs = {}
         for index in range(self._num_processes):
             if index != self._process:
@@ -266,7 +280,7 @@ def _shortened(lines: Sequence[str]) -> list[str]:
 
 
 def _say(lines: Sequence[str]) -> None:
-    """Writes lines to standard error, in one go."""
+    """Writes lines to standard error in a single write."""
     text = "".join(f"watchdog: {line}\n" for line in lines)
     with (
         contextlib.suppress(OSError),

@@ -1,4 +1,4 @@
-"""A run's directory: whose it is, and where the run in it stands."""
+"""The workdir of a run: its lock, its files, and the position that the run resumes from."""
 
 import contextlib
 import dataclasses
@@ -38,14 +38,15 @@ from train.run.build import Run
 from train.run.init_from import start_params
 from train.state.train_state import MAY_LACK, TrainState
 
-#: There while a run trains.
+#: Exists while a run trains.
 LOCK_FILE = "lock"
-#: A checkpoint fits only a run that agrees on these.
+#: Sections and keys that a run must share with the checkpoints that it resumes from.
 FIXED = (
     *("init_from", "model", "data", "images", "train.seed", "train.init_labels"),
     *("train.ema_decay", "optimizer.name", "optimizer.frozen", "precision.params"),
 )
-#: How fast things are read, and where they lie, may change; the data itself is compared by hash.
+#: Keys below FIXED that may change: they only set how fast and from where data is read. The data
+#: itself is compared by hash.
 FREE = (
     *("data.cache_dir", "data.mixture", "data.num_threads", "data.paths"),
     *("images.num_workers", "images.on_broken", "model.attention"),
@@ -55,10 +56,15 @@ _log = logging.getLogger(__name__)
 
 
 def check(workdir: Path, run: Run) -> None:
-    """Checks that `workdir` holds no checkpoint of another run.
+    """Checks that `workdir` has no checkpoints of another run.
+
+    Args:
+        workdir: the run's directory.
+        run: the run that wants to use it.
 
     Raises:
-        ValueError: it holds one of another model or other data; the keys that differ are named.
+        ValueError: it has checkpoints of another model or other data; the message lists the keys
+            that differ.
     """
     path = workdir / CONFIG_FILE
     if not path.exists() or not has_checkpoint(workdir):
@@ -66,52 +72,58 @@ def check(workdir: Path, run: Run) -> None:
     saved = load(str(path))
     if "train" not in saved:
         raise ValueError(
-            f"{workdir} holds a converted model and no run; start from it with "
+            f"{workdir} is a converted model, not a run; start from it with "
             f"--config.init_from={workdir}, and choose another --workdir"
         )
     lines = differences(_completed(saved, run), resolved(run), FIXED)
     lines = [line for line in lines if line.partition(":")[0] not in FREE]
     if lines:
         raise ValueError(
-            f"{workdir} holds checkpoints of another run; these keys differ (saved -> now): "
-            f"{'; '.join(lines)}. Set them back, or choose another --workdir"
+            f"{workdir} has checkpoints of another run; these keys differ (saved -> now): "
+            f"{'; '.join(lines)}. Change them back, or choose another --workdir"
         )
 
 
 def check_processes_agree(run: Run, corpus: Corpus) -> None:
-    """Checks that all processes have one config and the same data.
+    """Checks that all processes have the same config and the same data.
+
+    Args:
+        run: this process's run.
+        corpus: this process's data.
 
     Raises:
-        ValueError: on all of them, if one differs from the first.
+        ValueError: on all processes, if one of them differs from the first.
     """
     exchange = Exchange()
     for what, value in (("config", repr(resolved(run).to_dict())), ("data", corpus.fingerprint)):
         own = hashlib.sha256(value.encode()).hexdigest()
         is_same = exchange.on_first(lambda own=own: own) == own
-        problem = exchange.agree(None if is_same else f"its {what} is not that of process 0")
+        problem = exchange.agree(None if is_same else f"its {what} differs from process 0")
         if problem is not None:
             raise ValueError(
-                f"{problem}; start all of them with the same command, software and files"
+                f"{problem}; start all processes with the same command, software and files"
             )
 
 
 @contextlib.contextmanager
 def lock(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator[str]:
-    """Keeps other runs out of `workdir` within the block: two would write over each other.
+    """Locks `workdir` for the duration of the block, so that two runs do not overwrite each other.
 
-    Of a run that was killed or requeued, the first process may live a little longer: it is waited
-    for. A kill leaves nothing that would keep the next start out.
+    The first process of a run that was killed or requeued may live a little longer than the run, so
+    this waits for it. If the holder of a lock is killed, the lock is released.
 
     Args:
-        timeout_s: to wait for another run's end.
+        workdir: the run's directory; it is created if necessary.
+        timeout_s: seconds to wait for another run to end.
         is_shared: False if each process has a workdir of its own.
 
     Yields:
-        A word, the same on all processes and another at each start.
+        A string that identifies this start: the same on all processes, different at each start.
 
     Raises:
-        ValueError: on all processes, if one does not see the first one's `workdir`.
-        OSError: on all processes, if another run has it for longer, or it cannot be written.
+        ValueError: on all processes, if one of them does not see the first process's `workdir`.
+        OSError: on all processes, if another run keeps the lock for longer, or the directory
+            cannot be written.
     """
     exchange, path = Exchange(), workdir / LOCK_FILE
     with contextlib.ExitStack() as stack:
@@ -120,16 +132,21 @@ def lock(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator
             blind = exchange.agree(None if _reads(path, word) else "it is not there")
             if blind is not None:
                 raise ValueError(
-                    f"--workdir={workdir} is not for all processes what it is for process 0 "
-                    f"({blind}); choose a directory on a file system of all hosts (in containers, "
-                    "one that is mounted)"
+                    f"--workdir={workdir} is not the same directory on all processes ({blind}); "
+                    "choose a directory on a file system that all hosts share (in containers, one "
+                    "that is mounted)"
                 )
         yield word
 
 
 @contextlib.contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[str]:
-    """Holds a file, which says who does, within the block; yields what it says."""
+    """Holds a lock file for the duration of the block; yields its content, which names the holder.
+
+    The lock is `flock`'s, which the kernel releases when the process ends for any reason. The file
+    is also deleted at the end, so a process that opened it earlier may lock a deleted file. It then
+    tries again with the new one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     word = f"process {os.getpid()} on {socket.gethostname()} {secrets.token_hex(8)}"
     deadline_s, waits = time.monotonic() + timeout_s, False
@@ -142,8 +159,11 @@ def _locked(path: Path, timeout_s: float) -> Iterator[str]:
                 file.seek(0)
                 holder = file.read().rpartition(" ")[0] or "another process"
             except OSError as error:
-                _log.warning("%s cannot be locked (%s): start no second run there", path, error)
-            # Who held it before removed it; another may have made it anew meanwhile.
+                _log.warning(
+                    "%s cannot be locked (%s): do not start a second run there", path, error
+                )
+            # The previous holder may have deleted the file, and another process may have created a
+            # new one in the meantime.
             if not holder and _is_same(file, path):
                 file.truncate(0)
                 file.write(word)
@@ -156,7 +176,7 @@ def _locked(path: Path, timeout_s: float) -> Iterator[str]:
         if time.monotonic() > deadline_s:
             raise TimeoutError(
                 f"--workdir={path.parent} is in use by {holder or 'many'}, and still was after "
-                f"{timeout_s:.0f} s; wait for the end of that run, or choose another --workdir"
+                f"{timeout_s:.0f} s; wait until that run ends, or choose another --workdir"
             )
         if holder and not waits:
             _log.warning("--workdir=%s is in use by %s: waiting", path.parent, holder)
@@ -172,7 +192,7 @@ def _is_same(file: IO[str], path: Path) -> bool:
 
 
 def _reads(path: Path, word: str) -> bool:
-    deadline_s = time.monotonic() + 10  # a network's file system may be late
+    deadline_s = time.monotonic() + 10  # network file systems may show new files late
     while time.monotonic() < deadline_s:
         with contextlib.suppress(OSError, ValueError):
             if path.read_text(encoding="utf-8") == word:
@@ -184,10 +204,17 @@ def _reads(path: Path, word: str) -> bool:
 def write_run_files(
     workdir: Path, run: Run, corpus: Corpus, source: Source | None = None, report: str = ""
 ) -> None:
-    """Writes `config.yaml`, `memory.txt` (a report) and what `python -m convert.to_hf` needs.
+    """Writes `config.yaml`, `memory.txt`, and in `hf/` the input of `python -m convert.to_hf`.
 
-    That is in `hf/`: the tokenizer, the labels of a classifier, and what is known of the model
-    that the run starts from.
+    `hf/` contains the tokenizer, the labels of a classifier, and files of the Hugging Face model
+    that the run starts from. Only the first process writes.
+
+    Args:
+        workdir: the run's directory.
+        run: the run.
+        corpus: its data.
+        source: the checkpoint that it starts from, if there is one.
+        report: the memory report.
     """
     if jax.process_index() > 0:
         return
@@ -204,17 +231,18 @@ def write_run_files(
 
 
 def planned(workdir: Path) -> MemoryConfig:
-    """Returns the placement that a run under memory.placement=auto has chosen; else the device."""
+    """Returns the memory settings that a run with memory.placement=auto chose; else the default."""
     path = workdir / CONFIG_FILE
     return resolve(load(str(path))).memory if path.exists() else MemoryConfig()
 
 
 def has_checkpoint(workdir: Path) -> bool:
+    """Returns whether a workdir has a checkpoint, intact or not."""
     return bool(steps_in(workdir / CHECKPOINTS))
 
 
 def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
-    """Returns a saved config in which keys that came to be later have their defaults."""
+    """Returns a saved config with defaults for keys that were added to the code later."""
     completed = {"init_from": "", **saved.to_dict()}
     for name, section in {**SECTIONS, "model": type(run.model_config)}.items():
         fields = [f for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING]
@@ -224,7 +252,7 @@ def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
 
 
 def resolved(run: Run) -> ConfigDict:
-    """Returns every key of the run with the value that it has, whatever the config left open."""
+    """Returns the full config of a run, including the values that it took from the data."""
     config = run.config
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
     del sections["data"]["seed"]  # it is train.seed
@@ -242,24 +270,28 @@ def resolved(run: Run) -> ConfigDict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands: at its beginning, or at the newest checkpoint of its workdir."""
+    """The position of a run: its beginning, or the newest checkpoint of its workdir."""
 
-    step: int
-    state: TrainState
-    batches: DatasetIterator
+    step: int  # steps done
+    state: TrainState  # after that step
+    batches: DatasetIterator  # continues with the next step's batch
     checkpoints: Checkpoints
 
 
 def find_position(
     run: Run, corpus: Corpus, workdir: Path, source: Source | None = None
 ) -> Position:
-    """Returns the newest intact checkpoint's position, or the initial one if there is none.
+    """Returns the position of the newest intact checkpoint, or the initial one without any.
 
     Args:
-        source: what the initial parameters are; None leaves them to the model.
+        run: the run.
+        corpus: its data.
+        workdir: its directory.
+        source: checkpoint with the initial parameters; None: the model initializes them.
 
     Raises:
-        ValueError: no checkpoint is intact, or they are those of another model or other data.
+        ValueError: there are checkpoints but none is intact, or they belong to another model or to
+            other data.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     batches = train_batches(corpus, run.config.data, run.rows)
@@ -272,8 +304,8 @@ def find_position(
         state = run.state.from_portable(portable)
         if data_state["corpus"] != corpus.fingerprint:
             raise ValueError(
-                f"what data.name={run.config.data.name!r} has is not what step {step} in "
-                f"{workdir} was trained on; bring that data back, or choose another --workdir"
+                f"the data of data.name={run.config.data.name!r} has changed since step {step} in "
+                f"{workdir}; restore the original data, or choose another --workdir"
             )
         batches.set_state(data_state["batches"])
         done = step >= run.config.train.num_steps
@@ -281,7 +313,7 @@ def find_position(
             "step %d of train.num_steps=%d is saved; %s",
             step,
             run.config.train.num_steps,
-            "nothing is left to train" if done else "going on from there",
+            "nothing is left to train" if done else "resuming from there",
         )
     if not len(corpus.validation):
         _log.warning("the validation split is empty: nothing will be evaluated")
@@ -289,34 +321,40 @@ def find_position(
 
 
 def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: int) -> TrainState:
-    """Returns the parameters of the newest checkpoint from before a row of bad steps.
+    """Restores the newest checkpoint from before a row of bad steps.
 
     The position in the data is not rolled back: all steps since that checkpoint count as skipped,
-    and their examples do not come again in this epoch.
+    and their examples are not used again in this epoch.
 
     Args:
-        state: after the newest step; used up.
-        first_bad_step: the first of the row. The step before it left the parameters that failed.
+        run: the run.
+        start: where the run started; its checkpoints are used.
+        state: the state after the newest step; it is deleted.
+        first_bad_step: the first bad step. The step before it produced the parameters that failed,
+            so its checkpoint is not used either.
+
+    Returns:
+        The restored state, with the current step number.
 
     Raises:
         Diverged: there is no such checkpoint.
     """
     step, sharding = int(state.step), state.step.sharding
-    jax.tree.map(lambda leaf: leaf.delete(), state)  # there need not be room for two
+    jax.tree.map(lambda leaf: leaf.delete(), state)  # there may be no room for two states
     restored = start.checkpoints.restore(
         run.state.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
     )
     if restored is None:
         raise Diverged(
-            f"no checkpoint that is kept is older than step {first_bad_step - 1}, to roll back "
-            "to; lower optimizer.learning_rate, or save at more distant steps "
-            "(checkpoint.every_steps, checkpoint.max_to_keep)"
+            f"cannot roll back: no checkpoint is older than step {first_bad_step - 1}; lower "
+            "optimizer.learning_rate, or keep older checkpoints (checkpoint.every_steps, "
+            "checkpoint.max_to_keep)"
         )
     saved_step, portable, _ = restored
     state = run.state.from_portable(portable)
     size = run.config.data.global_batch_size
     _log.warning(
-        "going on after step %d with the parameters of step %d; left out are steps %d to %d, "
+        "continuing after step %d with the parameters of step %d; skipped are steps %d to %d, "
         "which are examples %d to %d of the run",
         *(step, saved_step, saved_step + 1, step, saved_step * size, step * size - 1),
     )

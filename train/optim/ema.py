@@ -1,6 +1,7 @@
-"""An exponential moving average of the parameters, kept in the optimizer's state.
+"""Exponential moving average (EMA) of the parameters.
 
-There it lies as moments do: shared out, on the host, in slots and in checkpoints.
+The average is a part of the optimizer state. So it is sharded, offloaded to host memory, stored in
+slots and saved in checkpoints in the same way as Adam's moments.
 """
 
 import math
@@ -17,21 +18,24 @@ Tree = Any
 
 
 class Average(NamedTuple):
-    """The state of `average_params`."""
+    """The optax state of `average_params`."""
 
     count: Any  # int32[], updates so far
-    average: Tree  # like the parameters, float32 or wider; None for those that are frozen
+    average: Tree  # like the parameters, float32 or wider; None for frozen parameters
 
 
 def average_params(decay: float, schedule: str, num_steps: int) -> optax.GradientTransformation:
-    """Returns what leaves updates as they are and averages the parameters that they lead to.
+    """Passes updates through unchanged and keeps an average of the resulting parameters.
 
-    It comes last in a chain. average = d × average + (1 - d) × parameters, beginning with the
-    initial parameters.
+    After every update, average = d × average + (1 - d) × parameters. The average starts as the
+    initial parameters. This must be the last transformation of a chain, since it needs the final
+    updates.
 
     Args:
-      decay: d; with the schedule "cosine" the first one, that of update t (from 0) being
-        1 - (1 - decay) × (cos(π t / num_steps) + 1) / 2.
+        decay: d. With the schedule "cosine", the decay of the first update.
+        schedule: "constant", or "cosine": d rises to 1 at the last step. For update t (from 0),
+            d = 1 - (1 - decay) × (cos(π t / num_steps) + 1) / 2.
+        num_steps: length of the run, for "cosine".
 
     Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992);
     "cosine": Grill et al., "Bootstrap Your Own Latent" (2020), section 3.3.
@@ -54,7 +58,7 @@ def average_params(decay: float, schedule: str, num_steps: int) -> optax.Gradien
 
 
 def with_average(opt_state: Tree, change: Callable[[Tree], Tree]) -> Tree:
-    """Returns the optimizer's state with `change(average)` for the average, if it has one."""
+    """Replaces the average in an optimizer state by `change(average)`, if it has one."""
     return jax.tree.map(
         lambda part: part._replace(average=change(part.average)) if _is_average(part) else part,
         opt_state,
@@ -63,7 +67,7 @@ def with_average(opt_state: Tree, change: Callable[[Tree], Tree]) -> Tree:
 
 
 def find_average(opt_state: Tree) -> Tree | None:
-    """Returns the average in an optimizer's state, or None if it has none."""
+    """Returns the average in an optimizer state, or None if it has none."""
     parts = jax.tree.leaves(opt_state, is_leaf=_is_average)
     return next((part.average for part in parts if _is_average(part)), None)
 

@@ -1,4 +1,4 @@
-"""Parameters that training leaves as they are: `optimizer.frozen`."""
+"""Frozen parameters: parameters that training does not change (`optimizer.frozen`)."""
 
 import dataclasses
 import difflib
@@ -17,10 +17,12 @@ def frozen_params(params: Tree, patterns: Sequence[str]) -> Tree:
     """Returns a bool per parameter: whether one of the patterns matches its name.
 
     Args:
-      patterns: of names with dots, such as "token_embedding" or "encoder.*"; `*` matches dots too.
+        params: tree of parameters.
+        patterns: patterns of dotted names, such as "token_embedding" or "encoder.*". `*` matches
+            dots too.
 
     Raises:
-      ValueError: a pattern matches nothing, or together they match everything.
+        ValueError: a pattern matches no parameter, or the patterns match all of them.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names = [".".join(str(key.key) for key in path) for path, _ in leaves]
@@ -30,22 +32,25 @@ def frozen_params(params: Tree, patterns: Sequence[str]) -> Tree:
             near = near or sorted({name.partition(".")[0] for name in names})
             raise ValueError(
                 f"optimizer.frozen: {pattern!r} matches no parameter; the nearest are "
-                f"{', '.join(near)} (`python -m checkpoint show` lists all, after `params.`)"
+                f"{', '.join(near)} (`python -m checkpoint show` lists all names, after `params.`)"
             )
     are_frozen = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
     if all(are_frozen):
         raise ValueError(
-            f"optimizer.frozen={','.join(patterns)} matches all {len(names)} parameters, and "
-            "nothing would learn; leave some of them out"
+            f"optimizer.frozen={','.join(patterns)} matches all {len(names)} parameters, so there "
+            "is nothing to train; remove some patterns"
         )
     return jax.tree.unflatten(structure, are_frozen)
 
 
 def with_frozen_params(parts: Parts, frozen: Tree) -> Parts:
-    """Returns a model's functions through which no gradient flows to what is frozen.
+    """Stops the gradients of frozen parameters in all functions of a model.
+
+    XLA then removes their computation from the step.
 
     Args:
-      frozen: a bool per parameter.
+        parts: the model's functions.
+        frozen: a bool per parameter.
     """
     marks = parts.split(frozen)
 

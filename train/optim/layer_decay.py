@@ -1,4 +1,10 @@
-"""Smaller updates the nearer a parameter is to the embedding: layer-wise learning-rate decay."""
+"""Layer-wise learning-rate decay: the closer a parameter is to the input, the smaller its updates.
+
+With L layers and decay d, updates are multiplied by:
+
+    embedding   layer 0   layer 1   ...   layer L-1   head
+    d^(L+1)     d^L       d^(L-1)   ...   d           1
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,13 +22,14 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Depths:
-    """Where parameters lie between embedding and head.
+    """The depth of every parameter between embedding and head.
 
     Attributes:
-      first_layers: stack -> the number of its first layer, counted over all stacks from 0.
-      num_layers: of all stacks together.
-      ends: path of a parameter outside the stacks -> the layer that it makes x ready for; -1 of
-        what `embed` reads. What none of them reads, but the head alone, is not there.
+        first_layers: stack -> the number of its first layer, counted from 0 over all stacks.
+        num_layers: number of layers of all stacks together.
+        ends: path of a non-stack parameter -> its depth. It is -1 if `embed` reads the parameter,
+            and the number of the stack's first layer if `before_<stack>` does. Parameters that only
+            the head reads are missing.
     """
 
     first_layers: Mapping[str, int]
@@ -31,10 +38,12 @@ class Depths:
 
 
 def depths_of(parts: Parts, params: Tree, batch: Tree) -> Depths:
-    """Returns the depths of a model's parameters.
+    """Finds the depths of a model's parameters by tracing which function reads which of them.
 
     Args:
-      params, batch: as for models.stack.check.
+        parts: the model's functions.
+        params: the parameters, as for models.stack.check.
+        batch: a batch, as for models.stack.check.
     """
     ends = parts.split(params)["ends"]
     depths = dict.fromkeys(_read_by(parts.embed, ends, batch), -1)
@@ -42,7 +51,7 @@ def depths_of(parts: Parts, params: Tree, batch: Tree) -> Depths:
     for stack, count in parts.num_layers.items():
         if stack in parts.before:
             for path in _read_by(parts.before[stack], ends, types[stack][0], batch):
-                depths.setdefault(path, num_layers)  # what is read twice counts where it is first
+                depths.setdefault(path, num_layers)  # the first function that reads it counts
         first_layers[stack] = num_layers
         num_layers += count
     return Depths(first_layers=first_layers, num_layers=num_layers, ends=depths)
@@ -50,6 +59,7 @@ def depths_of(parts: Parts, params: Tree, batch: Tree) -> Depths:
 
 def _read_by(function: Callable, ends: Tree, *args: Tree) -> list[tuple]:
     """Returns the paths of the parameters in `ends` that `function(ends, *args)` depends on."""
+    # Dead-code elimination marks the inputs that no output depends on.
     jaxpr = jax.make_jaxpr(function)(ends, *args).jaxpr
     _, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(ends)]
@@ -59,12 +69,20 @@ def _read_by(function: Callable, ends: Tree, *args: Tree) -> list[tuple]:
 def scaled_by_depth(
     optimizer: optax.GradientTransformation, decay: float, depths: Depths
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer with its updates times a power of `decay`; its state stays as it is.
+    """Multiplies an optimizer's updates by a power of `decay`; its state is unchanged.
 
-    Of L layers, those of layer l (from 0) are times decay^(L - l), as is what makes x ready for
-    layer l; the embedding's are times decay^(L + 1), and the head's stay as they are. `update`
-    takes a further argument `numbers`: a tree like the updates, of int32 with the numbers of each
-    one's slots in its stack.
+    With L layers, the updates of layer l (from 0) are multiplied by decay^(L - l). The same factor
+    applies to the parameters of `before_<stack>`, if l is the stack's first layer. The embedding's
+    updates are multiplied by decay^(L + 1), the head's are unchanged.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        decay: in (0, 1].
+        depths: depths of the parameters.
+
+    Returns:
+        A transformation whose `update` takes an additional argument `numbers`: a tree like the
+        updates, int32[slots] with the layer number of every slot within its stack.
 
     Source: Clark et al., "ELECTRA" (2020), appendix; Bao et al., "BEiT" (2021), and the function
     `param_groups_lrd` of He et al., "Masked Autoencoders" (2021).

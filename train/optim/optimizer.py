@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules as optax chains."""
+"""Optimizers and learning-rate schedules, built from optax transformations."""
 
 import dataclasses
 import pkgutil
@@ -13,34 +13,35 @@ from train.optim.layer_decay import Depths, scaled_by_depth
 from train.optim.trust_ratio import scale_by_layers_trust_ratio
 
 OPTIMIZERS = ("adamw", "lamb", "lars", "sgd")
-#: Those that treat every number by itself, so that a part of an array can be updated alone.
+#: Optimizers that treat every element independently, so that slices of an array can be updated one
+#: at a time.
 ELEMENTWISE = ("adamw", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
 
-#: Parameters of these names are not decayed in any model: biases, and the scales of norms.
+#: Names of parameters without weight decay in every model: biases, and the scales of norms.
 NOT_DECAYED = ("bias", "scale")
 
-#: LARS's: of the length of the weights, the length of an update before the learning rate.
+#: Trust coefficient of LARS: norm of an update / norm of the weights, before the learning rate.
 TRUST_COEFFICIENT = 0.001
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """An optimizer, its learning rate over the steps, decay and clipping."""
+    """The config section `optimizer`: optimizer, learning-rate schedule, decay and clipping."""
 
-    name: str  # one of OPTIMIZERS, or an import path "package.module:function"; make_optimizer
-    learning_rate: float  # its peak
-    warmup_steps: int  # linear rise; the first step's rate is learning_rate / warmup_steps
-    schedule: str  # after warm-up: one of SCHEDULES
-    final_learning_rate_fraction: float  # of the peak, at the last step; not for "constant"
-    weight_decay: float  # times the learning rate; none on what decay_mask leaves out
-    clip_norm: float  # largest global gradient norm; 0 switches clipping off
-    beta1: float
-    beta2: float
-    epsilon: float
-    momentum: float = 0.9  # of lars and sgd; 0: none is kept
-    layer_decay: float = 1.0  # of updates, for each layer that is nearer to the embedding
-    frozen: tuple = ()  # patterns of the names of parameters that stay as they are
+    name: str  # one of OPTIMIZERS, or "package.module:function"; see make_optimizer
+    learning_rate: float  # peak
+    warmup_steps: int  # linear warmup; the first step's rate is learning_rate / warmup_steps
+    schedule: str  # after the warmup: one of SCHEDULES
+    final_learning_rate_fraction: float  # last rate / peak; not for "constant"
+    weight_decay: float  # multiplied by the learning rate; decay_mask selects the parameters
+    clip_norm: float  # largest global gradient norm; 0 disables clipping
+    beta1: float  # adamw, lamb: decay of the first moment, in [0, 1)
+    beta2: float  # adamw, lamb: decay of the second moment, in [0, 1)
+    epsilon: float  # adamw, lamb: added to the root of the second moment
+    momentum: float = 0.9  # lars, sgd: in [0, 1); 0: no momentum is kept
+    layer_decay: float = 1.0  # in (0, 1]; see train/optim/layer_decay.py
+    frozen: tuple = ()  # name patterns of parameters that are not trained
 
     def __post_init__(self):
         frozen = self.frozen
@@ -71,7 +72,15 @@ class OptimizerConfig:
 
 
 def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Returns the learning rate of every update: int32 count -> float32."""
+    """Returns the learning-rate schedule: linear warmup, then decay.
+
+    Args:
+        config: peak, warmup and decay.
+        num_steps: length of the run; the decay ends at its last step.
+
+    Returns:
+        A function int32 count of updates -> float32 learning rate.
+    """
     peak, warmup = config.learning_rate, config.warmup_steps
     final, rest = peak * config.final_learning_rate_fraction, max(num_steps - 1 - warmup, 1)
     after = {
@@ -79,22 +88,27 @@ def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedul
         "linear": optax.linear_schedule(peak, final, rest),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
-    # The first update already moves: its rate is peak / warmup, not 0.
+    # The warmup starts at peak / warmup instead of 0, so that the first update has an effect.
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
 def decay_mask(params: Any, not_decayed: Collection[str] = ()) -> Any:
-    """Returns the tree of bools that says which parameters are decayed.
+    """Returns a bool per parameter: whether weight decay applies to it.
+
+    It applies to matrices and embedding tables, but not to NOT_DECAYED.
 
     Args:
-      not_decayed: names of further parameters that are not, or of modules that hold them.
+        params: tree of parameters.
+        not_decayed: names of additional parameters, or of modules, without weight decay.
 
     Raises:
-      ValueError: `not_decayed` is one name.
+        ValueError: `not_decayed` is a str instead of a collection of names.
     """
     if isinstance(not_decayed, str):
-        raise ValueError(f"not_decayed={not_decayed!r} must be several names: ({not_decayed!r},)")
+        raise ValueError(
+            f"not_decayed={not_decayed!r} must be a collection of names: ({not_decayed!r},)"
+        )
 
     def is_decayed(path: tuple, leaf: Any) -> bool:
         keys = [getattr(key, "key", None) for key in path]
@@ -113,20 +127,22 @@ def make_optimizer(
     depths: Depths | None = None,
     average: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """Returns clipping by global norm, then the optimizer, then what averages the parameters.
+    """Builds a run's optimizer: clipping by global norm, the optimizer, the parameter average.
 
-    A name with a colon is the import path of a function `(config: OptimizerConfig, schedule) ->
-    optax.GradientTransformation`.
+    If `config.name` is none of OPTIMIZERS, it is the import path of a function
+    `(config: OptimizerConfig, schedule) -> optax.GradientTransformation`.
 
     Args:
-      clips: False leaves clipping to the caller; the optimizer's state looks the same.
-      stacks: first keys of parameters that are `[slots, ...]`, a tensor in each slot.
-      not_decayed: of the model's class; see models/stack.py.
-      depths: of the model's parameters, if `layer_decay` is not 1.
-      average: see train/optim/ema.py.
+        config: the optimizer and its hyperparameters.
+        schedule: learning rate of every update.
+        clips: False leaves clipping to the caller; the structure of the state is the same.
+        stacks: first keys of parameters with shape `[slots, ...]`, which hold one tensor per slot.
+        not_decayed: names from the model's class; see models/stack.py.
+        depths: depths of the parameters; required if `layer_decay` is not 1.
+        average: transformation that averages the parameters; see train/optim/ema.py.
 
     Raises:
-      ValueError: the name stands for no optimizer.
+        ValueError: `config.name` is neither an optimizer nor an import path.
     """
     optimizer = _named(config, schedule, stacks, partial(decay_mask, not_decayed=not_decayed))
     if config.layer_decay != 1:
@@ -171,10 +187,10 @@ def _imported(config: OptimizerConfig, schedule: optax.Schedule) -> Any:
     try:
         make: Any = pkgutil.resolve_name(config.name)
         if not callable(make):
-            raise ValueError(f"it names a {type(make).__name__}")
+            raise ValueError(f"the path leads to a {type(make).__name__}, not a function")
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(
-            f"optimizer.name={config.name!r} is none of {', '.join(OPTIMIZERS)}, and no import "
-            f"path 'package.module:function': {error}"
+            f"optimizer.name={config.name!r} is neither one of {', '.join(OPTIMIZERS)} nor an "
+            f"import path 'package.module:function': {error}"
         ) from None
     return make(config, schedule)

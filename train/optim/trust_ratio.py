@@ -1,4 +1,4 @@
-"""Updates as long as the weights that they change, tensor by tensor: what LAMB and LARS do."""
+"""Layer-wise trust ratio of LAMB and LARS: scales every update to the norm of its weights."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -12,14 +12,16 @@ Tree = Any
 def scale_by_layers_trust_ratio(
     stacks: Collection[str], adapted: Callable[[Tree], Tree], coefficient: float = 1.0
 ) -> optax.GradientTransformation:
-    """Returns updates times `coefficient` × norm of the weights / norm of the update.
+    """Multiplies updates by `coefficient` × norm of the weights / norm of the update.
 
-    A stack's arrays are `[slots, ...]`, and every slot is a tensor by itself: the norm is never one
-    over several layers, and slots that are padding (zeros) stay as they are.
+    Norms are taken per layer. A stack's array `[slots, ...]` holds one tensor per slot,
+    so its norms are taken for each slot, never over several layers. Slots that are padding are all
+    zeros, and their updates do not change.
 
     Args:
-      stacks: first keys of parameters whose first dim is that of slots.
-      adapted: tree of arrays -> tree of bools; the other updates stay as they are.
+        stacks: first keys of parameters whose leading dimension is slots.
+        adapted: tree of arrays -> tree of bools: the updates to scale. Others do not change.
+        coefficient: the trust coefficient.
 
     Source: You et al., "Large Batch Training of Convolutional Networks" (2017), section 4; "Large
     Batch Optimization for Deep Learning" (2019), section 3.

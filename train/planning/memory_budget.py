@@ -1,4 +1,8 @@
-"""Whether a step fits its devices and hosts: known before step 0, from shapes and as compiled."""
+"""Memory budget of devices and hosts, and whether a run's steps fit into it.
+
+This is checked twice before step 0: with the estimate from shapes before anything is compiled, and
+with the compiled steps afterwards.
+"""
 
 import collections
 import dataclasses
@@ -18,9 +22,9 @@ from sharding.estimate.memory_estimate import GAPS, LABELS, TEMPORARIES, Needs
 from sharding.memory import HOST_KIND, MemoryConfig
 from train.run.build import Run
 
-#: Of what a device or a host has, the share that a step may take unless the config says more.
+#: Fraction of a device's or host's memory that a step may use, unless the config sets a budget.
 SHARE = 0.9
-#: How far an estimate may lie beside the compiled step: what is further over is not compiled.
+#: Allowed error of an estimate. A step whose estimate exceeds the budget by more is not compiled.
 TOLERANCE = 0.15
 
 _ROWS = (*LABELS[:2], "optimizer", LABELS[2], TEMPORARIES, GAPS, "batch")
@@ -28,17 +32,22 @@ _ROWS = (*LABELS[:2], "optimizer", LABELS[2], TEMPORARIES, GAPS, "batch")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What there is, the same on all processes."""
+    """Memory that a step may use, the same on all processes."""
 
-    device_bytes: float  # of each device; infinite where that is not known
-    host_bytes: float  # of each host
-    devices_per_host: int  # of those that have most
-    device_kind: str  # of each device
-    limit_bytes: float = math.inf  # of each device, all of it, whatever the config says
+    device_bytes: float  # per device; infinite if unknown
+    host_bytes: float  # per host
+    devices_per_host: int  # the largest number of any host
+    device_kind: str  # as in jax.Device.device_kind
+    limit_bytes: float = math.inf  # all memory of a device, whatever the config sets
 
 
 def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
-    """Returns a run's budget: what the config says, or a share of what there is."""
+    """Returns the budget of a run: from the config, or a fraction of the available memory.
+
+    Args:
+        config: may set the budgets.
+        mesh: the mesh of devices.
+    """
     exchange = Exchange()
     hosts = collections.Counter(exchange.words(socket.gethostname()))
     devices = mesh.local_devices
@@ -65,9 +74,13 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
 
 
 def target_budget(config: MemoryConfig, target: Target) -> Budget:
-    """Returns the budget of GPUs that are not there: what the config says, or a share of theirs.
+    """Returns the budget of target GPUs: from the config, or a fraction of their memory.
 
-    Nothing is known of their hosts, so host memory is unlimited unless the config limits it.
+    Their hosts are unknown, so host memory is unlimited unless the config limits it.
+
+    Args:
+        config: may set the budgets.
+        target: the GPUs.
     """
     given = config.device_budget, config.host_budget
     return Budget(
@@ -80,7 +93,7 @@ def target_budget(config: MemoryConfig, target: Target) -> Budget:
 
 
 def pressure_of(run: Run, budget: Budget) -> str:
-    """Returns a warning if XLA had to recompute, or lacked memory; "" if not, or if not known."""
+    """Returns a warning if XLA recomputes to save memory or exceeds its limit, else ""."""
     if run.hardware.platform != "gpu" or budget.limit_bytes == math.inf:
         return ""
     found = memory_pressure(
@@ -92,7 +105,7 @@ def pressure_of(run: Run, budget: Budget) -> str:
 
 
 def host_memory_bytes() -> int:
-    """Returns the memory of this host, or what its control group leaves this process of it."""
+    """Returns the memory of this host in bytes, or the limit of this process's control group."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     own, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
     for line in own.read_text().splitlines() if own.exists() else ():
@@ -110,27 +123,30 @@ def host_memory_bytes() -> int:
 
 
 def needs_of(run: Run, budget: Budget) -> Needs:
-    """Returns what a run's step takes of one device and of one host, from shapes alone."""
+    """Returns the estimated memory of a run's step on one device and on one host, by label."""
     host = {k: v * budget.devices_per_host for k, v in run.estimate.host.items()}
     return Needs(device=run.estimate.device, host=host)
 
 
 def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -> float:
-    """Returns how many times what there is a step takes, of devices or hosts, whichever is more.
+    """Returns needs / budget, of devices or hosts, whichever is larger; more than 1 does not fit.
 
     Args:
-        device_bytes: of one device, if something is known beside the needs.
+        needs: estimated memory of a step.
+        budget: memory that it may use.
+        device_bytes: bytes per device that replace the estimate, if they are known better.
     """
     device = needs.device_bytes if device_bytes is None else device_bytes
     return max(device / budget.device_bytes, needs.host_bytes / budget.host_bytes)
 
 
 def compiled_bytes(run: Run) -> int | None:
-    """Returns what the compiled steps take of a device, None where the compiler does not tell.
+    """Returns the bytes that the compiled steps use on a device; None if the compiler is silent.
 
-    It is the most that any process is told. Beside an evaluation's step lies what that does not
-    read of the state. A compiler for CPUs takes the host's memory for the device's.
+    This is the maximum over the training and the evaluation step, and over processes. State that
+    the evaluation step does not read stays resident, so it is counted too.
     """
+    # XLA for CPUs counts arrays in host memory as device memory.
     is_cpu = run.hardware.platform == "cpu"
     if is_cpu and run.estimate.host_bytes:
         return None
@@ -143,7 +159,7 @@ def compiled_bytes(run: Run) -> int | None:
 
 
 def _device_bytes(state: Any) -> int:
-    """Returns the bytes of one device that arrays take, beside those in host memory."""
+    """Returns the bytes that arrays use in the memory of one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
@@ -152,7 +168,7 @@ def _device_bytes(state: Any) -> int:
 
 
 def table(needs: Needs, budget: Budget) -> str:
-    """Returns a row for each label, their sum, and the budget."""
+    """Formats needs and budget as a table: a row per label, the sum, and the budget."""
     rows = [(name, needs.device.get(name, 0), needs.host.get(name, 0)) for name in _ROWS]
     rows += [("in all", needs.device_bytes, needs.host_bytes)]
     rows += [("budget", budget.device_bytes, budget.host_bytes)]
@@ -162,7 +178,7 @@ def table(needs: Needs, budget: Budget) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Returns a number of bytes for people."""
+    """Formats a number of bytes in MiB or GiB."""
     if num_bytes == math.inf:
         return "not known"
     if num_bytes < 2**30:

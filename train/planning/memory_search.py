@@ -1,8 +1,20 @@
-"""Choosing what a run keeps, recomputes, shares out and moves to the host, so that it fits.
+"""Searches for settings with which a run fits into memory (`memory.placement=auto`).
 
-A lever is a list of settings, each leaner and slower than the one before: more microbatches, a
-stage of ZeRO, a level of rematerialisation, a placement. What a combination takes, and the step
-time that it should have, come from a trace; only the one that is taken is compiled.
+A *lever* is a list of settings of which each needs less memory, and more time, than the one before.
+There are four: more microbatches, a higher ZeRO stage, more rematerialization, and host memory. A
+*level* is a position on a lever; level 0 is the configured value. A *plan* has one level per lever:
+
+    lever      microbatches   ZeRO stage   remat                       placement
+    level 0    8              0            none                        device    (as configured)
+    level 1    16             2            dots                        host, 0.5
+    level 2    32             3            attention,...,qkv (names)   host, 1.0
+    level 3                                full                        host, 1.0 and 0.5
+    level 4                                                            host, 1.0 and 1.0
+
+Here the plan (1, 0, 3, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the device.
+
+Memory and step time of a plan are estimated from a trace of the step. Only the chosen plan is
+compiled.
 """
 
 import bisect
@@ -31,7 +43,7 @@ from train.planning.step_time import rates_of
 from train.run.build import Run
 
 _ON_DEVICE = {"memory.placement": "device", "memory.offload_parameters_fraction": 0.0}
-#: How many plans are compiled before none is said to fit.
+#: How many plans are compiled before the search gives up.
 _MAX_COMPILED = 4
 
 _log = logging.getLogger(__name__)
@@ -42,36 +54,41 @@ Setting = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A run as some settings make it, and what it takes."""
+    """A plan that was traced: its settings, memory and time."""
 
-    setting: Setting
+    setting: Setting  # changes to the config
     run: Run
-    needs: Needs
+    needs: Needs  # estimated memory
     step_time_s: float  # predicted
 
 
 class MemoryPlanner:
-    """Makes runs that fit.
+    """Builds runs that fit into memory, or explains why a run does not.
 
     Args:
-        make: config -> the run, or a ValueError.
-        budget: that it has to fit.
+        make: builds the run of a config, or raises ValueError.
+        budget: memory that the run may use.
     """
 
     def __init__(self, make: Callable[[RunConfig], Run], budget: Budget):
         self._make, self._budget = make, budget
-        self.report = ""  # what was chosen, and what it takes
+        self.report = ""  # the chosen plan and its memory, as text
 
     def plan(self, config: RunConfig) -> Run:
-        """Returns the run of a config; with `memory.placement=auto`, of the fastest plan that fits.
+        """Returns the run of a config; with `memory.placement=auto`, of the fastest fitting plan.
+
+        Args:
+            config: the run's config.
 
         Raises:
-            ValueError: it takes more than there is, and nothing, or something else, would fit.
+            ValueError: the run exceeds the budget by more than TOLERANCE, or no plan fits. The
+                message lists settings that would fit, if there are any.
         """
         if config.memory.placement != AUTO:
             run = self._make(config)
             needs = needs_of(run, self._budget)
-            # What lies in host memory is known; what a compiler makes of the device is not.
+            # The compiler may need less device memory than estimated, so there is a tolerance.
+            # Host memory is known exactly.
             if excess(needs, self._budget, device_bytes=needs.device_bytes / (1 + TOLERANCE)) > 1:
                 raise ValueError(self._refusal(run, None))
             self.report = table(needs, self._budget)
@@ -89,10 +106,13 @@ class MemoryPlanner:
         raise ValueError(self._nothing_fits(search))
 
     def check(self, run: Run) -> None:
-        """Checks a run that is compiled.
+        """Checks the memory of compiled steps.
+
+        Args:
+            run: a compiled run.
 
         Raises:
-            ValueError: its steps take more than there is.
+            ValueError: its steps exceed the budget.
         """
         compiled = compiled_bytes(run)
         if compiled is None:
@@ -104,10 +124,11 @@ class MemoryPlanner:
             raise ValueError(self._refusal(run, compiled))
 
     def _refusal(self, run: Run, compiled: int | None) -> str:
-        """Returns what a run takes, and the smallest changes that would make it fit.
+        """Returns the error message for a run that does not fit, with changes that would make it.
 
         Args:
-            compiled: bytes of a device, if they are known.
+            run: the run.
+            compiled: bytes per device of the compiled steps, if they are known.
         """
         needs, how = needs_of(run, self._budget), ""
         search = _Search(run.config, self._make, self._budget)
@@ -123,24 +144,24 @@ class MemoryPlanner:
         return (
             f"a step takes more memory than there is{how}\n{table(needs, self._budget)}\n"
             f"Each of these would fit:\n{ways}\n"
-            "memory.placement=auto takes the fastest that fits; memory.device_budget and "
-            "memory.host_budget say what there is"
+            "memory.placement=auto chooses the fastest that fits; memory.device_budget and "
+            "memory.host_budget set the budget"
         )
 
     def _nothing_fits(self, search: "_Search") -> str:
         leanest = search.leanest
         factor = search.correction
         reads_images = leanest.run.config.data.reads_images
-        corrected = f"Compiled, steps took {factor:.2f} times their estimate.\n" * (factor > 1)
+        corrected = f"Compiled steps took {factor:.2f} times their estimate.\n" * (factor > 1)
         is_host = leanest.needs.host_bytes > self._budget.host_bytes
         parts = leanest.needs.host if is_host else leanest.needs.device
         most = f"{max(parts, key=lambda k: parts[k])} {'in host memory' if is_host else ''}".strip()
         return (
-            "no plan fits the memory that there is; the leanest, "
+            "no plan fits into memory; the leanest, "
             f"{_text(leanest.setting) or 'as configured'}, takes\n"
             f"{table(leanest.needs, self._budget)}\n{corrected}"
-            f"The largest part are {most}. Use more devices (mesh.pipeline and mesh.model split "
-            "the model, mesh.fsdp with memory.zero_stage=3 what lies of it), a smaller model, or "
+            f"The largest part is: {most}. Use more devices (mesh.pipeline and mesh.model split "
+            "the model, mesh.fsdp with memory.zero_stage=3 splits its state), a smaller model, or "
             f"a smaller {'images.size' if reads_images else 'data.sequence_length'} or "
             "data.global_batch_size"
         )
@@ -158,26 +179,28 @@ def _text(setting: Setting) -> str:
 
 
 class _Search:
-    """The plans that there are for a config, and what they take."""
+    """All plans for a config, traced on demand."""
 
     def __init__(self, config: RunConfig, make: Callable[[RunConfig], Run], budget: Budget):
-        # Where the host has no room either, plans begin on the device as well.
+        # Plans start from the configured placement. With placement=auto, and if the configured
+        # placement exceeds host memory, they start with everything on the device.
         is_open = config.memory.placement == AUTO
         self._start = {} if config.memory.placement == "device" else _ON_DEVICE
         if not is_open and needs_of(make(config), budget).host_bytes <= budget.host_bytes:
             self._start = {}
         self._config, self._make, self._budget = _changed(config, self._start), make, budget
         self.rates = rates_of(budget.device_kind, config.precision.compute)
-        self.correction = 1.0  # of estimates for devices, by what was compiled
-        self._known: dict[tuple[int, ...], Candidate | None] = {}
+        self.correction = 1.0  # factor on estimates of device memory, learnt from compiled steps
+        self._known: dict[tuple[int, ...], Candidate | None] = {}  # by levels
 
     @cached_property
     def base(self) -> Candidate:
-        """The run as configured, or else on the device."""
+        """The plan with level 0 on every lever."""
         return self._candidate(self._start, self._make(self._config))
 
     @cached_property
     def levers(self) -> list[list[Setting]]:
+        """The settings of every lever, from level 1 on."""
         return [
             self._microbatches(),
             self._zero_stages(),
@@ -187,13 +210,16 @@ class _Search:
 
     @property
     def leanest(self) -> Candidate:
-        """The leanest plan that there is, whether or not it fits."""
+        """The plan that needs the least memory, relative to the budget, whether or not it fits."""
         leanest = self._at(tuple(len(lever) for lever in self.levers)) or self.base
         known = (candidate for candidate in self._known.values() if candidate is not None)
         return min((leanest, *known), key=lambda c: excess(c.needs, self._budget))
 
     def single(self) -> list[Candidate]:
-        """Returns, for every lever that would do alone, its first setting that does."""
+        """Returns plans that fit and change a single lever, as little as possible; fastest first.
+
+        A base plan that fits is included, if it differs from the configured run.
+        """
         found = [self.base] * (self._start != {} and self._fits(self.base))
         for i, lever in enumerate(self.levers):
             for level in range(1, len(lever) + 1):
@@ -204,10 +230,12 @@ class _Search:
         return sorted(found, key=lambda c: c.step_time_s)
 
     def fitting(self) -> Iterator[Candidate]:
-        """Yields plans that fit, each one leaner if `correction` has grown meanwhile.
+        """Yields plans that fit, first the base plan if it does.
 
-        From the leanest plan that there is, the lever goes back on which the step gains most, as
-        far as it may; then the next one.
+        The search starts from the leanest plan, or, if that exceeds host memory, from the leanest
+        plan with less in host memory. Then it eases one lever after another: each time the one that
+        makes the step fastest, as far as memory allows. If the caller increases `correction` after
+        compiling a plan, the next plan is leaner.
         """
         if self._fits(self.base):
             yield self.base
@@ -222,7 +250,7 @@ class _Search:
             yield cast(Candidate, self._at(levels))
 
     def _eased(self, levels: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Returns the fastest of the plans that ease one lever and fit; None if none is faster."""
+        """Returns the fastest fitting plan that eases one lever; None if none is faster."""
         options = {levels: cast(Candidate, self._at(levels)).step_time_s}
         for i, level in enumerate(levels):
             at = lambda level, i=i: (*levels[:i], level, *levels[i + 1 :])  # noqa: E731
@@ -244,7 +272,7 @@ class _Search:
         return tuple(level if i == lever else 0 for i in range(len(self.levers)))
 
     def _at(self, levels: tuple[int, ...]) -> Candidate | None:
-        """Returns the candidate of a combination; None where the run cannot be made so."""
+        """Returns the candidate for one level per lever; None if such a run cannot be built."""
         if not any(levels):
             return self.base
         if levels not in self._known:
@@ -254,7 +282,7 @@ class _Search:
             try:
                 run = self._make(_changed(self._config, setting))
                 self._known[levels] = self._candidate(setting, run)
-            except (ValueError, TypeError):  # parameters on the host that replicas hold alike, say
+            except (ValueError, TypeError):  # e.g. replicated parameters cannot be on the host
                 self._known[levels] = None
         return self._known[levels]
 
@@ -266,7 +294,7 @@ class _Search:
             step_time_s=self.rates.step_time_s(run.estimate.work),
         )
 
-    # The levers: settings beside the configured ones, each leaner than the one before.
+    # The levers: settings from level 1 on, each of which needs less memory than the one before.
 
     def _microbatches(self) -> list[Setting]:
         config = self._config
@@ -276,7 +304,7 @@ class _Search:
             setting = {"train.num_microbatches": count}
             try:
                 self._make(_changed(config, setting))
-            except (ValueError, TypeError):  # a table for another number, say
+            except (ValueError, TypeError):  # e.g. a .csv schedule is for a fixed number
                 break
             settings.append(setting)
             count *= 2
@@ -316,7 +344,7 @@ class _Search:
 
 
 def _changed(config: RunConfig, setting: Setting) -> RunConfig:
-    """Returns the config with other values of some fields."""
+    """Returns the config with the fields of a setting replaced."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in setting.items():
         section, name = key.split(".")

@@ -1,4 +1,4 @@
-"""The time of a step as a device's datasheet has it: for comparing plans, not for forecasts."""
+"""Step times from the datasheets of devices: good enough to rank plans, not to forecast them."""
 
 import dataclasses
 import re
@@ -11,11 +11,11 @@ from sharding.analysis.targets import Target
 from sharding.estimate.memory_estimate import StepCost
 from train.reporting.throughput import peak_flops_per_s
 
-#: Of the peak, what matrix products of large models reach; see docs/benchmarks.md.
+#: Fraction of the peak that matrix products of large models reach; see docs/benchmarks.md.
 _REACHED = 0.5
 
-# A pattern of device_kind -> GB/s of (its memory, its link to the host, its links to other
-# devices), the latter two in one direction. The first that matches counts.
+# Pattern of device_kind -> GB/s of (device memory, link to the host, links to other devices); links
+# in one direction. The first pattern that matches counts.
 _GB_PER_S: dict[str, tuple[float, float, float]] = {
     r"\bV100\b": (900.0, 15.8, 150.0),
     r"\bA100\b.*40GB": (1555.0, 31.5, 300.0),
@@ -29,7 +29,7 @@ _GB_PER_S: dict[str, tuple[float, float, float]] = {
     r"\bRTX 4090$": (1008.0, 31.5, 31.5),
     r"\bMI300X\b": (5300.0, 63.0, 448.0),
 }
-#: What a device is taken for whose datasheet is not here.
+#: Devices whose datasheet is not in the table count as this one.
 _NOMINAL = "NVIDIA A100-SXM4-80GB"
 
 
@@ -37,17 +37,20 @@ _NOMINAL = "NVIDIA A100-SXM4-80GB"
 class Rates:
     """How fast a device computes and moves data."""
 
-    device_kind: str  # whose rates these are
+    device_kind: str  # device whose rates these are
     flops_per_s: float
     memory_bytes_per_s: float
     host_bytes_per_s: float
     network_bytes_per_s: float
 
     def step_time_s(self, work: StepCost) -> float:
-        """Returns the time of the work, one thing after another.
+        """Returns the time of the work in seconds, without any overlap.
 
-        A matrix product takes as long as its FLOPs or its arrays' way through memory, whichever is
-        longer. Element-wise work, and collectives that the compiler writes, are left out.
+        A matrix product takes as long as its FLOPs or its memory traffic, whichever is longer.
+        Element-wise operations and collectives that the compiler inserts are not counted.
+
+        Args:
+            work: matrix products, host copies and explicit collectives of a step.
         """
         products = sum(
             times * max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
@@ -58,13 +61,13 @@ class Rates:
 
 
 def machine_of(target: Target) -> Machine:
-    """Returns the datasheet rates of a target's GPUs, those of an A100 where they are not known."""
+    """Returns the datasheet rates of a target's GPUs; an A100's if they are unknown."""
     known = rates_of(target.device_kind, "float32")
     names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
     peaks = {short: peak_flops_per_s(known.device_kind, name) for short, name in names.items()}
     return Machine(
         device_kind=known.device_kind,
-        # A GPU without bfloat16, a V100, computes such products in float32.
+        # A V100 has no bfloat16, and computes such products in float32.
         flops_per_s={short: peak for short, peak in peaks.items() if peak is not None},
         memory_bytes_per_s=known.memory_bytes_per_s,
         host_bytes_per_s=known.host_bytes_per_s,
@@ -74,11 +77,11 @@ def machine_of(target: Target) -> Machine:
 
 
 def rates_of(device_kind: str, dtype: Any) -> Rates:
-    """Returns a device's rates, or those of an A100 where they are not known.
+    """Returns the rates of a device, or an A100's if they are unknown.
 
     Args:
-        device_kind: of a jax.Device.
-        dtype: that products are computed in; wider ones count as float32.
+        device_kind: as in jax.Device.device_kind.
+        dtype: dtype of matrix products; wider ones count as float32.
 
     Source: NVIDIA's and AMD's datasheets of the devices; PCIe by its generation.
     """

@@ -1,0 +1,1 @@
+"""Metrics files, progress display and throughput of a run."""

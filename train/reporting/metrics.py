@@ -1,8 +1,8 @@
-"""What a run leaves on disk about itself: metrics.jsonl and TensorBoard files.
+"""Writes the metrics of a run to metrics.jsonl and to TensorBoard files.
 
-A line of `metrics.jsonl` is a JSON object. A logged step has `step, loss, learning_rate, grad_norm,
-step_time_s, data_wait_s, tokens_per_s` (of images: `images_per_s`) and more; an evaluation has
-`step, eval_loss, eval_perplexity` (of texts).
+Each line of `metrics.jsonl` is a JSON object. A logged step has `step, loss, learning_rate,
+grad_norm, step_time_s, data_wait_s, tokens_per_s` (for images `images_per_s`) and more; an
+evaluation has `step, eval_loss`, and for text `eval_perplexity`.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """When a step is logged."""
+    """The config section `log`: when a step is logged."""
 
-    every_steps: int  # steps between two logged ones; 1 logs each
+    every_steps: int  # steps between two logged steps; 1 logs every step
 
     def __post_init__(self):
         if self.every_steps < 1:
@@ -47,21 +47,23 @@ class LogConfig:
 
 
 class MetricsWriter:
-    """Writes each logged step once, however often the run is killed and resumed.
+    """Writes every logged step exactly once, however often the run is killed and resumed.
 
-    A line is in the hands of the operating system when `write` returns, so killing the process
-    loses none. While the disk is full, lines wait in memory, and one warning says so. Floats are
-    written so that reading gives the same bits; NaN and infinities, which JSON lacks, as the
-    strings "NaN", "Infinity", "-Infinity" (`float()` and `read_metrics` read them); None as null.
+    When `write` returns, the operating system has the line, so killing the process loses nothing.
+    While the disk is full, lines are kept in memory, and one warning is logged.
+
+    Floats are written so that reading them restores the same bits. JSON has no NaN and infinities;
+    they are written as the strings "NaN", "Infinity" and "-Infinity", which `float()` and
+    `read_metrics` can read. None is written as null.
     """
 
     def __init__(self, workdir: str | Path, *, resume_step: int, is_writer: bool = True):
-        """Opens the files, and drops what a killed run logged after `resume_step`.
+        """Opens the files, and removes lines that a killed run logged after `resume_step`.
 
         Args:
-            workdir: the run's directory, made if need be.
-            resume_step: the step the run goes on from; 0 begins anew.
-            is_writer: False on all processes but the first; nothing is written then.
+            workdir: the run's directory; it is created if necessary.
+            resume_step: the step that the run resumes from; 0 at the beginning.
+            is_writer: False on all processes except the first; they write nothing.
         """
         self._lines = self._events = None
         if not is_writer:
@@ -73,11 +75,11 @@ class MetricsWriter:
         self._events = _open_event_file(Path(workdir) / TENSORBOARD_DIRECTORY, resume_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends one line, and one point per number to TensorBoard.
+        """Appends one line, and one TensorBoard point per number.
 
         Args:
-            step: the number of steps done.
-            metrics: name to number: Python's, or a NumPy or JAX scalar.
+            step: number of steps done.
+            metrics: name -> Python number, or NumPy or JAX scalar.
         """
         if self._lines is None or self._events is None:
             return
@@ -101,7 +103,7 @@ class MetricsWriter:
 
 
 class _Appender:
-    """A file that is appended to; what a full disk does not take is written at the next time."""
+    """Appends to a file; content that the disk cannot take is kept and written with the next."""
 
     def __init__(self, path: Path):
         self._path, self._pending, self._has_warned = path, b"", False
@@ -114,7 +116,7 @@ class _Appender:
                 self._pending = self._pending[self._file.write(self._pending) :]
         except OSError as error:
             if not self._has_warned:
-                _log.warning("%s cannot be written; the run goes on: %s", self._path, error)
+                _log.warning("%s cannot be written; the run continues: %s", self._path, error)
             self._has_warned = True
 
     def close(self) -> None:
@@ -123,9 +125,15 @@ class _Appender:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Returns the objects of a metrics.jsonl, with NaN and infinities as floats.
+    """Reads a metrics.jsonl.
 
-    A line that is no JSON object with a step, such as one torn by a crash, is left out.
+    Lines that are not a JSON object with a step, such as one torn by a crash, are ignored.
+
+    Args:
+        path: the file.
+
+    Returns:
+        One dict per line, with NaN and infinities as floats.
     """
     objects = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -140,7 +148,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
-    # A new file that replaces the old in one go: a kill here loses neither.
+    # Write a new file and replace the old one atomically, so that a kill here loses nothing.
     new = path.with_name(path.name + ".new")
     with open(new, "w", encoding="utf-8") as file:
         for entry in kept:
@@ -152,14 +160,14 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _open_event_file(directory: Path, resume_step: int) -> _Appender:
-    # TensorBoard's own record format and messages, but a plain file: its EventFileWriter has a
-    # thread and a queue, and imports TensorFlow where that happens to be installed.
+    # This uses TensorBoard's record format and messages, but writes to a plain file: TensorBoard's
+    # EventFileWriter has a thread and a queue, and imports TensorFlow if it is installed.
     directory.mkdir(parents=True, exist_ok=True)
     now = time.time()
     # TensorBoard reads the files in the order of their names.
     name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
     file = _Appender(directory / name)
-    # A session that starts at a step hides all older points from that step on.
+    # The start of a session at a step makes TensorBoard hide older points from that step on.
     start = SessionLog(status=SessionLog.START)
     for event in (
         Event(wall_time=now, file_version="brain.Event:2"),

@@ -1,4 +1,4 @@
-"""The progress display: a live bar on a terminal, aligned lines in a log file."""
+"""Progress display: a live bar on a terminal, aligned lines in a log file."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -7,7 +7,7 @@ from typing import Any
 import rich.console
 import rich.progress
 
-_COLUMNS = (  # metric, how it is shown, width
+_COLUMNS = (  # metric, format, width in characters
     ("loss", "loss {:.4f}", 12),
     ("learning_rate", "lr {:.2e}", 11),
     ("grad_norm", "grad {:.3f}", 10),
@@ -18,9 +18,9 @@ _COLUMNS = (  # metric, how it is shown, width
 
 
 class Progress:
-    """Shows where the run is, until `close`.
+    """Shows the progress of a run, until `close`.
 
-    On a terminal each logged step renews a bar; elsewhere (CI, SLURM) it prints a line.
+    On a terminal every logged step updates a bar. Elsewhere (CI, SLURM) it prints a line.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Progress:
         """Prepares the display.
 
         Args:
-            num_steps: the step at which the run ends.
-            start_step: the step it goes on from.
-            is_shown: False shows nothing: on all processes but the first.
-            console: where to; standard output by default.
+            num_steps: the last step of the run.
+            start_step: the step that the run resumes from.
+            is_shown: False on all processes except the first; they show nothing.
+            console: output; standard output by default.
         """
         self._num_steps = num_steps
         self._is_shown = is_shown
-        # soft_wrap and no highlighting: in a log file a line stays one line, without colours.
+        # soft_wrap and no highlighting keep lines in log files unbroken and without colours.
         self._console = console or rich.console.Console(highlight=False, soft_wrap=True)
         self._bar: rich.progress.Progress | None = None
         if is_shown and self._console.is_terminal:
@@ -50,19 +50,19 @@ class Progress:
                 rich.progress.BarColumn(bar_width=20),
                 rich.progress.TextColumn("{task.fields[text]}"),
                 console=self._console,
-                # What is shown changes at logged steps only: no thread need wake in between.
+                # The bar changes at logged steps only, so it needs no refresh thread.
                 auto_refresh=False,
             )
             self._task = self._bar.add_task("", total=num_steps, completed=start_step, text="")
             self._bar.start()
 
     def close(self) -> None:
-        """Ends the bar, if there is one; what it shows stays."""
+        """Stops the bar, if there is one; it stays visible."""
         if self._bar is not None:
             self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows a logged step; metrics that are absent or None are left out."""
+        """Shows a logged step; metrics that are missing or None are omitted."""
         eta = self._eta(step, metrics.get("step_time_s"))
         if self._bar is not None:
             text = "  ".join(part.strip() for part in [*_parts(metrics), eta] if part.strip())
@@ -71,7 +71,7 @@ class Progress:
             self._print_line(step, [*_parts(metrics), eta])
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Prints a line that stays, with every metric."""
+        """Prints all metrics of an evaluation on a line of its own."""
         digits = {"eval_perplexity": 2}
         parts = [f"{name} {value:.{digits.get(name, 4)}f}" for name, value in metrics.items()]
         self._print_line(step, parts)
@@ -88,12 +88,12 @@ class Progress:
 
 
 def _parts(metrics: Mapping[str, Any]) -> list[str]:
-    """Returns the shown metrics, each padded to its column; absent columns are empty."""
+    """Returns the formatted metrics, padded to their columns; missing ones are empty."""
     parts = []
     for name, form, width in _COLUMNS:
         value = metrics.get(name)
         if value is not None:
             parts.append(form.format(float(value)).ljust(width))
         elif name in metrics and name.endswith("_per_s"):
-            parts.append(" " * width)  # absent on the first step only: keep the rest aligned
+            parts.append(" " * width)  # None at the first step only: keep the columns aligned
     return parts

@@ -1,4 +1,4 @@
-"""How fast a run is: step time, tokens or images a second, share of the chips' peak (MFU)."""
+"""Throughput of a run: step time, tokens or images per second, model FLOPs utilization (MFU)."""
 
 import contextlib
 import re
@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# A pattern of device_kind -> dense TFLOP/s in (bfloat16, float16, float32); None where the vendor
-# states none. The first that matches counts, so the variants of a chip stand before the chip.
+# Pattern of device_kind -> peak dense TFLOP/s in (bfloat16, float16, float32); None if the vendor
+# states none. The first pattern that matches counts, so variants of a chip come before the chip.
 _PEAK_TFLOPS_PER_S: dict[str, tuple[float | None, float | None, float | None]] = {
     r"\bMIG\b": (None, None, None),  # a slice of a chip
     r"\bV100-PCIE\b": (None, 112.0, 14.0),
@@ -32,14 +32,15 @@ _PEAK_TFLOPS_PER_S: dict[str, tuple[float | None, float | None, float | None]] =
 
 
 def peak_flops_per_s(device_kind: str, dtype: Any) -> float | None:
-    """Returns the most FLOP/s that the vendor states for one device, None if unknown (a CPU).
+    """Returns the peak FLOP/s that the vendor states for a device; None if unknown (CPUs).
 
-    Dense matrix products, never the doubled figures for sparse ones. float32 means TF32 where the
-    chip has it, since that is what XLA uses there by default. RTX 4090 accumulates in float32.
+    The figures are for dense matrix products, never the doubled figures for sparse ones. float32
+    means TF32 if the chip has it, because XLA uses TF32 there by default. The figures of the RTX
+    4090 are with float32 accumulation.
 
     Args:
-        device_kind: of a jax.Device.
-        dtype: what the matrix products are computed in: bfloat16, float16 or float32.
+        device_kind: as in jax.Device.device_kind.
+        dtype: dtype of the matrix products: bfloat16, float16 or float32.
 
     Source: NVIDIA's datasheets of V100, A100, H100, H200, L4 and L40S (sparse figures halved), of
         HGX B200 (per GPU), and the Ada architecture whitepaper, appendix A (RTX 4090); AMD's
@@ -55,12 +56,12 @@ def peak_flops_per_s(device_kind: str, dtype: Any) -> float | None:
 
 
 def mfu(flops_per_s: float, num_devices: int, peak_flops_per_s: float | None) -> float | None:
-    """Returns the model FLOPs utilisation, from 0 to 1; None where the peak is unknown.
+    """Returns the model FLOPs utilization, from 0 to 1; None if the peak is unknown.
 
     Args:
-        flops_per_s: the model's own FLOP/s over all devices, recomputation not counted.
-        num_devices: over which they are spread.
-        peak_flops_per_s: of one device.
+        flops_per_s: the model's FLOP/s over all devices, without recomputation.
+        num_devices: number of devices.
+        peak_flops_per_s: peak FLOP/s of one device.
 
     Source: PaLM (arXiv:2204.02311), appendix B.
     """
@@ -68,13 +69,13 @@ def mfu(flops_per_s: float, num_devices: int, peak_flops_per_s: float | None) ->
 
 
 class ThroughputMeter:
-    """Measures step time and tokens or images a second between logged steps.
+    """Measures step time and tokens or images per second between logged steps.
 
-    The first step, which also warms up, counts in no rate; nor does time inside `paused()`.
+    The first step, which includes warm-up, and time within `paused()` are excluded from all rates.
 
     Args:
-        units_per_step: of a global batch.
-        unit: what they are: "token" or "image".
+        units_per_step: tokens or images per global batch.
+        unit: "token" or "image".
     """
 
     def __init__(self, units_per_step: int, unit: str = "token"):
@@ -84,7 +85,11 @@ class ThroughputMeter:
         self._start_lap()
 
     def step(self, result: Any) -> None:
-        """Counts a step. `result`: an array it computes; the first step's is waited for."""
+        """Counts a step.
+
+        Args:
+            result: an array that the step computes. The first step's result is waited for.
+        """
         self._result = result
         if self._first_step_time_s is None:
             jax.block_until_ready(result)
@@ -94,11 +99,12 @@ class ThroughputMeter:
             self._num_steps += 1
 
     def lap(self) -> dict[str, float | None]:
-        """Returns `step_time_s`, `data_wait_s`, `tokens_per_s` since the last lap, its steps done.
+        """Waits for the steps so far and returns the rates since the previous lap.
 
-        Of images, the last is `images_per_s`. `data_wait_s` is the part of `step_time_s` spent in
-        `waiting()`. With no step but the first in the lap, `step_time_s` is the first's, warming up
-        included, and the others are None.
+        Returns:
+            `step_time_s`, `data_wait_s` (the part of `step_time_s` spent in `waiting()`), and
+            `tokens_per_s` or `images_per_s`. If the lap contains only the first step, `step_time_s`
+            is its time with warm-up, and the others are None.
         """
         jax.block_until_ready(self._result)
         if self._num_steps == 0:
@@ -118,7 +124,7 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time of the block, which gets a step's batch, as waited for data."""
+        """Counts the time of the block as waiting for data."""
         start_s = time.perf_counter()
         try:
             yield
@@ -127,7 +133,7 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Takes the time of the block, an evaluation or a save, out of the lap."""
+        """Excludes the time of the block, such as an evaluation or a save, from the lap."""
         jax.block_until_ready(self._result)
         start_s = time.perf_counter()
         try:

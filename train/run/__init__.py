@@ -1,0 +1,1 @@
+"""Builds a run from a config, and checks that its parts are compatible."""

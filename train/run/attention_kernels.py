@@ -1,4 +1,4 @@
-"""Which attention kernel a run's blocks use on its mesh, found by tracing them."""
+"""Finds the attention kernels that a run's blocks use on its mesh, by tracing the blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from train.config.schema import RunConfig
 from train.config.shapes import microbatch
 from train.step.tracing import traced_for
 
-#: Scores of one attention that may exist at once on a device, unless the config asks for it.
+#: Largest array of attention scores on a device, unless the config asks for plain attention.
 MAX_SCORES_BYTES = 2**30
 
 
@@ -28,14 +28,22 @@ def attention_choices(
 ) -> tuple[Choice, ...]:
     """Returns the kernels of all attention in the model's stacks; () if there is none.
 
+    Args:
+        config: the run's config.
+        mesh: the mesh.
+        device: the devices of the mesh.
+        rules: sharding rules.
+        model: the model; it may be abstract.
+        parts: the model's functions.
+
     Raises:
-        ValueError: plain attention would make more than MAX_SCORES_BYTES of scores at once, and
+        ValueError: plain attention would need more than MAX_SCORES_BYTES for its scores, and
             `model.attention` does not ask for it.
     """
     params, batch = microbatch(config, mesh, model)
     cut = parts.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    # The microbatch is one device's already: only what is within an example is split here.
+    # The microbatch belongs to one replica already, so its batch axis must not be split again.
     of_example = {**rules, "batch": ()}
     with (
         attention.recorded_choices() as found,
@@ -50,8 +58,8 @@ def attention_choices(
         if choice.kernel != "plain" or is_asked_for or choice.scores_bytes <= MAX_SCORES_BYTES:
             continue
         raise ValueError(
-            f"attention would be {choice}, which makes {choice.scores_bytes / 2**30:.1f} GiB of "
-            "scores at once on each device; set precision.compute=bfloat16 where that is why, take "
-            "more microbatches or a shorter sequence, or ask for it with model.attention=plain"
+            f"attention would be {choice}, which needs {choice.scores_bytes / 2**30:.1f} GiB for "
+            "its scores on each device; set precision.compute=bfloat16 if that is the reason, use "
+            "more microbatches or a shorter sequence, or accept it with model.attention=plain"
         )
     return tuple(found)

@@ -1,4 +1,8 @@
-"""Where model, mesh and data meet: a config becomes compiled steps and a described state."""
+"""Builds a `Run` from a config and a mesh: model, optimizer, schedule, state layout and steps.
+
+`prepare` builds and checks all parts with abstract arrays, so it computes nothing and takes no
+memory. The steps are traced and compiled when they are first used.
+"""
 
 import dataclasses
 import functools
@@ -57,29 +61,30 @@ from train.step.update import Update
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """All parts of a run, checked against each other; nothing has been computed yet."""
+    """All parts of a run, checked for compatibility. Nothing is computed until a step is used."""
 
     config: RunConfig
     mesh: jax.sharding.Mesh
-    trace_mesh: AnyMesh  # what steps are traced on: the mesh, or the same one without its devices
-    hardware: Hardware  # of each of the mesh's devices
-    target: Target | None  # GPUs that are not there, which steps are compiled for; None: the mesh's
-    rules: Rules
-    build: Callable[[], nnx.Module]
-    model_config: Any  # the model's own dataclass, complete
+    trace_mesh: AnyMesh  # mesh for tracing: `mesh`, or its abstract mesh for some targets
+    hardware: Hardware  # the mesh's devices
+    target: Target | None  # GPUs to compile for that are not present; None: the mesh's devices
+    rules: Rules  # sharding rules
+    build: Callable[[], nnx.Module]  # initializes the model
+    model_config: Any  # the model's dataclass, with all sizes
     model: nnx.Module  # abstract
-    parts: Parts
-    optimizer: optax.GradientTransformation  # clips nothing: the step does
+    parts: Parts  # the model's functions
+    optimizer: optax.GradientTransformation  # without clipping, which the step does
     learning_rate: optax.Schedule
-    schedule: Schedule  # of the pipeline
-    layouts: Mapping[str, Layout]  # of every stack
+    schedule: Schedule  # pipeline schedule
+    layouts: Mapping[str, Layout]  # stack -> layers of every stage
     state: StateLayout
-    frozen: Any  # a bool per parameter; None: of none
-    attention: tuple[Choice, ...]  # the kernels that the blocks use; () for no attention
-    work: Callable[[], LayerCosts]  # of a microbatch; counted when first asked for
+    frozen: Any  # a bool per parameter; None: no parameter is frozen
+    attention: tuple[Choice, ...]  # kernels that the blocks use; () without attention
+    work: Callable[[], LayerCosts]  # FLOPs of a microbatch; counted at the first call
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
+        """The sharding of every array of a batch."""
         return batch_sharding(self.mesh, self.rules)
 
     @cached_property
@@ -89,22 +94,23 @@ class Run:
 
     @cached_property
     def activation_names(self) -> set[str]:
-        """The names that the model's blocks give to activations."""
+        """The names of activations in the model's blocks, for `train.remat`."""
         with traced_for(self.hardware, self.config.attention):
             return named_activations(self.model, *microbatch(self.config, self.mesh, self.model))
 
     @cached_property
     def num_params(self) -> int:
+        """Number of parameters of the model."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.state.portable.params))
 
     @property
     def unit(self) -> str:
-        """What the run's speed counts: "token" or "image"."""
+        """The unit of throughput: "token" or "image"."""
         return "image" if self.config.data.reads_images else "token"
 
     @cached_property
     def num_frozen(self) -> int:
-        """How many of these `optimizer.frozen` names."""
+        """Number of frozen parameters."""
         if self.frozen is None:
             return 0
         pairs = zip(*map(jax.tree.leaves, (self.state.portable.params, self.frozen)), strict=True)
@@ -112,23 +118,23 @@ class Run:
 
     @cached_property
     def units_per_step(self) -> int:
-        """Tokens, or images, of a global batch."""
+        """Tokens or images per global batch."""
         if self.config.data.reads_images:
             return self.config.data.global_batch_size
         return num_tokens(self._abstract_batch())
 
     @cached_property
     def flops_per_unit(self) -> int:
-        """Model FLOPs of a token's, or an image's, forward and backward; see models/flops.py.
+        """Model FLOPs per token or image, forward and backward; see models/flops.py.
 
-        0 if they are not known: of a model of images that does not tell them.
+        0 if they are unknown, because an image model does not define them.
         """
         flops = train_flops(self.model, self._abstract_batch(), self.num_params)
         return flops // self.units_per_step
 
     @cached_property
     def traced(self) -> jax.stages.Traced:
-        """`train_step(state, batch)` as traced; the state is donated."""
+        """The traced `train_step(state, batch)`; the state is donated."""
         step, out_shardings = self._train_step_function(), (shardings_of(self.state.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
         with use_mesh(self.trace_mesh):
@@ -147,14 +153,14 @@ class Run:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """What a training step takes on one device, from shapes alone."""
+        """Estimated memory and work of a training step on one device, from its trace."""
         state, batch = self._arguments
         labels = jax.tree.map(lambda _: "optimizer", state)
         parameters = jax.tree.map(lambda _: "parameters", state.params)
         labels = dataclasses.replace(labels, params=parameters)
         jaxpr = self.traced.jaxpr
         if self.frozen is not None:
-            # XLA leaves out what only gradients of frozen parameters are for.
+            # XLA removes computations that only gradients of frozen parameters need.
             needed = [True] * len(jaxpr.jaxpr.outvars)
             jaxpr = jaxpr.replace(jaxpr=dce_jaxpr(jaxpr.jaxpr, needed, instantiate=True)[0])
         platform = self.hardware.platform
@@ -193,7 +199,7 @@ class Run:
 
     @cached_property
     def eval_step(self) -> jax.stages.Compiled:
-        """The compiled `eval_step(params, teacher, batch)`, for what `evaluated` gives."""
+        """The compiled `eval_step(params, teacher, batch)`; `evaluated` returns the first two."""
         specs = partition_specs_of(self.state.abstract.params)
         step = make_eval_step(self.parts, self._step_config(), self.trace_mesh, self.rules, specs)
         with use_mesh(self.trace_mesh):
@@ -202,14 +208,14 @@ class Run:
         return self._compiled(traced)
 
     def evaluated(self, state: TrainState) -> tuple[Any, Any]:
-        """Returns the parameters to evaluate, and those of the teacher; see state/averaged.py."""
+        """Returns the parameters to evaluate, and the teacher's; see state/averaged.py."""
         return evaluated(state, teaches=self.parts.teach is not None)
 
     def compile(self) -> None:
-        """Compiles both steps now.
+        """Compiles both steps.
 
         Raises:
-            ValueError: no evaluation gives `checkpoint.best_metric`.
+            ValueError: evaluations do not report `checkpoint.best_metric`.
         """
         self._check_best_metric()
         _ = self.train_step
@@ -222,8 +228,8 @@ class Run:
             names.append("eval_perplexity")
         if checkpoint.keep_best and checkpoint.best_metric not in names:
             raise ValueError(
-                f"checkpoint.best_metric={checkpoint.best_metric!r} is none of what an evaluation "
-                f"gives: {', '.join(sorted(names))}"
+                f"checkpoint.best_metric={checkpoint.best_metric!r} is not a metric of this run's "
+                f"evaluations; choose {', '.join(sorted(names))}"
             )
 
     def _step_config(self) -> StepConfig:
@@ -255,26 +261,29 @@ def prepare(
     num_labels: int | None = None,
     target: Target | None = None,
 ) -> Run:
-    """Returns the run that the config describes on this mesh.
+    """Builds the run of a config on a mesh.
 
     Args:
-        mesh: over the target's devices, if there is a target.
-        target: GPUs that are not there: steps can be compiled for them, and not run.
-        vocab_size: of the tokenizer; None: there is none.
-        num_labels: that the data has, if it has labels.
+        config: the run's config.
+        mesh: the mesh; over the target's devices, if there is a target.
+        vocab_size: number of tokens of the tokenizer; None if there is no tokenizer.
+        num_labels: number of labels in the data; None if it has no labels.
+        target: GPUs that are not present: steps can be compiled for them, but not run.
 
     Raises:
-        ValueError: the model, the mesh, the rules or the data do not fit each other.
+        ValueError: the model, the mesh, the rules and the data are not compatible.
     """
     hardware = hardware_of(mesh.devices.flat[0])
-    # GPUs that are not there state no memories, so a sharding over them forgets its memory kind.
+    # Devices that are only described have no memory kinds, so shardings over them would lose
+    # theirs. An abstract mesh keeps them.
     is_abstract = target is not None and config.memory.placement != "device"
     trace_mesh = mesh.abstract_mesh if is_abstract else mesh
     check_mesh(config, mesh)
     pipeline = config.pipeline
     shares_vocab = pipeline.share_vocab and mesh.shape["pipeline"] > 1
     rules = make_rules(config.rules, shares_vocab=shares_vocab)
-    # Where the class itself says it: the data of another objective may not have what it needs.
+    # Check this early if the class states its objectives: otherwise a missing size in the data of
+    # another objective would be the first, less helpful, error.
     check_objective(config, config.model_class)
     model_config = config.model_config(vocab_size=vocab_size, num_labels=num_labels)
 
@@ -334,7 +343,7 @@ def _optimizer(
     parts: Parts,
     learning_rate: optax.Schedule,
 ) -> tuple[optax.GradientTransformation, Any]:
-    """Returns the optimizer, and a bool per parameter that it leaves as it is, or None."""
+    """Returns the optimizer, and a bool per parameter, whether it is frozen, or None."""
     check_optimizer(config)
     train, arguments, average = config.train, microbatch(config, mesh, model), None
     if train.ema_decay is not None:
@@ -353,6 +362,6 @@ def _optimizer(
 
 
 def _work(config: RunConfig, mesh: AnyMesh, model: nnx.Module, parts: Parts) -> LayerCosts:
-    """Returns the work of a microbatch on the devices of one replica."""
+    """Returns the FLOPs of a microbatch of one replica."""
     recomputes = config.pipeline.remat == "full"
     return count_work(parts, *microbatch(config, mesh, model), recomputes=recomputes)

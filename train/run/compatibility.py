@@ -1,6 +1,6 @@
-"""Whether the parts of a run fit each other: what does not is refused before the first step.
+"""Checks that the parts of a run are compatible, before the first step.
 
-Every function raises a ValueError that says in one sentence what does not fit, and what would.
+Every function raises a ValueError that states the conflict and a remedy in one sentence.
 """
 
 from typing import Any
@@ -22,23 +22,39 @@ from train.step.tracing import traced_for
 
 
 def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
-    """Refuses to split what images are made of over `context`."""
+    """Rejects a `context` axis for images.
+
+    Args:
+        config: the run's config.
+        mesh: the mesh.
+
+    Raises:
+        ValueError: the axis `context` would split the patches of images.
+    """
     if config.data.reads_images and mesh.shape["context"] > 1:
         raise ValueError(
             f"mesh.context={mesh.shape['context']} splits sequences of tokens, but data.objective="
-            f"{config.data.objective!r} reads images, whose patches it does not split evenly; set "
-            "mesh.context=1, and mesh.data or mesh.fsdp for more devices"
+            f"{config.data.objective!r} reads images, whose patches it cannot split evenly; set "
+            "mesh.context=1, and use mesh.data or mesh.fsdp for more devices"
         )
 
 
 def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
-    """Refuses data from which a model, or all models of a class, learn nothing."""
+    """Rejects an objective that a model, or every model of a class, cannot learn.
+
+    Args:
+        config: the run's config.
+        model: a model, or its class.
+
+    Raises:
+        ValueError: the model is for other objectives.
+    """
     objectives = getattr(model, "objectives", None)
-    # Of a class it may be a property, which tells nothing yet.
+    # On a class it may be a property, which has no value yet.
     if isinstance(objectives, tuple) and config.data.objective not in objectives:
-        choices = " or ".join(objectives) or "another model.head: this one learns nothing"
+        choices = " or ".join(objectives) or "another model.head: this one cannot be trained"
         raise ValueError(
-            f"data.objective={config.data.objective!r} does not fit model.name="
+            f"data.objective={config.data.objective!r} does not match model.name="
             f"{config.model_name!r} with its head; choose {choices}"
         )
 
@@ -46,12 +62,23 @@ def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
 def check_parts(
     config: RunConfig, mesh: AnyMesh, device: Hardware, model: nnx.Module, parts: Parts
 ) -> None:
-    """Refuses a model that does not fit its batch, its pipeline, or itself."""
+    """Rejects a model that is inconsistent, or that does not match its batch or pipeline.
+
+    Args:
+        config: the run's config.
+        mesh: the mesh.
+        device: the devices of the mesh.
+        model: the model; it may be abstract.
+        parts: the model's functions.
+
+    Raises:
+        ValueError: the reason.
+    """
     name = type(model).__name__
     if config.pipeline.share_vocab and mesh.shape["pipeline"] > 1 and not can_share_vocab(model):
         raise ValueError(
-            f"pipeline.share_vocab=True: {name} does not say that its embedding and its loss can "
-            "work with a part of the vocab (can_share_vocab = True; see models/stack.py); set "
+            f"pipeline.share_vocab=True: {name} does not declare that its embedding and its loss "
+            "work on a part of the vocab (can_share_vocab = True; see models/stack.py); set "
             "pipeline.share_vocab=False"
         )
     check_objective(config, model)
@@ -61,8 +88,8 @@ def check_parts(
         check(parts, *arguments)
     except KeyError as error:
         raise ValueError(
-            f"{name} reads {error} of the batch, in which "
-            f"data.objective={config.data.objective!r} puts "
+            f"{name} reads {error} from the batch, but "
+            f"data.objective={config.data.objective!r} provides "
             f"{', '.join(batch_shapes(config.data, config.images))}"
         ) from None
     with traced_for(device, config.attention):
@@ -85,7 +112,7 @@ def _check_whole_batch(config: RunConfig, model: nnx.Module, parts: Parts) -> No
 
 
 def _check_names(config: RunConfig, model: nnx.Module, arguments: tuple[Any, Any]) -> None:
-    """Refuses names of activations that the model's blocks do not give."""
+    """Rejects names of activations that the model's blocks do not have."""
     remat, offload = config.train.remat, config.memory.offload_activations
     kept = () if remat in REMAT_POLICIES else tuple(remat.split(","))
     if not kept and not offload:
@@ -102,25 +129,38 @@ def _check_names(config: RunConfig, model: nnx.Module, arguments: tuple[Any, Any
             )
             raise ValueError(
                 f"{key}: no block of {type(model).__name__} names an activation {name!r}; "
-                f"{levels}some of the names that there are: {named}"
+                f"{levels}names of activations: {named}"
             )
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Refuses an optimizer that needs more than it is given at a time."""
+    """Rejects an optimizer that cannot update one layer at a time, if that is needed.
+
+    Args:
+        config: the run's config.
+
+    Raises:
+        ValueError: the optimizer state is in host memory, and the optimizer is not element-wise.
+    """
     if config.memory.placement == "host" and config.optimizer.name not in ELEMENTWISE:
         raise ValueError(
-            f"memory.placement=host updates one layer at a time, and optimizer.name="
-            f"{config.optimizer.name!r} may look at more than one element; set "
+            f"memory.placement=host updates one layer at a time, but optimizer.name="
+            f"{config.optimizer.name!r} may not be element-wise; set "
             f"optimizer.name={' or '.join(ELEMENTWISE)}, or memory.placement=device"
         )
 
 
 def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> None:
-    """Refuses mesh axes over which nothing is split.
+    """Rejects mesh axes over which the model splits nothing.
 
     Args:
+        model: the model.
         specs: the PartitionSpec of every parameter.
+        rules: sharding rules.
+        mesh: the mesh.
+
+    Raises:
+        ValueError: the devices of an axis would repeat each other's work.
     """
     for axis in unused_axes(specs, rules, mesh):
         if axis not in ("pipeline", *rules["seq"]):  # the executor checks the pipeline
@@ -131,10 +171,16 @@ def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> No
 
 
 def check_tokenizer(config: RunConfig, model: Any, corpus: Corpus) -> None:
-    """Checks that the model counts with the special tokens of a text's tokenizer.
+    """Checks that the model agrees with the tokenizer about special tokens.
+
+    Args:
+        config: the run's config.
+        model: the model's config.
+        corpus: the data; only text has a tokenizer.
 
     Raises:
-        ValueError: it takes another token for padding, or knows one text a row where there are two.
+        ValueError: the model uses another padding token, or has token types for only one text per
+            row while the data has two.
     """
     if not isinstance(corpus, TextCorpus):
         return
@@ -152,5 +198,5 @@ def check_tokenizer(config: RunConfig, model: Any, corpus: Corpus) -> None:
     if has_types and getattr(model, "num_token_types", 2) < 2:
         raise ValueError(
             f"model.num_token_types={model.num_token_types}, but data.objective="
-            f"{config.data.objective!r} puts two texts into a row; set model.num_token_types=2"
+            f"{config.data.objective!r} has two texts per row; set model.num_token_types=2"
         )

@@ -1,4 +1,9 @@
-"""A run that starts from the parameters of a checkpoint: `init_from`."""
+"""Initial parameters from a checkpoint (`init_from`).
+
+Each parameter of the run is loaded as it is, loaded and adapted (position embeddings of another
+resolution, classifiers with labels in another order), or newly initialized (heads that the
+checkpoint lacks or has for another task).
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,10 +20,10 @@ from models.vision.common import resized_positions
 from sharding.memory import in_device_memory
 from train.run.build import Run
 
-#: The layer whose outputs are a task's labels.
+#: The layer whose outputs are the labels of a task.
 _OF_A_TASK = "classifier"
-#: Where a parameter comes from: the checkpoint as it is, for another number of patches or with
-#: its labels in another order; or it is what the run would start with without a checkpoint.
+#: Origin of a parameter: loaded unchanged, resized to another number of patches, with labels in
+#: another order, or initialized as in a run without a checkpoint.
 _LOADED, _RESIZED, _REORDERED, _NEW = "loaded", "resized", "reordered", "new"
 
 Tree = Any
@@ -28,12 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tree:
-    """Returns the parameters to start from, as `run.state.portable.params` lays them out.
+    """Returns the initial parameters, with the layout of `run.state.portable.params`.
 
-    They are the checkpoint's; those of a head that it lacks, or has for another task, are new.
+    Parameters of a head that the checkpoint lacks, or has for another task, are newly initialized.
 
     Args:
-        labels: those of the data, in order; a classifier's are brought to this order.
+        run: the run.
+        source: the checkpoint.
+        labels: the labels of the data, in order. A loaded classifier is reordered to match.
 
     Raises:
         ValueError: the checkpoint has other parameters, shapes, patches, windows or labels.
@@ -50,7 +57,7 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     _report({**origins, **{path: "left out" for path in there.keys() - wanted.keys()}})
 
     asked = {path: leaf for path, leaf in wanted.items() if origins[path] != _NEW}
-    # Resized whole: however it is split, the new table need not be cut where the old one is.
+    # Load tables to resize unsharded: shards of the new table need rows from anywhere in the old.
     whole = NamedSharding(run.mesh, PartitionSpec())
     for path in _with(_RESIZED, origins):
         wide = jnp.promote_types(wanted[path].dtype, jnp.float32)
@@ -73,19 +80,21 @@ def _origin(
     keeps_head: bool,
     order: np.ndarray | None,
 ) -> str:
-    """Returns where a parameter comes from.
+    """Returns the origin of a parameter: _LOADED, _RESIZED, _REORDERED or _NEW.
 
     Args:
-        wanted, there: the parameters of the run and of the checkpoint.
-        keeps_head: whether the checkpoint's head is taken.
-        order: of the checkpoint's labels, or None: as they are.
+        path: the parameter.
+        wanted: all parameters of the run.
+        there: all parameters of the checkpoint.
+        keeps_head: whether the run uses the checkpoint's head.
+        order: new order of the checkpoint's labels; None: unchanged.
     """
     is_of_labels = path[0] == _OF_A_TASK
     if not keeps_head and (is_of_labels or path not in there):
         return _NEW
     if is_of_labels and order is not None:
         return _REORDERED
-    # [1, 1 + T, D], of an image's patches; positions of a text are [T, D].
+    # Position embeddings of image patches are [1, 1 + T, D]; those for text are [T, D].
     is_of_patches = path[-1].endswith("position_embedding") and wanted[path].ndim == 3
     if is_of_patches and path in there and there[path].shape[1] != wanted[path].shape[1]:
         return _RESIZED
@@ -97,25 +106,25 @@ def _with(origin: str, origins: Mapping[Path, str]) -> list[Path]:
 
 
 def _report(origins: Mapping[Path, str]) -> None:
-    """Logs what is not as the checkpoint has it."""
+    """Logs the parameters that are not loaded unchanged, and unused ones of the checkpoint."""
     for origin in sorted({*origins.values()} - {_LOADED}):
         names = ", ".join(".".join(path) for path in _with(origin, origins))
         _log.info("init_from: %s: %s", origin, names)
 
 
 def _keeps_head(run: Run, source: Source, wanted: Mapping[Path, Any]) -> bool:
-    """Returns whether the checkpoint's head is taken, if `train.init_labels` allows for that."""
+    """Returns whether the run uses the checkpoint's head; checks `train.init_labels`."""
     mode = run.config.train.init_labels
     ours, theirs = (getattr(config, "head", None) for config in (run.model_config, source.config))
     if mode != "by_name" and not any(path[0] == _OF_A_TASK for path in wanted):
         raise ValueError(
-            f"train.init_labels={mode!r} is for a classifier, and model.name="
-            f"{run.config.model_name!r} with model.head={ours!r} has none; leave it out"
+            f"train.init_labels={mode!r} is for a classifier, but model.name="
+            f"{run.config.model_name!r} with model.head={ours!r} has none; do not set it"
         )
     if mode == "by_position" and ours != theirs:
         raise ValueError(
             f"train.init_labels='by_position', but init_from={source.path} has no classifier for "
-            f"model.head={ours!r}; leave it out: the classifier is new"
+            f"model.head={ours!r}; do not set it, and a new classifier is initialized"
         )
     return ours == theirs and mode != "new"
 
@@ -127,15 +136,16 @@ def _label_order(
     run: Run,
     source: Source,
 ) -> np.ndarray | None:
-    """Returns the number in the checkpoint of each label of the data; None: its own."""
+    """Returns the index in the checkpoint of each label of the data; None: the same order."""
     is_by_name, remedy = run.config.train.init_labels == "by_name", "train.init_labels=new for a"
     if is_by_name and labels and source.labels:
         known, own = list(source.labels), [str(label) for label in labels]
         if sorted(known) != sorted(own):
             raise ValueError(
-                f"init_from={source.path} tells the labels {_some(known)} from each other, and the "
-                f"data has {_some(own)}; rename the data's, or set train.init_labels=by_position "
-                f"if they mean the same in this order, or {remedy} classifier of another task"
+                f"init_from={source.path} has a classifier for the labels {_some(known)}, but the "
+                f"data has {_some(own)}; rename the data's labels, or set "
+                f"train.init_labels=by_position if they mean the same in this order, or {remedy} "
+                "new classifier"
             )
         return np.array([known.index(label) for label in own])
     kernel = (_OF_A_TASK, "kernel")
@@ -143,8 +153,8 @@ def _label_order(
         ours, theirs = (params[kernel].shape[-1] for params in (wanted, there))
         if ours != theirs:
             raise ValueError(
-                f"init_from={source.path} tells {theirs} labels from each other, and the run has "
-                f"{ours}; take data with {theirs}, or set {remedy} classifier of another task"
+                f"init_from={source.path} has a classifier for {theirs} labels, but the run has "
+                f"{ours}; use data with {theirs} labels, or set {remedy} new classifier"
             )
     return None
 
@@ -156,35 +166,36 @@ def _some(names: Sequence[str], most: int = 10) -> str:
 def _check_patches(
     run: Run, source: Source, paths: Sequence[Path], there: Mapping[Path, Any]
 ) -> None:
-    """Refuses other numbers of patches for parameters that are of each of them."""
+    """Rejects another image size if a parameter depends on the number of patches."""
     wanted = _flat(run.state.portable.params)
     own, theirs = (getattr(c, "image_size", None) for c in (run.model_config, source.config))
     others = [path for path in paths if wanted[path].shape != there[path].shape]
     if own != theirs and others:
         raise ValueError(
-            f"init_from={source.path} was trained on images of {theirs} pixels, and its "
+            f"init_from={source.path} was trained on images of {theirs} pixels, and its parameter "
             f"{'.'.join(others[0])} cannot be resized for images.size={own}; set "
             f"images.size={theirs}"
         )
 
 
 def _check_windows(run: Run, source: Source) -> None:
-    """Refuses windows whose positions are other ones than the checkpoint has learnt."""
+    """Rejects window sizes for which the checkpoint has no position biases."""
     ours, theirs = (
         getattr(config, "windows", None) for config in (run.model_config, source.config)
     )
-    # Those of a network are measured by the windows that it was first trained with, if it is told.
+    # If the config names the windows of the pretraining, the model's relative positions are scaled
+    # by them, and fit windows of any size.
     if ours == theirs or getattr(source.config, "pretrained_windows", ()):
         return
     raise ValueError(
-        f"init_from={source.path} has windows of {theirs} patches a side, and images.size="
+        f"init_from={source.path} has windows of {theirs} patches per side; images.size="
         f"{run.config.images.size} makes them {ours}, for which it has no positions; set "
-        f"images.size={source.config.image_size}, or another size that leaves them as they are"
+        f"images.size={source.config.image_size}, or another size with the same windows"
     )
 
 
 def _resized(table: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a table `[1, 1 + T, D]` of positions for another T, the class token's first."""
+    """Resizes a table of position embeddings `[1, 1 + T, D]`, class token first, to another T."""
     side = round((wanted.shape[1] - 1) ** 0.5)
     sharding: Any = wanted.sharding
 
@@ -199,14 +210,14 @@ def _resized(table: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 def _reordered(
     leaf: jax.Array, wanted: jax.ShapeDtypeStruct, order: np.ndarray | None
 ) -> jax.Array:
-    """Returns a classifier's parameter with its labels, the last dim, in another order."""
+    """Reorders the labels, the last dimension, of a classifier's parameter."""
     sharding: Any = wanted.sharding
     leaf = jax.device_put(leaf, in_device_memory(sharding))
     return jax.device_put(leaf[..., order], sharding)
 
 
 def _fresh(run: Run, paths: Sequence[Path]) -> dict[Path, jax.Array]:
-    """Returns what the run would start with of these parameters, without a checkpoint."""
+    """Initializes parameters as in a run without a checkpoint."""
     wanted = _flat(run.state.portable.params)
 
     def make():

@@ -1,4 +1,9 @@
-"""How much each stage has to do, and the cut of the layers with which the busiest does least."""
+"""Balances pipeline stages: counts the FLOPs of every layer and cuts the layers into even chunks.
+
+All stages wait for the busiest one. A large vocabulary can make the head as much work as several
+layers, so the last stage should have fewer of them. The cut minimizes the work of the busiest
+chunk.
+"""
 
 import dataclasses
 import itertools
@@ -17,21 +22,31 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """Matrix products of one microbatch, in FLOPs, forward and backward."""
+    """FLOPs of the matrix products of one microbatch, forward and backward."""
 
-    layers: tuple[int, ...]
-    recomputed: tuple[int, ...]  # of every layer, beside that: 0 where nothing runs again
+    layers: tuple[int, ...]  # per layer, over all stacks
+    recomputed: tuple[int, ...]  # per layer, additional FLOPs of recomputation; 0: none
     embed: int
     head: int
 
     def of_chunks(self, counts: Sequence[int], *, shares_vocab: bool) -> list[float]:
-        """Returns the work of every chunk that has so many layers, with its part of the ends."""
+        """Returns the FLOPs of every chunk, with its share of embedding and head.
+
+        Args:
+            counts: number of layers of each chunk, in the order of the layers.
+            shares_vocab: embedding and head are split over all chunks.
+        """
         bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
         cost = self._cost(len(counts), shares_vocab)
         return [cost(chunk, first, stop) for chunk, (first, stop) in enumerate(bounds)]
 
     def balanced(self, num_chunks: int, *, shares_vocab: bool) -> list[int]:
-        """Returns the numbers of layers per chunk, in the order of the layers."""
+        """Returns the most even cut: the number of layers of each chunk, in the layers' order.
+
+        Args:
+            num_chunks: number of chunks over all stages.
+            shares_vocab: embedding and head are split over all chunks.
+        """
         return balanced_cut(len(self.layers), num_chunks, self._cost(num_chunks, shares_vocab))
 
     def _cost(self, num_chunks: int, shares_vocab: bool) -> Callable[[int, int, int], float]:
@@ -42,7 +57,8 @@ class LayerCosts:
                 work += (self.embed + self.head) / num_chunks
             else:
                 work += self.embed * (chunk == 0) + self.head * is_last
-            # A stage that has the head to itself runs the last forward once, in the backward.
+            # The last chunk has the head to itself, so its forward pass runs only once, as a part
+            # of its backward pass: nothing is recomputed.
             return work + (not is_last or shares_vocab) * sum(self.recomputed[first:stop])
 
         return cost
@@ -51,12 +67,13 @@ class LayerCosts:
 def count_work(
     parts: Parts, params: Tree, batch: dict[str, jax.ShapeDtypeStruct], *, recomputes: bool
 ) -> LayerCosts:
-    """Returns the work of a model's parts, every matrix product counted as traced.
+    """Counts the matrix products of a model's functions by tracing them.
 
     Args:
-      params: the model's, in the dtype that it computes in; ShapeDtypeStructs do.
-      batch: one microbatch, as the model gets it; ShapeDtypeStructs do.
-      recomputes: a chunk's forward runs again in its backward.
+        parts: the model's functions.
+        params: the model's parameters in the compute dtype; ShapeDtypeStructs suffice.
+        batch: one microbatch; ShapeDtypeStructs suffice.
+        recomputes: the backward pass of a chunk runs its forward pass again.
     """
     cut = parts.split(params)
     types = parts.types(cut["ends"], batch)

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start."""
+"""The summary that a run prints at its start."""
 
 import jax
 
@@ -8,7 +8,12 @@ from train.run.build import Run
 
 
 def describe(run: Run, corpus: Corpus) -> str:
-    """Returns the summary of a run for its start: parameters, mesh, stages and data."""
+    """Formats the summary of a run: parameters, mesh, attention kernels, stages and data.
+
+    Args:
+        run: the run.
+        corpus: its data.
+    """
     mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
     frozen = f" ({run.num_frozen:,} frozen)" if run.num_frozen else ""
     lines = [
@@ -25,7 +30,7 @@ def describe(run: Run, corpus: Corpus) -> str:
 
 
 def _describe_stages(run: Run) -> str:
-    """Returns how evenly the work lies on the chunks, and what would make it more even."""
+    """Describes how even the work of the stages is, and settings that would make it more even."""
     counts = [0] * len(run.schedule.placement)
     for layout in run.layouts.values():
         for v, stage in enumerate(run.schedule.placement):

@@ -1,0 +1,1 @@
+"""The training state: its fields, its layout on the mesh, and its initialization."""

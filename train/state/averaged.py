@@ -1,4 +1,4 @@
-"""The parameters that an evaluation uses: their moving average, if a run keeps one."""
+"""Selects the parameters to evaluate: their moving average, if the run keeps one."""
 
 from typing import Any
 
@@ -9,26 +9,26 @@ Tree = Any
 
 
 def averaged(state: TrainState) -> Tree:
-    """Returns the average of the parameters, laid out as these are.
+    """Returns the average of the parameters, or the parameters if the run keeps no average.
 
-    A model runs with either alike: arrays have the same shapes and shardings, and are float32 or
-    wider. What is frozen is its own average; the parameters are, where a run keeps none.
+    The average has the shapes and shardings of the parameters and is float32 or wider, so a model
+    runs with either. The average of a frozen parameter is the parameter itself.
 
     Args:
-      state: of arrays or ShapeDtypeStructs, as the step takes it.
+        state: state in the form that the step takes; arrays or ShapeDtypeStructs.
     """
     average = find_average(state.opt_state)
     return state.params if average is None else merged(average, state.params)
 
 
 def evaluated(state: TrainState, *, teaches: bool) -> tuple[Tree, Tree | None]:
-    """Returns the parameters that an evaluation is of, and those of the teacher, if there is one.
+    """Returns (parameters to evaluate, teacher's parameters or None).
 
-    That is the average, or, of a model that learns from it, the parameters and the average.
+    That is (average, None), or (parameters, average) for a model that learns from its average.
 
     Args:
-      state: as for `averaged`.
-      teaches: whether the model has `teach`; see models/stack.py.
+        state: as for `averaged`.
+        teaches: whether the model has `teach`; see models/stack.py.
     """
     average = averaged(state)
     return (state.params, average) if teaches else (average, None)

@@ -1,4 +1,14 @@
-"""How the training state begins: in place on the mesh, shard by shard and layer by layer."""
+"""Initializes the training state in place on the mesh, shard by shard and layer by layer.
+
+No device ever holds more than its shards of the state, plus one layer of a stack in host memory:
+
+- Everything in device memory comes from one jitted function, whose output shardings make XLA
+  initialize each shard on its own device.
+- Stacks in host memory are initialized one layer at a time and copied to the host.
+- Moments in host memory are zeros, and the average is a copy; both are created there directly.
+
+The parameters are the same to the bit on every mesh.
+"""
 
 import dataclasses
 import functools
@@ -32,13 +42,14 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """What a state begins with.
+    """Defines the contents of a training state, apart from its layout.
 
     Attributes:
-      build: makes the model, from a fixed seed.
-      precision: the master weights' dtype, and whether the state has a `loss_scale`.
-      tracks_spikes: whether the state has `spikes`; see train/step/train_step.py.
-      frozen: a bool per parameter: the optimizer knows nothing of it. None: of none.
+        build: initializes the model from a fixed seed.
+        optimizer: the optimizer.
+        precision: dtype of the master weights, and whether the state has a `loss_scale`.
+        tracks_spikes: whether the state has `spikes`; see train/step/train_step.py.
+        frozen: a bool per parameter, whether it is hidden from the optimizer; None: no parameter.
     """
 
     build: Callable[[], nnx.Module]
@@ -48,19 +59,19 @@ class StateSpec:
     frozen: Tree = None
 
     def trained(self, params: Tree) -> Tree:
-        """Returns a tree like the parameters with None for those that are frozen."""
+        """Replaces frozen parameters, or the corresponding leaves of a similar tree, by None."""
         if self.frozen is None:
             return params
         return jax.tree.map(lambda frozen, x: None if frozen else x, self.frozen, params)
 
     def params(self) -> Tree:
-        """Returns the model's own initial parameters, `[layers, ...]`."""
+        """Initializes the model's parameters; stacks are `[layers, ...]`."""
         params: Any = nnx.to_pure_dict(nnx.split(self.build())[1])
-        # Random bits are drawn in float32 whatever the master weights' dtype.
+        # Random numbers are drawn in float32, whatever the dtype of the master weights.
         return jax.tree.map(lambda x: x.astype(self.precision.params), params)
 
     def state(self, params: Tree) -> TrainState:
-        """Returns the state that begins with these parameters."""
+        """Returns the initial state for these parameters."""
         params = jax.tree.map(lambda x: x.astype(self.precision.params), params)
         wide = jax.tree.map(lambda x: x.astype(self.precision.update), params)
         count = jnp.zeros((), jnp.int32)
@@ -79,12 +90,14 @@ class StateSpec:
 
 
 class StateInit:
-    """The ways to an initial state, made where it lies: shard by shard, and layer by layer.
+    """Creates initial states in place.
 
     Args:
-      layouts: of every stack.
-      layout_of: of every leaf of the state.
-      abstract, portable: the state's shapes and shardings; see train/state/layout.py.
+        start: contents of the state.
+        layouts: stack -> its layout.
+        layout_of: the layout of every leaf of the state.
+        abstract: shapes and shardings of the state for the step; see train/state/layout.py.
+        portable: shapes and shardings of the state in a checkpoint.
     """
 
     def __init__(
@@ -99,21 +112,25 @@ class StateInit:
         self._abstract, self._portable = abstract, portable
 
     def from_scratch(self) -> TrainState:
-        """Returns the state that begins with the model's own parameters."""
+        """Returns the initial state with newly initialized parameters."""
         made = self.made_at_once()
         streamed = {name: self._streamed(name) for name in self._layouts}
         stacks = {name: merged(made.params[name], part) for name, part in streamed.items()}
         return self._with_moments(dataclasses.replace(made, params={**made.params, **stacks}))
 
     def of(self, params: Tree) -> TrainState:
-        """Returns the state that begins with these parameters, laid out as a checkpoint's."""
+        """Returns the initial state for given parameters.
+
+        Args:
+            params: parameters in the portable layout; they are deleted.
+        """
         made = self._made_from(params)
         jax.tree.map(lambda x: x.is_deleted() or x.delete(), params)
         return self._with_moments(made)
 
     @functools.cached_property
     def made_at_once(self) -> Callable[[], TrainState]:
-        """The jitted initial state; None for the stacks and moments that lie in host memory."""
+        """The jitted initial state, with None for stacks and moments in host memory."""
         params = {
             name: jax.tree.map(is_for_host if name in self._layouts else _no, part)
             for name, part in self._abstract.params.items()
@@ -124,6 +141,7 @@ class StateInit:
     def _made_from(self) -> Callable[[Tree], TrainState]:
         def make(params):
             layers = self._start.state(jax.tree.map(to_device, params))
+            # Parameters that are already in host memory in the right form are not copied back.
             as_they_are = jax.tree.map(
                 lambda x, layout: x if is_on_host(x) and layout.is_plain else None,
                 params,
@@ -134,11 +152,12 @@ class StateInit:
         return self._jitted(make, jax.tree.map(_no, self._abstract.params))
 
     def _jitted(self, make_layers: Callable[..., TrainState], elsewhere: Tree) -> Callable:
-        """Returns the jitted way to the state; None for what is made elsewhere.
+        """Jits a function that creates the state, with None for leaves that are created elsewhere.
 
         Args:
-          make_layers: makes the state in its portable form; what it is given is used up.
-          elsewhere: a bool per parameter; of the optimizer's state it is what lies in host memory.
+            make_layers: creates the state in its portable form; its argument is donated.
+            elsewhere: a bool per parameter: whether it is created elsewhere. In the optimizer
+                state, all arrays in host memory are.
         """
         moments = jax.tree.map(is_for_host, self._abstract.opt_state)
 
@@ -153,19 +172,20 @@ class StateInit:
         def make(*args):
             layers = make_layers(*args)
             if not is_plain:
-                # Layers change places while they are whole on a device, in thin slices.
+                # Permute layers into slots while every device has all layers, but only a slice of
+                # each (see StateLayout._portable_spec).
                 on_device = jax.tree.map(in_device_memory, shardings_of(self._portable))
                 layers = jax.lax.with_sharding_constraint(layers, on_device)
             slots = jax.tree.map(lambda x, layout: layout.to_slots(x), layers, self._layout_of)
             return left(slots)
 
-        # What changes its form is no place for what comes of it.
+        # An argument can only be donated if the result has the same form.
         is_plain = all(layout.is_plain for layout in self._layouts.values())
         out_shardings = left(shardings_of(self._abstract))
         return jax.jit(make, out_shardings=out_shardings, donate_argnums=(0,) * is_plain)
 
     def _with_moments(self, state: TrainState) -> TrainState:
-        """Returns the state with the optimizer's part in host memory: zeros, and the average."""
+        """Adds the optimizer state in host memory: moments are zeros, the average is a copy."""
 
         def copied(param: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array | None:
             return copy_of(param, target) if is_for_host(target) else None
@@ -180,10 +200,10 @@ class StateInit:
         return dataclasses.replace(state, opt_state=merged(moments, average))
 
     def _streamed(self, stack: str) -> Tree:
-        """Returns a stack's parameters in host memory; None for those on the device.
+        """Creates a stack's parameters in host memory, with None for parameters on the device.
 
-        Every stage makes one layer after another. What is computed is outside of `shard_map`, in
-        which XLA rounds otherwise.
+        Every stage initializes one layer at a time and copies it to its slot. The computation runs
+        outside of `shard_map`, because XLA rounds differently within it; only the copy is inside.
         """
         targets = self._abstract.params[stack]
         on_host = jax.tree.map(lambda t: t if is_for_host(t) else None, targets)
@@ -197,9 +217,9 @@ class StateInit:
             for leaf in jax.tree.leaves(made):
                 if len(leaf) != len(numbers):
                     raise ValueError(
-                        f"the model makes {len(leaf)} layers of {stack!r} where {len(numbers)} "
-                        "were asked for, as its constructor changes them all at once: let each "
-                        "block make its own parameters, or set memory.placement=device"
+                        f"the model made {len(leaf)} layers of {stack!r} instead of "
+                        f"{len(numbers)}, because its constructor changes all layers at once; let "
+                        "each block make its own parameters, or set memory.placement=device"
                     )
 
             def of_slot(x: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array | None:

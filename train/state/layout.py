@@ -1,4 +1,15 @@
-"""Where the training state lies: as the step takes it, and as a checkpoint holds it."""
+"""Layout of the training state: shapes, shardings and memory kinds, in the step and in checkpoints.
+
+The state has two forms. In the step, the arrays of a stack have one *slot* per layer and possibly
+padding: `[slots, ...]`, split over the pipeline stages. In a checkpoint they are `[layers, ...]`,
+which does not depend on the mesh. For example, 5 layers on 2 stages:
+
+    layers   0 1 2 3 4
+    slots    0 1 2 | 3 4 -      ("-" is padding, "|" the border between the stages)
+
+This module is the only place that converts between the two forms. They are identical unless a stage
+has several chunks, or the stages are uneven.
+"""
 
 import dataclasses
 import functools
@@ -27,25 +38,24 @@ ON_DEVICE = MemoryConfig()
 
 
 class StateLayout:
-    """A run's state in its two forms, and the ways between them.
-
-    As the step takes it, a stack's arrays are `[slots, ...]`, split over the pipeline's stages; as
-    a checkpoint holds it, they are `[layers, ...]`. Without chunks or uneven stages both are one.
+    """The layout of a run's state in its two forms, and conversions between them.
 
     Args:
-      start: what the state begins with.
-      layouts: of every stack.
-      memory: what is split over `data` as well, and what lies in host memory.
+        start: contents of the state.
+        mesh: the mesh.
+        rules: sharding rules.
+        layouts: stack -> its layout.
+        memory: which state is split over `data` too, and which is in host memory.
 
     Attributes:
-      abstract: ShapeDtypeStructs with shardings of the state as the step takes it.
-      portable: the same as a checkpoint holds it.
-      moved: a bool per parameter, None for frozen ones: its master weights or its optimizer state
-        lie in host memory.
+        abstract: the state in the step, as ShapeDtypeStructs with shardings.
+        portable: the state in a checkpoint, likewise.
+        moved: a bool per parameter, None for frozen ones: whether its master weights or its
+            optimizer state are in host memory.
 
     Raises:
-      ValueError: a parameter that the mesh cannot lay out (see sharding/rules.py), or an optimizer
-        whose state cannot be cut by layers.
+        ValueError: a parameter cannot be laid out on the mesh (see sharding/rules.py), or the
+            optimizer's state cannot be split into layers.
     """
 
     def __init__(
@@ -88,22 +98,31 @@ class StateLayout:
         self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable, kinds)
 
     def initial(self, params: Tree | None = None) -> TrainState:
-        """Returns the initial state, each shard made on its own device: equal bits on any mesh.
+        """Creates the initial state, each shard on its own device, with the same bits on any mesh.
 
-        What lies in host memory of a stack comes by way of the device one layer after another.
+        Stacks in host memory pass through the device one layer at a time.
 
         Args:
-          params: what to start from, as in `portable`; used up. The model's own start by default.
+            params: initial parameters, laid out as in `portable`; they are deleted. By default the
+                model initializes them.
         """
         return self.state_init.from_scratch() if params is None else self.state_init.of(params)
 
     @functools.cached_property
     def state_init(self) -> StateInit:
-        """The way to the initial state."""
+        """Creates the initial state."""
         return StateInit(self._start, self._layouts, self._layout_of, self.abstract, self.portable)
 
     def to_portable(self, state: TrainState) -> TrainState:
-        """Returns the state as a checkpoint holds it; what changes its form lies on the host."""
+        """Converts a state to the form of a checkpoint.
+
+        Args:
+            state: the state in the form of the step.
+
+        Returns:
+            The state in the portable form. Arrays that had to be converted are in host memory;
+            the others are not copied.
+        """
 
         def convert(leaf, layout, target):
             if layout.is_plain:
@@ -115,10 +134,11 @@ class StateLayout:
         return jax.tree.map(convert, state, self._layout_of, self.portable)
 
     def from_portable(self, state: TrainState) -> TrainState:
-        """Returns the state as the step takes it; arrays that change their form are used up.
+        """Converts a state to the form of the step.
 
         Args:
-          state: what a checkpoint had. A field of `MAY_LACK` that is None becomes zeros.
+            state: the state of a checkpoint. Arrays that have to be converted are deleted. Fields
+                of `MAY_LACK` that are None become zeros.
         """
         lacking = {name: getattr(self.portable, name) for name in MAY_LACK}
         lacking = {name: part for name, part in lacking.items() if getattr(state, name) is None}
@@ -140,10 +160,11 @@ class StateLayout:
     def _per_leaf(
         self, state: TrainState, of_param: Callable, of_other: Callable, *like_params: Tree
     ) -> TrainState:
-        """Returns a tree like the state: `of_param(leaf, *values)`, or `of_other(leaf)`.
+        """Maps a function over the state, with one value per parameter.
 
-        The values are those of the trees `like_params`; a leaf of the optimizer's state that
-        belongs to a parameter gets the parameter's.
+        `of_param(leaf, *values)` is called for parameters and for leaves of the optimizer state
+        that belong to a parameter, such as its moments. The values are taken from the trees
+        `like_params`, at that parameter. `of_other(leaf)` is called for all other leaves.
         """
         return TrainState(
             step=of_other(state.step),
@@ -178,7 +199,10 @@ class StateLayout:
         self._per_leaf(layers, check, lambda _: None, layers.params, layout_of_param, names)
 
     def _portable_spec(self, leaf, spec: PartitionSpec, layout) -> PartitionSpec:
-        """Returns `spec` with the stages' devices on another dim than that of the layers."""
+        """Returns the spec of an array in a checkpoint: `pipeline` splits another dim than layers.
+
+        Then all layers of a slice are on one device, and can be permuted there.
+        """
         if layout.is_plain:
             return spec
         parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
@@ -194,14 +218,19 @@ class StateLayout:
     def _memory_kinds(
         self, slots: TrainState, specs: Tree, memory: MemoryConfig
     ) -> tuple[TrainState, Tree]:
-        """Returns each leaf's memory kind ("": the device's own), and `moved`.
+        """Decides which parts of the state are in host memory.
 
         Args:
-          specs: of the parameters.
+            slots: the state in the form of the step, without shardings.
+            specs: the PartitionSpec of every parameter.
+            memory: the fractions of the state that are in host memory.
+
+        Returns:
+            The memory kind of every leaf ("" is the device's default), and `moved`.
         """
         leaves, structure = jax.tree.flatten(slots.params)
         are_large = largest(leaves, memory.optimizer_fraction)
-        are_cut = (bool(leaf.shape) for leaf in leaves)  # scalars stay: there are no slices of them
+        are_cut = (bool(leaf.shape) for leaf in leaves)  # scalars stay: they have no slices
         offloaded = structure.unflatten(a and b for a, b in zip(are_large, are_cut, strict=True))
         streams = dict.fromkeys(slots.params)
         for name, params in slots.params.items():
@@ -213,7 +242,7 @@ class StateLayout:
             raise ValueError(
                 f"memory.offload_parameters_fraction={memory.offload_parameters_fraction}: on "
                 f"{sizes} no parameter of a stack can be read from the host one layer at a time, "
-                "as replicas hold each alike; set memory.zero_stage to 1, 2 or 3"
+                "because all are replicated; set memory.zero_stage to 1, 2 or 3"
             )
         moved = jax.tree.map(lambda a, b: a or b, offloaded, streams)
         kind = lambda on_host: HOST_KIND if on_host else ""  # noqa: E731
@@ -227,7 +256,7 @@ class StateLayout:
 
 @functools.cache
 def _converter(convert: Callable, sharding: NamedSharding) -> Callable:
-    """Returns the compiled conversion of one array; the same one for the same layout."""
+    """Returns the jitted conversion of an array; cached, so that equal arrays share it."""
     return jax.jit(convert, out_shardings=sharding)
 
 

@@ -1,4 +1,4 @@
-"""The training state: all that a step changes."""
+"""The training state: everything that a step changes."""
 
 import dataclasses
 from typing import Any
@@ -12,56 +12,58 @@ from train.precision import LossScale
 
 Tree = Any
 
-#: Fields that came to be later: a checkpoint may lack them, or have them where none are wanted.
+#: Fields that were added to the code later, or depend on the config. A checkpoint may lack them, or
+#: have them although the run does not need them.
 MAY_LACK = ("num_nonfinite_in_a_row", "spikes", "loss_scale")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spikes:
-    """What a step knows of the gradient norms before it; zeros know of none."""
+    """Statistics of earlier gradient norms, to detect spikes; initially all zeros."""
 
-    norm_mean: Any  # float32[] or wider, exponential mean, still biased towards 0
-    num_norms: Any  # int32[], the accepted steps whose norms are in it
+    norm_mean: Any  # float32[] or wider, exponential moving average, biased towards 0
+    num_norms: Any  # int32[], number of accepted steps in the average
     num_in_a_row: Any  # int32[], spikes since the last accepted step
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step changes, and all that a checkpoint holds beside the data's position."""
+    """Everything that a step changes. A checkpoint has this and the position in the data."""
 
-    step: Any  # int32[], steps taken, skipped ones included
-    num_skipped: Any  # int32[], steps that were not finite, and spikes
-    num_nonfinite_in_a_row: Any  # int32[], of those not finite, since the last accepted step
+    step: Any  # int32[], steps taken, including skipped ones
+    num_skipped: Any  # int32[], steps skipped because they were nonfinite or spikes
+    num_nonfinite_in_a_row: Any  # int32[], nonfinite steps since the last accepted step
     params: Tree  # master weights
-    opt_state: Tree
-    spikes: Spikes | None  # None where spikes are not looked for
-    loss_scale: LossScale | None  # None where the loss is not scaled
+    opt_state: Tree  # without frozen parameters
+    spikes: Spikes | None  # None without train.skip_spikes
+    loss_scale: LossScale | None  # None unless precision.compute is float16
 
 
 def merged(tree: Tree, other: Tree) -> Tree:
-    """Returns `tree` with what it lacks (None) from `other`."""
+    """Returns `tree` with its None leaves replaced by the leaves of `other`."""
     is_none = lambda x: x is None  # noqa: E731
     return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=is_none)
 
 
 def is_for_host(target: jax.ShapeDtypeStruct) -> bool:
-    """Returns whether an array is to lie in host memory."""
+    """Returns whether an array belongs in host memory."""
     return target.sharding.memory_kind == HOST_KIND
 
 
 def zeros_of(target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns zeros where an array is to lie; no process makes more than its shards."""
+    """Returns zeros for a target's shape and sharding; each process makes only its own shards."""
     zeros = np.broadcast_to(np.zeros((), target.dtype), target.shape)
     return jax.make_array_from_callback(target.shape, target.sharding, zeros.__getitem__)
 
 
 def copy_of(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a copy with the target's dtype and memory; each process copies its own shards.
+    """Returns a copy with the target's dtype and memory kind; each process copies its own shards.
 
     Args:
-      array: split over devices as the target is.
+        array: an array that is sharded like the target.
+        target: the wanted shape, dtype and sharding.
     """
     kind = target.sharding.memory_kind
     shards = [

@@ -1,0 +1,1 @@
+"""The training and evaluation steps, and the optimizer update, as pure functions."""

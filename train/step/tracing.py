@@ -1,4 +1,4 @@
-"""Which devices, and which attention kernel, a model's functions are traced for."""
+"""Sets the devices and the attention kernel that a model's functions are traced for."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ from sharding.hardware import Hardware
 
 @contextlib.contextmanager
 def traced_for(device: Hardware, kernel: str) -> Iterator[None]:
-    """Traces a model's functions within the block for devices of one kind.
+    """Sets the devices and the attention kernel for tracing within the block.
 
     Args:
+        device: the devices to trace for.
         kernel: `model.attention` of the config, one of models.layers.attention.CHOICES.
     """
     with hardware.use(device), attention.use(kernel):

@@ -1,4 +1,16 @@
-"""The training and the evaluation step: pure functions, jitted once."""
+"""The training and evaluation steps, as pure functions that are jitted once.
+
+The path of a batch through the training step (B is the global batch, M the number of microbatches):
+
+    batch [B, ...]
+      -> loss weights evened out, and scaled for float16
+      -> a dropout key per example, from its index
+      -> microbatches [M, B/M, ...]
+      -> teacher outputs, for a model that learns from the average of its parameters
+      -> loss_and_grad: the pipeline schedule; sums of losses, weights and gradients
+      -> divide by the sum of weights
+      -> update: clip, apply the optimizer; skipped if the step is nonfinite or a spike
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,11 +36,12 @@ from train.state.train_state import Spikes, TrainState
 from train.step.tracing import traced_for
 from train.step.update import StepOutcome, Update
 
-#: Of the mean gradient norm, an accepted step: it forgets in some 100 of them.
+#: Decay of the mean gradient norm per accepted step: it averages over about 100 steps.
 SPIKE_MEAN_DECAY = 0.99
-#: Before so many norms are in the mean nothing is called a spike.
+#: Number of norms in the mean before a step can count as a spike.
 MIN_NORMS = 20
-#: After so many spikes in a row the next is taken for a new level: accepted, the mean begun anew.
+#: After this many spikes in a row, the next one counts as a new level: it is accepted, and the mean
+#: starts again.
 MAX_SPIKES = 10
 
 _DROPOUT_TAG = 0x0D0D
@@ -39,16 +52,16 @@ Batch = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What a step depends on beside the model: shapes of the work, not of the data."""
+    """All inputs of a step's construction except the model, the mesh and the sharding rules."""
 
     pipeline: PipelineConfig
-    schedule: Schedule  # of the pipeline; verified
-    layouts: Mapping[str, Layout]  # of every stack
+    schedule: Schedule  # pipeline schedule, verified
+    layouts: Mapping[str, Layout]  # stack -> layers of every stage
     precision: PrecisionConfig
-    seed: int  # of dropout, and of rounding at random
+    seed: int  # for dropout and stochastic rounding
     memory: MemoryConfig
-    hardware: Hardware  # that the step is compiled for
-    skip_spikes: float | None = None  # multiple of the mean gradient norm; None: of any size
+    hardware: Hardware  # devices that the step is compiled for
+    skip_spikes: float | None = None  # largest gradient norm / running mean; None: any
     attention: str = "auto"  # one of models.layers.attention.CHOICES
 
 
@@ -61,22 +74,33 @@ def make_train_step(
     rules: Rules,
     specs: Tree,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """Returns `train_step(state, batch) -> (state, metrics)`.
+    """Builds the function `train_step(state, batch) -> (state, metrics)`.
+
+    The batch contains the inputs of the model's `embed` and `head`, including `weights`, and
+    `index` uint32[B], the number of each example in the run.
+
+    The loss is the sum over all microbatches and devices, divided by the sum of `weights`. The
+    weights of additional losses, `*_weights`, are first scaled to the same sum.
+
+    Metrics are scalars: `loss, grad_norm, learning_rate, num_skipped, num_nonfinite_in_a_row`, and
+    the head's metrics as weighted means.
+
+    A step whose loss or gradients are not finite changes only the counters. With `skip_spikes`, so
+    does a step whose gradient norm exceeds this multiple of the mean norm of the accepted steps
+    before it.
+
+    In float16, the gradients belong to `loss_scale` × the mean loss until they are accumulated in
+    float32. A nonfinite step reduces the scale. There are two more metrics then: `loss_scale`, and
+    `num_stuck_in_a_row`, the nonfinite steps at which the scale could not become smaller.
 
     Args:
-      specs: the PartitionSpec of every parameter.
-
-    The batch holds what the model's `embed` and `head` read, `weights` among it, and `index`
-    uint32[B], each example's number in the run. The loss is the sum over all microbatches and
-    devices, divided by the sum of `weights`; those of further losses, `*_weights`, are first
-    brought to that sum. Metrics are scalars: `loss, grad_norm, learning_rate, num_skipped,
-    num_nonfinite_in_a_row` and the head's, as weighted means. A step whose loss or gradients are
-    not finite changes nothing but the counters, and with `skip_spikes` neither does one whose
-    gradient norm is more than so many times the mean norm of the accepted steps before it.
-
-    In float16 the gradients are those of `loss_scale` × the mean loss until they are added up in
-    float32; a step that is not finite makes the scale smaller. `loss_scale` is a metric then, and
-    `num_stuck_in_a_row`, the steps that were not finite where it could not become smaller.
+        parts: the model's functions.
+        update: the optimizer update.
+        learning_rate: schedule, for the metric.
+        config: all other settings of the step.
+        mesh: the mesh.
+        rules: sharding rules.
+        specs: the PartitionSpec of every parameter.
     """
     sharing = _sharing(parts.split(specs), mesh, config)
     loss_and_grad = make_loss_and_grad(
@@ -87,7 +111,8 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_even_weights(batch)
         if state.loss_scale is not None:
-            # As weights, since a head may compute its gradients in its forward.
+            # Scale the weights, not the gradients of the loss: a head may compute its gradients in
+            # its forward pass.
             batch = _with_scaled_weights(batch, state.loss_scale.value(config.precision))
         keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules), traced_for(config.hardware, config.attention):
@@ -119,9 +144,17 @@ def make_eval_step(
     rules: Rules,
     specs: Tree,
 ) -> Callable[[Tree, Tree | None, Batch], dict[str, jax.Array]]:
-    """Returns `eval_step(params, teacher, batch) -> sums`, of `loss`, `weight` and metrics.
+    """Builds the function `eval_step(params, teacher, batch) -> sums`.
 
-    Its first two arguments are what train.state.averaged.evaluated gives of a state.
+    Its first two arguments come from train.state.averaged.evaluated. The sums are of `loss`,
+    `weight` and the head's metrics.
+
+    Args:
+        parts: the model's functions.
+        config: settings of the step.
+        mesh: the mesh.
+        rules: sharding rules.
+        specs: the PartitionSpec of every parameter.
     """
     sharing = _sharing(parts.split(specs), mesh, config)
     forwards = _forwards(config.schedule)
@@ -139,7 +172,7 @@ def make_eval_step(
 def _with_teacher_outputs(
     parts: Parts, config: StepConfig, sharing: Sharing
 ) -> Callable[[Tree | None, Batch], Batch]:
-    """Returns `f(teacher's parameters, microbatches) -> microbatches with what it teaches`."""
+    """Returns `f(teacher, microbatches)`, which adds the outputs of `teach` to the microbatches."""
     if parts.teach is None:
         return lambda teacher, microbatches: microbatches
     forwards = _forwards(config.schedule)
@@ -153,7 +186,7 @@ def _with_teacher_outputs(
 
 
 def _forwards(schedule: Schedule) -> Schedule:
-    """Returns the forwards alone of a schedule for training."""
+    """Returns the forward passes of a training schedule."""
     return forward_only(
         schedule.num_stages,
         schedule.num_microbatches,
@@ -175,6 +208,7 @@ def _sharing(specs: Tree, mesh: AnyMesh, config: StepConfig) -> Sharing:
 def _next(
     state: TrainState, grads: Tree, weight: jax.Array, metrics: dict, update: Update, config
 ) -> TrainState:
+    """Returns the state after the step: updated, or with changed counters only."""
     finite = accepted = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
     spikes, loss_scale = state.spikes, state.loss_scale
     if config.skip_spikes is not None:
@@ -201,7 +235,22 @@ def _next(
 def detect_spike(
     spikes: Spikes, norm: jax.Array, finite: jax.Array, skip_spikes: float
 ) -> tuple[jax.Array, Spikes]:
-    """Returns whether a step with this gradient norm is accepted, and what is known after it."""
+    """Decides whether a step is accepted, from its gradient norm.
+
+    A norm above `skip_spikes` × the mean of accepted norms is a spike, and its step is not
+    accepted. After MAX_SPIKES spikes in a row the norm is taken for a new level: the step is
+    accepted, and the mean starts again from its norm.
+
+    Args:
+        spikes: statistics before the step.
+        norm: global gradient norm of the step.
+        finite: bool[], whether loss and gradients are finite.
+        skip_spikes: multiple of the mean norm.
+
+    Returns:
+        (accepted bool[], statistics after the step).
+    """
+    # The average starts at 0; dividing by 1 - decay^n removes this bias, as in Adam.
     mean = spikes.norm_mean / (1 - SPIKE_MEAN_DECAY ** jnp.maximum(spikes.num_norms, 1))
     is_high = finite & (spikes.num_norms >= MIN_NORMS) & (norm > skip_spikes * mean)
     is_spike = is_high & (spikes.num_in_a_row < MAX_SPIKES)
@@ -217,10 +266,10 @@ def detect_spike(
 
 
 def _with_even_weights(batch: Batch) -> Batch:
-    """Returns the batch with the weights of a head's further losses as heavy as `weights`.
+    """Scales the weights of additional losses, `*_weights`, to the same sum as `weights`.
 
-    Every `*_weights` is scaled so that its sum is that of `weights`: divided by that, as all sums
-    of a head are, each loss is a mean over what has a weight in it.
+    All sums of a head are divided by the sum of `weights` in the end. With equal sums, each loss is
+    a mean over its own weights.
     """
 
     def scaled(weights: jax.Array) -> jax.Array:
@@ -231,7 +280,7 @@ def _with_even_weights(batch: Batch) -> Batch:
 
 
 def _with_scaled_weights(batch: Batch, scale: jax.Array) -> Batch:
-    """Returns the batch with weights whose sum is `scale`: the loss is `scale` × its mean."""
+    """Scales all weights so that `weights` sum to `scale`: the loss becomes `scale` × its mean."""
     total = jnp.sum(batch["weights"])
     factor = scale / jnp.where(total > 0, total, 1)
     scaled = {name: a * factor for name, a in batch.items() if name.endswith("weights")}
@@ -239,14 +288,20 @@ def _with_scaled_weights(batch: Batch, scale: jax.Array) -> Batch:
 
 
 def _dropout_keys(batch: Batch, seed: int) -> jax.Array:
-    """Returns a key per example, from the example's number alone."""
-    # Folded twice, so that no key is one that an initial parameter was drawn from.
+    """Returns a key per example, key[B], which depends only on the seed and the example's index."""
+    # Folded twice, so that no key equals one that an initial parameter was drawn from.
     base = jax.random.fold_in(jax.random.key(seed), _DROPOUT_TAG)
     return jax.vmap(jax.random.fold_in, (None, 0))(base, batch["index"])
 
 
 def _to_microbatches(batch: Batch, config: StepConfig) -> Batch:
-    """Returns `[M, B/M, ...]`: row r goes to microbatch r mod M, so no row changes its device."""
+    """Reshapes a batch to `[M, B/M, ...]`: row r goes to microbatch r mod M.
+
+    No row moves to another device. With B = 8, M = 2 and 2 replicas, which hold rows 0-3 and 4-7:
+
+        microbatch 0: rows 0 2 | 4 6
+        microbatch 1: rows 1 3 | 5 7
+    """
 
     def cut(x: jax.Array) -> jax.Array:
         count = config.schedule.num_microbatches

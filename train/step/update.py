@@ -1,4 +1,16 @@
-"""The optimizer's update: of all parameters at once, or one layer at a time from host memory."""
+"""The optimizer update: of all parameters at once, or one layer at a time from host memory.
+
+State on the device is updated in one go. State in host memory is updated in slices, so that the
+device never holds more than one of them:
+
+    for each slot of a stack (or for some rows of another parameter):
+        copy master weights and moments to the device
+        apply the optimizer, clip and round
+        copy them back, in place
+
+The gradient norm for clipping has to be known before, so it is a separate pass over all gradients.
+Slicing requires an element-wise optimizer.
+"""
 
 import dataclasses
 import math
@@ -21,44 +33,45 @@ from train.state.train_state import merged
 
 Tree = Any
 
-#: Elements of a parameter outside the stacks that are on the device at once.
+#: Largest number of elements of a slice of a non-stack parameter.
 _SLICE_SIZE = 2**22
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """What a step knows of its gradients before the update: scalars."""
+    """Scalars that are known about a step's gradients before the update."""
 
-    step: jax.Array  # int32, of the state before it
-    weight: jax.Array  # that the gradients are divided by
-    norm: jax.Array  # of all of them together, once divided
-    accepted: jax.Array  # bool; False changes nothing
+    step: jax.Array  # int32, `step` of the state before the update
+    weight: jax.Array  # sum of weights, by which the gradients are divided
+    norm: jax.Array  # global norm of the divided gradients
+    accepted: jax.Array  # bool; if False, the update changes nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Parameters that are updated together, some rows of their first dim after others."""
+    """Parameters in host memory that are updated together, in slices of their first dimension."""
 
-    chosen: Tree  # a bool per parameter
-    num_slices: int  # on each stage
-    rows: int  # of a slice
-    num_stages: int  # that the first dim is split over
+    chosen: Tree  # a bool per parameter: whether it is in the group
+    num_slices: int  # per stage
+    rows: int  # per slice
+    num_stages: int  # pipeline stages over which the first dimension is split
 
 
 class Update:
-    """The way from gradients to new parameters and a new optimizer state.
+    """Computes new parameters and a new optimizer state from gradients.
 
-    What lies in host memory is updated one slot of its stack after another, and outside the stacks
-    a few rows of one array after others, so that the device never holds more of it. What is frozen
-    has no part in any of it, and stays where and as it is.
+    State in host memory is updated in slices: one slot of a stack at a time, and some rows of a
+    non-stack parameter at a time. Frozen parameters are not touched.
 
     Args:
-      optimizer: clips nothing; elementwise, if `moved` marks anything.
-      clip_norm: the largest norm of all gradients together; 0: any.
-      state: of the run.
-      layouts: of every stack.
-      seed: of rounding at random.
+        optimizer: the optimizer, without clipping. It must be element-wise if any state is in host
+            memory.
+        clip_norm: largest global gradient norm; 0: no clipping.
+        state: layout of the run's state.
+        layouts: stack -> its layout.
+        mesh: the mesh.
+        seed: for stochastic rounding.
     """
 
     def __init__(
@@ -80,7 +93,12 @@ class Update:
         self._numbers = jax.tree_util.tree_map_with_path(self._number, params)
 
     def norm(self, grads: Tree, weight: jax.Array) -> jax.Array:
-        """Returns the norm of all gradients of what is trained, each divided by `weight`."""
+        """Returns the global norm of the gradients of trained parameters, divided by `weight`.
+
+        Args:
+            grads: sums of gradients, on the device or in host memory.
+            weight: sum of weights.
+        """
         grads = _chosen(grads, self._trained)
 
         def sum_of_squares(grads: Tree) -> jax.Array:
@@ -103,7 +121,14 @@ class Update:
     def __call__(
         self, params: Tree, opt_state: Tree, grads: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
-        """Returns (params, opt_state) after the update, each where it was."""
+        """Returns (params, opt_state) after the update, each array in the memory where it was.
+
+        Args:
+            params: master weights.
+            opt_state: optimizer state.
+            grads: sums of gradients.
+            outcome: scalars of this step.
+        """
         stays = self._stays
         new_params, new_state = self._updated(
             _chosen(grads, stays),
@@ -121,7 +146,7 @@ class Update:
     def _moved_group(
         self, group: _Group, params: Tree, opt_state: Tree, grads: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
-        """Returns (params, opt_state) of what the group has, None for the others."""
+        """Returns (params, opt_state) of a group after its update, with None for other leaves."""
         chosen = group.chosen
         is_of_param = jax.tree.leaves(
             optax.tree_utils.tree_map_params(
@@ -134,8 +159,8 @@ class Update:
         )
         params, grads = _chosen(params, chosen), _chosen(grads, chosen)
         numbers = _chosen(self._numbers, chosen)
-        # Counts and the like are shared: every slice begins with the same, and what becomes of them
-        # elsewhere is taken.
+        # Leaves such as step counts belong to no parameter and are shared. Every slice starts with
+        # the old value; the new value comes from the update of the state on the device.
         opt_state = self._chosen_state(opt_state, chosen)
         structure = jax.tree.structure(opt_state)
 
@@ -163,10 +188,14 @@ class Update:
     def _updated(
         self, grads: Tree, opt_state: Tree, params: Tree, numbers: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
-        """Returns (params, opt_state) of what is here, all of it on the device.
+        """Applies the optimizer to arrays on the device; returns (params, opt_state).
 
         Args:
-          numbers: as for `rounded_at_random`.
+            grads: sums of gradients.
+            opt_state: optimizer state.
+            params: master weights.
+            numbers: as for `rounded_at_random`.
+            outcome: scalars of this step.
         """
 
         def ready(g):
@@ -197,13 +226,16 @@ class Update:
         changing: Tree,
         constants: Tree,
     ) -> tuple[Tree, Tree]:
-        """Returns (carry, changing) after all slices of a group.
+        """Scans over the slices of a group; returns the final (carry, changing).
 
         Args:
-          body: (carry, slices of arrays, slices of changing, constants) -> (carry, new slices of
-            changing).
-          carry: scalars that are summed over the stages in the end.
-          arrays, changing: wherever they lie; slices of them are on the device.
+            group: the group, which defines the slices.
+            body: (carry, slices of arrays, slices of changing, constants) -> (carry, new slices of
+                changing). It gets slices on the device.
+            carry: scalars, which are summed over the stages at the end.
+            arrays: arrays to read, in any memory.
+            changing: arrays to update in place, in any memory.
+            constants: values that all slices get unchanged.
         """
 
         def of_stage(carry, arrays, changing, constants):
@@ -214,7 +246,8 @@ class Update:
                 def at(x):
                     return to_device(jax.lax.dynamic_slice_in_dim(x, start, group.rows))
 
-                # Read before anything is written in its place: else XLA copies the whole.
+                # All slices must be read before any is written. Otherwise XLA copies the whole
+                # arrays instead of updating them in place.
                 old = jax.lax.optimization_barrier(jax.tree.map(at, changing))
                 carry, new = body(carry, jax.tree.map(at, arrays), old, constants)
 
@@ -243,7 +276,7 @@ class Update:
         return run(carry, arrays, changing, constants)
 
     def _grouped(self, params: Tree, moved: Tree) -> list[_Group]:
-        """Returns what is moved: each stack's parameters together, and every other one alone."""
+        """Groups the parameters in host memory: each stack's together, every other one alone."""
         leaves = dict(jax.tree_util.tree_leaves_with_path(params))
         paths = [path for path, is_moved in jax.tree_util.tree_leaves_with_path(moved) if is_moved]
 
@@ -262,7 +295,7 @@ class Update:
         return groups
 
     def _number(self, path: tuple, param: jax.ShapeDtypeStruct) -> np.ndarray:
-        """Returns the numbers of the layers in a parameter's slots, or those of its rows."""
+        """Returns the layer number of every slot of a stack's parameter; else the row numbers."""
         if path[0].key in self._layouts:
             return np.asarray(self._layouts[path[0].key].layer_of_slot, np.int32)
         return np.arange(math.prod(param.shape[:1]), dtype=np.int32)
@@ -274,9 +307,9 @@ class Update:
 
 
 def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
-    """Returns how many slices of how many rows to cut a parameter into.
+    """Returns (number of slices, rows per slice) for a non-stack parameter.
 
-    A dim that devices share out is not cut: each of them has few of its rows anyway.
+    A sharded first dimension is not cut: each device has only a part of its rows anyway.
     """
     spec = param.sharding.spec
     axes = axes_of(PartitionSpec(*spec[:1]))
@@ -286,11 +319,12 @@ def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
     local = param.sharding.shard_shape(param.shape)
     most = min(num_rows, max(1, _SLICE_SIZE // math.prod(local[1:])))
     rows = max(n for n in range(1, most + 1) if num_rows % n == 0)
-    # A number of rows that has no fitting divisor, such as a prime, is not worth so many slices.
+    # If the number of rows has no suitable divisor, e.g. a prime, many tiny slices would cost more
+    # than they save.
     return (num_rows // rows, rows) if 4 * rows >= most else (1, num_rows)
 
 
 def _chosen(tree: Tree, chosen: Tree) -> Tree:
-    """Returns `tree` with None for what is not chosen: False or None."""
+    """Returns `tree` with None for leaves that are not chosen (False or None)."""
     is_none = lambda x: x is None  # noqa: E731
     return jax.tree.map(lambda leaf, c: leaf if c else None, tree, chosen, is_leaf=is_none)
