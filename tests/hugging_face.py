@@ -7,12 +7,12 @@ import tokenizers
 import torch
 import transformers
 
-#: Of the tokenizer, whose first ids are these; the rest are bytes.
+#: Special tokens of the tokenizer, with the first ids; the other tokens are bytes.
 SPECIAL = ("<pad>", "</s>", "[CLS]", "[SEP]", "[MASK]", *(f"<extra_id_{i}>" for i in range(100)))
 
 
 def save_tokenizer(directory: Path) -> int:
-    """Writes a tokenizer.json of single bytes; returns the size of its vocab."""
+    """Writes a byte-level tokenizer.json; returns its vocabulary size."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
@@ -24,11 +24,13 @@ def save_tokenizer(directory: Path) -> int:
 
 
 def save_model(directory: Path, name: str, **config: Any) -> transformers.PreTrainedModel:
-    """Returns a model that was saved with a tokenizer.
+    """Creates a model with random parameters and saves it with a tokenizer.
 
     Args:
-      name: of the class, such as "OPTForCausalLM"; all its parameters are random.
-      config: of the class's config, but the vocab size, which is the tokenizer's and 3 more.
+        directory: where to save it.
+        name: class in transformers, such as "OPTForCausalLM".
+        **config: keys of the class's config, except the vocabulary size, which is the tokenizer's
+            plus 3.
     """
     directory.mkdir(parents=True, exist_ok=True)
     model_class: Any = getattr(transformers, name)

@@ -1,6 +1,6 @@
-"""Prints the digest of a run's initial parameters, gathered from all processes.
+r"""Prints the digest of a run's initial parameters, gathered from all processes.
 
-python -m launch.local --processes=2 --devices_per_process=4 -- \\
+python -m launch.local --processes=2 --devices_per_process=4 -- \
     python -m tests.print_digest section.key=value …
 """
 

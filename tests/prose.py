@@ -1,7 +1,7 @@
 """Counts constructions that read like a literal translation: `python -m tests.prose [PATH ...]`.
 
-Plain technical English has few of them (good projects 2 to 6 in 10,000 words): noun clauses where
-a noun would do ("what lies in host memory"), "that of" and "those of", "beside", "lies in", and
+Plain technical English has few of them (good projects have 2 to 6 in 10,000 words): noun clauses
+instead of a noun ("what lies in host memory"), "that of" and "those of", "beside", "lies in", and
 sentences that open with "Of", "Where" or "Beside". The command lists each of them with its file.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: At most so many in 10,000 words.
+#: Largest number of constructions in 10,000 words.
 LIMIT = 10
 
 _CONSTRUCTIONS = re.compile(

@@ -1,4 +1,4 @@
-"""Small runs that several tests make: a tiny GPT-2 on a little real text."""
+"""Small runs for tests: a tiny GPT-2 on a small real text."""
 
 import functools
 import hashlib
@@ -24,7 +24,7 @@ from train.run.build import Run, prepare
 ROOT = Path(__file__).parents[1]
 CONFIG = str(ROOT / "configs" / "gpt2.py")
 
-#: A model whose heads, layers and vocab every tested mesh divides; dropout is on.
+#: A model with dropout, whose heads, layers and vocab every tested mesh divides.
 TINY = (
     "data.name=text",
     "data.tokenizer=bytes",
@@ -47,7 +47,7 @@ FLOAT64 = ("precision.compute=float64", "precision.params=float64")
 
 
 def write_corpus(directory: Path) -> tuple[str, ...]:
-    """Writes a little text into `directory`; returns the overrides that train on it."""
+    """Writes a small text into `directory`; returns the overrides to train on it."""
     text = Path(json.__file__).with_name("decoder.py").read_text()
     for i in range(10):
         (directory / f"part_{i}.txt").write_text(text[i * 1000 : (i + 1) * 1000])
@@ -55,13 +55,13 @@ def write_corpus(directory: Path) -> tuple[str, ...]:
 
 
 def arguments(workdir: Path, overrides: Sequence[str]) -> list[str]:
-    """Returns the command line that trains with these overrides."""
+    """Returns the command-line arguments to train with these overrides."""
     flags = [f"--config.{override}" for override in overrides]
     return [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
 
 
 def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpus]:
-    """Returns the run on the first devices, and its corpus; `jax_enable_x64` is the caller's."""
+    """Returns a run on the first devices and its corpus; the caller sets `jax_enable_x64`."""
     resolved = resolve(load(config, overrides))
     corpus = load_corpus(resolved.data, resolved.images)
     mesh = make_mesh(resolved.mesh, jax.devices())
@@ -106,24 +106,24 @@ def reference_losses(overrides: tuple[str, ...], num_steps: int) -> list[float]:
 
 
 def squared_error(logits, targets):
-    """A token loss that needs the whole vocab."""
+    """A token loss that needs logits over the whole vocab."""
     return (logits**2).sum(axis=1) - logits[:, 0] * targets
 
 
 def factored(config, schedule):
-    """An optimizer whose state has other shapes than its parameters."""
+    """An optimizer whose state has other shapes than the parameters."""
     return optax.adafactor(schedule, min_dim_size_to_factor=2)
 
 
 class OwnHead(GPT2):
-    """A model that takes "can share vocab" over from one with another head."""
+    """A model with its own head, which inherits `can_share_vocab` from a model with another."""
 
     def head(self, x_BTD, batch):
         return super().head(x_BTD, batch)
 
 
 class LooksUpLate(GPT2):
-    """A model that reads a table which the stages share where one stage runs alone."""
+    """A model that reads a vocab-shared table in a function that a single stage runs."""
 
     can_share_vocab = True
 
@@ -132,6 +132,6 @@ class LooksUpLate(GPT2):
 
 
 class NeedsWholeVocab(GPT2):
-    """A model that says nothing of parts of the vocab."""
+    """A model that does not support a part of the vocab."""
 
     can_share_vocab = False

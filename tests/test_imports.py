@@ -1,8 +1,10 @@
-"""Imports run one way: between rooms as docs/architecture.md draws them, and inside each room.
+"""Import rules: between top-level folders, as docs/architecture.md states them, and inside each.
 
-Inside a room the rule is the same at every level: the modules and subfolders of one folder can be
-sorted so that each imports only those before it. A subfolder counts as one, so two subfolders
-never import each other, and there is no import cycle between modules either.
+Inside a folder the rule is the same at every level: its modules and subfolders can be sorted so
+that each imports only those before it. A subfolder counts as one, so two subfolders never import
+each other, and there is no import cycle between modules either.
+
+The code calls a top-level folder a room.
 """
 
 import ast
@@ -14,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: room -> what its files may import of ours: rooms, or single modules, beside the room itself.
+#: room -> the other rooms, or single modules of them, that its files may import.
 MAY_IMPORT = {
     "sharding": (),
     "data": (),
@@ -26,12 +28,12 @@ MAY_IMPORT = {
     "launch": ("train", "convert", "models", "data", "checkpoint", "sharding"),
     "benchmarks": ("train", "convert", "models", "data", "checkpoint", "sharding"),
 }
-#: Code about ours, which no room imports and which may import all of them.
+#: Folders that may import all rooms, and that no room may import.
 OUTSIDE = ("docs", "tests")
 
 
 def imported_modules(source: str, package: str) -> set[str]:
-    """Returns the dotted names that a module of `package` imports, wherever in it they stand.
+    """Returns the dotted names that a module of `package` imports, at any place in the module.
 
     `from a.b import c` gives both a.b and a.b.c, since c may be a module.
     """
@@ -47,7 +49,7 @@ def imported_modules(source: str, package: str) -> set[str]:
 
 
 def violations(source: str, package: str) -> list[str]:
-    """Returns the imports of ours that a module of `package` must not have."""
+    """Returns the imports of project modules that a module of `package` must not have."""
     room = package.partition(".")[0]
     allowed = (room, *MAY_IMPORT[room])
     return sorted(
@@ -71,13 +73,13 @@ def test_imports_run_one_way(room):
 
 
 def imports_between_siblings(imports: Mapping[str, Set[str]]) -> dict[str, dict[str, set[str]]]:
-    """Groups imports by the folder in which the importer and the imported part ways.
+    """Groups imports by the deepest folder that contains both the importer and the imported module.
 
     Args:
-        imports: module -> the modules that it imports, all dotted.
+        imports: module -> the modules that it imports, as dotted names.
 
     Returns:
-        Folder (dotted, "" for the root) -> child -> the siblings that it imports.
+        Folder (dotted, "" for the root) -> child -> the siblings that the child imports.
     """
     levels: dict[str, dict[str, set[str]]] = {}
     for importer, targets in imports.items():
@@ -93,7 +95,7 @@ def imports_between_siblings(imports: Mapping[str, Set[str]]) -> dict[str, dict[
 
 
 def project_imports() -> dict[str, set[str]]:
-    """Returns module -> the modules of ours that it imports, of all rooms."""
+    """Returns module -> the project modules that it imports, for all rooms."""
     files = [file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py")]
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
     imports = {}

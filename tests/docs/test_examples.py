@@ -1,4 +1,4 @@
-"""The documentation's examples run as they are printed."""
+"""Tests that the documentation's examples run, and that the docs print the code that runs."""
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def test_own_loss_and_optimizer_change_the_training(tmp_path):
     path = "docs.examples.own_parts"
     own_loss = losses(*make_run((*base, f"model.loss={path}:z_loss")), 4)
     own_optimizer = losses(*make_run((*base, f"optimizer.name={path}:sgd")), 4)
-    # The first loss differs by the z-loss term alone: 1e-4 times about log(257) squared.
+    # The first losses differ only by the z-loss term, which is about 1e-4 · log(257)².
     np.testing.assert_allclose(own_loss[0] - plain[0], 1e-4 * np.log(257) ** 2, rtol=0.1)
     assert own_optimizer[0] == plain[0] and own_optimizer[3] != plain[3]
 

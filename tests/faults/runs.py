@@ -224,7 +224,7 @@ class DisturbedRun:
         assert self.last is not None
         is_newer = self.last is not self._damaged_after and self.last.first_step_s is not None
         if self._must_be_named is not None and is_newer:
-            if f"Checkpoint {self._must_be_named} is passed over" not in self.last.log:
+            if f"Skipping checkpoint {self._must_be_named}: " not in self.last.log:
                 raise Broken(
                     f"{self._must_be_named} is damaged, and the next start does not say so"
                 )

@@ -64,7 +64,9 @@ def test_attention_is_fused(config, dtype, overrides):
 
 def test_plain_attention_that_makes_too_many_scores_is_refused():
     overrides = ("data.sequence_length=8192", "data.global_batch_size=16", "model.num_heads=4")
-    with pytest.raises(ValueError, match=r"float32.*16.0 GiB of scores.*model.attention=plain"):
+    with pytest.raises(
+        ValueError, match=r"float32.*16.0 GiB for its scores.*model.attention=plain"
+    ):
         steps.make_run("gpt2", overrides)
     assert steps.make_run("gpt2", (*overrides, "model.attention=plain")).attention[0].kernel == (
         "plain"

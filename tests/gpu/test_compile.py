@@ -87,7 +87,7 @@ def test_compile_takes_every_target(capsys, kind):
         (("--target=h900:1x8",), "'h900' is none of a100, b200, h100, h200, v100"),
         (("--target=h100:8x1024",), "has 8,192 GPUs; choose at most 4,096"),
         (("--target=h100:1x4",), "needs 8 devices but 4 are available"),
-        (("--target=h100:2x8",), "has 8 devices, and --target=h100:2x8 has 16"),
+        (("--target=h100:2x8",), "has 8 devices, but --target=h100:2x8 has 16"),
         (("--target=h100:1x8", "--config.model.heads=4"), "unknown key"),
     ],
 )

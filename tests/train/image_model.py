@@ -1,4 +1,4 @@
-"""A tiny model of images that several tests train: patches, residual blocks, mean, classes."""
+"""A tiny image classifier that several tests train: patches, residual blocks, mean, classes."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ class Block(nnx.Module):
 
 
 class Patches(nnx.Module):
-    """Learns the classes of images, by the mean of what it makes of their patches."""
+    """Classifies images by the mean of their patches' activations."""
 
     Config = PatchesConfig
     objectives = ("image_classification",)

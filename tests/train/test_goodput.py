@@ -1,3 +1,5 @@
+"""Goodput: productive and lost time over several starts of a run."""
+
 import json
 import logging
 import re
@@ -10,7 +12,7 @@ from train.lifecycle.phases import NAMES, Phases
 
 
 class World:
-    """A monotonic clock and a time of day, which need not agree."""
+    """A monotonic clock and a time of day, which may disagree."""
 
     def __init__(self):
         self.monotonic_s = 50.0
@@ -27,8 +29,8 @@ def world():
 
 
 def begin(workdir, world, *, first_step=0, startup_s=5.0, **options):
-    """A start of the run that took `startup_s` to come to its first step."""
-    world.monotonic_s = 0.0  # of another process
+    """Starts the run; it takes `startup_s` to reach its first step."""
+    world.monotonic_s = 0.0  # a new process has a new clock
     phases = Phases(age_s=0, clock=lambda: world.monotonic_s)
     world.pass_(startup_s)
     record = GoodputRecord(
@@ -100,7 +102,7 @@ def test_summary_of_a_run_that_was_killed_and_resumed(tmp_path, world):
     assert (second["recomputed_steps"], second["recomputed_s"]) == (2, 22)
     summary = summarize(tmp_path)
     assert summary == record.summary()
-    # 10 steps were needed; 6 and 7 were done twice, and only their first time is productive.
+    # The run has 10 steps. Steps 6 and 7 were done twice; only their first time is productive.
     assert summary.productive_s == 100
     assert lost(summary) == {
         "startup": 10,
@@ -189,11 +191,11 @@ def test_what_is_no_start_is_passed_over_with_a_warning(tmp_path, world, caplog,
     with caplog.at_level(logging.WARNING):
         summary = summarize(tmp_path)
     assert [start.number for start in summary.starts] == [1]
-    assert re.search(f"{name} is passed over", caplog.text)
+    assert re.search(f"{name} is ignored", caplog.text)
     caplog.clear()
     _, record = begin(tmp_path, world, first_step=2)
     record.write(3)
-    # A torn file keeps its number, so that nothing of it is lost.
+    # A torn file keeps its number, so that it is not overwritten.
     assert (tmp_path / "goodput" / name).read_text() == text
     assert [start.number for start in summarize(tmp_path).starts] == [1, 2 + (name[0] == "0")]
 
@@ -221,7 +223,7 @@ def test_a_file_with_values_that_cannot_be_is_passed_over(tmp_path, world, caplo
     entry = read(tmp_path, 2)
     (tmp_path / "goodput" / "0002.json").write_text(json.dumps(entry | change))
     assert [start.number for start in summarize(tmp_path).starts] == [1]
-    assert "0002.json is passed over" in caplog.text
+    assert "0002.json is ignored" in caplog.text
 
 
 def test_a_phase_of_another_version_counts_as_other(tmp_path, world):
@@ -296,5 +298,5 @@ def test_main_says_in_one_sentence_what_it_cannot_read(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert re.fullmatch(
-        r"error: .*nowhere/goodput holds no start of a run; name .*\n", captured.err
+        r"error: .*nowhere/goodput has no record of a start; give .*\n", captured.err
     )

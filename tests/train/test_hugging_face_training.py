@@ -1,4 +1,4 @@
-"""30 steps beside `transformers` and torch's AdamW: the same weights, batches and losses."""
+"""Compares 30 training steps with `transformers` and torch's AdamW on the same data."""
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from train.run.build import prepare
 from train.run.init_from import start_params
 
 NUM_STEPS, LEARNING_RATE, WEIGHT_DECAY = 30, 2e-3, 0.1
-#: Float32 in another order: Adam's division amplifies it from step to step.
+#: float32 with another order of summation; Adam's division amplifies the differences at every step.
 TOLERANCE = 1e-3
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -59,7 +59,7 @@ SHARED = (
 
 
 def torch_step(model, optimizer, batch):
-    """Returns the loss of a step of `transformers` on our batch."""
+    """Does a step with `transformers` on one of Taibai's batches; returns the loss."""
     tensors = {name: torch.tensor(array) for name, array in batch.items() if name != "index"}
     inputs = {"input_ids": tensors["tokens"]}
     for ours, theirs in (

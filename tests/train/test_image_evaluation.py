@@ -1,4 +1,4 @@
-"""Evaluations of images count each image once, on any mesh."""
+"""Image evaluations count every image exactly once, on any mesh."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from tests.runs import FLOAT64, ROOT, make_run
 from train.evaluation import evaluate
 from train.lifecycle.phases import Phases
 
-#: 37 images of validation, of which no mesh and no batch holds a whole number of equal parts.
+#: There are 37 validation images, which no mesh and no batch size divides.
 VIT = (
     *("data.name=tests.data.images.pictures:uneven_images", "data.global_batch_size=8"),
     *("model.num_layers=2", "model.num_heads=2", "model.embed_dim=8", "model.mlp_dim=12"),
@@ -31,7 +31,7 @@ MESHES = {
 
 
 def by_hand(run, state):
-    """Returns loss and accuracies of one forward over all images on one device."""
+    """Returns loss and accuracies of a single forward pass over all images on one device."""
     pairs = uneven_images()["validation"]
     images = np.stack([image for image, _ in pairs])
     labels = np.array([label for _, label in pairs])
@@ -55,12 +55,12 @@ def test_each_image_counts_once(mesh, tmp_path):
         run, corpus = make_run(overrides, str(ROOT / "configs" / "vit.py"))
         assert len(corpus.validation) % run.config.data.global_batch_size
         state = run.state.initial()
-        # Large enough for every image to get an answer of its own.
+        # Weights large enough that predictions differ between images.
         state = dataclasses.replace(state, params=jax.tree.map(lambda leaf: 8 * leaf, state.params))
         found = evaluate(run, corpus, state, Phases())
         expected = by_hand(run, state)
     assert found is not None and found.keys() == expected.keys()
     assert 0 < expected["eval_accuracy"] < expected["eval_top5_accuracy"] < 1
     for name, value in expected.items():
-        # Rounding of float64; an image that counts twice, or not, changes all three by more.
+        # Rounding errors of float64; an image that counts twice or never changes the values more.
         assert found[name] == pytest.approx(value, rel=1e-12, abs=0), name

@@ -1,4 +1,4 @@
-"""Training on images, as a user types it: with the speed in images and without a tokenizer."""
+"""Training on images through the command line: throughput in images, and no tokenizer."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """The path of a config, and the overrides that keep its cache to these tests."""
+    """(path of a config, overrides that give these tests a cache of their own)."""
     directory = tmp_path_factory.mktemp("images")
     (directory / "config.py").write_text(CONFIG)
     return str(directory / "config.py"), (f"data.cache_dir={directory}/cache",)
@@ -61,7 +61,7 @@ def refusal(capsys):
 
 
 def timeless(workdir):
-    """Returns the logged entries without times."""
+    """Returns the logged metrics without times."""
     entries = read_metrics(workdir / "metrics.jsonl")
     return [{k: v for k, v in e.items() if not k.endswith(("_s", "mfu"))} for e in entries]
 
@@ -85,7 +85,7 @@ def test_run_on_images_is_logged_evaluated_and_resumed(config, tmp_path, capsys)
     assert evaluated[-1]["eval_loss"] < 2.2
     labels = (tmp_path / "whole" / "hf" / "labels.json").read_text()
     assert labels.startswith('["0", "1"') and not (tmp_path / "whole/hf/tokenizer.json").exists()
-    # Stopped after ten steps, and gone on with in worker processes: the same to the bit.
+    # Stopped after ten steps and resumed with worker processes: the same to the bit.
     schedule = ("optimizer.schedule=constant",)
     assert run_main(tmp_path / "once", config, *schedule) == 0
     assert run_main(tmp_path / "twice", config, *schedule, "train.num_steps=10") == 0
@@ -121,16 +121,16 @@ def test_other_images_are_another_run(config, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("data.tokenizer=bytes",), "data.tokenizer='bytes' is read only with texts"),
+        (("data.tokenizer=bytes",), "data.tokenizer='bytes' is read only for texts"),
         (("data.global_batch_size=31",), "mix the images of a batch in pairs"),
         (("data.global_batch_size=2000",), "has 1438 with"),
         (("data.objective=image_contrast",), "images.mixup=0.2 is read only with"),
         (
             ("data.objective=image_reconstruction", "images.mixup=0"),
-            "data.objective='image_reconstruction' does not fit",
+            "data.objective='image_reconstruction' does not match",
         ),
-        (("data.objective=causal_lm", "data.name=python_stdlib"), "read only with images"),
-        (("checkpoint.keep_best=1", "checkpoint.best_metric=eval_perplexity"), "is none of what"),
+        (("data.objective=causal_lm", "data.name=python_stdlib"), "read only for images"),
+        (("checkpoint.keep_best=1", "checkpoint.best_metric=eval_perplexity"), "is not a metric"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(overrides, message, config, tmp_path, capsys):
@@ -138,11 +138,11 @@ def test_what_cannot_be_trained_is_refused(overrides, message, config, tmp_path,
     assert message in refusal(capsys)
 
 
-# Images that break, as a user sees it.
+# Broken images, through the command line.
 
 
 def folder_of_images(directory):
-    """Returns the overrides that train on a folder, and one of its images."""
+    """Returns (overrides to train on a folder of images, path of one of them)."""
     write_classes(directory / "images", ["cat", "große Katze"], num_images=40)
     overrides = ("data.name=image_folder", f"data.paths={directory}/images")
     steps = ("data.global_batch_size=16", "train.num_steps=20", "checkpoint.every_steps=2")
@@ -160,7 +160,7 @@ def test_broken_data_is_refused_before_the_first_step(config, tmp_path, capsys):
 
 
 def breaking(monkeypatch, image):
-    """Has the image lose its end once the run has read 200 images, and so taken some steps."""
+    """Truncates an image file once the run has read 200 images, i.e. after some steps."""
     read, numbers = FolderImages.read, itertools.count()
 
     def read_and_break(self, index):
@@ -218,15 +218,17 @@ def test_model_must_take_the_images_as_they_are(config):
     with pytest.raises(ValueError, match=r"model\.image_size=16 must be images\.size=8; leave mod"):
         sized.model_config(num_labels=10)
     assert resolve(load_with(file, num_labels=20)).model_config(num_labels=10).num_labels == 20
-    with pytest.raises(ValueError, match=r"model\.num_labels is open, and data\.objective="):
+    with pytest.raises(ValueError, match=r"model\.num_labels is not set, and data\.objective="):
         run.model_config()
     text = resolve(load_with(file, name="gpt2", num_layers=1, num_heads=1, dropout=0.0))
-    with pytest.raises(ValueError, match=r"is open, and data\.objective='image_classification' s"):
+    with pytest.raises(
+        ValueError, match=r"is not set, and data\.objective='image_classification' does"
+    ):
         text.model_config(num_labels=10)
 
 
 def load_with(file, **model):
-    """Returns the config with further keys of the model."""
+    """Returns the config with additional keys of the model."""
     config = load(file)
     with config.unlocked():
         config.model.update(model)

@@ -1,4 +1,4 @@
-"""The command as a user types it: what it leaves behind, and what it says of bad input."""
+"""The command line of train.main: the files of a run, and error messages for bad input."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ def run_main(workdir, overrides, *flags, config=CONFIG) -> int:
 
 
 def error_line(capsys) -> str:
-    """Returns the one line that says what is wrong; there is no traceback around it."""
+    """Returns the line with the error message, and checks that there is no traceback."""
     stderr = capsys.readouterr().err
     assert "Traceback" not in stderr
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
@@ -26,7 +26,7 @@ def error_line(capsys) -> str:
 
 @pytest.fixture(scope="module")
 def trained(corpus_overrides, tmp_path_factory):
-    """A finished run of 6 steps with checkpoints after 2, 4 and 6."""
+    """A finished run of 6 steps, with checkpoints of steps 2, 4 and 6."""
     workdir = tmp_path_factory.mktemp("run")
     overrides = (
         *TINY,
@@ -100,7 +100,7 @@ def test_empty_validation_split_is_said_and_trained_without(corpus_overrides, tm
 def test_evaluation_of_what_is_not_there_or_another_run_is_refused(trained, tmp_path, capsys):
     workdir, overrides = trained
     assert run_main(tmp_path / "nothing", overrides, "--mode=eval") == 2
-    assert "holds no checkpoint" in error_line(capsys)
+    assert "has no checkpoint" in error_line(capsys)
     assert not (tmp_path / "nothing").exists()
     assert run_main(workdir, (*overrides, "data.sequence_length=8"), "--mode=eval") == 2
     assert "data.sequence_length: 16 -> 8" in error_line(capsys)
@@ -136,7 +136,8 @@ def test_damaged_checkpoint_is_passed_over(corpus_overrides, tmp_path, capsys):
     capsys.readouterr()
     assert run_main(tmp_path, overrides) == 0
     log = capsys.readouterr().err
-    assert "checkpoints/4 is passed over" in log and "step 2 of train.num_steps=4" in log
+    assert f"Skipping checkpoint {tmp_path}/checkpoints/4: " in log
+    assert "step 2 of train.num_steps=4" in log
     after = [m["loss"] for m in read_metrics(tmp_path / "metrics.jsonl") if "loss" in m]
     assert after == before
 
@@ -144,7 +145,7 @@ def test_damaged_checkpoint_is_passed_over(corpus_overrides, tmp_path, capsys):
 BAD = {
     "unknown key": (("train.num_step=3",), "train.num_steps"),
     "mesh and heads": (("mesh.model=3",), "mesh.model=3 must divide"),
-    "more stages than layers": (("mesh.pipeline=8",), "is more than the model's 4 layers"),
+    "more stages than layers": (("mesh.pipeline=8",), "exceeds the model's 4 layers"),
     "layers per stage": (
         ("mesh.pipeline=3", "pipeline.layers_per_stage=1,1,1"),
         "needs 3 numbers that add up to 4, such as (2, 1, 1)",
@@ -178,7 +179,7 @@ BAD = {
     "mesh axis without use": (("mesh.expert=2",), "mesh.expert=2"),
     "missing file": (("data.paths=nowhere/*.txt",), "nowhere/*.txt"),
     "missing tokenizer": (("data.tokenizer=nowhere.json",), "nowhere.json"),
-    "weights over data": (("rules.mlp=data", "mesh.data=2"), "split over 'pipeline', and nothing"),
+    "weights over data": (("rules.mlp=data", "mesh.data=2"), "split over 'pipeline', and only"),
     "layers over data": (("rules.layers=data", "mesh.data=2"), "'data'"),
     "vocab over pipeline": (
         ("rules.vocab=pipeline", "mesh.pipeline=2"),
@@ -186,16 +187,16 @@ BAD = {
     ),
     "layers over fsdp": (
         ("rules.layers=['fsdp', 'pipeline']", "rules.embed=none", "mesh.pipeline=2", "mesh.fsdp=2"),
-        "layers can be split over 'pipeline' alone",
+        "layers can be split only over 'pipeline'",
     ),
     "layers not split": (("rules.layers=none", "mesh.pipeline=2"), "rules.layers=pipeline"),
     "two dims on one axis": (("rules.seq=model", "mesh.model=2"), "both split over mesh axis"),
-    "loss that is none": (("model.loss=json",), "model.loss='json' is no function"),
+    "loss that is none": (("model.loss=json",), "model.loss='json' is not a function"),
     "schedule": (("pipeline.schedule=2f2b",), "choose from gpipe, 1f1b"),
     "wrong type": (("train.num_steps=many",), "train.num_steps=many"),
     "model path": (("model.name=nowhere:Model",), "model.name='nowhere:Model'"),
     "small vocabulary": (("model.vocab_size=100",), "tokenizer's 257 tokens"),
-    "labels of no checkpoint": (("train.init_labels=new",), "is read only with init_from"),
+    "labels of no checkpoint": (("train.init_labels=new",), "needs config.init_from"),
     "unknown corpus": (("data.name=wikki40b", "data.paths="), "wikki40b"),
 }
 
@@ -238,7 +239,7 @@ def test_run_does_not_go_on_with_other_text(tmp_path, capsys):
     assert run_main(tmp_path / "run", overrides) == 0
     (text / "part_0.txt").write_text("Something else altogether. " * 50)
     assert run_main(tmp_path / "run", (*overrides, "train.num_steps=3")) == 2
-    assert "bring that data back" in error_line(capsys)
+    assert "restore the original data" in error_line(capsys)
 
 
 def test_metrics_are_valid_json(trained):

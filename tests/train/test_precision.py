@@ -1,4 +1,4 @@
-"""Narrow dtypes: what they may change of a run, and what they must not."""
+"""float16 and bfloat16: allowed differences from float32, loss scaling, stochastic rounding."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ MESHES = {
 
 
 class Overflows(GPT2):
-    """Its activations leave float16's range in steps 7 and 12 of 16 examples each."""
+    """A model whose activations overflow float16 in steps 7 and 12 (of 16 examples each)."""
 
     def head(self, x_BTD, batch):
         step = batch["index"] // 16 + 1 if "index" in batch else jnp.zeros(len(x_BTD), jnp.uint32)
@@ -32,12 +32,12 @@ class Overflows(GPT2):
 
 
 def test_rounding_goes_to_the_neighbours_and_loses_nothing_on_average():
-    step = 2.0**-7  # of bfloat16 between 1 and 2
+    step = 2.0**-7  # spacing of bfloat16 between 1 and 2
     x = jnp.full(100_000, 1 + step / 4, jnp.float32)
     for sign in (1, -1):
         rounded = np.asarray(to_bfloat16(sign * x, jax.random.key(0)), np.float64)
         assert set(rounded) == {sign * 1.0, sign * (1 + step)}
-        # Five standard deviations of the mean of so many draws.
+        # Five standard deviations of the mean of len(x) draws.
         tolerance = 5 * step * np.sqrt(0.25 * 0.75 / len(x))
         assert abs(rounded.mean() - sign * (1 + step / 4)) < tolerance
     exact = jnp.array([0, -0.0, 1, -1.5, 3e38, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)
@@ -89,7 +89,7 @@ def test_bfloat16_master_weights_learn_from_updates_too_small_for_them(
 def test_narrow_computation_follows_the_wide_one(compute, corpus_overrides):
     base = (*TINY, *corpus_overrides)
     found = losses(*make_run((*base, f"precision.compute={compute}")), 8)
-    # Products rounded to 11 bits and to 8, and what Adam makes of that in its first steps.
+    # Products are rounded to 11 and to 8 bits, and Adam's first steps amplify the errors.
     tolerance = {"float16": 2e-4, "bfloat16": 2e-3}[compute]
     np.testing.assert_allclose(found, reference_losses(base, 8), rtol=tolerance)
 
@@ -121,12 +121,12 @@ def test_float16_survives_overflows_and_goes_on_alike_after_a_stop(corpus_overri
     found = values(tmp_path / "whole", "step", "loss_scale", "num_skipped", "grad_norm")
     scale = {step: value for step, value, *_ in found}
     skipped = {step: value for step, _, value, _ in found}
-    # Twice in a row is the loss itself beyond float16's range, whatever the scale.
+    # At these two steps the loss exceeds the range of float16, whatever the scale.
     assert scale[8] == scale[7] / 2 and scale[13] == scale[12] / 2
     assert skipped[7] == skipped[6] + 1 and skipped[12] == skipped[11] + 1
     assert skipped[20] == sum(not np.isfinite(norm) for *_, norm in found)
-    assert scale[20] > scale[13]  # and it grows again
-    # A stop after step 9, between the two, and on.
+    assert scale[20] > scale[13]  # it grows again
+    # Stop after step 9, between the two overflows, and resume.
     first = (*overrides, "train.num_steps=20")
     assert main([*arguments(tmp_path / "parts", first)]) == 0
     for step in ("18", "20"):
@@ -151,7 +151,7 @@ def test_loss_scale_falls_waits_and_grows():
     for finite in "nnnnnyyynynyyyyyy":
         scale = scale.after(jnp.bool_(finite == "y"), config)
         found.append(float(scale.value(config)))
-    # Two that are not finite halve it, then each one does; a growth brings the patience back.
+    # Two nonfinite steps halve it, then every further one does; after it grows, it takes two again.
     expected = [8, 4, 2, 2, 2, 2, 2, 4, 4, 4, 2, 2, 2, 4, 4, 4, 8]
     assert found == expected
     assert not LossScale.initial().can_fall(
@@ -183,9 +183,9 @@ def test_gradients_are_sent_in_the_dtype_of_choice(stage, corpus_overrides):
     [
         ({"compute": "float8"}, "precision.compute='float8' is unknown; choose bfloat16, float16"),
         ({"params": "float16"}, "precision.params='float16' is unknown"),
-        ({"reduce": "float16"}, "sums over tokens leave the range of float16 unless"),
+        ({"reduce": "float16"}, "sums over tokens exceed the range of float16 unless"),
         ({"reduce": "int8"}, "choose None, bfloat16, float16, float32"),
-        ({"compute": "float64"}, "float64 must be chosen for both or for neither"),
+        ({"compute": "float64"}, "set both to float64, or neither"),
         ({"compute": "float16", "params": "bfloat16"}, "fewer digits than the computation"),
         ({"loss_scale": 0.5}, "loss_scale_min=1.0 and precision.loss_scale=0.5 must be positive"),
         ({"loss_scale_hysteresis": 0}, "loss_scale_hysteresis=0 must be at least 1"),

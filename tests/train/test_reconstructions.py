@@ -1,4 +1,4 @@
-"""A run's reconstructions are drawn, and what cannot be is said in one sentence."""
+"""The command train.reconstructions: its picture, and its error messages."""
 
 import matplotlib.image
 import numpy as np
@@ -24,7 +24,7 @@ def test_reconstructions_of_a_run_are_drawn(tmp_path, capsys):
         main([str(workdir), f"--out={out}", f"--num_images={num_images}"])
         picture = matplotlib.image.imread(out)[..., 0]
         heights.append(picture.shape[0])
-        # Three quarters of what is seen are grey; around the images it is white.
+        # Three quarters of the visible-patches image are grey; the background is white.
         third = np.array_split(picture, 3, axis=1)[1]
         assert 0.4 < (np.abs(third - 0.5) < 0.01).mean() < 0.75
     assert heights[1] > 2 * heights[0]
@@ -36,8 +36,8 @@ def test_reconstructions_of_a_run_are_drawn(tmp_path, capsys):
 
 
 def test_what_reconstructs_nothing_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match=r"config\.yaml is not there; name the --workdir"):
+    with pytest.raises(SystemExit, match=r"config\.yaml does not exist; give the workdir"):
         main([str(tmp_path)])
     config_files.save_yaml(config_files.load(f"{ROOT}/configs/vit.py"), tmp_path / "config.yaml")
-    with pytest.raises(SystemExit, match="model.name='vit', which reconstructs no images"):
+    with pytest.raises(SystemExit, match="model.name='vit', which does not reconstruct images"):
         main([str(tmp_path)])

@@ -1,4 +1,4 @@
-"""Stop anywhere, start again: the same losses to the bit; on another mesh, to rounding."""
+"""Resuming: the same losses to the bit after any stop; on another mesh, up to rounding."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def command(workdir: Path, overrides) -> list[str]:
 
 
 def run_and_kill(workdir: Path, overrides, after_step: int) -> None:
-    """Starts a run in a process and kills it as soon as it has logged `after_step`."""
+    """Starts a run in a process, and kills it as soon as it has logged step `after_step`."""
     process = subprocess.Popen(
         command(workdir, overrides),
         cwd=ROOT,
@@ -59,12 +59,12 @@ def finish(workdir: Path, overrides) -> str:
     return done.stdout + done.stderr
 
 
-#: Of what is logged of a step.
+#: Logged metrics that vary between runs.
 TIMES = ("step_time_s", "data_wait_s", "tokens_per_s")
 
 
 def trajectory(workdir: Path) -> dict[int, tuple]:
-    """Returns step -> everything logged of it but times."""
+    """Returns step -> all logged metrics except times."""
     steps: dict[int, tuple] = {}
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -78,8 +78,8 @@ def test_killed_run_logs_the_same_to_the_bit(corpus_overrides, tmp_path):
     finish(tmp_path / "undisturbed", overrides)
     killed = tmp_path / "killed"
     run_and_kill(killed, overrides, after_step=1)  # before the first checkpoint
-    run_and_kill(killed, overrides, after_step=5)  # between two
-    run_and_kill(killed, overrides, after_step=9)  # as one is being written
+    run_and_kill(killed, overrides, after_step=5)  # between two checkpoints
+    run_and_kill(killed, overrides, after_step=9)  # while a checkpoint is being written
     finish(killed, overrides)
     expected = trajectory(tmp_path / "undisturbed")
     assert sorted(expected) == list(range(1, 13))
@@ -87,7 +87,10 @@ def test_killed_run_logs_the_same_to_the_bit(corpus_overrides, tmp_path):
 
 
 def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> list[float]:
-    """Trains in this process; with `stop`, as a run of `num_steps` that ends early."""
+    """Trains in this process; returns the losses.
+
+    With `stop`, the run is configured for `num_steps` but ends early.
+    """
     run, corpus = make_run((*overrides, f"train.num_steps={num_steps}"))
     if stop is not None:
         shorter = make_run((*overrides, f"train.num_steps={stop}"))[0].config

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON: what its keys become, and what of it is refused."""
+"""DeepSpeed JSONs: translation of their keys, and the errors for unsupported ones."""
 
 import json
 
@@ -11,7 +11,7 @@ from train.config.schema import resolve
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main
 
-#: As the tutorials of Hugging Face's Trainer have it, for ZeRO 3 with everything on the CPU.
+#: From the tutorials of Hugging Face's Trainer: ZeRO 3 with everything offloaded to the CPU.
 ZERO3 = {
     "fp16": {
         "enabled": "auto",
@@ -66,7 +66,7 @@ def written(tree: dict, tmp_path) -> str:
 
 
 def translated(tree: dict, tmp_path, *own: str):
-    """Our run config of a JSON, with overrides of the command line."""
+    """Returns the run config for a JSON, with command-line overrides."""
     found = read(written(tree, tmp_path), load(CONFIG, own))
     return resolve(load(CONFIG, [*found, *own]))
 
@@ -161,12 +161,12 @@ def test_schedulers(scheduler, schedule, final, tmp_path):
 @pytest.mark.parametrize(
     ("tree", "messages"),
     [
-        ({"zero_optimisation": {"stage": 3}}, ["zero_optimisation.stage has no counterpart here"]),
+        ({"zero_optimisation": {"stage": 3}}, ["zero_optimisation.stage is not supported"]),
         (
             {"gradient_cliping": 1, "sparse_attention": {"mode": "fixed"}},
             [
-                "gradient_cliping has no counterpart here; the nearest known key is "
-                "gradient_clipping; sparse_attention.mode has no counterpart here"
+                "gradient_cliping is not supported; the nearest known key is "
+                "gradient_clipping; sparse_attention.mode is not supported"
             ],
         ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["are both enabled; choose one"]),
@@ -174,28 +174,28 @@ def test_schedulers(scheduler, schedule, final, tmp_path):
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             ["zero_optimization.offload_param.device='nvme' is unknown; choose cpu or none"],
         ),
-        ({"optimizer": {"type": "Lamb", "params": {"lr": 1}}}, ["'Lamb' has no counterpart"]),
-        ({"optimizer": {"type": "OneBitLamb"}}, ["'OneBitLamb' has no counterpart"]),
+        ({"optimizer": {"type": "Lamb", "params": {"lr": 1}}}, ["'Lamb' is not supported"]),
+        ({"optimizer": {"type": "OneBitLamb"}}, ["'OneBitLamb' is not supported"]),
         (
             {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
-            ["optimizer.params.nesterov=True has no counterpart; it can be False alone"],
+            ["optimizer.params.nesterov=True is not supported; the only valid value is False"],
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
-            ["optimizer.params.adam_w_mode=False has no counterpart; it can be True alone"],
+            ["optimizer.params.adam_w_mode=False is not supported; the only valid value is True"],
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
-            ["scheduler.params.warmup_type='log' has no counterpart; it can be 'linear' alone"],
+            ["warmup_type='log' is not supported; the only valid value is 'linear'"],
         ),
         ({"scheduler": {"type": "OneCycle"}}, ["choose WarmupLR, WarmupDecayLR, WarmupCosineLR"]),
         ({"wandb": {"enabled": True, "team": "x"}}, ["set wandb.enabled to false"]),
         (
             {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4},
-            ["train_batch_size=30 is not train_micro_batch_size_per_gpu=4"],
+            ["train_batch_size=30 must equal train_micro_batch_size_per_gpu=4"],
         ),
         ({"communication_data_type": "int8"}, ["choose fp32, bf16, fp16"]),
-        ({"prescale_gradients": True}, ["prescale_gradients=True has no counterpart"]),
+        ({"prescale_gradients": True}, ["prescale_gradients=True is not supported"]),
     ],
 )
 def test_what_has_no_counterpart_is_listed_and_refused(tree, messages, tmp_path):
@@ -206,14 +206,14 @@ def test_what_has_no_counterpart_is_listed_and_refused(tree, messages, tmp_path)
 
 
 def test_file_that_is_none_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
+    with pytest.raises(FileNotFoundError, match="the file does not exist"):
         read(str(tmp_path / "none.json"), load(CONFIG))
     path = tmp_path / "ds.json"
     path.write_text("{'stage': 3}")
-    with pytest.raises(ValueError, match="is no valid JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         read(str(path), load(CONFIG))
     path.write_text("[]")
-    with pytest.raises(ValueError, match="must hold an object of keys"):
+    with pytest.raises(ValueError, match="must contain a JSON object"):
         read(str(path), load(CONFIG))
 
 

@@ -1,4 +1,4 @@
-"""From files and command lines to a checked run: what is read, what is refused, and how."""
+"""Config files, command-line overrides and their validation, and the configs in configs/."""
 
 import dataclasses
 import importlib
@@ -44,7 +44,7 @@ class Bare:
 
 @pytest.fixture
 def users_config(tmp_path, monkeypatch) -> str:
-    """Returns the path of a user's own config, which names a model of theirs."""
+    """Returns the path of a user's config, which uses the user's own model."""
     (tmp_path / "users_config.py").write_text(USERS_CONFIG)
     (tmp_path / "users_model.py").write_text(USERS_MODEL)
     monkeypatch.syspath_prepend(tmp_path)
@@ -52,7 +52,7 @@ def users_config(tmp_path, monkeypatch) -> str:
 
 
 def load(path: str, changes: Sequence[str] = ()) -> Any:
-    """Returns the config, untyped: ConfigDict's attributes are whatever a file sets."""
+    """Returns the config without a static type, since ConfigDict's attributes vary."""
     return config_files.load(path, changes)
 
 
@@ -73,13 +73,13 @@ def test_load_passes_the_argument_behind_the_colon():
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("none.py", None, r"none\.py: there is no file"),
+        ("none.py", None, r"none\.py: file .*none\.py does not exist"),
         ("empty.py", "x = 1", r"empty\.py defines no function get_config\(\)"),
         ("plain.py", "def get_config(): return 1", r"plain\.py:big: .* takes no argument"),
-        ("config.json", "{}", r"config\.json is neither a \.py nor a \.yaml file"),
-        ("broken.yaml", "a: [1", r"broken\.yaml is no valid YAML"),
-        ("list.yaml", "- 1", r"list\.yaml must hold sections of keys"),
-        ("flat.yaml", "num_steps: 3", r"flat\.yaml must hold sections of keys"),
+        ("config.json", "{}", r"config\.json must be a \.py or a \.yaml file"),
+        ("broken.yaml", "a: [1", r"broken\.yaml is not valid YAML"),
+        ("list.yaml", "- 1", r"list\.yaml must contain sections of keys"),
+        ("flat.yaml", "num_steps: 3", r"flat\.yaml must contain sections of keys"),
     ],
 )
 def test_file_that_is_no_config_is_refused_by_name(name, text, message, tmp_path):
@@ -167,11 +167,11 @@ def test_override_of_a_rule_adds_the_row():
         ("trian.num_steps=3", "trian.num_steps: unknown key.* nearest .* train.num_steps$"),
         ("num_steps=3", "num_steps: unknown key.* nearest .* train.num_steps$"),
         ("model.layers=3", "model.layers: unknown key.* nearest .* model.num_layers$"),
-        ("train.num_steps=many", "train.num_steps=many: must be of type int, such as 300"),
-        ("train.num_steps=1.5", "train.num_steps=1.5: must be of type int"),
-        ("train.num_steps=True", "train.num_steps=True: must be of type int"),
-        ("optimizer.clip_norm=no", "optimizer.clip_norm=no: must be of type float"),
-        ("train.num_steps", "train.num_steps lacks a value; write .*train.num_steps=value"),
+        ("train.num_steps=many", "train.num_steps=many must be of type int, such as 300"),
+        ("train.num_steps=1.5", "train.num_steps=1.5 must be of type int"),
+        ("train.num_steps=True", "train.num_steps=True must be of type int"),
+        ("optimizer.clip_norm=no", "optimizer.clip_norm=no must be of type float"),
+        ("train.num_steps", "train.num_steps has no value; write .*train.num_steps=value"),
     ],
 )
 def test_bad_override_is_refused_with_key_and_remedy(override, message):
@@ -190,7 +190,7 @@ def test_overrides_reads_both_spellings_of_the_command_line():
 
 
 def edited(section: str, key: str, value: object) -> Any:
-    """Returns the config as a file of a user's may set it: without the checks of an override."""
+    """Returns the config with a value that a config file may set, unchecked, unlike an override."""
     config = load(CONFIG)
     with config.ignore_type(), config.unlocked():
         config[section][key] = value
@@ -206,13 +206,23 @@ def edited(section: str, key: str, value: object) -> Any:
             "model",
             "name",
             "gpt3",
-            r"model\.name='gpt3' is none of gpt2, opt, llama, .*, moco and no import path",
+            r"model\.name='gpt3' is neither one of gpt2, opt, llama, .*, moco nor an import path",
         ),
-        ("model", "name", "json:dumps", r"model\.name='json:dumps': .* no dataclass `Config`"),
+        (
+            "model",
+            "name",
+            "json:dumps",
+            r"model\.name='json:dumps': .* must have a dataclass `Config`",
+        ),
         ("train", "num_steps", "3", r"train\.num_steps='3' must be of type int"),
         ("train", "num_steps", True, r"train\.num_steps=True must be of type int"),
         ("train", "num_steps", 0, r"train\.num_steps=0 must be at least 1"),
-        ("train", "remat", "mlp,", r"train\.remat='mlp,' holds an empty name; choose none, full"),
+        (
+            "train",
+            "remat",
+            "mlp,",
+            r"train\.remat='mlp,' contains an empty name; choose none, full",
+        ),
         ("train", "seed", -1, r"train\.seed=-1 must"),
         (
             "train",
@@ -224,7 +234,7 @@ def edited(section: str, key: str, value: object) -> Any:
             "train",
             "init_labels",
             "new",
-            r"train\.init_labels='new' is read only with init_from",
+            r"train\.init_labels='new' needs config\.init_from",
         ),
         ("eval", "num_batches", "all", r"eval\.num_batches='all' must be of type int"),
         ("eval", "num_batches", 0, r"eval\.num_batches=0 must be at least 1, or None"),
@@ -232,7 +242,7 @@ def edited(section: str, key: str, value: object) -> Any:
         ("data", "paths", "a.txt", r"data\.paths='a\.txt' must be"),
         ("mesh", "model", 2.0, r"mesh\.model=2\.0 must be of type int"),
         ("precision", "compute", "float8", r"precision\.compute='float8' is unknown"),
-        ("precision", "compute", "float64", "float64 must be chosen for both or for neither"),
+        ("precision", "compute", "float64", "set both to float64, or neither"),
         ("pipeline", "schedule", "zigzag", r"pipeline\.schedule='zigzag' is unknown"),
     ],
 )
@@ -249,7 +259,7 @@ def test_values_of_another_kind_in_a_list_are_refused(key, value):
     config = load(str(ROOT / "configs" / "swin.py"))
     with config.unlocked(), config.ignore_type():
         config.model[key] = value
-    with pytest.raises(ValueError, match=rf"model\.{key}=.* must be values of type \w+ with com"):
+    with pytest.raises(ValueError, match=rf"model\.{key}=.* must be a list of values of type \w+ "):
         resolve(config)
 
 
@@ -291,9 +301,11 @@ def test_users_own_model_by_import_path(users_config):
     assert run.model_class.__name__ == "Net"
     with pytest.raises(ValueError, match="model.wdith: unknown key.* model.width"):
         run_of("model.wdith=12", config=users_config)
-    with pytest.raises(ValueError, match=r"model\.name='users_model:Bare': .* no dataclass"):
+    with pytest.raises(
+        ValueError, match=r"model\.name='users_model:Bare': .* must have a dataclass"
+    ):
         run_of("model.name=users_model:Bare", config=users_config)
-    with pytest.raises(ValueError, match=r"model\.name='users_model:Nut' is none of"):
+    with pytest.raises(ValueError, match=r"model\.name='users_model:Nut' is neither one of"):
         run_of("model.name=users_model:Nut", config=users_config)
 
 
@@ -368,15 +380,15 @@ def test_shorten_makes_a_run_of_3_steps_that_resolves():
     assert (run.train.num_steps, run.log.every_steps, run.eval.num_batches) == (3, 1, 1)
 
 
-# The configs that ship.
+# The configs in configs/.
 
-#: Not configs, or configs whose model is another's: see test_init_from.py.
+#: Not configs, or configs that need a checkpoint (see test_init_from.py).
 NOT_ALONE = ("__init__", "common", "sizes", "opt_finetune", "bert_classify")
 NAMES = sorted(p.stem for p in (ROOT / "configs").glob("*.py") if p.stem not in NOT_ALONE)
 
 
 def shipped() -> list[str]:
-    """Returns every config, with each argument that it takes."""
+    """Returns every config, once for each of its sizes."""
     sizes = {
         name: getattr(importlib.import_module(f"configs.{name}"), "SIZES", ()) for name in NAMES
     }
@@ -389,7 +401,7 @@ def test_shipped_config_resolves_and_fits_its_mesh(name):
     file, _, argument = name.partition(":")
     path = str(ROOT / "configs" / f"{file}.py") + (f":{argument}" if argument else "")
     run = run_of(config=path)
-    # Abstract: shapes and shardings only, so 175 B parameters cost nothing.
+    # Only shapes and shardings are computed, so 175 B parameters need no memory.
     vocab_size = None if run.data.reads_images else run.data.vocab_size
     made = prepare(run, make_mesh(run.mesh, jax.devices()), vocab_size=vocab_size)
     assert made.num_params > 0
@@ -406,7 +418,7 @@ def test_shipped_config_says_what_it_takes(name):
 def test_common_has_a_comment_for_every_field():
     lines = (ROOT / "configs" / "common.py").read_text().splitlines()
     fields = [i for i, line in enumerate(lines) if re.match(r"    config\.\w+\.\w+ = ", line)]
-    # A long value's comment is on the line inside its brackets.
+    # A value that needs several lines has its comment inside the brackets.
     bare = [lines[i] for i in fields if "#" not in lines[i] and not re.search(r"\($", lines[i])]
     assert bare == [] and len(fields) > 30
 

@@ -1,4 +1,4 @@
-"""Steps that are not finite, and spikes: skipped, counted, and what follows from too many."""
+"""Nonfinite steps and spikes: they are skipped and counted; too many end or roll back a run."""
 
 import dataclasses
 import logging
@@ -44,7 +44,7 @@ def config(**changes) -> TrainConfig:
 
 
 def ask(nonfinite_monitor: NonfiniteMonitor, *counts: int) -> list[int | None]:
-    """Returns the answers at steps 1, 2, ... whose counts of bad steps in a row are these."""
+    """Returns the monitor's answers at steps 1, 2, ..., for these counts of bad steps in a row."""
     metrics = ({"num_nonfinite_in_a_row": jnp.int32(count)} for count in counts)
     return [nonfinite_monitor.first_bad_step(1 + i, ROWS, each) for i, each in enumerate(metrics)]
 
@@ -95,10 +95,10 @@ def test_state_has_nothing_of_spikes_by_default(corpus_overrides):
 
 
 def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]]:
-    """Returns grad_norm, num_skipped and the mean norm of a usual, an odd and a usual step."""
+    """Returns (grad_norm, num_skipped, mean norm) for a normal step, an outlier, a normal step."""
     run, corpus = make_run((*TINY, *corpus_overrides, *mesh, "train.skip_spikes=2.0"))
     usual, state = a_batch(run, corpus), run.state.initial()
-    # All that is learnt from is one token, and one that the text does not have.
+    # The loss of the outlier comes from a single token, which does not occur in the text.
     odd = np.zeros((16, 16), np.float32)
     odd[0, 0] = 1
     outlier = a_batch(run, corpus, weights=odd, targets=np.full((16, 16), 250, np.int32))
@@ -109,7 +109,7 @@ def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]
         assert spikes is not None
         told.append((float(metrics["grad_norm"]), int(state.num_skipped), mean_of(spikes)))
         digests.append(digest((state.params, state.opt_state)))
-        # As after 20 steps like the first one.
+        # As if there had been 20 steps with the norm of the first one.
         count = jax.device_put(np.int32(MIN_NORMS), spikes.num_norms.sharding)
         mean = (1 - SPIKE_MEAN_DECAY**MIN_NORMS) * told[0][0]
         mean = jax.device_put(np.float32(mean), spikes.norm_mean.sharding)
@@ -124,7 +124,7 @@ def test_outlier_batch_is_skipped_alike_on_all_meshes(corpus_overrides):
     told = outlier_steps(corpus_overrides)
     assert [num_skipped for _, num_skipped, _ in told] == [0, 1, 1]
     assert told[1][0] > 2 * told[0][0]
-    # float32, another order of sums.
+    # float32 with another order of summation.
     np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), told, rtol=1e-4)
 
 
@@ -139,7 +139,7 @@ def test_looking_for_spikes_sends_nothing_more(corpus_overrides):
 
 
 def judged(norms, spikes: Spikes | None = None, factor: float = 3.0) -> tuple[str, Spikes]:
-    """Returns a letter per norm, of a step that is accepted or skipped, and what is known then."""
+    """Returns a letter per norm, for an accepted or a skipped step, and the final statistics."""
     spikes = spikes or Spikes(jnp.float32(0), jnp.int32(0), jnp.int32(0))
     letters = ""
     for norm in np.asarray(norms, np.float32):
@@ -163,7 +163,7 @@ def test_spike_does_not_enter_the_mean_of_the_accepted_norms():
     norms = np.random.default_rng(0).uniform(0.5, 1.5, 40)
     _, without = judged(norms)
     weights = SPIKE_MEAN_DECAY ** np.arange(40)[::-1]
-    # float32, and 40 roundings of it.
+    # float32, rounded 40 times.
     assert mean_of(without) == pytest.approx(np.average(norms, weights=weights), rel=1e-5)
     letters, spikes = judged([*norms[:30], 50.0, np.nan, np.inf, *norms[30:]])
     assert letters == "a" * 30 + "sss" + "a" * 10
@@ -175,7 +175,7 @@ def test_after_many_spikes_in_a_row_their_level_is_the_new_one():
     assert letters == "a" * 50 + "s" * MAX_SPIKES + "a" * 5
     assert mean_of(spikes) == pytest.approx(100, rel=1e-5)  # float32
     assert int(spikes.num_norms) == 5
-    # A usual norm after as many spikes is no new level.
+    # A normal norm after MAX_SPIKES spikes is not a new level.
     letters, spikes = judged([*[1.0] * 50, *[100.0] * MAX_SPIKES, 1.0, 100.0])
     assert letters == "a" * 50 + "s" * MAX_SPIKES + "as"
     assert int(spikes.num_norms) == 51
@@ -186,7 +186,7 @@ def test_bad_step_amid_spikes_is_neither_accepted_nor_one_of_them():
     assert letters == "a" * 50 + "sss" and int(spikes.num_in_a_row) == 2
 
 
-# Patience.
+# The limit of consecutive nonfinite steps.
 
 
 def test_patience_ends_one_step_after_too_many_in_a_row(tmp_path):
@@ -199,9 +199,9 @@ def test_patience_ends_one_step_after_too_many_in_a_row(tmp_path):
         ask(NonfiniteMonitor(config(max_nonfinite_steps=3), tmp_path), 0, 1, 2, 3, 4)
     path = tmp_path / "nonfinite_step_4.npz"
     assert str(error.value) == (
-        "the loss or the gradients of 3 steps in a row, the last of them step 4, were not finite "
+        "the loss or the gradients of 3 steps in a row, up to step 4, were not finite "
         f"(its batch is in {path}); look for bad examples in that batch, lower "
-        "optimizer.learning_rate, or compute in a wider precision.compute; the next start goes on "
+        "optimizer.learning_rate, or set a wider precision.compute; the next start resumes "
         "from the last checkpoint"
     )
     with np.load(path, allow_pickle=False) as saved:
@@ -214,7 +214,7 @@ def test_patience_judges_the_rows_of_the_bad_step_not_of_the_newest(tmp_path):
     nonfinite_monitor = NonfiniteMonitor(config(max_nonfinite_steps=1), tmp_path)
     bad, good = ({"num_nonfinite_in_a_row": jnp.int32(count)} for count in (1, 0))
     nonfinite_monitor.first_bad_step(7, {"tokens": np.array([7])}, bad)
-    with pytest.raises(Diverged, match="the last of them step 7"):
+    with pytest.raises(Diverged, match="up to step 7"):
         nonfinite_monitor.first_bad_step(8, {"tokens": np.array([8])}, good)
     assert np.load(tmp_path / "nonfinite_step_7.npz")["tokens"] == [7]
 
@@ -228,7 +228,8 @@ def test_spike_that_is_skipped_within_a_row_is_part_of_it(tmp_path):
     nonfinite_monitor = NonfiniteMonitor(
         config(max_nonfinite_steps=3, on_nonfinite="rollback"), tmp_path
     )
-    # Steps 2, 3, 5 and 6 are not finite; 4 is finite, and a spike. A checkpoint of it is no help.
+    # Steps 2, 3, 5 and 6 are nonfinite; step 4 is finite, but a spike. So the row starts at step 2,
+    # and a checkpoint of step 4 is not good enough.
     assert ask(nonfinite_monitor, 0, 1, 2, 2, 3, 4)[-1] == 2
 
 
@@ -238,7 +239,7 @@ def test_patience_begins_anew_after_a_rollback_and_allows_few(tmp_path, caplog):
     )
     with caplog.at_level(logging.WARNING):
         for number in range(1, MAX_ROLLBACKS + 1):
-            # Step 4, which was started before patience ended, is judged by nobody.
+            # Step 4 was started before the limit was reached. It is not checked.
             assert ask(nonfinite_monitor, 0, 1, 2, 3, 1) == [None, None, None, 2, None]
             assert f"rollback {number} of {MAX_ROLLBACKS}" in caplog.messages[-1]
             nonfinite_monitor.first_bad_step(6, ROWS, {"num_nonfinite_in_a_row": jnp.int32(0)})
@@ -265,7 +266,7 @@ def test_each_process_saves_rows_of_its_own(tmp_path, monkeypatch):
 
 
 class Poisoned:
-    """Batches of which some, by their step, have weights that are no numbers."""
+    """Batches whose weights are NaN at some steps."""
 
     def __init__(self, batches, bad_steps):
         self._batches, self._bad_steps = batches, bad_steps
@@ -298,7 +299,7 @@ def test_row_of_bad_steps_that_a_resume_is_in_stops_the_run_with_the_batch(
     bad_steps = {1, 2, 3, 5, 6, 7, 8, 9}
     assert train(tmp_path, (*overrides, "train.num_steps=6"), bad_steps) == FINISHED
     assert logged(tmp_path, "num_nonfinite_in_a_row") == dict(enumerate((1, 2, 3, 0, 1, 2), 1))
-    with pytest.raises(Diverged, match="of 4 steps in a row, the last of them step 8, were not"):
+    with pytest.raises(Diverged, match="of 4 steps in a row, up to step 8, were not"):
         train(tmp_path, overrides, bad_steps)
     with np.load(tmp_path / "nonfinite_step_8.npz", allow_pickle=False) as saved:
         assert saved["index"].tolist() == list(range(7 * 16, 8 * 16))
@@ -312,10 +313,10 @@ def test_rollback_goes_on_after_the_bad_batches_from_before_them(
     changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
     with caplog.at_level(logging.WARNING):
         assert train(tmp_path, (*overrides, *changes), {7, 8}) == FINISHED
-    # Step 6 left the parameters that failed at step 7, and step 9 is under way when that is known.
+    # Step 6 produced the parameters that failed at step 7. This is detected after step 9 started.
     assert caplog.messages[-1] == (
-        "going on after step 9 with the parameters of step 4; left out are steps 5 to 9, which are "
-        "examples 64 to 143 of the run"
+        "continuing after step 9 with the parameters of step 4; skipped are steps 5 to 9, which "
+        "are examples 64 to 143 of the run"
     )
     run, corpus = make_run(overrides)
     state, expected = run.state.initial(), {}
@@ -336,7 +337,9 @@ def test_rollback_goes_on_after_the_bad_batches_from_before_them(
 
 def test_rollback_without_an_older_checkpoint_says_so(corpus_overrides, tmp_path):
     changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
-    with pytest.raises(Diverged, match="no checkpoint that is kept is older than step 2, to roll"):
+    with pytest.raises(
+        Diverged, match="cannot roll back: no checkpoint is older than step 2; lower"
+    ):
         train(tmp_path, (*TINY, *corpus_overrides, *changes, "checkpoint.every_steps=2"), {3, 4})
 
 

@@ -1,3 +1,5 @@
+"""Phases of a process: names, nesting, durations, and recomputed steps."""
+
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Clock:
-    """A clock that goes only where a test lets it."""
+    """A clock that a test moves by hand."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -146,7 +148,7 @@ print(Phases().current.seconds)
         text=True,
         check=True,
     )
-    # The kernel notes the creation in ticks of 10 ms.
+    # The kernel stores the creation time in ticks of 10 ms.
     assert 1 <= float(process.stdout) <= time.monotonic() - begin_s + 0.02
 
 
@@ -155,7 +157,7 @@ def test_another_thread_reads_what_belongs_together():
     wrong, is_done = [], threading.Event()
 
     def read():
-        # Each reading is of one moment: the sum of all phases is what has passed, and only grows.
+        # Each reading is consistent: the sum of all phases is the elapsed time, which only grows.
         last_s = 0.0
         while not is_done.is_set():
             before_s = time.monotonic() - begin_s

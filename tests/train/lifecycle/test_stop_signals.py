@@ -1,4 +1,4 @@
-"""Signals, dead and hanging processes: what a run does then, and that its losses do not change."""
+"""Signals, and dead or hanging processes: how a run ends and resumes with unchanged losses."""
 
 import os
 import signal
@@ -29,14 +29,14 @@ def overrides(corpus_overrides):
 
 @pytest.fixture(scope="module")
 def undisturbed(overrides, tmp_path_factory):
-    """What one process logs of all steps, if nothing happens to it."""
+    """The log of an undisturbed run in one process."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     finish(workdir, overrides)
     return entries(workdir)
 
 
 def entries(workdir: Path) -> list[tuple]:
-    """Returns (step, loss or None, evaluated loss or None) of every line, in order."""
+    """Returns (step, loss or None, eval loss or None) for every line of the metrics file."""
     lines = read_metrics(workdir / "metrics.jsonl")
     return [(line["step"], line.get("loss"), line.get("eval_loss")) for line in lines]
 
@@ -60,13 +60,13 @@ def wait_for_step(process: subprocess.Popen, workdir: Path, step: int) -> None:
 
 
 def of_two(workdir: Path, overrides, *options: str) -> list[str]:
-    """The command line of the same run in two processes."""
+    """Returns the command line of the same run in two processes."""
     launch = ("-m", "launch.local", "--processes=2", "--devices_per_process=4", *options)
     return [sys.executable, *launch, "--", *command(workdir, overrides)]
 
 
 def processes(launcher: subprocess.Popen) -> list[int]:
-    """The numbers of the launcher's processes, in order."""
+    """Returns the process ids of the launcher's children, in order."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return [int(pid) for pid in children]
 
@@ -75,7 +75,7 @@ def test_signals_save_once_and_the_next_start_goes_on(overrides, undisturbed, tm
     process = start(command(tmp_path, overrides))
     wait_for_step(process, tmp_path, 5)
     deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:  # to its very end
+    while process.poll() is None and time.monotonic() < deadline:  # until the process has ended
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.0005)
@@ -96,7 +96,7 @@ def test_signal_before_the_first_step_ends_the_process_at_once(overrides, tmp_pa
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM  # nothing that another start would go on from
+    assert process.returncode == -signal.SIGTERM  # there was nothing to save yet
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
@@ -114,7 +114,7 @@ def test_signal_to_one_process_stops_all_after_the_same_step(overrides, undistur
 
 
 def check_equal(workdir: Path, undisturbed: list[tuple]) -> None:
-    """Two processes add up in another order than one, and that is all."""
+    """Compares up to rounding: two processes sum in another order than one."""
     found, expected = entries(workdir), undisturbed
     assert [line[0] for line in found] == [line[0] for line in expected]
     for column in (1, 2):
@@ -128,8 +128,8 @@ def test_all_start_again_when_the_coordinator_is_killed(overrides, undisturbed, 
     os.kill(processes(launcher)[0], signal.SIGKILL)
     output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, output
-    assert "killed by SIGKILL" in output and "starting again" in output
-    assert "step 20 of train.num_steps=60 is saved; going on from there" in output
+    assert "killed by SIGKILL" in output and "launch.local: restarting" in output
+    assert "step 20 of train.num_steps=60 is saved; resuming from there" in output
     check_equal(tmp_path, undisturbed)
 
 
@@ -147,7 +147,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 
 def test_process_that_hangs_is_named_and_the_others_end(overrides, tmp_path):
-    """One that starts later than the others does not hang, if by more than failure_timeout_s."""
+    """A process that starts after the others by more than failure_timeout_s does not hang."""
     launch = of_two(tmp_path, (*overrides, "train.num_steps=100000"), "--grace_s=2")
     program = launch.index("train.main")
     launch[program - 1 : program + 1] = "-c", SLOW_START

@@ -1,3 +1,5 @@
+"""The watchdog: it ends hanging processes, and reports the state of the others."""
+
 import json
 import os
 import re
@@ -18,9 +20,9 @@ from train.lifecycle.watchdog import UNWATCHED, Watchdog
 
 ROOT = Path(__file__).parents[3]
 HOST = socket.gethostname()
-LONG_S = 120  # none of what is waited for takes so long, however busy the machine is
+LONG_S = 120  # nothing that a test waits for takes this long, however busy the machine is
 
-#: python -c PROGRAM DIRECTORY PROCESS NUM_PROCESSES PHASE TIMEOUT_S: is at step 17 for ever.
+#: `python -c PROGRAM DIRECTORY PROCESS NUM_PROCESSES PHASE TIMEOUT_S` hangs at step 17.
 PROGRAM = """
 import sys, time
 from train.lifecycle.phases import Phases
@@ -47,7 +49,7 @@ with phases(phase, 17):
 
 @pytest.fixture
 def start():
-    """Starts processes that hang; those that still live are killed after the test."""
+    """Starts processes that hang; the survivors are killed after the test."""
     started = []
 
     def start(directory, process, num_processes, phase, timeout_s=4.0):
@@ -70,7 +72,7 @@ def start():
 
 @pytest.fixture
 def watch(tmp_path):
-    """Watches this process; `watch.hangs` is set instead of ending it."""
+    """Watches this process; on a hang, `watch.hangs` is set and the process does not exit."""
     dogs = []
 
     def watch(phases, **options):
@@ -111,7 +113,7 @@ def write_sign(directory, process, **changes):
 
 
 def test_a_killed_process_and_a_slow_one_are_named_by_the_one_that_waits(tmp_path, start):
-    # Long enough that it is killed before it could see that it hangs.
+    # Long enough to be killed before it notices that it hangs.
     killed = start(tmp_path, 2, 3, "data", timeout_s=4 * LONG_S)
     wait_for((tmp_path / "2.json").exists)
     killed.send_signal(signal.SIGKILL)
@@ -127,14 +129,17 @@ def test_a_killed_process_and_a_slow_one_are_named_by_the_one_that_waits(tmp_pat
         r"\d+ s, longer than train\.failure_timeout_s=4;",
         report,
     )
-    gone = f"process 2 on {HOST} (pid {killed.pid}) is gone: its last sign was at step 17, in phase"
+    gone = (
+        f"process 2 on {HOST} (pid {killed.pid}) is gone: its last heartbeat was at step 17, "
+        "in phase"
+    )
     assert f"{gone} data\n" in report
     behind = rf"process 1 on {HOST} \(pid {slow.pid}\) is behind: at step 17, in phase data for \d"
     assert re.search(behind, report)
-    assert "process 1 has left no sign" not in report and report.count("is gone") == 1
-    assert "wait_in_vain" not in report  # it is not at fault
+    assert "process 1 has no heartbeat" not in report and report.count("is gone") == 1
+    assert "wait_in_vain" not in report  # no stack traces, since it is not the cause
 
-    # The slow one sees the same, and its last sign says that it was not killed.
+    # The slow process reports the same. Its last heartbeat shows that it was not killed.
     report = report_of(slow)
     assert slow.returncode == HUNG
     assert f"{gone} data\n" in report and report.count("is gone") == 1
@@ -148,7 +153,7 @@ def test_processes_at_the_same_place_show_their_stacks(tmp_path, start):
     for process in processes:
         report = report_of(process)
         assert process.returncode == HUNG
-        assert "all 2 processes live and are at step 17, in phase step: the step itself" in report
+        assert "all 2 processes are alive and at step 17, in phase step: the step itself" in report
         assert "in wait_in_vain" in report
 
 
@@ -169,7 +174,7 @@ def test_files_of_another_start_are_not_looked_at(tmp_path, watch, capfd):
         watch(phases, directory=directory, num_processes=2)
         assert watch.hangs.wait(LONG_S)
     report = capfd.readouterr().err
-    assert "process 1 has left no sign: it has ended, or never started\n" in report
+    assert "process 1 has no heartbeat: it has ended, or never started\n" in report
     assert "n1" not in report and "process 2" not in report
 
 
@@ -182,7 +187,7 @@ def test_a_broken_file_is_no_sign(tmp_path, watch, capfd):
         watch(phases, num_processes=5)
         assert watch.hangs.wait(LONG_S)
     report = capfd.readouterr().err
-    assert all(f"process {index} has left no sign" in report for index in range(1, 5))
+    assert all(f"process {index} has no heartbeat" in report for index in range(1, 5))
 
 
 def test_the_report_of_thousands_of_processes_is_short(tmp_path, watch, capfd):
@@ -195,7 +200,8 @@ def test_the_report_of_thousands_of_processes_is_short(tmp_path, watch, capfd):
     report = capfd.readouterr().err
     assert report.count("is gone") == 20
     assert (
-        "process 1 on n1 (pid 101) is gone: its last sign was at step 17, in phase step" in report
+        "process 1 on n1 (pid 101) is gone: its last heartbeat was at step 17, in phase step"
+        in report
     )
     assert "and 979 more\n" in report
 
@@ -232,7 +238,7 @@ def test_a_watchdog_that_cannot_write_says_so_once_and_watches(
     with phases("step", 17):
         assert watch.hangs.wait(LONG_S)
     report = capfd.readouterr().err
-    assert report.count("process 0 cannot show the others that it lives, but watches on") == 1
+    assert report.count("process 0 cannot write its heartbeat, but keeps watching") == 1
     assert "the step itself hangs" in report
 
 
@@ -240,7 +246,7 @@ def test_a_watchdog_that_cannot_write_says_so_once_and_watches(
 def test_a_file_system_that_hangs_holds_nothing_up(tmp_path, watch, capfd, monkeypatch, name):
     monkeypatch.setattr(watchdog, "_READ_LIMIT_S", 1.0)
     (tmp_path / "signs").mkdir()
-    # Opening a pipe waits for the other end.
+    # Opening a named pipe blocks until the other end is opened.
     os.mkfifo(tmp_path / "signs" / name)
     phases = Phases()
     with phases("step", 17):
@@ -293,7 +299,7 @@ def test_a_step_that_ends_while_it_is_looked_at_does_not_end_the_process(watch, 
         watch(phases, timeout_s=1)
         wait_for(lambda: is_said("has been at step 17"))
     with phases("startup"):
-        wait_for(lambda: is_said("process 0 has gone on"))
+        wait_for(lambda: is_said("process 0 has continued"))
         assert "hangs" not in "".join(seen)
         assert not watch.hangs.is_set()
     with phases("step", 18):

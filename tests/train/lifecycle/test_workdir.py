@@ -1,4 +1,4 @@
-"""A workdir is one run's at a time, and one for all its processes."""
+"""The workdir lock: one run at a time, and the same workdir for all processes of a run."""
 
 import logging
 import subprocess
@@ -15,8 +15,8 @@ from train.main import main
 HOLDS = """
 import sys, time
 from pathlib import Path
-from train.lifecycle.workdir import hold
-with hold(Path(sys.argv[1]), timeout_s=1):
+from train.lifecycle.workdir import lock
+with lock(Path(sys.argv[1]), timeout_s=1):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -24,7 +24,7 @@ with hold(Path(sys.argv[1]), timeout_s=1):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process, which holds `tmp_path`."""
+    """Another process that holds the lock of `tmp_path`."""
     command = [sys.executable, "-c", HOLDS, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -36,17 +36,17 @@ def test_second_run_waits_and_is_told_who_is_there(holder, corpus_overrides, tmp
     overrides = (*TINY, *corpus_overrides, "train.start_timeout_s=1")
     arguments = [f"--config.{override}" for override in overrides]
     before = sorted(tmp_path.rglob("*"))
-    # FAILED, and not REFUSED: after the end of the other, another start can do better.
+    # FAILED, not REFUSED: another start can succeed after the other run has ended.
     assert main([f"--config={CONFIG}", f"--workdir={tmp_path}", *arguments]) == FAILED
     said = f"--workdir={tmp_path} is in use by process {holder.pid} on "
     error = capsys.readouterr().err
-    assert f"{said}" in error and "after 1 s; wait for the end of that run, or choose" in error
+    assert f"{said}" in error and "after 1 s; wait until that run ends, or choose" in error
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_run_goes_on_as_soon_as_the_other_is_gone(holder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        holder.kill()  # and its file stays
+        holder.kill()  # its lock file stays
         with lock(tmp_path, timeout_s=60) as first:
             assert (tmp_path / LOCK_FILE).read_text() == first
     assert not (tmp_path / LOCK_FILE).exists()
@@ -56,16 +56,16 @@ def test_run_goes_on_as_soon_as_the_other_is_gone(holder, tmp_path, caplog):
 
 
 def test_of_many_one_at_a_time_holds_it(tmp_path):
-    """Each adds to a counter as nobody could beside another."""
+    """Several processes increment a counter without atomicity; the lock makes the sum right."""
     counter = tmp_path / "counter"
     counter.write_text("0")
     program = """
 import sys, time
 from pathlib import Path
-from train.lifecycle.workdir import hold
+from train.lifecycle.workdir import lock
 counter = Path(sys.argv[1]) / "counter"
 for _ in range(5):
-    with hold(counter.parent, timeout_s=120):
+    with lock(counter.parent, timeout_s=120):
         value = int(counter.read_text())
         time.sleep(0.02)
         counter.write_text(str(value + 1))
@@ -83,11 +83,11 @@ def test_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, caplo
     monkeypatch.setattr("train.lifecycle.workdir.fcntl.flock", flock)
     with lock(tmp_path, timeout_s=0):
         assert (tmp_path / LOCK_FILE).exists()
-    assert "cannot be locked" in caplog.text and "start no second run there" in caplog.text
+    assert "cannot be locked" in caplog.text and "do not start a second run there" in caplog.text
 
 
 def of_two(tmp_path, overrides, workdir: str) -> subprocess.CompletedProcess:
-    """Runs two processes; in `overrides` and `workdir` $ID is the number of each."""
+    """Runs two processes; $ID in `overrides` and `workdir` is replaced by the process index."""
     train = [f"--config={CONFIG}", f"--workdir={workdir}"]
     train += [f"--config.{override}" for override in overrides]
     script = tmp_path / "train.sh"
@@ -107,9 +107,9 @@ def test_workdir_that_is_not_one_for_all_is_refused_by_all(corpus_overrides, tmp
     overrides = (*TINY, *corpus_overrides, "mesh.data=2")
     done = of_two(tmp_path, overrides, f"{tmp_path}/run_$ID")
     assert done.returncode == REFUSED, done.stderr
-    said = "is not for all processes what it is for process 0 (process 1: it is not there)"
+    said = "is not the same directory on all processes (process 1: it is not there)"
     assert done.stderr.count(said) == 2, done.stderr
-    assert "choose a directory on a file system of all hosts" in done.stderr
+    assert "choose a directory on a file system that all hosts share" in done.stderr
 
 
 def test_text_that_one_process_lacks_is_named_by_all(corpus_overrides, tmp_path):
@@ -130,7 +130,7 @@ def test_process_with_another_config_is_named_by_all(corpus_overrides, tmp_path)
     overrides = (*TINY, *corpus_overrides, "mesh.data=2", "log.every_steps=1$ID")
     done = of_two(tmp_path, overrides, f"{tmp_path}/run")
     assert done.returncode == REFUSED, done.stderr
-    said = "error: process 1: its config is not that of process 0; start all of them with the same"
+    said = "error: process 1: its config differs from process 0; start all processes with the same"
     assert done.stderr.count(said) == 2, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Every model on every kind of mesh: how far its losses are from those of one device.
+"""Measures how far the losses of every model on every kind of mesh are from one device.
 
 `python -m tests.train.meshes.models_on_meshes` writes the table in docs/models.md.
 """
@@ -16,19 +16,19 @@ NUM_STEPS = 5
 DOCS = ROOT / "docs" / "models.md"
 START, END = "<!-- measured: models on meshes -->", "<!-- end -->"
 
-#: What all have in common; more than one microbatch.
+#: Overrides of all models; more than one microbatch.
 SHARED = (
     *("data.global_batch_size=8", "train.num_microbatches=2"),
     *("optimizer.warmup_steps=2", "optimizer.learning_rate=0.01"),
     *("train.num_steps=5", "eval.every_steps=0", "checkpoint.every_steps=0"),
 )
-#: What models of text have in common, with sizes that every mesh divides.
+#: Overrides of text models, with sizes that every mesh divides.
 _TEXT = (
     *("data.name=text", "data.tokenizer=bytes", "data.sequence_length=16"),
     "data.validation_fraction=0.2",
     *("model.num_heads=4", "model.embed_dim=32", "model.num_layers=4"),
 )
-#: All that is random about images.
+#: All random image augmentations.
 _IMAGES = (
     *("images.crop_scale=(0.5,1.0)", "images.mixup=0.8", "images.cutmix=1.0"),
     *("images.randaugment_num=2", "images.erasing=0.25"),
@@ -38,7 +38,7 @@ _DROPOUT, _MLP = "model.dropout=0.1", "model.mlp_dim=48"
 _VIT = (*_IMAGES, _DROPOUT, "model.embed_dim=32", _MLP)
 _SWIN = (
     *(*_IMAGES, _DROPOUT, "model.embed_dim=16", "model.depths=(2,4)", "model.num_heads=(2,4)"),
-    *("images.size=11", "model.window_size=4"),  # patches are padded to windows, and to pairs
+    *("images.size=11", "model.window_size=4"),  # patches have to be padded to windows and to pairs
 )
 _MAE = (
     *("images.crop_scale=(0.5,1.0)", _DROPOUT, "model.drop_path=0.2"),
@@ -92,7 +92,7 @@ MODELS = {
     "MAE": ("mae", _MAE),
     "MoCo v3": ("moco", _MOCO),
 }
-#: Configs of models of images, which have no vocab to share.
+#: Configs of image models, which have no vocab to share.
 _OF_IMAGES, NO_VOCAB = ("vit", "swin", "resmlp", "mae", "moco"), "–"
 MESHES = {
     "data=4": ("mesh.data=4",),
@@ -105,7 +105,7 @@ MESHES = {
 
 
 def write_labelled(directory: Path) -> None:
-    """Writes lines of the corpus with a label each: whether they hold a colon."""
+    """Writes labelled lines of the corpus; the label is whether a line contains a colon."""
     texts = (file.read_text() for file in sorted(directory.glob("part_*.txt")))
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
     rows = [
@@ -116,7 +116,7 @@ def write_labelled(directory: Path) -> None:
 
 @functools.cache
 def corpora() -> tuple[str, str]:
-    """Returns a folder with text and labelled lines, and one for caches; made once per process."""
+    """Returns directories for texts and for caches; they are created once per process."""
     directory = Path(tempfile.mkdtemp())
     write_corpus(directory)
     write_labelled(directory)
@@ -140,19 +140,19 @@ def losses_on(model: str, mesh: tuple[str, ...]) -> list[float]:
 
 
 def applies(model: str, mesh: str) -> bool:
-    """Returns whether a model can be on a mesh."""
+    """Returns whether a model can run on a mesh."""
     return MODELS[model][0] not in _OF_IMAGES or "vocab" not in mesh
 
 
 def deviation(model: str, mesh: str) -> float:
-    """Returns the largest relative difference of a loss from that on one device."""
+    """Returns the largest relative difference between losses on a mesh and on one device."""
     expected = losses_on(model, ())
     found = losses_on(model, MESHES[mesh])
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def table(deviations: dict[tuple[str, str], float]) -> str:
-    """Returns the rows of the docs' table."""
+    """Formats the table for the docs."""
     rows = [f"| model | {' | '.join(MESHES)} |", "|---" * (1 + len(MESHES)) + "|"]
     for model in MODELS:
         found = (deviations.get((model, mesh)) for mesh in MESHES)

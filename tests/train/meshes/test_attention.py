@@ -1,6 +1,6 @@
-"""cuDNN's attention in whole training steps on meshes, with a stand-in for the kernel.
+"""cuDNN attention in training steps on meshes, with a stand-in for the kernel.
 
-The wrapper, its shard_map over heads and its documents are those that GPUs run.
+The wrapper, its shard_map over heads and its document masks are the code that GPUs run.
 """
 
 import pytest
@@ -8,11 +8,11 @@ import pytest
 from tests.models.layers import cudnn_stand_in
 from tests.train.meshes import models_on_meshes as measured
 
-#: As in test_models.py.
+#: The same as in test_models.py.
 TOLERANCE = 1e-9
 
-#: One model for each thing that attention may be given: documents, fewer key-value heads with a
-#: window, padding, a bias with cross-attention, an odd length, shifted windows.
+#: One model for each feature of attention: documents, fewer key-value heads with a sliding window,
+#: padding, a bias with cross-attention, an odd length, shifted windows.
 CASES = [
     ("GPT-2, documents apart", ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")),
     ("GPT-2, documents apart", ("mesh.context=2", "mesh.model=2")),

@@ -1,4 +1,4 @@
-"""Optimizers, layer decay, averages, frozen parameters together: on meshes as on one device."""
+"""Optimizers, layer decay, averages and frozen parameters combined: meshes equal one device."""
 
 import functools
 
@@ -38,7 +38,7 @@ MESHES = {
     "host": ("memory.placement=host",),
     "host, 2x2x2, uneven, ZeRO 3": (*UNEVEN, *HOSTED),
 }
-#: What CI runs; the rest is a campaign.
+#: Cases that CI runs; `-m slow` adds the others.
 CHOSEN = {
     ("lamb", "2x2x2, uneven, ZeRO 3"),
     ("sgd", "host, 2x2x2, uneven, ZeRO 3"),
@@ -54,7 +54,7 @@ def combinations():
 
 
 def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
-    """Returns the losses of the first steps, and the averages after them in the portable form."""
+    """Returns the losses of the first steps, and the final averages in the portable form."""
     run, corpus = make_run(overrides)
     state, losses = run.state.initial(), []
     batches, size = train_batches(corpus, run.config.data, run.rows), 16
@@ -68,7 +68,7 @@ def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
 @functools.cache
 def on_one_device(name: str, corpus_overrides: tuple[str, ...]):
     losses, averages = trained((*TINY, *corpus_overrides, *FLOAT64, *FEATURES[name]))
-    assert abs(losses[-1] - losses[0]) > 1e-3  # something is learned
+    assert abs(losses[-1] - losses[0]) > 1e-3  # the control: the model learns
     return losses, averages
 
 
@@ -78,7 +78,7 @@ def test_losses_and_averages_equal_one_device(name, mesh, corpus_overrides):
         expected_losses, expected = on_one_device(name, corpus_overrides)
         base = (*TINY, *corpus_overrides, *FLOAT64, *FEATURES[name])
         losses, averages = trained((*base, *MESHES[mesh]))
-    # Rounding in float64 is 1e-16 a sum; a bug is far above.
+    # Rounding errors in float64 are about 1e-16 per sum; bugs cause far larger differences.
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-9, atol=0)
     for found, wanted in zip(averages, expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)

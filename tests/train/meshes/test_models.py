@@ -1,15 +1,16 @@
-"""Every model trains alike on every mesh, and the docs say so with measured figures."""
+"""Every model has the same losses on every mesh; the docs have a table with the differences."""
 
 import pytest
 
 from tests.train.meshes import models_on_meshes as measured
 
-#: Rounding in float64 is 1e-16 a sum; 5 steps of Adam amplify it, a bug is far above.
+#: Rounding errors in float64 are about 1e-16 per sum. 5 steps of Adam amplify them, but bugs cause
+#: far larger differences.
 TOLERANCE = 1e-9
 
 
 def combinations():
-    """All of them; CI runs each model on 2×2×2, and one of each config on a mesh unlike it."""
+    """Yields all cases; CI runs each model on 2×2×2, and one model per config on another mesh."""
     configs: list[str] = []
     for model, (config, _) in measured.MODELS.items():
         meshes = [mesh for mesh in measured.MESHES if measured.applies(model, mesh)]
@@ -26,7 +27,7 @@ def combinations():
 @pytest.mark.parametrize(("model", "mesh"), list(combinations()))
 def test_losses_equal_those_of_one_device(model, mesh):
     assert measured.deviation(model, mesh) <= TOLERANCE
-    assert len(set(measured.losses_on(model, ()))) == measured.NUM_STEPS  # it does learn
+    assert len(set(measured.losses_on(model, ()))) == measured.NUM_STEPS  # the model learns
 
 
 def test_table_of_the_docs_has_all_models_and_meshes():

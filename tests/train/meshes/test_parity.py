@@ -1,4 +1,4 @@
-"""One config, many meshes: the same initial parameters, the same losses."""
+"""Parity: the same config has the same initial parameters and losses on every mesh."""
 
 import json
 import subprocess
@@ -37,9 +37,10 @@ MESHES = {
     "context 2x2x2": ("mesh.pipeline=2", "mesh.context=2", "mesh.data=2"),
     "remat": ("train.remat=full", "mesh.pipeline=2"),
 }
-#: What CI trains in float32 too: each axis of the meshes above is in one; the rest is a campaign.
+#: Meshes that CI also trains in float32, which cover every axis; `-m slow` adds the others.
 IN_FLOAT32 = {"2x2x2", "vocab over fsdp", "context 2x2x2"}
-#: Rounding in float64 is 1e-16 a sum; 20 steps of Adam amplify it, a bug is far above.
+#: Rounding errors in float64 are about 1e-16 per sum. 20 steps of Adam amplify them, but bugs cause
+#: far larger differences.
 FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-4
 
@@ -75,7 +76,7 @@ def test_losses_equal_one_device_float32(mesh, corpus_overrides):
 
 
 def launch(*command: str) -> str:
-    """Runs a command as 2 processes of 4 devices; returns what it printed."""
+    """Runs a command as 2 processes with 4 devices each; returns its output."""
     script = [sys.executable, "-m", "launch.local", "--processes=2", "--devices_per_process=4"]
     done = subprocess.run(
         [*script, "--", sys.executable, *command],

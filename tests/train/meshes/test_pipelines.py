@@ -1,4 +1,4 @@
-"""GPT-2 through every pipeline: the losses of one device, and a step that does what it should."""
+"""GPT-2 on every pipeline schedule: the losses of one device, and properties of the step."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ from tests.runs import (
     reference_losses,
 )
 
-#: schedule -> overrides; the model's 10 layers are cut unevenly everywhere.
+#: Schedule -> overrides. The model's 10 layers are never evenly divided over the stages.
 SCHEDULES = {
     "gpipe": (),
     "1f1b": (),
@@ -33,10 +33,10 @@ MESHES = {
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
     "fsdp 2x2x2": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2"),
 }
-#: Microbatches fewer than, as many as, and more than the stages.
+#: Fewer, as many, and more microbatches than stages.
 MICROBATCHES = {"pipeline=4": (2, 4, 8), "2x2x2": (1, 2, 8), "fsdp 2x2x2": (1, 2, 8)}
 ALL = list(itertools.product(SCHEDULES, REMAT, MESHES, range(3)))
-#: Each schedule with each remat, on every mesh and with every number of microbatches in turn.
+#: Each schedule with each remat; meshes and numbers of microbatches take turns.
 SOME = [
     (schedule, remat, list(MESHES)[(i + 2 * j) % 3], (i + j) % 3)
     for (i, schedule), (j, remat) in itertools.product(enumerate(SCHEDULES), enumerate(REMAT))
@@ -48,7 +48,7 @@ def overrides_of(schedule: str, remat: str, mesh: str, which: int) -> tuple[str,
         f"pipeline.schedule={schedule}",
         f"pipeline.remat={remat}",
         f"train.num_microbatches={MICROBATCHES[mesh][which]}",
-        # On one of the three with ZeRO's stage 3 and the ends shared by all stages.
+        # One of the three uses ZeRO stage 3, and shares embedding and head among all stages.
         *(("memory.zero_stage=3", "pipeline.share_vocab=true") if which == 1 else ()),
         *SCHEDULES[schedule],
         *MESHES[mesh],
@@ -109,7 +109,7 @@ def test_remat_costs_one_forward_of_the_stage_in_every_tick(schedule, corpus_ove
     full, none = compiled("full"), compiled("none")
     products = {"full": matmul_flops(full.train_step), "none": matmul_flops(none.train_step)}
     assert products["full"] is not None and products["none"] is not None
-    # A stage has two layers, and a microbatch 2 sequences; branches count as if taken.
+    # A stage has two layers, a microbatch has 2 sequences, and all branches count as taken.
     batch, length, embed, num_heads = 2, 16, 32, 4
     kernels = dense_flops(embed, 3 * embed) + dense_flops(embed, embed)
     kernels += 2 * dense_flops(embed, 4 * embed)
@@ -119,7 +119,7 @@ def test_remat_costs_one_forward_of_the_stage_in_every_tick(schedule, corpus_ove
 
 
 def test_the_program_does_not_grow_with_the_layers(corpus_overrides):
-    """So compiling 48 layers takes as long as compiling 12."""
+    """Compiling 48 layers takes as long as compiling 12."""
 
     def instructions(num_layers):
         overrides = (*TINY, *corpus_overrides, "mesh.pipeline=4", f"model.num_layers={num_layers}")

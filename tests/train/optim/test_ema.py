@@ -1,4 +1,4 @@
-"""The average of the parameters: its formula, where it lies, and who takes it."""
+"""The moving average of parameters: its formula, its placement, and its uses."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ HOSTED = ("memory.placement=host", "memory.offload_parameters_fraction=1.0", "me
 
 
 def decay_of(schedule: str, step: int) -> float:
-    """0.6, or MoCo v3's rise of it in 20 steps."""
+    """Returns 0.6, or for "cosine" MoCo v3's increase from 0.6 to 1 in 20 steps."""
     if schedule == "constant":
         return 0.6
     return 1 - (1 - 0.6) * (math.cos(math.pi * step / 20) + 1) / 2
@@ -54,7 +54,7 @@ def test_average_is_its_formula(schedule):
     last: Any = state
     found = last[-1].average["a"]
     np.testing.assert_allclose(found, expected, rtol=1e-12)
-    assert np.abs(found - params["a"]).max() > 1e-3  # the control: it lags behind
+    assert np.abs(found - params["a"]).max() > 1e-3  # the control: the average lags behind
 
 
 def a_batch(run, corpus, **changes):
@@ -68,7 +68,7 @@ def run_of(*overrides: str):
 
 
 def test_average_of_a_run_is_that_of_its_parameters(corpus_overrides):
-    """Also as it begins, as nothing changes in a step that is skipped, and of what is frozen."""
+    """Includes the initial average, a skipped step, and frozen parameters."""
     with jax.enable_x64(True):
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
         state = run.state.initial()
@@ -106,7 +106,7 @@ def test_average_begins_as_the_parameters_in_host_memory_too(given, corpus_overr
     wide = jax.tree.map(lambda x: np.asarray(x, np.float32), state.params)
     assert digest(jax.tree.map(lambda x: np.asarray(x, np.float32), average)) == digest(wide)
     assert average["decoder"]["layers"]["attention"]["qkv"]["kernel"].dtype == jnp.float32
-    assert frozen.dtype == jnp.bfloat16  # the parameter itself
+    assert frozen.dtype == jnp.bfloat16  # a frozen parameter's average is the parameter itself
     seeds = run_of(*corpus_overrides, *where)[0].state.initial().params
     assert (digest(state.params) == digest(seeds)) != given
 
@@ -126,7 +126,7 @@ def test_evaluation_is_that_of_the_average(corpus_overrides):
 
 
 def steps(run, start: Position, count: int, *, save_after: int = 0) -> tuple[list, Any]:
-    """Returns the losses of so many steps, and the state after them in its portable form."""
+    """Runs `count` steps; returns their losses and the final state in the portable form."""
     state, losses, size = start.state, [], run.config.data.global_batch_size
     for step in range(1, count + 1):
         batch = place_batch(next(start.batches), run.rows, run.batch_sharding, size)
@@ -151,7 +151,7 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
         other, _ = make_run((*base, "mesh.fsdp=2", "memory.zero_stage=2"))
         start = find_position(other, corpus, tmp_path)
         restored = averaged(other.state.to_portable(start.state))
-        # Whoever reads the run, to start from it or to convert it, has the average.
+        # Starting from the run, or converting it, uses the average.
         write_run_files(tmp_path, run, corpus)
         for is_averaged in (True, False):
             source = read_source(tmp_path, averaged=is_averaged)

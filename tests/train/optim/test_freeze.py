@@ -1,4 +1,4 @@
-"""Frozen parameters: they stay, cost nothing, and say so where they do not fit."""
+"""Frozen parameters: they do not change, cost nothing, and bad patterns are rejected."""
 
 import functools
 import re
@@ -30,7 +30,7 @@ def test_pattern_marks_what_it_matches():
         (("table", "decoder.norm.skale"), "'decoder.norm.skale' matches no parameter; the nearest"),
         (("encoder.*",), "the nearest are decoder.norm."),
         (("Q*",), "the nearest are decoder, table"),
-        (("*",), "optimizer.frozen=* matches all 3 parameters, and nothing would learn"),
+        (("*",), "optimizer.frozen=* matches all 3 parameters, so there is nothing to train"),
         (("table", "decoder.*"), "optimizer.frozen=table,decoder.* matches all 3 parameters"),
     ],
 )
@@ -67,13 +67,13 @@ def test_frozen_parameters_stay_and_have_no_moments(corpus_overrides):
 
 
 def test_norm_is_that_of_what_is_trained(corpus_overrides):
-    """Of two halves that are frozen in turn, the squares add up to that of all."""
+    """Two halves of the parameters are frozen in turn; their squared norms sum to the total."""
     rest = "token_embedding,position_embedding,*norm*,*.attention.*"
     norms = [
         float(a_step(*run_of(*corpus_overrides, *frozen))[2]["grad_norm"])
         for frozen in ((), (MLP,), (f"optimizer.frozen={rest}",))
     ]
-    # float32: 1e-7 a sum, of some thousand squares.
+    # float32: about 1e-7 per sum of some thousand squares.
     assert norms[0] ** 2 == pytest.approx(norms[1] ** 2 + norms[2] ** 2, rel=1e-5)
     assert min(norms) > 0
 
@@ -91,7 +91,7 @@ def test_gradients_of_frozen_parameters_are_not_computed(schedule, corpus_overri
     (plain_flops, plain_bytes), (frozen_flops, frozen_bytes) = found(plain), found(frozen)
     sizes = jax.tree_util.tree_leaves_with_path(frozen.state.abstract.params)
     of_mlp = sum(x.size * 4 for path, x in sizes if "['mlp']" in jax.tree_util.keystr(path))
-    assert frozen_bytes == plain_bytes - of_mlp // 2  # of each stage's half of the layers
+    assert frozen_bytes == plain_bytes - of_mlp // 2  # each stage has half of the layers
     assert frozen_flops < 0.9 * plain_flops
     assert frozen.estimate.device["gradients"] == plain.estimate.device["gradients"] - of_mlp // 2
 

@@ -1,4 +1,4 @@
-"""Layer-wise learning-rate decay: the power of each parameter, wherever its slot lies."""
+"""Layer-wise learning-rate decay: every parameter's factor, whatever its slot and placement."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_embedding_is_what_embed_reads(corpus_overrides):
     assert names(of_gpt2, -1) == {"token_embedding", "position_embedding"}
     assert (of_gpt2.first_layers, of_gpt2.num_layers) == ({"decoder": 0}, 4)
     of_t5 = depths(corpus_overrides, "t5", T5)
-    # x takes the biases of attention along from the start.
+    # T5's attention biases are computed by `embed` and travel with x, so they count as embedding.
     assert names(of_t5, -1) == {"token_embedding", "encoder_bias", "decoder_bias"}
     assert (of_t5.first_layers, of_t5.num_layers) == ({"encoder": 0, "decoder": 2}, 5)
 
@@ -52,7 +52,7 @@ def test_what_leads_to_a_stack_has_the_depth_of_its_first_layer(corpus_overrides
 
 
 def test_update_is_times_the_power_of_its_layer():
-    """As in `param_groups_lrd`: of 5 layers 0.5^(5 + 1 - i), i = 0 being the embedding's."""
+    """As in `param_groups_lrd`: with 5 layers, factors 0.5^(5 + 1 - i); the embedding has i = 0."""
     found = Depths(
         first_layers={"encoder": 0, "decoder": 2},
         num_layers=5,
@@ -71,7 +71,7 @@ def test_update_is_times_the_power_of_its_layer():
     assert -updates["in"][0] == -updates["decoder"][2, 0]
     np.testing.assert_array_equal(-updates["encoder"][[0, 2], 0], [0.5**5, 0.5**4])
     np.testing.assert_array_equal(-updates["decoder"][:, 0], [0.5**1, 0.5**2, 0.5**3])
-    # One slot at a time, as from host memory.
+    # One slot at a time, like updates of state in host memory.
     alone = {"decoder": ones["decoder"][1:2]}
     numbers = {"decoder": numbers["decoder"][1:2]}
     updates, _ = optimizer.update(alone, state, alone, numbers=numbers)

@@ -41,7 +41,7 @@ def rate(step: int, num_steps: int = 24, **changes) -> float:
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_warmup_rises_by_equal_parts_to_the_peak(schedule):
-    # float32: about 1e-7 relative.
+    # float32 has a relative error of about 1e-7.
     rates = [rate(step, schedule=schedule) for step in range(5)]
     np.testing.assert_allclose(rates, [0.005, 0.01, 0.015, 0.02, 0.02], rtol=1e-6)
 
@@ -56,7 +56,7 @@ def test_first_update_is_at_the_peak_where_there_is_nothing_to_warm_up(warmup):
     [("cosine", 0.011, 0.002), ("linear", 0.011, 0.002), ("constant", 0.02, 0.02)],
 )
 def test_rate_falls_to_its_final_fraction(schedule, middle, end):
-    # The peak is update 4 and the end update 23, the last of 24: halfway lies between 13 and 14.
+    # The peak is at update 4, the end at update 23, the last of 24: halfway is between 13 and 14.
     around = (rate(13, schedule=schedule) + rate(14, schedule=schedule)) / 2
     assert around == pytest.approx(middle)
     assert rate(23, schedule=schedule) == pytest.approx(end)
@@ -105,7 +105,7 @@ def not_decayed_of(model: Any) -> set[str]:
 
 
 def test_no_decay_of_tokens_positions_and_scales_in_models_of_images():
-    """As `no_weight_decay` and `no_weight_decay_keywords` of the models' published code."""
+    """Matches `no_weight_decay` and `no_weight_decay_keywords` of the models' published code."""
     vit: dict[str, Any] = {
         name: 4 for name in ("image_size", "num_layers", "num_heads", "embed_dim", "mlp_dim")
     }
@@ -141,7 +141,7 @@ def test_run_does_not_decay_what_its_model_names():
 
 
 def test_adamw_equals_pytorchs():
-    """Ten steps on random gradients, the larger half of them clipped, decay on the kernel alone."""
+    """Ten steps on random gradients; the larger half is clipped, only the kernel is decayed."""
     schedule: Any = make_learning_rate(BASE, 10)
     rng = np.random.default_rng(0)
     start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=(2, 3))}
@@ -169,17 +169,17 @@ def test_adamw_equals_pytorchs():
             reference.step()
         assert 0 < clipped < 10
         for name, parameter in theirs.items():
-            # The learning rate is float32: 1e-7 of each step of 0.02.
+            # The learning rate is float32: a relative error of 1e-7 in each step of 0.02.
             np.testing.assert_allclose(params[name], parameter.detach().numpy(), atol=1e-8, rtol=0)
 
 
-#: Tensors by themselves: a stack's three slots, of which the last is padding, and a table.
+#: A stack with three slots, of which the last is padding, and an embedding table.
 STACKS = ("blocks",)
 SLOTS = {"kernel": (3, 5, 4), "bias": (3, 4)}
 
 
 def stacked(rng: np.random.Generator) -> dict[str, Any]:
-    """Returns a tree like that of a model with one stack; the last slot of it is zeros."""
+    """Returns a tree like the parameters of a model with one stack, whose last slot is zeros."""
     slots = {name: rng.normal(size=shape) for name, shape in SLOTS.items()}
     for array in slots.values():
         array[-1] = 0
@@ -187,7 +187,7 @@ def stacked(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def tensors(tree: Any) -> dict[str, np.ndarray]:
-    """Returns every tensor of such a tree by itself."""
+    """Splits such a tree into its tensors: one per slot, and the table."""
     slots = tree["blocks"]["layers"]
     found = {f"{name}{i}": slots[name][i] for name in slots for i in range(len(slots[name]))}
     return {name: np.array(tensor) for name, tensor in (*found.items(), ("table", tree["table"]))}
@@ -199,7 +199,7 @@ def trust_ratio(name: str, weights: np.ndarray, update: np.ndarray) -> float:
 
 
 def lamb(name, w, g, memory, rate, step):
-    """Algorithm 2 of You et al. (2019), with Adam's correction of the bias."""
+    """Algorithm 2 of You et al. (2019), with Adam's bias correction."""
     m, v = memory.get(name, (0, 0))
     memory[name] = m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
     u = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
@@ -208,7 +208,7 @@ def lamb(name, w, g, memory, rate, step):
 
 
 def lars(name, w, g, memory, rate, step):
-    """Section 4 of You et al. (2017), of the length of g + decay × w as MoCo v3 has it."""
+    """Section 4 of You et al. (2017), but with the norm of g + decay × w, as in MoCo v3."""
     u = g + (0.0 if name.startswith("bias") else 0.1 * w)
     ratio = trust_ratio(name, w, u)
     ratio *= 1.0 if name.startswith("bias") or not w.any() else 0.001
@@ -218,7 +218,7 @@ def lars(name, w, g, memory, rate, step):
 
 @pytest.mark.parametrize("formula", [lamb, lars])
 def test_optimizer_is_its_published_formula_tensor_by_tensor(formula):
-    """Each layer of a stack is a tensor of its own, and padding stays zero."""
+    """Each layer of a stack counts as a separate tensor, and padding stays zero."""
     schedule: Any = make_learning_rate(BASE, 6)
     rng, memory = np.random.default_rng(0), {}
     with jax.enable_x64(True):
@@ -237,7 +237,7 @@ def test_optimizer_is_its_published_formula_tensor_by_tensor(formula):
         found = tensors(params)
     assert not found["kernel2"].any() and not found["bias2"].any()
     for name, before in tensors(start).items():
-        # The learning rate is float32: 1e-7 of what has changed.
+        # The learning rate is float32: a relative error of 1e-7 in the change.
         change = max(np.abs(expected[name] - before).max(), 1e-30)
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-6 * change)
 
@@ -279,7 +279,7 @@ def test_clip_norm_0_switches_clipping_off():
         return updates["kernel"]
 
     np.testing.assert_allclose(update(0.0), -100.0)
-    np.testing.assert_allclose(update(3.0), -1.5)  # four elements: each half of the norm
+    np.testing.assert_allclose(update(3.0), -1.5)  # four equal elements: each is half of the norm
 
 
 def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
@@ -293,7 +293,8 @@ def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
 def test_name_of_no_optimizer_is_refused(name):
     config = dataclasses.replace(BASE, name=name)
     with pytest.raises(
-        ValueError, match=rf"optimizer\.name='{name}' is none of adamw, lamb, lars, sgd, and no"
+        ValueError,
+        match=rf"optimizer\.name='{name}' is neither one of adamw, lamb, lars, sgd nor an",
     ):
         make_optimizer(config, lambda count: 1.0)
 

@@ -1,4 +1,4 @@
-"""The verdict before step 0, and plans that fit."""
+"""The memory check before step 0, and the search for settings that fit."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from train.planning.step_time import rates_of
 from train.reporting.metrics import read_metrics
 from train.run.build import Run, prepare
 
-#: Of the benchmark's cases, those that CI compiles; -m slow adds the others.
+#: Cases of the benchmark that CI compiles; `-m slow` adds the others.
 CHOSEN = {
     *("gpt2", "gpt2, nothing kept", "gpt2, large batch", "gpt2, 8 microbatches, names kept"),
     *("gpt2, data=8", "gpt2, data=8, ZeRO 2", "gpt2, data=8, ZeRO 3", "gpt2, 2×2×2"),
@@ -32,7 +32,7 @@ CHOSEN = {
     *("llama, fsdp=2, data=2, model=2, ZeRO 2", "llama, context=2, data=2, model=2"),
     "t5, pipeline=2, data=4, ZeRO 3",
 }
-#: Compilers for CPUs compute in float32 what is bfloat16.
+#: XLA for CPUs computes bfloat16 in float32, so the estimate does not apply.
 OTHERS = {"gpt2, bfloat16"}
 
 
@@ -45,7 +45,7 @@ OTHERS = {"gpt2, bfloat16"}
     ],
 )
 def test_estimate_is_near_what_is_compiled(name):
-    # What a compiler adds for layouts and by its order of work is not foreseen.
+    # The estimate does not include copies for layouts and the effects of scheduling.
     assert estimates.measure(estimates.make_run(name))["ratio"] == pytest.approx(1, abs=0.15)
 
 
@@ -69,7 +69,7 @@ def of_device(num_bytes: float) -> Budget:
 
 MESHES = {
     "one device": (),
-    # With less, what one sequence's logits take is more than the eighth.
+    # With a smaller batch, the logits of one sequence alone exceed the budget of an eighth.
     "data=4": ("mesh.data=4", "data.global_batch_size=64"),
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
 }
@@ -84,7 +84,7 @@ def test_auto_fits_an_eighth_and_losses_are_those_of_plain_training(mesh, corpus
         budget = of_device(plain.estimate.device_bytes / 8)
         run = planner(plain, budget).plan(with_auto(plain))
         assert run.estimate.device_bytes <= budget.device_bytes
-        # Rounding in float64 is 1e-16 a sum; a bug is far above.
+        # Rounding errors in float64 are about 1e-16 per sum; bugs cause far larger differences.
         np.testing.assert_allclose(
             losses(run, corpus, 4), losses(plain, corpus, 4), rtol=1e-9, atol=0
         )
@@ -111,7 +111,7 @@ def test_plan_that_is_too_large_once_compiled_is_followed_by_a_leaner_one(
     run = planner(plain, budget).plan(with_auto(plain))
     assert len(compiled) == 2 and compiled[1] <= budget.device_bytes / 2 < compiled[0]
     assert run.estimate.device_bytes == compiled[1]
-    # A little less memory costs a little time; host memory is for when nothing else will do.
+    # Saving a little memory costs a little time; host memory is the last resort.
     assert run.config.memory.placement == "device"
 
 
@@ -131,7 +131,7 @@ def test_what_no_plan_makes_fit_is_refused_with_the_leanest(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     budget = of_device(plain.estimate.device_bytes / 1000)
     for config in (plain.config, with_auto(plain)):
-        with pytest.raises(ValueError, match="no plan fits the memory that there is") as raised:
+        with pytest.raises(ValueError, match="no plan fits into memory") as raised:
             planner(plain, budget).plan(config)
         assert "memory.placement=host" in str(raised.value)
         assert "Use more devices" in str(raised.value)
@@ -176,7 +176,7 @@ def test_run_under_auto_saves_its_plan_and_goes_on_with_it(corpus_overrides, tmp
 def test_refusal_ends_the_command_before_anything_is_written(corpus_overrides, tmp_path, capsys):
     overrides = (*base(corpus_overrides), "memory.device_budget=0.000001")
     assert main(arguments(tmp_path / "run", overrides)) == 2
-    assert "error: no plan fits the memory" in capsys.readouterr().err
+    assert "error: no plan fits into memory" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -194,7 +194,7 @@ def test_compiled_bytes_are_those_of_the_larger_step(corpus_overrides):
     assert train is not None and evaluation is not None
     assert compiled_bytes(plain) == train > evaluation
     hosted, _ = make_run((*base(corpus_overrides), "memory.placement=host"))
-    assert compiled_bytes(hosted) is None  # CPUs have one memory
+    assert compiled_bytes(hosted) is None  # CPUs do not tell device and host memory apart
 
 
 def test_budget_is_what_the_config_says_or_nine_tenths_of_what_there_is(monkeypatch):
@@ -202,7 +202,7 @@ def test_budget_is_what_the_config_says_or_nine_tenths_of_what_there_is(monkeypa
     found = budget_of(MemoryConfig(device_budget=2.0, host_budget=0.5), mesh)
     assert (found.device_bytes, found.host_bytes) == (2 * 2**30, 2**29)
     found = budget_of(MemoryConfig(), mesh)
-    assert found.device_bytes == math.inf  # CPUs state no limit
+    assert found.device_bytes == math.inf  # CPUs report no limit
     assert found.host_bytes == 0.9 * host_memory_bytes()
     assert found.devices_per_host == len(jax.local_devices()[:2])
 

@@ -11,7 +11,7 @@ def test_machine_of_knows_every_target(name):
     machine = machine_of(parse_target(f"{name}:2x4"))
     assert name.upper() in machine.device_kind
     assert machine.gpus_per_host == 4
-    # XLA's description of the GPU is of the same one, to 5 %.
+    # The bandwidth in XLA's description of the GPU agrees within 5 %.
     described = parse_target(f"{name}:2x4").memory_bytes_per_s
     assert machine.memory_bytes_per_s == pytest.approx(described, rel=0.05)
 

@@ -1,3 +1,5 @@
+"""Metrics files, TensorBoard files, throughput and loss plots."""
+
 import io
 import json
 import math
@@ -141,7 +143,7 @@ def test_full_disk_does_not_end_the_run_and_loses_no_line(tmp_path, monkeypatch,
     assert [m["loss"] for m in read_metrics(tmp_path / "metrics.jsonl")] == expected
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("loss")] == expected
-    assert caplog.text.count("No space left on device") == 2  # of each file, once
+    assert caplog.text.count("No space left on device") == 2  # once for each file
 
 
 def show(is_terminal: bool, **metrics):
@@ -233,7 +235,7 @@ def test_mfu_is_the_share_of_all_devices_peak():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that goes forward only when told: clock.now += seconds."""
+    """A clock that a test moves by hand: clock.now += seconds."""
     clock = SimpleNamespace(now=100.0)
     fake = SimpleNamespace(perf_counter=lambda: clock.now)
     monkeypatch.setattr(throughput, "time", fake)
@@ -288,7 +290,7 @@ def test_plot_draws_runs_and_says_what_is_missing(tmp_path, capsys):
     out = tmp_path / "loss.png"
     plot_main([str(tmp_path / "a"), str(tmp_path / "b"), f"--out={out}", "--title=two runs"])
     assert out.read_bytes().startswith(b"\x89PNG") and "loss.png" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"nothing/metrics\.jsonl is not there; name"):
+    with pytest.raises(SystemExit, match=r"nothing/metrics\.jsonl does not exist; give"):
         plot_main([str(tmp_path / "nothing")])
     with pytest.raises(SystemExit, match=r"--out=\S+loss\.xyz cannot be written"):
         plot_main([str(tmp_path / "a"), f"--out={tmp_path / 'loss.xyz'}"])

@@ -1,4 +1,4 @@
-"""Runs that start from Hugging Face's weights, as a user types them."""
+"""Runs that start from Hugging Face text models, through the command line."""
 
 import jax
 import numpy as np
@@ -51,7 +51,7 @@ FINETUNE, CLASSIFY = (str(ROOT / "configs" / f"{n}.py") for n in ("opt_finetune"
 
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory):
-    """(directory, model) of an OPT."""
+    """(directory, model) of a Hugging Face OPT."""
     directory = tmp_path_factory.mktemp("opt")
     return directory, save_model(directory, "OPTForCausalLM", **OPT)
 
@@ -60,7 +60,7 @@ def test_converted_model_is_started_from_and_is_no_run(opt, text, tmp_path, caps
     from_hf(opt[0], tmp_path / "converted")
     overrides = (*text[1], *SHORT, f"init_from={tmp_path / 'converted'}")
     assert run_main(tmp_path / "converted", overrides, config=FINETUNE) == 2
-    assert "holds a converted model and no run; start from it" in error_line(capsys)
+    assert "is a converted model, not a run; start from it" in error_line(capsys)
     assert run_main(tmp_path / "ours", overrides, config=FINETUNE) == 0
     assert run_main(tmp_path / "theirs", (*overrides, f"init_from={opt[0]}"), config=FINETUNE) == 0
     assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "theirs")
@@ -68,7 +68,7 @@ def test_converted_model_is_started_from_and_is_no_run(opt, text, tmp_path, caps
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
-    """The directory of a BERT with a head for masked tokens."""
+    """The directory of a Hugging Face BERT with a masked-LM head."""
     directory = tmp_path_factory.mktemp("bert")
     save_model(directory, "BertForMaskedLM", **BERT)
     return directory
@@ -106,7 +106,7 @@ def test_evaluation_of_a_checkpoint_is_that_of_transformers(opt, text, tmp_path,
         )
         total += float((losses.numpy() * batch["weights"].reshape(-1)).sum())
         weight += float(batch["weights"].sum())
-    # Both sum in float32; what is printed has 6 digits.
+    # Both sum in float32, and the output has 6 digits.
     assert found == pytest.approx(total / weight, rel=1e-5)
 
 
@@ -142,7 +142,7 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
 
 
 def run_from(directory, text, labels, *overrides):
-    """Returns (run, source) of a classifier of so many labels."""
+    """Returns (run, source) for a classifier with these labels."""
     where = (f"data.paths={text[0]}/labelled.jsonl", f"init_from={directory}")
     overrides = (*where, *SHORT, *overrides)
     config, source = load(CLASSIFY, overrides), read_source(directory)
@@ -173,7 +173,7 @@ def test_labels_of_a_published_classifier_keep_their_meaning(text, tmp_path):
     for name in ("kernel", "bias"):
         np.testing.assert_array_equal(ours[name], theirs[name][..., ::-1])
     with pytest.raises(
-        ValueError, match="labels none, colon from each other, and the data has a, b; rename .*=new"
+        ValueError, match="labels none, colon, but the data has a, b; rename .*=new"
     ):
         start_params(run, source, ("a", "b"))
     run, source = run_from(tmp_path, text, 2, "train.init_labels=by_position")
@@ -195,20 +195,22 @@ def test_classifier_of_another_task_is_drawn_anew_when_asked_for(text, tmp_path)
             jax.tree.map(np.testing.assert_array_equal, params[name], theirs[name])
     for labels in ("by_name", "by_position"):
         run, source = run_from(tmp_path, text, 3, f"train.init_labels={labels}")
-        with pytest.raises(ValueError, match="tells 2 labels .* and the run has 3; .*labels=new"):
+        with pytest.raises(
+            ValueError, match="has a classifier for 2 labels, but the run has 3; .*labels=new"
+        ):
             start_params(run, source, "abc")
 
 
 def test_labels_of_what_has_no_classifier_are_refused(bert, opt, text):
     run, source = run_from(bert, text, 2, "train.init_labels=by_position")
-    with pytest.raises(ValueError, match="has no classifier for model.head='sequence'; leave it"):
+    with pytest.raises(ValueError, match="has no classifier for model.head='sequence'; do not set"):
         start_params(run, source, ("colon", "none"))
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}", "train.init_labels=new")
     config, source = load(FINETUNE, overrides), read_source(opt[0])
     inherit_config(config, source, overrides)
     resolved = resolve(config)
     run = prepare(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None)
-    with pytest.raises(ValueError, match="train.init_labels='new' is for a classifier, and .*opt"):
+    with pytest.raises(ValueError, match="train.init_labels='new' is for a classifier, but .*opt"):
         start_params(run, source)
 
 
@@ -242,7 +244,7 @@ def test_run_from_nothing_goes_to_hugging_face_with_its_tokenizer(text, tmp_path
     with torch.no_grad():
         logits = theirs(torch.tensor([ids])).logits
     np.testing.assert_allclose(load_model(tmp_path)(jax.numpy.asarray([ids])), logits, atol=1e-5)
-    # And it is where a further run starts.
+    # Another run can start from this one.
     again = (*overrides, f"init_from={tmp_path}")
     assert run_main(tmp_path / "again", again, config=config) == 0
 
@@ -253,7 +255,7 @@ def test_any_config_of_the_model_takes_its_sizes_from_the_checkpoint(opt, text, 
     assert run_main(tmp_path / "run", overrides, "--fast_dev_run", config=config) == 0
     by_hand = (*overrides, "model.embed_dim=8")
     assert run_main(tmp_path / "run", by_hand, config=config) == 2
-    assert "--config.model.embed_dim=8, but in init_from=" in error_line(capsys)
+    assert "--config.model.embed_dim=8, but the checkpoint init_from=" in error_line(capsys)
 
 
 def test_configs_for_a_checkpoint_say_that_they_need_one(text, tmp_path, capsys):
@@ -275,9 +277,9 @@ def test_padding_of_another_tokenizer_is_refused(text, tmp_path, capsys):
     "change, message",
     [
         ("model.name=gpt2", "config.model.name='gpt2', but init_from="),
-        ("init_from=nowhere", "nowhere holds neither a config.json nor a checkpoint"),
+        ("init_from=nowhere", "nowhere contains neither a config.json nor a checkpoint"),
         ("data.sequence_length=64", "model.max_positions=32 is less than data.sequence_length=64"),
-        ("data.objective=masked_lm", "data.objective='masked_lm' does not fit"),
+        ("data.objective=masked_lm", "data.objective='masked_lm' does not match"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(change, message, opt, text, tmp_path, capsys):
@@ -288,7 +290,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(change, message, opt, text
 
 
 def test_example_of_the_docs_trains(opt):
-    """The ten lines of Python in docs/models.md, as they stand there."""
+    """Runs the ten lines of Python in docs/models.md unchanged."""
     text = (ROOT / "docs" / "models.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 10

@@ -1,4 +1,4 @@
-"""Runs of images that start from a checkpoint: of a pre-training, or of another size."""
+"""Image runs that start from a checkpoint: a pretraining run, or another image size."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ SIZES = (
     *("model.decoder_num_layers=1", "model.decoder_num_heads=2"),
     *("model.decoder_embed_dim=8", "model.decoder_mlp_dim=12"),
 )
-#: A digit's size and channel, patches as those of configs/vit.py.
+#: Hugging Face config for digits: their size and channel, and the patches of configs/vit.py.
 TINY_VIT = {
     **{"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16},
     **{"intermediate_size": 24, "image_size": 8, "patch_size": 2, "num_channels": 1},
@@ -57,14 +57,14 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pretrained(cache, tmp_path_factory):
-    """The workdir of an MAE."""
+    """The workdir of an MAE run."""
     workdir = tmp_path_factory.mktemp("mae")
     assert run_main(workdir, (cache, *SHORT, *SIZES), config=MAE) == 0
     return workdir
 
 
 def save(directory, name, **config):
-    """Writes a Hugging Face model whose parameters are all random, and returns it."""
+    """Saves a Hugging Face model with random parameters, and returns it."""
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(architectures=[name], **config)).eval()
@@ -76,7 +76,7 @@ def save(directory, name, **config):
 
 
 def run_from(directory, config, *overrides):
-    """Returns (run, its parameters at the start, the checkpoint's)."""
+    """Returns (run, its initial parameters, the checkpoint's parameters)."""
     overrides = (*overrides, f"init_from={directory}")
     given, source = load(config, overrides), read_source(directory)
     inherit_config(given, source, overrides)
@@ -170,7 +170,7 @@ def test_positions_are_resized_as_torch_resizes_them(overrides, cache, tmp_path)
     resized = torch.nn.functional.interpolate(grid, size=(7, 7), mode="bicubic")
     expected = torch.cat([table[:, :1], resized.flatten(2).transpose(1, 2)], dim=1).numpy()
     found = params["position_embedding"]
-    # Float32 in another order; then, where that is asked for, rounded once.
+    # float32 with another order of summation; bfloat16 parameters are also rounded once.
     rtol, atol = (2**-8, 0) if found.dtype == jnp.bfloat16 else (0, 1e-6)
     np.testing.assert_allclose(found.astype(np.float32), expected, rtol, atol)
     np.testing.assert_array_equal(found[:, 0], jnp.asarray(table[:, 0].numpy(), found.dtype))
@@ -178,7 +178,7 @@ def test_positions_are_resized_as_torch_resizes_them(overrides, cache, tmp_path)
 
 def test_patches_of_the_same_number_leave_positions_as_they_are(cache, tmp_path):
     save(tmp_path, "ViTForImageClassification", **{**TINY_VIT, "image_size": 9}, num_labels=10)
-    _, params, theirs = run_from(tmp_path, VIT, cache)  # 8 pixels, and as many patches
+    _, params, theirs = run_from(tmp_path, VIT, cache)  # 8 pixels and the same number of patches
     assert_same(params, theirs)
 
 
@@ -194,14 +194,14 @@ def test_pixels_are_normalised_as_the_checkpoint_says_if_it_does(cache, tmp_path
         return config.image_mean, config.image_stddev
 
     save(tmp_path, "ViTForImageClassification", **TINY_VIT, num_labels=10)
-    assert normalisation() == ((0.25,), (0.5,))  # the checkpoint says nothing
+    assert normalisation() == ((0.25,), (0.5,))  # the checkpoint does not state its normalization
     from_hf.convert(tmp_path, tmp_path / "converted")
     converted = run_from(tmp_path / "converted", str(own), cache)[0].model_config
     assert converted.image_mean == (0.25,)
     said = {"image_mean": [0.1], "image_std": [0.4], "size": 8}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
     assert normalisation() == ((0.1,), (0.4,))
-    with pytest.raises(ValueError, match=r"image_mean=\(0\.75,\), but .* \(0\.1,\); leave it"):
+    with pytest.raises(ValueError, match=r"image_mean=\(0\.75,\), but .* \(0\.1,\); omit"):
         normalisation("model.image_mean=(0.75,)")
 
 
@@ -217,7 +217,7 @@ def test_weights_across_patches_are_of_one_image_size(cache, tmp_path):
 @pytest.mark.parametrize("name", ["SwinForImageClassification", "Swinv2ForImageClassification"])
 def test_windows_without_positions_are_refused(name, cache, tmp_path):
     save(tmp_path, name, **TINY_SWIN, num_labels=10)
-    _, params, theirs = run_from(tmp_path, SWIN, cache, "images.size=24")  # windows stay
+    _, params, theirs = run_from(tmp_path, SWIN, cache, "images.size=24")  # the same windows
     assert_same(params, theirs)
     with pytest.raises(ValueError, match=r"\(4, 4\) patches .* images\.size=8 makes them \(4, 2\)"):
         run_from(tmp_path, SWIN, cache, "images.size=8")
@@ -239,10 +239,14 @@ def test_pool_is_that_of_a_classifier_which_is_taken(pretrained, cache, tmp_path
     assert run.model_config.pool == "class_token"
     assert_same(params["encoder"], theirs["encoder"])
     assert_same(params["classifier"], run.state.initial().params["classifier"])
-    with pytest.raises(ValueError, match=r"model\.pool='class_token', but in init_from=.* 'mean'"):
+    with pytest.raises(
+        ValueError, match=r"model\.pool='class_token', but the checkpoint init_from=.* 'mean'"
+    ):
         run_from(tmp_path, VIT, cache, "model.pool=class_token")
 
 
 def test_what_is_no_encoder_of_the_model_is_refused(pretrained, cache):
-    with pytest.raises(ValueError, match=r"model\.name='swin', but init_from=.* holds a mae; take"):
+    with pytest.raises(
+        ValueError, match=r"model\.name='swin', but init_from=.* contains a mae; use"
+    ):
         run_from(pretrained, SWIN, cache)

@@ -1,4 +1,4 @@
-"""FLOPs counted against formulas, and stages balanced by them against all other cuts."""
+"""FLOPs compared with formulas, and the balance of stages compared with all other cuts."""
 
 import itertools
 
@@ -61,7 +61,7 @@ def test_traced_flops_look_into_functions_with_their_own_derivative():
     def gradients(x, w):
         return jax.grad(lambda x, w: product(x, w).sum(), argnums=(0, 1))(x, w)
 
-    # Forward, dx and the two products of that odd dw.
+    # Forward, dx, and the two products of the custom dw.
     count = 2 * 3 * 5 * 5 + 2 * 3 * 5 * 5 + 2 * 5 * 3 * 5 + 2 * 5 * 5 * 5
     assert traced_flops(gradients, struct(3, 5), struct(5, 5)) == count
 
@@ -75,15 +75,15 @@ def test_traced_flops_of_a_backward_are_twice_the_forward_and_recomputation_is_o
     assert traced_flops(loss, *arguments) == forward
     assert traced_flops(jax.grad(loss, argnums=(0, 1)), *arguments) == 3 * forward
     again = jax.grad(jax.checkpoint(loss), argnums=(0, 1))
-    # Both products run again: the gradient of a tanh needs its result.
+    # Both products are recomputed, because the gradient of a tanh needs its result.
     assert traced_flops(again, *arguments) == 4 * forward
 
 
-# A GPT-2 by hand: matrix products of a layer and of the head.
+# FLOPs of a GPT-2 from formulas: matrix products of a layer and of the head.
 
 
 def gpt2(vocab_size: int):
-    """Returns a GPT-2's parts, parameters and microbatch, all abstract."""
+    """Returns a GPT-2's functions, abstract parameters and abstract microbatch."""
     config = GPT2Config(
         vocab_size=vocab_size,
         max_positions=T,
@@ -100,10 +100,10 @@ def gpt2(vocab_size: int):
 
 
 def layer_flops(*, recomputes: bool) -> int:
-    """Returns a layer's, forward and backward, as our attention on a CPU computes it.
+    """Returns the FLOPs of a layer, forward and backward, with Taibai's attention for CPUs.
 
-    The kernels of qkv, out, up and down take one product forward and two backward. q·kᵀ and
-    weights·v take one each forward and five backward, which computes the first of them again.
+    The kernels of qkv, out, up and down need one product forward and two backward. Attention needs
+    two forward (q·kᵀ and weights·v) and five backward, which recomputes q·kᵀ.
     """
     kernels = 2 * B * T * (3 * D * D + D * D + 2 * 4 * D * D)
     scores = 2 * B * T * T * D
@@ -119,7 +119,7 @@ def busiest(counts, vocab: int, *, recomputes: bool, shares_vocab: bool) -> int:
     """Returns the FLOPs of the busiest stage."""
     stages = [count * layer_flops(recomputes=recomputes) for count in counts]
     if not shares_vocab:
-        # The last forward runs in its backward, once.
+        # The last stage's forward pass is part of its backward pass: nothing is recomputed.
         stages[-1] = counts[-1] * layer_flops(recomputes=False) + head_flops(vocab)
     return max(stages)
 
@@ -134,7 +134,7 @@ def balanced(vocab: int, num_chunks: int, *, recomputes: bool, shares_vocab: boo
 @pytest.mark.parametrize("vocab", [8, 256, 512, 4096])
 def test_balanced_give_the_busiest_stage_the_least_of_all_cuts(vocab, num_chunks, recomputes):
     for shares_vocab in (False, True):
-        flags = {"recomputes": recomputes, "shares_ends": shares_vocab}
+        flags = {"recomputes": recomputes, "shares_vocab": shares_vocab}
         counts = balanced(vocab, num_chunks, **flags)
         assert len(counts) == num_chunks and sum(counts) == LAYERS
         every = itertools.product(range(LAYERS + 1), repeat=num_chunks)
@@ -143,8 +143,8 @@ def test_balanced_give_the_busiest_stage_the_least_of_all_cuts(vocab, num_chunks
 
 
 def test_balanced_give_the_stage_of_a_large_head_fewer():
-    flags = {"recomputes": True, "shares_ends": False}
-    # The head costs as much as so many layers.
+    flags = {"recomputes": True, "shares_vocab": False}
+    # The head costs as much as 1 to 2 layers.
     assert 1 < head_flops(512) / layer_flops(recomputes=True) < 2
     assert balanced(512, 2, **flags) == [4, 2]
     assert balanced(8, 2, **flags) == [3, 3]
@@ -158,7 +158,7 @@ def test_balanced_with_shared_ends_are_even(num_chunks):
 
 
 def test_layer_flops_of_the_formula_are_those_traced():
-    """The formula above is what the other tests rest on."""
+    """The other tests rely on the formula above."""
     parts, params, batch = gpt2(8)
     layer = jax.tree.map(lambda p: struct(*p.shape[1:]), parts.split(params)["layers"]["decoder"])
     x, number = struct(B, T, D), struct(dtype=jnp.int32)

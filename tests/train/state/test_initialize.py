@@ -1,4 +1,4 @@
-"""How the state begins: equal bits wherever it lies, and nobody ever has all of it."""
+"""Initialization of the state: equal bits for any placement, and no device ever has all of it."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_no_device_has_more_than_its_shards_when_the_state_is_made(mesh, corpus_
     leaves = jax.tree.leaves(run.state.abstract)
     shards = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
     made = memory(compiled).in_all
-    # Random bits of a shard are there beside it; the whole is eight times as much.
+    # A shard and its random bits exist at the same time; the whole is eight times as large.
     assert made is not None and made < 2 * sum(shards) < sum(map(num_bytes, leaves)) / 2
     for leaf in leaves:
         if not leaf.sharding.is_fully_replicated and leaf.size > 128 * 128:
@@ -69,7 +69,7 @@ def test_no_device_has_more_than_its_shards_when_the_state_is_made(mesh, corpus_
 
 
 def test_device_has_nothing_of_a_hosted_stack_when_the_state_is_made(corpus_overrides):
-    """Its layers come one by one; see models/stack.py: only_layers."""
+    """Layers are created one at a time; see only_layers in models/stack.py."""
     run, _ = make_run((*TINY, *corpus_overrides, *HOSTED))
     with jax.set_mesh(run.mesh):
         program = open_jaxpr(run.state.state_init.made_at_once.trace().jaxpr, ())

@@ -1,4 +1,4 @@
-"""A run's state in slots and in layers: the same bits, and never more of them than needed."""
+"""The state in slots and in layers: the same bits, and no unnecessary copies."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from tests.runs import TINY, digest, make_run
 from train.state.layout import StateLayout
 from train.state.train_state import TrainState
 
-#: name -> (overrides, whether the stack's arrays change their form).
+#: name -> (overrides, whether slots and layers of the stack differ).
 LAYOUTS: dict[str, tuple[tuple[str, ...], bool]] = {
     "even": (("mesh.pipeline=2", "mesh.fsdp=2"), False),
     "chunks": (
@@ -61,7 +61,7 @@ def leaves(tree) -> dict[str, jax.Array]:
 
 
 def of_stack(state: TrainState) -> dict[str, jax.Array]:
-    """Returns the arrays of the state that belong to the stack: parameters and both moments."""
+    """Returns the arrays of the stack in the state: parameters and both moments."""
     found = {path: leaf for path, leaf in leaves(state).items() if "decoder" in path}
     assert len(found) == 3 * 12  # a block has 12 parameters
     return found
@@ -69,7 +69,7 @@ def of_stack(state: TrainState) -> dict[str, jax.Array]:
 
 @pytest.fixture
 def compilations():
-    """The seconds of every program that is compiled during the test."""
+    """The compile times in seconds of every program that is compiled during the test."""
     seconds: list[float] = []
 
     def listen(event: str, duration: float, **_: str | int) -> None:
@@ -83,7 +83,7 @@ def compilations():
 
 
 def some_state(run) -> TrainState:
-    """Returns a state on the mesh of which every element is its own, and padding is zero."""
+    """Returns a state on the mesh whose elements are all different, and whose padding is zero."""
     layout, rng = run.layouts["decoder"], np.random.default_rng(0)
 
     def make(path, leaf):
@@ -96,7 +96,7 @@ def some_state(run) -> TrainState:
 
 
 def as_restored(run, portable: TrainState) -> TrainState:
-    """Returns what a checkpoint of that state gives back: the same on the devices."""
+    """Returns the state as a checkpoint would restore it: the same values on the devices."""
     return jax.tree.map(
         lambda leaf, target: jax.device_put(np.asarray(leaf), target.sharding),
         portable,
@@ -122,20 +122,20 @@ def test_state_goes_to_portable_and_back_to_the_bit(name, corpus_overrides):
     for path, leaf in leaves(after).items():
         np.testing.assert_array_equal(np.asarray(leaf), before[path], err_msg=path)
         assert leaf.sharding == leaves(run.state.abstract)[path].sharding, path
-    # What changed its form is used up: there need not be room for two copies of a state.
+    # Converted arrays are deleted, because there may be no room for two copies of the state.
     gone = {path for path, leaf in leaves(restored).items() if leaf.is_deleted()}
     assert gone == (set(in_stack) if name in CHANGED else set())
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, after)))
 
 
 def test_state_becomes_portable_without_compiling_anew(corpus_overrides, compilations):
-    """Every save of a run asks for it."""
-    # Of a width that no other test has, so that there is something to compile.
+    """Every save of a run converts the state."""
+    # No other test has this width, so the first conversion has to be compiled.
     run = run_of(corpus_overrides, "uneven", "model.embed_dim=80")[0]
     state = some_state(run)
     run.state.to_portable(state)
     count = len(compilations)
-    assert count > 0  # the control: the first time something is
+    assert count > 0  # the control: the first conversion is compiled
     run.state.to_portable(state)
     assert len(compilations) == count
 
@@ -153,9 +153,9 @@ def test_portable_initial_state_has_the_bits_of_one_device(name, corpus_override
     initial = run.state.initial()
     portable = run.state.to_portable(initial)
     assert digest(portable) == digest_of_one_device(corpus_overrides)
-    # And that is no digest of zeros.
+    # The digest is not a digest of zeros.
     assert all(np.any(leaf) for path, leaf in leaves(portable.params).items() if "kernel" in path)
-    # What has another form lies on the host; the rest is neither copied nor moved.
+    # Converted arrays are on the host; the others are neither copied nor moved.
     in_stack = of_stack(portable)
     for path, leaf in leaves(portable).items():
         if path in in_stack:
@@ -188,11 +188,11 @@ def test_portable_arrays_are_split_over_devices_other_than_by_layers(name, corpu
     for path, leaf in of_stack(run.state.portable).items():
         shard = leaf.sharding.shard_shape(leaf.shape)
         assert shard[0] == leaf.shape[0] == run.layouts["decoder"].num_layers, path
-        # A device holds no more of it than a stage does, whose slots are one or more layers.
+        # A device has no more of an array than a stage does; a stage has at least one slot.
         of_slots = in_slots[path]
         other_dims = of_slots.sharding.shard_shape(of_slots.shape)[1:]
         assert np.prod(shard[1:]) * num_stages == np.prod(other_dims), path
-        # Each device has its own part of it, but for those that repeat one another anyway.
+        # Devices have different parts, except those that replicate each other anyway.
         parts = {str(i) for i in leaf.sharding.devices_indices_map(leaf.shape).values()}
         assert len(parts) == np.prod(leaf.shape) // np.prod(shard) >= num_stages, path
 
@@ -205,7 +205,7 @@ def test_portable_array_that_no_dim_lets_split_is_whole(corpus_overrides):
     for leaf in of_norm:  # [layers, 6], and 4 stages
         assert leaf.sharding.shard_shape(leaf.shape) == leaf.shape
     up = [leaf for path, leaf in of_stack(run.state.portable).items() if "up" in path]
-    for leaf in up:  # [layers, 6, 24] and [layers, 24]: the dim that divides
+    for leaf in up:  # [layers, 6, 24] and [layers, 24]: the dim that 4 divides
         assert leaf.sharding.shard_shape(leaf.shape) == (*leaf.shape[:-1], 6)
 
 
@@ -225,7 +225,7 @@ def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrid
     for path, leaf in of_stack(state).items():
         after = np.asarray(leaf)
         assert not np.any(after[padding]), path
-        # The control: every layer beside it has moved.
+        # The control: all other layers have changed.
         moved = np.any((after != before[path])[used].reshape(len(used), -1), axis=1)
         assert np.all(moved), path
 

@@ -1,4 +1,4 @@
-"""Training state in host memory: the same losses, and one layer of it at a time on the device."""
+"""Training state in host memory: the same losses, and one layer at a time on the device."""
 
 import re
 import shutil
@@ -36,7 +36,7 @@ LEVELS = {
     "names kept and moved": ("train.remat=attention_out", "memory.offload_activations=mlp"),
     "everything kept": ("train.remat=none",),
 }
-#: What CI runs; the rest is a campaign.
+#: Cases that CI runs; `-m slow` adds the others.
 CHOSEN = {
     *((placement, "2x2x2", 3, "names kept and moved") for placement in PLACEMENTS),
     ("all", "one device", 0, "nothing kept"),
@@ -51,7 +51,7 @@ def combinations():
             for stage in (0, 1, 2, 3):
                 streams = placement in ("all", "half the parameters")
                 if streams and stage == 0 and mesh != "one device":
-                    continue  # refused: see below
+                    continue  # rejected, see the last test
                 for level in LEVELS:
                     is_slow = (placement, mesh, stage, level) not in CHOSEN
                     marks = [pytest.mark.slow] * is_slow
@@ -64,12 +64,12 @@ def test_losses_equal_those_of_one_device(placement, mesh, stage, level, corpus_
         base = (*TINY, *corpus_overrides, *FLOAT64)
         changes = (*PLACEMENTS[placement], *MESHES[mesh], *LEVELS[level])
         found = losses(*make_run((*base, *changes, f"memory.zero_stage={stage}")), 4)
-        # Rounding in float64 is 1e-16 a sum; a bug is far above.
+        # Rounding errors in float64 are about 1e-16 per sum; bugs cause far larger differences.
         np.testing.assert_allclose(found, reference_losses(base, 4), rtol=1e-9, atol=0)
 
 
 def kinds(state) -> dict[str, str]:
-    """Memory kind by the path of a leaf."""
+    """Returns path -> memory kind for every leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): leaf.sharding.memory_kind for path, leaf in leaves}
 
@@ -96,7 +96,7 @@ def test_state_lies_where_it_was_asked_to_before_and_after_a_step(placement, cor
 
 
 def moved(run) -> dict[str, Counter]:
-    """Shapes of what the traced step moves to the host and to the device."""
+    """Returns the shapes of arrays that the traced step copies to the host and to the device."""
     found = {"to host": Counter(), "to device": Counter()}
 
     def visit(jaxpr):
@@ -116,7 +116,7 @@ def moved(run) -> dict[str, Counter]:
 
 
 def test_device_gets_one_layer_at_a_time(corpus_overrides):
-    """Nothing of a stack comes as a whole, but for the device's own copy if it is to have one."""
+    """No whole stack is copied to the device, except the step's own copy of the parameters."""
     base = (*TINY, *corpus_overrides)
     assert not any(moved(make_run(base)[0]).values())
     for placement in ("optimizer", "all"):
@@ -125,15 +125,17 @@ def test_device_gets_one_layer_at_a_time(corpus_overrides):
         up, in_update = found["to device"][whole[1:]], found["to device"][1, *whole[1:]]
         assert found["to device"][whole] == 0
         assert found["to host"][whole] == 0
-        # In the update: master and two moments; gradients for the norm and once more.
+        # The update copies master weights and two moments; hosted gradients are copied twice, for
+        # the norm and for the update.
         assert in_update == (3 if placement == "optimizer" else 5)
         assert found["to host"][1, *whole[1:]] == 3
-        # Once for the copy; or in forward and backward, with the gradients so far beside it.
+        # Parameters are copied once for the step's copy; or in the forward and the backward pass,
+        # together with the gradients accumulated so far.
         assert up == (1 if placement == "optimizer" else 3)
 
 
 def test_several_stacks_stages_and_skipped_steps_go_with_it(corpus_overrides):
-    """T5's two stacks, on uneven stages that share the vocab, all of it in host memory."""
+    """T5's two stacks, on uneven stages that share the vocab, with everything in host memory."""
     shape = ("model.num_layers=2", "model.num_decoder_layers=2", "model.head_dim=6")
     tiny = (
         *(override for override in TINY if "num_layers" not in override),
@@ -149,7 +151,7 @@ def test_several_stacks_stages_and_skipped_steps_go_with_it(corpus_overrides):
 
 
 def test_step_holds_no_more_than_its_copy_of_the_parameters(corpus_overrides):
-    """As temporaries; state that the update read elsewhere than it writes would be copied whole."""
+    """State that the update does not change in place would be copied as a whole."""
     base = (*TINY, *corpus_overrides, "model.embed_dim=64")
 
     def temporaries(*overrides: str) -> tuple[int, int]:
@@ -186,7 +188,7 @@ def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp
         )
     ]
     plain, found = (np.array(each, float) for each in values)
-    # float32, another order of sums on the mesh, and five steps of Adam.
+    # float32 with another order of summation on the mesh, and five steps of Adam.
     np.testing.assert_allclose(found, plain, rtol=1e-4)
 
 
@@ -197,19 +199,19 @@ def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp
             ("memory.placement=disk",),
             "memory.placement='disk' is unknown; choose device, host, auto",
         ),
-        (("memory.offload_parameters_fraction=0.5",), "is for memory.placement=host alone"),
-        ((HOSTED, "memory.offload_optimizer_fraction=2"), "=2.0 must lie in 0 .. 1"),
+        (("memory.offload_parameters_fraction=0.5",), "requires memory.placement=host, not device"),
+        ((HOSTED, "memory.offload_optimizer_fraction=2"), "=2.0 must be between 0 and 1"),
         (
             (*PLACEMENTS["all"], "mesh.data=2"),
             "on mesh.data=2 × mesh.fsdp=1 no parameter of a stack can be read from the host one "
-            "layer at a time, as replicas hold each alike; set memory.zero_stage to 1, 2 or 3",
+            "layer at a time, because all are replicated; set memory.zero_stage to 1, 2 or 3",
         ),
         (
             (HOSTED, "optimizer.name=tests.runs:factored"),
-            "memory.placement=host updates one layer at a time, and optimizer.name="
-            "'tests.runs:factored' may look at more than one element; set optimizer.name=adamw",
+            "memory.placement=host updates one layer at a time, but optimizer.name="
+            "'tests.runs:factored' may not be element-wise; set optimizer.name=adamw",
         ),
-        ((HOSTED, "optimizer.name=lamb"), "may look at more than one element; set optimizer.name"),
+        ((HOSTED, "optimizer.name=lamb"), "may not be element-wise; set optimizer.name"),
     ],
 )
 def test_what_cannot_be_placed_so_is_refused(overrides, message, corpus_overrides):

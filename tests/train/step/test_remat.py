@@ -1,4 +1,4 @@
-"""What a block keeps for its backward, and where: the losses do not depend on it."""
+"""Rematerialization and offloading of activations do not change the losses."""
 
 import re
 
@@ -33,7 +33,7 @@ MESHES = {
 }
 
 
-#: What CI runs; the rest is a campaign.
+#: Cases that CI runs; `-m slow` adds the others.
 CHOSEN = {
     *((level, "2x2x2, nothing recomputed by the pipeline") for level in LEVELS),
     ("everything, some on the host", "one device"),
@@ -54,12 +54,12 @@ def test_losses_equal_one_device_that_keeps_everything(level, mesh, corpus_overr
     with jax.enable_x64(True):
         base = (*TINY, *corpus_overrides, *FLOAT64)
         found = losses(*make_run((*base, *MESHES[mesh], *LEVELS[level])), 4)
-        # Rounding in float64 is 1e-16 a sum; a bug is far above.
+        # Rounding errors in float64 are about 1e-16 per sum; bugs cause far larger differences.
         np.testing.assert_allclose(found, reference_losses(base, 4), rtol=1e-9, atol=0)
 
 
 def buffers(run) -> dict[bool, set[tuple]]:
-    """Returns the shapes of all arrays that the step's loops give out, by whether on the host."""
+    """Returns whether on the host -> shapes of all arrays that the step's loops return."""
     found: dict[bool, set[tuple]] = {True: set(), False: set()}
 
     def visit(jaxpr):
@@ -88,7 +88,7 @@ def test_named_activations_lie_where_they_were_asked_to(corpus_overrides):
 
 
 def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
-    """As FLOPs of the compiled step, and the memory for it the other way round."""
+    """Measured as FLOPs of the compiled step; its memory changes the other way round."""
     base = (*TINY, *corpus_overrides, "pipeline.remat=none", "model.dropout=0.0")
     found = []
     for remat in ("full", "attention_out", "qkv,attention_out", NAMES):
@@ -103,10 +103,10 @@ def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
 
 @pytest.mark.parametrize("config", ["gpt2", "opt", "llama", "roberta", "t5"])
 def test_every_model_names_the_same_activations(config, corpus_overrides):
-    """By an error message, which lists them."""
+    """Read from an error message that lists the names."""
     file = str(ROOT / "configs" / f"{config}.py")
     tiny = ["data.name=text", "data.tokenizer=bytes", *corpus_overrides]
-    message = "names an activation 'keys'; choose some of the names that there are: "
+    message = "names an activation 'keys'; choose names of activations: "
     with pytest.raises(ValueError, match=message + ", ".join(sorted(NAMES.split(",")))):
         make_run((*tiny, "memory.offload_activations=keys"), file)
 
@@ -114,9 +114,9 @@ def test_every_model_names_the_same_activations(config, corpus_overrides):
 def test_unknown_level_is_refused_with_levels_and_names(corpus_overrides):
     message = (
         "train.remat='mpl': no block of GPT2 names an activation 'mpl'; choose none, full, dots, "
-        "or some of the names that there are: attention, attention_out, mlp, qkv"
+        "or names of activations: attention, attention_out, mlp, qkv"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         make_run((*TINY, *corpus_overrides, "train.remat=mpl"))
-    with pytest.raises(ValueError, match="holds an empty name"):
+    with pytest.raises(ValueError, match="contains an empty name"):
         make_run((*TINY, *corpus_overrides, "train.remat=mlp,"))

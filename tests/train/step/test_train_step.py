@@ -30,7 +30,7 @@ def test_nothing_crosses_data_inside_the_microbatch_loop(mesh, corpus_overrides)
     assert [c for c in found if "data" in c.axes and c.loop_depth > 0] == []
     outside = [c for c in found if "data" in c.axes]
     assert outside and all(c.kind == "all-reduce" for c in outside)
-    # Every gradient crosses once: its bytes on a device, and a few scalars.
+    # Every gradient is reduced once: its bytes on a device, and a few scalars.
     gradient_bytes = sum(
         4 * np.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(run.state.abstract.params)
@@ -68,8 +68,8 @@ def test_loss_is_the_mean_over_weighted_tokens_whatever_the_microbatches(corpus_
         run, corpus = make_run(overrides)
         state, metrics = run.train_step(run.state.initial(), a_batch(run, corpus, weights=weights))
         values.append(metrics["loss"])
-    np.testing.assert_allclose(values[0], values[1], rtol=1e-6)  # float32, another order of sums
-    assert abs(values[0] - np.log(257)) < 0.5  # an untrained model knows nothing of 257 tokens
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-6)  # float32, other order of summation
+    assert abs(values[0] - np.log(257)) < 0.5  # an untrained model: log of 257 tokens
 
 
 def test_step_with_non_finite_loss_changes_only_the_counters(corpus_overrides):
@@ -83,7 +83,7 @@ def test_step_with_non_finite_loss_changes_only_the_counters(corpus_overrides):
     state, metrics = run.train_step(state, a_batch(run, corpus))
     assert (int(state.step), int(metrics["num_skipped"])) == (2, 1)
     assert np.isfinite(metrics["loss"])
-    # A skipped step does not use up the schedule's warm-up.
+    # A skipped step does not advance the learning-rate schedule.
     assert float(metrics["learning_rate"]) == pytest.approx(0.01 / 5)
 
 

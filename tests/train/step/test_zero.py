@@ -1,4 +1,4 @@
-"""ZeRO in training: the losses of one device, a state in parts, and no other collectives."""
+"""ZeRO: the losses of one device, a sharded state, and no unexpected collectives."""
 
 import math
 from collections import defaultdict
@@ -16,9 +16,9 @@ MESHES = {
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
     "data=2 fsdp=2": ("mesh.data=2", "mesh.fsdp=2"),
 }
-#: What CI leaves out: each stage is trained on data=4, and on one of these two meshes.
+#: Cases that CI omits: it trains each stage on data=4 and on one of these two meshes.
 CAMPAIGN = {("2x2x2", 2), ("data=2 fsdp=2", 1)}
-#: Below this, sums are those of losses, counts and norms.
+#: Smaller all-reduces are of losses, counts and norms.
 FEW_BYTES = 512
 
 
@@ -35,19 +35,19 @@ def test_losses_equal_one_device(mesh, stage, corpus_overrides):
         base = (*TINY, *corpus_overrides, *FLOAT64)
         run, corpus = make_run((*base, *MESHES[mesh], f"memory.zero_stage={stage}"))
         assert digest(run.state.to_portable(run.state.initial()).params) == reference_digest(base)
-        # Rounding in float64 is 1e-16 a sum; a bug is far above.
+        # Rounding errors in float64 are about 1e-16 per sum; bugs cause far larger differences.
         found = losses(run, corpus, 5)
         np.testing.assert_allclose(found, reference_losses(base, 5), rtol=1e-9, atol=0)
 
 
 def a_run(corpus_overrides, *overrides: str):
-    """A run whose every parameter eight replicas can share out."""
+    """Returns a run in which eight replicas can shard every parameter."""
     run, _ = make_run((*TINY, *corpus_overrides, *overrides))
     return run
 
 
 def num_bytes(tree) -> int:
-    """Bytes on one device."""
+    """Returns the bytes on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
@@ -63,7 +63,7 @@ def test_parameters_and_optimizer_state_lie_in_eighths(stage, corpus_overrides):
         part for part in jax.tree.leaves(state.opt_state, is_leaf=_is_adam) if _is_adam(part)
     ]
     assert num_bytes(moments.mu) == num_bytes(moments.nu) == whole // parts
-    # And so it is made, and so a step leaves it.
+    # The state is created with these shardings, and a step keeps them.
     for leaf, real in zip(
         jax.tree.leaves(state), jax.tree.leaves(run.state.initial()), strict=True
     ):
@@ -75,7 +75,7 @@ def _is_adam(part) -> bool:
 
 
 def bytes_by_kind(run) -> dict[tuple, int]:
-    """(kind, axes, whether in the loop over layers) -> bytes that a device gets, each time once."""
+    """Returns (kind, axes, whether in the loop over layers) -> bytes per device and execution."""
     found = defaultdict(int)
     for each in collectives(run.train_step, run.mesh):
         if each.kind != "all-reduce" or each.bytes > FEW_BYTES:
@@ -95,7 +95,7 @@ def test_collectives_over_data_are_those_of_the_stage(corpus_overrides):
     whole = num_bytes(params)
     layer = num_bytes(params["decoder"]) // 4
     ends = whole - 4 * layer
-    # The head's loss and counts travel with the gradients.
+    # The head's loss and counts are reduced together with the gradients.
     assert found(0) == {("all-reduce", data, False): pytest.approx(whole, abs=FEW_BYTES)}
     assert found(1) == {
         ("all-gather", data, False): whole,
@@ -105,8 +105,8 @@ def test_collectives_over_data_are_those_of_the_stage(corpus_overrides):
         ("all-gather", data, False): whole,
         ("reduce-scatter", data, False): whole // 8,
     }
-    # In the loop over layers a layer is gathered in the forward and again in the backward, but for
-    # the few biases that the latter does not read; no loop has all of them.
+    # In the loop over layers, a layer is gathered in the forward and again in the backward pass,
+    # except for the few biases that the backward pass does not read; no loop gathers all layers.
     deep = found(3)
     assert deep.pop(("all-gather", data, True)) == pytest.approx(2 * layer, rel=0.05)
     assert deep == {
@@ -123,7 +123,7 @@ def test_collectives_over_data_are_those_of_the_stage(corpus_overrides):
 @pytest.mark.parametrize("zero", ["memory.zero_stage=0", "memory.zero_stage=3"])
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_parameters_are_put_together_over_replicas_alone(axis, zero, corpus_overrides):
-    """What `model` splits as well stays split: else each device would get all of a layer."""
+    """A gather over replicas keeps the split over `model`, so that no device gets a whole layer."""
     sizes = ("mesh.pipeline=2", f"mesh.{axis}=2", "mesh.model=2")
     run = a_run(corpus_overrides, *sizes, zero)
     kinds = {(each.kind, each.axes) for each in collectives(run.train_step, run.mesh)}
@@ -141,5 +141,5 @@ def test_no_device_holds_all_gradients_in_stage_3(corpus_overrides):
         return memory.temp_size_in_bytes, num_bytes(run.state.abstract.params) * 8
 
     (of_2, whole), (of_3, _) = temporaries(2), temporaries(3)
-    # Stage 2 has in its step all parameters and a gradient of each, stage 3 an eighth of these.
+    # In a step, stage 2 has all parameters and their gradients, stage 3 an eighth of them.
     assert of_2 - of_3 > 1.5 * whole
