@@ -1,1 +1,1 @@
-"""What a user would measure: ours and its peers, side by side in one run."""
+"""Benchmarks of steps, pipelines, data loading, checkpoints, conversion and memory estimates."""

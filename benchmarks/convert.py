@@ -1,8 +1,8 @@
 """Measures the memory of conversions: `python -m benchmarks.convert DIRECTORY [--json]`.
 
-Makes up a LLaMA of two billion random weights in DIRECTORY, in bfloat16 and several files, converts
-it to ours and back, each in a process of its own, and compares every bit. Peak memory must stay
-under the largest tensor + 1 GiB, whatever the model's size.
+The benchmark writes a LLaMA with two billion random weights to DIRECTORY, in bfloat16 and in
+several files. It converts the model to ours and back, each in a separate process, and compares every bit.
+Peak memory must stay below the largest tensor + 1 GiB, whatever the size of the model.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from convert.model_on_disk import shapes_of
 from convert.registry import architectures
 from convert.tensor_files import ShardWriter, open_tensors, same_values
 
-#: Sizes of the model; those of about 2 billion weights.
+#: Config of the model, which has about 2 billion weights.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -47,9 +47,13 @@ _SHARD_BYTES = GIB
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the figures; returns 0, or 1 if a bound is broken or a bit differs."""
+    """Run the command; return 0, or 1 if peak memory exceeds the bound or a bit differs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", allow_abbrev=False)
-    parser.add_argument("directory", type=Path, help="where to write; three times the model's size")
+    parser.add_argument(
+        "directory",
+        type=Path,
+        help="directory to write to; needs three times the size of the model",
+    )
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
@@ -82,7 +86,15 @@ _PACKAGES = ("jax", "flax", "orbax-checkpoint", "tensorstore", "numpy")
 
 
 def make(directory: Path, config: dict[str, Any]) -> list[tuple[str, int]]:
-    """Writes a model of random weights, and returns (name, bytes) of its tensors."""
+    """Write a Hugging Face model with random weights.
+
+    Args:
+        directory: a new directory for the model.
+        config: contents of its config.json.
+
+    Returns:
+        (name, bytes) of every tensor.
+    """
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     architecture = architectures()[config["architectures"][0]]
@@ -105,7 +117,19 @@ def make(directory: Path, config: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def measure(module: str, source: Path, target: Path) -> dict[str, Any]:
-    """Returns time and peak memory of a conversion in a process of its own."""
+    """Run a conversion in a separate process and measure it.
+
+    Args:
+        module: module of the conversion, such as "convert.to_hf".
+        source: directory of the model to convert.
+        target: directory for the result.
+
+    Returns:
+        Time in seconds and peak memory in bytes.
+
+    Raises:
+        RuntimeError: the conversion failed.
+    """
     command = [sys.executable, "-m", module, str(source), str(target)]
     start = time.perf_counter()
     process = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"})
@@ -117,12 +141,13 @@ def measure(module: str, source: Path, target: Path) -> dict[str, Any]:
 
 
 def same(first: Path, second: Path) -> bool:
-    """Returns whether two models have the same tensors to the bit."""
+    """Return whether two models have bitwise identical tensors."""
     a, b = open_tensors(first), open_tensors(second)
     return a.keys() == b.keys() and all(same_values(a[name], b[name]) for name in a)
 
 
 def as_text(figures: dict[str, Any]) -> str:
+    """Return the figures as a readable text."""
     bound = figures["bound_bytes"]
     lines = [
         f"{figures['num_parameters']:,} parameters, {figures['model_bytes'] / GIB:.2f} GiB; "

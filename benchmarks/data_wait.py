@@ -1,9 +1,9 @@
 """Measures how long training waits for images: `python -m benchmarks.data_wait --out=FILE`.
 
-Trains `configs/vit.py` on the handwritten digits, and a published size of it on JPEG files as large
-as ImageNet's with some numbers of worker processes, each as a user types it. What is read off are
-`data_wait_s` and `step_time_s` of the run's metrics.jsonl. A CPU computes the steps and reads the
-images with the same cores; beside an accelerator the steps leave them to the reading.
+The benchmark trains `configs/vit.py` on handwritten digits, and one of its published sizes on JPEG
+files as large as ImageNet's, with several numbers of worker processes. It starts `train.main` as a
+user would, and reads `data_wait_s` and `step_time_s` from the run's metrics.jsonl. On a CPU, steps
+and reading share the cores; with an accelerator, steps leave the cores to the reading.
 """
 
 import argparse
@@ -22,22 +22,26 @@ from benchmarks.images import write_images
 from train.reporting.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[1]
-# The first steps live on what was read while the step was compiled.
+# The first steps use batches that were read while the step was compiled.
 _WARM_UP_STEPS = 10
 _NEVER = ("eval.every_steps=0", "checkpoint.every_steps=0", "log.every_steps=1")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data_wait", allow_abbrev=False)
-    parser.add_argument("--workers", default="0,1,2", help="numbers of processes, with commas")
-    parser.add_argument("--files", type=int, default=500, help="JPEG files that are written")
-    parser.add_argument("--size", default="tiny16", help="of configs/vit.py, for these files")
-    parser.add_argument("--batch", type=int, default=16, help="JPEG images a step")
+    parser.add_argument(
+        "--workers", default="0,1,2", help="numbers of worker processes, separated by commas"
+    )
+    parser.add_argument("--files", type=int, default=500, help="number of JPEG files to write")
+    parser.add_argument(
+        "--size", default="tiny16", help="size of configs/vit.py for the JPEG files"
+    )
+    parser.add_argument("--batch", type=int, default=16, help="JPEG images per step")
     parser.add_argument("--steps", type=int, default=30, help="steps on JPEG files")
     parser.add_argument("--digits_steps", type=int, default=300, help="steps on digits")
-    parser.add_argument("--note", help="what else the machine did, for example")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--note", help="remark to store, such as other load of the machine")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args(argv)
     try:
         workers = [int(number) for number in args.workers.split(",")]
@@ -64,7 +68,16 @@ def main(argv: list[str] | None = None) -> int:
 def measure(
     directory: Path, workers: list[int], args: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], float]:
-    """Returns the figures of each run, and the mean bytes of the JPEG files it writes."""
+    """Train on digits and, with every number of worker processes, on JPEG files.
+
+    Args:
+        directory: an existing directory for images, caches and runs.
+        workers: numbers of worker processes.
+        args: the arguments of the command line.
+
+    Returns:
+        The figures of every run, and the mean size of the JPEG files in bytes.
+    """
     file_bytes = write_images(directory / "images", args.files) / args.files
     digits = (f"train.num_steps={args.digits_steps}",)
     rows = [_run(directory, "digits, 8 × 8", "configs/vit.py", digits, 0)]
@@ -82,7 +95,7 @@ def measure(
 def _run(
     directory: Path, name: str, config: str, overrides: tuple[str, ...], num_workers: int
 ) -> dict[str, Any]:
-    """Returns what a run waited for data, per step."""
+    """Train once and return how long its steps waited for data."""
     workdir = Path(tempfile.mkdtemp(dir=directory))
     cache = f"data.cache_dir={directory / 'cache'}"
     workers = f"images.num_workers={num_workers}"
@@ -106,7 +119,7 @@ def _run(
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
-    """Returns the figures for a reader."""
+    """Return the figures as a readable text."""
     lines = [
         f"{'data':17}{'workers':>8}{'img/s':>8}{'step ms':>9}{'wait ms':>9}{'most':>7}{'share':>8}"
     ]

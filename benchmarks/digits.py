@@ -1,8 +1,9 @@
-"""Measures what models of images come to on handwritten digits: `python -m benchmarks.digits`.
+"""Measures the accuracy of vision models on handwritten digits: `python -m benchmarks.digits`.
 
-Every experiment is one or more runs of `python -m train.main`, each of which starts from the one
-before it, once for each seed. Its result is the accuracy on all held-out digits after the last step
-of its last run: no step is picked. With fewer labels the same images keep theirs for every seed.
+An experiment is a sequence of one or more runs of `python -m train.main`, each initialized from the
+run before it. It is repeated for every seed. Its result is the accuracy on all held-out digits
+after the last step of the last run; the best step is not selected. Experiments with fewer labels
+use the same labelled images for every seed.
 """
 
 import argparse
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """One run: a config, and overrides of it."""
+    """One run: a config and its overrides."""
 
     config: str
     overrides: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ class Training:
 
 _TENTH, _MIXUP = "images.train_fraction=0.1", "images.mixup=0.8"
 _MAE, _MOCO = Training("mae"), Training("moco")
-#: name -> its runs.
+#: Name of an experiment -> its runs, in order.
 EXPERIMENTS = {
     "ViT": (Training("vit"),),
     "Swin": (Training("swin"),),
@@ -53,12 +54,18 @@ EXPERIMENTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.digits", allow_abbrev=False)
-    parser.add_argument("--only", action="append", help="a part of experiments' names; several do")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each, with seeds from 0")
-    parser.add_argument("--workdir", type=Path, help="a new one, where runs are kept")
-    parser.add_argument("--out", type=Path, help="JSON that gets the figures; others in it stay")
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="run the experiments whose name contains this; can be repeated",
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
+    parser.add_argument("--workdir", type=Path, help="keep the runs in this new directory")
+    parser.add_argument(
+        "--out", type=Path, help="add the figures to this JSON file; other experiments in it stay"
+    )
     args = parser.parse_args(argv)
     wanted = [
         name
@@ -66,12 +73,15 @@ def main(argv: list[str] | None = None) -> int:
         if args.only is None or any(part.lower() in name.lower() for part in args.only)
     ]
     if not wanted:
-        print(f"error: --only={args.only}: choose from {'; '.join(EXPERIMENTS)}", file=sys.stderr)
+        print(
+            f"error: --only={args.only} matches nothing; choose from {'; '.join(EXPERIMENTS)}",
+            file=sys.stderr,
+        )
         return 2
     if args.seeds < 1:
         print(f"error: --seeds={args.seeds} must be at least 1", file=sys.stderr)
         return 2
-    try:  # now, not after hours of training
+    try:  # find errors now, not after hours of training
         before = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     except (OSError, ValueError) as error:
         print(f"error: --out={args.out} cannot be read as JSON: {error}", file=sys.stderr)
@@ -101,7 +111,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def experiment(name: str, num_seeds: int, directory: Path) -> dict[str, Any]:
-    """Returns the runs of an experiment, and the accuracies and seconds of every seed."""
+    """Run an experiment with every seed.
+
+    Args:
+        name: a key of EXPERIMENTS.
+        num_seeds: number of seeds, counted from 0.
+        directory: directory for the working directories of the runs.
+
+    Returns:
+        The runs of the experiment, and the accuracy and seconds of every seed.
+    """
     trainings, accuracies, seconds = EXPERIMENTS[name], [], []
     for seed in range(num_seeds):
         workdir, total = None, 0.0
@@ -124,7 +143,20 @@ def experiment(name: str, num_seeds: int, directory: Path) -> dict[str, Any]:
 def train(
     training: Training, seed: int, directory: Path, init_from: Path | None
 ) -> tuple[Path, float]:
-    """Returns the directory of a run that has ended, and how many seconds it took."""
+    """Train one run to its end, or return it from the cache if it has been trained already.
+
+    Args:
+        training: config and overrides of the run.
+        seed: seed of the run.
+        directory: parent of the run's working directory.
+        init_from: working directory of the run to start from; None to start from scratch.
+
+    Returns:
+        The working directory of the run, and its duration in seconds.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
     start = time.perf_counter()
     before = "" if init_from is None else f"_from_{init_from.name}"
     words = [part.partition("=")[2] for part in training.overrides]
@@ -137,12 +169,14 @@ def train(
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr}")
+        raise RuntimeError(
+            f"{shlex.join(command)} failed with exit code {done.returncode}: {done.stderr}"
+        )
     return workdir, time.perf_counter() - start
 
 
 def as_text(results: dict[str, Any]) -> str:
-    """Returns the results of experiments as a table in Markdown."""
+    """Return the results of experiments as a Markdown table."""
     rows = ["| experiment | top-1 of seeds | mean | seconds |", "|---|---|---|---|"]
     for name, result in results.items():
         rows.append(_row(name, result["accuracies"], result["seconds"]))

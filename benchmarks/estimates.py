@@ -1,18 +1,19 @@
-"""Compares the memory that steps are estimated to take with what they take as compiled.
+"""Compares the estimated memory of steps with the memory of the compiled steps.
 
     python -m benchmarks.estimates --out=benchmarks/results/cpu_estimates.json
     python -m benchmarks.estimates --target=h100 --out=benchmarks/results/h100_estimates.json
     python -m benchmarks.estimates --docs
 
-The first compiles for CPUs: every case is a shipped config at its default size, with a vocab of
-8,192 tokens. The second compiles for GPUs, which need not be there; see gpu_estimates.py for the
-cases. What a compiled step takes is what its compiler says: its arguments, its results and its
-temporaries, what is reused counted once. Nothing runs. The third writes the tables of
-docs/memory.md from the results of both. Results of another version of jax are kept beside these, as
-h100_estimates_jax_VERSION.json.
+The first command compiles for CPUs: every case is a shipped config at its default size, with a
+vocabulary of 8,192 tokens. The second compiles for GPUs and needs none; gpu_estimates.py has the
+cases. The third writes the tables of docs/memory.md from the results of both. Results with another
+version of jax are stored next to these, as h100_estimates_jax_VERSION.json.
 
-After a change of the estimate alone, `--keep-compiled` takes what is compiled from the file and
-compiles only what is missing there.
+The memory of a compiled step is reported by its compiler: arguments, results and temporaries, where
+reused memory counts once. No step is run.
+
+If only the estimate has changed, `--keep-compiled` reads the compiled sizes from the file and
+compiles only the cases that are missing there.
 """
 
 import argparse
@@ -38,7 +39,7 @@ _CONFIGS = Path(__file__).parents[1] / "configs"
 _RESULTS = Path(__file__).parent / "results"
 _DOCS = Path(__file__).parents[1] / "docs" / "memory.md"
 
-#: Config file and overrides.
+#: Name of a case -> config file and overrides.
 CASES = {
     "gpt2": ("gpt2",),
     "gpt2, nothing kept": ("gpt2", "train.remat=full"),
@@ -83,14 +84,18 @@ CASES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the figures; returns the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimates", allow_abbrev=False)
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
-    parser.add_argument("--target", choices=TARGETS, help="GPUs to compile for; default: CPUs")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     parser.add_argument(
-        "--keep-compiled", action="store_true", help="compile only what --out does not have"
+        "--target", choices=TARGETS, help="kind of GPU to compile for (default: CPUs)"
     )
-    parser.add_argument("--only", default="", help="regular expression of cases to run")
+    parser.add_argument(
+        "--keep-compiled", action="store_true", help="compile only cases that are missing in --out"
+    )
+    parser.add_argument(
+        "--only", default="", help="regular expression; run only the cases that it finds"
+    )
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/memory.md")
     args = parser.parse_args(argv)
     if args.docs:
@@ -123,8 +128,8 @@ def _compare_on_cpus(args: argparse.Namespace, command: str) -> None:
 
 
 def _compare_on_gpus(args: argparse.Namespace, command: str) -> None:
-    """Compares the cases of gpu_estimates.py; what is done so far is in the file at any time."""
-    jax.config.update("jax_platforms", "cpu")  # CUDA's plugin is for its compiler alone
+    """Compare the cases of gpu_estimates.py; write the file after every case."""
+    jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
     before = {}
     if args.out and args.out.exists():
         before = json.loads(args.out.read_text(encoding="utf-8"))["cases"]
@@ -159,7 +164,17 @@ def _write(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def with_tables(text: str) -> str:
-    """Returns the text of docs/memory.md with the tables that the results give."""
+    """Return the text of docs/memory.md with its tables replaced by the current results.
+
+    Args:
+        text: the text of the page.
+
+    Returns:
+        The new text of the page.
+
+    Raises:
+        ValueError: the page lacks a comment that marks the beginning or end of a table.
+    """
     on_cpus = json.loads((_RESULTS / "cpu_estimates.json").read_text(encoding="utf-8"))
     rows = ["| config | estimated | compiled | ratio |", "|---|---|---|---|"]
     rows += [as_text(name, figures) for name, figures in on_cpus["cases"].items()]
@@ -173,26 +188,28 @@ def with_tables(text: str) -> str:
         before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)
         if not found:
-            raise ValueError(f"docs/memory.md lacks {begin.strip()} or {end.strip()}")
+            raise ValueError(
+                f"docs/memory.md lacks {begin.strip()} or {end.strip()}; add a line for each"
+            )
         text = f"{before}{begin}{table}{end}{after}"
     return text
 
 
 def h100_results() -> list[dict[str, Any]]:
-    """Returns what was found for H100s, one for each version of jax that it was compiled with."""
+    """Return the contents of the result files for H100s, one per version of jax."""
     paths = sorted(_RESULTS.glob("h100_estimates*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def make_run(name: str) -> Run:
-    """Returns the run of a case, on the first devices."""
+    """Return the run of a case, on the first simulated devices."""
     config, *overrides = CASES[name]
     resolved = resolve(load(str(_CONFIGS / f"{config}.py"), overrides))
     return prepare(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=VOCAB_SIZE)
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Returns bytes on a device: estimated in all and by label, as compiled, and their ratio."""
+    """Return the bytes on a device: estimated, in total and by label, compiled, and their ratio."""
     compiled = memory(run.train_step).in_all
     assert compiled is not None
     return {
@@ -204,7 +221,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def as_text(name: str, figures: dict[str, Any]) -> str:
-    """Returns one row of the table."""
+    """Return one row of the table."""
     estimated, compiled = (figures[key] / 1e6 for key in ("estimated", "compiled"))
     return f"| {name} | {estimated:.1f} | {compiled:.1f} | {figures['ratio']:.2f} |"
 

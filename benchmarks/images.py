@@ -1,10 +1,12 @@
 """Measures how fast images are read: `python -m benchmarks.images [--workers=0,1,2,4]`.
 
-Writes JPEG files of the sizes that ImageNet's have, and reads them as a ViT's training does: a
-random crop of 224 pixels, mirrored, RandAugment and random erasing. Each number of worker processes
-reads at full speed first, and then for steps that take a given time, sleeping: what `next` takes
-beyond that, the step would have waited. Parts that are no part of the reading, such as the step
-itself, are left out; on a machine whose CPU computes the steps too, reading is slower than this.
+The benchmark writes JPEG files with the sizes of ImageNet's images, and reads them as the training
+of a ViT does: random crops of 224 pixels, mirroring, RandAugment and random erasing. It takes two
+measurements for each number of worker processes: first the images per second at full speed, then
+the waiting time of simulated steps. A simulated step sleeps for a given time; the time that `next`
+takes afterwards is the time that a real step would have waited for its batch.
+
+Only reading is measured. On a machine whose CPU also computes the steps, reading is slower.
 """
 
 import argparse
@@ -34,24 +36,32 @@ from data.image_config import ImageConfig
 from data.images.transforms.augment import augment
 from data.images.transforms.crops import open_image
 
-#: Width and height of ImageNet's images: most of them, and some of the others.
+#: (width, height) of images: the most frequent sizes in ImageNet, and some others.
 _SIZES = ((500, 375), (500, 375), (375, 500), (500, 333), (500, 500), (400, 300), (1024, 768))
-# Of each file; they then have about as many bytes as ImageNet's, 110 KB on average.
+# JPEG quality with which files are about as large as ImageNet's, 110 KB on average.
 _QUALITY = 92
 _PACKAGES = ("numpy", "pillow", "grain")
 _NUM_ALONE = 200
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.images", allow_abbrev=False)
-    parser.add_argument("--workers", default="0,1,2,4", help="numbers of processes, with commas")
-    parser.add_argument("--files", type=int, default=700, help="images that are written")
-    parser.add_argument("--batch", type=int, default=64, help="images a step")
-    parser.add_argument("--batches", type=int, default=16, help="batches a measurement")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each number")
-    parser.add_argument("--step_ms", type=float, help="of a step; unset: what the best can feed")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    parser.add_argument(
+        "--workers", default="0,1,2,4", help="numbers of worker processes, separated by commas"
+    )
+    parser.add_argument("--files", type=int, default=700, help="number of images to write")
+    parser.add_argument("--batch", type=int, default=64, help="images per step")
+    parser.add_argument("--batches", type=int, default=16, help="batches per measurement")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measurements for each number of workers"
+    )
+    parser.add_argument(
+        "--step_ms",
+        type=float,
+        help="milliseconds of a simulated step; default: 1.25 × the fastest reading of a batch",
+    )
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args(argv)
     try:
         workers = [int(number) for number in args.workers.split(",")]
@@ -69,7 +79,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(directory: Path, workers: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the figures of reading images that are written to `directory`."""
+    """Write images and measure how fast they are read.
+
+    Args:
+        directory: an existing directory for the images and caches.
+        workers: numbers of worker processes to measure.
+        args: the arguments of the command line.
+
+    Returns:
+        All figures, as plain numbers and strings.
+    """
     num_bytes = write_images(directory / "images", args.files)
     data = DataConfig(
         name="image_folder",
@@ -120,7 +139,15 @@ def measure(directory: Path, workers: list[int], args: argparse.Namespace) -> di
 
 
 def write_images(root: Path, count: int) -> int:
-    """Writes JPEG files as smooth and as rough as photographs; returns their bytes."""
+    """Write JPEG files that compress like photographs, in ten classes.
+
+    Args:
+        root: directory for one subdirectory per class.
+        count: number of files.
+
+    Returns:
+        The size of all files together, in bytes.
+    """
     rng, total = np.random.default_rng(0), 0
     for number in range(count):
         path = root / f"class_{number % 10}" / f"{number}.jpg"
@@ -132,7 +159,7 @@ def write_images(root: Path, count: int) -> int:
 
 
 def _photograph(size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
-    """Returns noise whose strength falls with its frequency, as that of photographs does."""
+    """Return noise whose amplitude decreases with frequency, as in photographs."""
     width, height = size
     mixed = np.zeros((height, width, 3), np.float32)
     for octave in range(1, 9):
@@ -157,7 +184,7 @@ def _recipe(num_workers: int) -> ImageConfig:
 
 
 def _alone(root: Path) -> dict[str, float]:
-    """Returns the seconds that one image takes in one thread, by part."""
+    """Return the seconds per image in a single thread, by part of the work."""
     contents = [path.read_bytes() for path in sorted(root.rglob("*.jpg"))[:_NUM_ALONE]]
     plain = ImageConfig(size=224, channels=3, crop_scale=(0.08, 1.0), flip=True)
 
@@ -180,12 +207,12 @@ def _alone(root: Path) -> dict[str, float]:
 
 
 def _full_speed(data: DataConfig, images: ImageConfig, num_batches: int) -> tuple[float, float]:
-    """Returns images/s once the reading has started, and the seconds until the first batch."""
+    """Return images per second after the start, and the seconds until the first batch."""
     begin_s = time.perf_counter()
     batches = _open(data, images)
     next(batches)
     first_s = time.perf_counter() - begin_s
-    for _ in range(8):  # What was read ahead.
+    for _ in range(8):  # Use up the batches that were read ahead.
         next(batches)
     begin_s = time.perf_counter()
     for _ in range(num_batches):
@@ -196,7 +223,7 @@ def _full_speed(data: DataConfig, images: ImageConfig, num_batches: int) -> tupl
 def _waits(
     data: DataConfig, images: ImageConfig, num_batches: int, step_s: float
 ) -> dict[str, float]:
-    """Returns how long steps of a given time wait for their batches."""
+    """Return the seconds that simulated steps of `step_s` seconds wait for their batches."""
     batches = _open(data, images)
     next(batches)
     waits = []
@@ -205,7 +232,7 @@ def _waits(
         begin_s = time.perf_counter()
         next(batches)
         waits.append(time.perf_counter() - begin_s)
-    half = waits[num_batches // 2 :]  # The first ones live on what was read ahead.
+    half = waits[num_batches // 2 :]  # The first batches were read ahead.
     return {"median": statistics.median(half), "max": max(half)}
 
 
@@ -224,7 +251,7 @@ def _timed_s(function: Any) -> float:
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """Returns the figures for a reader."""
+    """Return the figures as a readable text."""
     work, machine, alone = figures["work"], figures["hardware"], figures["alone"]
     lines = [
         f"{machine['cpu']}, {machine['num_cores']} cores; "
@@ -256,5 +283,5 @@ def as_text(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing is computed on a device.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device is used
     sys.exit(main())

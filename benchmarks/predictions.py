@@ -1,10 +1,10 @@
-"""Compiles the published sizes, and every shipped config on 2×2×2, for H100s that are not there.
+"""Compiles published sizes, and every shipped config on 2×2×2, for H100s, and predicts their steps.
 
     python -m benchmarks.predictions --out=benchmarks/results/h100_predictions.json
     python -m benchmarks.predictions --docs
 
-The second writes the table of docs/before_you_rent.md from the results. Memory is what the compiler
-plans; times are predicted. Needs `jax[cuda12]` and no GPU.
+The second command writes the table of docs/before_you_rent.md from the results. Memory is the
+compiler's plan; times are predicted. This needs `jax[cuda12]`, but no GPU.
 """
 
 import argparse
@@ -27,15 +27,21 @@ _BEGIN, _END = "<!-- predictions -->\n", "\n<!-- end of predictions -->"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the figures, or the table of the docs; returns the exit code."""
+    """Write the figures, or the table of the docs; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=_RESULTS, help="where the figures go, as JSON")
-    parser.add_argument("--docs", action="store_true", help="write the table of the docs")
+    parser.add_argument(
+        "--out", type=Path, default=_RESULTS, help="write the figures to this JSON file"
+    )
+    parser.add_argument(
+        "--docs",
+        action="store_true",
+        help="write the table of docs/before_you_rent.md from the results",
+    )
     args = parser.parse_args(argv)
     if args.docs:
         _DOCS.write_text(with_table(_DOCS.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
-    jax.config.update("jax_platforms", "cpu")  # CUDA's plugin is for its compiler alone
+    jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
     arguments = sys.argv[1:] if argv is None else argv
     found: dict[str, Any] = {}
     for case in gpu_estimates.cases():
@@ -54,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measured(case: gpu_estimates.Case) -> dict[str, Any]:
-    """Returns the figures of a case; "refused" and why if the config does not fit the mesh."""
+    """Return the figures of a case, or "refused" with the reason if it does not fit the mesh."""
     described = {"config": case.config, "overrides": list(case.overrides), "gpus": case.num_gpus}
     try:
         run = gpu_estimates.make_run(case, "h100")
@@ -74,17 +80,27 @@ def _measured(case: gpu_estimates.Case) -> dict[str, Any]:
 
 
 def with_table(text: str) -> str:
-    """Returns the text of the docs page with the table that the results give."""
+    """Return the text of the docs page with its table replaced by the current results.
+
+    Args:
+        text: the text of the page.
+
+    Returns:
+        The new text of the page.
+
+    Raises:
+        ValueError: the page lacks a comment that marks the beginning or end of the table.
+    """
     before, _, rest = text.partition(_BEGIN)
     _, found, after = rest.partition(_END)
     if not found:
-        raise ValueError(f"{_DOCS} lacks {_BEGIN.strip()} or {_END.strip()}")
+        raise ValueError(f"{_DOCS} lacks {_BEGIN.strip()} or {_END.strip()}; add a line for each")
     cases = json.loads(_RESULTS.read_text(encoding="utf-8"))["cases"]
     return f"{before}{_BEGIN}{table(cases)}{_END}{after}"
 
 
 def table(cases: dict[str, dict[str, Any]]) -> str:
-    """Returns the figures as rows of Markdown; tiny configs have no MFU worth a number."""
+    """Return a Markdown table of the figures; the MFU of tiny configs is omitted as meaningless."""
     heads = ("step", "GPUs", "attention", "seconds to compile", "compiled, GiB", "estimated, GiB")
     rows = [" | ".join((*heads, "predicted step, ms", "predicted MFU"))]
     for name, case in cases.items():

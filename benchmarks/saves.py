@@ -1,12 +1,12 @@
-"""Measures how long a checkpoint takes, and for how much of that the training loop waits.
+"""Measures how long it takes to save a checkpoint, and how long the training loop waits for it.
 
     python -m benchmarks.saves --config=configs/gpt2.py --rounds=8 --config.mesh.data=8
 
-The state is the config's, initialised and laid out as in training. In each round it is saved once,
-with all that `train.loop` does for it: what changes its form is converted, the arrays are copied,
-and the files are written by threads. Then an update in place, which reuses the memory of the saved
-arrays as a training step does, shows what the copies cost the loop after `save` has returned: it is
-compared with one while nothing is being saved.
+The state is initialized from the config and sharded as in training. Each round saves it once, with
+the same steps as `train.loop`: arrays are converted to the layout of checkpoints and copied, and
+threads write the files. Right after `save` returns, the round times an update in place, which
+reuses the memory of the saved arrays as a training step does. The difference from an update while
+nothing is being saved is the cost of the copies that the loop still pays after `save`.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from train.run.build import Run
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.saves", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
-    parser.add_argument("--rounds", type=int, default=8, help="saves")
+    parser.add_argument("--rounds", type=int, default=8, help="number of saves")
     parser.add_argument(
-        "--directory", type=Path, help="on the file system to measure; /tmp if unset"
+        "--directory", type=Path, help="directory on the file system to measure (default: /tmp)"
     )
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args, others = parser.parse_known_args(argv)
     try:
         if args.rounds < 1:
@@ -58,7 +58,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(run: Run, directory: Path, num_rounds: int) -> dict[str, Any]:
-    """Returns the figures of so many saves into `directory`."""
+    """Measure saves of a run's initial state.
+
+    Args:
+        run: the run.
+        directory: directory for the checkpoints.
+        num_rounds: number of saves after the first, which is reported separately.
+
+    Returns:
+        All figures, as plain numbers and strings.
+    """
     state = run.state.initial()
     update = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     checkpoints = Checkpoints(directory, CheckpointConfig(every_steps=1, max_to_keep=1))
@@ -97,7 +106,7 @@ def _timed(update: Any, state: Any) -> tuple[Any, float]:
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """Returns the figures for a reader."""
+    """Return the figures as a readable text."""
     lines = [
         f"{figures['num_params']:,} parameters, {figures['bytes'] / 2**20:,.0f} MiB of state on "
         f"{figures['hardware']['num_devices']} {figures['hardware']['device_kind']} device(s)",

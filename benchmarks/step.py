@@ -1,9 +1,9 @@
-"""Measures a training step: `python -m benchmarks.step --config=FILE [--peer=torch] [--json]`.
+r"""Measures a training step: `python -m benchmarks.step --config=FILE [--peer=torch] [--json]`.
 
-Batches are random and lie in memory: a step's time does not depend on what texts or images say, and
-reading data is no part of it. Any key of the config can be set, as in train.main:
+Batches are random and stay in memory: the time of a step does not depend on the contents of texts
+or images, and does not include reading them. Any key of the config can be set, as in train.main:
 
-    python -m benchmarks.step --config=configs/gpt2.py --peer=torch \\
+    python -m benchmarks.step --config=configs/gpt2.py --peer=torch \
         --config.model.embed_dim=256 --config.data.sequence_length=256
 """
 
@@ -32,19 +32,27 @@ from train.run.build import Run, prepare
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
-    parser.add_argument("--peer", choices=("torch",), help="train the same model with this, too")
-    parser.add_argument("--no_compile", action="store_true", help="leave the compiled peer out")
+    parser.add_argument(
+        "--peer", choices=("torch",), help="also time the same model in this framework"
+    )
+    parser.add_argument(
+        "--no_compile", action="store_true", help="leave out the peer with torch.compile"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps in a round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds; contenders take turns")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="timed steps of each contender per round"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds, in each of which all contenders take turns"
+    )
     args, others = parser.parse_known_args(argv)
     try:
         if args.steps < 1 or args.rounds < 1:
             raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
-        if args.peer:  # both have their memory on one GPU
+        if args.peer:  # leave GPU memory to the peer
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         figures = measure(
             make_run(args.config, config_files.overrides(others)),
@@ -64,7 +72,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_run(config: str, overrides: list[str]) -> Run:
-    """Returns the run that a config describes, without its data."""
+    """Return the run of a config, without loading its data.
+
+    Args:
+        config: path of the config file, with or without an argument.
+        overrides: `section.key=value`.
+
+    Returns:
+        The run, on the mesh of its config.
+    """
     resolved = resolve(config_files.load(config, overrides))
     jax.config.update("jax_enable_x64", resolved.precision.compute == "float64")
     mesh = startup.start(resolved.mesh)
@@ -80,19 +96,23 @@ def make_run(config: str, overrides: list[str]) -> Run:
 def measure(
     run: Run, *, with_torch: bool, with_compiled: bool, num_rounds: int, num_steps: int
 ) -> dict[str, Any]:
-    """Returns all figures of a run's step, and of the peer's, as plain numbers and strings.
+    """Measure the step of a run and of its peers.
 
     Args:
-      with_torch: measure PyTorch beside ours.
-      with_compiled: and PyTorch with torch.compile, too.
-      num_rounds: turns of each.
-      num_steps: timed steps in a turn.
+        run: the run to measure.
+        with_torch: whether to measure PyTorch too.
+        with_compiled: whether to measure PyTorch with torch.compile too.
+        num_rounds: number of turns of each contender.
+        num_steps: number of timed steps in a turn.
+
+    Returns:
+        All figures, as plain numbers and strings.
 
     Raises:
-      ValueError: the peer has nothing equal to the run, or does other work than ours.
+        ValueError: the peer cannot do the same work as the run, or its work differs from ours.
     """
     if with_torch:
-        from benchmarks.harness import peers  # torch is needed for a peer only
+        from benchmarks.harness import peers  # only a peer needs torch
 
         peers.check(run)
     batch = random_batch(run)
@@ -124,7 +144,7 @@ def measure(
 
 
 def random_batch(run: Run) -> dict[str, np.ndarray]:
-    """Returns a whole global batch of random tokens or images, the same for every process."""
+    """Return a global batch of random tokens or images, identical on all processes."""
     data, rng = run.config.data, np.random.default_rng(0)
     if data.reads_images:
         return _random_images(run, rng)
@@ -153,7 +173,7 @@ def _random_images(run: Run, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def program(run: Run) -> dict[str, Any]:
-    """Returns what the compiled step says of itself: bytes on one device, and collectives."""
+    """Return the memory per device and the collectives of the compiled step."""
     found = audit.summary(audit.collectives(run.train_step, run.mesh))
     return {
         "memory": dataclasses.asdict(audit.memory(run.train_step)),

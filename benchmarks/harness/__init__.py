@@ -1,0 +1,1 @@
+"""Shared parts of the benchmarks: interleaved timing, reports, PyTorch peers, GPU cases."""

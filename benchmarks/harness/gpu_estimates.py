@@ -1,7 +1,7 @@
-"""The cases in which estimated memory is compared with what XLA's compiler for GPUs plans.
+"""Compares estimated memory with the memory that XLA plans for GPUs: the cases and their tables.
 
-Every shipped config on a dozen meshes, and published sizes on the GPUs that they are meant for, all
-in bfloat16. Nothing needs a GPU: the steps are compiled for a described one.
+The cases are every shipped config on a dozen meshes, and published sizes on the GPUs that they are
+meant for, all in bfloat16. No GPU is needed: steps are compiled for a description of one.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from train.run.build import Run
 CONFIGS = Path(__file__).parents[2] / "configs"
 GPUS_PER_HOST = 8
 
-#: A model below this is small: of its step, single buffers of XLA's own are a large part.
+#: Models with fewer bytes of parameters are small: single buffers are a large part of their step.
 SMALL_MODEL_BYTES = 10_000_000
-#: Within these lies what is estimated, divided by what is compiled.
+#: Allowed range of estimated ÷ compiled bytes, for large and for small models.
 BOUNDS, SMALL_BOUNDS = (0.97, 1.10), (0.9, 1.2)
 
 _HALVES = ("mesh.data=2",)
-#: Name -> overrides. What is not named is 1.
+#: Mesh name -> overrides. Mesh axes that are not named have size 1.
 MESHES = {
     "one GPU": (),
     "data=2": _HALVES,
@@ -42,7 +42,7 @@ MESHES = {
     "host": ("memory.placement=host",),
 }
 
-#: Configs that start from a checkpoint -> the config whose model that would have.
+#: Configs that start from a checkpoint -> the config that such a checkpoint is trained with.
 _STARTS_FROM = {"bert_classify": "bert.py", "opt_finetune": "opt.py"}
 _WITHOUT_CHECKPOINT = {
     "bert_classify": ("data.tokenizer=bpe", "data.paths=texts/*.txt"),
@@ -81,9 +81,9 @@ class Case:
     """A step to estimate and to compile.
 
     Attributes:
-      name: of the row and, after a comma, the column of a table.
-      config: file in configs/, with a size.
-      overrides: of the config, `precision.compute=bfloat16` among them.
+        name: name of the row and, after a comma, the column of a table.
+        config: file in configs/, with or without a size.
+        overrides: overrides of the config, including `precision.compute=bfloat16`.
     """
 
     name: str
@@ -92,12 +92,13 @@ class Case:
 
     @property
     def num_gpus(self) -> int:
+        """Number of GPUs of the mesh."""
         sizes = dict(o.split("=") for o in self.overrides if o.startswith("mesh."))
         return math.prod(map(int, sizes.values()))
 
 
 def cases() -> list[Case]:
-    """Returns the published sizes, then every config on every mesh."""
+    """Return the cases: first the published sizes, then every config on every mesh."""
     published = [_case(name, *overrides) for name, overrides in PUBLISHED.items()]
     return published + [
         _case(f"{config}, {mesh}", f"{config}.py", *overrides, *_WITHOUT_CHECKPOINT.get(config, ()))
@@ -107,13 +108,13 @@ def cases() -> list[Case]:
 
 
 def config_names() -> list[str]:
-    """Returns the names of the shipped configs of models."""
+    """Return the names of the shipped configs, without the sections that they share."""
     files = sorted(path for path in CONFIGS.glob("*.py") if path.stem not in ("__init__", "common"))
     return [path.stem for path in files if "def get_config" in path.read_text(encoding="utf-8")]
 
 
 def _case(name: str, config: str, *overrides: str) -> Case:
-    # Every axis is named, as some configs set them.
+    # Set every axis, because some configs set sizes of their own.
     axes = {axis: f"mesh.{axis}=1" for axis in ("pipeline", "data", "fsdp", "model")}
     for override in overrides:
         if override.startswith("mesh."):
@@ -124,16 +125,31 @@ def _case(name: str, config: str, *overrides: str) -> Case:
 
 
 def target_of(kind: str, num_gpus: int) -> Target:
-    """Returns so many GPUs of a kind, on hosts of up to eight."""
+    """Return a target with GPUs of one kind, on hosts with up to eight GPUs each.
+
+    Args:
+        kind: kind of GPU, such as "h100".
+        num_gpus: number of GPUs on all hosts together.
+
+    Returns:
+        The target to compile for.
+    """
     num_hosts = max(1, num_gpus // GPUS_PER_HOST)
     return parse_target(f"{kind}:{num_hosts}x{num_gpus // num_hosts}")
 
 
 def make_run(case: Case, kind: str) -> Run:
-    """Returns a case's run on described GPUs.
+    """Return the run of a case for GPUs that are only described.
+
+    Args:
+        case: the case.
+        kind: kind of GPU, such as "h100".
+
+    Returns:
+        The run, whose step can be estimated and compiled.
 
     Raises:
-      ValueError: the config does not fit the mesh.
+        ValueError: the config does not fit the mesh.
     """
     config = load(str(CONFIGS / case.config), case.overrides)
     name = case.config.removesuffix(".py")
@@ -147,13 +163,17 @@ def make_run(case: Case, kind: str) -> Run:
 
 
 def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the bytes on a GPU as estimated and as compiled, of the model, and what the case is.
+    """Estimate and compile the step of a case.
 
     Args:
-      known: what this returned before: it is estimated again, but not compiled.
+        case: the case.
+        kind: kind of GPU, such as "h100".
+        known: an earlier result for the case; the step is then estimated again, but not compiled.
 
     Returns:
-      With "refused" and the reason in place of figures if the config does not fit the mesh.
+        A description of the case, the bytes of its parameters, and the bytes per GPU as estimated
+        and as compiled. If the config does not fit the mesh, "refused" with the reason replaces
+        these figures.
     """
     described = {
         "config": case.config,
@@ -182,18 +202,18 @@ def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[
 
 
 def bounds(model: int) -> tuple[float, float]:
-    """Returns between what the ratio must lie for a model of so many bytes of parameters."""
+    """Return the allowed range of the ratio for a model with `model` bytes of parameters."""
     return SMALL_BOUNDS if model < SMALL_MODEL_BYTES else BOUNDS
 
 
 def is_within(figures: dict[str, Any]) -> bool:
-    """Returns whether a case's ratio lies within its bounds."""
+    """Return whether the ratio of a case is within its bounds."""
     low, high = bounds(figures["model"])
     return low <= figures["ratio"] <= high
 
 
 def tables(found: dict[str, dict[str, Any]]) -> str:
-    """Returns the published sizes and the matrix as tables of Markdown."""
+    """Return Markdown tables of the published sizes and of every config on every mesh."""
     lines = ["| published size | GPUs | estimated, GB | compiled, GB | ratio |"]
     lines += ["|---|---|---|---|---|"]
     for name in PUBLISHED:
@@ -218,5 +238,5 @@ def _ratio(figures: dict[str, Any]) -> str:
 
 
 def out_of_bounds(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns the names of cases whose ratio lies outside of their bounds."""
+    """Return the names of the cases whose ratio is outside its bounds."""
     return [name for name, case in found.items() if "ratio" in case and not is_within(case)]

@@ -1,4 +1,8 @@
-"""Contenders beside ours, and the proof that they do the same work."""
+"""PyTorch contenders for `benchmarks.step`, and the checks that they do the same work as ours.
+
+Speeds are comparable only if the work is equal. Before anything is timed, both sides must have the
+same number of parameters, the same FLOPs and, from the same weights, the same first loss.
+"""
 
 import shutil
 import time
@@ -17,31 +21,43 @@ from train.run.build import Run
 
 
 def check(run: Run) -> None:
-    """Raises ValueError, with the reason, if torch has nothing equal to the run."""
+    """Check that the PyTorch peer can do the same work as a run.
+
+    Args:
+        run: the run to compare with.
+
+    Raises:
+        ValueError: the peer cannot; the message has the reason.
+    """
     config, platform = run.config, run.mesh.devices.flat[0].platform
     if jax.process_count() > 1:
-        raise ValueError("--peer=torch: it is one process; start this benchmark as one, too")
+        raise ValueError(
+            "--peer=torch runs in a single process; start this benchmark in a single process too"
+        )
     if not isinstance(run.model_config, GPT2Config):
         raise ValueError(
-            f"--peer=torch: its only model is GPT-2, not {type(run.model).__name__}; "
-            "set model.name=gpt2"
+            f"--peer=torch supports only GPT-2, not {type(run.model).__name__}; set model.name=gpt2"
         )
     if run.model_config.loss != "cross_entropy":
-        raise ValueError("--peer=torch: its only loss is cross_entropy; set model.loss to it")
+        raise ValueError(
+            "--peer=torch supports only the loss cross_entropy; set model.loss=cross_entropy"
+        )
     if config.precision.compute not in torch_gpt2.LOSS_TOLERANCE:
         raise ValueError(
-            f"--peer=torch: precision.compute={config.precision.compute} is none of "
-            f"{', '.join(torch_gpt2.LOSS_TOLERANCE)}"
+            f"--peer=torch does not support precision.compute={config.precision.compute}; "
+            f"choose {', '.join(torch_gpt2.LOSS_TOLERANCE)}"
         )
     if config.train.remat not in ("none", "full"):
         raise ValueError(
-            f"--peer=torch: it has no train.remat={config.train.remat}; choose none or full"
+            f"--peer=torch does not support train.remat={config.train.remat}; choose none or full"
         )
     if config.optimizer.name != "adamw":
-        raise ValueError(f"--peer=torch: optimizer.name={config.optimizer.name} is not adamw")
+        raise ValueError(
+            f"--peer=torch does not support optimizer.name={config.optimizer.name}; choose adamw"
+        )
     if platform != "cpu" and run.mesh.size > 1:
         raise ValueError(
-            f"--peer=torch: it uses one accelerator, but the mesh has {run.mesh.size}; "
+            f"--peer=torch uses one accelerator, but the mesh has {run.mesh.size}; "
             "set every mesh axis to 1"
         )
 
@@ -49,18 +65,23 @@ def check(run: Run) -> None:
 def torch_contenders(
     run: Run, batch: Mapping[str, np.ndarray], first_loss: float, *, with_compiled: bool
 ) -> tuple[dict[str, Any], dict[str, Contender], dict[str, str]]:
-    """Returns (what was found equal, contenders by name, reasons by the name of what cannot run).
+    """Build and warm up the PyTorch contenders, after checking that their work equals ours.
 
     Args:
-      batch: the whole global batch.
-      first_loss: ours, from the initial weights.
-      with_compiled: whether torch.compile is tried, too.
+        run: our run.
+        batch: the whole global batch, by name.
+        first_loss: our loss from the initial weights.
+        with_compiled: whether to try torch.compile too.
+
+    Returns:
+        The figures that were found equal, the contenders by name, and for each contender that
+        cannot run, by name, the reason.
 
     Raises:
-      ValueError: the peer's work differs from ours.
+        ValueError: the peer's work differs from ours.
     """
     params = jax.tree.map(np.asarray, run.state.initial().params)
-    # As many as XLA uses on a CPU.
+    # Use as many threads as XLA does on a CPU.
     torch.set_num_threads(report.num_cores())
     torch.manual_seed(run.config.train.seed)
     eager = torch_gpt2.TorchGPT2(run, params, batch, compiled=False)
@@ -73,7 +94,7 @@ def torch_contenders(
     try:
         compiled = torch_gpt2.TorchGPT2(run, params, batch, compiled=True)
         contenders["torch_compiled"] = _warm_up(compiled, compiles=True)
-    except Exception as error:  # inductor fails in many ways, by machine
+    except Exception as error:  # inductor's errors depend on the machine
         lines = str(error).splitlines() or [""]
         reason = f"torch.compile failed: {type(error).__name__}: {lines[0]}"
         return equality, contenders, {"torch_compiled": reason}
@@ -96,7 +117,7 @@ def _warm_up(peer: torch_gpt2.TorchGPT2, *, compiles: bool) -> Contender:
 def _equality(
     run: Run, peer: torch_gpt2.TorchGPT2, ours: float, theirs: float
 ) -> dict[str, dict[str, float]]:
-    """Returns pairs of figures; raises ValueError where a pair differs."""
+    """Return the pairs of figures that must be equal; raise ValueError if a pair differs."""
     config = run.model_config
     rows = padded_vocab(config.vocab_size, config.vocab_multiple)
     padding = (rows - config.vocab_size) * config.embed_dim
@@ -108,9 +129,11 @@ def _equality(
     for name, (left, right) in pairs.items():
         if left != right:
             raise ValueError(
-                f"the peer's work is not ours: {name} is {left:,} here, {right:,} there"
+                f"the peer's work differs: {name} is {left:,} for ours and {right:,} for the peer"
             )
     if not torch_gpt2.agree(run, ours, theirs):
-        raise ValueError(f"from the same weights the loss is {ours} here and {theirs} there")
+        raise ValueError(
+            f"from the same weights, our loss is {ours} but the peer's loss is {theirs}"
+        )
     pairs["first_loss"] = (ours, theirs)
     return {name: {"ours": left, "peer": right} for name, (left, right) in pairs.items()}

@@ -1,4 +1,7 @@
-"""What a benchmark says beside its times: machine, versions, work; and all of it as text."""
+"""Reports of benchmarks: machine, versions and work as plain numbers, and all figures as text.
+
+Every benchmark stores these next to its times, so that a result can be understood and repeated.
+"""
 
 import dataclasses
 import os
@@ -17,13 +20,21 @@ _PEER_PACKAGES = ("torch", "transformers")
 
 
 def versions(*more: str, with_torch: bool = False) -> dict[str, str]:
-    """Returns the versions of Python and of the packages that matter, and of `more`."""
+    """Return the versions of Python and of the packages that affect speed.
+
+    Args:
+        more: names of additional packages.
+        with_torch: whether to add the packages of the PyTorch peer.
+
+    Returns:
+        Version by package name.
+    """
     names = _PACKAGES + (_PEER_PACKAGES if with_torch else ()) + more
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
 
 
 def hardware(mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Returns what the step ran on."""
+    """Return a description of the devices and the machine."""
     device = mesh.devices.flat[0]
     return {
         "platform": device.platform,
@@ -37,14 +48,14 @@ def hardware(mesh: jax.sharding.Mesh) -> dict[str, Any]:
 
 
 def num_cores() -> int:
-    """Returns the CPU cores that this process may use, which is what XLA uses."""
+    """Return the number of CPU cores that this process may use; XLA uses as many threads."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def work(run: Run) -> dict[str, Any]:
-    """Returns the sizes that decide what a step costs."""
+    """Return the sizes and settings that determine the cost of a step."""
     config = run.config
     return {
         "model": type(run.model).__name__,
@@ -72,7 +83,7 @@ def _sizes_of_a_row(run: Run) -> dict[str, int]:
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """Returns the figures of `benchmarks.step` for a reader."""
+    """Return the figures of `benchmarks.step` as a readable text."""
     lines = [
         *_heading(figures),
         f"{'':14}  {'ms a step':>9}  {'quartiles':>15}  {_unit(figures) + 's/s':>9}"
@@ -98,7 +109,7 @@ def as_text(figures: dict[str, Any]) -> str:
 
 
 def pipelines_as_text(figures: dict[str, Any]) -> str:
-    """Returns the figures of `benchmarks.pipeline` for a reader."""
+    """Return the figures of `benchmarks.pipeline` as a readable text."""
     shared = figures["cores_are_shared"]
     lines = [
         *_heading(figures),
@@ -110,19 +121,19 @@ def pipelines_as_text(figures: dict[str, Any]) -> str:
     kind = "work-bound" if shared else "synchronous"
     lines += [
         "",
-        f"predicted ms a step, without sends: work-bound and synchronous; ratio: measured ÷ {kind}",
-        "bubble: predicted under the synchronous clock, and measured; lost: share of the step in",
-        "which none of the table's parts runs; in flight: most microbatches on a stage; temp MiB:",
-        "of one device; GFLOP: of the matrix products of the busiest stage",
+        f"work-bound, synchronous: predicted ms a step, without sends; ratio: measured ÷ {kind}",
+        "bubble: predicted under the synchronous clock; measured: measured bubble; lost: share of",
+        "the step in which no part of the table runs; in flight: most microbatches on a stage;",
+        "temp MiB: of one device; GFLOP: matrix products of the busiest stage",
     ]
     if shared:
         machine = figures["hardware"]
         lines += [
-            f"The {machine['num_devices']} devices share {machine['num_cores']} core(s), where one "
-            "stage's idle time is another's to work, so no",
-            "bubble can be measured. The work-bound time is what a table can reach here; the other "
-            "is for",
-            "devices of their own, each as fast as this machine with one stage at work.",
+            f"The {machine['num_devices']} devices share {machine['num_cores']} core(s). While one "
+            "stage is idle, another uses its core, so no",
+            "bubble can be measured. The best possible time here is the work-bound time. The "
+            "synchronous time is",
+            "for separate devices, each as fast as this machine while it runs a single stage.",
         ]
     lines += [
         "",
@@ -160,7 +171,7 @@ def _unit(figures: dict[str, Any]) -> str:
 
 
 def _heading(figures: dict[str, Any]) -> list[str]:
-    """Returns what was measured, on what, and how often."""
+    """Return the lines that say what was measured, on which machine, and how often."""
     sizes, machine, unit = figures["work"], figures["hardware"], _unit(figures)
     article = "an" if unit == "image" else "a"
     if unit == "image":
@@ -196,6 +207,7 @@ def _row(name: str, figures: dict[str, Any], unit: str) -> str:
 
 
 def cpu_name() -> str:
+    """Return the model name of the CPU, or its architecture if the name is unknown."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -1,4 +1,10 @@
-"""Interleaved timing: contenders take turns, so that a machine's slow minute slows all of them."""
+"""Interleaved timing of contenders that are compared with each other.
+
+Contenders take turns in every round, so a slow minute of the machine slows down all of them:
+
+    round 1          round 2
+    A a a  B b b     A a a  B b b      A, B: untimed steps; a, b: timed steps
+"""
 
 import dataclasses
 import statistics
@@ -8,18 +14,18 @@ from typing import TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
 
-#: Steps that run untimed after the first, which may compile.
+#: Untimed steps after the first one. The first may compile; the others fill caches.
 NUM_WARM_UP_STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contender:
-    """What is timed.
+    """An implementation of a training step that is timed.
 
     Attributes:
-      step: runs one step, waits for it, and returns its loss.
-      compile_time_s: of tracing and compiling; None where nothing is compiled.
-      first_loss: the loss of the initial weights.
+        step: runs one step, waits until it has finished, and returns its loss.
+        compile_time_s: seconds of tracing and compiling; None if nothing is compiled.
+        first_loss: loss of the initial weights.
     """
 
     step: Callable[[], float]
@@ -32,21 +38,23 @@ class Times:
     """Step times of one contender.
 
     Attributes:
-      rounds: seconds of every timed step, a tuple per round.
+        rounds: seconds of every timed step, one tuple per round.
     """
 
     rounds: tuple[tuple[float, ...], ...]
 
     @property
     def median_s(self) -> float:
+        """Median of all timed steps, in seconds."""
         return statistics.median(time_s for steps in self.rounds for time_s in steps)
 
     @property
     def round_medians_s(self) -> list[float]:
+        """Median of each round, in seconds."""
         return [statistics.median(steps) for steps in self.rounds]
 
     def summary(self) -> dict[str, float]:
-        """Returns median, quartiles and extremes of all timed steps, in seconds."""
+        """Return the median, quartiles and extremes of all timed steps, in seconds."""
         times_s = sorted(time_s for steps in self.rounds for time_s in steps)
         low, _, high = statistics.quantiles(times_s, n=4) if len(times_s) > 1 else times_s * 3
         return {
@@ -61,13 +69,16 @@ class Times:
 def interleave(
     contenders: Mapping[Name, Contender], *, num_rounds: int, num_steps: int
 ) -> dict[Name, Times]:
-    """Returns the times of contenders that run in turns: A B C A B C ...
+    """Time contenders in turns: A B C A B C ...
 
     Args:
-      contenders: by name; each must have warmed up.
-      num_rounds: turns of each.
-      num_steps: timed steps in a turn. One more runs before them untimed, since caches and
-        threads still belong to the contender before.
+        contenders: contenders by name, each of which must have warmed up.
+        num_rounds: number of turns of each contender.
+        num_steps: number of timed steps in a turn. They follow one untimed step, because caches
+            and threads are still occupied by the previous contender.
+
+    Returns:
+        The times of every contender, by name.
     """
     rounds: dict[Name, list[tuple[float, ...]]] = {name: [] for name in contenders}
     for _ in range(num_rounds):
@@ -78,9 +89,9 @@ def interleave(
 
 
 def ratios(ours: Times, peer: Times) -> dict[str, float | Sequence[float]]:
-    """Returns how many times the peer's speed ours has: above 1 is faster.
+    """Return our speed divided by the peer's speed; above 1, ours is faster.
 
-    The ratio is formed within each round, and `median`, `min` and `max` are over the rounds.
+    The ratio is computed within each round. `median`, `min` and `max` are taken over the rounds.
     """
     rounds = [
         peer_s / ours_s

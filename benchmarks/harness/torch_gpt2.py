@@ -1,7 +1,7 @@
-"""The peer: Hugging Face's GPT-2 trained by PyTorch, from our weights and with our work.
+"""The PyTorch peer: trains Hugging Face's GPT-2 from our initial weights.
 
-Same sizes, batch, microbatches, precision, dropout, AdamW groups and clipping. Attention is
-`scaled_dot_product_attention` without dropout, as ours is.
+Sizes, batch, microbatches, precision, dropout, AdamW's parameter groups and clipping equal ours.
+Attention is `scaled_dot_product_attention` without dropout, like ours.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from models.flops import attention_flops
 from models.text.gpt2 import GPT2Config
 from train.run.build import Run
 
-#: Both compute a loss of about ln(vocab) from the same weights; float32 sums differ by about
-#: 1e-6 of that, bfloat16 products by about 1e-2.
+#: Largest difference of the two first losses. Both are about ln(vocab), from the same weights:
+#: float32 sums differ by about 1e-6 of that, bfloat16 products by about 1e-2.
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 class TorchGPT2:
-    """One training step of the peer, eager or compiled.
+    """The peer's training step, eager or compiled.
 
     Args:
-      run: what to be the peer of.
-      params: our parameters as numpy arrays.
-      batch: host-local numpy arrays `tokens`, `targets` of the whole batch, int[B, T].
-      compiled: whether `torch.compile` compiles the model and its loss.
+        run: our run, which the peer copies.
+        params: our parameters as numpy arrays.
+        batch: host-local numpy arrays `tokens` and `targets` of the whole batch, int[B, T].
+        compiled: whether to compile the model and its loss with `torch.compile`.
     """
 
     def __init__(self, run: Run, params: Mapping[str, Any], batch: Mapping, *, compiled: bool):
@@ -50,7 +50,7 @@ class TorchGPT2:
         self._sum_of_losses = torch.compile(self._forward) if compiled else self._forward
 
     def step(self) -> float:
-        """Trains on the batch once, waits for the end, and returns the loss before the update."""
+        """Run one step, wait until it has finished, and return the loss before the update."""
         total = 0.0
         count = self.run.config.train.num_microbatches
         # Row r goes to microbatch r mod M, as in our step.
@@ -69,14 +69,14 @@ class TorchGPT2:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters; the tied table counts once."""
+        """Number of parameters; the tied embedding table counts once."""
         return sum(param.numel() for param in self.model.parameters())
 
     def forward_flops_per_token(self) -> float:
-        """Returns the FLOPs of matrix products that PyTorch counts in a forward pass.
+        """Return the FLOPs of the matrix products in a forward pass, as counted by PyTorch.
 
-        It counts attention in plain matrix products, as if it were not causal; the masked half is
-        taken off here.
+        PyTorch counts attention as plain matrix products that are not causal, so the masked half is
+        subtracted here.
         """
         config: GPT2Config = self.run.model_config
         length = self.tokens.shape[1]
@@ -102,9 +102,9 @@ class TorchGPT2:
 
 
 def hf_weights(params: Mapping[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
-    """Returns our parameters under Hugging Face's names; padding of the vocab is cut off.
+    """Return our parameters under Hugging Face's names, without the padding of the vocab.
 
-    Conv1D keeps its kernel as [in, out]; `c_attn` packs q, k and v in this order.
+    Conv1D stores its kernel as [in, out], and `c_attn` packs q, k and v in this order.
     """
     table = params["token_embedding"][:vocab_size]
     found = {"transformer.wte.weight": table, "lm_head.weight": table}
@@ -176,7 +176,10 @@ def _make_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def agree(run: Run, ours: float, theirs: float) -> bool:
-    """Returns whether two losses from the same weights agree; with dropout on, they cannot."""
+    """Return whether two losses from the same weights agree.
+
+    With dropout they differ, so both only have to be finite.
+    """
     if run.model_config.dropout:
         return math.isfinite(ours) and math.isfinite(theirs)
     return abs(ours - theirs) <= LOSS_TOLERANCE[run.config.precision.compute]
