@@ -1,0 +1,1 @@
+"""Documentation, and the Python modules of its examples."""

@@ -1,0 +1,1 @@
+"""Examples that the documentation explains; `tests/docs` runs them."""

@@ -1,8 +1,10 @@
-"""A model of one's own: each token mixes with a gated running mean of those before it.
+"""An example of your own model, which mixes each token with a gated mean of the tokens up to it.
 
-It names the logical axes of its tensors, and that is all it knows of meshes.
+The model names the logical axes of its tensors, and knows nothing else about meshes. To train it:
 
     python -m train.main --config=docs/examples/gated_mean_config.py --workdir=runs/gated_mean
+
+`docs/own_parts.md` prints this file and explains it.
 """
 
 import dataclasses
@@ -19,13 +21,17 @@ from sharding.logical import constrain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedMeanConfig:
-    vocab_size: int  # taken from the tokenizer when the config leaves it open
+    """The fields of the config section `model`."""
+
+    vocab_size: int  # taken from the tokenizer if the config does not set it
     num_layers: int
     embed_dim: int
     dropout: float
 
 
 class Block(nnx.Module):
+    """One layer: a norm, a running mean over the sequence, a gate, and a residual connection."""
+
     def __init__(self, config: GatedMeanConfig, *, rngs: nnx.Rngs):
         embed, mlp = {"embed": config.embed_dim}, {"mlp": 2 * config.embed_dim}
         self.norm = LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
@@ -35,6 +41,7 @@ class Block(nnx.Module):
         self.dropout = config.dropout
 
     def __call__(self, x, batch, keys):
+        """Apply the block to x float[B, T, D]; keys are one dropout key per example, or None."""
         y = self.norm(x)
         h = constrain(self.up(y), "batch", "seq", "mlp")
         count = jnp.arange(1, h.shape[1] + 1, dtype=h.dtype)[None, :, None]
@@ -43,8 +50,10 @@ class Block(nnx.Module):
 
 
 class GatedMean(nnx.Module):
+    """A language model: embed, a stack of blocks, and a head that shares the embedding table."""
+
     Config = GatedMeanConfig
-    can_share_vocab = True  # by lookup and chunked_vocab_loss
+    can_share_vocab = True  # because it uses lookup and chunked_vocab_loss
 
     def __init__(self, config: GatedMeanConfig, *, rngs: nnx.Rngs):
         shape = (-(-config.vocab_size // 128) * 128, config.embed_dim)
@@ -55,9 +64,11 @@ class GatedMean(nnx.Module):
         self.vocab_size = config.vocab_size
 
     def embed(self, batch):
+        """Embed the tokens: float[B, T, D]."""
         return constrain(lookup(self.table[...], batch["tokens"]), "batch", "seq", "act_embed")
 
     def head(self, x, batch):
+        """Return the sums of losses and of weights over the batch, and no other metrics."""
         x = self.norm(x).reshape(-1, x.shape[-1])
         targets, weights = batch["targets"].reshape(-1), batch["weights"].reshape(-1)
         table, size = self.table[...], self.vocab_size

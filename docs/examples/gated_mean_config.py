@@ -1,4 +1,7 @@
-"""The model of docs/examples/gated_mean.py on a 2×2×2 mesh, a minute on a 2-core CPU."""
+"""Trains the model of docs/examples/gated_mean.py on a 2×2×2 mesh.
+
+Takes a minute on a 2-core CPU.
+"""
 
 from ml_collections import ConfigDict
 
@@ -6,6 +9,7 @@ from configs import common
 
 
 def get_config() -> ConfigDict:
+    """Return the config of the run."""
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "docs.examples.gated_mean:GatedMean"

@@ -1,8 +1,10 @@
-"""A corpus, a token loss and an optimizer of one's own, named by import path in a config:
+"""Examples of your own corpus, token loss and optimizer.
 
---config.data.name=docs.examples.own_parts:poems
---config.model.loss=docs.examples.own_parts:z_loss
---config.optimizer.name=docs.examples.own_parts:sgd
+A config selects them by import path:
+
+    --config.data.name=docs.examples.own_parts:poems
+    --config.model.loss=docs.examples.own_parts:z_loss
+    --config.optimizer.name=docs.examples.own_parts:sgd
 """
 
 import codecs
@@ -17,17 +19,33 @@ from train.optim.optimizer import OptimizerConfig
 
 
 def poems() -> dict[str, list[str]]:
-    """Returns the documents of each split."""
+    """Return the documents of each split."""
     zen = codecs.decode(this.s, "rot13").splitlines()
     return {"train": zen * 20, "validation": zen[:5]}
 
 
 def z_loss(logits_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
-    """Returns cross-entropy plus a pull of the softmax's normaliser to 1, as PaLM was trained."""
+    """Return cross-entropy plus z-loss, which keeps the softmax's normalizer close to 1.
+
+    Args:
+        logits_CV: float[C, V].
+        targets_C: int32[C].
+
+    Returns:
+        The loss of each token, float[C].
+
+    Source:
+        Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), section 5.
+    """
     log_z_C = jax.nn.logsumexp(logits_CV, axis=1)
     return cross_entropy(logits_CV, targets_C) + 1e-4 * jnp.square(log_z_C)
 
 
 def sgd(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Returns SGD with Nesterov momentum; clipping is put before it."""
+    """Return SGD with Nesterov momentum; gradients are clipped before it.
+
+    Args:
+        config: the config section `optimizer`; `beta1` is the momentum.
+        schedule: learning rate by step.
+    """
     return optax.sgd(schedule, momentum=config.beta1, nesterov=True)

@@ -1,8 +1,19 @@
-"""Tensors of one's own on a mesh: a (16, 8) tensor split over both dims of a 2×2 mesh.
+r"""Shards your own tensors on a mesh: a (16, 8) tensor over both axes of a 2×2 mesh.
+
+Run it in one process or in two:
 
     python -m docs.examples.shard_a_tensor
-    python -m launch.local --processes=2 --devices_per_process=2 -- \\
+    python -m launch.local --processes=2 --devices_per_process=2 -- \
         python -m docs.examples.shard_a_tensor
+
+Each device gets a shard of shape (8, 4):
+
+              columns -> model
+              +--------+--------+
+    rows ->   | (8, 4) | (8, 4) |
+    data      +--------+--------+
+              | (8, 4) | (8, 4) |
+              +--------+--------+
 """
 
 import jax
@@ -20,18 +31,25 @@ SHAPE, AXES = (16, 8), ("rows", "columns")
 
 
 class AddWeight(nnx.Module):
-    """Adds a parameter that is split over both dims to a tensor that is split likewise."""
+    """Adds a sharded parameter to a tensor with the same sharding."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.weight = param(jax.nn.initializers.ones, rngs, SHAPE, AXES)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return x + weight, float[16, 8]."""
         return constrain(x + self.weight[...], *AXES)
 
 
 def main() -> jax.Array:
+    """Build the parameter and a tensor on the mesh, add them, and print the shapes of the shards.
+
+    Returns:
+        The sum, float[16, 8], sharded over both axes of the mesh.
+    """
     mesh = startup.start(MeshConfig(data=2, model=2))
     rules = make_rules({"rows": "data", "columns": "model"})  # logical axis -> mesh axis
+    # Trace the module without allocating its parameter, to find the sharding to build it with.
     graph, state = nnx.split(nnx.eval_shape(lambda: AddWeight(rngs=nnx.Rngs(0))))
     axes = logical_axes(nnx.merge(graph, state))
     layout = shardings(mesh, partition_specs(nnx.to_pure_dict(state), axes, rules, mesh))
