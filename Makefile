@@ -1,10 +1,14 @@
-# make train [CONFIG=configs/gpt2_3d.py] [WORKDIR=runs/gpt2_3d] [ARGS="--config.train.num_steps=50"]
-# make test | make lint | make setup | make setup-test
-# make test-compiler: installs XLA's compiler for GPUs (3 GB, no GPU needed) and compiles for them
+# make train: trains a model; CONFIG, WORKDIR and ARGS are optional, for example
+#   make train CONFIG=configs/gpt2_3d.py WORKDIR=runs/gpt2_3d ARGS="--config.train.num_steps=50"
+# make test: runs the tests
+# make test-compiler: runs the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
+# make lint: runs ruff and the type checker
+# make setup | setup-test | setup-compiler: only install the dependencies for these, into .venv
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
 ARGS ?=
 
+# With an NVIDIA driver, install jax for CUDA; otherwise jax for CPUs.
 REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
