@@ -32,7 +32,8 @@ from sharding.analysis.targets import TARGETS
 from sharding.mesh import make_mesh
 from train.config.config_files import load
 from train.config.schema import resolve
-from train.run.build import Run, prepare
+from train.run.assemble import assemble_run
+from train.run.run import Run
 
 VOCAB_SIZE = 8192
 _CONFIGS = Path(__file__).parents[1] / "configs"
@@ -205,18 +206,18 @@ def make_run(name: str) -> Run:
     """Return the run of a case, on the first simulated devices."""
     config, *overrides = CASES[name]
     resolved = resolve(load(str(_CONFIGS / f"{config}.py"), overrides))
-    return prepare(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=VOCAB_SIZE)
+    return assemble_run(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=VOCAB_SIZE)
 
 
 def measure(run: Run) -> dict[str, Any]:
     """Return the bytes on a device: estimated, in total and by label, compiled, and their ratio."""
-    compiled = memory(run.train_step).in_all
+    compiled = memory(run.compile_train_step()).in_all
     assert compiled is not None
     return {
-        "estimated": run.estimate.device_bytes,
+        "estimated": run.estimate_memory().device_bytes,
         "compiled": compiled,
-        "ratio": round(run.estimate.device_bytes / compiled, 3),
-        "labels": dict(run.estimate.device),
+        "ratio": round(run.estimate_memory().device_bytes / compiled, 3),
+        "labels": dict(run.estimate_memory().device),
     }
 
 

@@ -38,7 +38,7 @@ from sharding.pipeline.config import REMAT
 from sharding.pipeline.schedule import SCHEDULES
 from sharding.pipeline.schedules.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op, max_in_flight
 from train.config import config_files
-from train.run.build import Run
+from train.run.run import Run
 
 DEFAULT_STAGES = 4
 #: Chunks of a stage, where not one.
@@ -267,7 +267,7 @@ def predict(
 def _step(run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any]) -> Contender:
     """Returns a run's step as a contender; runs whose states are laid out alike share one."""
     start_s = time.perf_counter()
-    train_step = run.train_step
+    train_step = run.compile_train_step()
     compile_time_s = time.perf_counter() - start_s
     placed = place_batch(
         {name: array[run.rows] for name, array in batch.items()},
@@ -327,9 +327,9 @@ def _figures(
         "bubble_measured": None if shared else statistics.median(lost),
         "lost": statistics.median(lost),
         "in_flight_per_stage": [count / chunks for count in max_in_flight(run.schedule)],
-        "memory": dataclasses.asdict(audit.memory(run.train_step)),
+        "memory": dataclasses.asdict(audit.memory(run.compile_train_step())),
         "matmul_flops_per_stage": per_stage,
-        "matmul_flops_if_never_idle": audit.matmul_flops(run.train_step),
+        "matmul_flops_if_never_idle": audit.matmul_flops(run.compile_train_step()),
         "compile_time_s": contender.compile_time_s,
         "first_loss": contender.first_loss,
     }

@@ -26,7 +26,7 @@ from benchmarks.harness import report
 from benchmarks.step import make_run
 from checkpoint.manager import CheckpointConfig, Checkpoints
 from train.config import config_files
-from train.run.build import Run
+from train.run.run import Run
 
 
 def main(argv: list[str] | None = None) -> int:

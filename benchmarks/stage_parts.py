@@ -19,7 +19,7 @@ from sharding.analysis import audit
 from sharding.pipeline.runtime.gather import GatherMode, Shards, Sharing
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.trees import add, wide, zeros
-from train.run.build import Run
+from train.run.run import Run
 
 Tree = Any
 

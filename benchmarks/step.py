@@ -28,7 +28,8 @@ from sharding.distributed import startup
 from train.config import config_files
 from train.config.schema import resolve
 from train.reporting.throughput import mfu, peak_flops_per_s
-from train.run.build import Run, prepare
+from train.run.assemble import assemble_run
+from train.run.run import Run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,11 +87,11 @@ def make_run(config: str, overrides: list[str]) -> Run:
     mesh = startup.start(resolved.mesh)
     resolved = dataclasses.replace(resolved, mesh=resolved.mesh.resolve(mesh.size))
     if resolved.data.reads_images:
-        return prepare(resolved, mesh)
+        return assemble_run(resolved, mesh)
     bytes_only = resolved.data.tokenizer == "bytes"
     vocab_size = resolved.model_fields.get("vocab_size")
     vocab_size = vocab_size or (257 if bytes_only else resolved.data.vocab_size)
-    return prepare(resolved, mesh, vocab_size=vocab_size)
+    return assemble_run(resolved, mesh, vocab_size=vocab_size)
 
 
 def measure(
@@ -174,16 +175,16 @@ def _random_images(run: Run, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def program(run: Run) -> dict[str, Any]:
     """Return the memory per device and the collectives of the compiled step."""
-    found = audit.summary(audit.collectives(run.train_step, run.mesh))
+    found = audit.summary(audit.collectives(run.compile_train_step(), run.mesh))
     return {
-        "memory": dataclasses.asdict(audit.memory(run.train_step)),
+        "memory": dataclasses.asdict(audit.memory(run.compile_train_step())),
         "collectives": [dataclasses.asdict(row) for row in found],
     }
 
 
 def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
     start_s = time.perf_counter()
-    train_step = run.train_step
+    train_step = run.compile_train_step()
     compile_time_s = time.perf_counter() - start_s
     rows, size = run.rows, run.config.data.global_batch_size
     local = {name: array[rows] for name, array in batch.items()}

@@ -19,7 +19,8 @@ from sharding.batches import place_batch
 from sharding.mesh import make_mesh
 from train.config.config_files import load
 from train.config.schema import resolve
-from train.run.build import Run, prepare
+from train.run.assemble import assemble_run
+from train.run.run import Run
 
 ROOT = Path(__file__).parents[1]
 CONFIG = str(ROOT / "configs" / "gpt2.py")
@@ -66,7 +67,7 @@ def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpu
     corpus = load_corpus(resolved.data, resolved.images)
     mesh = make_mesh(resolved.mesh, jax.devices())
     num_labels = len(corpus.labels) or None
-    run = prepare(resolved, mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
+    run = assemble_run(resolved, mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
     return run, corpus
 
 
@@ -77,7 +78,7 @@ def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
     size = run.config.data.global_batch_size
     for _ in range(num_steps):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
-        state, metrics = run.train_step(state, batch)
+        state, metrics = run.compile_train_step()(state, batch)
         values.append(float(metrics["loss"]))
     return values
 

@@ -37,7 +37,8 @@ from train.planning.memory_budget import Budget, pressure_of, size, target_budge
 from train.planning.memory_search import MemoryPlanner
 from train.planning.step_time import machine_of
 from train.reporting.throughput import mfu, peak_flops_per_s
-from train.run.build import Run, prepare
+from train.run.assemble import assemble_run
+from train.run.run import Run
 
 #: Number of labels to assume if only the data would tell: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
@@ -89,7 +90,7 @@ class CompiledStep:
     def to_json(self) -> dict[str, Any]:
         """Returns the report of `--json`; docs/before_you_rent.md lists the keys."""
         run, prediction = self.run, self.prediction
-        estimated, compiled = run.estimate.device_bytes, self.memory.in_all
+        estimated, compiled = run.estimate_memory().device_bytes, self.memory.in_all
         per_host = self.budget.devices_per_host
         collectives = [dataclasses.asdict(row) for row in prediction.collectives]
         return {
@@ -110,7 +111,7 @@ class CompiledStep:
                 "warning": pressure_of(run, self.budget),
                 "fits": compiled is not None and compiled <= self.budget.device_bytes,
                 "host_bytes": (self.memory.host_bytes or 0) * per_host,
-                "estimated_host_bytes": run.estimate.host_bytes * per_host,
+                "estimated_host_bytes": run.estimate_memory().host_bytes * per_host,
             },
             "collectives": collectives,
             "predicted": {
@@ -233,7 +234,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
     mesh, sizes = make_mesh(mesh_config, target.devices()), sizes_without_data(config)
     config = dataclasses.replace(config, mesh=mesh_config)
     make = partial(
-        prepare,
+        assemble_run,
         mesh=mesh,
         vocab_size=sizes.vocab_size,
         num_labels=sizes.num_labels,
@@ -253,9 +254,9 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
     """
     assert run.target is not None
     start = time.perf_counter()
-    _ = run.traced
+    _ = run.trace_train_step()
     traced = time.perf_counter()
-    compiled = run.train_step
+    compiled = run.compile_train_step()
     compile_s = time.perf_counter() - traced
     text, machine = compiled.as_text() or "", machine_of(run.target)
     return CompiledStep(

@@ -13,7 +13,7 @@ from sharding.batches import place_batch
 from sharding.distributed.messages import Exchange
 from train.lifecycle.phases import Phases
 from train.reporting.metrics import METRICS_FILE, read_metrics
-from train.run.build import Run
+from train.run.run import Run
 from train.state.train_state import TrainState
 
 
@@ -40,7 +40,7 @@ def evaluate(
         if the evaluation was abandoned.
     """
     with phases("compile"):
-        eval_step = run.eval_step
+        eval_step = run.compile_eval_step()
     sums: dict[str, np.ndarray] = {}
     config, params = run.config.data, run.evaluated(state)
     with phases("eval"):

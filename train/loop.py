@@ -22,7 +22,7 @@ from train.lifecycle.workdir import Position, roll_back
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
-from train.run.build import Run
+from train.run.run import Run
 
 
 def train(
@@ -57,6 +57,7 @@ def train(
         BrokenExample: an example that was intact at the start cannot be read any more.
     """
     config, num_steps, state = run.config, run.config.train.num_steps, start.state
+    train_step = run.compile_train_step()
     is_first = jax.process_index() == 0
     writer = MetricsWriter(workdir, resume_step=start.step, is_writer=is_first)
     record = GoodputRecord(
@@ -106,7 +107,7 @@ def train(
                 rows = next(start.batches)
                 batch = _place(rows, run)
             with phases("step"):
-                state, metrics = run.train_step(state, batch)
+                state, metrics = train_step(state, batch)
                 stops = vote()
                 meter.step(metrics["loss"])
                 if step % config.log.every_steps == 0 or step in (1, num_steps):

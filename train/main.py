@@ -1,56 +1,55 @@
 """Entry point for training and evaluation: `python -m train.main --config=FILE [--workdir=DIR]`.
 
-`main` sets up a run, finds its position (the beginning or a checkpoint), and starts the training
+`train` and `evaluate` build a run, find its position (the beginning or a checkpoint), and start the
 loop. Every error before the first step is reported in one sentence, on all processes.
 """
 
 import argparse
-import dataclasses
+import contextlib
 import logging
 import os
 import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
-from convert.source import Source, read_source
-from data.corpus import load_corpus
-from data.examples import BrokenExample, Corpus
+from data.examples import BrokenExample
 from sharding.distributed import startup
 from sharding.distributed.messages import Exchange, may_pass
-from sharding.memory import AUTO
-from train import loop
-from train.config import config_files, deepspeed
-from train.config.checkpoint_config import inherit_config
-from train.config.schema import resolve
-from train.evaluation import evaluate
+from train import evaluation, loop
+from train.build import LONGEST_START_S, RunOptions, build_run
+from train.config import config_files
 from train.lifecycle import workdir
 from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.lifecycle.phases import Phases
 from train.lifecycle.stop_signals import SIGNALS, StopSignals
 from train.lifecycle.watchdog import Watchdog
-from train.planning.memory_budget import budget_of
-from train.planning.memory_search import MemoryPlanner
-from train.run.build import Run, prepare
-from train.run.compatibility import check_tokenizer
-from train.run.summary import describe
+from train.run.run import Run
 
-ROOMS = ("checkpoint", "data", "models", "sharding", "train")
-#: Hosts may take very different times to tokenize, compile and read. jax detects a lost one.
-_LONGEST_START_S = 24 * 3600.0
+_LOGGED_FOLDERS = ("checkpoint", "data", "models", "sharding", "train")
 
-_log = logging.getLogger("train")  # not __name__, which is "__main__" on the command line
+
+class Refused(Exception):
+    """The run cannot start; its message was printed.
+
+    Attributes:
+        exit_code: see train/lifecycle/exit_codes.py.
+    """
+
+    def __init__(self, exit_code: int):
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> int:
-    """Runs the command.
+    """Run the command.
 
     Args:
         argv: command-line arguments; by default `sys.argv[1:]`.
@@ -60,6 +59,20 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
     Returns:
         The exit code; see train/lifecycle/exit_codes.py.
     """
+    try:
+        mode, options = parse_arguments(argv)
+        logging.basicConfig(format="%(message)s", force=True)
+        for folder in _LOGGED_FOLDERS:
+            logging.getLogger(folder).setLevel(logging.INFO)
+        with ExitStack() as stack:
+            signals = signals or stack.enter_context(StopSignals())
+            return evaluate(options) if mode == "eval" else train(options, signals)
+    except Refused as refused:
+        return refused.exit_code
+
+
+def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
+    """Return the mode ("train" or "eval") and the options of a command line."""
     parser = argparse.ArgumentParser(prog="python -m train.main", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument(
@@ -73,57 +86,92 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
         "--fast_dev_run", action="store_true", help="try 3 steps; does not use the workdir"
     )
     args, others = parser.parse_known_args(argv)
-    if args.workdir is None:
-        args.workdir = config_files.default_workdir(args.config)
     if args.mode == "eval" and args.fast_dev_run:
         parser.error("--fast_dev_run is for training; use --config.eval.num_batches=N instead")
-    logging.basicConfig(format="%(message)s", force=True)
-    for room in ROOMS:
-        logging.getLogger(room).setLevel(logging.INFO)
+    with refusing_bad_input():
+        return args.mode, RunOptions(
+            config=args.config,
+            overrides=config_files.overrides(others),
+            workdir=args.workdir or config_files.default_workdir(args.config),
+            deepspeed=args.deepspeed,
+            is_evaluation=args.mode == "eval",
+            is_dry_run=args.fast_dev_run,
+        )
+
+
+def train(options: RunOptions, signals: StopSignals) -> int:
+    """Train from the newest checkpoint of the workdir, or from the start; return the exit code."""
     phases = Phases()
     with ExitStack() as stack:
-        signals = signals or stack.enter_context(StopSignals())
-        scratch = stack.enter_context(tempfile.TemporaryDirectory())
-        directory = Path(scratch) if args.fast_dev_run else args.workdir
-        try:
-            run, corpus, source, planner = _set_up(args, config_files.overrides(others))
-            if args.mode == "train":
-                timeout_s, is_shared = run.config.train.start_timeout_s, not args.fast_dev_run
-                held = workdir.lock(directory, timeout_s=timeout_s, is_shared=is_shared)
-                start_id = stack.enter_context(held)
-                with phases("compile"):
-                    run.compile()
-                    planner.check(run)
+        directory = options.workdir
+        if options.is_dry_run:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with refusing_bad_input():
+            built = build_run(options)
+            run = built.run
+            lock = workdir.lock(
+                directory,
+                timeout_s=run.config.train.start_timeout_s,
+                is_shared=not options.is_dry_run,
+            )
+            start_id = stack.enter_context(lock)
+            with phases("compile"):
+                run.compile()
+                built.planner.check(run)
             with phases("restore"):
-                start = workdir.find_position(run, corpus, directory, source)
-            if args.mode == "train":
-                start.checkpoints.tidy()
-                # All processes are ready before the watchdog starts to limit the time of a step.
-                ready = Exchange(_LONGEST_START_S)
-                ready.on_all(
-                    lambda: workdir.write_run_files(directory, run, corpus, source, planner.report)
+                position = workdir.find_position(run, built.corpus, directory, built.source)
+            position.checkpoints.tidy()
+            # All processes are ready before the watchdog starts to limit the time of a step.
+            Exchange(LONGEST_START_S).on_all(
+                lambda: workdir.write_run_files(
+                    directory, run, built.corpus, built.source, built.planner.report
                 )
-        except (ValueError, OSError) as error:
-            if os.environ.get("TAIBAI_TRACEBACK"):
-                raise
-            hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
-            print(f"error: {error}\n{hint}", file=sys.stderr)
-            return FAILED if may_pass(error) else REFUSED
+            )
+        stack.enter_context(closing(_watchdog(run, directory, start_id, phases)))
         try:
-            if args.mode == "eval":
-                scores = evaluate(run, corpus, start.state, phases) or {}
-                if jax.process_index() == 0:
-                    values = (f"{name} {value:.6g}" for name, value in scores.items())
-                    print(" ".join([f"step {start.step}", *values]))
-                return FINISHED
-            saves = not args.fast_dev_run
-            with closing(_watchdog(run, directory, start_id, phases)):
-                return loop.train(
-                    run, corpus, start, directory, saves=saves, phases=phases, signals=signals
-                )
+            return loop.train(
+                run,
+                built.corpus,
+                position,
+                directory,
+                saves=not options.is_dry_run,
+                phases=phases,
+                signals=signals,
+            )
         except (Diverged, BrokenExample) as error:
             print(f"error: {error}", file=sys.stderr)
             return DIVERGED if isinstance(error, Diverged) else FAILED
+
+
+def evaluate(options: RunOptions) -> int:
+    """Evaluate the newest checkpoint of the workdir and print its scores; return the exit code."""
+    phases = Phases()
+    with refusing_bad_input():
+        built = build_run(options)
+        with phases("restore"):
+            position = workdir.find_position(built.run, built.corpus, options.workdir, built.source)
+    try:
+        scores = evaluation.evaluate(built.run, built.corpus, position.state, phases) or {}
+    except BrokenExample as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    if jax.process_index() == 0:
+        values = (f"{name} {value:.6g}" for name, value in scores.items())
+        print(" ".join([f"step {position.step}", *values]))
+    return FINISHED
+
+
+@contextlib.contextmanager
+def refusing_bad_input() -> Iterator[None]:
+    """Print a ValueError or OSError of the block as one error message, and raise Refused."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("TAIBAI_TRACEBACK"):
+            raise
+        hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
+        print(f"error: {error}\n{hint}", file=sys.stderr)
+        raise Refused(FAILED if may_pass(error) else REFUSED) from error
 
 
 def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watchdog:
@@ -137,65 +185,6 @@ def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watch
         timeout_s=config.train.failure_timeout_s,
         save_timeout_s=config.checkpoint.timeout_s,
     )
-
-
-def _set_up(
-    args: argparse.Namespace, overrides: list[str]
-) -> tuple[Run, Corpus, Source | None, MemoryPlanner]:
-    """Builds a run without computing anything on devices.
-
-    Args:
-        args: the parsed command line.
-        overrides: `section.key=value` from the command line.
-
-    Returns:
-        The run, its corpus, the `init_from` checkpoint or None, and the memory planner.
-    """
-    evaluates = args.mode == "eval"
-    given: Any = config_files.load(args.config, overrides)
-    if args.deepspeed is not None:
-        overrides = [*deepspeed.read(args.deepspeed, given), *overrides]
-        given = config_files.load(args.config, overrides)
-    if evaluates and not (given.get("init_from") or workdir.has_checkpoint(args.workdir)):
-        raise ValueError(
-            f"--mode=eval: --workdir={args.workdir} has no checkpoint; train first, or set "
-            "--config.init_from"
-        )
-    if args.fast_dev_run:
-        config_files.shorten(given)
-    source = read_source(given.init_from) if given.get("init_from") else None
-    if source is not None:
-        inherit_config(given, source, overrides)
-    config = resolve(given)
-    start = startup.read_distributed_env(os.environ)
-    if not args.fast_dev_run and (start is None or start.process_id == 0):
-        _log.info("workdir %s", args.workdir)
-    jax.config.update("jax_enable_x64", config.precision.compute == "float64")
-    if config.train.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(config.data.cache_path / "xla"))
-    mesh = startup.start(
-        config.mesh,
-        start_timeout_s=config.train.start_timeout_s,
-        failure_timeout_s=config.train.failure_timeout_s,
-    )
-    config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
-    if evaluates and config.memory.placement == AUTO:
-        config = dataclasses.replace(config, memory=workdir.planned(args.workdir))
-    if jax.process_index() > 0:
-        logging.disable(logging.INFO)
-    corpus = Exchange(_LONGEST_START_S).on_all(lambda: load_corpus(config.data, config.images))
-    num_labels = len(corpus.labels) or None
-    make = partial(prepare, mesh=mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
-    planner = MemoryPlanner(make, budget_of(config.memory, mesh))
-    run = make(config) if evaluates else planner.plan(config)
-    check_tokenizer(run.config, run.model_config, corpus)
-    workdir.check_processes_agree(run, corpus)
-    if evaluates and not len(corpus.validation):
-        raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
-    if not args.fast_dev_run:
-        workdir.check(args.workdir, run)
-    _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
-    return run, corpus, source, planner
 
 
 def _end(code: int) -> NoReturn:

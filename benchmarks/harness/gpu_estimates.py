@@ -15,7 +15,7 @@ from sharding.analysis.targets import Target, parse_target
 from train.compile import run_for
 from train.config.config_files import load
 from train.config.schema import resolve
-from train.run.build import Run
+from train.run.run import Run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GPUS_PER_HOST = 8
@@ -182,14 +182,14 @@ def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[
     }
     try:
         run = make_run(case, kind)
-        estimated = run.estimate
+        estimated = run.estimate_memory()
     except ValueError as error:
         return described | {"refused": str(error)}
     if known is not None:
         compiled, seconds = known["compiled"], known["seconds"]
     else:
         start = time.perf_counter()
-        compiled = memory(run.train_step).in_all
+        compiled = memory(run.compile_train_step()).in_all
         seconds = round(time.perf_counter() - start, 1)
     assert compiled is not None
     return described | {

@@ -17,7 +17,7 @@ from benchmarks.harness import report, torch_gpt2
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender
 from models.text.common import padded_vocab
 from models.text.gpt2 import GPT2Config
-from train.run.build import Run
+from train.run.run import Run
 
 
 def check(run: Run) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from sharding.analysis import audit
-from train.run.build import Run
+from train.run.run import Run
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _PEER_PACKAGES = ("torch", "transformers")

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.flops import attention_flops
 from models.text.gpt2 import GPT2Config
-from train.run.build import Run
+from train.run.run import Run
 
 #: Largest difference of the two first losses. Both are about ln(vocab), from the same weights:
 #: float32 sums differ by about 1e-6 of that, bfloat16 products by about 1e-2.

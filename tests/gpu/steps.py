@@ -11,7 +11,7 @@ from tests.train.meshes.models_on_meshes import MODELS, SHARED
 from train.compile import run_for
 from train.config.config_files import load
 from train.config.schema import resolve
-from train.run.build import Run
+from train.run.run import Run
 
 BFLOAT16 = ("precision.compute=bfloat16",)
 MESHES = {
@@ -52,13 +52,13 @@ def model_run(model: str, *overrides: str) -> Run:
 
 def text_of(run: Run) -> str:
     """Returns the program of the compiled training step."""
-    text = run.train_step.as_text()
+    text = run.compile_train_step().as_text()
     assert text is not None
     return text
 
 
 def compiled_bytes(run: Run) -> int:
-    found = audit.memory(run.train_step).in_all
+    found = audit.memory(run.compile_train_step()).in_all
     assert found is not None
     return found
 

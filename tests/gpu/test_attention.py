@@ -17,7 +17,7 @@ LONG = (
 
 def temporaries(*overrides: str) -> int:
     run = steps.make_run("llama", (*LONG, *overrides))
-    found = audit.memory(run.train_step).temp_bytes
+    found = audit.memory(run.compile_train_step()).temp_bytes
     assert found is not None
     return found
 
@@ -32,7 +32,7 @@ def test_packed_documents_are_given_to_the_kernel():
     text = steps.text_of(run)
     assert '"max_seg_per_batch":8' in text.replace(" ", "").replace('"8"', "8")
     # No mask of a whole row's scores, in any dtype.
-    shapes = {array.shape for array, _ in audit.widest_arrays(run.train_step, count=20)}
+    shapes = {array.shape for array, _ in audit.widest_arrays(run.compile_train_step(), count=20)}
     assert not any(shape[-2:] == (8192, 8192) for shape in shapes)
 
 

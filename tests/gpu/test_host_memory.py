@@ -15,7 +15,7 @@ HOST = ("memory.placement=host", *steps.BFLOAT16)
 
 
 def host_bytes(run) -> int:
-    found = audit.memory(run.train_step).host_bytes
+    found = audit.memory(run.compile_train_step()).host_bytes
     assert found is not None
     return found
 
@@ -44,7 +44,7 @@ def state_bytes_on_host(run) -> int:
 def test_state_is_in_host_memory(overrides):
     run = steps.make_run("gpt2", (*HOST, *overrides))
     assert host_bytes(run) >= state_bytes_on_host(run) > 0
-    copies = audit.host_copies(run.train_step)
+    copies = audit.host_copies(run.compile_train_step())
     moved = {copy.direction for copy in copies}
     assert moved == {"to host", "to device"}
     in_loops = [copy for copy in copies if copy.loop and copy.bytes > 1024]
@@ -60,5 +60,5 @@ def test_activations_are_in_host_memory():
     layers, tokens, width = 4, 16 * 128, 128
     # qkv is 3 widths and mlp 4 of them, in bfloat16.
     assert host_bytes(moved) >= layers * tokens * 7 * width * 2
-    copies = [copy for copy in audit.host_copies(moved.train_step) if copy.loop]
+    copies = [copy for copy in audit.host_copies(moved.compile_train_step()) if copy.loop]
     assert copies and all(copy.is_async for copy in copies)

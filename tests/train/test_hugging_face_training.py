@@ -15,7 +15,7 @@ from tests.runs import ROOT, write_corpus
 from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
 from train.config.schema import resolve
-from train.run.build import prepare
+from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
 NUM_STEPS, LEARNING_RATE, WEIGHT_DECAY = 30, 2e-3, 0.1
@@ -94,7 +94,7 @@ def test_losses_of_30_steps_are_those_of_torch(name, tmp_path):
     resolved = resolve(config)
     corpus = load_text(resolved.data)
     mesh = make_mesh(resolved.mesh, jax.devices())
-    run = prepare(resolved, mesh, vocab_size=corpus.tokenizer.vocab_size)
+    run = assemble_run(resolved, mesh, vocab_size=corpus.tokenizer.vocab_size)
     state = run.state.initial(start_params(run, source))
 
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -110,7 +110,7 @@ def test_losses_of_30_steps_are_those_of_torch(name, tmp_path):
         batch = next(batches)
         theirs.append(torch_step(model, optimizer, batch))
         placed = place_batch(batch, run.rows, run.batch_sharding, len(run.rows))
-        state, metrics = run.train_step(state, placed)
+        state, metrics = run.compile_train_step()(state, placed)
         ours.append(float(jax.device_get(metrics["loss"])))
     np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
     assert ours[-1] < ours[0] - 0.3

@@ -34,8 +34,8 @@ from sharding.memory import MemoryConfig
 from train.config.config_files import differences, load, save_yaml
 from train.config.schema import SECTIONS, resolve
 from train.lifecycle.divergence import Diverged
-from train.run.build import Run
 from train.run.init_from import start_params
+from train.run.run import Run
 from train.state.train_state import MAY_LACK, TrainState
 
 #: Exists while a run trains.

@@ -20,7 +20,7 @@ from sharding.analysis.targets import Target
 from sharding.distributed.messages import Exchange
 from sharding.estimate.memory_estimate import GAPS, LABELS, TEMPORARIES, Needs
 from sharding.memory import HOST_KIND, MemoryConfig
-from train.run.build import Run
+from train.run.run import Run
 
 #: Fraction of a device's or host's memory that a step may use, unless the config sets a budget.
 SHARE = 0.9
@@ -97,7 +97,7 @@ def pressure_of(run: Run, budget: Budget) -> str:
     if run.hardware.platform != "gpu" or budget.limit_bytes == math.inf:
         return ""
     found = memory_pressure(
-        run.train_step,
+        run.compile_train_step(),
         device_bytes=int(budget.limit_bytes),
         is_described=run.target is not None,
     )
@@ -124,8 +124,8 @@ def host_memory_bytes() -> int:
 
 def needs_of(run: Run, budget: Budget) -> Needs:
     """Returns the estimated memory of a run's step on one device and on one host, by label."""
-    host = {k: v * budget.devices_per_host for k, v in run.estimate.host.items()}
-    return Needs(device=run.estimate.device, host=host)
+    host = {k: v * budget.devices_per_host for k, v in run.estimate_memory().host.items()}
+    return Needs(device=run.estimate_memory().device, host=host)
 
 
 def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -> float:
@@ -148,9 +148,10 @@ def compiled_bytes(run: Run) -> int | None:
     """
     # XLA for CPUs counts arrays in host memory as device memory.
     is_cpu = run.hardware.platform == "cpu"
-    if is_cpu and run.estimate.host_bytes:
+    if is_cpu and run.estimate_memory().host_bytes:
         return None
-    train, evaluation = (memory(step).in_all for step in (run.train_step, run.eval_step))
+    train = memory(run.compile_train_step()).in_all
+    evaluation = memory(run.compile_eval_step()).in_all
     state = run.state.abstract
     unread = _device_bytes((state.params, state.opt_state)) - _device_bytes(run.evaluated(state))
     known = None if train is None or evaluation is None else max(train, unread + evaluation)

@@ -40,7 +40,7 @@ from train.planning.memory_budget import (
     table,
 )
 from train.planning.step_time import rates_of
-from train.run.build import Run
+from train.run.run import Run
 
 _ON_DEVICE = {"memory.placement": "device", "memory.offload_parameters_fraction": 0.0}
 #: How many plans are compiled before the search gives up.
@@ -291,7 +291,7 @@ class _Search:
             setting=setting,
             run=run,
             needs=needs_of(run, self._budget),
-            step_time_s=self.rates.step_time_s(run.estimate.work),
+            step_time_s=self.rates.step_time_s(run.estimate_memory().work),
         )
 
     # The levers: settings from level 1 on, each of which needs less memory than the one before.

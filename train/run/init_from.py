@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from convert.source import Source, load_params
 from models.vision.common import resized_positions
 from sharding.memory import in_device_memory
-from train.run.build import Run
+from train.run.run import Run
 
 #: The layer whose outputs are the labels of a task.
 _OF_A_TASK = "classifier"

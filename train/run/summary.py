@@ -4,7 +4,7 @@ import jax
 
 from data.examples import Corpus
 from models.stack import can_share_vocab
-from train.run.build import Run
+from train.run.run import Run
 
 
 def describe(run: Run, corpus: Corpus) -> str:

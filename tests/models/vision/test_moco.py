@@ -146,8 +146,8 @@ def test_a_step_takes_its_keys_from_the_average():
             loss, weight, _ = outputs(student, plain | keys, "head")
             placed = place_batch(batch, run.rows, run.batch_sharding, 8)
             evaluated = {name: value for name, value in placed.items() if name != "index"}
-            sums = run.eval_step(*run.evaluated(state), evaluated)
-            state, metrics = run.train_step(state, placed)
+            sums = run.compile_eval_step()(*run.evaluated(state), evaluated)
+            state, metrics = run.compile_train_step()(state, placed)
             np.testing.assert_allclose(metrics["loss"], loss / weight, rtol=1e-12)
             np.testing.assert_allclose(sums["loss"], loss, rtol=1e-12)
         own = outputs(student, plain, "teach")

@@ -15,7 +15,7 @@ from tests.runs import CONFIG, ROOT
 from train.config import config_files
 from train.config.config_files import default_workdir, differences, overrides, save_yaml, shorten
 from train.config.schema import RunConfig, resolve
-from train.run.build import prepare
+from train.run.assemble import assemble_run
 
 USERS_CONFIG = """
 from configs import common
@@ -403,7 +403,7 @@ def test_shipped_config_resolves_and_fits_its_mesh(name):
     run = run_of(config=path)
     # Only shapes and shardings are computed, so 175 B parameters need no memory.
     vocab_size = None if run.data.reads_images else run.data.vocab_size
-    made = prepare(run, make_mesh(run.mesh, jax.devices()), vocab_size=vocab_size)
+    made = assemble_run(run, make_mesh(run.mesh, jax.devices()), vocab_size=vocab_size)
     assert made.num_params > 0
 
 

@@ -77,7 +77,7 @@ def test_row_of_bad_steps_is_counted_over_a_resume_and_ends_with_a_good_one(
     good, bad = a_batch(run, corpus), a_batch(run, corpus, **NAN)
     state, counts = run.state.initial(), []
     for step, batch in enumerate((bad, good, bad, bad, bad, good), 1):
-        state, metrics = run.train_step(state, batch)
+        state, metrics = run.compile_train_step()(state, batch)
         counts.append((int(metrics["num_nonfinite_in_a_row"]), int(metrics["num_skipped"])))
         if step == 4:
             checkpoints = Checkpoints(tmp_path, CheckpointConfig(every_steps=1, max_to_keep=1))
@@ -104,7 +104,7 @@ def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]
     outlier = a_batch(run, corpus, weights=odd, targets=np.full((16, 16), 250, np.int32))
     told, digests = [], []
     for batch in (usual, outlier, usual):
-        state, metrics = run.train_step(state, batch)
+        state, metrics = run.compile_train_step()(state, batch)
         spikes = state.spikes
         assert spikes is not None
         told.append((float(metrics["grad_norm"]), int(state.num_skipped), mean_of(spikes)))
@@ -133,7 +133,9 @@ def test_looking_for_spikes_sends_nothing_more(corpus_overrides):
     looking, _ = make_run((*TINY, *corpus_overrides, *CUBE, "train.skip_spikes=2"))
 
     def found(run):
-        return sorted((c.kind, c.axes, c.bytes) for c in collectives(run.train_step, run.mesh))
+        return sorted(
+            (c.kind, c.axes, c.bytes) for c in collectives(run.compile_train_step(), run.mesh)
+        )
 
     assert found(looking) == found(run) != []
 
@@ -324,7 +326,7 @@ def test_rollback_goes_on_after_the_bad_batches_from_before_them(
     for step in range(1, 13):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, 16)
         if not 4 < step < 10:
-            state, metrics = run.train_step(state, batch)
+            state, metrics = run.compile_train_step()(state, batch)
             expected[step] = [float(metrics[name]) for name in ("loss", "learning_rate")]
     for i, name in enumerate(("loss", "learning_rate")):
         of_run = logged(tmp_path, name)

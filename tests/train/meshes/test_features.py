@@ -60,7 +60,7 @@ def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
     batches, size = train_batches(corpus, run.config.data, run.rows), 16
     for _ in range(NUM_STEPS):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
-        state, metrics = run.train_step(state, batch)
+        state, metrics = run.compile_train_step()(state, batch)
         losses.append(float(metrics["loss"]))
     return losses, jax.device_get(jax.tree.leaves(averaged(run.state.to_portable(state))))
 

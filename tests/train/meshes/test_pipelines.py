@@ -107,7 +107,10 @@ def test_remat_costs_one_forward_of_the_stage_in_every_tick(schedule, corpus_ove
         return make_run((*overrides, *pipeline, "model.num_layers=8"))[0]
 
     full, none = compiled("full"), compiled("none")
-    products = {"full": matmul_flops(full.train_step), "none": matmul_flops(none.train_step)}
+    products = {
+        "full": matmul_flops(full.compile_train_step()),
+        "none": matmul_flops(none.compile_train_step()),
+    }
     assert products["full"] is not None and products["none"] is not None
     # A stage has two layers, a microbatch has 2 sequences, and all branches count as taken.
     batch, length, embed, num_heads = 2, 16, 32, 4
@@ -124,6 +127,8 @@ def test_the_program_does_not_grow_with_the_layers(corpus_overrides):
     def instructions(num_layers):
         overrides = (*TINY, *corpus_overrides, "mesh.pipeline=4", f"model.num_layers={num_layers}")
         run, _ = make_run((*overrides, "train.num_microbatches=4", "pipeline.remat=none"))
-        return len(re.findall(r"^\s+\S+ = ", str(run.train_step.as_text()), flags=re.MULTILINE))
+        return len(
+            re.findall(r"^\s+\S+ = ", str(run.compile_train_step().as_text()), flags=re.MULTILINE)
+        )
 
     assert instructions(48) == instructions(12)

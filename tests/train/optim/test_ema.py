@@ -75,13 +75,13 @@ def test_average_of_a_run_is_that_of_its_parameters(corpus_overrides):
         expected = jax.device_get(state.params)
         assert digest(averaged(state)) == digest(state.params)
         for step in range(3):
-            state, _ = run.train_step(state, a_batch(run, corpus))
+            state, _ = run.compile_train_step()(state, a_batch(run, corpus))
             d = decay_of("cosine", step)
             expected = jax.tree.map(lambda a, p, d=d: d * a + (1 - d) * p, expected, state.params)
         found = jax.device_get(averaged(state))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
         nan = np.full((16, 16), np.nan, np.float32)
-        state, _ = run.train_step(state, a_batch(run, corpus, weights=nan))
+        state, _ = run.compile_train_step()(state, a_batch(run, corpus, weights=nan))
         assert int(state.num_skipped) == 1
         jax.tree.map(np.testing.assert_array_equal, averaged(state), found)
     averages, params = jax.tree_util.tree_leaves_with_path(found), jax.device_get(state.params)
@@ -115,7 +115,7 @@ def test_evaluation_is_that_of_the_average(corpus_overrides):
     with jax.enable_x64(True):
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
         plain, _ = run_of(*corpus_overrides, *FLOAT64)
-        state, _ = run.train_step(run.state.initial(), a_batch(run, corpus))
+        state, _ = run.compile_train_step()(run.state.initial(), a_batch(run, corpus))
         scores = evaluate(run, corpus, state, Phases())
 
         def of(params) -> dict | None:
@@ -130,7 +130,7 @@ def steps(run, start: Position, count: int, *, save_after: int = 0) -> tuple[lis
     state, losses, size = start.state, [], run.config.data.global_batch_size
     for step in range(1, count + 1):
         batch = place_batch(next(start.batches), run.rows, run.batch_sharding, size)
-        state, metrics = run.train_step(state, batch)
+        state, metrics = run.compile_train_step()(state, batch)
         losses.append(float(metrics["loss"]))
         if step == save_after:
             fingerprint = load_corpus(run.config.data).fingerprint

@@ -18,7 +18,7 @@ from tests.runs import CONFIG, ROOT
 from train.config.config_files import load
 from train.config.schema import resolve
 from train.optim.optimizer import OptimizerConfig, decay_mask, make_learning_rate, make_optimizer
-from train.run.build import prepare
+from train.run.assemble import assemble_run
 
 BASE = OptimizerConfig(
     name="adamw",
@@ -75,7 +75,7 @@ def adafactor(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradie
 def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
     overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
     config = resolve(load(CONFIG, overrides))
-    run = prepare(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
+    run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
     state = run.state.initial()
     shapes = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
     assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
@@ -83,7 +83,7 @@ def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
 
 def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
     config = resolve(load(CONFIG))
-    run = prepare(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
+    run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
     mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state.abstract.params))
     names = {".".join(key.key for key in path): decayed for path, decayed in mask}
     decayed = {name for name, is_decayed in names.items() if is_decayed}
@@ -131,7 +131,7 @@ def test_no_decay_of_tokens_positions_and_scales_in_models_of_images():
 
 def test_run_does_not_decay_what_its_model_names():
     config = resolve(load(str(ROOT / "configs" / "vit.py"), ["optimizer.warmup_steps=0"]))
-    run = prepare(config, make_mesh(config.mesh, jax.devices()), num_labels=10)
+    run = assemble_run(config, make_mesh(config.mesh, jax.devices()), num_labels=10)
     params = run.state.initial().params
     zeros: Any = jax.tree.map(jnp.zeros_like, params)
     updates: Any = run.optimizer.update(zeros, run.optimizer.init(params), params)[0]

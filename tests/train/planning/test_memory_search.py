@@ -22,7 +22,8 @@ from train.planning.memory_budget import Budget, budget_of, compiled_bytes, host
 from train.planning.memory_search import MemoryPlanner, _Search
 from train.planning.step_time import rates_of
 from train.reporting.metrics import read_metrics
-from train.run.build import Run, prepare
+from train.run.assemble import assemble_run
+from train.run.run import Run
 
 #: Cases of the benchmark that CI compiles; `-m slow` adds the others.
 CHOSEN = {
@@ -55,7 +56,9 @@ def base(corpus_overrides) -> tuple[str, ...]:
 
 def planner(run: Run, budget: Budget) -> MemoryPlanner:
     vocab_size = run.model_config.vocab_size
-    return MemoryPlanner(lambda config: prepare(config, run.mesh, vocab_size=vocab_size), budget)
+    return MemoryPlanner(
+        lambda config: assemble_run(config, run.mesh, vocab_size=vocab_size), budget
+    )
 
 
 def with_auto(run: Run) -> RunConfig:
@@ -81,9 +84,9 @@ MESHES = {
 def test_auto_fits_an_eighth_and_losses_are_those_of_plain_training(mesh, corpus_overrides):
     with jax.enable_x64(True):
         plain, corpus = make_run((*base(corpus_overrides), *FLOAT64, *MESHES[mesh]))
-        budget = of_device(plain.estimate.device_bytes / 8)
+        budget = of_device(plain.estimate_memory().device_bytes / 8)
         run = planner(plain, budget).plan(with_auto(plain))
-        assert run.estimate.device_bytes <= budget.device_bytes
+        assert run.estimate_memory().device_bytes <= budget.device_bytes
         # Rounding errors in float64 are about 1e-16 per sum; bugs cause far larger differences.
         np.testing.assert_allclose(
             losses(run, corpus, 4), losses(plain, corpus, 4), rtol=1e-9, atol=0
@@ -92,7 +95,7 @@ def test_auto_fits_an_eighth_and_losses_are_those_of_plain_training(mesh, corpus
 
 def test_auto_changes_nothing_that_fits(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
-    run = planner(plain, of_device(4 * plain.estimate.device_bytes)).plan(with_auto(plain))
+    run = planner(plain, of_device(4 * plain.estimate_memory().device_bytes)).plan(with_auto(plain))
     assert run.config == plain.config
 
 
@@ -100,36 +103,36 @@ def test_plan_that_is_too_large_once_compiled_is_followed_by_a_leaner_one(
     corpus_overrides, monkeypatch
 ):
     plain, _ = make_run(base(corpus_overrides))
-    budget = of_device(0.6 * plain.estimate.device_bytes)
+    budget = of_device(0.6 * plain.estimate_memory().device_bytes)
     compiled = []
 
     def twice_the_estimate(run):
-        compiled.append(run.estimate.device_bytes)
-        return 2 * run.estimate.device_bytes
+        compiled.append(run.estimate_memory().device_bytes)
+        return 2 * run.estimate_memory().device_bytes
 
     monkeypatch.setattr("train.planning.memory_search.compiled_bytes", twice_the_estimate)
     run = planner(plain, budget).plan(with_auto(plain))
     assert len(compiled) == 2 and compiled[1] <= budget.device_bytes / 2 < compiled[0]
-    assert run.estimate.device_bytes == compiled[1]
+    assert run.estimate_memory().device_bytes == compiled[1]
     # Saving a little memory costs a little time; host memory is the last resort.
     assert run.config.memory.placement == "device"
 
 
 def test_refusal_names_changes_that_fit(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
-    budget = of_device(plain.estimate.device_bytes / 2)
+    budget = of_device(plain.estimate_memory().device_bytes / 2)
     with pytest.raises(ValueError, match="a step takes more memory than there is") as raised:
         planner(plain, budget).plan(plain.config)
     ways = re.findall(r"^  --config\.(.+?): ", str(raised.value), re.MULTILINE)
     assert {way.partition("=")[0] for way in ways} >= {"train.num_microbatches"}
     for way in ways:
         changed, _ = make_run((*base(corpus_overrides), *way.split(" --config.")))
-        assert changed.estimate.device_bytes <= budget.device_bytes
+        assert changed.estimate_memory().device_bytes <= budget.device_bytes
 
 
 def test_what_no_plan_makes_fit_is_refused_with_the_leanest(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
-    budget = of_device(plain.estimate.device_bytes / 1000)
+    budget = of_device(plain.estimate_memory().device_bytes / 1000)
     for config in (plain.config, with_auto(plain)):
         with pytest.raises(ValueError, match="no plan fits into memory") as raised:
             planner(plain, budget).plan(config)
@@ -139,20 +142,20 @@ def test_what_no_plan_makes_fit_is_refused_with_the_leanest(corpus_overrides):
 
 def test_host_memory_has_a_budget_too(corpus_overrides):
     plain, _ = make_run((*base(corpus_overrides), "memory.placement=host"))
-    host = plain.estimate.host_bytes
+    host = plain.estimate_memory().host_bytes
     budget = dataclasses.replace(of_device(math.inf), host_bytes=4.1 * host, devices_per_host=4)
     assert planner(plain, budget).plan(plain.config) is not None
     budget = dataclasses.replace(budget, host_bytes=3.9 * host)
     with pytest.raises(ValueError, match="takes more memory than there is") as raised:
         planner(plain, budget).plan(plain.config)
     assert "--config.memory.placement=device" in str(raised.value)
-    budget = dataclasses.replace(budget, device_bytes=2.0 * plain.estimate.device_bytes)
-    assert planner(plain, budget).plan(with_auto(plain)).estimate.host_bytes < host
+    budget = dataclasses.replace(budget, device_bytes=2.0 * plain.estimate_memory().device_bytes)
+    assert planner(plain, budget).plan(with_auto(plain)).estimate_memory().host_bytes < host
 
 
 def test_run_under_auto_saves_its_plan_and_goes_on_with_it(corpus_overrides, tmp_path):
     plain, _ = make_run(base(corpus_overrides))
-    budget_gib = plain.estimate.device_bytes / 8 / 2**30
+    budget_gib = plain.estimate_memory().device_bytes / 8 / 2**30
     overrides = (
         *base(corpus_overrides),
         *("memory.placement=auto", f"memory.device_budget={budget_gib}"),
@@ -182,7 +185,7 @@ def test_refusal_ends_the_command_before_anything_is_written(corpus_overrides, t
 
 def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatch):
     plain, _ = make_run(base(corpus_overrides))
-    limit = 1.05 * plain.estimate.device_bytes
+    limit = 1.05 * plain.estimate_memory().device_bytes
     monkeypatch.setattr("train.planning.memory_search.compiled_bytes", lambda run: 1.1 * limit)
     with pytest.raises(ValueError, match="as compiled"):
         planner(plain, of_device(limit)).check(plain)
@@ -190,7 +193,9 @@ def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatc
 
 def test_compiled_bytes_are_those_of_the_larger_step(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
-    train, evaluation = (memory(step).in_all for step in (plain.train_step, plain.eval_step))
+    train, evaluation = (
+        memory(step).in_all for step in (plain.compile_train_step(), plain.compile_eval_step())
+    )
     assert train is not None and evaluation is not None
     assert compiled_bytes(plain) == train > evaluation
     hosted, _ = make_run((*base(corpus_overrides), "memory.placement=host"))

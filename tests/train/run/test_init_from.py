@@ -23,7 +23,7 @@ from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
 from train.config.schema import resolve
 from train.reporting.metrics import read_metrics
-from train.run.build import prepare
+from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
 OPT = {
@@ -129,7 +129,7 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     inherit_config(config, source, overrides)
     resolved = resolve(config)
     vocab_size = resolved.model_fields["vocab_size"]
-    run = prepare(
+    run = assemble_run(
         resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=vocab_size, num_labels=2
     )
     params, plain = start_params(run, source), nnx.to_pure_dict(nnx.split(load_model(bert))[1])
@@ -149,7 +149,7 @@ def run_from(directory, text, labels, *overrides):
     inherit_config(config, source, overrides)
     resolved = resolve(config)
     sizes = {"vocab_size": resolved.model_fields["vocab_size"], "num_labels": labels}
-    return prepare(resolved, make_mesh(resolved.mesh, jax.devices()), **sizes), source
+    return assemble_run(resolved, make_mesh(resolved.mesh, jax.devices()), **sizes), source
 
 
 def test_classifier_is_new_where_the_checkpoint_has_one_of_another_task(text, tmp_path):
@@ -209,7 +209,7 @@ def test_labels_of_what_has_no_classifier_are_refused(bert, opt, text):
     config, source = load(FINETUNE, overrides), read_source(opt[0])
     inherit_config(config, source, overrides)
     resolved = resolve(config)
-    run = prepare(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None)
+    run = assemble_run(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None)
     with pytest.raises(ValueError, match="train.init_labels='new' is for a classifier, but .*opt"):
         start_params(run, source)
 

@@ -25,7 +25,7 @@ from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
 from train.config.schema import resolve
 from train.main import main
-from train.run.build import prepare
+from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
 MAE, VIT, SWIN = (str(ROOT / "configs" / f"{name}.py") for name in ("mae", "vit", "swin"))
@@ -82,7 +82,7 @@ def run_from(directory, config, *overrides):
     inherit_config(given, source, overrides)
     resolved = resolve(given)
     labels = load_corpus(resolved.data, resolved.images).labels
-    run = prepare(
+    run = assemble_run(
         resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None, num_labels=len(labels)
     )
     params = start_params(run, source, labels)

@@ -218,7 +218,7 @@ def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrid
     size = run.config.data.global_batch_size
     for _ in range(3):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
-        state, _ = run.train_step(state, batch)
+        state, _ = run.compile_train_step()(state, batch)
     layer_of_slot = run.layouts["decoder"].layer_of_slot
     padding, used = np.flatnonzero(layer_of_slot < 0), np.flatnonzero(layer_of_slot >= 0)
     assert padding.tolist() == [4, 5]

@@ -83,7 +83,7 @@ def test_state_lies_where_it_was_asked_to_before_and_after_a_step(placement, cor
     batches = train_batches(corpus, run.config.data, run.rows)
     size = run.config.data.global_batch_size
     batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
-    assert kinds(run.train_step(state, batch)[0]) == abstract
+    assert kinds(run.compile_train_step()(state, batch)[0]) == abstract
 
     def on_host(*words: str) -> list[bool]:
         chosen = [kind for path, kind in abstract.items() if any(w in path for w in words)]
@@ -111,7 +111,7 @@ def moved(run) -> dict[str, Counter]:
             for inner in jaxprs_in_params(eqn.params):
                 visit(inner)
 
-    visit(run.traced.jaxpr.jaxpr)
+    visit(run.trace_train_step().jaxpr.jaxpr)
     return found
 
 
@@ -156,7 +156,7 @@ def test_step_holds_no_more_than_its_copy_of_the_parameters(corpus_overrides):
 
     def temporaries(*overrides: str) -> tuple[int, int]:
         run, _ = make_run((*base, *overrides))
-        memory = run.train_step.memory_analysis()
+        memory = run.compile_train_step().memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes, 4 * run.num_params
 

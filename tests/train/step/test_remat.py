@@ -70,7 +70,7 @@ def buffers(run) -> dict[bool, set[tuple]]:
             for inner in jaxprs_in_params(eqn.params):
                 visit(inner)
 
-    visit(run.traced.jaxpr.jaxpr)
+    visit(run.trace_train_step().jaxpr.jaxpr)
     return found
 
 
@@ -93,7 +93,10 @@ def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
     found = []
     for remat in ("full", "attention_out", "qkv,attention_out", NAMES):
         run, _ = make_run((*base, f"train.remat={remat}"))
-        cost, memory = run.train_step.cost_analysis(), run.train_step.memory_analysis()
+        cost, memory = (
+            run.compile_train_step().cost_analysis(),
+            run.compile_train_step().memory_analysis(),
+        )
         assert cost is not None and memory is not None
         found.append((cost["flops"], memory.temp_size_in_bytes))
     flops, num_bytes = zip(*found, strict=True)

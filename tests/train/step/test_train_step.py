@@ -26,7 +26,7 @@ def microbatches(count: int) -> tuple[str, ...]:
 @pytest.mark.parametrize("mesh", [CUBE, ("mesh.data=4", "mesh.model=2")], ids=["2x2x2", "4x2"])
 def test_nothing_crosses_data_inside_the_microbatch_loop(mesh, corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *mesh, "train.num_microbatches=4"))
-    found = collectives(run.train_step, run.mesh)
+    found = collectives(run.compile_train_step(), run.mesh)
     assert [c for c in found if "data" in c.axes and c.loop_depth > 0] == []
     outside = [c for c in found if "data" in c.axes]
     assert outside and all(c.kind == "all-reduce" for c in outside)
@@ -40,7 +40,9 @@ def test_nothing_crosses_data_inside_the_microbatch_loop(mesh, corpus_overrides)
 
 def test_pipeline_loop_sends_once_each_way(corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *CUBE, "train.num_microbatches=4"))
-    permutes = [c for c in collectives(run.train_step, run.mesh) if c.axes == ("pipeline",)]
+    permutes = [
+        c for c in collectives(run.compile_train_step(), run.mesh) if c.axes == ("pipeline",)
+    ]
     assert [(c.kind, c.loop_depth) for c in permutes if c.loop_depth] == [
         ("collective-permute", 1)
     ] * 2
@@ -50,7 +52,7 @@ def test_1f1b_memory_is_that_of_the_stages_and_gpipe_grows(corpus_overrides):
     def temporaries(schedule, count):
         overrides = (*TINY, *corpus_overrides, *CUBE, *microbatches(count))
         run, _ = make_run((*overrides, f"pipeline.schedule={schedule}", "model.embed_dim=64"))
-        temp_bytes = memory(run.train_step).temp_bytes
+        temp_bytes = memory(run.compile_train_step()).temp_bytes
         assert temp_bytes is not None
         return temp_bytes
 
@@ -66,7 +68,9 @@ def test_loss_is_the_mean_over_weighted_tokens_whatever_the_microbatches(corpus_
     for count in (1, 8):
         overrides = (*TINY, *corpus_overrides, f"train.num_microbatches={count}")
         run, corpus = make_run(overrides)
-        state, metrics = run.train_step(run.state.initial(), a_batch(run, corpus, weights=weights))
+        state, metrics = run.compile_train_step()(
+            run.state.initial(), a_batch(run, corpus, weights=weights)
+        )
         values.append(metrics["loss"])
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)  # float32, other order of summation
     assert abs(values[0] - np.log(257)) < 0.5  # an untrained model: log of 257 tokens
@@ -77,10 +81,10 @@ def test_step_with_non_finite_loss_changes_only_the_counters(corpus_overrides):
     before = run.state.initial()
     expected = jax.device_get((before.params, before.opt_state))
     weights = np.full((16, 16), np.nan, np.float32)
-    state, metrics = run.train_step(before, a_batch(run, corpus, weights=weights))
+    state, metrics = run.compile_train_step()(before, a_batch(run, corpus, weights=weights))
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), expected)
     assert (int(state.step), int(state.num_skipped)) == (1, 1)
-    state, metrics = run.train_step(state, a_batch(run, corpus))
+    state, metrics = run.compile_train_step()(state, a_batch(run, corpus))
     assert (int(state.step), int(metrics["num_skipped"])) == (2, 1)
     assert np.isfinite(metrics["loss"])
     # A skipped step does not advance the learning-rate schedule.
@@ -92,7 +96,7 @@ def test_bfloat16_compute_keeps_float32_master_weights_and_close_losses(corpus_o
     values = {}
     for compute in ("float32", "bfloat16"):
         run, corpus = make_run((*overrides, f"precision.compute={compute}"))
-        state, metrics = run.train_step(run.state.initial(), a_batch(run, corpus))
+        state, metrics = run.compile_train_step()(run.state.initial(), a_batch(run, corpus))
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
         values[compute] = float(metrics["loss"])
     assert values["bfloat16"] != values["float32"]

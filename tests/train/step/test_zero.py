@@ -77,7 +77,7 @@ def _is_adam(part) -> bool:
 def bytes_by_kind(run) -> dict[tuple, int]:
     """Returns (kind, axes, whether in the loop over layers) -> bytes per device and execution."""
     found = defaultdict(int)
-    for each in collectives(run.train_step, run.mesh):
+    for each in collectives(run.compile_train_step(), run.mesh):
         if each.kind != "all-reduce" or each.bytes > FEW_BYTES:
             found[each.kind, each.axes, each.loop_depth > 1] += each.bytes
     return dict(found)
@@ -126,7 +126,7 @@ def test_parameters_are_put_together_over_replicas_alone(axis, zero, corpus_over
     """A gather over replicas keeps the split over `model`, so that no device gets a whole layer."""
     sizes = ("mesh.pipeline=2", f"mesh.{axis}=2", "mesh.model=2")
     run = a_run(corpus_overrides, *sizes, zero)
-    kinds = {(each.kind, each.axes) for each in collectives(run.train_step, run.mesh)}
+    kinds = {(each.kind, each.axes) for each in collectives(run.compile_train_step(), run.mesh)}
     gathers = {axes for kind, axes in kinds if kind == "all-gather"}
     assert gathers == (set() if axis == "data" and zero.endswith("0") else {(axis,)})
     assert {axes for kind, axes in kinds if kind == "reduce-scatter"} <= {(axis,)}
@@ -136,7 +136,7 @@ def test_no_device_holds_all_gradients_in_stage_3(corpus_overrides):
     def temporaries(stage):
         layers = ("model.num_layers=16", "model.embed_dim=64")
         run = a_run(corpus_overrides, "mesh.data=8", f"memory.zero_stage={stage}", *layers)
-        memory = run.train_step.memory_analysis()
+        memory = run.compile_train_step().memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes, num_bytes(run.state.abstract.params) * 8
 

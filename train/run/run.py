@@ -1,14 +1,10 @@
-"""Builds a `Run` from a config and a mesh: model, optimizer, schedule, state layout and steps.
-
-`prepare` builds and checks all parts with abstract arrays, so it computes nothing and takes no
-memory. The steps are traced and compiled when they are first used.
-"""
+"""A run: its config, mesh, model, state and schedule, and the steps that they compile to."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,44 +15,41 @@ from jax.sharding import NamedSharding
 
 from models.flops import num_tokens, train_flops
 from models.layers.attention import Choice
-from models.stack import (
-    Parts,
-    named_activations,
-    partition,
-)
+from models.stack import Parts, named_activations
 from sharding.analysis.targets import Target
 from sharding.batches import batch_sharding, process_rows
 from sharding.estimate.jaxpr import open_jaxpr
 from sharding.estimate.memory_estimate import Estimate, estimate
-from sharding.hardware import Hardware, hardware_of
+from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh, use_mesh
-from sharding.pipeline.config import AUTO
-from sharding.pipeline.layout import Layout, cut
-from sharding.pipeline.schedule import Schedule, make_schedule
-from sharding.rules import make_rules
+from sharding.pipeline.layout import Layout
+from sharding.pipeline.schedule import Schedule
 from train.config.schema import RunConfig
 from train.config.shapes import batch_of, microbatch
-from train.optim.ema import average_params
-from train.optim.freeze import frozen_params, with_frozen_params
-from train.optim.layer_decay import depths_of
-from train.optim.optimizer import make_learning_rate, make_optimizer
-from train.run.attention_kernels import attention_choices
-from train.run.compatibility import (
-    check_axes,
-    check_mesh,
-    check_objective,
-    check_optimizer,
-    check_parts,
-)
-from train.run.stage_balance import LayerCosts, count_work
+from train.optim.freeze import with_frozen_params
+from train.run.stage_balance import LayerCosts
 from train.state.averaged import evaluated
-from train.state.initialize import StateSpec
 from train.state.layout import StateLayout
 from train.state.train_state import TrainState, partition_specs_of, shardings_of
 from train.step.tracing import traced_for
 from train.step.train_step import StepConfig, make_eval_step, make_train_step
 from train.step.update import Update
+
+T = TypeVar("T")
+
+
+def _once(method: Callable[["Run"], T]) -> Callable[["Run"], T]:
+    """Make a method without arguments run once per object and return the same result afterwards."""
+    name = f"_{method.__name__}_result"
+
+    @functools.wraps(method)
+    def remembered(self: "Run") -> T:
+        if name not in self.__dict__:
+            self.__dict__[name] = method(self)
+        return self.__dict__[name]
+
+    return remembered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,33 +125,34 @@ class Run:
         flops = train_flops(self.model, self._abstract_batch(), self.num_params)
         return flops // self.units_per_step
 
-    @cached_property
-    def traced(self) -> jax.stages.Traced:
-        """The traced `train_step(state, batch)`; the state is donated."""
-        step, out_shardings = self._train_step_function(), (shardings_of(self.state.abstract), None)
+    @_once
+    def trace_train_step(self) -> jax.stages.Traced:
+        """Trace `train_step(state, batch)`, which donates the state. Once."""
+        step = self._train_step_function()
+        out_shardings = (shardings_of(self.state.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
         with use_mesh(self.trace_mesh):
             return jitted.trace(*self._arguments)
 
-    @cached_property
-    def train_step(self) -> jax.stages.Compiled:
-        """The compiled `train_step(state, batch)`; the state is donated."""
-        return self._compiled(self.traced)
+    @_once
+    def compile_train_step(self) -> jax.stages.Compiled:
+        """Compile `train_step(state, batch)`, which donates the state. Once."""
+        return self._compile(self.trace_train_step())
 
-    def _compiled(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
+    def _compile(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
         with use_mesh(self.trace_mesh):
             if self.target is not None:
                 return self.target.compile(traced, self.trace_mesh)
             return traced.lower().compile()
 
-    @cached_property
-    def estimate(self) -> Estimate:
-        """Estimated memory and work of a training step on one device, from its trace."""
+    @_once
+    def estimate_memory(self) -> Estimate:
+        """Estimate memory and work of a training step on one device from its trace, once."""
         state, batch = self._arguments
         labels = jax.tree.map(lambda _: "optimizer", state)
         parameters = jax.tree.map(lambda _: "parameters", state.params)
         labels = dataclasses.replace(labels, params=parameters)
-        jaxpr = self.traced.jaxpr
+        jaxpr = self.trace_train_step().jaxpr
         if self.frozen is not None:
             # XLA removes computations that only gradients of frozen parameters need.
             needed = [True] * len(jaxpr.jaxpr.outvars)
@@ -197,15 +191,15 @@ class Run:
             specs,
         )
 
-    @cached_property
-    def eval_step(self) -> jax.stages.Compiled:
-        """The compiled `eval_step(params, teacher, batch)`; `evaluated` returns the first two."""
+    @_once
+    def compile_eval_step(self) -> jax.stages.Compiled:
+        """Compile `eval_step(params, teacher, batch)`; `evaluated` returns the first two. Once."""
         specs = partition_specs_of(self.state.abstract.params)
         step = make_eval_step(self.parts, self._step_config(), self.trace_mesh, self.rules, specs)
         with use_mesh(self.trace_mesh):
             arguments = (*self.evaluated(self.state.abstract), self._abstract_batch())
             traced = jax.jit(step).trace(*arguments)
-        return self._compiled(traced)
+        return self._compile(traced)
 
     def evaluated(self, state: TrainState) -> tuple[Any, Any]:
         """Returns the parameters to evaluate, and the teacher's; see state/averaged.py."""
@@ -218,10 +212,10 @@ class Run:
             ValueError: evaluations do not report `checkpoint.best_metric`.
         """
         self._check_best_metric()
-        _ = self.train_step
+        self.compile_train_step()
 
     def _check_best_metric(self) -> None:
-        tree, checkpoint = self.eval_step.out_tree, self.config.checkpoint
+        tree, checkpoint = self.compile_eval_step().out_tree, self.config.checkpoint
         sums = jax.tree.unflatten(tree, range(tree.num_leaves))
         names = [f"eval_{name}" for name in sums if name != "weight"]
         if self.config.data.has_perplexity:
@@ -251,117 +245,3 @@ class Run:
         batch |= {name: jax.ShapeDtypeStruct((size,), jnp.uint32) for name in per_example}
         sharding = batch_sharding(self.trace_mesh, self.rules)
         return {name: leaf.update(sharding=sharding) for name, leaf in batch.items()}
-
-
-def prepare(
-    config: RunConfig,
-    mesh: jax.sharding.Mesh,
-    *,
-    vocab_size: int | None = None,
-    num_labels: int | None = None,
-    target: Target | None = None,
-) -> Run:
-    """Builds the run of a config on a mesh.
-
-    Args:
-        config: the run's config.
-        mesh: the mesh; over the target's devices, if there is a target.
-        vocab_size: number of tokens of the tokenizer; None if there is no tokenizer.
-        num_labels: number of labels in the data; None if it has no labels.
-        target: GPUs that are not present: steps can be compiled for them, but not run.
-
-    Raises:
-        ValueError: the model, the mesh, the rules and the data are not compatible.
-    """
-    hardware = hardware_of(mesh.devices.flat[0])
-    # Devices that are only described have no memory kinds, so shardings over them would lose
-    # theirs. An abstract mesh keeps them.
-    is_abstract = target is not None and config.memory.placement != "device"
-    trace_mesh = mesh.abstract_mesh if is_abstract else mesh
-    check_mesh(config, mesh)
-    pipeline = config.pipeline
-    shares_vocab = pipeline.share_vocab and mesh.shape["pipeline"] > 1
-    rules = make_rules(config.rules, shares_vocab=shares_vocab)
-    # Check this early if the class states its objectives: otherwise a missing size in the data of
-    # another objective would be the first, less helpful, error.
-    check_objective(config, config.model_class)
-    model_config = config.model_config(vocab_size=vocab_size, num_labels=num_labels)
-
-    def build() -> nnx.Module:
-        return config.model_class(model_config, rngs=nnx.Rngs(config.train.seed))
-
-    model = nnx.eval_shape(build)
-    offload = config.memory.offload_activations
-    parts = partition(model, remat=config.train.remat, offload=offload)
-    check_parts(config, mesh, hardware, model, parts)
-    learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
-    optimizer, frozen = _optimizer(config, mesh, model, parts, learning_rate)
-    schedule = make_schedule(
-        pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
-    )
-    work = functools.cache(partial(_work, config, mesh, model, parts))
-    counts = pipeline.layers_per_stage
-    if counts == AUTO:
-        counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
-    layouts = cut(parts.num_layers, schedule.placement, counts)
-    start = StateSpec(
-        build=build,
-        optimizer=optimizer,
-        precision=config.precision,
-        tracks_spikes=config.train.skip_spikes is not None,
-        frozen=frozen,
-    )
-    state = StateLayout(start, trace_mesh, rules, layouts, config.memory)
-    specs = partition_specs_of(state.abstract.params)
-    check_axes(model, specs, rules, mesh)
-    return Run(
-        config=config,
-        mesh=mesh,
-        trace_mesh=trace_mesh,
-        hardware=hardware,
-        target=target,
-        rules=rules,
-        build=build,
-        model_config=model_config,
-        model=model,
-        parts=parts,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        schedule=schedule,
-        layouts=layouts,
-        state=state,
-        frozen=frozen,
-        attention=attention_choices(config, mesh, hardware, rules, model, parts),
-        work=work,
-    )
-
-
-def _optimizer(
-    config: RunConfig,
-    mesh: AnyMesh,
-    model: nnx.Module,
-    parts: Parts,
-    learning_rate: optax.Schedule,
-) -> tuple[optax.GradientTransformation, Any]:
-    """Returns the optimizer, and a bool per parameter, whether it is frozen, or None."""
-    check_optimizer(config)
-    train, arguments, average = config.train, microbatch(config, mesh, model), None
-    if train.ema_decay is not None:
-        average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
-    optimizer = make_optimizer(
-        config.optimizer,
-        learning_rate,
-        clips=False,
-        stacks=parts.num_layers,
-        not_decayed=getattr(model, "not_decayed", ()),
-        depths=None if config.optimizer.layer_decay == 1 else depths_of(parts, *arguments),
-        average=average,
-    )
-    patterns = config.optimizer.frozen
-    return optimizer, frozen_params(arguments[0], patterns) if patterns else None
-
-
-def _work(config: RunConfig, mesh: AnyMesh, model: nnx.Module, parts: Parts) -> LayerCosts:
-    """Returns the FLOPs of a microbatch of one replica."""
-    recomputes = config.pipeline.remat == "full"
-    return count_work(parts, *microbatch(config, mesh, model), recomputes=recomputes)

@@ -1,0 +1,146 @@
+"""Builds a run from the command line: the config, the devices, the data, and the run itself."""
+
+import dataclasses
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from convert.source import Source, read_source
+from data.corpus import load_corpus
+from data.examples import Corpus
+from sharding.distributed import startup
+from sharding.distributed.messages import Exchange
+from sharding.memory import AUTO
+from train.config import config_files, deepspeed
+from train.config.checkpoint_config import inherit_config
+from train.config.schema import RunConfig, resolve
+from train.lifecycle import workdir
+from train.planning.memory_budget import budget_of
+from train.planning.memory_search import MemoryPlanner
+from train.run.assemble import assemble_run
+from train.run.compatibility import check_tokenizer
+from train.run.run import Run
+from train.run.summary import describe
+
+#: Hosts may take very different times to tokenize, compile and read. jax detects a lost one.
+LONGEST_START_S = 24 * 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The command line of `train.main`.
+
+    Attributes:
+        config: path of the config, as `--config` has it.
+        overrides: `section.key=value` each.
+        workdir: directory of the run's files.
+        deepspeed: path of a DeepSpeed JSON, or None.
+        is_evaluation: whether `--mode=eval` is given.
+        is_dry_run: whether `--fast_dev_run` is given: 3 steps, and `workdir` is not used.
+    """
+
+    config: str
+    overrides: list[str]
+    workdir: Path
+    deepspeed: str | None = None
+    is_evaluation: bool = False
+    is_dry_run: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltRun:
+    """A run with its data; nothing is compiled or computed yet.
+
+    Attributes:
+        run: model, mesh, state and steps.
+        corpus: training and validation data.
+        source: the `init_from` checkpoint, or None.
+        planner: chooses memory options and checks the memory of the compiled steps.
+    """
+
+    run: Run
+    corpus: Corpus
+    source: Source | None
+    planner: MemoryPlanner
+
+
+def build_run(options: RunOptions) -> BuiltRun:
+    """Build the run that a command line describes, and print its summary.
+
+    Raises:
+        ValueError: the config, the mesh, the model or the data are wrong or incompatible.
+        OSError: a file cannot be read.
+    """
+    config, source = _load_config(options)
+    mesh = _start_devices(config, options)
+    config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
+    if options.is_evaluation and config.memory.placement == AUTO:
+        config = dataclasses.replace(config, memory=workdir.planned(options.workdir))
+
+    corpus = Exchange(LONGEST_START_S).on_all(lambda: load_corpus(config.data, config.images))
+    if options.is_evaluation and not len(corpus.validation):
+        raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
+    assemble = partial(
+        assemble_run,
+        mesh=mesh,
+        vocab_size=corpus.vocab_size,
+        num_labels=len(corpus.labels) or None,
+    )
+    planner = MemoryPlanner(assemble, budget_of(config.memory, mesh))
+    run = assemble(config) if options.is_evaluation else planner.plan(config)
+    check_tokenizer(run.config, run.model_config, corpus)
+    workdir.check_processes_agree(run, corpus)
+    if not options.is_dry_run:
+        workdir.check(options.workdir, run)
+    _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
+    return BuiltRun(run=run, corpus=corpus, source=source, planner=planner)
+
+
+def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
+    """Return the config of a run, and the checkpoint that its `init_from` names.
+
+    A later source overrides an earlier one: the `init_from` checkpoint, the config file, the
+    DeepSpeed JSON, the command line.
+    """
+    overrides = options.overrides
+    given: Any = config_files.load(options.config, overrides)
+    if options.deepspeed is not None:
+        overrides = [*deepspeed.read(options.deepspeed, given), *overrides]
+        given = config_files.load(options.config, overrides)
+    if options.is_evaluation and not (
+        given.get("init_from") or workdir.has_checkpoint(options.workdir)
+    ):
+        raise ValueError(
+            f"--mode=eval: --workdir={options.workdir} has no checkpoint; train first, or set "
+            "--config.init_from"
+        )
+    if options.is_dry_run:
+        config_files.shorten(given)
+    source = read_source(given.init_from) if given.get("init_from") else None
+    if source is not None:
+        inherit_config(given, source, overrides)
+    return resolve(given), source
+
+
+def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:
+    """Join the processes of the run, and return the mesh of all their devices."""
+    process = startup.read_distributed_env(os.environ)
+    if not options.is_dry_run and (process is None or process.process_id == 0):
+        _log.info("workdir %s", options.workdir)
+    jax.config.update("jax_enable_x64", config.precision.compute == "float64")
+    if config.train.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(config.data.cache_path / "xla"))
+    mesh = startup.start(
+        config.mesh,
+        start_timeout_s=config.train.start_timeout_s,
+        failure_timeout_s=config.train.failure_timeout_s,
+    )
+    if jax.process_index() > 0:
+        logging.disable(logging.INFO)
+    return mesh

@@ -1,0 +1,154 @@
+"""Assembles a run from its config and a mesh, and checks that its parts are compatible.
+
+All parts are made of abstract arrays, so this computes nothing and takes no device memory.
+"""
+
+import functools
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from models.stack import Parts, partition
+from sharding.analysis.targets import Target
+from sharding.hardware import hardware_of
+from sharding.mesh import AnyMesh
+from sharding.pipeline.config import AUTO
+from sharding.pipeline.layout import cut
+from sharding.pipeline.schedule import make_schedule
+from sharding.rules import make_rules
+from train.config.schema import RunConfig
+from train.config.shapes import microbatch
+from train.optim.ema import average_params
+from train.optim.freeze import frozen_params
+from train.optim.layer_decay import depths_of
+from train.optim.optimizer import make_learning_rate, make_optimizer
+from train.run.attention_kernels import attention_choices
+from train.run.compatibility import (
+    check_axes,
+    check_mesh,
+    check_objective,
+    check_optimizer,
+    check_parts,
+)
+from train.run.run import Run
+from train.run.stage_balance import LayerCosts, count_work
+from train.state.initialize import StateSpec
+from train.state.layout import StateLayout
+from train.state.train_state import partition_specs_of
+
+
+def assemble_run(
+    config: RunConfig,
+    mesh: jax.sharding.Mesh,
+    *,
+    vocab_size: int | None = None,
+    num_labels: int | None = None,
+    target: Target | None = None,
+) -> Run:
+    """Build the run of a config on a mesh.
+
+    Args:
+        config: the run's config.
+        mesh: the mesh; over the target's devices, if there is a target.
+        vocab_size: number of tokens of the tokenizer; None if there is no tokenizer.
+        num_labels: number of labels in the data; None if it has no labels.
+        target: GPUs that are not present: steps can be compiled for them, but not run.
+
+    Raises:
+        ValueError: the model, the mesh, the rules and the data are not compatible.
+    """
+    hardware = hardware_of(mesh.devices.flat[0])
+    # Devices that are only described have no memory kinds, so shardings over them would lose
+    # theirs. An abstract mesh keeps them.
+    is_abstract = target is not None and config.memory.placement != "device"
+    trace_mesh = mesh.abstract_mesh if is_abstract else mesh
+    check_mesh(config, mesh)
+    pipeline = config.pipeline
+    shares_vocab = pipeline.share_vocab and mesh.shape["pipeline"] > 1
+    rules = make_rules(config.rules, shares_vocab=shares_vocab)
+    # Check this early if the class states its objectives: otherwise a missing size in the data of
+    # another objective would be the first, less helpful, error.
+    check_objective(config, config.model_class)
+    model_config = config.model_config(vocab_size=vocab_size, num_labels=num_labels)
+
+    def build() -> nnx.Module:
+        return config.model_class(model_config, rngs=nnx.Rngs(config.train.seed))
+
+    model = nnx.eval_shape(build)
+    offload = config.memory.offload_activations
+    parts = partition(model, remat=config.train.remat, offload=offload)
+    check_parts(config, mesh, hardware, model, parts)
+    learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
+    optimizer, frozen = _optimizer(config, mesh, model, parts, learning_rate)
+    schedule = make_schedule(
+        pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
+    )
+    work = functools.cache(partial(_work, config, mesh, model, parts))
+    counts = pipeline.layers_per_stage
+    if counts == AUTO:
+        counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
+    layouts = cut(parts.num_layers, schedule.placement, counts)
+    start = StateSpec(
+        build=build,
+        optimizer=optimizer,
+        precision=config.precision,
+        tracks_spikes=config.train.skip_spikes is not None,
+        frozen=frozen,
+    )
+    state = StateLayout(start, trace_mesh, rules, layouts, config.memory)
+    specs = partition_specs_of(state.abstract.params)
+    check_axes(model, specs, rules, mesh)
+    return Run(
+        config=config,
+        mesh=mesh,
+        trace_mesh=trace_mesh,
+        hardware=hardware,
+        target=target,
+        rules=rules,
+        build=build,
+        model_config=model_config,
+        model=model,
+        parts=parts,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        schedule=schedule,
+        layouts=layouts,
+        state=state,
+        frozen=frozen,
+        attention=attention_choices(config, mesh, hardware, rules, model, parts),
+        work=work,
+    )
+
+
+def _optimizer(
+    config: RunConfig,
+    mesh: AnyMesh,
+    model: nnx.Module,
+    parts: Parts,
+    learning_rate: optax.Schedule,
+) -> tuple[optax.GradientTransformation, Any]:
+    """Returns the optimizer, and a bool per parameter, whether it is frozen, or None."""
+    check_optimizer(config)
+    train, arguments, average = config.train, microbatch(config, mesh, model), None
+    if train.ema_decay is not None:
+        average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
+    optimizer = make_optimizer(
+        config.optimizer,
+        learning_rate,
+        clips=False,
+        stacks=parts.num_layers,
+        not_decayed=getattr(model, "not_decayed", ()),
+        depths=None if config.optimizer.layer_decay == 1 else depths_of(parts, *arguments),
+        average=average,
+    )
+    patterns = config.optimizer.frozen
+    return optimizer, frozen_params(arguments[0], patterns) if patterns else None
+
+
+def _work(config: RunConfig, mesh: AnyMesh, model: nnx.Module, parts: Parts) -> LayerCosts:
+    """Returns the FLOPs of a microbatch of one replica."""
+    recomputes = config.pipeline.remat == "full"
+    return count_work(parts, *microbatch(config, mesh, model), recomputes=recomputes)
