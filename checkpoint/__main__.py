@@ -115,7 +115,8 @@ def show(directory: Path, step: int | None) -> int:
     number = _chosen(directory, step)
     path = directory / str(number)
     try:
-        arrays, data_state = stored_arrays(path), read_data_state(path)
+        arrays = stored_arrays(path)
+        data_state = read_data_state(path)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -193,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--step", type=int, default=None, help=f"step of the checkpoint (default: {default})"
         )
     options = vars(parser.parse_args(argv))
-    function, workdir = options.pop("function"), options.pop("workdir")
+    function = options.pop("function")
+    workdir = options.pop("workdir")
     try:
         return function(find_directory(workdir), **options)
     except (ValueError, OSError) as error:

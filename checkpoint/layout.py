@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-STATE, DATA_STATE, METRICS = "state", "data_state/metadata", "metrics/metrics"
+STATE = "state"
+DATA_STATE = "data_state/metadata"
+METRICS = "metrics/metrics"
 
 #: Part of the name of every directory that is being written or deleted.
 TMP_SUFFIX = ".orbax-checkpoint-tmp"

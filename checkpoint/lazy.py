@@ -76,7 +76,8 @@ class LazyHandler(ocp.type_handlers.NumpyHandler):
 
     async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: ts.Context):
         store = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-        pending, num_bytes = [], 0
+        pending = []
+        num_bytes = 0
         for index in blocks(value.shape, _chunk_shape(store)):
             part = value.read(index)
             pending.append(store[index].write(part, can_reference_source_data_indefinitely=True))
@@ -84,7 +85,8 @@ class LazyHandler(ocp.type_handlers.NumpyHandler):
             # Wait before reading on, so that at most a few chunks are in memory.
             if num_bytes >= 2 * CHUNK_BYTES:
                 await asyncio.gather(*pending)
-                pending, num_bytes = [], 0
+                pending = []
+                num_bytes = 0
         await asyncio.gather(*pending)
 
 
@@ -128,7 +130,8 @@ class StoredArray(LazyArray):
 
     def __init__(self, store: ts.TensorStore):
         self._store = store
-        self.shape, self.dtype = tuple(store.shape), store.dtype.numpy_dtype
+        self.shape = tuple(store.shape)
+        self.dtype = store.dtype.numpy_dtype
 
     def read(self, index: Index) -> np.ndarray:
         """Read a part of the array from disk."""

@@ -143,7 +143,8 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._being_saved: Future | None = None
         self._failure: SaveError | None = None
-        self._num_tries, self._num_failed_saves = 0, 0
+        self._num_tries = 0
+        self._num_failed_saves = 0
         self._passed_over: list[int] = []  # damaged checkpoints, deleted by the next complete save
         #: Value of best_metric by step, for each existing checkpoint; None if it has none.
         self._scores = dict(self._exchange.on_first(self._read_scores))
@@ -426,10 +427,12 @@ class Checkpoints:
         """Wait for the current save, if there is one, and record its result."""
         if self._being_saved is None:
             return
-        future, self._being_saved = self._being_saved, None
+        future = self._being_saved
+        self._being_saved = None
         try:
             self._scores = dict(future.result())
-            self._passed_over, self._failure = [], None
+            self._passed_over = []
+            self._failure = None
         except SaveError as error:
             self._fail(error)
 
@@ -438,13 +441,15 @@ class Checkpoints:
         self._num_failed_saves += 1
 
     def _save_error(self, step: int, error: OSError) -> SaveError:
-        path, reason = self._directory / str(step), _reason(error)
+        path = self._directory / str(step)
+        reason = _reason(error)
         logger.error("Checkpoint %s could not be saved: %s.", path, reason)
         return SaveError(f"checkpoint {path} could not be saved: {reason}")
 
     def _find_damage(self, path: Path) -> str | None:
         """Verify a checkpoint; the processes share the reading and all return the same result."""
-        process, num_processes = jax.process_index(), jax.process_count()
+        process = jax.process_index()
+        num_processes = jax.process_count()
         return self._exchange.agree(find_damage(path, part=process, num_parts=num_processes))
 
     def _check_same_structure(

@@ -21,7 +21,8 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.mesh.data = 2
     config.mesh.model = 2
     if config.model.num_heads % 2:  # xl has 25 heads
-        config.mesh.data, config.mesh.model = 4, 1
+        config.mesh.data = 4
+        config.mesh.model = 1
     if size == "tiny":
         config.train.num_microbatches = 4
     return config

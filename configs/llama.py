@@ -102,7 +102,8 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.embed_dim = embed
     config.model.mlp_dim = mlp
     config.model.update(rest)
-    vocab_size, positions = rest["vocab_size"], min(rest["max_positions"], 8192)
+    vocab_size = rest["vocab_size"]
+    positions = min(rest["max_positions"], 8192)
     sizes.at_scale(
         config, sequence_length=positions, vocab_size=vocab_size, learning_rate=learning_rate
     )

@@ -14,7 +14,8 @@ from ml_collections import ConfigDict
 
 from configs import sizes
 
-_TINY, _SMALL = (2, 2, 6, 2), (2, 2, 18, 2)
+_TINY = (2, 2, 6, 2)
+_SMALL = (2, 2, 18, 2)
 #: name -> (embed dim, depths, heads, window, pixels, drop path, version). Swin: Liu et al. 2021
 #: (arXiv:2103.14030), section 3.3. Swin V2: Liu et al. 2021 (arXiv:2111.09883), section A.1.
 SIZES = {

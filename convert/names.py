@@ -117,7 +117,8 @@ class TensorMapping:
             return tuple(self.shape[dim] for dim in _CONV2D)
         if self.kind == "vocab":
             return self.vocab_size or 0, *self.shape[1:]
-        inputs, outputs = self.shape[: self.num_inputs], self.shape[self.num_inputs :]
+        inputs = self.shape[: self.num_inputs]
+        outputs = self.shape[self.num_inputs :]
         return {
             "linear": (math.prod(outputs), math.prod(inputs)),
             "conv1d": (math.prod(inputs), math.prod(outputs)),
@@ -161,8 +162,10 @@ class TensorMapping:
         if self.kind != "linear":
             return theirs.reshape(self.shape)
         # linear: [prod(outputs), prod(inputs)] -> [*outputs, *inputs] -> [*inputs, *outputs].
-        inputs, outputs = self.shape[: self.num_inputs], self.shape[self.num_inputs :]
-        view, num = theirs.reshape(*outputs, *inputs), len(outputs)
+        inputs = self.shape[: self.num_inputs]
+        outputs = self.shape[self.num_inputs :]
+        view = theirs.reshape(*outputs, *inputs)
+        num = len(outputs)
         return view.transpose(*range(num, view.ndim), *range(num))
 
 
@@ -190,7 +193,8 @@ def tensor_mappings(
     # stack of the same name continue after the first stack.
     first: dict[tuple[str, int], int] = {}
     for row in used:
-        shape, is_stacked = shapes[row.ours], "{layer}" in row.theirs
+        shape = shapes[row.ours]
+        is_stacked = "{layer}" in row.theirs
         name = row.theirs, row.first
         start = first.get(name, 0)
         layers = range(shape[0]) if is_stacked else (None,)
@@ -244,7 +248,9 @@ def match(
         name for p in tensor_mappings for name in p.tied
     }
     matched: dict[str, str] = {}
-    left_out, unknown, twice = [], [], []
+    left_out = []
+    unknown = []
+    twice = []
     for name in found:
         modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
         candidates = (modern, prefix + modern, modern.removeprefix(prefix))

@@ -63,7 +63,8 @@ def read(path: Path, fields: Mapping[str, Any], *, harmless: Sequence[str] = ())
                 f"{file} has {name}={value!r}, which is not supported and may change pixels; "
                 f"if it does not, convert with `python -m convert.from_hf --harmless={name}`"
             )
-    side, size = fields["image_size"], _size(file, said)
+    side = fields["image_size"]
+    size = _size(file, said)
     if size not in (None, (side, side)):
         raise ValueError(
             f"{file} produces images of {size[0]} × {size[1]} pixels, but config.json has "
@@ -105,7 +106,8 @@ def write(source: Source, directory: Path) -> None:
 
 def _says(file: Path, config: ImageInputConfig) -> bool:
     """Return whether a file describes the image size and the normalization of a model."""
-    said, channels = read_json(file), config.num_channels
+    said = read_json(file)
+    channels = config.num_channels
     normalisation = _normalisation(file, said, channels)
     return _size(file, said) in (None, (config.image_size, config.image_size)) and all(
         _of_all(value, channels) == _of_all(getattr(config, name), channels)

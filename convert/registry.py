@@ -30,7 +30,8 @@ def find(hf: Mapping[str, Any]) -> Architecture:
         ValueError: The architecture is not supported.
     """
     known = architectures()
-    names, model_type = hf.get("architectures") or [], hf.get("model_type")
+    names = hf.get("architectures") or []
+    model_type = hf.get("model_type")
     names = [_OLD_NAMES.get(name, name) for name in names]
     if not names:
         names = [a.name for a in known.values() if a.model_type == model_type][:1]

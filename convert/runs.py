@@ -20,7 +20,9 @@ from convert.tensor_files import read_json
 from models.registry import MODELS
 from models.stack import logical_axes
 
-CONFIG_FILE, CHECKPOINTS, HF_FILES = "config.yaml", "checkpoints", "hf"
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
+HF_FILES = "hf"
 #: The file in `hf/` with the dtype of each tensor of the original model.
 DTYPES_FILE = "dtypes.json"
 
@@ -86,7 +88,8 @@ def open_run(path: Path, step: Path, *, averaged: bool = True) -> Source:
     files = workdir / HF_FILES
     has_config = (files / "config.json").exists()
     hf = read_json(files / "config.json") if has_config else None
-    dtypes, tokenizer = files / DTYPES_FILE, files / "tokenizer.json"
+    dtypes = files / DTYPES_FILE
+    tokenizer = files / "tokenizer.json"
     source = Source(
         path=path,
         model=name,
@@ -121,12 +124,15 @@ class _PaddedArray(LazyArray):
     """
 
     def __init__(self, array: StoredArray, shape: tuple[int, ...]):
-        self._array, self.shape, self.dtype = array, shape, array.dtype
+        self._array = array
+        self.shape = shape
+        self.dtype = array.dtype
         self.chunk_shape = array.chunk_shape
 
     def read(self, index: Index) -> np.ndarray:
         """Read a part of the padded parameter."""
-        rows, stored = index[0], self._array.shape[0]
+        rows = index[0]
+        stored = self._array.shape[0]
         there = slice(min(rows.start, stored), min(rows.stop, stored))
         missing = rows.stop - rows.start - (there.stop - there.start)
         part = self._array.read((there, *index[1:]))

@@ -18,8 +18,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-_PICKLE_INDEX, _PICKLE_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_PICKLE_INDEX = "pytorch_model.bin.index.json"
+_PICKLE_FILE = "pytorch_model.bin"
 
 #: Name of a dtype in a file -> dtype, for the dtypes of weights.
 DTYPES = {
@@ -65,9 +67,11 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
             pickles, which are not allowed.
     """
     if (directory / INDEX_FILE).exists() or (directory / SINGLE_FILE).exists():
-        files, read = _files(directory, INDEX_FILE, SINGLE_FILE), _open_safetensors
+        files = _files(directory, INDEX_FILE, SINGLE_FILE)
+        read = _open_safetensors
     elif (directory / _PICKLE_INDEX).exists() or (directory / _PICKLE_FILE).exists():
-        files, read = _files(directory, _PICKLE_INDEX, _PICKLE_FILE), _open_pickle
+        files = _files(directory, _PICKLE_INDEX, _PICKLE_FILE)
+        read = _open_pickle
         if not allow_pickle_weights:
             raise ValueError(
                 f"{files[0]} is a pickle, which can run code when it is opened; save the model as "
@@ -158,7 +162,8 @@ class ShardWriter:
         Args:
             read: Returns the values of a tensor by its name; called once per tensor, in order.
         """
-        count, weight_map = len(self._shards), {}
+        count = len(self._shards)
+        weight_map = {}
         for number, shard in enumerate(self._shards, 1):
             file = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
             weight_map |= {name: file for name, _, _ in shard}
@@ -203,7 +208,8 @@ def _files(directory: Path, index: str, single: str) -> list[Path]:
 
 def _open_safetensors(file: Path) -> Iterator[Tensor]:
     header, start = _read_header(file)
-    size, end = file.stat().st_size - start, 0
+    size = file.stat().st_size - start
+    end = 0
     for name, dtype_name, shape, (begin, stop) in sorted(header, key=lambda entry: entry[3]):
         dtype = DTYPES.get(dtype_name)
         if begin != end or (dtype and stop - begin != _num_bytes(dtype, shape)):

@@ -30,8 +30,14 @@ from data.text.tokenizer import load_tokenizer_file
 
 #: Config fields that config.json cannot express, and that a Hugging Face model does not need.
 _OURS_ALONE = (
-    *("vocab_multiple", "loss"),
-    *("drop_path", "label_smoothing", "image_mean", "image_stddev", "positions", "kernels"),
+    "vocab_multiple",
+    "loss",
+    "drop_path",
+    "label_smoothing",
+    "image_mean",
+    "image_stddev",
+    "positions",
+    "kernels",
 )
 
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
@@ -181,7 +187,8 @@ def _token_ids(source: Source) -> dict[str, int]:
     if source.hf_config is not None or source.tokenizer is None:
         return {}
     tokenizer = load_tokenizer_file(str(source.tokenizer))
-    end, pad = tokenizer.eos_id, tokenizer.special_ids.get("pad", tokenizer.eos_id)
+    end = tokenizer.eos_id
+    pad = tokenizer.special_ids.get("pad", tokenizer.eos_id)
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": pad}
     has_decoder = hasattr(source.config, "num_decoder_layers")
     return {**ids, "decoder_start_token_id": pad} if has_decoder else ids

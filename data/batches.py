@@ -53,7 +53,8 @@ def train_batches(
         ValueError: `rows` are not distinct rows of the global batch.
     """
     check_rows(rows, config.global_batch_size)
-    examples, order = corpus.train, _order(corpus.train, config)
+    examples = corpus.train
+    order = _order(corpus.train, config)
 
     def read(elements: Sequence[int]) -> Batch:
         # Randomness depends only on the seed and the element, which has a new number in each epoch.
@@ -85,7 +86,8 @@ def validation_batches(
         ValueError: `rows` are not distinct rows of the global batch.
     """
     check_rows(rows, config.global_batch_size)
-    examples, size = corpus.validation, config.global_batch_size
+    examples = corpus.validation
+    size = config.global_batch_size
 
     def read(elements: Sequence[int]) -> Batch:
         is_there = np.array([element < len(examples) for element in elements])
@@ -193,8 +195,10 @@ class _Batches(Sequence[Batch]):
         rows: Sequence[int],
         num_batches: int,
     ):
-        self._read, self._rows = read, tuple(int(row) for row in rows)
-        self._global_batch_size, self._num_batches = global_batch_size, num_batches
+        self._read = read
+        self._rows = tuple(int(row) for row in rows)
+        self._global_batch_size = global_batch_size
+        self._num_batches = num_batches
 
     def __len__(self) -> int:
         return self._num_batches

@@ -68,13 +68,16 @@ class Blend:
     def __init__(self, shares: Sequence[Fraction]):
         self._period = _period(shares)
         self._counts = [int(share * self._period) for share in shares]
-        sources, numbers, given = [], [], [0] * len(shares)
+        sources = []
+        numbers = []
+        given = [0] * len(shares)
         for place in range(self._period):
             source = self._due(place, given)
             sources.append(source)
             numbers.append(given[source])
             given[source] += 1
-        self._sources, self._numbers = np.array(sources, np.int32), np.array(numbers, np.int32)
+        self._sources = np.array(sources, np.int32)
+        self._numbers = np.array(numbers, np.int32)
 
     def __getitem__(self, element: int) -> tuple[int, int]:
         """Return (source, number of the element within the source, counted from 0)."""

@@ -58,7 +58,8 @@ def check_types(
     for field in dataclasses.fields(section):
         if field.name not in values or field.name in but:
             continue
-        value, of = values[field.name], field.type
+        value = values[field.name]
+        of = field.type
         parts = typing.get_args(of)
         kinds: tuple[Any, ...] = parts if isinstance(of, types.UnionType) else (of,)
         if float in kinds and type(value) is int:

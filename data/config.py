@@ -18,8 +18,14 @@ _IMAGE_NAMES = ("digits", "image_folder")
 # Fields that are read only for text. `label_field` is not one of them, because TFDS data sets of
 # images have labels too.
 _TEXT_FIELDS = (
-    *("mixture", "text_field", "mask_fraction", "mean_span_length", "target_field", "tokenizer"),
-    *("vocab_size", "sequence_length"),
+    "mixture",
+    "text_field",
+    "mask_fraction",
+    "mean_span_length",
+    "target_field",
+    "tokenizer",
+    "vocab_size",
+    "sequence_length",
 )
 # Fields that only some objectives read -> these objectives.
 _READ_WITH = {
@@ -38,7 +44,8 @@ _SHORTEST = {
 }
 # The smallest vocabularies of 'bpe': 256 bytes, the end of a document, and, for objectives other
 # than causal_lm, 104 more special tokens (see data/text/special_tokens.py).
-_MIN_VOCAB_SIZE, _MIN_VOCAB_SIZE_WITH_SPECIAL = 257, 361
+_MIN_VOCAB_SIZE = 257
+_MIN_VOCAB_SIZE_WITH_SPECIAL = 361
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +240,12 @@ class DataConfig:
         )
 
     def _check_images(self) -> None:
-        what, others = "texts", _IMAGE_NAMES
+        what = "texts"
+        others = _IMAGE_NAMES
         remedy = "data.name='text', or an objective for images such as 'image_classification'"
         if self.reads_images:
-            what, others = "images", _TEXT_NAMES
+            what = "images"
+            others = _TEXT_NAMES
             remedy = "data.name='digits', 'image_folder', a TFDS set, or 'package.module:function'"
         require(
             self.name not in others,
@@ -244,7 +253,8 @@ class DataConfig:
             f"none; set {remedy}",
         )
         for key in _TEXT_FIELDS if self.reads_images else ():
-            value, default = getattr(self, key), getattr(DataConfig, key)
+            value = getattr(self, key)
+            default = getattr(DataConfig, key)
             require(
                 value == default,
                 f"data.{key}={value!r} is read only for texts, but data.objective="

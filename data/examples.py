@@ -17,7 +17,9 @@ Batch = dict[str, np.ndarray]
 
 # The first entry of a random key. It keeps the three kinds of draws independent of each other: rows
 # of the train stream, rows of evaluations, and pairs of rows that are mixed with each other.
-TRAIN, EVALUATION, PAIR = 0, 1, 2
+TRAIN = 0
+EVALUATION = 1
+PAIR = 2
 # A label as it is stored in the data.
 Label = str | int
 

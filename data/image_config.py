@@ -19,7 +19,11 @@ _READ_WITH = {
     "repeats": ("image_classification", "image_reconstruction"),
 }
 _PROBABILITIES = (
-    *("grayscale", "erasing", "jitter_probability", "mixing_probability", "cutmix_share"),
+    "grayscale",
+    "erasing",
+    "jitter_probability",
+    "mixing_probability",
+    "cutmix_share",
 )
 _MAX_MAGNITUDE = 10
 
@@ -177,7 +181,8 @@ def check_images(data: DataConfig, images: ImageConfig) -> None:
     if not data.reads_images:
         defaults = ImageConfig()
         for field in dataclasses.fields(ImageConfig):
-            value, default = getattr(images, field.name), getattr(defaults, field.name)
+            value = getattr(images, field.name)
+            default = getattr(defaults, field.name)
             require(
                 value == default,
                 f"images.{field.name}={value!r} is read only for images, but data.objective="
@@ -186,7 +191,8 @@ def check_images(data: DataConfig, images: ImageConfig) -> None:
             )
         return
     for key, objectives in _READ_WITH.items():
-        value, default = getattr(images, key), getattr(ImageConfig, key)
+        value = getattr(images, key)
+        default = getattr(ImageConfig, key)
         require(
             value == default or data.objective in objectives,
             f"images.{key}={value!r} is read only with data.objective={objectives[0]!r}, but it is "

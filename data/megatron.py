@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
     """
     args = vars(_parser().parse_args(argv))
-    command, path = args.pop("command"), args.pop("path")
+    command = args.pop("command")
+    path = args.pop("path")
     first, count, split = (args.pop(key, None) for key in ("first", "count", "split"))
     fields = {key.removeprefix("data."): v for key, v in args.items() if v is not None}
     try:

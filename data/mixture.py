@@ -52,9 +52,12 @@ def mixed_order(
 
 
 def _source(config: DataConfig, source: str) -> DataConfig:
-    paths, name = (), source
+    paths = ()
+    name = source
     if source.endswith((".txt", ".jsonl")):
-        paths, name = (source,), "text"
+        paths = (source,)
+        name = "text"
     elif source.endswith((".bin", ".idx")):
-        paths, name = (source,), "megatron"
+        paths = (source,)
+        name = "megatron"
     return dataclasses.replace(config, name=name, paths=paths, mixture=())

@@ -157,11 +157,13 @@ def gpu_variables(
     """
     visible = user.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        gpus, source = [gpu for gpu in visible.split(",") if gpu], "CUDA_VISIBLE_DEVICES lists"
+        gpus = [gpu for gpu in visible.split(",") if gpu]
+        source = "CUDA_VISIBLE_DEVICES lists"
     else:
         driver = Path("/proc/driver/nvidia/gpus")
         count = len(list(driver.iterdir())) if driver.is_dir() else 0
-        gpus, source = [str(gpu) for gpu in range(count)], "this machine has"
+        gpus = [str(gpu) for gpu in range(count)]
+        source = "this machine has"
     needed = num_processes * devices_per_process
     if needed > len(gpus):
         raise ValueError(

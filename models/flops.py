@@ -79,7 +79,8 @@ def _flops(jaxpr) -> int:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             contracted = eqn.params["dimension_numbers"][0][0]
-            left, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            left = eqn.invars[0].aval.shape
+            out = eqn.outvars[0].aval.shape
             total += 2 * math.prod(out) * math.prod(left[dim] for dim in contracted)
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += times * sum(map(_flops, jaxprs_in_params(eqn.params)))

@@ -130,7 +130,8 @@ def chunked_vocab_loss(
 
 
 def _chunk_loss(spec, x_CD, output, targets_C, weights_C):
-    (vocab_size, token_loss), (table_VD, bias_V) = spec, output
+    (vocab_size, token_loss) = spec
+    (table_VD, bias_V) = output
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=wide)
     if bias_V is not None:
@@ -176,7 +177,10 @@ def _chunked_forward(spec, x, output, targets, weights):
 def _chunked_backward(spec, residuals, cotangent):
     # The gradients exist already: scale them by the cotangent of the loss.
     x_grad, output_grad, targets, weights = residuals
-    scale = lambda grad: (grad * cotangent).astype(grad.dtype)  # noqa: E731
+
+    def scale(grad):
+        return (grad * cotangent).astype(grad.dtype)
+
     return scale(x_grad), jax.tree.map(scale, output_grad), None, jnp.zeros_like(weights)
 
 

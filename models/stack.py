@@ -62,8 +62,14 @@ REMAT_POLICIES: dict[str, Callable] = {
 
 #: Names of metrics that the step computes itself; see train/step/train_step.py.
 RESERVED_METRICS = {
-    *("loss", "weight", "grad_norm", "learning_rate", "loss_scale"),
-    *("num_skipped", "num_nonfinite_in_a_row", "num_stuck_in_a_row"),
+    "loss",
+    "weight",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "num_skipped",
+    "num_nonfinite_in_a_row",
+    "num_stuck_in_a_row",
 }
 
 
@@ -167,7 +173,8 @@ class Parts:
             stack -> (type of the input of `before_<stack>`, type of the activations in the stack).
             The two are equal for a stack without `before_<stack>`.
         """
-        types, x = {}, jax.eval_shape(self.embed, ends, batch)
+        types = {}
+        x = jax.eval_shape(self.embed, ends, batch)
         for name in self.num_layers:
             given = x
             if name in self.before:
@@ -216,7 +223,9 @@ def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Parts:
     for stack in stacks:
         setattr(without_stacks, stack, None)
     ends_graph = nnx.split(without_stacks)[0]
-    blocks, first_site, policy = {}, 1, _policy(remat, offload)
+    blocks = {}
+    first_site = 1
+    policy = _policy(remat, offload)
     for key, stack in stacks.items():
         blocks[key] = _block(nnx.split(stack.layers)[0], policy, first_site=first_site)
         first_site += stack.num_layers
@@ -374,7 +383,8 @@ def named_activations(model: Any, params: Tree, batch: Tree) -> set[str]:
 
     found: set[str] = set()
     for stack, (_, x) in parts.types(cut["ends"], batch).items():
-        block, args = parts.blocks[stack], (one_layer(cut["layers"][stack]), x, batch, number)
+        block = parts.blocks[stack]
+        args = (one_layer(cut["layers"][stack]), x, batch, number)
         found |= _names(jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr)
     return found
 

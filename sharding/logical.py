@@ -53,7 +53,8 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     Raises:
         ValueError: the rank of `x` is not `len(axes)`, or `to_spec` rejects the axes.
     """
-    rules, mesh = _active_rules.get(), jax.sharding.get_abstract_mesh()
+    rules = _active_rules.get()
+    mesh = jax.sharding.get_abstract_mesh()
     if rules is None or mesh.empty:
         return x
     if x.ndim != len(axes):
@@ -68,7 +69,8 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 def automatic_axes(name: str) -> tuple[str, ...]:
     """Return the automatic mesh axes of a logical axis: XLA splits arrays over them itself."""
-    rules, mesh = _active_rules.get(), jax.sharding.get_abstract_mesh()
+    rules = _active_rules.get()
+    mesh = jax.sharding.get_abstract_mesh()
     if rules is None or mesh.empty:
         return ()
     free = _automatic(mesh)
@@ -100,7 +102,8 @@ def axes_by_hand(name: str) -> tuple[str, ...]:
     Raises:
         ValueError: only one stage runs the caller; see `runs_alone`.
     """
-    rules, axes = _active_rules.get(), ()
+    rules = _active_rules.get()
+    axes = ()
     if rules is not None and "pipeline" in rules.get(name, ()):
         axes = _by_hand(("pipeline",))
     if axes and _alone.get():
@@ -135,13 +138,15 @@ def sum_over(name: str, x: jax.Array) -> jax.Array:
 
 def max_over(name: str, x: jax.Array) -> jax.Array:
     """Return the maximum of `x` over the parts of a logical axis; no gradient flows through it."""
-    axes, x = axes_by_hand(name), jax.lax.stop_gradient(x)
+    axes = axes_by_hand(name)
+    x = jax.lax.stop_gradient(x)
     return jax.lax.pmax(x, axes) if axes else x
 
 
 def gather_batch(x: jax.Array) -> jax.Array:
     """Gather `x`, [B, ...] for this device's examples, over the whole batch; no gradient flows."""
-    axes, x = _by_hand(REPLICA_AXES), jax.lax.stop_gradient(x)
+    axes = _by_hand(REPLICA_AXES)
+    x = jax.lax.stop_gradient(x)
     return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
 

@@ -18,7 +18,8 @@ PLACEMENTS = ("device", "host", AUTO)
 
 #: Memory kind of arrays in host memory, and the memory spaces within a jitted function.
 HOST_KIND = "pinned_host"
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+HOST = jax.memory.Space.Host
+DEVICE = jax.memory.Space.Device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,10 @@ def streamed(params: Any, specs: Any, mesh: AnyMesh, config: MemoryConfig) -> An
         The same tree of bools.
     """
     leaves, structure = jax.tree.flatten(params)
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+
+    def is_spec(x):
+        return isinstance(x, PartitionSpec)
+
     replicas = {axis for axis in REPLICA_AXES if mesh.shape[axis] > 1}
     is_split = [replicas <= axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
     is_large = largest(leaves, config.offload_parameters_fraction)
@@ -118,10 +122,12 @@ def largest(leaves: Sequence[Any], fraction: float) -> list[bool]:
     Returns:
         A bool per leaf.
     """
-    left, chosen = fraction * sum(map(num_bytes, leaves)), [False] * len(leaves)
+    left = fraction * sum(map(num_bytes, leaves))
+    chosen = [False] * len(leaves)
     for i in sorted(range(len(leaves)), key=lambda i: -num_bytes(leaves[i])):
         if left > 0:
-            chosen[i], left = True, left - num_bytes(leaves[i])
+            chosen[i] = True
+            left = left - num_bytes(leaves[i])
     return chosen
 
 
@@ -148,7 +154,10 @@ def zeros_on_host(shape: tuple[int, ...], dtype: Any, *, depth: int = 1) -> jax.
     """
     if depth == 0:
         return jax.device_put(jnp.zeros(shape, dtype), HOST)
-    piece = lambda _: zeros_on_host(shape[1:], dtype, depth=depth - 1)  # noqa: E731
+
+    def piece(_):
+        return zeros_on_host(shape[1:], dtype, depth=depth - 1)
+
     return jax.lax.map(piece, jnp.arange(shape[0], dtype=jnp.int32))
 
 

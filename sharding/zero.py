@@ -64,7 +64,9 @@ def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> T
         parts[dim] = (*parts[dim], "data")
         return PartitionSpec(*(part or None for part in parts))
 
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    def is_spec(x):
+        return isinstance(x, PartitionSpec)
+
     return jax.tree.map(split, specs, params, layers, is_leaf=is_spec)
 
 

@@ -73,7 +73,8 @@ def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpu
 
 def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
     """Returns the losses of the first steps."""
-    state, values = run.state.initial(), []
+    state = run.state.initial()
+    values = []
     batches = train_batches(corpus, run.config.data, run.rows)
     size = run.config.data.global_batch_size
     for _ in range(num_steps):

@@ -89,8 +89,10 @@ class CompiledStep:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report of `--json`; docs/before_you_rent.md lists the keys."""
-        run, prediction = self.run, self.prediction
-        estimated, compiled = run.estimate_memory().device_bytes, self.memory.in_all
+        run = self.run
+        prediction = self.prediction
+        estimated = run.estimate_memory().device_bytes
+        compiled = self.memory.in_all
         per_host = self.budget.devices_per_host
         collectives = [dataclasses.asdict(row) for row in prediction.collectives]
         return {
@@ -132,7 +134,8 @@ class CompiledStep:
 
     def to_text(self) -> str:
         """Returns the report as text."""
-        run, found = self.run, self.to_json()
+        run = self.run
+        found = self.to_json()
         memory = found["memory"]
         mesh = " × ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
         utilization = "not known" if self.mfu is None else f"{self.mfu:.1%}"
@@ -231,7 +234,8 @@ def run_for(config: RunConfig, target: Target) -> Run:
             f"mesh {mesh_config} has {mesh_config.num_devices} devices, but --target={target.name} "
             f"has {target.num_devices}; make them equal, for example with mesh.data=-1"
         )
-    mesh, sizes = make_mesh(mesh_config, target.devices()), sizes_without_data(config)
+    mesh = make_mesh(mesh_config, target.devices())
+    sizes = sizes_without_data(config)
     config = dataclasses.replace(config, mesh=mesh_config)
     make = partial(
         assemble_run,
@@ -258,7 +262,8 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
     traced = time.perf_counter()
     compiled = run.compile_train_step()
     compile_s = time.perf_counter() - traced
-    text, machine = compiled.as_text() or "", machine_of(run.target)
+    text = compiled.as_text() or ""
+    machine = machine_of(run.target)
     return CompiledStep(
         run=run,
         target=run.target,
@@ -305,7 +310,9 @@ class DataSizes(NamedTuple):
 def sizes_without_data(config: RunConfig) -> DataSizes:
     """Returns the sizes that a config's data would determine, with assumptions if necessary."""
     fields = {field.name for field in dataclasses.fields(config.model_class.Config)}
-    vocab_size, num_labels, assumed = None, None, []
+    vocab_size = None
+    num_labels = None
+    assumed = []
     if not config.data.reads_images:
         vocab_size = _vocab_size(config)
         if config.model_fields.get("vocab_size") is None:

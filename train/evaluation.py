@@ -42,7 +42,8 @@ def evaluate(
     with phases("compile"):
         eval_step = run.compile_eval_step()
     sums: dict[str, np.ndarray] = {}
-    config, params = run.config.data, run.evaluated(state)
+    config = run.config.data
+    params = run.evaluated(state)
     with phases("eval"):
         for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
             with phases("eval"):  # restarts the watchdog's timeout, train.failure_timeout_s

@@ -113,7 +113,9 @@ class GoodputRecord:
             OSError: `workdir/goodput` cannot be created or read.
         """
         self._directory = Path(workdir) / GOODPUT_DIRECTORY
-        self._phases, self._is_writer, self._time_of_day = phases, is_writer, time_of_day
+        self._phases = phases
+        self._is_writer = is_writer
+        self._time_of_day = time_of_day
         self._earlier: list[Attempt] = []
         number = 1
         if is_writer:

@@ -56,7 +56,9 @@ def train(
         Diverged: too many steps in a row were not finite.
         BrokenExample: an example that was intact at the start cannot be read any more.
     """
-    config, num_steps, state = run.config, run.config.train.num_steps, start.state
+    config = run.config
+    num_steps = run.config.train.num_steps
+    state = start.state
     train_step = run.compile_train_step()
     is_first = jax.process_index() == 0
     writer = MetricsWriter(workdir, resume_step=start.step, is_writer=is_first)
@@ -69,7 +71,8 @@ def train(
         is_writer=is_first,
     )
     progress = Progress(num_steps, start_step=start.step, is_shown=is_first)
-    meter, votes = ThroughputMeter(run.units_per_step, run.unit), Votes(run.mesh)
+    meter = ThroughputMeter(run.units_per_step, run.unit)
+    votes = Votes(run.mesh)
     timer = Timer(config.checkpoint.every_minutes)
     nonfinite_monitor = NonfiniteMonitor(config.train, workdir)
     step = last_save = start.step
@@ -130,7 +133,8 @@ def train(
             if saves and (is_due or is_time or stops):
                 save(scores)
                 timer.restart()
-                last_save, is_time = step, False
+                last_save = step
+                is_time = False
     except (Diverged, BrokenExample):
         record.write(step, "failed")
         raise

@@ -28,7 +28,8 @@ def _body(base: str, *tied: str) -> tuple[Row, ...]:
         base: The prefix of the names, without its dot.
         *tied: Other names of the token embedding.
     """
-    ours, theirs = "encoder.layers", f"{base}.encoder.layer.{{layer}}"
+    ours = "encoder.layers"
+    theirs = f"{base}.encoder.layer.{{layer}}"
     out = f"{theirs}.attention.output.dense"
     return (
         Row("token_embedding", f"{base}.embeddings.word_embeddings.weight", "vocab", tied=tied),

@@ -5,7 +5,8 @@ from convert.keys import ACTIVATIONS, Key, Only
 from convert.names import Row
 from models.text.gpt2 import GPT2
 
-_OURS, _THEIRS = "decoder.layers", "transformer.h.{layer}"
+_OURS = "decoder.layers"
+_THEIRS = "transformer.h.{layer}"
 
 _ROWS = (
     Row("token_embedding", "transformer.wte.weight", "vocab", tied=("lm_head.weight",)),

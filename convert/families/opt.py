@@ -7,7 +7,8 @@ from convert.keys import ACTIVATIONS, Config, Key, Keys, Only
 from convert.names import Row
 from models.text.opt import OPT
 
-_OURS, _THEIRS = "decoder.layers", "model.decoder.layers.{layer}"
+_OURS = "decoder.layers"
+_THEIRS = "model.decoder.layers.{layer}"
 
 #: Linear layer of a block here -> its name in the Hugging Face model; each has a weight and a bias.
 _LINEARS = {

@@ -32,7 +32,8 @@ def _stage(base: str, stage: int) -> tuple[Row, ...]:
     for first, block in enumerate(("first", "second")):
         ours = f"stage{stage}.layers.{block}"
         every: dict[str, Any] = {"first": first, "step": 2}
-        table, scale = "relative_position_bias_table", "logit_scale"
+        table = "relative_position_bias_table"
+        scale = "logit_scale"
         rows += [
             Row(f"{ours}.bias.table", f"{theirs}.attention.self.{table}", **every),
             Row(f"{ours}.attention.q_norm.log_scale", f"{theirs}.attention.self.{scale}", **every),
@@ -124,8 +125,13 @@ _SWIN = Architecture(
     prefix="swin.",
     fields={"version": 1},
     harmless=(
-        *("attention_probs_dropout_prob", "encoder_stride", "problem_type"),
-        *("out_features", "out_indices", "stage_names", "path_norm"),
+        "attention_probs_dropout_prob",
+        "encoder_stride",
+        "problem_type",
+        "out_features",
+        "out_indices",
+        "stage_names",
+        "path_norm",
     ),
     buffers=(r"relative_position_index$", r"relative_coords_table$"),
     other_heads=(r".*embeddings\.mask_token", r"decoder\."),

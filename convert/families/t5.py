@@ -22,8 +22,10 @@ def _attention(ours: str, theirs: str) -> tuple[Row, ...]:
 def _stack(side: str) -> tuple[Row, ...]:
     """Return the rows of the encoder or the decoder, without cross-attention."""
     mlp_number = {"encoder": 1, "decoder": 2}[side]
-    ours, theirs = f"{side}.layers", f"{side}.block.{{layer}}.layer"
-    mlp, gate = f"{theirs}.{mlp_number}.DenseReluDense", f"{ours}.mlp.gate.kernel"
+    ours = f"{side}.layers"
+    theirs = f"{side}.block.{{layer}}.layer"
+    mlp = f"{theirs}.{mlp_number}.DenseReluDense"
+    gate = f"{ours}.mlp.gate.kernel"
     return (
         Row(f"{side}_bias", f"{side}.block.0.{_BIAS}"),
         *_attention(f"{ours}.attention", f"{theirs}.0.SelfAttention"),
@@ -99,7 +101,8 @@ def _read_scaling(hf: Config) -> dict[str, Any]:
 
 
 def _write_scaling(fields: Config) -> dict[str, Any]:
-    scales, tied = fields["scale_outputs"], fields["tie_embeddings"]
+    scales = fields["scale_outputs"]
+    tied = fields["tie_embeddings"]
     return {"scale_decoder_outputs": scales, "tie_word_embeddings": tied}
 
 

@@ -25,7 +25,9 @@ from data.images.sources import ImageDataset, ImageSource, Split
 from data.images.transforms.crops import open_image
 
 # Names of folders that are splits rather than classes; upper and lower case are equivalent.
-_TRAIN, _VALIDATION, _OTHER = "train", ("val", "valid", "validation"), ("test",)
+_TRAIN = "train"
+_VALIDATION = ("val", "valid", "validation")
+_OTHER = ("test",)
 _SPLITS = {*_VALIDATION, *_OTHER}
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,9 @@ class FolderImages(ImageSource):
     """
 
     def __init__(self, root: Path, files: np.ndarray, labels: np.ndarray):
-        self._root, self._files, self._labels = str(root), files, labels
+        self._root = str(root)
+        self._files = files
+        self._labels = labels
 
     def __len__(self) -> int:
         return len(self._files)
@@ -172,10 +176,8 @@ def _with_images(listings: Sequence[Listing], images: ImageConfig) -> list[Listi
     for listing in listings:
         counts = np.bincount(listing.of_folder, minlength=len(listing.folders))
         empty = [name for name, count in zip(listing.folders, counts, strict=True) if not count]
-        what, remedy = (
-            f"of {len(counts)} classes in {listing.root} have no images",
-            "add images",
-        )
+        what = f"of {len(counts)} classes in {listing.root} have no images"
+        remedy = "add images"
         leave_out(list(map(repr, empty)), what, f"{remedy}, remove the folders", images)
         found.append(listing.without_folders(empty))
     train, *validation = found

@@ -72,8 +72,11 @@ class Images(Examples):
     """
 
     def __init__(self, source: ImageSource, data: DataConfig, images: ImageConfig):
-        self._source, self._data, self._images = source, data, images
-        self._split, self._workers = "", None
+        self._source = source
+        self._data = data
+        self._images = images
+        self._split = ""
+        self._workers = None
         self._shapes = batch_shapes(data, images)
         self._lost: set[int] = set()
 
@@ -95,7 +98,8 @@ class Images(Examples):
             workers: The workers, which have a copy of this object.
             split: The name of that copy among the targets of the workers.
         """
-        self._workers, self._split = workers, split
+        self._workers = workers
+        self._split = split
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index`, augmented at random but not mixed; see `Examples.example`."""
@@ -176,7 +180,8 @@ class Images(Examples):
             element  0 1 2 3 4 5 | 6 7 8 9 ...
             draw     0 1 2 0 1 2 | 3 4 5 3 ...
         """
-        size, repeats = self._data.global_batch_size, self._images.repeats
+        size = self._data.global_batch_size
+        repeats = self._images.repeats
         batch, row = divmod(element, size)
         num_images = -(-size // repeats)
         return batch * num_images + row % num_images
@@ -215,7 +220,8 @@ class Images(Examples):
 
     def _pixels(self, image: Image.Image, key: tuple[int, ...], *, augments: bool) -> np.ndarray:
         """Return uint8[S, S, C], or, for image_contrast, uint8[2, S, S, C]."""
-        config, random = self._images, generator(key)
+        config = self._images
+        random = generator(key)
         if self._data.objective == "image_contrast":
             image.load()  # Decode the whole image, because each view may need another part of it.
             return np.stack([augment(image, config, random, view) for view in (0, 1)])
@@ -224,7 +230,8 @@ class Images(Examples):
     def _mixed(self, rows: dict[int, Example], place: ExampleRequest) -> Example:
         """Mix a row with the other row of its pair, unless one of them is broken."""
         # Elements 2i and 2i+1 form a pair, and n ^ 1 is the other element of the pair of n.
-        row, other = rows[place.element], rows[place.element ^ 1]
+        row = rows[place.element]
+        other = rows[place.element ^ 1]
         if not (row["weights"] and other["weights"]):
             return row
         # The key is the same for both rows of a pair, so they use the same share and box.

@@ -12,7 +12,18 @@ from data.image_config import ImageConfig
 from data.images.readability import leave_out
 
 #: Suffixes of the files that are read as images; upper and lower case are equivalent.
-ENDINGS = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"),)
+ENDINGS = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".ppm",
+    ".bmp",
+    ".pgm",
+    ".tif",
+    ".tiff",
+    ".webp",
+    ".gif",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +97,9 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
         ValueError: A folder cannot be read, or links back to a folder that contains it, and
             `images.on_broken` is 'refuse'.
     """
-    files, others, problems = [], [], []
+    files = []
+    others = []
+    problems = []
     # Path of a folder -> (device, inode) of the folder and of all folders that contain it. A folder
     # whose own identity is in this set is a cycle.
     above = {str(root): {_identity(str(root))}}
@@ -95,7 +108,8 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
         problems.append(f"{error.filename} ({error.strerror})")
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
-        outer, entered = above.pop(folder), []
+        outer = above.pop(folder)
+        entered = []
         for name in sorted(_shown(folders)):
             path = os.path.join(folder, name)
             own = _identity(path)

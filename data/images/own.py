@@ -38,7 +38,8 @@ class OwnImages(ImageSource):
     """
 
     def __init__(self, name: str, split: str, values: Sequence[Any]):
-        self._name, self.split = name, split
+        self._name = name
+        self.split = split
         self._values: Sequence[Any] | None = values
         self.label_numbers: dict[Label, int] = {}
 
@@ -92,7 +93,8 @@ def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
     if config.objective == "image_classification":
         classes = _find_classes(sources[0], scans[0])
         scans[1] = _of_classes(sources, scans[1], set(classes), images)
-    known, digest = {label: i for i, label in enumerate(classes)}, hashlib.sha256()
+    known = {label: i for i, label in enumerate(classes)}
+    digest = hashlib.sha256()
     splits = []
     for source, scan in zip(sources, scans, strict=True):
         source.label_numbers = known
@@ -111,7 +113,8 @@ def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
 
 def _scan(source: OwnImages, images: ImageConfig) -> _Scan:
     """Read every item of a source, report the bad ones, and return the ones that can be used."""
-    problems, found = {}, {}
+    problems = {}
+    found = {}
     for index in range(len(source)):
         try:
             item = source.values[index]

@@ -47,7 +47,8 @@ class SelectedImages(ImageSource):
     """
 
     def __init__(self, source: ImageSource, positions: np.ndarray):
-        self._source, self._positions = source, positions
+        self._source = source
+        self._positions = positions
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -94,7 +95,8 @@ class SelectedNames(Sequence[bytes]):
     """
 
     def __init__(self, names: Sequence[bytes], positions: np.ndarray):
-        self._names, self._positions = names, positions
+        self._names = names
+        self._positions = positions
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -153,7 +155,9 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
     Returns:
         The data set with a validation split, which may be empty, and with a new key.
     """
-    train, validation, key = found.train, found.validation, found.key
+    train = found.train
+    validation = found.validation
+    key = found.key
     if validation is None:
         is_held = chosen_of_each(train, config.validation_fraction, b"validation", spared=1)
         if config.validation_fraction and len(is_held) > 1 and not is_held.any():
@@ -188,7 +192,8 @@ def chosen_of_each(
     is_chosen = np.zeros(len(split.names), bool)
     if not fraction:
         return is_chosen
-    labels, ranks = split.labels(), _hashes(split, purpose)
+    labels = split.labels()
+    ranks = _hashes(split, purpose)
     # Sort by class, and within a class by hash. Each class is then one contiguous run.
     order = np.lexsort((ranks, labels))
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))

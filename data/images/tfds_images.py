@@ -34,7 +34,8 @@ class TfdsImages(ImageSource):
     """
 
     def __init__(self, directory: Path, split: str, features: tuple[str, str | None]):
-        self._directory, self._split = directory, split
+        self._directory = directory
+        self._split = split
         self._image, self._label = features
         self._source: Sequence[Any] | None = None
 
@@ -91,7 +92,8 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
         return _image_feature(builder), _label_feature(builder, config) if has_labels else None
 
     builder = open_builder(config.name, config.cache_path, features_of)
-    features, splits = features_of(builder), builder.info.splits
+    features = features_of(builder)
+    splits = builder.info.splits
     if "train" not in splits:
         raise ValueError(
             f"data.name: the TFDS set {builder.info.full_name!r} has the splits {sorted(splits)}, "

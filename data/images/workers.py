@@ -48,7 +48,8 @@ class Workers:
 
     def __init__(self, num_workers: int, targets: Mapping[str, object], setting: str):
         self.num_workers = num_workers
-        self._targets, self._setting = targets, setting
+        self._targets = targets
+        self._setting = setting
         self._lock = threading.Lock()
         self._idle: queue.Queue[_Worker] = queue.Queue()
         self._threads: ThreadPoolExecutor | None = None

@@ -153,7 +153,8 @@ class _UserDocuments(Sequence[str]):
     """
 
     def __init__(self, values: Sequence[object], description: str):
-        self._values, self._description = values, description
+        self._values = values
+        self._description = description
 
     def __len__(self) -> int:
         return len(self._values)

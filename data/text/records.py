@@ -20,7 +20,9 @@ class Records(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, files: list[Path], spans: DocumentSpans, config: DataConfig):
-        self._files, self._spans, self._config = files, spans, config
+        self._files = files
+        self._spans = spans
+        self._config = config
         self.text_fields = text_fields(config)
 
     def __len__(self) -> int:

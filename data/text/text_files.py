@@ -27,7 +27,9 @@ class FileDocuments(Sequence[str]):
     """
 
     def __init__(self, files: list[Path], spans: "DocumentSpans", text_field: str):
-        self._files, self._spans, self._text_field = files, spans, text_field
+        self._files = files
+        self._spans = spans
+        self._text_field = text_field
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -166,15 +168,18 @@ def split_files(files: list[Path], validation_fraction: float) -> dict[str, Docu
     Raises:
         ValueError: The files contain too few documents for the splits, or a file cannot be read.
     """
-    train, validation = DocumentSpans(), DocumentSpans()
+    train = DocumentSpans()
+    validation = DocumentSpans()
     # The document with the smallest hash is held out if no other one is.
-    nearest_hash, nearest_index = 2**64, 0
+    nearest_hash = 2**64
+    nearest_index = 0
     for file_number, file in enumerate(files):
         for start, stop, line, content in _spans_of(file):
             hashed = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
             held_out = hashed < validation_fraction * 2**64
             if not held_out and hashed < nearest_hash:
-                nearest_hash, nearest_index = hashed, len(train)
+                nearest_hash = hashed
+                nearest_index = len(train)
             (validation if held_out else train).append((file_number, start, stop, line))
     if validation_fraction and not len(validation) and len(train) > 1:
         validation.append(train.pop(nearest_index))

@@ -18,7 +18,8 @@ class TfdsDocuments(Sequence[str]):
     """
 
     def __init__(self, source: Sequence[Any], text_feature: str, positions: range | None = None):
-        self._source, self._text_feature = source, text_feature
+        self._source = source
+        self._text_feature = text_feature
         self._positions = range(len(source)) if positions is None else positions
 
     def __len__(self) -> int:

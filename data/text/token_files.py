@@ -25,7 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-_MAGIC, _VERSION = b"MMIDIDX\0\0", 1
+_MAGIC = b"MMIDIDX\0\0"
+_VERSION = 1
 _HEADER = struct.Struct("<9sQBQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 _WRITTEN_DTYPES = {np.dtype("<u2"): 8, np.dtype("<i4"): 4}
@@ -160,7 +161,8 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     _require(version == _VERSION, path, f"has version {version}, but only {_VERSION} can be read")
     _require(code in _DTYPES, path, f"has dtype code {code}, which must be one of {[*_DTYPES]}")
     # Each sequence takes 12 bytes, an int32 and an int64. Only a file of fairseq ends there.
-    first, rest = _HEADER.size, len(content) - _HEADER.size - 12 * num_sequences
+    first = _HEADER.size
+    rest = len(content) - _HEADER.size - 12 * num_sequences
     is_fairseq = rest == 0
     num_bounds = 0
     if not is_fairseq:

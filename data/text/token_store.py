@@ -132,14 +132,16 @@ def _token_chunks(
     end = np.array([eos_id], np.int32)
     # The split begins with an end of document, from which the first token of the text is predicted.
     yield end
-    batch, num_characters = [], 0
+    batch = []
+    num_characters = 0
     for index in range(len(documents)):
         batch.append(documents[index])
         num_characters += len(batch[-1])
         full = num_characters >= _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS
         if full or index == len(documents) - 1:
             yield np.concatenate([p for ids in encode(batch) for p in (ids, end)])
-            batch, num_characters = [], 0
+            batch = []
+            num_characters = 0
 
 
 def _checked_ids(tokenizer: Tokenizer, documents: list[np.ndarray]) -> list[np.ndarray]:

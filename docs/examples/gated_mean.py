@@ -33,7 +33,8 @@ class Block(nnx.Module):
     """One layer: a norm, a running mean over the sequence, a gate, and a residual connection."""
 
     def __init__(self, config: GatedMeanConfig, *, rngs: nnx.Rngs):
-        embed, mlp = {"embed": config.embed_dim}, {"mlp": 2 * config.embed_dim}
+        embed = {"embed": config.embed_dim}
+        mlp = {"mlp": 2 * config.embed_dim}
         self.norm = LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
         self.up = Linear(embed, mlp, stddev=0.02, rngs=rngs)
         self.gate = Linear(embed, mlp, stddev=0.02, rngs=rngs)
@@ -70,7 +71,9 @@ class GatedMean(nnx.Module):
     def head(self, x, batch):
         """Return the sums of losses and of weights over the batch, and no other metrics."""
         x = self.norm(x).reshape(-1, x.shape[-1])
-        targets, weights = batch["targets"].reshape(-1), batch["weights"].reshape(-1)
-        table, size = self.table[...], self.vocab_size
+        targets = batch["targets"].reshape(-1)
+        weights = batch["weights"].reshape(-1)
+        table = self.table[...]
+        size = self.vocab_size
         loss = chunked_vocab_loss(x, table, targets, weights, vocab_size=size)
         return loss, weights.sum(), {}

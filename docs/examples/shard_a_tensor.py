@@ -27,7 +27,8 @@ from sharding.logical import axis_rules, constrain
 from sharding.mesh import MeshConfig
 from sharding.rules import make_rules, partition_specs, shardings
 
-SHAPE, AXES = (16, 8), ("rows", "columns")
+SHAPE = (16, 8)
+AXES = ("rows", "columns")
 
 
 class AddWeight(nnx.Module):

@@ -153,7 +153,8 @@ def choose(
     segments: Segments | None,
 ) -> Choice:
     """Return the kernel that runs for these arrays, whose shapes are those on one device."""
-    device, dtype = hardware.current(), q_BTNH.dtype.name
+    device = hardware.current()
+    dtype = q_BTNH.dtype.name
     batch, length, num_heads, head_dim = q_BTNH.shape
     scores = batch * num_heads * length * k_BSKH.shape[1]
     wide = max(q_BTNH.dtype.itemsize, 4)

@@ -49,7 +49,8 @@ class Linear(nnx.Module):
         axes = [None if name.startswith("_") else name for name in (*inputs, *outputs)]
         init = jax.nn.initializers.normal(stddev)
         self.kernel = param(init, rngs, (*inputs.values(), *outputs.values()), axes)
-        zeros, sizes = jax.nn.initializers.zeros, tuple(outputs.values())
+        zeros = jax.nn.initializers.zeros
+        sizes = tuple(outputs.values())
         self.bias = param(zeros, rngs, sizes, axes[len(inputs) :]) if use_bias else None
         self.num_inputs = len(inputs)
 
@@ -93,7 +94,8 @@ class LayerNorm(nnx.Module):
         centred = wide - mean
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
-        scale, bias = self.scale[...], self.bias[...]
+        scale = self.scale[...]
+        bias = self.bias[...]
         return (normal * scale + bias).astype(x.dtype)
 
 
@@ -115,7 +117,9 @@ class BatchNorm(nnx.Module):
     def __init__(
         self, features: int, axis: str | None = None, *, learns: bool = True, rngs: nnx.Rngs
     ):
-        ones, zeros, shape = jax.nn.initializers.ones, jax.nn.initializers.zeros, (features,)
+        ones = jax.nn.initializers.ones
+        zeros = jax.nn.initializers.zeros
+        shape = (features,)
         self.scale = param(ones, rngs, shape, (axis,)) if learns else None
         self.bias = param(zeros, rngs, shape, (axis,)) if learns else None
 

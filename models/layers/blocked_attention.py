@@ -101,7 +101,9 @@ def _batched(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
 
 
 def _batched_forward(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
-    outputs, largest, scales = [], [], []
+    outputs = []
+    largest = []
+    scales = []
     for rows, keys in mask_options.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
         logits_BKGTS = _logits(mask_options, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
         largest_BKGT1 = jnp.max(logits_BKGTS, axis=-1, keepdims=True)
@@ -123,13 +125,17 @@ def _batched_forward(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments
 
 def _batched_backward(mask_options, residuals, dy_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals
-    dtype, wide = q_BKGTH.dtype, scale_BKGT1.dtype
+    dtype = q_BKGTH.dtype
+    wide = scale_BKGT1.dtype
     # The gradient of the softmax is weights · (dweights - shift), with shift = sum(dy · y).
     shift_BKGT1 = jnp.sum(dy_BKGTH.astype(wide) * y_BKGTH, axis=-1, keepdims=True)
-    dq, dk_BKSH, dv_BKSH = [], jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
+    dq = []
+    dk_BKSH = jnp.zeros(k_BKSH.shape, wide)
+    dv_BKSH = jnp.zeros(v_BKSH.shape, wide)
     dbias_BKGTS = None if bias_BKGTS is None else jnp.zeros(bias_BKGTS.shape, wide)
     for rows, keys in mask_options.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
-        q, dy = q_BKGTH[:, :, :, rows], dy_BKGTH[:, :, :, rows]
+        q = q_BKGTH[:, :, :, rows]
+        dy = dy_BKGTH[:, :, :, rows]
         logits_BKGTS = _logits(mask_options, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
         weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1[:, :, :, rows])
         weights_BKGTS *= scale_BKGT1[:, :, :, rows]
@@ -146,7 +152,8 @@ def _batched_backward(mask_options, residuals, dy_BKGTH):
         dq.append(_einsum("BKGTS,BKSH->BKGTH", dlogits_BKGTS, k_BKSH[:, :, keys]).astype(dtype))
         dk = _einsum("BKGTS,BKGTH->BKSH", dlogits_BKGTS, q)
         dv = _einsum("BKGTS,BKGTH->BKSH", weights_BKGTS.astype(dtype), dy)
-        dk_BKSH, dv_BKSH = dk_BKSH.at[:, :, keys].add(dk), dv_BKSH.at[:, :, keys].add(dv)
+        dk_BKSH = dk_BKSH.at[:, :, keys].add(dk)
+        dv_BKSH = dv_BKSH.at[:, :, keys].add(dv)
     dq_BKGTH = jnp.concatenate(dq, axis=3)
     if dbias_BKGTS is not None and bias_BKGTS is not None:
         dbias_BKGTS = dbias_BKGTS.astype(bias_BKGTS.dtype)

@@ -182,7 +182,8 @@ class _Documents:
             k_ids_BS: int32[B, S], segment of each key.
             per_token: number of elements of a query token and of a key token, over all heads.
         """
-        (batch, num_queries), num_keys = q_ids_BT.shape, k_ids_BS.shape[1]
+        (batch, num_queries) = q_ids_BT.shape
+        num_keys = k_ids_BS.shape[1]
         run_BT = _runs(q_ids_BT) - number * DOCUMENTS_PER_CALL
         numbers_M = jnp.arange(DOCUMENTS_PER_CALL, dtype=jnp.int32)
         # Find each document's first query and, by its segment id, its first key.
@@ -211,7 +212,10 @@ class _Documents:
             return in_rows(first_BM, end, row_BM.size + batch).reshape(batch, -1)
 
         document_BT = jnp.clip(run_BT, 0, DOCUMENTS_PER_CALL - 1)
-        at_queries = lambda values_BM: jnp.take_along_axis(values_BM, document_BT, axis=1)  # noqa: E731
+
+        def at_queries(values_BM):
+            return jnp.take_along_axis(values_BM, document_BT, axis=1)
+
         return cls(
             lengths=Lengths(
                 q=in_rows(jnp.sum(is_in_BMT, axis=2, dtype=jnp.int32)).reshape(row_BM.shape),
@@ -230,7 +234,8 @@ class _Documents:
     def to_queries(self, stats_RNT: jax.Array) -> jax.Array:
         """Return the statistics of each query, `[B, N, T]`, from the kernel's rows."""
         heads_1N1 = jnp.arange(stats_RNT.shape[1], dtype=jnp.int32)[None, :, None]
-        row_B1T, index_B1T = self.row_BT[:, None], self.index_BT[:, None]
+        row_B1T = self.row_BT[:, None]
+        index_B1T = self.index_BT[:, None]
         return stats_RNT.at[row_B1T, heads_1N1, index_B1T].get(mode="clip")
 
     def to_rows(self, stats_BNT: jax.Array) -> jax.Array:

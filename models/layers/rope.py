@@ -55,7 +55,8 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: np.ndarray, 
     """
     wide = jnp.promote_types(x_BTNH.dtype, jnp.float32)
     angles_BTH = positions_BT.astype(wide)[..., None] * jnp.asarray(frequencies, wide)[None, None]
-    cos, sin = jnp.cos(angles_BTH)[:, :, None] * factor, jnp.sin(angles_BTH)[:, :, None] * factor
+    cos = jnp.cos(angles_BTH)[:, :, None] * factor
+    sin = jnp.sin(angles_BTH)[:, :, None] * factor
     first, second = jnp.split(x_BTNH.astype(wide), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
@@ -147,7 +148,8 @@ def rope_frequencies(
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: Scaling) -> tuple[np.ndarray, float]:
     """Interpolate slow features, leave fast ones unchanged, and mix those in between."""
-    dim, factor = 2 * len(frequencies), scaling["factor"]
+    dim = 2 * len(frequencies)
+    factor = scaling["factor"]
 
     # The feature pair that makes this number of turns within the original context.
     def dim_of_turns(turns: float) -> float:
@@ -157,8 +159,10 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: Scaling) -> tuple[np.n
     low = dim_of_turns(scaling.get("beta_fast") or 32)
     high = dim_of_turns(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     high += 0.001 if low == high else 0.0
     interpolated = np.clip((np.arange(len(frequencies)) - low) / (high - low), 0, 1)
     mixed = frequencies / factor * interpolated + frequencies * (1 - interpolated)
@@ -191,7 +195,8 @@ def _longrope(frequencies, scaling: Scaling, num_positions: int, max_positions: 
 
 def _llama3(frequencies: np.ndarray, scaling: Scaling) -> np.ndarray:
     """Stretch wavelengths longer than the original context, keep short ones, mix the others."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     unscaled = np.clip((turns - low) / (high - low), 0, 1)
     return frequencies / scaling["factor"] * (1 - unscaled) + frequencies * unscaled

@@ -106,9 +106,12 @@ class Attention(nnx.Module):
         if source_BSD is None:
             q, k, v = after(norm, lambda h: (self.q(h), self.k(h), self.v(h)), x_BTD)
         else:
-            q, k, v = after(norm, self.q, x_BTD), self.k(source_BSD), self.v(source_BSD)
+            q = after(norm, self.q, x_BTD)
+            k = self.k(source_BSD)
+            v = self.v(source_BSD)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         q_BTNH = constrain(rotate(q), "batch", "seq", "heads", "head_dim")
         k_BSKH, v_BSKH = (
             constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in (rotate(k), v)
@@ -144,7 +147,8 @@ class MLP(nnx.Module):
         stddevs: tuple[float, float],
         rngs: nnx.Rngs,
     ):
-        embed, mlp = {"embed": embed_dim}, {"mlp": mlp_dim}
+        embed = {"embed": embed_dim}
+        mlp = {"mlp": mlp_dim}
         options: dict[str, Any] = {"use_bias": use_bias, "rngs": rngs}
         self.gate = Linear(embed, mlp, stddev=stddevs[0], **options) if is_gated else None
         self.up = Linear(embed, mlp, stddev=stddevs[0], **options)
@@ -153,7 +157,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, norm: Norm = identity) -> jax.Array:
         """Apply the network to norm(x), `[B, T, D]`; names the input of the activation "mlp"."""
-        activation, gate = ACTIVATIONS[self.activation], self.gate
+        activation = ACTIVATIONS[self.activation]
+        gate = self.gate
         if gate is None:
             h_BTF = constrain(after(norm, self.up, x_BTD), "batch", "seq", "mlp")
             return after(activation, self.down, checkpoint_name(h_BTF, "mlp"))

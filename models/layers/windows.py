@@ -45,7 +45,8 @@ def partition_windows(x_BHWC: jax.Array, side: int, shift: int) -> jax.Array:
     batch, height, width, dim = x_BHWC.shape
     x = jnp.pad(x_BHWC, ((0, 0), (0, -height % side), (0, -width % side), (0, 0)))
     x = jnp.roll(x, (-shift, -shift), axis=(1, 2))
-    rows, columns = x.shape[1] // side, x.shape[2] // side
+    rows = x.shape[1] // side
+    columns = x.shape[2] // side
     x = x.reshape(batch, rows, side, columns, side, dim).swapaxes(2, 3)
     return x.reshape(batch * rows * columns, side * side, dim)
 
@@ -63,7 +64,9 @@ def merge_windows(windows: jax.Array, height: int, width: int, shift: int) -> ja
         `[B, H, W, C]`.
     """
     side = round(windows.shape[1] ** 0.5)
-    rows, columns, dim = -(-height // side), -(-width // side), windows.shape[2]
+    rows = -(-height // side)
+    columns = -(-width // side)
+    dim = windows.shape[2]
     x = windows.reshape(-1, rows, columns, side, side, dim).swapaxes(2, 3)
     x = x.reshape(-1, rows * side, columns * side, dim)
     return jnp.roll(x, (shift, shift), axis=(1, 2))[:, :height, :width]
@@ -76,9 +79,11 @@ def regions(height: int, width: int, side: int, shift: int) -> np.ndarray:
         places = np.arange(-(-size // side) * side)
         return (places >= len(places) - side).astype(np.int32) + (places >= len(places) - shift)
 
-    down, across = along(height), along(width)
+    down = along(height)
+    across = along(width)
     numbers = (3 * down[:, None] + across).astype(np.int32)
-    rows, columns = len(down) // side, len(across) // side
+    rows = len(down) // side
+    columns = len(across) // side
     return numbers.reshape(rows, side, columns, side).swapaxes(1, 2).reshape(-1, side * side)
 
 
@@ -106,7 +111,8 @@ class RelativeBias(nnx.Module):
     """A learned bias of the attention logits for each offset between two patches of a window."""
 
     def __init__(self, side: int, num_heads: int, *, stddev: float, rngs: nnx.Rngs):
-        self.side, shape = side, ((2 * side - 1) ** 2, num_heads)
+        self.side = side
+        shape = ((2 * side - 1) ** 2, num_heads)
         self.table = param(jax.nn.initializers.normal(stddev), rngs, shape, (None, "heads"))
 
     def __call__(self) -> jax.Array:
@@ -130,7 +136,9 @@ class ContinuousBias(nnx.Module):
     def __init__(
         self, side: int, num_heads: int, pretrained_side: int, *, stddev: float, rngs: nnx.Rngs
     ):
-        self.side, self.pretrained_side, hidden = side, pretrained_side, {"_hidden": BIAS_DIM}
+        self.side = side
+        self.pretrained_side = pretrained_side
+        hidden = {"_hidden": BIAS_DIM}
         options: dict[str, Any] = {"stddev": stddev, "rngs": rngs}
         self.up = Linear({"_offset": 2}, hidden, **options)
         self.down = Linear(hidden, {"heads": num_heads}, use_bias=False, **options)

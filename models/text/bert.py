@@ -91,7 +91,8 @@ class Block(nnx.Module):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
-        embed, stddev = config.embed_dim, config.init_stddev
+        embed = config.embed_dim
+        stddev = config.init_stddev
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.attention = Attention(
             embed,
@@ -146,8 +147,10 @@ class Bert(nnx.Module):
     can_share_vocab = True
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
-        self.config, self.objectives = config, HEADS[config.head]
-        embed, stddev = config.embed_dim, config.init_stddev
+        self.config = config
+        self.objectives = HEADS[config.head]
+        embed = config.embed_dim
+        stddev = config.init_stddev
         normal = jax.nn.initializers.normal(stddev)
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
         rows = config.first_position + config.max_positions
@@ -170,7 +173,8 @@ class Bert(nnx.Module):
 
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
-        config, tokens = self.config, batch["tokens"]
+        config = self.config
+        tokens = batch["tokens"]
         x_BTD = lookup(self.token_embedding[...], tokens)
         x_BTD += learned_positions(
             self.position_embedding[...], self._positions(batch), first=config.first_position
@@ -204,7 +208,8 @@ class Bert(nnx.Module):
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, embed = self.config, self.config.embed_dim
+        config = self.config
+        embed = self.config.embed_dim
         batch, length = shapes["tokens"].shape
         kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
         head_dim = embed // config.num_heads
@@ -236,7 +241,8 @@ class Bert(nnx.Module):
             Logits of the vocab `[B, T, V]`, V without padding; logits of labels `[B, C]` or
             `[B, T, C]`; or activations `[B, T, D]`.
         """
-        config, batch = self.config, text_batch(tokens, attention_mask)
+        config = self.config
+        batch = text_batch(tokens, attention_mask)
         if token_types is not None:
             batch["token_types"] = token_types
         x_BTD = self.encoder(self.embed(batch), batch)
@@ -244,7 +250,8 @@ class Bert(nnx.Module):
             return x_BTD
         if self.masked_lm is None:
             return self._label_logits(x_BTD, batch)
-        table, bias = self.token_embedding[...], self.masked_lm.bias[...]
+        table = self.token_embedding[...]
+        bias = self.masked_lm.bias[...]
         x_BTD = self.masked_lm(x_BTD)
         return vocab_logits(x_BTD, table, vocab_size=config.vocab_size, bias_V=bias)
 
@@ -255,7 +262,8 @@ class Bert(nnx.Module):
 
     def _label_logits(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         assert self.classifier is not None
-        x, keys = x_BTD, batch.get("dropout_keys")
+        x = x_BTD
+        keys = batch.get("dropout_keys")
         if self.pooler is not None:
             x = jnp.tanh(self.pooler(x_BTD[:, 0]))
         # The embedding uses site 0 of the same keys.

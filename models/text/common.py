@@ -70,7 +70,8 @@ def learned_positions(table_PD: jax.Array, positions: jax.Array, *, first: int =
     Raises:
         ValueError: if the sequence is longer than the table.
     """
-    length, rows = positions.shape[-1], table_PD.shape[0] - first
+    length = positions.shape[-1]
+    rows = table_PD.shape[0] - first
     if length > rows:
         raise ValueError(
             f"a sequence of {length} tokens is longer than the model's {rows} positions; shorten "

@@ -75,7 +75,9 @@ class FusedQKVAttention(nnx.Module):
         qkv = after(norm, self.qkv, x_BTD)
         qkv = constrain(qkv, "batch", "seq", None, "heads", "head_dim")
         qkv = checkpoint_name(qkv, "qkv")
-        q_BTNH, k_BTNH, v_BTNH = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        q_BTNH = qkv[:, :, 0]
+        k_BTNH = qkv[:, :, 1]
+        v_BTNH = qkv[:, :, 2]
         y_BTNH = attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
         out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
         return checkpoint_name(out_BTD, "attention_out")
@@ -137,7 +139,8 @@ class GPT2(nnx.Module):
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
         check_has_loss(self.config)
-        config, table_VD = self.config, self.token_embedding[...]
+        config = self.config
+        table_VD = self.token_embedding[...]
         sums = vocab_loss(
             self.final_norm(x_BTD), table_VD, batch, vocab_size=config.vocab_size, loss=config.loss
         )
@@ -145,11 +148,13 @@ class GPT2(nnx.Module):
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, embed = self.config, self.config.embed_dim
+        config = self.config
+        embed = self.config.embed_dim
         batch, length = shapes["tokens"].shape
         kernels = dense_flops(embed, 3 * embed) + dense_flops(embed, embed)
         kernels += 2 * dense_flops(embed, config.mlp_dim or 4 * embed)
-        heads, head_dim = config.num_heads, embed // config.num_heads
+        heads = config.num_heads
+        head_dim = embed // config.num_heads
         scores = attention_flops(length, heads, head_dim, is_causal=True)
         head = dense_flops(embed, config.vocab_size)
         return batch * length * (config.num_layers * (kernels + scores) + head)

@@ -93,7 +93,8 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: LlamaConfig, *, window: int | None, rngs: nnx.Rngs):
-        embed, stddev = config.embed_dim, config.init_stddev
+        embed = config.embed_dim
+        stddev = config.init_stddev
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
         self.attention_norm = RMSNorm(embed, **norm)
 
@@ -121,11 +122,13 @@ class Block(nnx.Module):
             stddevs=(stddev, stddev),
             rngs=rngs,
         )
-        self.config, self.window = config, window
+        self.config = config
+        self.window = window
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
-        config, positions = self.config, positions_by_index(batch)
+        config = self.config
+        positions = positions_by_index(batch)
         frequencies, factor = rope_frequencies(
             config.head_dim,
             config.rope_theta,
@@ -161,11 +164,14 @@ class Llama(nnx.Module):
         self.token_embedding = param(normal, rngs, *table)
 
         def stack(num_layers: int, window: int | None) -> Stack | None:
-            make = lambda rngs: Block(config, window=window, rngs=rngs)  # noqa: E731
+            def make(rngs):
+                return Block(config, window=window, rngs=rngs)
+
             return Stack(make, num_layers, rngs=rngs) if num_layers else None
 
         # Blocks of one stack are identical, so layers without a window have a stack of their own.
-        window, num_full = config.sliding_window, config.first_windowed_layer
+        window = config.sliding_window
+        num_full = config.first_windowed_layer
         self.decoder = stack(num_full or config.num_layers, None if num_full else window)
         self.windowed_decoder = stack(config.num_layers - num_full if num_full else 0, window)
         self.final_norm = RMSNorm(config.embed_dim, epsilon=config.rms_norm_epsilon, rngs=rngs)
@@ -180,15 +186,19 @@ class Llama(nnx.Module):
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
         check_has_loss(self.config)
-        vocab_size, loss = self.config.vocab_size, self.config.loss
+        vocab_size = self.config.vocab_size
+        loss = self.config.loss
         x_BTD = self.final_norm(x_BTD)
         return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, embed = self.config, self.config.embed_dim
+        config = self.config
+        embed = self.config.embed_dim
         batch, length = shapes["tokens"].shape
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
+        head_dim = config.head_dim
         kernels = dense_flops(embed, 2 * (heads + kv_heads) * head_dim)
         kernels += 3 * dense_flops(embed, config.mlp_dim)
         full = attention_flops(length, heads, head_dim, is_causal=True)

@@ -69,7 +69,8 @@ class Block(nnx.Module):
     """Attention and MLP, each with a residual sum and a norm before or after it."""
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
-        embed, stddev = config.embed_dim, config.init_stddev
+        embed = config.embed_dim
+        stddev = config.init_stddev
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.attention_norm = LayerNorm(embed, **norm)
         self.attention = Attention(
@@ -89,12 +90,18 @@ class Block(nnx.Module):
             stddevs=(stddev, stddev),
             rngs=rngs,
         )
-        self.dropout, self.norm_first = config.dropout, config.norm_first
+        self.dropout = config.dropout
+        self.norm_first = config.norm_first
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
-        before = lambda norm: norm if self.norm_first else identity  # noqa: E731
-        after = lambda norm: identity if self.norm_first else norm  # noqa: E731
+
+        def before(norm):
+            return norm if self.norm_first else identity
+
+        def after(norm):
+            return identity if self.norm_first else norm
+
         norm = self.attention_norm
         branch = self.attention(x_BTD, before(norm), is_causal=True, segments=segments(batch))
         x_BTD = after(norm)(x_BTD + dropout(branch, self.dropout, keys, site=0))
@@ -112,7 +119,8 @@ class OPT(nnx.Module):
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        embed, narrow = config.embed_dim, config.token_embed_dim or config.embed_dim
+        embed = config.embed_dim
+        narrow = config.token_embed_dim or config.embed_dim
         normal = jax.nn.initializers.normal(config.init_stddev)
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
         self.token_embedding = param(normal, rngs, (vocab, narrow), ("vocab", "embed"))
@@ -124,7 +132,8 @@ class OPT(nnx.Module):
             options = {"stddev": config.init_stddev, "use_bias": False, "rngs": rngs}
             return None if narrow == embed else Linear(*sizes, **options)
 
-        self.project_in, self.project_out = project(narrow, embed), project(embed, narrow)
+        self.project_in = project(narrow, embed)
+        self.project_out = project(embed, narrow)
         self.decoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.final_norm = LayerNorm(embed, **norm) if config.norm_first else None
@@ -142,14 +151,17 @@ class OPT(nnx.Module):
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
         check_has_loss(self.config)
-        config, table = self.config, self.token_embedding[...]
-        vocab_size, loss = config.vocab_size, config.loss
+        config = self.config
+        table = self.token_embedding[...]
+        vocab_size = config.vocab_size
+        loss = config.loss
         sums = vocab_loss(self._outputs(x_BTD), table, batch, vocab_size=vocab_size, loss=loss)
         return *sums, {}
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, embed = self.config, self.config.embed_dim
+        config = self.config
+        embed = self.config.embed_dim
         batch, length = shapes["tokens"].shape
         kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
         head_dim = embed // config.num_heads

@@ -69,7 +69,8 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: T5Config, *, is_decoder: bool, rngs: nnx.Rngs):
-        embed, inner = config.embed_dim, config.num_heads * config.head_dim
+        embed = config.embed_dim
+        inner = config.num_heads * config.head_dim
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
 
         def attention() -> Attention:
@@ -84,7 +85,8 @@ class Block(nnx.Module):
                 rngs=rngs,
             )
 
-        self.attention_norm, self.attention = RMSNorm(embed, **norm), attention()
+        self.attention_norm = RMSNorm(embed, **norm)
+        self.attention = attention()
         self.cross_norm = RMSNorm(embed, **norm) if is_decoder else None
         self.cross_attention = attention() if is_decoder else None
         self.mlp_norm = RMSNorm(embed, **norm)
@@ -97,11 +99,13 @@ class Block(nnx.Module):
             stddevs=(embed**-0.5, config.mlp_dim**-0.5),
             rngs=rngs,
         )
-        self.config, self.side = config, "decoder" if is_decoder else "encoder"
+        self.config = config
+        self.side = "decoder" if is_decoder else "encoder"
 
     def __call__(self, x: dict, batch: dict, keys: jax.Array | None) -> dict:
         """Apply the block to its side's entry of `x`; arguments as in models/stack.py."""
-        config, x_BTD = self.config, x[self.side]
+        config = self.config
+        x_BTD = x[self.side]
         is_decoder = self.side == "decoder"
         bias_1NTT = relative_bias(
             x[f"{self.side}_bias"],
@@ -145,14 +149,17 @@ class T5(nnx.Module):
         self.config = config
         normal = jax.nn.initializers.normal
         table = (padded_vocab(config.vocab_size, config.vocab_multiple), config.embed_dim)
-        axes, bias = ("vocab", "embed"), (config.num_buckets, config.num_heads)
+        axes = ("vocab", "embed")
+        bias = (config.num_buckets, config.num_heads)
         self.token_embedding = param(normal(1.0), rngs, table, axes)
         stddev = config.embed_dim**-0.5
         self.encoder_bias = param(normal(stddev), rngs, bias, (None, "heads"))
         self.decoder_bias = param(normal(stddev), rngs, bias, (None, "heads"))
 
         def stack(num_layers: int, is_decoder: bool) -> Stack:
-            make = lambda rngs: Block(config, is_decoder=is_decoder, rngs=rngs)  # noqa: E731
+            def make(rngs):
+                return Block(config, is_decoder=is_decoder, rngs=rngs)
+
             return Stack(make, num_layers, rngs=rngs)
 
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
@@ -166,7 +173,8 @@ class T5(nnx.Module):
 
     def embed(self, batch: dict) -> dict:
         """Return the activations of `Block` for `tokens` and `decoder_tokens`."""
-        keys, rate = batch.get("dropout_keys"), self.config.dropout
+        keys = batch.get("dropout_keys")
+        rate = self.config.dropout
         x = {"encoder_bias": self.encoder_bias[...], "decoder_bias": self.decoder_bias[...]}
         for site, (side, name) in enumerate((("encoder", "tokens"), ("decoder", "decoder_tokens"))):
             x_BTD = dropout(lookup(self.token_embedding[...], batch[name]), rate, keys, site=site)
@@ -183,12 +191,14 @@ class T5(nnx.Module):
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
         config = self.config
         x_BTD = dropout(self._outputs(x), config.dropout, batch.get("dropout_keys"), site=3)
-        vocab_size, loss = config.vocab_size, config.loss
+        vocab_size = config.vocab_size
+        loss = config.loss
         return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, embed = self.config, self.config.embed_dim
+        config = self.config
+        embed = self.config.embed_dim
         batch, sources = shapes["tokens"].shape
         targets = shapes["decoder_tokens"].shape[1]
         heads = config.num_heads, config.head_dim
@@ -271,7 +281,8 @@ def _buckets(
         distances = np.maximum(-distances, 0)
     else:
         num_buckets //= 2
-        first, distances = np.where(distances > 0, num_buckets, 0), np.abs(distances)
+        first = np.where(distances > 0, num_buckets, 0)
+        distances = np.abs(distances)
     exact = num_buckets // 2
     # Use float32, like the training of published checkpoints: a boundary may be a whole number.
     ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact))

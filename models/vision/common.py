@@ -95,7 +95,9 @@ class PatchEmbedding(nnx.Module):
         if stddev is None:
             stddev = 1 / math.sqrt(3 * patch_size**2 * config.num_channels)
         self.linear = Linear(patch, {"embed": embed_dim}, stddev=stddev, rngs=rngs)
-        self.config, self.patch_size, self.is_padded = config, patch_size, is_padded
+        self.config = config
+        self.patch_size = patch_size
+        self.is_padded = is_padded
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         """Return the embeddings of all patches, `[B, rows, columns, D]`."""
@@ -109,7 +111,8 @@ class PatchEmbedding(nnx.Module):
 def patchify(images_BHWC: jax.Array, size: int) -> jax.Array:
     """Cut images into patches `[B, rows, columns, P, P, C]`, dropping incomplete ones."""
     batch, height, width, channels = images_BHWC.shape
-    rows, columns = height // size, width // size
+    rows = height // size
+    columns = width // size
     images = images_BHWC[:, : rows * size, : columns * size]
     return images.reshape(batch, rows, size, columns, size, channels).swapaxes(2, 3)
 
@@ -167,7 +170,8 @@ def resized_positions(table_TD: jax.Array, grid: tuple[int, int]) -> jax.Array:
 
 def _bicubic(size: int, new_size: int) -> np.ndarray:
     """Return float64[new_size, size], the weight of each old point in each new point."""
-    a, weights = -0.75, np.zeros((new_size, size))
+    a = -0.75
+    weights = np.zeros((new_size, size))
     places = (np.arange(new_size) + 0.5) * size / new_size - 0.5
     for new, place in enumerate(places):
         first = int(np.floor(place)) - 1
@@ -209,7 +213,8 @@ def label_loss(
         batch: has `targets` and `weights`, and optionally `other_targets` and `target_shares`.
         smoothing: share of each target that is spread evenly over all labels, during training only.
     """
-    num_labels, weights = logits_BK.shape[1], batch["weights"].astype(logits_BK.dtype)
+    num_labels = logits_BK.shape[1]
+    weights = batch["weights"].astype(logits_BK.dtype)
     targets = soft_targets(batch, num_labels, logits_BK.dtype)
     if "dropout_keys" in batch:
         targets = (1 - smoothing) * targets + smoothing / num_labels

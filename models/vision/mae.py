@@ -106,8 +106,10 @@ class MAE(ImageEncoder):
 
     def __init__(self, config: MAEConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.config, decoder = config, config.decoder
-        embed, layers = decoder.embed_dim, decoder.num_layers
+        self.config = config
+        decoder = config.decoder
+        embed = decoder.embed_dim
+        layers = decoder.num_layers
         normal = jax.nn.initializers.normal(config.init_stddev)
         stddev = config.kernel_stddev(config.embed_dim, embed)
         self.decoder_embedding = Linear(
@@ -159,9 +161,11 @@ class MAE(ImageEncoder):
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, images = self.config, shapes["images"]
+        config = self.config
+        images = shapes["images"]
         rows, columns = self._grid(images)
-        patches, values = rows * columns, config.patch_size**2 * config.num_channels
+        patches = rows * columns
+        values = config.patch_size**2 * config.num_channels
         seen = 1 + config.num_kept(patches)
         total = patches * dense_flops(values, config.embed_dim)
         total += encoder_flops(config, seen)
@@ -205,7 +209,8 @@ class MAE(ImageEncoder):
             Two arrays float32[B, H, W, C], with pixels from 0 to 1.
         """
         predictions_BTF, is_hidden_BT = self(images, noise)
-        seen_BTF, side = self._patches(images), self.config.patch_size
+        seen_BTF = self._patches(images)
+        side = self.config.patch_size
         if self.config.normalise_targets:
             mean, deviation = _statistics(seen_BTF)
             predictions_BTF = predictions_BTF * deviation + mean

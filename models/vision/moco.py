@@ -80,7 +80,8 @@ class NormalisedLinear(nnx.Module):
         learns: bool = True,
         rngs: nnx.Rngs,
     ):
-        (size,), ((name, features),) = inputs.values(), outputs.items()
+        (size,) = inputs.values()
+        ((name, features),) = outputs.items()
         # The deviation of a uniform fan-in initialization, as in the paper's code.
         stddev = (3 * size) ** -0.5
         self.linear = Linear(inputs, outputs, stddev=stddev, use_bias=False, rngs=rngs)
@@ -104,7 +105,9 @@ class Projector(nnx.Module):
     """
 
     def __init__(self, inputs: int, hidden: int, outputs: int, *, is_deep: bool, rngs: nnx.Rngs):
-        split, whole, last = {"mlp": hidden}, {"embed": hidden}, {"_projection": outputs}
+        split = {"mlp": hidden}
+        whole = {"embed": hidden}
+        last = {"_projection": outputs}
         self.first = NormalisedLinear({"embed": inputs}, split, rngs=rngs)
         self.middle = NormalisedLinear(split, whole, rngs=rngs) if is_deep else None
         self.last = NormalisedLinear(whole if is_deep else split, last, learns=False, rngs=rngs)
@@ -127,7 +130,8 @@ class MoCo(ImageEncoder):
     def __init__(self, config: MoCoConfig, *, rngs: nnx.Rngs):
         super().__init__(config, block=ViewsBlock, rngs=rngs)
         self.config = config
-        hidden, outputs = config.hidden_dim, config.projection_dim
+        hidden = config.hidden_dim
+        outputs = config.projection_dim
         self.projector = Projector(config.embed_dim, hidden, outputs, is_deep=True, rngs=rngs)
         self.predictor = Projector(outputs, hidden, outputs, is_deep=False, rngs=rngs)
 
@@ -153,10 +157,13 @@ class MoCo(ImageEncoder):
         """
         projections = self._projections(x_BVTD, batch)
         queries_BVP = unit_length(self.predictor(projections, batch["weights"]))
-        keys_SVP, weights_S = gather_batch(batch["keys"]), gather_batch(batch["weights"])
-        size, temperature = len(queries_BVP), self.config.temperature
+        keys_SVP = gather_batch(batch["keys"])
+        weights_S = gather_batch(batch["weights"])
+        size = len(queries_BVP)
+        temperature = self.config.temperature
         own_B = first_example(size) + jnp.arange(size)
-        losses_B, hits_B = jnp.zeros(size), jnp.zeros(size)
+        losses_B = jnp.zeros(size)
+        hits_B = jnp.zeros(size)
         for view in range(NUM_VIEWS):
             cosines = queries_BVP[:, view] @ keys_SVP[:, 1 - view].T
             # Rows that only pad the batch have no keys.
@@ -171,8 +178,10 @@ class MoCo(ImageEncoder):
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, size = self.config, shapes["images"].shape[0]
-        hidden, outputs = config.hidden_dim, config.projection_dim
+        config = self.config
+        size = shapes["images"].shape[0]
+        hidden = config.hidden_dim
+        outputs = config.projection_dim
         predictor = dense_flops(outputs, hidden) + dense_flops(hidden, outputs)
         comparisons = dense_flops(size, outputs)
         return self.teach_flops(shapes) + NUM_VIEWS * size * (predictor + comparisons)

@@ -94,7 +94,8 @@ class Block(nnx.Module):
     """x + scale(across patches(affine(x))), then x + scale(mlp(affine(x)))."""
 
     def __init__(self, config: ResMLPConfig, *, rngs: nnx.Rngs):
-        embed, patches = config.embed_dim, config.num_patches
+        embed = config.embed_dim
+        patches = config.num_patches
         self.patches_affine = Affine(embed, rngs=rngs)
         # Replicated over the axis `model`, like everything between two MLPs. It has only T / 8D of
         # an MLP's FLOPs (6 % for size s12), and splitting it would move x between devices.
@@ -130,7 +131,8 @@ class ResMLP(nnx.Module):
     Config = ResMLPConfig
 
     def __init__(self, config: ResMLPConfig, *, rngs: nnx.Rngs):
-        self.config, self.objectives = config, HEADS[config.head]
+        self.config = config
+        self.objectives = HEADS[config.head]
         embed = config.embed_dim
         self.patch_embedding = PatchEmbedding(config, config.patch_size, embed, rngs=rngs)
         self.encoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
@@ -145,7 +147,8 @@ class ResMLP(nnx.Module):
         Raises:
             ValueError: if the images do not have the model's size.
         """
-        size, side = batch["images"].shape[1:3], self.config.image_size
+        size = batch["images"].shape[1:3]
+        side = self.config.image_size
         if size != (side, side):
             raise ValueError(
                 f"images of {size[0]} × {size[1]} pixels do not fit model.image_size={side}: each "
@@ -161,7 +164,9 @@ class ResMLP(nnx.Module):
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, embed, patches = self.config, self.config.embed_dim, self.config.num_patches
+        config = self.config
+        embed = self.config.embed_dim
+        patches = self.config.num_patches
         layer = dense_flops(patches, embed) + 2 * dense_flops(embed, config.mlp_dim)
         of_patch = dense_flops(config.patch_size**2, config.num_channels, embed)
         total = patches * (of_patch + config.num_layers * layer)

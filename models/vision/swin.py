@@ -173,8 +173,12 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: SwinConfig, stage: int, *, second: bool, rngs: nnx.Rngs):
-        embed, heads, stddev = config.width(stage), config.num_heads[stage], config.init_stddev
-        self.config, self.second, is_first = config, second, config.version == 1
+        embed = config.width(stage)
+        heads = config.num_heads[stage]
+        stddev = config.init_stddev
+        self.config = config
+        self.second = second
+        is_first = config.version == 1
         start = 1.0 if is_first else 0.0
         norm: dict[str, Any] = {"epsilon": config.layer_norm_epsilon, "start": start, "rngs": rngs}
         self.side, shift = config.window(stage)
@@ -214,7 +218,8 @@ class Block(nnx.Module):
 
     def __call__(self, x_BHWC: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BHWC`; arguments as in models/stack.py."""
-        config, site = self.config, 4 if self.second else 0
+        config = self.config
+        site = 4 if self.second else 0
         branch_number = 2 * batch["layer"] + int(self.second)
         rate = drop_path_rate(config.drop_path, branch_number, sum(config.depths))
 
@@ -275,8 +280,10 @@ class PatchMerging(nnx.Module):
     """
 
     def __init__(self, config: SwinConfig, stage: int, *, rngs: nnx.Rngs):
-        old, new = 4 * config.width(stage - 1), config.width(stage)
-        self.normed_first, stddev = config.version == 1, config.init_stddev
+        old = 4 * config.width(stage - 1)
+        new = config.width(stage)
+        self.normed_first = config.version == 1
+        stddev = config.init_stddev
         self.norm = LayerNorm(old if self.normed_first else new, epsilon=_NORM_EPSILON, rngs=rngs)
         self.reduction = Linear(
             {"_four": old}, {"embed": new}, stddev=stddev, use_bias=False, rngs=rngs
@@ -301,7 +308,8 @@ class Swin(nnx.Module):
     not_decayed = ("bias", "log_scale")
 
     def __init__(self, config: SwinConfig, *, rngs: nnx.Rngs):
-        self.config, self.objectives = config, HEADS[config.head]
+        self.config = config
+        self.objectives = HEADS[config.head]
         self.stacks = tuple(f"stage{i}" for i in range(config.num_stages))
         self.patch_embedding = PatchEmbedding(
             config, config.patch_size, config.embed_dim, is_padded=True, rngs=rngs
@@ -311,7 +319,9 @@ class Swin(nnx.Module):
         def merging(stage: int) -> PatchMerging | None:
             return PatchMerging(config, stage, rngs=rngs) if stage < config.num_stages else None
 
-        self.merging1, self.merging2, self.merging3 = merging(1), merging(2), merging(3)
+        self.merging1 = merging(1)
+        self.merging2 = merging(2)
+        self.merging3 = merging(3)
 
         def stack(stage: int) -> Stack:
             num_pairs = config.depths[stage] // 2
@@ -321,7 +331,8 @@ class Swin(nnx.Module):
             setattr(self, name, stack(stage))
         width = config.width(config.num_stages - 1)
         self.final_norm = LayerNorm(width, epsilon=config.layer_norm_epsilon, rngs=rngs)
-        has_labels, labels = config.head == "labels", {"_out": config.num_labels}
+        has_labels = config.head == "labels"
+        labels = {"_out": config.num_labels}
         linear = Linear({"embed": width}, labels, stddev=config.init_stddev, rngs=rngs)
         self.classifier = linear if has_labels else None
 
@@ -352,11 +363,15 @@ class Swin(nnx.Module):
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, batch = self.config, shapes["images"].shape[0]
+        config = self.config
+        batch = shapes["images"].shape[0]
         patch = dense_flops(config.patch_size**2, config.num_channels, config.embed_dim)
-        total, fixed = config.side(0) ** 2 * patch, 0
+        total = config.side(0) ** 2 * patch
+        fixed = 0
         for stage, depth in enumerate(config.depths):
-            width, side, (window, _) = config.width(stage), config.side(stage), config.window(stage)
+            width = config.width(stage)
+            side = config.side(stage)
+            (window, _) = config.window(stage)
             in_windows = (-(-side // window) * window) ** 2
             attention = 4 * dense_flops(width, width) + 2 * dense_flops(window**2, width)
             mlp = 2 * dense_flops(width, round(config.mlp_ratio * width))

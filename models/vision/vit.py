@@ -140,7 +140,8 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ImageEncoderConfig, num_layers: int, *, rngs: nnx.Rngs):
-        embed, square = config.embed_dim, config.kernel_stddev(config.embed_dim, config.embed_dim)
+        embed = config.embed_dim
+        square = config.kernel_stddev(config.embed_dim, config.embed_dim)
         oblong = config.kernel_stddev(embed, config.mlp_dim)
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.attention_norm = LayerNorm(embed, **norm)
@@ -162,7 +163,9 @@ class Block(nnx.Module):
             stddevs=(oblong, oblong),
             rngs=rngs,
         )
-        self.dropout, self.drop_path, self.num_layers = config.dropout, config.drop_path, num_layers
+        self.dropout = config.dropout
+        self.drop_path = config.drop_path
+        self.num_layers = num_layers
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
@@ -189,7 +192,8 @@ class ImageEncoder(nnx.Module):
     not_decayed = ("class_token", "position_embedding")  # as in published implementations
 
     def __init__(self, config: ImageEncoderConfig, *, block: type[Block] = Block, rngs: nnx.Rngs):
-        embed, layers = config.embed_dim, config.num_layers
+        embed = config.embed_dim
+        layers = config.num_layers
         normal = jax.nn.initializers.normal(config.init_stddev)
         self.patch_embedding = PatchEmbedding(
             config, config.patch_size, embed, stddev=config.patch_stddev, rngs=rngs
@@ -210,11 +214,15 @@ class ImageEncoder(nnx.Module):
 
 def position_embedding(config: ImageEncoderConfig, *, rngs: nnx.Rngs) -> nnx.Param:
     """Return a table of positions `[1, 1 + T, D]`, beginning with the class token's."""
-    embed, (rows, columns) = config.embed_dim, config.grid
+    embed = config.embed_dim
+    (rows, columns) = config.grid
     init = jax.nn.initializers.normal(config.init_stddev)
     if config.positions == "sincos":
         fixed = np.pad(sincos_positions(rows, columns, embed), ((1, 0), (0, 0)))[None]
-        init = lambda key, shape, dtype: jnp.asarray(fixed, dtype).reshape(shape)  # noqa: E731
+
+        def init(key, shape, dtype):
+            return jnp.asarray(fixed, dtype).reshape(shape)
+
     return param(init, rngs, (1, 1 + rows * columns, embed), (None, None, "embed"))
 
 
@@ -239,13 +247,16 @@ class ViT(ImageEncoder):
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.config, self.objectives = config, HEADS[config.head]
-        embed, stddev = config.embed_dim, config.init_stddev
+        self.config = config
+        self.objectives = HEADS[config.head]
+        embed = config.embed_dim
+        stddev = config.init_stddev
 
         def linear(outputs: int) -> Linear:
             return Linear({"embed": embed}, {"_out": outputs}, stddev=stddev, rngs=rngs)
 
-        has_pooler, has_labels = config.head == "none" and config.use_pooler, config.head != "none"
+        has_pooler = config.head == "none" and config.use_pooler
+        has_labels = config.head != "none"
         self.pooler = linear(embed) if has_pooler else None
         self.classifier = linear(config.num_labels) if has_labels else None
 
@@ -261,7 +272,8 @@ class ViT(ImageEncoder):
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config, embed = self.config, self.config.embed_dim
+        config = self.config
+        embed = self.config.embed_dim
         batch, height, width, channels = shapes["images"].shape
         patches = (height // config.patch_size) * (width // config.patch_size)
         total = patches * dense_flops(config.patch_size**2, channels, embed)

@@ -99,7 +99,8 @@ class Memory:
     @property
     def in_all(self) -> int | None:
         """Total device memory, with reused arguments counted once."""
-        added, reused = (self.argument_bytes, self.output_bytes, self.temp_bytes), self.alias_bytes
+        added = (self.argument_bytes, self.output_bytes, self.temp_bytes)
+        reused = self.alias_bytes
         known = [num_bytes for num_bytes in added if num_bytes is not None]
         return sum(known) - reused if len(known) == 3 and reused is not None else None
 
@@ -291,7 +292,8 @@ def tasks_of_loop_in_text(
             " one; pass the compiled step of a pipeline"
         )
     module, body = bodies[0]
-    tasks, needs = [], hlo.dependencies(body)
+    tasks = []
+    needs = hlo.dependencies(body)
     for instruction in body:
         moved = pairs(instruction)
         if moved or module.reaches(instruction, lambda i: hlo.matmul_flops(i) is not None):

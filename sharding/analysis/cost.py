@@ -127,7 +127,8 @@ def predict(
     found = audit.collectives_of(module, mesh_shape)
     costs = Costs(module, mesh_shape, machine)
     run = Simulator(module, costs, ticks).step()
-    totals, collectives = run.totals, _grouped(run, found)
+    totals = run.totals
+    collectives = _grouped(run, found)
     of_category = totals.by_category
     exposed = sum(use.exposed_s for use in totals.collectives.values())
     known_s = sum(of_category[name] for name in ("matmul", "attention", "other", BUBBLE))

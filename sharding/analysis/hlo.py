@@ -194,7 +194,8 @@ def _parse_module(text: str) -> Module | None:
     types: dict[str, Type] = {}  # output types of the computation so far
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
-            instructions, types = computations.setdefault(header[2], []), {}
+            instructions = computations.setdefault(header[2], [])
+            types = {}
             entry = header[2] if header[1] else entry
         elif parts := _INSTRUCTION.match(line):
             instruction = _parse_instruction(parts[1], parts[2], types)
@@ -249,7 +250,8 @@ def _operands(text: str, known: Container[str]) -> list[str]:
         text: the text after the '(' that opens the list.
         known: names of instructions; other words, such as types, are skipped.
     """
-    depth, end = 0, len(text)
+    depth = 0
+    end = len(text)
     for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if depth < 0:

@@ -136,7 +136,9 @@ class Costs:
     """
 
     def __init__(self, module: hlo.Module, mesh_shape: Mapping[str, int], machine: Machine):
-        self.module, self.mesh_shape, self.machine = module, mesh_shape, machine
+        self.module = module
+        self.mesh_shape = mesh_shape
+        self.machine = machine
 
     def kernel(self, instruction: hlo.Instruction) -> Kernel | None:
         """Return the kernel that an instruction runs on the compute stream, or None if none.
@@ -203,7 +205,8 @@ class Costs:
         # The product is computed in the narrowest operand type: with bfloat16 operands, a float32
         # bias does not make it a float32 product.
         dtype = min(operands[:2], key=lambda array: array.bytes / max(1, array.num_elements)).dtype
-        peak, memory = self.machine.peak_flops_per_s(dtype), self.machine.memory_bytes_per_s
+        peak = self.machine.peak_flops_per_s(dtype)
+        memory = self.machine.memory_bytes_per_s
         num_bytes = moved_bytes(self.module, instruction)
         least_s = flops / peak
         slowest_s = SMALL_S + max(least_s, num_bytes / memory) / LOWEST_EFFICIENCY

@@ -52,7 +52,8 @@ class MemoryPressure:
                 "time that no setting asked for"
             )
         if self.is_over:
-            taken, limit = self.compiled_bytes / 2**30, self.limit_bytes / 2**30
+            taken = self.compiled_bytes / 2**30
+            limit = self.limit_bytes / 2**30
             words.append(
                 f"the compiled step takes {taken:.1f} GiB of each device, more than the "
                 f"{limit:.1f} GiB that XLA tried to keep to"
@@ -74,7 +75,8 @@ def memory_pressure(
     Returns:
         The comparison, or None if the compiler does not report the memory of the step.
     """
-    stats, text = memory(compiled), compiled.as_text()
+    stats = memory(compiled)
+    text = compiled.as_text()
     if stats.in_all is None or text is None:
         return None
     fixed = stats.in_all - (stats.temp_bytes or 0)

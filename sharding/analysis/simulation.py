@@ -192,7 +192,9 @@ class Simulator:
     """
 
     def __init__(self, module: hlo.Module, costs: Costs, ticks: Ticks | None):
-        self.module, self.costs, self.ticks = module, costs, ticks
+        self.module = module
+        self.costs = costs
+        self.ticks = ticks
         self._runs: dict[tuple[str, Busy, Operations | None], Execution] = {}
         self._overlapped = asynchrony.overlapped(module)
 
@@ -252,7 +254,8 @@ class _SimulatorState:
     """The state of the simulation of one computation."""
 
     def __init__(self, simulator: Simulator, busy: Busy, operations: Operations | None):
-        self.simulator, self.operations = simulator, operations
+        self.simulator = simulator
+        self.operations = operations
         self.now_s = 0.0
         self.totals = Totals()
         self.items: list[Event | Repeat] = []
@@ -361,13 +364,16 @@ class _SimulatorState:
 
     def _loop(self, loop: hlo.Instruction) -> None:
         """Simulate a loop, with a single iteration if its trip count is unknown."""
-        body, ticks = hlo.body_of(loop), self.simulator.ticks
-        label, count = hlo.loop_label(loop), hlo.trip_count(loop) or 1
+        body = hlo.body_of(loop)
+        ticks = self.simulator.ticks
+        label = hlo.loop_label(loop)
+        count = hlo.trip_count(loop) or 1
         if ticks is not None and label == TICKS and count == len(ticks):
             self._run_ticks(body, ticks)
             return
         while count:
-            before, run = self._busy(), self._run(body)
+            before = self._busy()
+            run = self._run(body)
             # If the streams end an iteration in the state in which they began it, all further
             # iterations are equal and need not be simulated.
             times = count if run.busy == before else 1

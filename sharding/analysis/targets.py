@@ -169,7 +169,8 @@ def parse_target(text: str) -> Target:
             f"--target={text!r} must be KIND:HOSTSxGPUS, such as h100:8x8 for 8 hosts of 8 GPUs; "
             f"KIND is {', '.join(TARGETS)}, or a file"
         )
-    num_hosts, gpus_per_host = int(sizes[1]), int(sizes[2])
+    num_hosts = int(sizes[1])
+    gpus_per_host = int(sizes[2])
     if num_hosts * gpus_per_host > MAX_DEVICES:
         raise ValueError(
             f"--target={text!r} has {num_hosts * gpus_per_host:,} GPUs; choose at most "

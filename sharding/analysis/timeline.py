@@ -30,7 +30,8 @@ _KERNELS = {
     "other": ("other kernels", "#f0c04a"),
     BUBBLE: ("waits for other stages", "#d9d9d9"),
 }
-_COMMUNICATION, _HOST = ("communication", "#009e73"), ("host copies", "#cc79a7")
+_COMMUNICATION = ("communication", "#009e73")
+_HOST = ("host copies", "#cc79a7")
 
 #: Number of iterations of a loop that the trace writes out before it summarizes the others.
 _SPELLED_OUT = 4
@@ -39,8 +40,11 @@ _SHORTEST_BRACKET = 0.06
 #: Maximum number of events in a trace: about 20 MB.
 _MOST_EVENTS = 100_000
 
-_WIDTH, _LEFT, _TOP = 1240, 190, 92
-_LANE, _GAP = 34, 12
+_WIDTH = 1240
+_LEFT = 190
+_TOP = 92
+_LANE = 34
+_GAP = 12
 _LEAST = 1.5  # height of the shortest event in pixels
 _COLUMNS = 1026  # number of columns of time, one pixel wide each
 
@@ -170,7 +174,8 @@ class _Columns:
         """Spread seconds of work evenly over an interval of time."""
         empty = [0.0] * _COLUMNS
         share = self.shares.setdefault(_lane(lane), {}).setdefault(category, empty)
-        start, stop = start_s / self._column_s, (start_s + duration_s) / self._column_s
+        start = start_s / self._column_s
+        stop = (start_s + duration_s) / self._column_s
         per_column = seconds / self._column_s / max(stop - start, 1e-12)
         for column in range(int(start), min(_COLUMNS, math.ceil(stop))):
             covered = min(stop, column + 1) - max(start, column)
@@ -202,7 +207,8 @@ def _draw_lane(label: str, lane: str, top: float, columns: _Columns) -> Iterator
             continue
         outline = []
         for column, share in enumerate(shares[category]):
-            low, filled[column] = filled[column], min(1.0, filled[column] + share)
+            low = filled[column]
+            filled[column] = min(1.0, filled[column] + share)
             tall = round(_LANE * (filled[column] - low), 1)
             if share and not low:
                 tall = max(tall, _LEAST)
@@ -304,7 +310,8 @@ def _legend(prediction: Prediction, y: float) -> Iterator[str]:
         label = f"{name} {_milliseconds(seconds)} ms{more}"
         width = 18 + 6.9 * len(label) + 20
         if x + width > _WIDTH:
-            x, y = float(_LEFT), y + 20
+            x = float(_LEFT)
+            y = y + 20
         yield f'<rect x="{x:g}" y="{y - 6}" width="12" height="12" fill="{colour}"/>'
         yield f'<text x="{x + 18:g}" y="{y}" dominant-baseline="central">{escape(label)}</text>'
         x += width

@@ -97,7 +97,8 @@ def problem(other: Process, present: Mapping[int, Process]) -> str | None:
         other: the process that has just connected.
         present: processes that connected before it, by id; includes process 0.
     """
-    first, same = present[0], present.get(other.process_id)
+    first = present[0]
+    same = present.get(other.process_id)
     if other.num_processes != first.num_processes:
         return (
             f"{other} was started as one of {other.num_processes} processes, and {first} as "
@@ -120,7 +121,8 @@ def problem(other: Process, present: Mapping[int, Process]) -> str | None:
 def _listen(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
     """Collect all processes as process 0, answer them, and return the problem or None."""
     port = int(coordinator.rpartition(":")[2])
-    connections, present = [], {0: own}
+    connections = []
+    present = {0: own}
     _allow_connections(own.num_processes)
     with contextlib.ExitStack() as stack:
         try:

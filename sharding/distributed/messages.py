@@ -46,7 +46,8 @@ class Exchange:
         Args:
             timeout_s: seconds that one process may keep the others waiting.
         """
-        self._process, self._num_processes = jax.process_index(), jax.process_count()
+        self._process = jax.process_index()
+        self._num_processes = jax.process_count()
         self._timeout_s = timeout_s
         self._name = f"taibai/exchange/{next(_numbers)}"
         self._round = 0
@@ -104,7 +105,8 @@ class Exchange:
         Raises:
             OSError: on all processes, if one does not answer.
         """
-        late, words = None, []
+        late = None
+        words = []
         try:
             words = self._gather(word)
         except TimeoutError as error:
@@ -138,9 +140,11 @@ class Exchange:
                 restart may resolve.
         """
         try:
-            result, failed = action(), None
+            result = action()
+            failed = None
         except (ValueError, OSError) as error:
-            result, failed = None, error
+            result = None
+            failed = error
         problem = self.agree(None if failed is None else str(failed))
         if problem is None:
             return cast(T, result)

@@ -79,7 +79,8 @@ class _Builder:
     """
 
     def __init__(self, manual: frozenset[str], *, splits_gradients: bool):
-        self._manual, self._splits_gradients = manual, splits_gradients
+        self._manual = manual
+        self._splits_gradients = splits_gradients
 
     def program(self, closed: Any, inputs: list[Value]) -> Program:
         operations: list[Operation] = []
@@ -174,7 +175,11 @@ class _Builder:
             output.axes = ((), *made.axes)
         join(inputs[num_consts : num_consts + num_carry], outputs[:num_carry])
         return Loop(
-            *("scan", inputs, outputs, eqn.params, [body]),
+            "scan",
+            inputs,
+            outputs,
+            eqn.params,
+            [body],
             num_consts=num_consts,
             num_carry=num_carry,
             trip_count=eqn.params["length"],
@@ -204,7 +209,11 @@ class _Builder:
         outputs = [_value(v.aval) for v in eqn.outvars]
         join(outputs, body.outputs)
         return Loop(
-            *("while", inputs, outputs, eqn.params, [body]),
+            "while",
+            inputs,
+            outputs,
+            eqn.params,
+            [body],
             num_consts=num_consts,
             num_carry=len(outputs),
         )
@@ -247,7 +256,8 @@ class _Builder:
 
 def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
     """Return the operations that the outputs depend on."""
-    wanted, needed = set(outputs), []
+    wanted = set(outputs)
+    needed = []
     for operation in reversed(operations):
         if wanted.intersection(operation.outputs):
             needed.append(operation)
@@ -271,5 +281,8 @@ def _bare(jaxpr: Any) -> Any:
 
 def _shapes(taker: Any) -> list[list[tuple]]:
     """Return the shapes of the inputs and of the outputs of a jaxpr or an equation."""
-    shape = lambda v: getattr(v.aval, "shape", ())  # noqa: E731
+
+    def shape(v):
+        return getattr(v.aval, "shape", ())
+
     return [list(map(shape, taker.invars)), list(map(shape, taker.outvars))]

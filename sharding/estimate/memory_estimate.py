@@ -44,10 +44,24 @@ from sharding.estimate.simplify import simplified
 _COLLECTIVES = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin")
 #: Operations that cannot be part of a fusion: their inputs and outputs are arrays in memory.
 _UNFUSED = (
-    *("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"),
-    *("sort", "top_k", "cumsum", "cumprod", "cummax", "cumlogsumexp", "concatenate", "gather"),
-    *("random_bits", "threefry2x32", "rng_bit_generator"),
-    *("scatter", "scatter-add", "dynamic_update_slice"),
+    "dot_general",
+    "ragged_dot",
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "sort",
+    "top_k",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cumlogsumexp",
+    "concatenate",
+    "gather",
+    "random_bits",
+    "threefry2x32",
+    "rng_bit_generator",
+    "scatter",
+    "scatter-add",
+    "dynamic_update_slice",
     *_COLLECTIVES,
 )
 _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general")
@@ -66,19 +80,51 @@ _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum")
 _KERNELS = ("dot_product_attention", "custom_", "pallas", "ffi")
 #: These end a fusion: their inputs are not allocated, but their outputs are.
 _REDUCTIONS = (
-    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-    *("reduce_xor", "argmax", "argmin", "reduce", "reduce_window"),
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_prod",
+    "reduce_and",
+    "reduce_or",
+    "reduce_xor",
+    "argmax",
+    "argmin",
+    "reduce",
+    "reduce_window",
 )
 #: Operations that return an existing array under another name or shape.
 _VIEWS = (
-    *("reshape", "squeeze", "expand_dims", "shard_map", "sharding_constraint"),
-    *("stop_gradient", "copy", "bitcast_convert_type", "random_wrap", "random_unwrap"),
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "shard_map",
+    "sharding_constraint",
+    "stop_gradient",
+    "copy",
+    "bitcast_convert_type",
+    "random_wrap",
+    "random_unwrap",
     *RENAMES,
 )
 #: Too expensive to be recomputed for a second reader, so the result is stored.
 _COSTLY = (
-    *("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erf_inv", "sqrt"),
-    *("rsqrt", "cbrt", "div", "rem", "pow", "sin", "cos"),
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "tanh",
+    "logistic",
+    "erf",
+    "erf_inv",
+    "sqrt",
+    "rsqrt",
+    "cbrt",
+    "div",
+    "rem",
+    "pow",
+    "sin",
+    "cos",
 )
 #: These read elements from other positions than those they write, so they cannot work in place.
 _MOVES = ("transpose", "rev", "slice", "dynamic_slice", "pad", "broadcast_in_dim", "roll")
@@ -280,9 +326,11 @@ class _Run:
     """
 
     def __init__(self, mesh_shape: Mapping[str, int], platform: str):
-        self._mesh_shape, self._is_cpu = mesh_shape, platform == "cpu"
+        self._mesh_shape = mesh_shape
+        self._is_cpu = platform == "cpu"
         self._live: dict[bool, dict[_Buffer, None]] = {False: {}, True: {}}
-        self._total, self._peak = {False: 0, True: 0}, {False: 0, True: 0}
+        self._total = {False: 0, True: 0}
+        self._peak = {False: 0, True: 0}
         self.at_peak: dict[bool, list[_Buffer]] = {False: [], True: []}
         self.copied: list[int] = []  # bytes of inputs that are copied before they are updated
         self._buffers: list[_Buffer] = []  # all buffers ever allocated
@@ -336,11 +384,13 @@ class _Run:
                 return self._hold(_Held((place,), is_made=True, label=label))
         buffer = _Buffer(size, value.on_host, label, start=len(self._buffers))
         self._buffers.append(buffer)
-        live, where = self._live[value.on_host], value.on_host
+        live = self._live[value.on_host]
+        where = value.on_host
         live[buffer] = None
         self._total[where] += buffer.num_bytes
         if self._total[where] > self._peak[where]:
-            self._peak[where], self.at_peak[where] = self._total[where], list(live)
+            self._peak[where] = self._total[where]
+            self.at_peak[where] = list(live)
         return self._hold(_Held((buffer,), is_made=True, label=label))
 
     def release(self, held: _Held) -> None:
@@ -397,7 +447,8 @@ class _Run:
         held = frame[value]
         if held.is_made:
             return held
-        size, made = self._size(value), None
+        size = self._size(value)
+        made = None
         # Prefer a buffer with few other readers; outputs of the step may take one that has some.
         for buffer in sorted(held.buffers, key=lambda buffer: buffer.num_holders):
             is_same = (buffer.num_bytes, buffer.on_host) == (size, value.on_host)
@@ -479,7 +530,8 @@ class _Run:
                 self._make(value, frame)
         outputs = []
         for value, output in _pairs(op):
-            held, size = frame[value], self._size(output)
+            held = frame[value]
+            size = self._size(output)
             is_last = held.is_made and frame.num_uses[value] == held.buffers[0].num_holders == 1
             if op.name in _IN_PLACE and is_last and held.buffers[0].num_bytes == size:
                 outputs.append(self._hold(held))
@@ -498,7 +550,8 @@ class _Run:
         """Count the work of an operation."""
         if op.name == "dot_general":
             (contracted, _), _ = op.params["dimension_numbers"]
-            left, output = op.inputs[0], op.outputs[0]
+            left = op.inputs[0]
+            output = op.outputs[0]
             shape = left.local_shape(self._mesh_shape)
             flops = 2 * math.prod(output.local_shape(self._mesh_shape))
             flops *= math.prod(shape[dim] for dim in contracted)
@@ -508,7 +561,8 @@ class _Run:
 
     def _loop(self, op: Loop, frame: _Frame) -> list[_Held]:
         """Run a loop: its body once, with the work of all iterations."""
-        consts, carried = op.num_consts, op.num_consts + op.num_carry
+        consts = op.num_consts
+        carried = op.num_consts + op.num_carry
         inputs = []
         for i, value in enumerate(op.inputs):
             held = self._make(value, frame)
@@ -523,7 +577,8 @@ class _Run:
                 inputs.append(self._hold(seen))
         # Stacked outputs are allocated as a whole before the first iteration.
         stacked = [self.made(value) for value in op.outputs[op.num_carry :]]
-        before, self.work = self.work, StepCost()
+        before = self.work
+        self.work = StepCost()
         if self._is_cpu:
             outputs = self.program(op.bodies[0], inputs, op.num_carry)
         else:
@@ -556,7 +611,10 @@ class _Run:
         if COPIES_IN_BRANCHES and not self._is_cpu:
             # Holding an input of the enclosing program keeps branches from updating it in place.
             kept = [self._hold(h) for h in inputs if not frame.own_inputs.isdisjoint(h.buffers)]
-        start, work, results, works = self._state(frame), self.work, [], []
+        start = self._state(frame)
+        work = self.work
+        results = []
+        works = []
         for body in op.bodies:
             self._set(start, frame)
             self.work = StepCost()
@@ -595,7 +653,8 @@ class _Run:
                 buffer.end = len(self._buffers)
         self._live = {on_host: dict(buffers) for on_host, buffers in live.items()}
         self._total = dict(total)
-        frame.held, frame.num_uses = dict(held), collections.Counter(num_uses)
+        frame.held = dict(held)
+        frame.num_uses = collections.Counter(num_uses)
         for buffer, num_holders in holders.items():
             buffer.num_holders = num_holders
 
@@ -605,7 +664,8 @@ def _unused(rooms: Sequence[int], guests: Sequence[int]) -> int:
 
     Rooms are filled in order of size, the largest first; each takes the largest guest that fits.
     """
-    waiting, left = sorted(guests), 0
+    waiting = sorted(guests)
+    left = 0
     for room in sorted(rooms, reverse=True):
         i = bisect.bisect_right(waiting, room)
         left += room - (waiting.pop(i - 1) if i else 0)

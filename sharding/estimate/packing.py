@@ -66,10 +66,13 @@ def _best_fit(num_bytes: int, taken: Iterable[tuple[int, int]]) -> int:
         num_bytes: size of the buffer to place.
         taken: (first, last + 1) addresses of occupied ranges, sorted; they may overlap.
     """
-    best, smallest, free = None, None, 0
+    best = None
+    smallest = None
+    free = 0
     for first, end in taken:
         hole = first - free
         if hole >= num_bytes and (smallest is None or hole < smallest):
-            best, smallest = free, hole
+            best = free
+            smallest = hole
         free = max(free, end)
     return free if best is None else best

@@ -20,8 +20,18 @@ from sharding.estimate.operations import RENAMES, Axes, Loop, Operation, Value
 
 #: Operations whose inputs are split like their outputs, unless something else splits them.
 _ALIKE = (
-    *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "select_n"),
-    *("convert_element_type", "psum", *RENAMES),
+    "add",
+    "add_any",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "max",
+    "min",
+    "select_n",
+    "convert_element_type",
+    "psum",
+    *RENAMES,
 )
 
 
@@ -47,7 +57,8 @@ def split_back(operations: Sequence[Operation]) -> None:
     """
     for op in reversed(operations):
         if isinstance(op, Loop):
-            (body,), carry = op.bodies, slice(op.num_consts, op.num_consts + op.num_carry)
+            (body,) = op.bodies
+            carry = slice(op.num_consts, op.num_consts + op.num_carry)
             join(body.outputs[: op.num_carry], op.outputs[: op.num_carry])
             split_back(body.operations)
             join(body.inputs[carry], body.outputs[: op.num_carry])
@@ -82,7 +93,8 @@ def split_on(operations: Sequence[Operation]) -> bool:
     for op in operations:
         before = [value.axes for value in op.outputs]
         if isinstance(op, Loop):
-            (body,), carry = op.bodies, slice(op.num_consts, op.num_consts + op.num_carry)
+            (body,) = op.bodies
+            carry = slice(op.num_consts, op.num_consts + op.num_carry)
             join(body.inputs[: carry.stop], op.inputs[: carry.stop])
             has_changed |= split_on(body.operations)
             join(op.outputs[: op.num_carry], body.outputs[: op.num_carry])
@@ -134,7 +146,9 @@ def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Ax
         output: one of its outputs.
         manual: mesh axes that are manual here, which sharding constraints do not apply to.
     """
-    inputs, params, rank = operation.inputs, operation.params, len(output.shape)
+    inputs = operation.inputs
+    params = operation.params
+    rank = len(output.shape)
     if operation.name == "sharding_constraint":
         return _constrained(params, inputs[0], manual)
     if not any(any(value.axes) for value in inputs):

@@ -18,8 +18,15 @@ from sharding.estimate.operations import RENAMES, Operation, Program, Value
 
 #: Never merged: collectives, and operations whose purpose is to prevent merging.
 _KEPT_APART = (
-    *("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin"),
-    *("optimization_barrier", "device_put"),
+    "all_gather",
+    "psum",
+    "reduce_scatter",
+    "all_to_all",
+    "ppermute",
+    "pmax",
+    "pmin",
+    "optimization_barrier",
+    "device_put",
 )
 #: These return the array that they read, in the same or another shape.
 _RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
@@ -77,7 +84,8 @@ def _is_view(op: Operation) -> bool:
 
 def _reshaped(identity: Hashable, before: tuple[int, ...], after: tuple[int, ...]) -> Hashable:
     """Return the identity of a reshaped array, which depends on its final shape only."""
-    original, shape = identity, before
+    original = identity
+    shape = before
     if isinstance(identity, tuple) and identity[0] == "reshape":
         _, original, shape, _ = identity
     return original if after == shape else ("reshape", original, shape, after)

@@ -55,7 +55,8 @@ def over_heads(
     if not axes:
         return function(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
     mesh = jax.sharding.get_abstract_mesh()
-    num_heads, num_kv_heads = q_BTNH.shape[2], k_BSKH.shape[2]
+    num_heads = q_BTNH.shape[2]
+    num_kv_heads = k_BSKH.shape[2]
     split: tuple[str, ...] = ()
     for axis in axes:
         if num_heads % math.prod(mesh.shape[a] for a in (*split, axis)) == 0:

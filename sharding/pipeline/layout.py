@@ -102,7 +102,8 @@ def cut(
         ValueError: `layers_per_chunk` has the wrong length or sum, or is empty although there are
             fewer layers than chunks.
     """
-    total, num_stages = sum(num_layers.values()), max(placement) + 1
+    total = sum(num_layers.values())
+    num_stages = max(placement) + 1
     chunks = f"mesh.pipeline={num_stages} × pipeline.chunks={len(placement) // num_stages}"
     if not layers_per_chunk and total < len(placement):
         raise ValueError(
@@ -116,14 +117,16 @@ def cut(
             f"{sum(counts)}; {chunks} needs {len(placement)} numbers that add up to {total}, such "
             f"as {tuple(even_cut(total, len(placement)))}"
         )
-    layouts, start = {}, 0
+    layouts = {}
+    start = 0
     for name, size in num_layers.items():
         stages: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
         # The chunk's first layer, counted from the stack's first layer. It is negative while the
         # chunk begins in an earlier stack; clamping to 0 .. size keeps this stack's part only.
         first = -start
         for stage, count in zip(placement, counts, strict=True):
-            begin, end = min(max(first, 0), size), min(max(first + count, 0), size)
+            begin = min(max(first, 0), size)
+            end = min(max(first + count, 0), size)
             stages[stage].append((begin, end - begin))
             first += count
         layouts[name] = Layout(num_layers=size, chunks=tuple(map(tuple, stages)))

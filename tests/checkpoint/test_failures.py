@@ -127,7 +127,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_stays(tmp_path, monkeypatch, c
 
 
 class Wrong(LazyArray):
-    shape, dtype = (3,), np.dtype(np.float32)
+    shape = (3,)
+    dtype = np.dtype(np.float32)
 
     def read(self, index):
         raise TypeError("a bug")

@@ -17,8 +17,11 @@ class Recorded(LazyArray):
     """An array in memory that counts the reads of each element and records the largest part."""
 
     def __init__(self, values: np.ndarray):
-        self.values, self.shape, self.dtype = values, values.shape, values.dtype
-        self.reads, self.largest = np.zeros(values.shape, int), 0
+        self.values = values
+        self.shape = values.shape
+        self.dtype = values.dtype
+        self.reads = np.zeros(values.shape, int)
+        self.largest = 0
 
     def read(self, index):
         self.reads[index] += 1

@@ -230,7 +230,8 @@ DAMAGES = {
 def test_restore_passes_over_a_damaged_file_whichever_it_is(
     two_steps, tmp_path, open_checkpoints, caplog, damage
 ):
-    wanted, contents = abstract(make_state(0)), {step: make_state(step) for step in (1, 2)}
+    wanted = abstract(make_state(0))
+    contents = {step: make_state(step) for step in (1, 2)}
     files = sorted(p.relative_to(two_steps) for p in (two_steps / "2").rglob("*") if p.is_file())
     assert len(files) > 6  # the exact number depends on how Orbax groups array data into files
     for index, name in enumerate(files):
@@ -420,7 +421,8 @@ def test_a_kill_in_the_middle_of_a_save_leaves_an_intact_checkpoint(tmp_path, op
         with start_python(SAVER, str(tmp_path)) as process:
             assert process.stdout is not None
             # The program prints n + 1 only after it has committed step n.
-            first, last = int(process.stdout.readline()), int(process.stdout.readline())
+            first = int(process.stdout.readline())
+            last = int(process.stdout.readline())
             assert last == first + 1
             time.sleep(moments.uniform(0, 0.4))
             process.send_signal(signal.SIGKILL)

@@ -19,7 +19,9 @@ from convert.from_hf import load
 
 hf.utils.logging.disable_progress_bar()
 
-VOCAB, LENGTH, PAD = 211, 14, 1
+VOCAB = 211
+LENGTH = 14
+PAD = 1
 
 _GPT2 = {"vocab_size": VOCAB, "n_positions": 24, "n_layer": 3, "n_head": 3, "n_embd": 39}
 _OPT = {

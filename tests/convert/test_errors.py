@@ -133,7 +133,8 @@ def test_values_of_another_kind_are_refused(name, changes, message, tmp_path):
 def test_two_equal_sides_are_one(tmp_path):
     cases.save("vit", tmp_path)
     expected = read_source(tmp_path).config
-    size, patch = expected.image_size, expected.patch_size
+    size = expected.image_size
+    patch = expected.patch_size
     cases.edit_config(tmp_path, image_size=[size, size], patch_size=[patch, patch])
     assert read_source(tmp_path).config == expected
 

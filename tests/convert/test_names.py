@@ -96,7 +96,8 @@ def test_published_forms_of_names_are_read(what, tmp_path):
     cases.save(case, tmp_path / "plain")
     cases.save(case, tmp_path / "changed")
     cases.edit(tmp_path / "changed", change)
-    expected, found = cases.parameters(tmp_path / "plain"), cases.parameters(tmp_path / "changed")
+    expected = cases.parameters(tmp_path / "plain")
+    found = cases.parameters(tmp_path / "changed")
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -119,7 +120,8 @@ def test_a_bert_that_holds_more_than_it_is_named_for_is_read_whole(tmp_path):
     whole = cases.save("bert_pretraining", tmp_path / "whole")
     named = cases.save("bert_pretraining", tmp_path / "named")
     cases.edit_config(named, architectures=["BertForMaskedLM"])
-    expected, found = cases.parameters(whole), cases.parameters(named)
+    expected = cases.parameters(whole)
+    found = cases.parameters(named)
     assert "pooler" in found
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert describe(read_source(named))[0].name == "BertForPreTraining"

@@ -22,7 +22,8 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_loaded_model_has_their_outputs_and_gradients(name, saved, tmp_path):
-    theirs, ours = cases.make(name), load(saved(name))
+    theirs = cases.make(name)
+    ours = load(saved(name))
     graph, params = nnx.split(ours)
     params = nnx.to_pure_dict(params)
 
@@ -75,7 +76,9 @@ def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["mae", "mae_odd"])
 def test_loss_of_hidden_patches_is_theirs(name, saved):
-    batch, theirs, ours = cases.inputs(name), cases.make(name), load(saved(name))
+    batch = cases.inputs(name)
+    theirs = cases.make(name)
+    ours = load(saved(name))
     with torch.no_grad():
         expected = theirs(**cases.their_images(theirs, name))
     np.testing.assert_array_equal(ours(**batch)[1], expected.mask.numpy() > 0)

@@ -25,7 +25,8 @@ def saved(directory, said, name="vit"):
 def assert_same_pixels(directory, config):
     """Compare the pixels of the preprocessor and of our model, for all values and channels."""
     processor = transformers.AutoImageProcessor.from_pretrained(directory)
-    side, channels = config.image_size, config.num_channels
+    side = config.image_size
+    channels = config.num_channels
     rng = np.random.default_rng(0)
     images = rng.permuted(np.arange(2 * side**2 * channels) % 256).astype(np.uint8)
     images = images.reshape(2, side, side, channels)

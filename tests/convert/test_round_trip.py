@@ -39,7 +39,8 @@ def read_back(directory):
     """Return (the model as transformers loads it, all warnings of transformers)."""
     config = json.loads((directory / "config.json").read_text())
     model_class = getattr(transformers, config["architectures"][0])
-    heard, logger = cases.Warnings(), logging.getLogger("transformers")
+    heard = cases.Warnings()
+    logger = logging.getLogger("transformers")
     level = logger.level
     logger.addHandler(heard)
     logger.setLevel(logging.WARNING)  # Another test may have silenced transformers.

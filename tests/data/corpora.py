@@ -10,7 +10,12 @@ from data.examples import Examples
 from data.text.objectives.causal_lm import CausalLMExamples
 
 #: Ids of the tokenizer 'bytes' with special tokens.
-EOS, PAD, CLS, SEP, MASK, FIRST_SENTINEL = 256, 257, 258, 259, 260, 360
+EOS = 256
+PAD = 257
+CLS = 258
+SEP = 259
+MASK = 260
+FIRST_SENTINEL = 360
 WORDS = "the quick brown foxes jumped over lazy dogs while seventeen unbelievable things".split()
 
 

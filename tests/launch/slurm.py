@@ -190,7 +190,8 @@ def start(directory: Path) -> Iterator[Cluster]:
     Yields:
         The cluster, with both nodes idle.
     """
-    config, key = directory / "slurm.conf", directory / "munge.key"
+    config = directory / "slurm.conf"
+    key = directory / "munge.key"
     config.write_text(
         _CONFIG.format(directory=directory, host=socket.gethostname(), ports=_free_ports(3))
     )

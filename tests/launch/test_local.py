@@ -112,7 +112,8 @@ def test_run_gives_the_terminal_to_process_0_alone(tmp_path):
     assert done.returncode == 0
     # A terminal ends lines with \r\n. Process 1's line first clears the bar that process 0 may be
     # drawing.
-    first, second = "0 True\r\n", "\r\x1b[K[1] 1 False\r\n"
+    first = "0 True\r\n"
+    second = "\r\x1b[K[1] 1 False\r\n"
     assert text in (first + second, second + first)
 
 

@@ -45,7 +45,10 @@ def submit(cluster, corpus, workdir, *options, changes=()):
     """Submit a run of NUM_STEPS steps on a 2×2×2 mesh."""
     overrides = [f"--config.{override}" for override in (*OVERRIDES, *corpus, *changes)]
     return cluster.submit(
-        *("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--gpu-bind=none"),
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=0",
+        "--gpu-bind=none",
         f"--output={workdir}.log",
         *options,
         str(ROOT / "launch" / "train.sbatch"),

@@ -14,7 +14,10 @@ from models.text.llama import Llama, LlamaConfig
 from models.text.opt import OPT, OPTConfig
 from models.text.t5 import T5, T5Config
 
-B, S, T, VOCAB = 3, 11, 7, 50
+B = 3
+S = 11
+T = 7
+VOCAB = 50
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "num_layers": 2, "num_heads": 4, "embed_dim": 24}
 OF_BERT: dict[str, Any] = SIZES | {"max_positions": 16, "mlp_dim": 40, "dropout": 0.0}
 OF_LLAMA: dict[str, Any] = SIZES | {
@@ -78,7 +81,8 @@ def test_pretraining_counts_both_heads():
 
 @pytest.mark.parametrize("window", [1, 4, 16, 100])
 def test_attention_in_a_window_counts_the_band(window):
-    length, seen = 16, min(window, 16)
+    length = 16
+    seen = min(window, 16)
     # The band is a parallelogram minus a triangle; products on the diagonals count half.
     band = length * seen - seen * seen / 2
     flops = attention_flops(length, 3, 5, is_causal=True, window=window)

@@ -15,7 +15,10 @@ from sharding.pipeline.runtime.gather import on_shards
 from sharding.rules import make_rules
 from tests.runs import squared_error
 
-NUM_TOKENS, EMBED, VOCAB, PADDED_VOCAB = 50, 8, 29, 32
+NUM_TOKENS = 50
+EMBED = 8
+VOCAB = 29
+PADDED_VOCAB = 32
 #: float64 rounds at 1e-16; the sums here have 50 × 32 terms near 1.
 TOLERANCE = 1e-12
 
@@ -71,7 +74,9 @@ def test_chunked_vocab_loss_gives_padding_and_weightless_tokens_no_gradient():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_chunked_vocab_loss_never_holds_all_logits(dtype):
-    num_tokens, vocab, embed = 4096, 512, 16
+    num_tokens = 4096
+    vocab = 512
+    embed = 16
     arrays = (
         jax.ShapeDtypeStruct((num_tokens, embed), dtype),
         jax.ShapeDtypeStruct((vocab, embed), dtype),
@@ -114,7 +119,8 @@ def on_stages(function, sizes, *arrays):
     The first result holds the value of every stage; all must be equal. The gradient of the table is
     assembled from all stages. The gradient of the next argument is stacked, `[stages, ...]`.
     """
-    mesh, rows = make_mesh(MeshConfig(**sizes), jax.devices()), PartitionSpec("pipeline")
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
+    rows = PartitionSpec("pipeline")
 
     def local(table, other, *rest):
         with axis_rules(make_rules(shares_vocab=True)):

@@ -16,7 +16,9 @@ from sharding.pipeline.runtime.executor import make_loss_and_grad
 from sharding.pipeline.runtime.gather import Sharing
 from sharding.pipeline.schedule import make_schedule
 
-WIDTH, BATCH, MICROBATCHES = 8, 2, 4
+WIDTH = 8
+BATCH = 2
+MICROBATCHES = 4
 
 
 class Encode(nnx.Module):
@@ -109,7 +111,10 @@ def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, st
         }
         # Sums are in another order, so float64 rounding differs.
         np.testing.assert_allclose(sums["loss"], expected_loss, rtol=1e-12)
-        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)  # noqa: E731
+
+        def close(a, b):
+            return np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
         jax.tree.map(close, {"ends": grads["ends"], "layers": layers}, expected)
 
 

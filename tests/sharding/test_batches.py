@@ -14,7 +14,8 @@ class HeldBy:
     """A sharding as seen by a process that has only some of the devices."""
 
     def __init__(self, sharding: NamedSharding, device_ids: range):
-        self._sharding, self._ids = sharding, device_ids
+        self._sharding = sharding
+        self._ids = device_ids
 
     def addressable_devices_indices_map(self, shape):
         everywhere = self._sharding.devices_indices_map(shape)

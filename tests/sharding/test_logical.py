@@ -132,7 +132,8 @@ def over_parts(function, mesh, rules=SHARED):
 
     The first argument is split over the stages, the second is replicated.
     """
-    split, whole = PartitionSpec("pipeline"), PartitionSpec()
+    split = PartitionSpec("pipeline")
+    whole = PartitionSpec()
 
     def local(part, other):
         with axis_rules(rules):
@@ -229,7 +230,8 @@ def test_functions_of_the_whole_batch_are_alike_on_every_mesh(sizes):
     They depend on how the executor splits the batch, not on the rule for the "batch" axis, which is
     deliberately different here.
     """
-    mesh, rules = make_mesh(MeshConfig(**sizes), jax.devices()), make_rules({"batch": "data"})
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
+    rules = make_rules({"batch": "data"})
     data = jnp.asarray([1.0, -2.0, 0.5, 3.0, 0.25, -1.0, 2.0, 4.0])
 
     def loss(part):

@@ -23,7 +23,8 @@ class PatchesConfig:
 
 class Block(nnx.Module):
     def __init__(self, config: PatchesConfig, *, rngs: nnx.Rngs):
-        embed, mlp = {"embed": config.embed_dim}, {"mlp": 2 * config.embed_dim}
+        embed = {"embed": config.embed_dim}
+        mlp = {"mlp": 2 * config.embed_dim}
         self.norm = LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
         self.up = Linear(embed, mlp, stddev=0.1, rngs=rngs)
         self.down = Linear(mlp, embed, stddev=0.1, rngs=rngs)
@@ -48,7 +49,8 @@ class Patches(nnx.Module):
         self.classifier = Linear(embed, {"_labels": config.num_labels}, stddev=0.1, rngs=rngs)
 
     def embed(self, batch):
-        size, side = self.config.patch_size, self.config.image_size // self.config.patch_size
+        size = self.config.patch_size
+        side = self.config.image_size // self.config.patch_size
         dtype = self.patches.kernel[...].dtype
         images = batch["images"].astype(dtype) / 127.5 - 1
         cut = images.reshape(-1, side, size, side, size, self.config.num_channels)
@@ -61,7 +63,8 @@ class Patches(nnx.Module):
         def of(targets):
             return jnp.take_along_axis(log_shares, targets[:, None], axis=1)[:, 0]
 
-        loss, weights = -of(batch["targets"]), batch["weights"]
+        loss = -of(batch["targets"])
+        weights = batch["weights"]
         if "other_targets" in batch:
             shares = batch["target_shares"]
             loss = shares * loss - (1 - shares) * of(batch["other_targets"])

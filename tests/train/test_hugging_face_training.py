@@ -18,7 +18,9 @@ from train.config.schema import resolve
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
-NUM_STEPS, LEARNING_RATE, WEIGHT_DECAY = 30, 2e-3, 0.1
+NUM_STEPS = 30
+LEARNING_RATE = 2e-3
+WEIGHT_DECAY = 0.1
 #: float32 with another order of summation; Adam's division amplifies the differences at every step.
 TOLERANCE = 1e-3
 
@@ -51,10 +53,17 @@ MODELS = {
     ),
 }
 SHARED = (
-    *("data.name=text", "data.sequence_length=24", "data.global_batch_size=8"),
-    *("data.validation_fraction=0.2", "train.num_microbatches=2", f"train.num_steps={NUM_STEPS}"),
-    *(f"optimizer.learning_rate={LEARNING_RATE}", f"optimizer.weight_decay={WEIGHT_DECAY}"),
-    *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.clip_norm=1.0"),
+    "data.name=text",
+    "data.sequence_length=24",
+    "data.global_batch_size=8",
+    "data.validation_fraction=0.2",
+    "train.num_microbatches=2",
+    f"train.num_steps={NUM_STEPS}",
+    f"optimizer.learning_rate={LEARNING_RATE}",
+    f"optimizer.weight_decay={WEIGHT_DECAY}",
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=0",
+    "optimizer.clip_norm=1.0",
 )
 
 
@@ -70,7 +79,8 @@ def torch_step(model, optimizer, batch):
         if ours in tensors:
             inputs[theirs] = tensors[ours]
     logits = model(**inputs).logits.flatten(0, 1)
-    targets, weights = tensors["targets"].long().flatten(), tensors["weights"].flatten()
+    targets = tensors["targets"].long().flatten()
+    weights = tensors["weights"].flatten()
     losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     loss = (losses * weights).sum() / weights.sum()
     loss.backward()
@@ -85,7 +95,9 @@ def test_losses_of_30_steps_are_those_of_torch(name, tmp_path):
     class_name, settings, changes = MODELS[name]
     model = save_model(tmp_path / "model", class_name, **settings).train()
     overrides = (
-        *(*SHARED, *write_corpus(tmp_path), *changes),
+        *SHARED,
+        *write_corpus(tmp_path),
+        *changes,
         f"init_from={tmp_path / 'model'}",
     )
     config = load(str(ROOT / "configs" / f"{name}.py"), overrides)
@@ -105,7 +117,9 @@ def test_losses_of_30_steps_are_those_of_torch(name, tmp_path):
         betas=(resolved.optimizer.beta1, resolved.optimizer.beta2),
         eps=resolved.optimizer.epsilon,
     )
-    batches, ours, theirs = train_batches(corpus, resolved.data, run.rows), [], []
+    batches = train_batches(corpus, resolved.data, run.rows)
+    ours = []
+    theirs = []
     for _ in range(NUM_STEPS):
         batch = next(batches)
         theirs.append(torch_step(model, optimizer, batch))

@@ -16,10 +16,16 @@ from train.lifecycle.phases import Phases
 
 #: There are 37 validation images, which no mesh and no batch size divides.
 VIT = (
-    *("data.name=tests.data.images.pictures:uneven_images", "data.global_batch_size=8"),
-    *("model.num_layers=2", "model.num_heads=2", "model.embed_dim=8", "model.mlp_dim=12"),
-    *("train.num_microbatches=2", "eval.every_steps=0"),
-    *("images.crop_scale=(1.0,1.0)", *FLOAT64),
+    "data.name=tests.data.images.pictures:uneven_images",
+    "data.global_batch_size=8",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.embed_dim=8",
+    "model.mlp_dim=12",
+    "train.num_microbatches=2",
+    "eval.every_steps=0",
+    "images.crop_scale=(1.0,1.0)",
+    *FLOAT64,
 )
 MESHES = {
     "one device": (),

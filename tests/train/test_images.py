@@ -161,7 +161,8 @@ def test_broken_data_is_refused_before_the_first_step(config, tmp_path, capsys):
 
 def breaking(monkeypatch, image):
     """Truncates an image file once the run has read 200 images, i.e. after some steps."""
-    read, numbers = FolderImages.read, itertools.count()
+    read = FolderImages.read
+    numbers = itertools.count()
 
     def read_and_break(self, index):
         if next(numbers) == 200:

@@ -158,7 +158,8 @@ BAD = {
     ),
     "shared vocab and a model that cannot": (
         (
-            *("pipeline.share_vocab=true", "mesh.pipeline=2"),
+            "pipeline.share_vocab=true",
+            "mesh.pipeline=2",
             "model.name=tests.runs:NeedsWholeVocab",
         ),
         "can_share_vocab = True",

@@ -74,7 +74,8 @@ def test_bfloat16_master_weights_learn_from_updates_too_small_for_them(
         found = losses(*make_run(overrides), 60)
         return found[0] - np.mean(found[-5:])
 
-    wide, at_random = fall(base), fall(narrow)
+    wide = fall(base)
+    at_random = fall(narrow)
     state = make_run(narrow)[0].state.abstract
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     moments = {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)}
@@ -108,14 +109,15 @@ def values(workdir, *names: str) -> list[tuple]:
 
 def test_float16_survives_overflows_and_goes_on_alike_after_a_stop(corpus_overrides, tmp_path):
     overrides = (
-        *(
-            *TINY,
-            *corpus_overrides,
-            *FLOAT16,
-            "model.name=tests.train.test_precision:Overflows",
-        ),
-        *("precision.loss_scale=1e7", "precision.loss_scale_window=4", "eval.every_steps=0"),
-        *("train.max_nonfinite_steps=3", "checkpoint.every_steps=9"),
+        *TINY,
+        *corpus_overrides,
+        *FLOAT16,
+        "model.name=tests.train.test_precision:Overflows",
+        "precision.loss_scale=1e7",
+        "precision.loss_scale_window=4",
+        "eval.every_steps=0",
+        "train.max_nonfinite_steps=3",
+        "checkpoint.every_steps=9",
     )
     assert main(arguments(tmp_path / "whole", overrides)) == 0
     found = values(tmp_path / "whole", "step", "loss_scale", "num_skipped", "grad_norm")
@@ -147,7 +149,8 @@ def test_loss_scale_falls_waits_and_grows():
         loss_scale_hysteresis=2,
         loss_scale_min=2.0,
     )
-    scale, found = LossScale.initial(), []
+    scale = LossScale.initial()
+    found = []
     for finite in "nnnnnyyynynyyyyyy":
         scale = scale.after(jnp.bool_(finite == "y"), config)
         found.append(float(scale.value(config)))
@@ -161,8 +164,12 @@ def test_loss_scale_falls_waits_and_grows():
 
 def test_too_many_bad_steps_at_the_smallest_scale_end_the_run(corpus_overrides, tmp_path, capsys):
     overrides = (
-        *(*TINY, *corpus_overrides, *FLOAT16, "train.max_nonfinite_steps=2"),
-        *("precision.loss_scale=1e30", "precision.loss_scale_window=0"),
+        *TINY,
+        *corpus_overrides,
+        *FLOAT16,
+        "train.max_nonfinite_steps=2",
+        "precision.loss_scale=1e30",
+        "precision.loss_scale_window=0",
     )
     assert main(arguments(tmp_path, overrides)) == 70
     assert "of 2 steps in a row" in capsys.readouterr().err

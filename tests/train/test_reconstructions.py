@@ -12,8 +12,12 @@ from train.reconstructions import main
 
 def test_reconstructions_of_a_run_are_drawn(tmp_path, capsys):
     overrides = (
-        *(f"data.cache_dir={tmp_path}/cache", "data.global_batch_size=16", "train.num_steps=1"),
-        *("model.num_layers=1", "model.decoder_num_layers=1", "eval.every_steps=0"),
+        f"data.cache_dir={tmp_path}/cache",
+        "data.global_batch_size=16",
+        "train.num_steps=1",
+        "model.num_layers=1",
+        "model.decoder_num_layers=1",
+        "eval.every_steps=0",
     )
     flags = [f"--config.{override}" for override in overrides]
     workdir = tmp_path / "run"

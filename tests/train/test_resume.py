@@ -27,7 +27,11 @@ KILLED = (*TINY, *CUBE, "train.num_steps=12", "checkpoint.every_steps=3", "eval.
 def command(workdir: Path, overrides) -> list[str]:
     flags = [f"--config.{override}" for override in overrides]
     return [
-        *(sys.executable, "-m", "train.main", f"--config={CONFIG}", f"--workdir={workdir}"),
+        sys.executable,
+        "-m",
+        "train.main",
+        f"--config={CONFIG}",
+        f"--workdir={workdir}",
         *flags,
     ]
 
@@ -115,7 +119,9 @@ def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tm
 def test_examples_are_those_of_an_undisturbed_run_on_8_then_4_then_8_devices(
     corpus_overrides, tmp_path, monkeypatch
 ):
-    base, seen, place = (*TINY, *corpus_overrides), [], loop._place
+    base = (*TINY, *corpus_overrides)
+    seen = []
+    place = loop._place
 
     def place_and_remember(rows, run):
         seen.append({name: rows[name].tolist() for name in ("index", "tokens")})
@@ -134,8 +140,12 @@ def test_examples_are_those_of_an_undisturbed_run_on_8_then_4_then_8_devices(
 
 UNEVEN = ("mesh.pipeline=4", "train.num_microbatches=8", "pipeline.layers_per_stage=1,2,1,0")
 CHUNKS = (
-    *("mesh.pipeline=2", "mesh.fsdp=2", "pipeline.schedule=zbv", "pipeline.chunks=2"),
-    *("pipeline.share_vocab=true", "pipeline.remat=none"),
+    "mesh.pipeline=2",
+    "mesh.fsdp=2",
+    "pipeline.schedule=zbv",
+    "pipeline.chunks=2",
+    "pipeline.share_vocab=true",
+    "pipeline.remat=none",
 )
 
 

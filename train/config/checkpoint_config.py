@@ -17,8 +17,15 @@ from train.config.schema import find_model
 
 #: Keys of `model` that the run sets, whatever the checkpoint was trained with.
 OF_THE_RUN = (
-    *("drop_path", "dropout", "head", "label_smoothing", "loss", "mask_ratio"),
-    *("normalise_targets", "temperature", "vocab_multiple"),
+    "drop_path",
+    "dropout",
+    "head",
+    "label_smoothing",
+    "loss",
+    "mask_ratio",
+    "normalise_targets",
+    "temperature",
+    "vocab_multiple",
 )
 #: Keys of `model` that the data or the run set.
 _OF_THE_DATA = ("image_size", "num_labels")
@@ -62,7 +69,8 @@ def _take_model(config: Any, source: Source, by_hand: Collection[str]) -> None:
     if has_other_head or config.train.get("init_labels") == "new":
         of_checkpoint = {k: v for k, v in of_checkpoint.items() if k not in _OF_A_HEAD}
     for key, value in of_checkpoint.items():
-        own, is_by_hand = model.get(key), f"model.{key}" in by_hand
+        own = model.get(key)
+        is_by_hand = f"model.{key}" in by_hand
         is_of_the_run = key in OF_THE_RUN or (
             key in preprocessor.FIELDS and _leaves_open(source, key)
         )
@@ -92,7 +100,8 @@ def _counterpart(config: Any, source: Source) -> tuple[str, Any]:
     That part is the whole model, or its encoder. A pretraining model has an `encoder` in its
     config, which is the config of another model. The parameters have the same names in both.
     """
-    name, encoder = config.model.get("name"), getattr(source.config, "encoder", None)
+    name = config.model.get("name")
+    encoder = getattr(source.config, "encoder", None)
     if name in (None, source.model):
         return source.model, source.config
     if dataclasses.is_dataclass(encoder) and isinstance(encoder, find_model(name).Config):

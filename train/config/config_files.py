@@ -70,7 +70,8 @@ def overrides(arguments: Sequence[str]) -> list[str]:
     Raises:
         ValueError: an argument has another form.
     """
-    found, rest = [], list(arguments)
+    found = []
+    rest = list(arguments)
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--config."):
@@ -109,7 +110,8 @@ def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> l
     Returns:
         A line `key: saved -> now` for each key that differs.
     """
-    old, new = _flat(saved.to_dict()), _flat(config.to_dict())
+    old = _flat(saved.to_dict())
+    new = _flat(config.to_dict())
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted(old | new)
@@ -159,7 +161,8 @@ def _set(config: Any, key: str, text: str) -> None:
         return
     if key not in keys:
         raise ValueError(f"--config.{key}: unknown key{nearest(key, keys)}")
-    default, value = config[section][name], _parse(text)
+    default = config[section][name]
+    value = _parse(text)
     if isinstance(default, str):
         value = text
     elif isinstance(default, tuple):

@@ -28,19 +28,38 @@ _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_p
 
 #: Keys that XLA decides, or that have no meaning in Taibai.
 LEFT_TO_XLA = (
-    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"),
-    *("zero_force_ds_cpu_optimizer", "disable_allgather", "checkpoint.use_node_local_storage"),
-    *("optimizer.params.torch_adam", "fp16.auto_cast", "bf16.immediate_grad_update"),
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "disable_allgather",
+    "checkpoint.use_node_local_storage",
+    "optimizer.params.torch_adam",
+    "fp16.auto_cast",
+    "bf16.immediate_grad_update",
     *(
         f"zero_optimization.{name}"
         for name in (
-            *("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size"),
-            *("allgather_partitions", "allgather_bucket_size", "round_robin_gradients"),
-            *("sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"),
-            *("stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
-            *("stage3_model_persistence_threshold", "memory_efficient_linear"),
-            *("ignore_unused_parameters", "elastic_checkpoint", "load_from_fp32_weights"),
-            *("stage3_gather_16bit_weights_on_model_save", "param_persistence_threshold"),
+            "contiguous_gradients",
+            "overlap_comm",
+            "reduce_scatter",
+            "reduce_bucket_size",
+            "allgather_partitions",
+            "allgather_bucket_size",
+            "round_robin_gradients",
+            "sub_group_size",
+            "stage3_prefetch_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_param_persistence_threshold",
+            "stage3_model_persistence_threshold",
+            "memory_efficient_linear",
+            "ignore_unused_parameters",
+            "elastic_checkpoint",
+            "load_from_fp32_weights",
+            "stage3_gather_16bit_weights_on_model_save",
+            "param_persistence_threshold",
         )
     ),
     *(
@@ -69,15 +88,26 @@ ONLY = {
     **{
         f"activation_checkpointing.{name}": False
         for name in (
-            *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
-            *("synchronize_checkpoint_boundary", "profile"),
+            "partition_activations",
+            "cpu_checkpointing",
+            "contiguous_memory_optimization",
+            "synchronize_checkpoint_boundary",
+            "profile",
         )
     },
 }
 #: Sections of DeepSpeed tools that Taibai does not have; they must be disabled.
 OFF = (
-    *("amp", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comms_logger"),
-    *("curriculum_learning", "autotuning", "elasticity", "data_efficiency"),
+    "amp",
+    "flops_profiler",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comms_logger",
+    "curriculum_learning",
+    "autotuning",
+    "elasticity",
+    "data_efficiency",
 )
 
 #: DeepSpeed key -> Taibai key with the same meaning and value.

@@ -170,7 +170,9 @@ class RunConfig:
                 f"train.init_labels={self.train.init_labels!r} needs config.init_from, the "
                 "checkpoint to start from; set it, or set train.init_labels='by_name'"
             )
-        mesh, batch, parts = self.mesh, self.data.global_batch_size, self.train.num_microbatches
+        mesh = self.mesh
+        batch = self.data.global_batch_size
+        parts = self.train.num_microbatches
         if -1 in (mesh.data, mesh.fsdp):
             return  # checked again once the number of devices is known
         if batch % (parts * mesh.data * mesh.fsdp):

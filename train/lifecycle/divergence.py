@@ -34,7 +34,8 @@ class NonfiniteMonitor:
     """
 
     def __init__(self, config: TrainConfig, workdir: Path):
-        self._config, self._workdir = config, workdir
+        self._config = config
+        self._workdir = workdir
         self._asked: tuple[int, Mapping[str, np.ndarray], jax.Array, jax.Array] | None = None
         self._num_rollbacks = 0
         self._row_start: int | None = None  # first step of the current row of bad steps
@@ -65,7 +66,8 @@ class NonfiniteMonitor:
         # In float16 a nonfinite step that halved the loss scale only means that the scale was too
         # large. Only steps at the smallest scale count.
         stuck = metrics.get("num_stuck_in_a_row", count)
-        asked, self._asked = self._asked, (step, rows, count, stuck)
+        asked = self._asked
+        self._asked = (step, rows, count, stuck)
         if asked is None or not self._config.max_nonfinite_steps:
             return None
         bad_step, bad_rows, count, stuck = asked
@@ -78,7 +80,9 @@ class NonfiniteMonitor:
             return None
         # A skipped spike within the row is part of the row, but is not counted. So the start of the
         # row is remembered, not computed from the count.
-        first, self._row_start, self._asked = self._row_start, None, None
+        first = self._row_start
+        self._row_start = None
+        self._asked = None
         what = (
             f"the loss or the gradients of {num_bad} steps in a row, up to step {bad_step}, were "
             f"not finite ({_save(bad_rows, bad_step, self._workdir)})"

@@ -104,7 +104,8 @@ class Phases:
         self._recomputed = steps
 
     def _enter(self, name: str, step: int) -> None:
-        state, now_s = self._state, self._clock()
+        state = self._state
+        now_s = self._clock()
         totals_s = self._totals_s(state, now_s)
         self._state = _PhaseState(name, step, now_s, state.changes + 1, totals_s)
 

@@ -69,7 +69,8 @@ class Votes:
     """
 
     def __init__(self, mesh: jax.sharding.Mesh):
-        self._mesh, self._pending = mesh, None
+        self._mesh = mesh
+        self._pending = None
         self._by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._max = jax.jit(lambda told: jnp.max(told, axis=0), out_shardings=everywhere)
@@ -86,7 +87,8 @@ class Votes:
         own = np.asarray([values], np.int32)  # one row for each of this process's devices
         shape = (self._mesh.size, len(values))
         told = jax.make_array_from_callback(shape, self._by_device, lambda _: own)
-        answer, self._pending = self._pending, self._max(told)
+        answer = self._pending
+        self._pending = self._max(told)
         if answer is None:
             return (0,) * len(values)
         return tuple(int(value) for value in np.asarray(answer.addressable_data(0)))

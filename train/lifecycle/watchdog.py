@@ -107,7 +107,9 @@ class Watchdog:
             raise ValueError(f"timeout_s={timeout_s} must be positive; choose a number of seconds")
         self._directory = Path(directory)
         self._phases = phases
-        self._process, self._num_processes, self._run_id = process, num_processes, run_id
+        self._process = process
+        self._num_processes = num_processes
+        self._run_id = run_id
         self._limits = {name: ("train.failure_timeout_s", timeout_s) for name in NAMES}
         self._limits |= {name: ("", math.inf) for name in UNWATCHED}
         if save_timeout_s is not None:
@@ -160,7 +162,8 @@ class Watchdog:
                 _say([f"process {self._process} has continued"])
 
     def _report(self, place: PhaseStatus) -> None:
-        own, (key, limit_s) = self._sign(place), self._limits[place.name]
+        own = self._sign(place)
+        (key, limit_s) = self._limits[place.name]
         waits = (
             f"{_name(self._process, own)} has been {own} for {place.seconds:.0f} s, longer "
             f"than {key}={limit_s:g}"

@@ -42,14 +42,27 @@ from train.state.train_state import MAY_LACK, TrainState
 LOCK_FILE = "lock"
 #: Sections and keys that a run must share with the checkpoints that it resumes from.
 FIXED = (
-    *("init_from", "model", "data", "images", "train.seed", "train.init_labels"),
-    *("train.ema_decay", "optimizer.name", "optimizer.frozen", "precision.params"),
+    "init_from",
+    "model",
+    "data",
+    "images",
+    "train.seed",
+    "train.init_labels",
+    "train.ema_decay",
+    "optimizer.name",
+    "optimizer.frozen",
+    "precision.params",
 )
 #: Keys below FIXED that may change: they only set how fast and from where data is read. The data
 #: itself is compared by hash.
 FREE = (
-    *("data.cache_dir", "data.mixture", "data.num_threads", "data.paths"),
-    *("images.num_workers", "images.on_broken", "model.attention"),
+    "data.cache_dir",
+    "data.mixture",
+    "data.num_threads",
+    "data.paths",
+    "images.num_workers",
+    "images.on_broken",
+    "model.attention",
 )
 
 _log = logging.getLogger(__name__)
@@ -125,7 +138,8 @@ def lock(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator
         OSError: on all processes, if another run keeps the lock for longer, or the directory
             cannot be written.
     """
-    exchange, path = Exchange(), workdir / LOCK_FILE
+    exchange = Exchange()
+    path = workdir / LOCK_FILE
     with contextlib.ExitStack() as stack:
         word = exchange.on_first(lambda: stack.enter_context(_locked(path, timeout_s)))
         if is_shared:
@@ -149,7 +163,8 @@ def _locked(path: Path, timeout_s: float) -> Iterator[str]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     word = f"process {os.getpid()} on {socket.gethostname()} {secrets.token_hex(8)}"
-    deadline_s, waits = time.monotonic() + timeout_s, False
+    deadline_s = time.monotonic() + timeout_s
+    waits = False
     while True:
         with open(path, "a+", encoding="utf-8") as file:
             holder = ""
@@ -298,7 +313,8 @@ def find_position(
     restored = checkpoints.restore(run.state.portable, may_lack=MAY_LACK)
     if restored is None:
         params = None if source is None else start_params(run, source, corpus.labels)
-        step, state = 0, run.state.initial(params)
+        step = 0
+        state = run.state.initial(params)
     else:
         step, portable, data_state = restored
         state = run.state.from_portable(portable)
@@ -339,7 +355,8 @@ def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: i
     Raises:
         Diverged: there is no such checkpoint.
     """
-    step, sharding = int(state.step), state.step.sharding
+    step = int(state.step)
+    sharding = state.step.sharding
     jax.tree.map(lambda leaf: leaf.delete(), state)  # there may be no room for two states
     restored = start.checkpoints.restore(
         run.state.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
@@ -356,7 +373,12 @@ def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: i
     _log.warning(
         "continuing after step %d with the parameters of step %d; skipped are steps %d to %d, "
         "which are examples %d to %d of the run",
-        *(step, saved_step, saved_step + 1, step, saved_step * size, step * size - 1),
+        step,
+        saved_step,
+        saved_step + 1,
+        step,
+        saved_step * size,
+        step * size - 1,
     )
     num_skipped = int(state.num_skipped) + step - saved_step
     return dataclasses.replace(

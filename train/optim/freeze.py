@@ -55,7 +55,9 @@ def with_frozen_params(parts: Parts, frozen: Tree) -> Parts:
     marks = parts.split(frozen)
 
     def stop_gradients(params: Tree, marks: Tree) -> Tree:
-        stop = lambda x, is_frozen: jax.lax.stop_gradient(x) if is_frozen else x  # noqa: E731
+        def stop(x, is_frozen):
+            return jax.lax.stop_gradient(x) if is_frozen else x
+
         return jax.tree.map(stop, params, marks)
 
     def of_non_stack_params(function):

@@ -47,7 +47,9 @@ def depths_of(parts: Parts, params: Tree, batch: Tree) -> Depths:
     """
     ends = parts.split(params)["ends"]
     depths = dict.fromkeys(_read_by(parts.embed, ends, batch), -1)
-    types, first_layers, num_layers = parts.types(ends, batch), {}, 0
+    types = parts.types(ends, batch)
+    first_layers = {}
+    num_layers = 0
     for stack, count in parts.num_layers.items():
         if stack in parts.before:
             for path in _read_by(parts.before[stack], ends, types[stack][0], batch):
@@ -87,7 +89,8 @@ def scaled_by_depth(
     Source: Clark et al., "ELECTRA" (2020), appendix; Bao et al., "BEiT" (2021), and the function
     `param_groups_lrd` of He et al., "Masked Autoencoders" (2021).
     """
-    wrapped, num_layers = optax.with_extra_args_support(optimizer), depths.num_layers
+    wrapped = optax.with_extra_args_support(optimizer)
+    num_layers = depths.num_layers
 
     def scaled(path: tuple, update: jax.Array, numbers: jax.Array) -> jax.Array:
         if path[0].key in depths.first_layers:

@@ -81,8 +81,10 @@ def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedul
     Returns:
         A function int32 count of updates -> float32 learning rate.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
-    final, rest = peak * config.final_learning_rate_fraction, max(num_steps - 1 - warmup, 1)
+    peak = config.learning_rate
+    warmup = config.warmup_steps
+    final = peak * config.final_learning_rate_fraction
+    rest = max(num_steps - 1 - warmup, 1)
     after = {
         "cosine": optax.cosine_decay_schedule(peak, rest, config.final_learning_rate_fraction),
         "linear": optax.linear_schedule(peak, final, rest),

@@ -59,7 +59,8 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
 
     device_bytes, host_bytes, num_devices, kind = exchange.on_first(own)
     limit_bytes = device_bytes
-    device_bytes, host_bytes = SHARE * device_bytes, SHARE * host_bytes
+    device_bytes = SHARE * device_bytes
+    host_bytes = SHARE * host_bytes
     if config.device_budget is not None:
         device_bytes = config.device_budget * 2**30
     if config.host_budget is not None:
@@ -107,7 +108,8 @@ def pressure_of(run: Run, budget: Budget) -> str:
 def host_memory_bytes() -> int:
     """Returns the memory of this host in bytes, or the limit of this process's control group."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    own, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+    own = Path("/proc/self/cgroup")
+    root = Path("/sys/fs/cgroup")
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

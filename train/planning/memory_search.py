@@ -71,7 +71,8 @@ class MemoryPlanner:
     """
 
     def __init__(self, make: Callable[[RunConfig], Run], budget: Budget):
-        self._make, self._budget = make, budget
+        self._make = make
+        self._budget = budget
         self.report = ""  # the chosen plan and its memory, as text
 
     def plan(self, config: RunConfig) -> Run:
@@ -98,7 +99,8 @@ class MemoryPlanner:
             compiled = compiled_bytes(candidate.run)
             over = excess(candidate.needs, self._budget, device_bytes=compiled)
             if over <= 1:
-                way, rows = self._describe(search, candidate), table(candidate.needs, self._budget)
+                way = self._describe(search, candidate)
+                rows = table(candidate.needs, self._budget)
                 self.report = f"plan    {way}\n{rows}"
                 return candidate.run
             if compiled is not None:
@@ -130,7 +132,8 @@ class MemoryPlanner:
             run: the run.
             compiled: bytes per device of the compiled steps, if they are known.
         """
-        needs, how = needs_of(run, self._budget), ""
+        needs = needs_of(run, self._budget)
+        how = ""
         search = _Search(run.config, self._make, self._budget)
         if compiled is not None:
             search.correction = max(1.0, compiled / needs.device_bytes)
@@ -188,7 +191,9 @@ class _Search:
         self._start = {} if config.memory.placement == "device" else _ON_DEVICE
         if not is_open and needs_of(make(config), budget).host_bytes <= budget.host_bytes:
             self._start = {}
-        self._config, self._make, self._budget = _changed(config, self._start), make, budget
+        self._config = _changed(config, self._start)
+        self._make = make
+        self._budget = budget
         self.rates = rates_of(budget.device_kind, config.precision.compute)
         self.correction = 1.0  # factor on estimates of device memory, learnt from compiled steps
         self._known: dict[tuple[int, ...], Candidate | None] = {}  # by levels
@@ -253,8 +258,13 @@ class _Search:
         """Returns the fastest fitting plan that eases one lever; None if none is faster."""
         options = {levels: cast(Candidate, self._at(levels)).step_time_s}
         for i, level in enumerate(levels):
-            at = lambda level, i=i: (*levels[:i], level, *levels[i + 1 :])  # noqa: E731
-            fits = lambda level, at=at: self._fits(self._at(at(level)))  # noqa: E731
+
+            def at(level, i=i):
+                return (*levels[:i], level, *levels[i + 1 :])
+
+            def fits(level, at=at):
+                return self._fits(self._at(at(level)))
+
             first = bisect.bisect_left(range(level), True, key=fits)
             candidate = self._at(at(first))
             if first < level and candidate is not None:
@@ -299,7 +309,8 @@ class _Search:
     def _microbatches(self) -> list[Setting]:
         config = self._config
         replicas = config.mesh.data * config.mesh.fsdp
-        settings, count = [], 2 * config.train.num_microbatches
+        settings = []
+        count = 2 * config.train.num_microbatches
         while config.data.global_batch_size % (count * replicas) == 0:
             setting = {"train.num_microbatches": count}
             try:

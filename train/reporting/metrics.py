@@ -106,7 +106,9 @@ class _Appender:
     """Appends to a file; content that the disk cannot take is kept and written with the next."""
 
     def __init__(self, path: Path):
-        self._path, self._pending, self._has_warned = path, b"", False
+        self._path = path
+        self._pending = b""
+        self._has_warned = False
         self._file = open(path, "ab", buffering=0)
 
     def append(self, content: bytes) -> None:

@@ -79,7 +79,8 @@ class ThroughputMeter:
     """
 
     def __init__(self, units_per_step: int, unit: str = "token"):
-        self._units_per_step, self._name = units_per_step, f"{unit}s_per_s"
+        self._units_per_step = units_per_step
+        self._name = f"{unit}s_per_s"
         self._result: Any = None
         self._first_step_time_s: float | None = None
         self._start_lap()

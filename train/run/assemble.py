@@ -132,7 +132,9 @@ def _optimizer(
 ) -> tuple[optax.GradientTransformation, Any]:
     """Returns the optimizer, and a bool per parameter, whether it is frozen, or None."""
     check_optimizer(config)
-    train, arguments, average = config.train, microbatch(config, mesh, model), None
+    train = config.train
+    arguments = microbatch(config, mesh, model)
+    average = None
     if train.ema_decay is not None:
         average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
     optimizer = make_optimizer(

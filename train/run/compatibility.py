@@ -97,7 +97,8 @@ def check_parts(
 
 
 def _check_whole_batch(config: RunConfig, model: nnx.Module, parts: Parts) -> None:
-    name, num_parts = type(model).__name__, config.train.num_microbatches
+    name = type(model).__name__
+    num_parts = config.train.num_microbatches
     if parts.teach is not None and config.train.ema_decay is None:
         raise ValueError(
             f"train.ema_decay=None: {name} learns from an average of its parameters; choose for "
@@ -113,7 +114,8 @@ def _check_whole_batch(config: RunConfig, model: nnx.Module, parts: Parts) -> No
 
 def _check_names(config: RunConfig, model: nnx.Module, arguments: tuple[Any, Any]) -> None:
     """Rejects names of activations that the model's blocks do not have."""
-    remat, offload = config.train.remat, config.memory.offload_activations
+    remat = config.train.remat
+    offload = config.memory.offload_activations
     kept = () if remat in REMAT_POLICIES else tuple(remat.split(","))
     if not kept and not offload:
         return

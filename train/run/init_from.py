@@ -24,7 +24,10 @@ from train.run.run import Run
 _OF_A_TASK = "classifier"
 #: Origin of a parameter: loaded unchanged, resized to another number of patches, with labels in
 #: another order, or initialized as in a run without a checkpoint.
-_LOADED, _RESIZED, _REORDERED, _NEW = "loaded", "resized", "reordered", "new"
+_LOADED = "loaded"
+_RESIZED = "resized"
+_REORDERED = "reordered"
+_NEW = "new"
 
 Tree = Any
 Path = tuple[str, ...]
@@ -137,9 +140,11 @@ def _label_order(
     source: Source,
 ) -> np.ndarray | None:
     """Returns the index in the checkpoint of each label of the data; None: the same order."""
-    is_by_name, remedy = run.config.train.init_labels == "by_name", "train.init_labels=new for a"
+    is_by_name = run.config.train.init_labels == "by_name"
+    remedy = "train.init_labels=new for a"
     if is_by_name and labels and source.labels:
-        known, own = list(source.labels), [str(label) for label in labels]
+        known = list(source.labels)
+        own = [str(label) for label in labels]
         if sorted(known) != sorted(own):
             raise ValueError(
                 f"init_from={source.path} has a classifier for the labels {_some(known)}, but the "

@@ -215,7 +215,8 @@ class Run:
         self.compile_train_step()
 
     def _check_best_metric(self) -> None:
-        tree, checkpoint = self.compile_eval_step().out_tree, self.config.checkpoint
+        tree = self.compile_eval_step().out_tree
+        checkpoint = self.config.checkpoint
         sums = jax.tree.unflatten(tree, range(tree.num_leaves))
         names = [f"eval_{name}" for name in sums if name != "weight"]
         if self.config.data.has_perplexity:

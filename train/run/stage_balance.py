@@ -80,12 +80,14 @@ def count_work(
     layers: list[int] = []
     recomputed: list[int] = []
     for name, num_layers in parts.num_layers.items():
-        layer, (_, x) = one_layer(cut["layers"][name]), types[name]
+        layer = one_layer(cut["layers"][name])
+        (_, x) = types[name]
         block = parts.blocks[name]
         arguments = (layer, x, batch, jax.ShapeDtypeStruct((), jnp.int32))
         layers += [traced_flops(_with_backward(block, 2), *arguments, x)] * num_layers
         recomputed += [recomputes * traced_flops(block, *arguments)] * num_layers
-    (embedded, _), (_, x) = [*types.values()][0], [*types.values()][-1]
+    (embedded, _) = [*types.values()][0]
+    (_, x) = [*types.values()][-1]
     head = jax.grad(lambda ends, x, batch: parts.head(ends, x, batch)[0], argnums=(0, 1))
     return LayerCosts(
         layers=tuple(layers),
@@ -99,7 +101,9 @@ def _with_backward(function: Callable, num_inputs: int) -> Callable:
     """Returns `f(*args, dy)`: the gradients of the first `num_inputs` arguments."""
 
     def run(*args):
-        inputs, rest, dy = args[:num_inputs], args[num_inputs:-1], args[-1]
+        inputs = args[:num_inputs]
+        rest = args[num_inputs:-1]
+        dy = args[-1]
         return jax.vjp(lambda *inputs: function(*inputs, *rest), *inputs)[1](dy)
 
     return run

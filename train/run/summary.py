@@ -42,7 +42,8 @@ def _describe_stages(run: Run) -> str:
         chunks = work.of_chunks(counts, shares_vocab=shares_vocab)
         return max(chunks) * len(chunks) / sum(chunks)
 
-    now, auto = unevenness(counts, shares), work.balanced(len(counts), shares_vocab=shares)
+    now = unevenness(counts, shares)
+    auto = work.balanced(len(counts), shares_vocab=shares)
     ways = {"pipeline.layers_per_stage=auto": unevenness(auto, shares)}
     if can_share_vocab(run.model) and not shares:
         even = work.balanced(len(counts), shares_vocab=True)

@@ -108,8 +108,11 @@ class StateInit:
         abstract: TrainState,
         portable: TrainState,
     ):
-        self._start, self._layouts, self._layout_of = start, layouts, layout_of
-        self._abstract, self._portable = abstract, portable
+        self._start = start
+        self._layouts = layouts
+        self._layout_of = layout_of
+        self._abstract = abstract
+        self._portable = portable
 
     def from_scratch(self) -> TrainState:
         """Returns the initial state with newly initialized parameters."""
@@ -162,7 +165,9 @@ class StateInit:
         moments = jax.tree.map(is_for_host, self._abstract.opt_state)
 
         def left(state: TrainState) -> TrainState:
-            leave_out = lambda x, is_out: None if is_out else x  # noqa: E731
+            def leave_out(x, is_out):
+                return None if is_out else x
+
             return dataclasses.replace(
                 state,
                 params=jax.tree.map(leave_out, state.params, elsewhere),
@@ -193,7 +198,8 @@ class StateInit:
         def zeros(target: jax.ShapeDtypeStruct) -> jax.Array | None:
             return zeros_of(target) if is_for_host(target) else None
 
-        targets, params = self._abstract.opt_state, self._start.trained(state.params)
+        targets = self._abstract.opt_state
+        params = self._start.trained(state.params)
         without = with_average(targets, lambda average: jax.tree.map(lambda _: None, average))
         moments = merged(state.opt_state, jax.tree.map(zeros, without))
         average = with_average(targets, lambda average: jax.tree.map(copied, params, average))
@@ -237,7 +243,8 @@ class StateInit:
 
         shardings = shardings_of(on_host)
         make = jax.jit(layers, out_shardings=jax.tree.map(in_device_memory, shardings))
-        by_stage, mesh = PartitionSpec("pipeline"), jax.tree.leaves(shardings)[0].mesh
+        by_stage = PartitionSpec("pipeline")
+        mesh = jax.tree.leaves(shardings)[0].mesh
         write = jax.shard_map(
             put,
             mesh=mesh,

@@ -66,7 +66,9 @@ class StateLayout:
         layouts: Mapping[str, Layout],
         memory: MemoryConfig = ON_DEVICE,
     ):
-        self._start, self._mesh, self._layouts = start, mesh, layouts
+        self._start = start
+        self._mesh = mesh
+        self._layouts = layouts
         layers = jax.eval_shape(lambda: start.state(start.params()))
         layout_of_param = jax.tree_util.tree_map_with_path(
             lambda path, _: layouts.get(path[0].key, _PLAIN), layers.params
@@ -207,7 +209,8 @@ class StateLayout:
             return spec
         parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
         parts += [()] * (len(leaf.shape) - len(parts))
-        moved, parts[0] = parts[0], ()
+        moved = parts[0]
+        parts[0] = ()
         for dim in range(1, len(parts)):
             axes = (*parts[dim], *moved)
             if leaf.shape[dim] % math.prod(self._mesh.shape[axis] for axis in axes) == 0:
@@ -245,7 +248,10 @@ class StateLayout:
                 "because all are replicated; set memory.zero_stage to 1, 2 or 3"
             )
         moved = jax.tree.map(lambda a, b: a or b, offloaded, streams)
-        kind = lambda on_host: HOST_KIND if on_host else ""  # noqa: E731
+
+        def kind(on_host):
+            return HOST_KIND if on_host else ""
+
         kinds = self._per_leaf(slots, lambda _, on_host: kind(on_host), lambda _: "", offloaded)
         return dataclasses.replace(kinds, params=jax.tree.map(kind, moved)), moved
 

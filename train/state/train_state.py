@@ -43,7 +43,10 @@ class TrainState:
 
 def merged(tree: Tree, other: Tree) -> Tree:
     """Returns `tree` with its None leaves replaced by the leaves of `other`."""
-    is_none = lambda x: x is None  # noqa: E731
+
+    def is_none(x):
+        return x is None
+
     return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=is_none)
 
 

@@ -210,7 +210,8 @@ def _next(
 ) -> TrainState:
     """Returns the state after the step: updated, or with changed counters only."""
     finite = accepted = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-    spikes, loss_scale = state.spikes, state.loss_scale
+    spikes = state.spikes
+    loss_scale = state.loss_scale
     if config.skip_spikes is not None:
         assert spikes is not None
         accepted, spikes = detect_spike(spikes, metrics["grad_norm"], finite, config.skip_spikes)
@@ -254,7 +255,8 @@ def detect_spike(
     mean = spikes.norm_mean / (1 - SPIKE_MEAN_DECAY ** jnp.maximum(spikes.num_norms, 1))
     is_high = finite & (spikes.num_norms >= MIN_NORMS) & (norm > skip_spikes * mean)
     is_spike = is_high & (spikes.num_in_a_row < MAX_SPIKES)
-    accepted, is_new_level = finite & ~is_spike, is_high & ~is_spike
+    accepted = finite & ~is_spike
+    is_new_level = is_high & ~is_spike
     norm_mean = jnp.where(is_new_level, 0, spikes.norm_mean)
     norm_mean = SPIKE_MEAN_DECAY * norm_mean + (1 - SPIKE_MEAN_DECAY) * norm
     num_norms = jnp.where(is_new_level, 0, spikes.num_norms) + 1

@@ -84,9 +84,12 @@ class Update:
         seed: int,
     ):
         self._optimizer = optax.with_extra_args_support(optimizer)
-        self._clip_norm, self._seed = clip_norm, seed
-        self._layouts, self._mesh = layouts, mesh
-        params, moved = state.abstract.params, state.moved
+        self._clip_norm = clip_norm
+        self._seed = seed
+        self._layouts = layouts
+        self._mesh = mesh
+        params = state.abstract.params
+        moved = state.moved
         self._trained = jax.tree.map(lambda _: True, moved)
         self._stays = jax.tree.map(lambda moved: not moved, moved)
         self._groups = self._grouped(params, moved)
@@ -157,7 +160,8 @@ class Update:
                 transform_non_params=lambda _: False,
             )
         )
-        params, grads = _chosen(params, chosen), _chosen(grads, chosen)
+        params = _chosen(params, chosen)
+        grads = _chosen(grads, chosen)
         numbers = _chosen(self._numbers, chosen)
         # Leaves such as step counts belong to no parameter and are shared. Every slice starts with
         # the old value; the new value comes from the update of the state on the device.
@@ -169,17 +173,21 @@ class Update:
             return [leaf for leaf, of_param in pairs if of_param != shared]
 
         def whole_state(own: list, shared: list) -> Tree:
-            own_leaves, shared_leaves = iter(own), iter(shared)
+            own_leaves = iter(own)
+            shared_leaves = iter(shared)
             return structure.unflatten(
                 [next(own_leaves if of_param else shared_leaves) for of_param in is_of_param]
             )
 
         def update(carry, arrays, old, constants):
-            (grads, numbers), (params, own), (shared, outcome) = arrays, old, constants
+            (grads, numbers) = arrays
+            (params, own) = old
+            (shared, outcome) = constants
             params, state = self._updated(grads, whole_state(own, shared), params, numbers, outcome)
             return carry, (params, leaves_of(state, shared=False))
 
-        own, shared = leaves_of(opt_state, shared=False), leaves_of(opt_state, shared=True)
+        own = leaves_of(opt_state, shared=False)
+        shared = leaves_of(opt_state, shared=True)
         _, (params, own) = self._in_slices(
             group, update, (), (grads, numbers), (params, own), (shared, outcome)
         )
@@ -264,7 +272,8 @@ class Update:
 
         if group.num_stages == 1:
             return of_stage(carry, arrays, changing, constants)
-        once, by_stage = PartitionSpec(), PartitionSpec("pipeline")
+        once = PartitionSpec()
+        by_stage = PartitionSpec("pipeline")
         run = jax.shard_map(
             of_stage,
             mesh=self._mesh,
@@ -283,7 +292,8 @@ class Update:
         def marked(chosen: Collection[tuple]) -> Tree:
             return jax.tree_util.tree_map_with_path(lambda path, _: path in chosen, moved)
 
-        groups, num_stages = [], self._mesh.shape["pipeline"]
+        groups = []
+        num_stages = self._mesh.shape["pipeline"]
         for stack in dict.fromkeys(path[0].key for path in paths if path[0].key in self._layouts):
             of_stack = [path for path in paths if path[0].key == stack]
             num_slots = len(self._layouts[stack].layer_of_slot) // num_stages
@@ -326,5 +336,8 @@ def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
 
 def _chosen(tree: Tree, chosen: Tree) -> Tree:
     """Returns `tree` with None for leaves that are not chosen (False or None)."""
-    is_none = lambda x: x is None  # noqa: E731
+
+    def is_none(x):
+        return x is None
+
     return jax.tree.map(lambda leaf, c: leaf if c else None, tree, chosen, is_leaf=is_none)

@@ -12,7 +12,9 @@ from data.images.transforms.rand_augment import rand_augment
 
 # Random erasing: range of the rectangle's fraction of the area, range of its height ÷ width, and
 # number of attempts to draw a rectangle that fits.
-_ERASED_AREA, _ERASED_RATIO, _NUM_TRIES = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
+_ERASED_AREA = (0.02, 1 / 3)
+_ERASED_RATIO = (0.3, 1 / 0.3)
+_NUM_TRIES = 10
 
 
 def augment(
@@ -88,9 +90,11 @@ def erase(pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
     for _ in range(_NUM_TRIES):
         area = height * width * random.uniform(_ERASED_AREA[0], _ERASED_AREA[1])
         ratio = math.exp(random.uniform(low, high))
-        h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        h = round(math.sqrt(area * ratio))
+        w = round(math.sqrt(area / ratio))
         if 0 < h < height and 0 < w < width:
-            top, left = int(random.integers(height - h + 1)), int(random.integers(width - w + 1))
+            top = int(random.integers(height - h + 1))
+            left = int(random.integers(width - w + 1))
             noise = random.integers(256, size=(h, w, channels), dtype=np.uint8)
             pixels[top : top + h, left : left + w] = noise
             break

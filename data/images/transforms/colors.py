@@ -8,7 +8,8 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 # Range of the standard deviation of the Gaussian blur, in pixels.
-_MIN_SIGMA, _MAX_SIGMA = 0.1, 2.0
+_MIN_SIGMA = 0.1
+_MAX_SIGMA = 2.0
 _ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 

@@ -75,7 +75,8 @@ def random_box(
     for _ in range(_NUM_TRIES):
         area = width * height * random.uniform(scale[0], scale[1])
         aspect = math.exp(random.uniform(math.log(ratio[0]), math.log(ratio[1])))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        w = round(math.sqrt(area * aspect))
+        h = round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             left = int(random.integers(width - w + 1))
             top = int(random.integers(height - h + 1))
@@ -83,7 +84,8 @@ def random_box(
     aspect = min(max(width / height, ratio[0]), ratio[1])
     w = min(width, max(round(height * aspect), 1))
     h = min(height, max(round(width / aspect), 1))
-    left, top = (width - w) // 2, (height - h) // 2
+    left = (width - w) // 2
+    top = (height - h) // 2
     return left, top, left + w, top + h
 
 
@@ -120,8 +122,10 @@ def central_crop(image: Image.Image, size: int, channels: int, part: float) -> I
     scale = shorter / min(width, height)
     wide, high = (max(round(side * scale), shorter) for side in (width, height))
     scaled, (_, _, right, bottom) = _decode(image, (0, 0, width, height), shorter, channels)
-    left, top = round((wide - size) / 2), round((high - size) / 2)
-    across, down = right / wide, bottom / high
+    left = round((wide - size) / 2)
+    top = round((high - size) / 2)
+    across = right / wide
+    down = bottom / high
     # Compute the box in pixels of the decoded image, and resize only this box. The whole resized
     # image could be too large for memory if the image is very narrow.
     box = (left * across, top * down, (left + size) * across, (top + size) * down)
@@ -148,8 +152,10 @@ def _decode(image: Image.Image, box: Box, size: int, channels: int) -> tuple[Ima
     wanted = width * size / (right - left), height * size / (bottom - top)
     image.draft(_MODES[channels], (math.ceil(wanted[0]), math.ceil(wanted[1])))
     image = to_channels(image, channels)
-    across, down = image.width / width, image.height / height
-    right, bottom = min(right * across, image.width), min(bottom * down, image.height)
+    across = image.width / width
+    down = image.height / height
+    right = min(right * across, image.width)
+    bottom = min(bottom * down, image.height)
     return image, (left * across, top * down, right, bottom)
 
 

@@ -62,11 +62,14 @@ def draw_mix(config: ImageConfig, random: np.random.Generator) -> Mix:
     cuts = config.cutmix > 0 and (config.mixup == 0 or random.random() < config.cutmix_share)
     if not cuts:
         return Mix(share=float(random.beta(config.mixup, config.mixup)))
-    share, size = random.beta(config.cutmix, config.cutmix), config.size
+    share = random.beta(config.cutmix, config.cutmix)
+    size = config.size
     side = int(size * math.sqrt(1 - share))
     y, x = (int(place) for place in random.integers(size, size=2))
-    top, bottom = max(y - side // 2, 0), min(y - side // 2 + side, size)
-    left, right = max(x - side // 2, 0), min(x - side // 2 + side, size)
+    top = max(y - side // 2, 0)
+    bottom = min(y - side // 2 + side, size)
+    left = max(x - side // 2, 0)
+    right = min(x - side // 2 + side, size)
     # The edge of the image may have cut off a part of the box, so the share is computed from the
     # pixels that are actually replaced.
     return Mix(share=1 - (bottom - top) * (right - left) / size**2, box=(top, bottom, left, right))

@@ -39,7 +39,8 @@ class CausalLMExamples(Examples):
         keep_partial: bool,
         isolate_after: int | None = None,
     ):
-        self.tokens, self.sequence_length = tokens, sequence_length
+        self.tokens = tokens
+        self.sequence_length = sequence_length
         self._isolate_after = isolate_after
         num_targets = max(len(tokens) - 1, 0)
         self._length = (

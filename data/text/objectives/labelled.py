@@ -22,7 +22,8 @@ class Seq2SeqExamples(Examples):
     """
 
     def __init__(self, records: Records, config: DataConfig, tokenizer: Tokenizer):
-        self._records, self._tokenizer = records, tokenizer
+        self._records = records
+        self._tokenizer = tokenizer
         self._length = config.sequence_length
         self._target_length = config.target_length or config.sequence_length
         self._pad = special_id(tokenizer, "pad", config)
@@ -61,7 +62,8 @@ class ClassificationExamples(Examples):
     def __init__(
         self, records: Records, labels: tuple[Label, ...], config: DataConfig, tokenizer: Tokenizer
     ):
-        self._records, self._tokenizer = records, tokenizer
+        self._records = records
+        self._tokenizer = tokenizer
         self._number: dict[Label | None, int] = {label: i for i, label in enumerate(labels)}
         self._joiner = RowPacker(config, tokenizer)
 

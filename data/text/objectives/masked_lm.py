@@ -17,7 +17,8 @@ from data.text.objectives.rows import segments, special_id
 from data.text.tokenizer import Tokenizer
 
 # Fractions of the chosen tokens that become the mask token and a random token; the rest are kept.
-_MASKED, _REPLACED = 0.8, 0.1
+_MASKED = 0.8
+_REPLACED = 0.1
 
 
 class TokenMasker:
@@ -134,7 +135,8 @@ class MaskedLMExamples(Examples):
         """Return row `index`; `key` decides which tokens are masked."""
         start = min(index * self._room, len(self._tokens) - self._room)
         row = np.empty(self._room + 2, np.int32)
-        row[0], row[-1] = self._cls, self._sep
+        row[0] = self._cls
+        row[-1] = self._sep
         row[1:-1] = self._tokens[start : start + self._room]
         # 1, for CLS, except in a partial last window.
         first = 1 + index * self._room - start

@@ -35,13 +35,15 @@ class MaskedLMPairExamples(Examples):
     """
 
     def __init__(self, tokens: np.ndarray, config: DataConfig, tokenizer: Tokenizer):
-        self._tokens, self._masking = tokens, TokenMasker(config, tokenizer)
+        self._tokens = tokens
+        self._masking = TokenMasker(config, tokenizer)
         self._joiner = RowPacker(config, tokenizer)
         self._room = self._joiner.room(is_pair=True)
         ends = document_ends(tokens, tokenizer.eos_id)
         # A difference of 2 means one token between two ends, and one token cannot be cut in two.
         has_two = np.diff(ends) > 2
-        self._starts, self._ends = ends[:-1][has_two] + 1, ends[1:][has_two]
+        self._starts = ends[:-1][has_two] + 1
+        self._ends = ends[1:][has_two]
         if len(self._starts) == 1:
             raise ValueError(
                 f"data.objective={config.objective!r} takes second texts from other documents, but "
@@ -83,6 +85,7 @@ class MaskedLMPairExamples(Examples):
         # Drawing from one document fewer and skipping this one is uniform over the others.
         other = int(random.integers(len(self._starts) - 1))
         other += other >= document
-        start, end = int(self._starts[other]), int(self._ends[other])
+        start = int(self._starts[other])
+        end = int(self._ends[other])
         begin = int(random.integers(start, max(end - length, start) + 1))
         return self._tokens[begin : min(begin + length, end)]

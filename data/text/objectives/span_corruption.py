@@ -45,11 +45,14 @@ class SpanCorruptionExamples(Examples):
     def __init__(
         self, tokens: np.ndarray, config: DataConfig, tokenizer: Tokenizer, *, keep_partial: bool
     ):
-        self._tokens, self._config = tokens[1:], config
-        self._piece, self._target_length = piece_length(config), target_length(config)
+        self._tokens = tokens[1:]
+        self._config = config
+        self._piece = piece_length(config)
+        self._target_length = target_length(config)
         num_spans = span_counts(self._piece, config)[1]
         self._sentinels = np.array(sentinel_ids(tokenizer, num_spans, config), np.int32)
-        self._pad, self._eos = special_id(tokenizer, "pad", config), tokenizer.eos_id
+        self._pad = special_id(tokenizer, "pad", config)
+        self._eos = tokenizer.eos_id
         whole, rest = divmod(len(self._tokens), self._piece)
         # From a single token no span can be removed.
         self._length = whole + int(keep_partial and rest > 1)
@@ -67,10 +70,13 @@ class SpanCorruptionExamples(Examples):
         # Kept parts and spans alternate. For example, kept=[2, 1] and noise=[1, 2] give
         # is_noise=[0, 0, 1, 0, 1, 1].
         is_noise = np.repeat(np.arange(2 * num_spans) % 2 == 1, np.stack([kept, noise], 1).ravel())
-        starts, sentinels = np.cumsum(kept + noise) - noise, self._sentinels[:num_spans]
+        starts = np.cumsum(kept + noise) - noise
+        sentinels = self._sentinels[:num_spans]
         # In the encoder, the sentinel replaces the first token of its span.
-        inputs, is_input = piece.astype(np.int32), ~is_noise
-        inputs[starts], is_input[starts] = sentinels, True
+        inputs = piece.astype(np.int32)
+        is_input = ~is_noise
+        inputs[starts] = sentinels
+        is_input[starts] = True
         outputs = np.insert(piece[is_noise].astype(np.int32), np.cumsum(noise) - noise, sentinels)
         return encoder_decoder(
             np.append(inputs[is_input], self._eos),

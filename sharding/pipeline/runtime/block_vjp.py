@@ -74,7 +74,8 @@ class BlockVJP:
         self._params, self._x, self._side = (_abstract(tree) for tree in (params, x, side))
         self._forward = _flat(self._with_residuals, self._params, self._x, self._side)
         num_inputs = [len(jax.tree.leaves(tree)) for tree in (params, x, side)]
-        jaxpr, num_y = self._forward.jaxpr, num_inputs[1]
+        jaxpr = self._forward.jaxpr
+        num_y = num_inputs[1]
         if self._y != self._x:
             raise ValueError(
                 f"a block's output must have the type of its input, {self._x}; it returns {self._y}"
@@ -205,13 +206,16 @@ class _Cut:
         jaxpr = closed.jaxpr
         num_params, num_side, num_saved, _ = num_inputs
         variable = jaxpr.invars[num_params + num_side :]
-        weights, inputs = jaxpr.outvars[:num_params], jaxpr.outvars[num_params:]
+        weights = jaxpr.outvars[:num_params]
+        inputs = jaxpr.outvars[num_params:]
         # Parameters, side inputs and constants are available to both halves at no cost.
         free = {*jaxpr.invars[: num_params + num_side], *jaxpr.constvars}
-        saved, dy = variable[:num_saved], variable[num_saved:]
+        saved = variable[:num_saved]
+        dy = variable[num_saved:]
         # Lists and dicts instead of sets: iteration order decides the order of equations and
         # buffers, and every process must build the same program.
-        eqns, is_known = jaxpr.eqns, {*free, *variable}
+        eqns = jaxpr.eqns
+        is_known = {*free, *variable}
         first = _needed(eqns, inputs, known=is_known)
         made = _variables(v for i in first for v in eqns[i].outvars)
         # The equations that the gradients of params need after the whole first half has run.
@@ -250,7 +254,10 @@ class _Cut:
 
     def environment(self, inputs: tuple) -> dict:
         """Return the values of the jaxpr's inputs and constants; None stands for absent inputs."""
-        is_none = lambda leaf: leaf is None  # noqa: E731
+
+        def is_none(leaf):
+            return leaf is None
+
         return _environment(self.jaxpr, jax.tree.leaves(inputs, is_leaf=is_none))
 
 
@@ -314,7 +321,8 @@ def _flat(function: Callable, *args: Tree):
 
 def _run_flat(closed, args: Sequence) -> list:
     """Evaluate a closed jaxpr with all calls inlined."""
-    jaxpr, env = closed.jaxpr, _environment(closed, args)
+    jaxpr = closed.jaxpr
+    env = _environment(closed, args)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _CALLS:
             inner = eqn.params["jaxpr"]

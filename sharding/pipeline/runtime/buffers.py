@@ -149,8 +149,10 @@ class _PlanBuilder:
     """Builds the plan of one schedule: first tables of operations, then slots, then channels."""
 
     def __init__(self, schedule: Schedule, remat: str, shares_vocab: bool):
-        self.schedule, self.shares_vocab = schedule, shares_vocab
-        self.trains, self.splits = schedule.has_backward(), schedule.splits_backward()
+        self.schedule = schedule
+        self.shares_vocab = shares_vocab
+        self.trains = schedule.has_backward()
+        self.splits = schedule.splits_backward()
         self.keeps_all = remat == "none" and self.trains
         self.folds = self.trains and not self.keeps_all and not shares_vocab
         self.last = len(schedule.placement) - 1
@@ -273,7 +275,8 @@ class _PlanBuilder:
 
     def _channels(self) -> Iterable[Channel]:
         """Yield every channel, and fill the tables with the slots for arriving values."""
-        size, placement = self.schedule.num_stages, self.schedule.placement
+        size = self.schedule.num_stages
+        placement = self.schedule.placement
         for kind, step, buffer in ((FORWARD, 1, "input"), (BACKWARD, -1, "cotangent")):
             if kind == BACKWARD and not self.trains:
                 continue
@@ -281,7 +284,8 @@ class _PlanBuilder:
             for v in range(self.last + 1):
                 if not 0 <= v + step <= self.last:
                     continue
-                source, target = placement[v], placement[v + step]
+                source = placement[v]
+                target = placement[v + step]
                 channel = Channel(kind=kind, shift=(target - source) % size, pairs=())
                 pairs.setdefault(channel.shift, {})[source, target] = None
                 if channel.name not in self.tables:

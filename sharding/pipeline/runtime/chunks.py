@@ -65,7 +65,9 @@ class Chunks:
             name: dataclasses.replace(part, before=_alone(name, part.before))
             for name, part in parts.items()
         }
-        self._packed, self._ends, self._splits = packed, ends, splits
+        self._packed = packed
+        self._ends = ends
+        self._splits = splits
 
     def no_gradients(self) -> dict[str, Tree]:
         """Return, for each stack, zero gradients of its layers on this device."""
@@ -118,7 +120,9 @@ class Chunks:
             buffers). If backwards are split, the buffers contain the values handed over to
             `weight_gradient`.
         """
-        kept, ends, of_layers = dict(kept), grads["ends"], dict(grads["layers"])
+        kept = dict(kept)
+        ends = grads["ends"]
+        of_layers = dict(grads["layers"])
         for name, part in reversed(self._parts.items()):
 
             def run(state, part=part):
@@ -159,7 +163,8 @@ class Chunks:
 
     def _made_ready(self, part: StackPart, chunk, x: Tree, microbatch: Tree) -> Tree:
         """Return the input of a stack's blocks, having run `before` if the stack begins here."""
-        unpack, before = self._packed.unpack, part.before
+        unpack = self._packed.unpack
+        before = part.before
         if before is None:
             return unpack(x, part.taken)
         return part.begins.choose(
@@ -172,7 +177,8 @@ class Chunks:
         self, part: StackPart, chunk, dx: Tree, microbatch: Tree, kept: dict, slots, ends: Tree
     ) -> tuple[Tree, Tree]:
         """Return the gradient of the input of `before`, and `ends` with its gradients added."""
-        pack, before = self._packed.pack, part.before
+        pack = self._packed.pack
+        before = part.before
         if before is None:
             return pack(dx), ends
         x = read(kept["before"], slots["saved"])

@@ -40,8 +40,12 @@ class EmbedAndHead:
         stage: jax.Array,
         is_split: Tree,
     ):
-        self._model, self._packed, self._taken = model, packed, taken
-        self.params, self._stage, self._is_split = params, stage, is_split
+        self._model = model
+        self._packed = packed
+        self._taken = taken
+        self.params = params
+        self._stage = stage
+        self._is_split = is_split
 
     def embed(self, microbatch: Tree) -> Tree:
         """Return the activations that enter the first layer, packed."""

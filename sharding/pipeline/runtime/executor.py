@@ -143,7 +143,8 @@ def make_loss_and_grad(
 
     def local(params, batch):
         stage = _Stage(model, plan, layouts, sharing, params, batch)
-        start, columns = stage.training_carry(), stage.columns()
+        start = stage.training_carry()
+        columns = stage.columns()
         with jax.named_scope(TICKS):
             carry, _ = jax.lax.scan(stage.train_tick, start, columns)
         sums = total(carry["sums"], sharing.mesh, MANUAL_AXES)
@@ -248,7 +249,8 @@ class _Stage:
     """
 
     def __init__(self, model, plan: ExecutionPlan, layouts, sharing: Sharing, params, batch):
-        self.plan, self.batch = plan, batch
+        self.plan = plan
+        self.batch = batch
         assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
         self.index = jax.lax.axis_index("pipeline")
         of_ends = sharing.of_ends()
@@ -329,7 +331,8 @@ class _Stage:
         def tick(carry, row):
             return self._evaluate_tick(collect, carry, row), None
 
-        carry, columns = {"collected": collected, "input": self._buffer("input")}, self.columns()
+        carry = {"collected": collected, "input": self._buffer("input")}
+        columns = self.columns()
         with jax.named_scope(TICKS):
             return jax.lax.scan(tick, carry, columns)[0]["collected"]
 
@@ -370,11 +373,17 @@ class _Stage:
 
         y = self._if_runs("F", row, forward, lambda: zeros(self.x))
         arrivals = self._send("F", y)
-        unchanged = lambda: collected  # noqa: E731
+
+        def unchanged():
+            return collected
+
         if self.plan.shares_vocab:
             more = self._if_shared("head", row, together, unchanged)
         else:
-            alone = lambda: collect(collected, y, row["F.microbatch"])  # noqa: E731
+
+            def alone():
+                return collect(collected, y, row["F.microbatch"])
+
             more = self._if("F", "is_last", row, alone, unchanged)
         return self._receive(carry | {"collected": more}, row, arrivals)
 
@@ -412,8 +421,10 @@ class _Stage:
 
     def _forward(self, carry, row) -> tuple[Tree, dict]:
         """Run a chunk's forward, and keep its residuals unless the backward recomputes them."""
-        microbatch, chunk = self._microbatch(row["F.microbatch"]), row["F.chunk"]
-        x, changed = self._input(carry, row, "F", microbatch), {"kept": carry["kept"]}
+        microbatch = self._microbatch(row["F.microbatch"])
+        chunk = row["F.chunk"]
+        x = self._input(carry, row, "F", microbatch)
+        changed = {"kept": carry["kept"]}
         if self.plan.recomputes:
             y = self.chunks.evaluate(chunk, x, microbatch)
         else:
@@ -421,14 +432,20 @@ class _Stage:
             y, changed["kept"] = self.chunks.forward(chunk, x, microbatch, carry["kept"], slots)
         if "head_input" in carry:
             inputs = carry["head_input"]
-            written = lambda: write(inputs, row["F.head_input"], y)  # noqa: E731
+
+            def written():
+                return write(inputs, row["F.head_input"], y)
+
             changed["head_input"] = self._if("F", "is_last", row, written, lambda: inputs)
         return y, changed
 
     def _backward(self, carry, row) -> tuple[Tree, dict]:
         """Run a chunk's backward, plus the head's (last chunk) or embedding's (first chunk)."""
-        microbatch, chunk = self._microbatch(row["B.microbatch"]), row["B.chunk"]
-        kept, slots, y = carry["kept"], self._slots("B", row), None
+        microbatch = self._microbatch(row["B.microbatch"])
+        chunk = row["B.chunk"]
+        kept = carry["kept"]
+        slots = self._slots("B", row)
+        y = None
         if self.plan.recomputes:
             x = self._input(carry, row, "B", microbatch)
             # Residuals that only this operation reads go to a scratch buffer with one slot.
@@ -454,7 +471,10 @@ class _Stage:
         grads = carry["grads"] | {"ends": ends}
         dx, grads, kept = self.chunks.backward(chunk, dx, microbatch, kept, slots, grads)
         if not self.plan.shares_vocab:
-            embedded = lambda: add(grads["ends"], self.ends.embed_gradient(dx, microbatch))  # noqa: E731
+
+            def embedded():
+                return add(grads["ends"], self.ends.embed_gradient(dx, microbatch))
+
             ends = self._if("B", "is_first", row, embedded, lambda: grads["ends"])
             grads = grads | {"ends": ends}
         kept = {n: {b: kept[n][b] for b in carry["kept"][n]} for n in kept}  # without scratch
@@ -462,16 +482,23 @@ class _Stage:
 
     def _weight_gradient(self, carry, row) -> dict[str, Tree]:
         """Return the gradients with the weight gradients of a chunk added."""
-        microbatch, slots = self._microbatch(row["W.microbatch"]), self._slots("W", row)
+        microbatch = self._microbatch(row["W.microbatch"])
+        slots = self._slots("W", row)
         args = (row["W.chunk"], microbatch, carry["kept"], slots, carry["grads"])
         return self.chunks.weight_gradient(*args)
 
     def _input(self, carry, row, kind: str, microbatch) -> Tree:
         """Return a chunk's input: the embedding on the first chunk, else the arrived value."""
-        arrived = lambda: carry["arrived"][f"{kind}.input"]  # noqa: E731
+
+        def arrived():
+            return carry["arrived"][f"{kind}.input"]
+
         if self.plan.shares_vocab:
             return arrived()
-        embedded = lambda: self.ends.embed(microbatch)  # noqa: E731
+
+        def embedded():
+            return self.ends.embed(microbatch)
+
         return self._if(kind, "is_first", row, embedded, arrived)
 
     # Work that all stages do together with pipeline.share_vocab. Each method returns the carry.
@@ -492,7 +519,8 @@ class _Stage:
         """Run the head on all stages, and add `dy`, the gradient of its input, to the carry."""
         if not self.plan.shares_vocab:
             return carry
-        last, grads = self.plan.last_stage, carry["grads"]
+        last = self.plan.last_stage
+        grads = carry["grads"]
 
         def head():
             y = self.ends.of(last, read(carry["head_input"], row["B.head_input"]))
@@ -500,7 +528,9 @@ class _Stage:
             sums = self.ends.only_on(last, add(carry["sums"], sums), carry["sums"])
             return sums, self.ends.add_together(last, grads["ends"], ends), dy
 
-        nothing = lambda: (carry["sums"], grads["ends"], zeros(self.x))  # noqa: E731
+        def nothing():
+            return (carry["sums"], grads["ends"], zeros(self.x))
+
         sums, ends, dy = self._if_shared("head", row, head, nothing)
         return carry | {"sums": sums, "grads": grads | {"ends": ends}, "dy": dy}
 
@@ -508,7 +538,8 @@ class _Stage:
         """Run the embedding's backward on all stages, with the first chunk's input gradient."""
         if not self.plan.shares_vocab:
             return carry
-        first, grads = self.plan.first_stage, carry["grads"]
+        first = self.plan.first_stage
+        grads = carry["grads"]
 
         def embed():
             microbatch = self._microbatch(row["embed_gradient"])
@@ -552,7 +583,10 @@ class _Stage:
         def moved(channel: Channel) -> Tree:
             if channel.shift == 0:
                 return x
-            move = lambda leaf: jax.lax.ppermute(leaf, "pipeline", channel.pairs)  # noqa: E731
+
+            def move(leaf):
+                return jax.lax.ppermute(leaf, "pipeline", channel.pairs)
+
             return jax.tree.map(move, x)
 
         return {c.name: moved(c) for c in self.plan.channels if c.kind == kind}

@@ -95,7 +95,8 @@ def check_specs(sharing: Sharing, *, shares_vocab: bool) -> None:
     Raises:
         ValueError: names the parameter and its spec.
     """
-    specs, mesh = sharing.specs, sharing.mesh
+    specs = sharing.specs
+    mesh = sharing.mesh
     split = {axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1}
     split -= {"data"} if sharing.memory.zero_stage else set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
@@ -161,10 +162,14 @@ class Shards:
         *,
         has_slots: bool = False,
     ):
-        self._specs, self._mesh, self._axes = specs, sharing.mesh, axes
-        self._gather_modes, self._has_slots = gather_modes, has_slots
+        self._specs = specs
+        self._mesh = sharing.mesh
+        self._axes = axes
+        self._gather_modes = gather_modes
+        self._has_slots = has_slots
         self._slices = sharing.memory.zero_stage == 1
-        self._compute_dtype, self._reduce_dtype = sharing.compute_dtype, sharing.reduce_dtype
+        self._compute_dtype = sharing.compute_dtype
+        self._reduce_dtype = sharing.reduce_dtype
 
     def together(self, params: Tree) -> Tree:
         """Return the parameters on the device, gathered if their mode is ONCE.
@@ -176,11 +181,17 @@ class Shards:
         def together(x, spec, mode):
             if mode == GatherMode.STREAMED or mode == GatherMode.BY_LAYER and not is_on_host(x):
                 return x
-            gathered = lambda x: x if mode else self._gathered(x, spec, 0)  # noqa: E731
+
+            def gathered(x):
+                return x if mode else self._gathered(x, spec, 0)
+
             if not (is_on_host(x) and self._has_slots):
                 return gathered(self._ready(x))
+
             # Cast slot by slot: the device may have no room for all slots in the master dtype.
-            at = lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)  # noqa: E731
+            def at(i):
+                return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
             slots = jnp.arange(len(x), dtype=jnp.int32)
             return gathered(jax.lax.map(lambda i: self._ready(at(i)), slots))
 
@@ -260,7 +271,8 @@ class Shards:
                     )
                 for axis in sliced:
                     size = grad.shape[dim - skip] // self._mesh.shape[axis]
-                    grad, start = psum(grad, (axis,)), jax.lax.axis_index(axis) * size
+                    grad = psum(grad, (axis,))
+                    start = jax.lax.axis_index(axis) * size
                     grad = jax.lax.dynamic_slice_in_dim(grad, start, size, dim - skip)
             return grad
 

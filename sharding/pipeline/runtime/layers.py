@@ -55,9 +55,13 @@ class Layers:
         *,
         splits: bool,
     ):
-        self._block, self._params, self._shards, self._splits = block, params, shards, splits
+        self._block = block
+        self._params = params
+        self._shards = shards
+        self._splits = splits
         stage, self._x, self._microbatch = here
-        self._numbers, self._has_padding = jnp.asarray(numbers)[stage], bool((numbers < 0).any())
+        self._numbers = jnp.asarray(numbers)[stage]
+        self._has_padding = bool((numbers < 0).any())
         self._depth = numbers.shape[1] // num_chunks
 
     @cached_property
@@ -179,7 +183,9 @@ class Layers:
         return self._loop(chunk, body, grads)
 
     def _layer(self, slot: jax.Array) -> Tree:
-        at = lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)  # noqa: E731
+        def at(x):
+            return jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)
+
         return self._shards.layer(jax.tree.map(at, self._params))
 
     def _accumulate(self, grads: Tree, slot: jax.Array, values: Sequence[jax.Array | None]) -> Tree:
@@ -201,7 +207,8 @@ class Layers:
 
     def _joined(self, saved: Iterable, for_weights: Iterable) -> list:
         """Merge the residuals of both buffers back into the order of `BlockVJP.saved`."""
-        saved, for_weights = iter(saved), iter(for_weights)
+        saved = iter(saved)
+        for_weights = iter(for_weights)
         count = len(self._vjp.saved)
         return [next(for_weights if i in self._for_weights else saved) for i in range(count)]
 
@@ -213,7 +220,10 @@ class Layers:
             number = self._numbers[slot]
             if not self._has_padding:
                 return body(carry, i, slot, number), None
-            run = lambda carry: body(carry, i, slot, number)  # noqa: E731
+
+            def run(carry):
+                return body(carry, i, slot, number)
+
             return jax.lax.cond(number >= 0, run, lambda carry: carry, carry), None
 
         steps = jnp.arange(self._depth, dtype=jnp.int32)

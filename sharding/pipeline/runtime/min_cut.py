@@ -46,7 +46,8 @@ def cheapest_cut(
     numbers = {value: i for i, value in enumerate(sizes)}
     # Value i is an edge from node 2i to node 2i + 1 with its size as capacity: cutting this edge
     # means keeping the value. All other edges are unlimited, so a minimum cut never contains them.
-    source, sink = 2 * len(numbers), 2 * len(numbers) + 1
+    source = 2 * len(numbers)
+    sink = 2 * len(numbers) + 1
     unit = max(1, sum(sizes.values()) // 2**29)  # scipy's capacities are int32
     widths = {value: max(1, -(-size // unit)) for value, size in sizes.items()}
     unlimited = sum(widths.values()) + 1

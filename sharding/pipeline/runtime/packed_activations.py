@@ -68,7 +68,8 @@ class PackedActivations:
 
         def take(leaf: jax.ShapeDtypeStruct) -> jax.Array:
             name = leaf.dtype.name
-            start, starts[name] = starts[name], starts[name] + math.prod(leaf.shape)
+            start = starts[name]
+            starts[name] = starts[name] + math.prod(leaf.shape)
             return _whole(parcel[name][start : starts[name]].reshape(leaf.shape))
 
         return jax.tree.map(take, like)

@@ -136,8 +136,10 @@ def _draw_boxes(axes, schedule: Schedule, spans: list[Span], step_time: float) -
 
 
 def _corners(span: Span) -> list[tuple[float, float]]:
-    top, bottom = span.stage - _BOX_HEIGHT / 2, span.stage + _BOX_HEIGHT / 2
-    start, end = span.start, span.end
+    top = span.stage - _BOX_HEIGHT / 2
+    bottom = span.stage + _BOX_HEIGHT / 2
+    start = span.start
+    end = span.end
     return [(start, top), (end, top), (end, bottom), (start, bottom), (start, top)]
 
 

@@ -35,7 +35,9 @@ from sharding.pipeline.schedules.table import (
 
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """All forwards, then all backwards: every activation is in flight at the turning point."""
-    S, M, V = num_stages, num_microbatches, num_chunks
+    S = num_stages
+    M = num_microbatches
+    V = num_chunks
     stride = max(M, S)
     turn = (V - 1) * stride + M + S - 1
     when: dict[Key, int] = {}
@@ -74,7 +76,8 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
     time of ZB-H1, also with synchronous ticks.
     """
     _require_chunks("zero_bubble", num_chunks, 1, "choose zbv, or interleaved_1f1b")
-    S, M = num_stages, num_microbatches
+    S = num_stages
+    M = num_microbatches
     turn = 2 * (S - 1)
     when: dict[Key, int] = {}
     for stage in range(S):
@@ -99,7 +102,8 @@ def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule
     stage is lost.
     """
     _require_chunks("zbv", num_chunks, 2, "set pipeline.chunks=2")
-    S, M = num_stages, num_microbatches
+    S = num_stages
+    M = num_microbatches
     last = 2 * S - 1
     when: dict[Key, int] = {}
     for virtual in range(2 * S):

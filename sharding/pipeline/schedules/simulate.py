@@ -103,7 +103,9 @@ def free_running_spans(schedule: Schedule, times: Times) -> list[Span]:
 
     A send delays the receiver, not the sender.
     """
-    held, ran, placement = schedule.chunks(), schedule.when(), schedule.placement
+    held = schedule.chunks()
+    ran = schedule.when()
+    placement = schedule.placement
     finish: dict[Key, float] = {}
     stage_free = [0.0] * schedule.num_stages
     spans = []
@@ -141,7 +143,8 @@ def _tick_times(schedule: Schedule, times: Times) -> list[float]:
     with the cell's B, I or W, the input gradient's send with its W. The part of a send that does
     not fit lengthens the tick. Two sends of a cell do not slow each other down.
     """
-    held, placement = schedule.chunks(), schedule.placement
+    held = schedule.chunks()
+    placement = schedule.placement
     lasts = []
     for row in schedule.ticks:
         tick_time = 0.0

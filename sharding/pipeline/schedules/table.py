@@ -28,7 +28,10 @@ from typing import NamedTuple
 
 #: Kinds of operations, in PyTorch's letters. A whole backward (B) computes the input gradient (I)
 #: and the weight gradient (W) together.
-FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
+FORWARD = "F"
+BACKWARD = "B"
+INPUT_GRADIENT = "I"
+WEIGHT_GRADIENT = "W"
 
 #: Order of the operations within a cell.
 _RANK = {FORWARD: 0, BACKWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 2}
@@ -181,7 +184,9 @@ def max_in_flight(schedule: Schedule) -> list[int]:
 
 
 def _check_placement(schedule: Schedule) -> None:
-    name, stages, chunks = schedule.name, schedule.num_stages, schedule.num_chunks
+    name = schedule.name
+    stages = schedule.num_stages
+    chunks = schedule.num_chunks
     if min(stages, chunks, schedule.num_microbatches) < 1:
         raise ValueError(
             f"{name}: num_stages={stages}, num_chunks={chunks} and "

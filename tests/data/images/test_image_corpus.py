@@ -41,7 +41,11 @@ CASES = {
 KEYS = {
     "image_classification": {"images", "targets", "weights"},
     "image_classification, mixed": {
-        *("images", "targets", "weights", "other_targets", "target_shares")
+        "images",
+        "targets",
+        "weights",
+        "other_targets",
+        "target_shares",
     },
     "image_reconstruction": {"images", "mask_seeds", "weights"},
     "image_contrast": {"images", "weights"},
@@ -52,7 +56,8 @@ KEYS = {
 def case(request, tmp_path):
     """Return the name of a case, its config sections `data` and `images`, and its corpus."""
     changes = {"name": NOISE, "objective": request.param.partition(",")[0]}
-    config, images = image_config(tmp_path, **changes), CASES[request.param]
+    config = image_config(tmp_path, **changes)
+    images = CASES[request.param]
     return request.param, config, images, load(tmp_path, images, **changes)
 
 
@@ -171,12 +176,14 @@ def test_two_views_of_an_image_differ(tmp_path):
 
 
 def test_train_stream_visits_each_image_once_an_epoch_with_its_label(tmp_path):
-    corpus, config = load(tmp_path, ImageConfig(size=8)), image_config(tmp_path)
+    corpus = load(tmp_path, ImageConfig(size=8))
+    config = image_config(tmp_path)
     batches = take(train_batches(corpus, config, range(6)), 2 * NUM_PLAIN // 6)
     values = np.concatenate([values_of(batch) for batch in batches])
     targets = np.concatenate([batch["targets"] for batch in batches])
     np.testing.assert_array_equal(targets, values % 3)
-    first, second = values[:NUM_PLAIN], values[NUM_PLAIN:]
+    first = values[:NUM_PLAIN]
+    second = values[NUM_PLAIN:]
     assert sorted(first) == sorted(second) == list(range(1, NUM_PLAIN + 1))
     assert list(first) != list(second) and list(first) != sorted(first)
     elements = np.concatenate([batch["index"] for batch in batches])
@@ -192,7 +199,8 @@ def test_pairs_of_a_batch_are_mixed_by_one_share(rows, tmp_path):
     for number, (batch, plain) in enumerate(zip(mixed, alone, strict=True)):
         values = values_of(plain).astype(np.float32)
         for place, row in enumerate(rows):
-            other, element = row ^ 1, 6 * number + row
+            other = row ^ 1
+            element = 6 * number + row
             share = batch["target_shares"][place]
             # The share depends on the seed and the number of the pair.
             drawn = draw_mix(images, generator((PAIR, config.seed, element // 2))).share
@@ -254,7 +262,8 @@ def test_train_fraction_takes_the_same_part_of_each_class_and_smaller_lies_in_la
 @pytest.mark.parametrize("num_ahead", [1, 3])
 def test_large_batches_are_read_less_far_ahead(num_ahead, tmp_path, monkeypatch):
     assert [batches_ahead(size) for size in (0, 2**27, 2**28, 2**30, 2**40)] == [8, 8, 4, 1, 1]
-    read, train_rows = [], Images.train_rows
+    read = []
+    train_rows = Images.train_rows
 
     def counted(self, places):
         read.append(train_rows(self, places))

@@ -47,7 +47,8 @@ def test_folder_of_classes_gives_up_a_part_of_each(tmp_path):
     corpus = folder(tmp_path, tmp_path / "i", validation_fraction=0.2)
     assert np.bincount(targets(corpus.validation)).tolist() == [4, 4, 4]
     assert np.bincount(targets(corpus.train)).tolist() == [16, 17, 16]
-    held, trained = values(corpus.validation), values(corpus.train)
+    held = values(corpus.validation)
+    trained = values(corpus.train)
     assert sorted(held + trained) == list(range(61))
     more = folder(tmp_path, tmp_path / "i", validation_fraction=0.4)
     assert set(held) < set(values(more.validation))
@@ -249,7 +250,8 @@ def make_builder(name, features, splits):
 
     def generate(self, split):
         for i in range(splits[split]):
-            image, label = plain(i + 100 * list(splits).index(split)), i % 2
+            image = plain(i + 100 * list(splits).index(split))
+            label = i % 2
             kinds = {"Image": image, "ClassLabel": label, "Text": "words"}
             yield i, {key: kinds[type(kind).__name__] for key, kind in features.items()}
 

@@ -43,7 +43,8 @@ def stdlib_config(tmp_path_factory):
 
 def test_python_stdlib_is_the_machines_own_library(stdlib_config):
     documents = open_documents(stdlib_config)
-    train, validation = set(documents["train"]), set(documents["validation"])
+    train = set(documents["train"])
+    validation = set(documents["validation"])
     texts = train | validation
     root = Path(sysconfig.get_paths()["stdlib"])
     for present in ("dataclasses.py", "json/decoder.py", "asyncio/events.py"):

@@ -287,7 +287,8 @@ def test_processes_that_start_together_build_one_cache(tmp_path, monkeypatch):
         cache_dir=str(tmp_path / "cache"),
     )
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
+    barrier = context.Barrier(2)
+    results = context.Queue()
     processes = [
         context.Process(target=build_in_process, args=(config, barrier, results)) for _ in range(2)
     ]

@@ -111,7 +111,8 @@ def test_tokenizer_file_refuses(content, error, message, tmp_path):
 
 
 def test_special_tokens_leave_the_ids_of_text_alone(bpe, tmp_path):
-    plain, special = ByteTokenizer(), ByteTokenizer(has_special_tokens=True)
+    plain = ByteTokenizer()
+    special = ByteTokenizer(has_special_tokens=True)
     assert special.encode_batch(TEXTS)[1].tolist() == plain.encode_batch(TEXTS)[1].tolist()
     assert (special.vocab_size, special.eos_id) == (361, 256)
     assert special.special_ids == {"pad": 257, "cls": 258, "sep": 259, "mask": 260}

@@ -43,7 +43,8 @@ def backward(q, k, v, bias, lengths, options, stats, y, dy):
     logits = _logits(q, k, bias, options, seen)
     weights = jnp.where(hidden, 0, jnp.exp(logits - stats_BNT[..., None]))
     y, dy = (jnp.where(is_query[:, :, None, None], x, 0) for x in (y, dy))
-    k_all, v_all = _repeated(k, q), _repeated(v, q)
+    k_all = _repeated(k, q)
+    v_all = _repeated(v, q)
     dweights = jnp.einsum("BTNH,BSNH->BNTS", dy, v_all)
     shift = jnp.einsum("BTNH,BTNH->BNT", dy, y)[..., None]
     dlogits = weights * (dweights - shift)

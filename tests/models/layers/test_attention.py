@@ -98,7 +98,8 @@ def general_reference(
 ):
     """Return the output and the gradients of q, k, v and the bias, in numpy, head by head."""
     num_groups = q.shape[2] // k.shape[2]
-    k_all, v_all = np.repeat(k, num_groups, axis=2), np.repeat(v, num_groups, axis=2)
+    k_all = np.repeat(k, num_groups, axis=2)
+    v_all = np.repeat(v, num_groups, axis=2)
     bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
     logits = np.einsum("BTNH,BSNH->BNTS", q, k_all) * scale + bias
     distance = np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])[None]
@@ -160,8 +161,14 @@ def test_attend_in_general_equals_reference_with_gradients(case, length):
     """6 heads share 2 key-value heads; 300 queries make three blocks."""
     options = dict(GENERAL[case])
     rng = np.random.default_rng(0)
-    draw = lambda heads: rng.standard_normal((2, length, heads, 8))  # noqa: E731
-    q, k, v, dy = draw(6), draw(2), draw(2), draw(6)
+
+    def draw(heads):
+        return rng.standard_normal((2, length, heads, 8))
+
+    q = draw(6)
+    k = draw(2)
+    v = draw(2)
+    dy = draw(6)
     scale = options.pop("scale", 8**-0.5)
     segments: Any = (packed(length), packed(length)) if options.pop("segments", False) else None
     shape = options.pop("bias", None)
@@ -173,7 +180,9 @@ def test_attend_in_general_equals_reference_with_gradients(case, length):
 
         def ours(q, k, v, bias):
             return attention.attend(
-                *(q, k, v),
+                q,
+                k,
+                v,
                 is_causal=options.get("is_causal", False),
                 window=options.get("window"),
                 segments=segments,
@@ -231,8 +240,14 @@ def test_attend_of_a_query_that_sees_no_key_is_the_mean_with_gradients():
     q, k, v, dy = jnp.asarray(rng.standard_normal((4, 1, 4, 2, 8)), jnp.float32)
     ids = jnp.array([[1, 1, 7, 7]], jnp.int32), jnp.array([[1, 1, 1, 0]], jnp.int32)
     mask = (ids[0][:, :, None] == ids[1][:, None, :])[:, None]
-    ours = lambda *a: attention.attend(*a, is_causal=False, segments=ids)  # noqa: E731
-    theirs = lambda *a: jax.nn.dot_product_attention(*a, mask=mask)  # noqa: E731
-    (y, vjp), (expected, their_vjp) = jax.vjp(ours, q, k, v), jax.vjp(theirs, q, k, v)
+
+    def ours(*a):
+        return attention.attend(*a, is_causal=False, segments=ids)
+
+    def theirs(*a):
+        return jax.nn.dot_product_attention(*a, mask=mask)
+
+    (y, vjp) = jax.vjp(ours, q, k, v)
+    (expected, their_vjp) = jax.vjp(theirs, q, k, v)
     for found, wanted in zip((y, *vjp(dy)), (expected, *their_vjp(dy)), strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-6)

@@ -10,7 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from models.layers.rope import check_scaling, rope_frequencies, rotate
 
-HEAD_DIM, THETA, MAX_POSITIONS = 12, 10000.0, 64
+HEAD_DIM = 12
+THETA = 10000.0
+MAX_POSITIONS = 64
 LONG = {"original_max_position_embeddings": 32}
 SCALINGS = {
     "none": None,
@@ -70,7 +72,9 @@ def test_products_depend_on_the_distance_alone():
         turn = rope_frequencies(HEAD_DIM, THETA, None, num_positions=9, max_positions=9)
 
         def product(query_position, key_position):
-            at = lambda x, position: rotate(x, jnp.array([[position]]), *turn)  # noqa: E731
+            def at(x, position):
+                return rotate(x, jnp.array([[position]]), *turn)
+
             return float(jnp.sum(at(q, query_position) * at(k, key_position)))
 
         assert product(7, 3) == pytest.approx(product(104, 100), rel=1e-10)
@@ -87,7 +91,8 @@ def test_products_depend_on_the_distance_alone():
         ({"rope_type": "linear", "factor": 2.0, "beta": 1}, 8, r"does not know \['beta'\]"),
         (
             {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0], **LONG},
-            *(8, "short_factor has 1 numbers, but must have model.head_dim / 2 = 4"),
+            8,
+            "short_factor has 1 numbers, but must have model.head_dim / 2 = 4",
         ),
     ],
 )

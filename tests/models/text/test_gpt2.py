@@ -19,7 +19,13 @@ from models.text.common import padded_vocab
 from models.text.gpt2 import GPT2, GPT2Config
 
 # Sizes that are not powers of two, and a vocab that needs padding: 211 -> 256.
-LAYERS, HEADS, EMBED, VOCAB, POSITIONS, BATCH, LENGTH = 3, 3, 39, 211, 24, 2, 20
+LAYERS = 3
+HEADS = 3
+EMBED = 39
+VOCAB = 211
+POSITIONS = 24
+BATCH = 2
+LENGTH = 20
 CONFIG = GPT2Config(
     vocab_size=VOCAB,
     max_positions=POSITIONS,
@@ -281,7 +287,8 @@ def draw_masks(keys: jax.Array, layers: range) -> np.ndarray:
     made = partition(model, remat="none")
     params = made.split(nnx.to_pure_dict(nnx.split(model)[1]))
     x = jnp.zeros((len(keys), 2 * len(layers), 64))
-    block, batch = made.blocks["stack"], {"dropout_keys": keys}
+    block = made.blocks["stack"]
+    batch = {"dropout_keys": keys}
     for i, number in enumerate(layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]["stack"])
         x = block(layer, x, batch, jnp.int32(number))
@@ -325,10 +332,12 @@ def branches_with_dropout() -> tuple[jax.Array, jax.Array, jax.Array]:
     config = GPT2Config(
         vocab_size=50, max_positions=8, num_layers=1, num_heads=2, embed_dim=64, dropout=0.5
     )
-    model, keys = build(config), example_keys(0, range(4))
+    model = build(config)
+    keys = example_keys(0, range(4))
     embedded = model.embed({"tokens": jnp.zeros((4, 8), jnp.int32), "dropout_keys": keys})
     graph, state = nnx.split(model.decoder.layers)
-    x_BTD, added = jax.random.normal(jax.random.key(2), (4, 8, 64)), []
+    x_BTD = jax.random.normal(jax.random.key(2), (4, 8, 64))
+    added = []
     for silent in ("mlp", "attention"):
         params = nnx.to_pure_dict(jax.tree.map(lambda leaf: leaf[0], state))
         params[silent] = jax.tree.map(jnp.zeros_like, params[silent])

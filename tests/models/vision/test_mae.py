@@ -29,7 +29,8 @@ CONFIG = MAEConfig(
     decoder_mlp_dim=10,
     mask_ratio=0.7,
 )
-NUM_PATCHES, NUM_KEPT = 25, 7
+NUM_PATCHES = 25
+NUM_KEPT = 7
 
 
 @functools.cache
@@ -85,7 +86,8 @@ def test_patches_with_the_least_noise_are_kept_and_of_equal_ones_the_first():
 
 
 def test_encoder_sees_what_the_head_does_not_ask_for():
-    mae, inputs = model(), batch(2)
+    mae = model()
+    inputs = batch(2)
     pixels = jnp.asarray(inputs["images"] / 127.5 - 1, jnp.float32)
     gradient = jax.grad(lambda x: (mae.embed({**inputs, "images": x}) ** 2).sum())(pixels)
     patches = patchify(jnp.abs(gradient), 2).reshape(2, NUM_PATCHES, -1)
@@ -95,7 +97,8 @@ def test_encoder_sees_what_the_head_does_not_ask_for():
 
 def test_decoder_sees_patches_in_the_order_of_the_image():
     noise = np.random.default_rng(2).random((3, NUM_PATCHES), np.float32)
-    mae, inputs = model(), batch(3, noise=noise)
+    mae = model()
+    inputs = batch(3, noise=noise)
     order = np.argsort(noise, axis=1)[:, :NUM_KEPT, None]
     first, patches = (np.asarray(x) for x in mae.tokens(inputs["images"]))
     kept = jnp.concatenate([first, np.take_along_axis(patches, order, axis=1)], axis=1)
@@ -142,7 +145,8 @@ def test_loss_is_the_mean_over_hidden_patches_of_each_image(normalise):
 
 
 def test_hidden_pixels_change_no_prediction():
-    mae, inputs = model(), batch(2)
+    mae = model()
+    inputs = batch(2)
     is_hidden = np.array(mae(inputs["images"])[1])
     pixels = jnp.asarray(inputs["images"] / 127.5 - 1, jnp.float32)
     gradient = jax.grad(lambda x: (mae(x)[0] ** 2).sum())(pixels)
@@ -171,7 +175,8 @@ def test_encoder_is_a_vit_with_the_same_names_and_shapes():
 
 @pytest.mark.parametrize("normalise", [True, False])
 def test_reconstructions_keep_what_is_seen_and_show_what_is_predicted(normalise):
-    mae, images = model(normalise_targets=normalise), batch(2)["images"]
+    mae = model(normalise_targets=normalise)
+    images = batch(2)["images"]
     predictions, is_hidden = mae(images)
     seen, reconstructed = (np.asarray(x) for x in mae.reconstructions(images))
     pixels = images[:, :10, :10] / 255
@@ -214,7 +219,8 @@ def test_kernels_begin_with_the_spread_of_xavier():
     sizes = {"embed_dim": 96, "num_heads": 4, "mlp_dim": 200}
     sizes |= {"decoder_embed_dim": 48, "decoder_num_heads": 4, "decoder_mlp_dim": 120}
     mae: Any = model(**sizes)
-    block, decoded = mae.encoder.layers, mae.decoder.layers
+    block = mae.encoder.layers
+    decoded = mae.decoder.layers
     kernels = {
         "patches": (mae.patch_embedding.linear.kernel, 12, 96),
         "q": (block.attention.q.kernel, 96, 96),

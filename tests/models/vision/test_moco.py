@@ -32,7 +32,10 @@ def parts():
         model = MoCo(MoCoConfig(**SIZES), rngs=nnx.Rngs(0))
         graph, params = nnx.split(model)
         random = np.random.default_rng(0)
-        draw = lambda leaf: jnp.asarray(0.5 * random.normal(size=leaf.shape))  # noqa: E731
+
+        def draw(leaf):
+            return jnp.asarray(0.5 * random.normal(size=leaf.shape))
+
         model = nnx.merge(graph, jax.tree.map(draw, params))
         batch = {
             "images": jnp.asarray(random.integers(256, size=(NUM_IMAGES, 2, 4, 4, 1)), jnp.uint8),
@@ -62,7 +65,8 @@ def test_loss_is_that_of_the_paper_over_the_images_that_count(parts):
     with jax.enable_x64(True):
         loss, weight, metrics = model.head(x_BVTD, batch)
         features = np.asarray(model.final_norm(x_BVTD[:, :, 0]))[counts]
-    keys, temperature = torch.tensor(np.asarray(batch["keys"])[counts]), SIZES["temperature"]
+    keys = torch.tensor(np.asarray(batch["keys"])[counts])
+    temperature = SIZES["temperature"]
     expected = hits = 0.0
     for view in (0, 1):
         queries = theirs(model.predictor, theirs(model.projector, torch.tensor(features[:, view])))
@@ -102,7 +106,8 @@ def test_what_fills_a_batch_changes_neither_loss_nor_gradients(parts):
 
 def test_views_are_encoded_alike_and_dropped_apart():
     config = MoCoConfig(**SIZES, drop_path=0.9, dropout=0.5)
-    model, random = MoCo(config, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    model = MoCo(config, rngs=nnx.Rngs(0))
+    random = np.random.default_rng(0)
     images = jnp.asarray(random.integers(256, size=(NUM_IMAGES, 1, 4, 4, 1)), jnp.uint8)
     batch = {"images": jnp.repeat(images, 2, axis=1)}
     x = model.encoder(model.embed(batch), batch)
@@ -131,7 +136,8 @@ def test_a_step_takes_its_keys_from_the_average():
         config = str(ROOT / "configs" / "moco.py")
         without_dropout = ("model.dropout=0.0", "model.drop_path=0.0")
         run, corpus = make_run((*SHARED, *MODELS["MoCo v3"][1], *FLOAT64, *without_dropout), config)
-        state, graph = run.state.initial(), nnx.split(run.model)[0]
+        state = run.state.initial()
+        graph = nnx.split(run.model)[0]
         batches = train_batches(corpus, run.config.data, run.rows)
 
         def outputs(params, batch, method):

@@ -13,7 +13,8 @@ from flax import nnx
 from configs.resmlp import get_config
 from models.vision.resmlp import Block, ResMLP, ResMLPConfig
 
-LAYERS, IMAGES = 3, np.random.default_rng(0).normal(size=(4, 11, 11, 2))
+LAYERS = 3
+IMAGES = np.random.default_rng(0).normal(size=(4, 11, 11, 2))
 CONFIG = ResMLPConfig(
     image_size=11,
     patch_size=3,
@@ -46,7 +47,9 @@ def their_logits(params: Any) -> torch.Tensor:
     x = torch.nn.functional.conv2d(pixels, kernel, embedding["bias"], stride=3).flatten(2)
     for i in range(LAYERS):
         p = _at(params["encoder"]["layers"], i)
-        a, up, down = p["across_patches"], p["mlp"]["up"], p["mlp"]["down"]
+        a = p["across_patches"]
+        up = p["mlp"]["up"]
+        down = p["mlp"]["down"]
         z = affine(x, p["patches_affine"]) @ a["kernel"] + a["bias"]
         x = x + torch.diag(p["patches_scale"]["scale"]) @ z
         z = affine(x, p["mlp_affine"])

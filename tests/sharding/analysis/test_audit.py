@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 from sharding.analysis import audit
 from sharding.mesh import MeshConfig, make_mesh
 
-ROWS, COLUMNS = 4, 16
+ROWS = 4
+COLUMNS = 16
 ARRAY_BYTES = ROWS * COLUMNS * 4  # float32
 X = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
 
@@ -171,7 +172,10 @@ def test_summary_groups_and_multiplies_by_trip_counts(mesh):
 
 
 def test_has_array_tells_whole_logits_from_chunks():
-    tokens, embed, vocab, chunks = 64, 8, 32, 8
+    tokens = 64
+    embed = 8
+    vocab = 32
+    chunks = 8
 
     def whole(x, w):
         return jax.nn.logsumexp(x @ w, axis=-1)

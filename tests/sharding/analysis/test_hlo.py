@@ -155,7 +155,8 @@ backend_config={"known_trip_count":{"n":"4"}}, metadata={op_name="jit(f)/optimiz
 
 
 def test_host_copies_have_the_bytes_that_move():
-    row, whole = 8 * 16 * 4, 4 * 8 * 16 * 4
+    row = 8 * 16 * 4
+    whole = 4 * 8 * 16 * 4
     assert [
         (c.name, c.direction, c.bytes, c.trip_count, c.is_async, c.is_overlapped, c.loop)
         for c in audit.host_copies_in_text(HOST_TEXT)

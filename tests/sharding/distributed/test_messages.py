@@ -14,7 +14,8 @@ class Service:
     """The part of jax's key-value service that an exchange uses."""
 
     def __init__(self):
-        self.words, self._changed = {}, threading.Condition()
+        self.words = {}
+        self._changed = threading.Condition()
 
     def key_value_set(self, key, value):
         with self._changed:
@@ -39,7 +40,9 @@ def converse(service, num_processes, talk, timeout_s=20.0):
 
         def __init__(self, process):
             super().__init__(timeout_s)
-            self._process, self._num_processes, self._name = process, num_processes, "test"
+            self._process = process
+            self._num_processes = num_processes
+            self._name = "test"
 
     def answer(process):
         try:

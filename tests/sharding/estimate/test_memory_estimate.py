@@ -60,7 +60,10 @@ def test_costly_work_with_two_readers_is_made_and_cheap_work_is_not():
 
     sums = 2 * 4
     assert estimate_of(branches(jnp.negative), (256, 1)).device_bytes == KIB + sums
-    once = lambda x: (lambda y: (jnp.sum(y + 1), jnp.sum(y**2), x))(jnp.exp(x))  # noqa: E731
+
+    def once(x):
+        return (lambda y: (jnp.sum(y + 1), jnp.sum(y**2), x))(jnp.exp(x))
+
     assert estimate_of(once, (256, 1)).device_bytes == 2 * KIB + sums
 
 
@@ -89,7 +92,9 @@ def test_loop_stacks_what_it_gives_out_and_reads_slices_where_they_lie():
 
 def test_of_branches_the_larger_counts():
     def either(x, w, i):
-        wide = lambda: jnp.sum((x @ w) @ w.T, axis=0)  # noqa: E731
+        def wide():
+            return jnp.sum((x @ w) @ w.T, axis=0)
+
         return jax.lax.cond(i[0] > 0, wide, lambda: x[0])
 
     found = estimate_of(either, (16, 16), (16, 64), (1,))
@@ -112,7 +117,8 @@ def test_one_mesh_axis_splits_one_dim_of_what_comes_of_two():
     mesh = make_mesh(MeshConfig(data=4), jax.devices())
     found = estimate_of(
         lambda x, y: jnp.tanh(x[:, None] + y[None, :]),
-        *(((64,), P("data")), ((64,), P("data"))),
+        ((64,), P("data")),
+        ((64,), P("data")),
         mesh=mesh,
     )
     assert found.device_bytes == 64 * 64 * 4 // 4 + 2 * 16 * 4
@@ -125,7 +131,10 @@ def test_reduction_reads_what_is_made_on_cpus_alone():
     }
     # exp(x) is written over x, whose last use it is, wherever it is stored at all.
     assert found["cpu"].device_bytes == found["gpu"].device_bytes == KIB + 4
-    kept = lambda x: (jnp.sum(x + 1), x)  # noqa: E731
+
+    def kept(x):
+        return (jnp.sum(x + 1), x)
+
     assert estimate_of(kept, (256, 1), platform="cpu").device_bytes == 2 * KIB + 4
     assert estimate_of(kept, (256, 1), platform="gpu").device_bytes == KIB + 4
 
@@ -232,7 +241,9 @@ def test_branches_copy_what_a_loop_carries(platform, is_copied, copies, monkeypa
 
     def fill(buffer, x):
         def body(i, buffer):
-            put = lambda: jax.lax.dynamic_update_index_in_dim(buffer, x * i, i, 0)  # noqa: E731
+            def put():
+                return jax.lax.dynamic_update_index_in_dim(buffer, x * i, i, 0)
+
             return jax.lax.cond(i % 2 == 0, put, lambda: buffer)
 
         return jax.lax.fori_loop(0, 8, body, buffer)
@@ -256,7 +267,10 @@ def test_loop_keeps_the_place_of_what_it_carries():
 
 def test_matrix_products_have_a_workspace_on_gpus_alone(monkeypatch):
     monkeypatch.setattr("sharding.estimate.memory_estimate.WORKSPACE_BYTES", 10 * KIB)
-    product = lambda x, w: x @ w  # noqa: E731
+
+    def product(x, w):
+        return x @ w
+
     found = {
         platform: estimate_of(product, (16, 16), (16, 16), platform=platform).device_bytes
         for platform in ("cpu", "gpu")
@@ -305,7 +319,9 @@ def test_recomputation_saves_nothing_where_no_loop_separates_it_from_the_forward
     block = jax.checkpoint(lambda x, w: jnp.tanh(jnp.sin(x @ w) @ w.T), prevent_cse=False)
 
     def loss(x, ws):
-        body = lambda x, w: (block(x, w), None)  # noqa: E731
+        def body(x, w):
+            return (block(x, w), None)
+
         return jnp.sum(jax.lax.scan(body, x, ws)[0])
 
     def num_products(num_layers, platform):

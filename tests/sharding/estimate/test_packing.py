@@ -11,8 +11,10 @@ def test_buffers_of_different_lives_share_their_addresses():
 
 def test_hole_that_nothing_fits_into_counts():
     """At most 18 bytes are alive at once; 2 bytes of a former buffer of 8 stay unused."""
-    first, second = Lifetime(8, 0, 2), Lifetime(8, 1, 3)
-    in_first, late = Lifetime(6, 2, 6), Lifetime(4, 2, 3)
+    first = Lifetime(8, 0, 2)
+    second = Lifetime(8, 1, 3)
+    in_first = Lifetime(6, 2, 6)
+    late = Lifetime(4, 2, 3)
     buffers = [late, in_first, second, first]
     assert most_bytes_at_once(buffers) == 18
     assert packed_bytes(buffers) == 18 + 2

@@ -19,7 +19,8 @@ LOOP_4 = loop_placement(4, 1)
 @st.composite
 def cuts(draw):
     """Draw (layers of every stack, placement, layers per chunk); chunks may be empty."""
-    S, V = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    S = draw(st.integers(1, 4))
+    V = draw(st.integers(1, 3))
     placement = v_placement(S) if draw(st.booleans()) else loop_placement(S, V)
     counts = draw(st.lists(st.integers(0, 4), min_size=len(placement), max_size=len(placement)))
     counts[draw(st.integers(0, len(counts) - 1))] += 1  # a model has at least one layer
@@ -42,11 +43,15 @@ def stage_of_every_layer(placement, counts) -> list[tuple[int, int]]:
 @properties
 def test_layout_puts_every_layer_where_the_cut_says(example):
     num_layers, placement, counts = example
-    layouts, places = cut(num_layers, placement, counts), stage_of_every_layer(placement, counts)
+    layouts = cut(num_layers, placement, counts)
+    places = stage_of_every_layer(placement, counts)
     assert list(layouts) == list(num_layers)
-    num_stages, num_chunks = max(placement) + 1, placement.count(0)
+    num_stages = max(placement) + 1
+    num_chunks = placement.count(0)
     for name, size in num_layers.items():
-        layout, of_stack, places = layouts[name], places[:size], places[size:]
+        layout = layouts[name]
+        of_stack = places[:size]
+        places = places[size:]
         assert layout.num_layers == size
         longest = max(of_stack.count(place) for place in of_stack)
         slots = layout.layer_of_slot.reshape(num_stages, num_chunks, longest)
@@ -70,7 +75,8 @@ def test_to_layers_undoes_to_slots_and_padding_is_zero(example, shape, dtype):
         assert slots.dtype == layers.dtype
         assert slots.shape == (len(layout.layer_of_slot), *shape)
         np.testing.assert_array_equal(layout.to_layers(slots), layers)
-        found, wanted = np.asarray(slots), np.asarray(layers)
+        found = np.asarray(slots)
+        wanted = np.asarray(layers)
         for slot, layer in enumerate(layout.layer_of_slot):
             np.testing.assert_array_equal(found[slot], wanted[layer] if layer >= 0 else 0)
 

@@ -107,7 +107,8 @@ def test_yaml_gives_back_an_equal_config(changes, tmp_path):
     again = load(str(tmp_path / "config.yaml"))
     assert again.to_dict() == config.to_dict()
     assert differences(again, config, list(config)) == []
-    before, after = resolve(config), resolve(again)
+    before = resolve(config)
+    after = resolve(again)
     for field in dataclasses.fields(RunConfig):
         if field.name != "source":
             assert getattr(before, field.name) == getattr(after, field.name)

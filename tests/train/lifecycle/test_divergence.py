@@ -74,8 +74,10 @@ def test_row_of_bad_steps_is_counted_over_a_resume_and_ends_with_a_good_one(
     corpus_overrides, tmp_path
 ):
     run, corpus = make_run((*TINY, *corpus_overrides))
-    good, bad = a_batch(run, corpus), a_batch(run, corpus, **NAN)
-    state, counts = run.state.initial(), []
+    good = a_batch(run, corpus)
+    bad = a_batch(run, corpus, **NAN)
+    state = run.state.initial()
+    counts = []
     for step, batch in enumerate((bad, good, bad, bad, bad, good), 1):
         state, metrics = run.compile_train_step()(state, batch)
         counts.append((int(metrics["num_nonfinite_in_a_row"]), int(metrics["num_skipped"])))
@@ -97,12 +99,14 @@ def test_state_has_nothing_of_spikes_by_default(corpus_overrides):
 def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]]:
     """Returns (grad_norm, num_skipped, mean norm) for a normal step, an outlier, a normal step."""
     run, corpus = make_run((*TINY, *corpus_overrides, *mesh, "train.skip_spikes=2.0"))
-    usual, state = a_batch(run, corpus), run.state.initial()
+    usual = a_batch(run, corpus)
+    state = run.state.initial()
     # The loss of the outlier comes from a single token, which does not occur in the text.
     odd = np.zeros((16, 16), np.float32)
     odd[0, 0] = 1
     outlier = a_batch(run, corpus, weights=odd, targets=np.full((16, 16), 250, np.int32))
-    told, digests = [], []
+    told = []
+    digests = []
     for batch in (usual, outlier, usual):
         state, metrics = run.compile_train_step()(state, batch)
         spikes = state.spikes
@@ -271,7 +275,8 @@ class Poisoned:
     """Batches whose weights are NaN at some steps."""
 
     def __init__(self, batches, bad_steps):
-        self._batches, self._bad_steps = batches, bad_steps
+        self._batches = batches
+        self._bad_steps = bad_steps
 
     def __next__(self):
         batch = next(self._batches)
@@ -286,7 +291,8 @@ def train(workdir: Path, overrides, bad_steps) -> int:
     run, corpus = make_run(overrides)
     start = find_position(run, corpus, workdir)
     start = dataclasses.replace(start, batches=Poisoned(start.batches, bad_steps))
-    phases, signals = Phases(), StopSignals()
+    phases = Phases()
+    signals = StopSignals()
     return loop.train(run, corpus, start, workdir, saves=True, phases=phases, signals=signals)
 
 
@@ -321,7 +327,8 @@ def test_rollback_goes_on_after_the_bad_batches_from_before_them(
         "are examples 64 to 143 of the run"
     )
     run, corpus = make_run(overrides)
-    state, expected = run.state.initial(), {}
+    state = run.state.initial()
+    expected = {}
     batches = train_batches(corpus, run.config.data, run.rows)
     for step in range(1, 13):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, 16)

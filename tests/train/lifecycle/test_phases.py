@@ -154,7 +154,8 @@ print(Phases().current.seconds)
 
 def test_another_thread_reads_what_belongs_together():
     phases = Phases(age_s=0)
-    wrong, is_done = [], threading.Event()
+    wrong = []
+    is_done = threading.Event()
 
     def read():
         # Each reading is consistent: the sum of all phases is the elapsed time, which only grows.

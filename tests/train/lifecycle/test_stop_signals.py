@@ -53,7 +53,8 @@ def start(command, **variables) -> subprocess.Popen:
 
 
 def wait_for_step(process: subprocess.Popen, workdir: Path, step: int) -> None:
-    deadline, path = time.monotonic() + 300, workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    path = workdir / "metrics.jsonl"
     while not (path.exists() and any(m["step"] >= step for m in read_metrics(path))):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.01)
@@ -115,7 +116,8 @@ def test_signal_to_one_process_stops_all_after_the_same_step(overrides, undistur
 
 def check_equal(workdir: Path, undisturbed: list[tuple]) -> None:
     """Compares up to rounding: two processes sum in another order than one."""
-    found, expected = entries(workdir), undisturbed
+    found = entries(workdir)
+    expected = undisturbed
     assert [line[0] for line in found] == [line[0] for line in expected]
     for column in (1, 2):
         values = [[line[column] or 0.0 for line in lines] for lines in (found, expected)]

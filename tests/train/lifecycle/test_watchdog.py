@@ -289,7 +289,8 @@ def test_a_process_that_goes_on_is_left_alone(watch, capfd):
 
 
 def test_a_step_that_ends_while_it_is_looked_at_does_not_end_the_process(watch, capfd):
-    phases, seen = Phases(), []
+    phases = Phases()
+    seen = []
 
     def is_said(text):
         seen.append(capfd.readouterr().err)

@@ -14,41 +14,72 @@ from tests.runs import FLOAT64, ROOT, losses, make_run, write_corpus
 
 NUM_STEPS = 5
 DOCS = ROOT / "docs" / "models.md"
-START, END = "<!-- measured: models on meshes -->", "<!-- end -->"
+START = "<!-- measured: models on meshes -->"
+END = "<!-- end -->"
 
 #: Overrides of all models; more than one microbatch.
 SHARED = (
-    *("data.global_batch_size=8", "train.num_microbatches=2"),
-    *("optimizer.warmup_steps=2", "optimizer.learning_rate=0.01"),
-    *("train.num_steps=5", "eval.every_steps=0", "checkpoint.every_steps=0"),
+    "data.global_batch_size=8",
+    "train.num_microbatches=2",
+    "optimizer.warmup_steps=2",
+    "optimizer.learning_rate=0.01",
+    "train.num_steps=5",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=0",
 )
 #: Overrides of text models, with sizes that every mesh divides.
 _TEXT = (
-    *("data.name=text", "data.tokenizer=bytes", "data.sequence_length=16"),
+    "data.name=text",
+    "data.tokenizer=bytes",
+    "data.sequence_length=16",
     "data.validation_fraction=0.2",
-    *("model.num_heads=4", "model.embed_dim=32", "model.num_layers=4"),
+    "model.num_heads=4",
+    "model.embed_dim=32",
+    "model.num_layers=4",
 )
 #: All random image augmentations.
 _IMAGES = (
-    *("images.crop_scale=(0.5,1.0)", "images.mixup=0.8", "images.cutmix=1.0"),
-    *("images.randaugment_num=2", "images.erasing=0.25"),
-    *("model.drop_path=0.2", "model.label_smoothing=0.1"),
+    "images.crop_scale=(0.5,1.0)",
+    "images.mixup=0.8",
+    "images.cutmix=1.0",
+    "images.randaugment_num=2",
+    "images.erasing=0.25",
+    "model.drop_path=0.2",
+    "model.label_smoothing=0.1",
 )
-_DROPOUT, _MLP = "model.dropout=0.1", "model.mlp_dim=48"
+_DROPOUT = "model.dropout=0.1"
+_MLP = "model.mlp_dim=48"
 _VIT = (*_IMAGES, _DROPOUT, "model.embed_dim=32", _MLP)
 _SWIN = (
-    *(*_IMAGES, _DROPOUT, "model.embed_dim=16", "model.depths=(2,4)", "model.num_heads=(2,4)"),
-    *("images.size=11", "model.window_size=4"),  # patches have to be padded to windows and to pairs
+    *_IMAGES,
+    _DROPOUT,
+    "model.embed_dim=16",
+    "model.depths=(2,4)",
+    "model.num_heads=(2,4)",
+    "images.size=11",
+    "model.window_size=4",  # patches have to be padded to windows and to pairs
 )
 _MAE = (
-    *("images.crop_scale=(0.5,1.0)", _DROPOUT, "model.drop_path=0.2"),
-    *("model.embed_dim=32", _MLP, "model.decoder_embed_dim=16", "model.decoder_mlp_dim=24"),
-    *("model.positions=random", "optimizer.frozen=decoder_position_embedding"),
+    "images.crop_scale=(0.5,1.0)",
+    _DROPOUT,
+    "model.drop_path=0.2",
+    "model.embed_dim=32",
+    _MLP,
+    "model.decoder_embed_dim=16",
+    "model.decoder_mlp_dim=24",
+    "model.positions=random",
+    "optimizer.frozen=decoder_position_embedding",
 )
 _MOCO = (
-    *("images.crop_scale=(0.5,1.0)", _DROPOUT, "model.drop_path=0.2"),
-    *("model.embed_dim=32", _MLP, "model.hidden_dim=24", "model.projection_dim=8"),
-    *("train.num_microbatches=1", "train.ema_decay=0.5"),
+    "images.crop_scale=(0.5,1.0)",
+    _DROPOUT,
+    "model.drop_path=0.2",
+    "model.embed_dim=32",
+    _MLP,
+    "model.hidden_dim=24",
+    "model.projection_dim=8",
+    "train.num_microbatches=1",
+    "train.ema_decay=0.5",
 )
 _GQA = ("model.num_kv_heads=2", "model.head_dim=6", _MLP)
 _T5 = ("model.num_layers=2", "model.num_decoder_layers=2", "model.head_dim=6", _MLP, _DROPOUT)
@@ -76,15 +107,17 @@ MODELS = {
         "t5",
         (
             *_T5,
-            *("model.activation=relu", "model.is_gated=false"),
-            *("model.tie_embeddings=true", "model.scale_outputs=true"),
+            "model.activation=relu",
+            "model.is_gated=false",
+            "model.tie_embeddings=true",
+            "model.scale_outputs=true",
         ),
     ),
     "T5 1.1": ("t5", _T5),
     "ViT": ("vit", _VIT),
     "ViT, mean of patches": (
         "vit",
-        (*_VIT, *("model.pool=mean", "model.positions=sincos", "optimizer.frozen=position_*")),
+        (*_VIT, "model.pool=mean", "model.positions=sincos", "optimizer.frozen=position_*"),
     ),
     "Swin": ("swin", _SWIN),
     "Swin V2": ("swin", (*_SWIN, "model.version=2")),
@@ -93,7 +126,8 @@ MODELS = {
     "MoCo v3": ("moco", _MOCO),
 }
 #: Configs of image models, which have no vocab to share.
-_OF_IMAGES, NO_VOCAB = ("vit", "swin", "resmlp", "mae", "moco"), "–"
+_OF_IMAGES = ("vit", "swin", "resmlp", "mae", "moco")
+NO_VOCAB = "–"
 MESHES = {
     "data=4": ("mesh.data=4",),
     "fsdp=4": ("mesh.fsdp=4",),
@@ -165,7 +199,8 @@ def main() -> None:
     pairs = [(model, mesh) for model in MODELS for mesh in MESHES if applies(model, mesh)]
     found = {(model, mesh): deviation(model, mesh) for model, mesh in pairs}
     text = DOCS.read_text()
-    before, after = text.partition(START)[0], text.partition(END)[2]
+    before = text.partition(START)[0]
+    after = text.partition(END)[2]
     DOCS.write_text(f"{before}{START}\n{table(found)}\n{END}{after}")
 
 

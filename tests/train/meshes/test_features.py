@@ -32,8 +32,12 @@ MESHES = {
     "2x2x2": CUBE,
     "2x2x2, uneven, ZeRO 3": UNEVEN,
     "chunks": (
-        *("mesh.pipeline=2", "mesh.fsdp=2", "pipeline.schedule=zbv", "pipeline.chunks=2"),
-        *("pipeline.share_vocab=true", "pipeline.remat=none"),
+        "mesh.pipeline=2",
+        "mesh.fsdp=2",
+        "pipeline.schedule=zbv",
+        "pipeline.chunks=2",
+        "pipeline.share_vocab=true",
+        "pipeline.remat=none",
     ),
     "host": ("memory.placement=host",),
     "host, 2x2x2, uneven, ZeRO 3": (*UNEVEN, *HOSTED),
@@ -56,8 +60,10 @@ def combinations():
 def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
     """Returns the losses of the first steps, and the final averages in the portable form."""
     run, corpus = make_run(overrides)
-    state, losses = run.state.initial(), []
-    batches, size = train_batches(corpus, run.config.data, run.rows), 16
+    state = run.state.initial()
+    losses = []
+    batches = train_batches(corpus, run.config.data, run.rows)
+    size = 16
     for _ in range(NUM_STEPS):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
         state, metrics = run.compile_train_step()(state, batch)

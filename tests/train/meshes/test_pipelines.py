@@ -89,8 +89,13 @@ def microbatches(count: int) -> tuple[str, ...]:
 def test_memory_does_not_grow_with_microbatches(schedule, remat, corpus_overrides):
     def temporaries(count):
         overrides = (
-            *(*TINY, *corpus_overrides, *microbatches(count), "mesh.pipeline=4"),
-            *(f"pipeline.schedule={schedule}", f"pipeline.remat={remat}", "model.embed_dim=64"),
+            *TINY,
+            *corpus_overrides,
+            *microbatches(count),
+            "mesh.pipeline=4",
+            f"pipeline.schedule={schedule}",
+            f"pipeline.remat={remat}",
+            "model.embed_dim=64",
         )
         temp_bytes = memory(make_run(overrides)[0].train_step).temp_bytes
         assert temp_bytes is not None
@@ -106,14 +111,18 @@ def test_remat_costs_one_forward_of_the_stage_in_every_tick(schedule, corpus_ove
         pipeline = (f"pipeline.schedule={schedule}", f"pipeline.remat={remat}")
         return make_run((*overrides, *pipeline, "model.num_layers=8"))[0]
 
-    full, none = compiled("full"), compiled("none")
+    full = compiled("full")
+    none = compiled("none")
     products = {
         "full": matmul_flops(full.compile_train_step()),
         "none": matmul_flops(none.compile_train_step()),
     }
     assert products["full"] is not None and products["none"] is not None
     # A stage has two layers, a microbatch has 2 sequences, and all branches count as taken.
-    batch, length, embed, num_heads = 2, 16, 32, 4
+    batch = 2
+    length = 16
+    embed = 32
+    num_heads = 4
     kernels = dense_flops(embed, 3 * embed) + dense_flops(embed, embed)
     kernels += 2 * dense_flops(embed, 4 * embed)
     scores = attention_flops(length, num_heads, embed // num_heads, is_causal=False)

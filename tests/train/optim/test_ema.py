@@ -44,7 +44,8 @@ def test_average_is_its_formula(schedule):
     with jax.enable_x64(True):
         optimizer = optax.chain(optax.sgd(0.5), average_params(0.6, schedule, 20))
         params: Any = {"a": jnp.asarray(rng.normal(size=3)), "b": None}
-        state, expected = optimizer.init(params), np.array(params["a"])
+        state = optimizer.init(params)
+        expected = np.array(params["a"])
         for step in range(20):
             grads = {"a": jnp.asarray(rng.normal(size=3)), "b": None}
             updates, state = optimizer.update(grads, state, params)
@@ -84,7 +85,8 @@ def test_average_of_a_run_is_that_of_its_parameters(corpus_overrides):
         state, _ = run.compile_train_step()(state, a_batch(run, corpus, weights=nan))
         assert int(state.num_skipped) == 1
         jax.tree.map(np.testing.assert_array_equal, averaged(state), found)
-    averages, params = jax.tree_util.tree_leaves_with_path(found), jax.device_get(state.params)
+    averages = jax.tree_util.tree_leaves_with_path(found)
+    params = jax.device_get(state.params)
     for (path, average), param in zip(averages, jax.tree.leaves(params), strict=True):
         name = jax.tree_util.keystr(path)
         is_frozen = "token_embedding" in name or "['mlp']" in name
@@ -102,7 +104,8 @@ def test_average_begins_as_the_parameters_in_host_memory_too(given, corpus_overr
         params = jax.device_put(params, shardings_of(run.state.portable.params))
     state = run.state.initial(params)
     assert shardings_of(run.state.abstract) == jax.tree.map(lambda x: x.sharding, state)
-    average, frozen = averaged(state), averaged(run.state.abstract)["token_embedding"]
+    average = averaged(state)
+    frozen = averaged(run.state.abstract)["token_embedding"]
     wide = jax.tree.map(lambda x: np.asarray(x, np.float32), state.params)
     assert digest(jax.tree.map(lambda x: np.asarray(x, np.float32), average)) == digest(wide)
     assert average["decoder"]["layers"]["attention"]["qkv"]["kernel"].dtype == jnp.float32
@@ -127,7 +130,9 @@ def test_evaluation_is_that_of_the_average(corpus_overrides):
 
 def steps(run, start: Position, count: int, *, save_after: int = 0) -> tuple[list, Any]:
     """Runs `count` steps; returns their losses and the final state in the portable form."""
-    state, losses, size = start.state, [], run.config.data.global_batch_size
+    state = start.state
+    losses = []
+    size = run.config.data.global_batch_size
     for step in range(1, count + 1):
         batch = place_batch(next(start.batches), run.rows, run.batch_sharding, size)
         state, metrics = run.compile_train_step()(state, batch)

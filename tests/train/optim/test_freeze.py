@@ -46,7 +46,8 @@ def run_of(*overrides: str):
 
 def a_step(run, corpus):
     """Returns (parameters before, state after, metrics) of one step."""
-    state, size = run.state.initial(), run.config.data.global_batch_size
+    state = run.state.initial()
+    size = run.config.data.global_batch_size
     before = jax.device_get(state.params)
     rows = next(train_batches(corpus, run.config.data, run.rows))
     batch = place_batch(rows, run.rows, run.batch_sharding, size)
@@ -90,7 +91,8 @@ def test_gradients_of_frozen_parameters_are_not_computed(schedule, corpus_overri
         )
         return flops(run.compile_train_step()) or 0.0, sum(over_data)
 
-    (plain_flops, plain_bytes), (frozen_flops, frozen_bytes) = found(plain), found(frozen)
+    (plain_flops, plain_bytes) = found(plain)
+    (frozen_flops, frozen_bytes) = found(frozen)
     sizes = jax.tree_util.tree_leaves_with_path(frozen.state.abstract.params)
     of_mlp = sum(x.size * 4 for path, x in sizes if "['mlp']" in jax.tree_util.keystr(path))
     assert frozen_bytes == plain_bytes - of_mlp // 2  # each stage has half of the layers

@@ -12,7 +12,10 @@ from train.config.shapes import microbatch
 from train.optim.layer_decay import Depths, depths_of, scaled_by_depth
 
 T5 = (
-    *("model.num_layers=2", "model.num_decoder_layers=3", "model.head_dim=6", "model.mlp_dim=48"),
+    "model.num_layers=2",
+    "model.num_decoder_layers=3",
+    "model.head_dim=6",
+    "model.mlp_dim=48",
     *(override for override in TINY if "num_layers" not in override),
 )
 
@@ -45,8 +48,10 @@ def test_what_leads_to_a_stack_has_the_depth_of_its_first_layer(corpus_overrides
     assert names(found, 1) == {f"merging1.{name}" for name in merging}
     assert names(found, 3) == {f"merging2.{name}" for name in merging}
     assert names(found, -1) == {
-        *("patch_embedding.linear.kernel", "patch_embedding.linear.bias"),
-        *("embedding_norm.scale", "embedding_norm.bias"),
+        "patch_embedding.linear.kernel",
+        "patch_embedding.linear.bias",
+        "embedding_norm.scale",
+        "embedding_norm.bias",
     }
     assert set(found.ends.values()) == {-1, 1, 3} and found.num_layers == 4
 

@@ -220,13 +220,15 @@ def lars(name, w, g, memory, rate, step):
 def test_optimizer_is_its_published_formula_tensor_by_tensor(formula):
     """Each layer of a stack counts as a separate tensor, and padding stays zero."""
     schedule: Any = make_learning_rate(BASE, 6)
-    rng, memory = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    memory = {}
     with jax.enable_x64(True):
         config = dataclasses.replace(BASE, name=formula.__name__, clip_norm=0.0)
         optimizer = make_optimizer(config, schedule, stacks=STACKS)
         start = stacked(rng)
         params: Any = jax.tree.map(jnp.asarray, start)
-        state, expected = optimizer.init(params), tensors(start)
+        state = optimizer.init(params)
+        expected = tensors(start)
         for step in range(1, 7):
             grads = stacked(rng)
             updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)

@@ -46,7 +46,8 @@ def test_log_config_names_the_key_that_is_wrong():
 
 def test_write_keeps_every_bit_of_a_float(tmp_path):
     writer = MetricsWriter(tmp_path, resume_step=0)
-    loss, norm = jnp.float32(1) / 3, np.float64(2) ** 0.5
+    loss = jnp.float32(1) / 3
+    norm = np.float64(2) ** 0.5
     writer.write(1, {"loss": loss, "grad_norm": norm, "tokens": 7, "tokens_per_s": None})
     writer.close()
     (line,) = lines_of(tmp_path)
@@ -75,7 +76,8 @@ def test_write_of_nan_and_infinity_is_valid_json_and_reads_back(tmp_path):
 
 @pytest.mark.parametrize("torn", ["", '{"step": 5, "lo', '{"step": 5}garbage\n', "\0\0\0\n"])
 def test_resuming_logs_each_step_once(tmp_path, torn):
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    undisturbed = tmp_path / "undisturbed"
+    killed = tmp_path / "killed"
     log_steps(undisturbed, range(1, 7), resume_step=0)
     log_steps(killed, range(1, 5), resume_step=0)
     with open(killed / "metrics.jsonl", "a") as file:

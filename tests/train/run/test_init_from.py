@@ -43,8 +43,10 @@ BERT = {
     "max_position_embeddings": 32,
 }
 SHORT = (
-    *("data.sequence_length=16", "data.global_batch_size=8"),
-    *("train.num_steps=3", "log.every_steps=1"),
+    "data.sequence_length=16",
+    "data.global_batch_size=8",
+    "train.num_steps=3",
+    "log.every_steps=1",
 )
 FINETUNE, CLASSIFY = (str(ROOT / "configs" / f"{n}.py") for n in ("opt_finetune", "bert_classify"))
 
@@ -115,7 +117,8 @@ def test_finetuning_is_the_same_on_any_mesh_and_goes_on(opt, text, tmp_path):
     mesh = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
     assert run_main(tmp_path / "one", overrides, config=FINETUNE) == 0
     assert run_main(tmp_path / "many", (*overrides, *mesh), config=FINETUNE) == 0
-    one, many = losses_of(tmp_path / "one"), losses_of(tmp_path / "many")
+    one = losses_of(tmp_path / "one")
+    many = losses_of(tmp_path / "many")
     np.testing.assert_allclose(one, many, rtol=1e-5)
     assert (tmp_path / "one" / "hf" / "config.json").exists()
     longer = (*overrides, "train.num_steps=5")
@@ -125,14 +128,16 @@ def test_finetuning_is_the_same_on_any_mesh_and_goes_on(opt, text, tmp_path):
 
 def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     overrides = (f"data.paths={text[0]}/labelled.jsonl", *SHORT, f"init_from={bert}")
-    config, source = load(CLASSIFY, (*overrides, "mesh.fsdp=2")), read_source(bert)
+    config = load(CLASSIFY, (*overrides, "mesh.fsdp=2"))
+    source = read_source(bert)
     inherit_config(config, source, overrides)
     resolved = resolve(config)
     vocab_size = resolved.model_fields["vocab_size"]
     run = assemble_run(
         resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=vocab_size, num_labels=2
     )
-    params, plain = start_params(run, source), nnx.to_pure_dict(nnx.split(load_model(bert))[1])
+    params = start_params(run, source)
+    plain = nnx.to_pure_dict(nnx.split(load_model(bert))[1])
     assert params.keys() - plain.keys() == {"pooler", "classifier"}
     assert plain.keys() - params.keys() == {"masked_lm"}
     for name in params.keys() & plain.keys():
@@ -145,7 +150,8 @@ def run_from(directory, text, labels, *overrides):
     """Returns (run, source) for a classifier with these labels."""
     where = (f"data.paths={text[0]}/labelled.jsonl", f"init_from={directory}")
     overrides = (*where, *SHORT, *overrides)
-    config, source = load(CLASSIFY, overrides), read_source(directory)
+    config = load(CLASSIFY, overrides)
+    source = read_source(directory)
     inherit_config(config, source, overrides)
     resolved = resolve(config)
     sizes = {"vocab_size": resolved.model_fields["vocab_size"], "num_labels": labels}
@@ -206,7 +212,8 @@ def test_labels_of_what_has_no_classifier_are_refused(bert, opt, text):
     with pytest.raises(ValueError, match="has no classifier for model.head='sequence'; do not set"):
         start_params(run, source, ("colon", "none"))
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}", "train.init_labels=new")
-    config, source = load(FINETUNE, overrides), read_source(opt[0])
+    config = load(FINETUNE, overrides)
+    source = read_source(opt[0])
     inherit_config(config, source, overrides)
     resolved = resolve(config)
     run = assemble_run(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None)
@@ -297,7 +304,9 @@ def test_example_of_the_docs_trains(opt):
     tokens = jax.numpy.asarray(np.random.default_rng(0).integers(105, 361, (1, 12)))
     names = {"PATH": str(opt[0]), "tokens": tokens}
     exec(compile(code, "docs/models.md", "exec"), names)
-    before, after = load_model(opt[0])(tokens), names["model"](tokens)
+    before = load_model(opt[0])(tokens)
+    after = names["model"](tokens)
     assert float(np.abs(before - after).max()) > 1e-4
-    trained, start = names["loss"](names["model"]), names["loss"](load_model(opt[0]))
+    trained = names["loss"](names["model"])
+    start = names["loss"](load_model(opt[0]))
     assert float(trained) < float(start)

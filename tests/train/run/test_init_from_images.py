@@ -30,13 +30,21 @@ from train.run.init_from import start_params
 
 MAE, VIT, SWIN = (str(ROOT / "configs" / f"{name}.py") for name in ("mae", "vit", "swin"))
 SHORT = (
-    *("train.num_steps=2", "log.every_steps=1", "eval.num_batches=1"),
-    *("data.global_batch_size=16", "optimizer.warmup_steps=1"),
+    "train.num_steps=2",
+    "log.every_steps=1",
+    "eval.num_batches=1",
+    "data.global_batch_size=16",
+    "optimizer.warmup_steps=1",
 )
 SIZES = (
-    *("model.num_layers=2", "model.num_heads=2", "model.embed_dim=16", "model.mlp_dim=24"),
-    *("model.decoder_num_layers=1", "model.decoder_num_heads=2"),
-    *("model.decoder_embed_dim=8", "model.decoder_mlp_dim=12"),
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.embed_dim=16",
+    "model.mlp_dim=24",
+    "model.decoder_num_layers=1",
+    "model.decoder_num_heads=2",
+    "model.decoder_embed_dim=8",
+    "model.decoder_mlp_dim=12",
 )
 #: Hugging Face config for digits: their size and channel, and the patches of configs/vit.py.
 TINY_VIT = {
@@ -78,7 +86,8 @@ def save(directory, name, **config):
 def run_from(directory, config, *overrides):
     """Returns (run, its initial parameters, the checkpoint's parameters)."""
     overrides = (*overrides, f"init_from={directory}")
-    given, source = load(config, overrides), read_source(directory)
+    given = load(config, overrides)
+    source = read_source(directory)
     inherit_config(given, source, overrides)
     resolved = resolve(given)
     labels = load_corpus(resolved.data, resolved.images).labels

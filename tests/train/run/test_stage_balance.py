@@ -12,7 +12,11 @@ from models.stack import partition
 from models.text.gpt2 import GPT2, GPT2Config
 from train.run.stage_balance import count_work
 
-B, T, D, N, LAYERS = 2, 8, 16, 2, 6
+B = 2
+T = 8
+D = 16
+N = 2
+LAYERS = 6
 
 
 def struct(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -21,9 +25,15 @@ def struct(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
 
 def test_traced_flops_of_a_product_are_two_per_multiply_add():
     assert traced_flops(jnp.matmul, struct(3, 5), struct(5, 7)) == 2 * 3 * 5 * 7
-    spec = lambda a, b: jnp.einsum("BTNH,BSNH->BNTS", a, b)  # noqa: E731
+
+    def spec(a, b):
+        return jnp.einsum("BTNH,BSNH->BNTS", a, b)
+
     assert traced_flops(spec, struct(2, 3, 4, 5), struct(2, 6, 4, 5)) == 2 * 2 * 4 * 3 * 6 * 5
-    two_dims = lambda a, b: jnp.einsum("TNH,NHD->TD", a, b)  # noqa: E731
+
+    def two_dims(a, b):
+        return jnp.einsum("TNH,NHD->TD", a, b)
+
     assert traced_flops(two_dims, struct(3, 4, 5), struct(4, 5, 6)) == 2 * 3 * 4 * 5 * 6
     assert traced_flops(lambda a: jnp.tanh(a) * a + 1.0, struct(3, 5)) == 0
 
@@ -161,7 +171,8 @@ def test_layer_flops_of_the_formula_are_those_traced():
     """The other tests rely on the formula above."""
     parts, params, batch = gpt2(8)
     layer = jax.tree.map(lambda p: struct(*p.shape[1:]), parts.split(params)["layers"]["decoder"])
-    x, number = struct(B, T, D), struct(dtype=jnp.int32)
+    x = struct(B, T, D)
+    number = struct(dtype=jnp.int32)
     block = parts.blocks["decoder"]
 
     def backward(layer, x, batch, number, dy):

@@ -23,7 +23,9 @@ MESHES = {
     "data=8, ZeRO 3": ("mesh.data=8", "memory.zero_stage=3"),
     "2x2x2, fsdp": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2"),
     "chunks": (
-        *("mesh.pipeline=2", "mesh.fsdp=4", "pipeline.chunks=2"),
+        "mesh.pipeline=2",
+        "mesh.fsdp=4",
+        "pipeline.chunks=2",
         "pipeline.schedule=interleaved_1f1b",
     ),
     "uneven": ("mesh.pipeline=2", "mesh.model=2", "pipeline.layers_per_stage=3,1"),

@@ -84,7 +84,8 @@ def compilations():
 
 def some_state(run) -> TrainState:
     """Returns a state on the mesh whose elements are all different, and whose padding is zero."""
-    layout, rng = run.layouts["decoder"], np.random.default_rng(0)
+    layout = run.layouts["decoder"]
+    rng = np.random.default_rng(0)
 
     def make(path, leaf):
         values = rng.uniform(1, 2, leaf.shape)
@@ -107,7 +108,8 @@ def as_restored(run, portable: TrainState) -> TrainState:
 @pytest.mark.parametrize("name", ["even", "uneven", "zbv"])
 def test_state_goes_to_portable_and_back_to_the_bit(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
-    state, slot_of_layer = some_state(run), run.layouts["decoder"].slot_of_layer
+    state = some_state(run)
+    slot_of_layer = run.layouts["decoder"].slot_of_layer
     before = {path: np.asarray(leaf) for path, leaf in leaves(state).items()}
     portable = run.state.to_portable(state)
     in_stack = of_stack(portable)
@@ -220,7 +222,8 @@ def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrid
         batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
         state, _ = run.compile_train_step()(state, batch)
     layer_of_slot = run.layouts["decoder"].layer_of_slot
-    padding, used = np.flatnonzero(layer_of_slot < 0), np.flatnonzero(layer_of_slot >= 0)
+    padding = np.flatnonzero(layer_of_slot < 0)
+    used = np.flatnonzero(layer_of_slot >= 0)
     assert padding.tolist() == [4, 5]
     for path, leaf in of_stack(state).items():
         after = np.asarray(leaf)

@@ -22,7 +22,8 @@ PLACEMENTS = {
     "half the optimizer": (HOSTED, "memory.offload_optimizer_fraction=0.5"),
     "all": (HOSTED, "memory.offload_parameters_fraction=1.0"),
     "half the parameters": (
-        *(HOSTED, "memory.offload_optimizer_fraction=0.0"),
+        HOSTED,
+        "memory.offload_optimizer_fraction=0.0",
         "memory.offload_parameters_fraction=0.5",
     ),
 }
@@ -77,7 +78,8 @@ def kinds(state) -> dict[str, str]:
 @pytest.mark.parametrize("placement", ["optimizer", "half the parameters", "all"])
 def test_state_lies_where_it_was_asked_to_before_and_after_a_step(placement, corpus_overrides):
     run, corpus = make_run((*TINY, *corpus_overrides, "mesh.fsdp=2", *PLACEMENTS[placement]))
-    abstract, state = kinds(run.state.abstract), run.state.initial()
+    abstract = kinds(run.state.abstract)
+    state = run.state.initial()
     assert kinds(state) == abstract
     assert kinds(run.state.from_portable(run.state.to_portable(state))) == abstract
     batches = train_batches(corpus, run.config.data, run.rows)
@@ -89,7 +91,8 @@ def test_state_lies_where_it_was_asked_to_before_and_after_a_step(placement, cor
         chosen = [kind for path, kind in abstract.items() if any(w in path for w in words)]
         return [kind == "pinned_host" for kind in chosen]
 
-    masters, moments = on_host(".params["), on_host(".mu[", ".nu[")
+    masters = on_host(".params[")
+    moments = on_host(".mu[", ".nu[")
     assert all(masters) == (placement != "half the parameters") and any(masters)
     assert all(moments) == any(moments) == (placement != "half the parameters")
     assert not any(on_host(".step", ".count", ".num_skipped"))
@@ -122,7 +125,8 @@ def test_device_gets_one_layer_at_a_time(corpus_overrides):
     for placement in ("optimizer", "all"):
         found = moved(make_run((*base, *PLACEMENTS[placement]))[0])
         whole = (4, 32, 128)  # the up kernels of four layers
-        up, in_update = found["to device"][whole[1:]], found["to device"][1, *whole[1:]]
+        up = found["to device"][whole[1:]]
+        in_update = found["to device"][1, *whole[1:]]
         assert found["to device"][whole] == 0
         assert found["to host"][whole] == 0
         # The update copies master weights and two moments; hosted gradients are copied twice, for
@@ -139,7 +143,11 @@ def test_several_stacks_stages_and_skipped_steps_go_with_it(corpus_overrides):
     shape = ("model.num_layers=2", "model.num_decoder_layers=2", "model.head_dim=6")
     tiny = (
         *(override for override in TINY if "num_layers" not in override),
-        *(*corpus_overrides, *FLOAT64, *shape, "model.mlp_dim=48", "train.skip_spikes=1.001"),
+        *corpus_overrides,
+        *FLOAT64,
+        *shape,
+        "model.mlp_dim=48",
+        "train.skip_spikes=1.001",
     )
     mesh = ("mesh.pipeline=2", "mesh.data=2", "pipeline.share_vocab=true", "memory.zero_stage=3")
     uneven = ("pipeline.layers_per_stage=1,3",)
@@ -160,7 +168,8 @@ def test_step_holds_no_more_than_its_copy_of_the_parameters(corpus_overrides):
         assert memory is not None
         return memory.temp_size_in_bytes, 4 * run.num_params
 
-    (plain, copy), (hosted, _) = temporaries(), temporaries(*PLACEMENTS["optimizer"])
+    (plain, copy) = temporaries()
+    (hosted, _) = temporaries(*PLACEMENTS["optimizer"])
     assert hosted - plain <= copy
 
 

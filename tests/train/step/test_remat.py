@@ -27,7 +27,10 @@ MESHES = {
     "data=4, ZeRO 3": ("mesh.data=4", "memory.zero_stage=3"),
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
     "2x2x2, nothing recomputed by the pipeline": (
-        *("mesh.pipeline=2", "mesh.data=2", "mesh.model=2", "pipeline.remat=none"),
+        "mesh.pipeline=2",
+        "mesh.data=2",
+        "mesh.model=2",
+        "pipeline.remat=none",
     ),
     "zero bubble": ("mesh.pipeline=2", "pipeline.schedule=zero_bubble", "pipeline.remat=none"),
 }
@@ -77,7 +80,8 @@ def buffers(run) -> dict[bool, set[tuple]]:
 def test_named_activations_lie_where_they_were_asked_to(corpus_overrides):
     base = (*TINY, *corpus_overrides, "pipeline.remat=none", "train.remat=full")
     # [slots of the buffer, layers, batch, sequence, mlp]; two microbatches of 8.
-    mlp, block_input = (1, 4, 8, 16, 128), (1, 4, 8, 16, 32)
+    mlp = (1, 4, 8, 16, 128)
+    block_input = (1, 4, 8, 16, 32)
     plain = buffers(make_run(base)[0])
     assert not plain[True] and mlp not in plain[False] and block_input in plain[False]
     kept = buffers(make_run((*base, "train.remat=mlp"))[0])
@@ -93,10 +97,8 @@ def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
     found = []
     for remat in ("full", "attention_out", "qkv,attention_out", NAMES):
         run, _ = make_run((*base, f"train.remat={remat}"))
-        cost, memory = (
-            run.compile_train_step().cost_analysis(),
-            run.compile_train_step().memory_analysis(),
-        )
+        cost = run.compile_train_step().cost_analysis()
+        memory = run.compile_train_step().memory_analysis()
         assert cost is not None and memory is not None
         found.append((cost["flops"], memory.temp_size_in_bytes))
     flops, num_bytes = zip(*found, strict=True)

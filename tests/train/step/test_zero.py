@@ -140,6 +140,7 @@ def test_no_device_holds_all_gradients_in_stage_3(corpus_overrides):
         assert memory is not None
         return memory.temp_size_in_bytes, num_bytes(run.state.abstract.params) * 8
 
-    (of_2, whole), (of_3, _) = temporaries(2), temporaries(3)
+    (of_2, whole) = temporaries(2)
+    (of_3, _) = temporaries(3)
     # In a step, stage 2 has all parameters and their gradients, stage 3 an eighth of them.
     assert of_2 - of_3 > 1.5 * whole

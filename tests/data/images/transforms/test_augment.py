@@ -35,7 +35,10 @@ def assert_same(one, other):
 
 
 def test_random_boxes_have_the_areas_and_ratios_that_are_asked_for():
-    width, height, scale, ratio = 640, 480, (0.08, 1.0), (3 / 4, 4 / 3)
+    width = 640
+    height = 480
+    scale = (0.08, 1.0)
+    ratio = (3 / 4, 4 / 3)
     random = rng()
     boxes = np.array([random_box(width, height, scale, ratio, random) for _ in range(4000)])
     left, top, right, bottom = boxes.T
@@ -255,11 +258,14 @@ def test_rand_augment_does_half_of_what_it_draws(monkeypatch):
 
 
 def test_erased_rectangles_have_the_published_areas_and_ratios():
-    areas, ratios, random = [], [], rng()
+    areas = []
+    ratios = []
+    random = rng()
     for _ in range(2000):
         pixels = erase(np.full((100, 80, 3), 77, np.uint8), random)
         rows, columns = ((pixels != 77).any(axis=(1 - axis, 2)) for axis in (0, 1))
-        height, width = np.ptp(np.flatnonzero(rows)) + 1, np.ptp(np.flatnonzero(columns)) + 1
+        height = np.ptp(np.flatnonzero(rows)) + 1
+        width = np.ptp(np.flatnonzero(columns)) + 1
         areas.append(height * width / 8000)
         ratios.append(height / width)
     assert 0.018 < min(areas) and max(areas) < 0.35
@@ -289,7 +295,8 @@ def test_nothing_is_changed_by_default():
 
 def test_half_of_the_images_are_mirrored():
     config = ImageConfig(size=40, channels=3, flip=True)
-    square, random = Image.fromarray(NOISE[:, :40]), rng()
+    square = Image.fromarray(NOISE[:, :40])
+    random = rng()
     found = [augment(square, config, random) for _ in range(400)]
     mirrored = [np.array_equal(image, NOISE[:, :40][:, ::-1]) for image in found]
     same = [np.array_equal(image, NOISE[:, :40]) for image in found]
@@ -313,7 +320,8 @@ def test_changes_come_as_often_as_configured():
         ({"jitter": (0.4, 0.0, 0.0, 0.0), "jitter_probability": 0.6}, 0.6),
     ]
     for changes, share in cases:
-        config, random = ImageConfig(size=20, channels=3, **changes), rng()
+        config = ImageConfig(size=20, channels=3, **changes)
+        random = rng()
         changed = [(augment(flat, config, random) != np.asarray(flat)).any() for _ in range(1000)]
         # Four standard errors. The additional 0.005 allows for factors within 1 ± 0.002, which
         # change no pixel.
@@ -324,13 +332,15 @@ def test_changes_come_as_often_as_configured():
 
 
 def test_mixup_blends_by_its_share():
-    config, random = ImageConfig(size=40, channels=3, mixup=0.8), rng()
+    config = ImageConfig(size=40, channels=3, mixup=0.8)
+    random = rng()
     shares = [draw_mix(config, random) for _ in range(2000)]
     assert all(mix.box is None for mix in shares)
     values = np.array([mix.share for mix in shares])
     # Beta(a, a) has mean 1/2 and variance 1 / (4 (2a + 1)) = 0.0962.
     assert abs(values.mean() - 0.5) < 0.03 and abs(values.var() - 0.0962) < 0.01
-    one, other = NOISE[:, :40], NOISE[:, 10:]
+    one = NOISE[:, :40]
+    other = NOISE[:, 10:]
     expected = np.rint(shares[0].share * one.astype(float) + (1 - shares[0].share) * other)
     # In float32, a value close to a half may be rounded the other way.
     np.testing.assert_allclose(shares[0](one, other).astype(float), expected, atol=1)
@@ -338,8 +348,10 @@ def test_mixup_blends_by_its_share():
 
 
 def test_cutmix_pastes_a_box_of_its_share():
-    config, random = ImageConfig(size=40, channels=1, cutmix=1.0), rng()
-    one, other = np.zeros((40, 40, 1), np.uint8), np.ones((40, 40, 1), np.uint8)
+    config = ImageConfig(size=40, channels=1, cutmix=1.0)
+    random = rng()
+    one = np.zeros((40, 40, 1), np.uint8)
+    other = np.ones((40, 40, 1), np.uint8)
     shares = []
     for _ in range(2000):
         mix = draw_mix(config, random)
@@ -347,7 +359,8 @@ def test_cutmix_pastes_a_box_of_its_share():
         pasted = mix(one, other)
         assert pasted.mean() == pytest.approx(1 - mix.share)
         assert not one.any(), "the image itself was changed"
-        rows, columns = pasted[:, :, 0].any(1), pasted[:, :, 0].any(0)
+        rows = pasted[:, :, 0].any(1)
+        columns = pasted[:, :, 0].any(0)
         assert pasted.sum() == rows.sum() * columns.sum(), "it is not a rectangle"
     # The share is uniform, except that up to half of a box's side may be outside the image.
     assert 0.5 < np.mean(shares) < 0.75 and min(shares) < 0.1 and max(shares) > 0.99

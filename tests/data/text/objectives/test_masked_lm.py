@@ -48,14 +48,17 @@ def test_masking_hides_the_promised_parts_and_targets_restore_them(tmp_path):
     for epoch in range(40):
         for i in range(len(corpus.train)):
             row = corpus.train.example(i, (0, 7, epoch * len(corpus.train) + i))
-            tokens, targets, chosen = row["tokens"], row["targets"], row["weights"] == 1
+            tokens = row["tokens"]
+            targets = row["targets"]
+            chosen = row["weights"] == 1
             assert set(row["weights"]) == {0, 1}
             np.testing.assert_array_equal(np.where(chosen, targets, tokens), targets)
             # No special token is chosen, and no special token but MASK replaces a token.
             assert not (targets[chosen] >= 256).any()
             assert (tokens[chosen] <= 255).sum() + (tokens[chosen] == MASK).sum() == chosen.sum()
             assert chosen.sum() == round(0.15 * (targets < 256).sum())
-            is_mask, is_same = tokens[chosen] == MASK, tokens[chosen] == targets[chosen]
+            is_mask = tokens[chosen] == MASK
+            is_same = tokens[chosen] == targets[chosen]
             counts += is_mask.sum(), is_same.sum(), (~is_mask & ~is_same).sum()
     total = counts.sum()
     assert total > 5000
@@ -66,7 +69,8 @@ def test_masking_hides_the_promised_parts_and_targets_restore_them(tmp_path):
 
 def test_every_token_is_as_likely_to_be_chosen(tmp_path):
     corpus = load_text(masked_config(tmp_path))
-    num_draws, share = 2000, 4 / 28
+    num_draws = 2000
+    share = 4 / 28
     row = next(i for i in range(99) if (corpus.train[i]["targets"] < 256).sum() == 28)
     draws = [corpus.train.example(row, (k,))["weights"] for k in range(num_draws)]
     times = np.sum(draws, axis=0)
@@ -82,11 +86,15 @@ def test_whole_words_are_never_split(kind, tmp_path):
     corpus = load_text(config)
     tokenizer = corpus.tokenizer
     assert tokenizer.starts_word().sum() > 0
-    shares, num_split, num_apart = [], 0, 0
+    shares = []
+    num_split = 0
+    num_apart = 0
     for i in range(len(corpus.train)):
         row = corpus.train[i]
-        targets, chosen = row["targets"].tolist(), row["weights"] == 1
-        words, is_text = [], tokenizer.is_text()
+        targets = row["targets"].tolist()
+        chosen = row["weights"] == 1
+        words = []
+        is_text = tokenizer.is_text()
         for place, token in enumerate(targets):
             if not is_text[token]:
                 words.append(None)
@@ -186,16 +194,21 @@ def isolated(row, *, ends_before):
         row: The tokens of the row.
         ends_before: Whether an end-of-document token belongs to the document after it.
     """
-    segment, position, ids, positions = 1, 0, [], []
+    segment = 1
+    position = 0
+    ids = []
+    positions = []
     for place, token in enumerate(row):
         if ends_before and token == EOS and place:
-            segment, position = segment + 1, 0
+            segment = segment + 1
+            position = 0
         ids.append(segment)
         positions.append(position)
         position += 1
         is_last_text = place >= len(row) - 2
         if not ends_before and token == EOS and not is_last_text:
-            segment, position = segment + 1, 0
+            segment = segment + 1
+            position = 0
     return ids, positions
 
 
@@ -205,7 +218,8 @@ def test_isolated_documents_have_segments_and_positions_of_their_own(objective, 
     config = masked_config(
         tmp_path, objective=objective, sequence_length=40, isolate_documents=True
     )
-    corpus, without = load_text(config), load_text(plain)
+    corpus = load_text(config)
+    without = load_text(plain)
     num_segments = set()
     for i in range(len(corpus.train)):
         row = corpus.train[i]

@@ -8,7 +8,8 @@ from data.text.text_corpus import load_text
 from tests.data.corpora import byte_level, jsonl_config, word_piece
 
 SPECIALS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
-CLS, SEP = 1, 2
+CLS = 1
+SEP = 2
 NUM_DOCUMENTS = 40
 
 

@@ -29,7 +29,8 @@ def restored(row):
     inputs = row["tokens"][row["segment_ids"] == 1].tolist()
     outputs = row["targets"][row["weights"] == 1].tolist()
     assert inputs.pop() == EOS and outputs.pop() == EOS
-    spans, number = {}, 0
+    spans = {}
+    number = 0
     for token in outputs:
         if token == FIRST_SENTINEL - number:
             spans[token] = []

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sharding.memory import MemoryConfig
 from sharding.zero import split_over_data
 
-WIDTH, BATCH = 8, 4
+WIDTH = 8
+BATCH = 4
 NO_ZERO = MemoryConfig()
 
 
@@ -30,9 +31,11 @@ class Net:
         return {"body": self.block}
 
     def types(self, ends, microbatch):
-        types, x = {}, jax.eval_shape(self.embed, ends, microbatch)
+        types = {}
+        x = jax.eval_shape(self.embed, ends, microbatch)
         for name in self.num_layers:
-            given, before = x, self.before.get(name)
+            given = x
+            before = self.before.get(name)
             x = jax.eval_shape(before, ends, given, microbatch) if before else given
             types[name] = (given, x)
         return types
@@ -186,7 +189,10 @@ def inputs(
 ):
     """Return parameters, with layers not yet in slots, and a batch `[M, B, ...]`."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(dtype)  # noqa: E731
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(dtype)
+
     shape = (num_microbatches, batch)
     data: dict[str, Any] = {"x": draw(*shape, width), "y": draw(*shape, width)}
     data["scale"] = draw(*shape)
@@ -222,7 +228,10 @@ def specs_of(net: Net, params, mesh, zero: MemoryConfig):
 
 def place(net: Net, layouts, mesh, params, data, zero: MemoryConfig = NO_ZERO):
     """Return the parameters in slots and the batch, sharded over the mesh."""
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+
+    def put(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
     slots = {
         name: jax.tree.map(layouts[name].to_slots, layers)
         for name, layers in params["layers"].items()

@@ -24,8 +24,13 @@ from tests.runs import ROOT
 from tests.sharding.pipeline.schedules.tables import properties
 
 #: Sizes are all different, so a shape identifies its array.
-ROWS, WIDTH, INNER = 3, 5, 4
-B, T, D, N = 2, 24, 16, 4
+ROWS = 3
+WIDTH = 5
+INNER = 4
+B = 2
+T = 24
+D = 16
+N = 4
 
 
 class Example(NamedTuple):
@@ -88,7 +93,8 @@ def check(example: Example) -> tuple[list[jax.Array], list[jax.Array]]:
 
 def costs(example: Example) -> tuple[int, int, int]:
     """Return the FLOPs of a whole backward, and of its two halves."""
-    taken, (_, params, x, side) = example.taken_apart(), example
+    taken = example.taken_apart()
+    (_, params, x, side) = example
     kept = [taken.saved[i] for i in taken.saved_for_weights]
     return (
         traced_flops(taken.backward, params, side, taken.saved, x),
@@ -398,7 +404,8 @@ def test_gpt2_block_equals_jax_vjp_and_saves_activations_alone(remat, uses_dropo
         # Every array has a batch and a sequence dim; weights and causal masks have not.
         for array in (*saved, *handed):
             # Keys and values have a row per head, queries a row per head and group.
-            rows, head_rows = B * T, ((B, N, T), (B, N, 1, T))
+            rows = B * T
+            head_rows = ((B, N, T), (B, N, 1, T))
             assert (
                 array.shape[:2] == (B, T)
                 or array.shape[:3] in head_rows

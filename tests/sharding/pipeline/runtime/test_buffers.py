@@ -39,11 +39,13 @@ class Simulation:
     """
 
     def __init__(self, plan: ExecutionPlan, schedule: Schedule, *, remat: str, shares_vocab: bool):
-        self.plan, self.placement = plan, schedule.placement
+        self.plan = plan
+        self.placement = schedule.placement
         self.stages = range(schedule.num_stages)
         self.last = len(schedule.placement) - 1
         self.trains = any(op.kind != "F" for _, _, cell in schedule.cells() for op in cell)
-        self.recomputes, self.shares_vocab = remat == "full", shares_vocab
+        self.recomputes = remat == "full"
+        self.shares_vocab = shares_vocab
         self.keeps = self.trains and not self.recomputes
         self.splits = any(op.kind == "W" for _, _, cell in schedule.cells() for op in cell)
         self.slots: dict[tuple[str, int, int], Held] = {}
@@ -56,7 +58,8 @@ class Simulation:
             self.run_tick(tick)
 
     def run_tick(self, tick: int) -> None:
-        self.tick, self.phase = tick, 0
+        self.tick = tick
+        self.phase = 0
         if self.shares_vocab:
             self.embed_together()
         self.phase = 1
@@ -142,7 +145,8 @@ class Simulation:
             self.put("input", self.placement[0], "F", ("embedding", m))
 
     def head_together(self) -> None:
-        m, stage = self.plan.shared["head"][self.tick], self.placement[-1]
+        m = self.plan.shared["head"][self.tick]
+        stage = self.placement[-1]
         if self.trains and m >= 0:
             self.read("head_input", stage, "B", ("y", m, self.last))
             self.head.append(m)
@@ -198,7 +202,8 @@ def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulat
     """Run a plan, and check everything that it promises."""
     plan = make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab)
     ran = Simulation(plan, schedule, remat=remat, shares_vocab=shares_vocab)
-    last, folds = len(schedule.placement) - 1, ran.trains and remat == "full" and not shares_vocab
+    last = len(schedule.placement) - 1
+    folds = ran.trains and remat == "full" and not shares_vocab
     assert plan.folds_last_forward == folds
     assert plan.splits_backward == ran.splits
     # Every operation runs once, in the order of the table without the ticks that folding emptied.
@@ -244,9 +249,12 @@ def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulat
 @st.composite
 def random_tables(draw):
     """Draw a table with any order and any placement that satisfies the rules of a table."""
-    S, V, M = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    S = draw(st.integers(1, 4))
+    V = draw(st.integers(1, 3))
+    M = draw(st.integers(1, 5))
     placement = tuple(draw(st.permutations([*range(S)] * V)))
-    splits, trains = draw(st.booleans()), draw(st.integers(0, 4)) > 0
+    splits = draw(st.booleans())
+    trains = draw(st.integers(0, 4)) > 0
     rng = draw(st.randoms(use_true_random=False))
     backward = "I" if splits else "B"
     done: dict[tuple[str, int, int], int] = {}
@@ -263,7 +271,8 @@ def random_tables(draw):
 
     ticks = []
     while left:
-        tick, row = len(ticks), []
+        tick = len(ticks)
+        row = []
         for stage in range(S):
             cell = []
             for kind in kinds:

@@ -87,11 +87,13 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
     """Fewer microbatches than stages, as many, and more."""
     with jax.enable_x64(True):
         devices = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices())
-        num_stages, num_chunks = devices.shape["pipeline"], SCHEDULES[schedule]
+        num_stages = devices.shape["pipeline"]
+        num_chunks = SCHEDULES[schedule]
         num_microbatches = {"fewer": max(num_stages - 1, 1), "equal": num_stages, "more": 7}[amount]
         table = make_schedule(schedule, num_stages, num_microbatches, num_chunks)
         # With more microbatches than stages, also use uneven layers and ZeRO stage 3.
-        is_uneven, config = amount == "more", PipelineConfig(remat=remat)
+        is_uneven = amount == "more"
+        config = PipelineConfig(remat=remat)
         num_parts = num_stages * num_chunks
         counts = (0, 9 - num_parts, *[1] * (num_parts - 2)) if is_uneven and num_parts > 1 else ()
         counts = counts and (*counts[:-1], counts[-1] + 8 - sum(counts))
@@ -104,8 +106,10 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
 def test_what_is_taught_is_that_of_each_example(schedule, mesh, share_vocab):
     """The outputs of `teach` are sharded like the batch, and equal plain evaluation."""
     with jax.enable_x64(True):
-        devices, net = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices()), Teacher()
-        stages, chunks = devices.shape["pipeline"], SCHEDULES[schedule]
+        devices = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices())
+        net = Teacher()
+        stages = devices.shape["pipeline"]
+        chunks = SCHEDULES[schedule]
         table = make_schedule(schedule, stages, 5, chunks)
         forwards = forward_only(stages, 5, chunks, placement=table.placement)
         params, data = inputs(net, 5)
@@ -177,7 +181,8 @@ def test_buffers_of_a_hand_made_table_are_told_apart():
 def compiled(
     schedule: str, num_microbatches: int, sizes: dict[str, int], remat="full", **shape: Any
 ):
-    net, mesh = Net(), make_mesh(MeshConfig(**sizes), jax.devices())
+    net = Net()
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
     params, data = inputs(net, num_microbatches, dtype=np.float32, **shape)
     chunks = SCHEDULES[schedule]
     table = make_schedule(schedule, mesh.shape["pipeline"], num_microbatches, chunks)

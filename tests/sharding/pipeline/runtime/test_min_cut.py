@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from sharding.pipeline.runtime.min_cut import cheapest_cut
 from tests.sharding.pipeline.schedules.tables import properties
 
-SMALL, LARGE = st.integers(1, 9), st.integers(1, 2**36)
+SMALL = st.integers(1, 9)
+LARGE = st.integers(1, 2**36)
 
 
 @st.composite
@@ -18,7 +19,10 @@ def graphs(draw, sizes=SMALL):
     values = range(count)
     pairs = list(itertools.combinations(values, 2))
     uses = [pair for pair in pairs if draw(st.booleans())]
-    subset = lambda: [v for v in values if draw(st.booleans())]  # noqa: E731
+
+    def subset():
+        return [v for v in values if draw(st.booleans())]
+
     return {v: draw(sizes) for v in values}, uses, subset(), subset()
 
 

@@ -15,7 +15,8 @@ def test_no_send_of_a_tick_waits_for_later_work_nor_later_work_for_a_send(
     tasks = audit.tasks_of_loop(step, mesh)
     sends = {task.pairs: task for task in tasks if task.pairs}
     works = {task.name: task for task in tasks if not task.pairs}
-    forward, backward = sends[(0, 1), (1, 2), (2, 3)], sends[(1, 0), (2, 1), (3, 2)]
+    forward = sends[(0, 1), (1, 2), (2, 3)]
+    backward = sends[(1, 0), (2, 1), (3, 2)]
     assert len(sends) == 2 and len(works) == num_works  # F and B, or F, I and W
     sent = {forward.name, backward.name}
 

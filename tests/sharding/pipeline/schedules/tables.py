@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from sharding.pipeline.schedule import SCHEDULES
 from sharding.pipeline.schedules.table import Op, Schedule
 
-STAGES, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 32), st.integers(1, 4)
+STAGES = st.integers(1, 8)
+MICROBATCHES = st.integers(1, 32)
+CHUNKS = st.integers(1, 4)
 #: Number of chunks of schedules that support only one number.
 FIXED_CHUNKS = {"1f1b": 1, "zero_bubble": 1, "zbv": 2}
 # No deadline, and the same examples on every machine.

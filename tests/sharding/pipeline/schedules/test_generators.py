@@ -25,8 +25,11 @@ from tests.sharding.pipeline.schedules.tables import CHUNKS, MICROBATCHES, STAGE
 
 TIME = st.floats(0.1, 10)
 EQUAL = Times(forward=1, backward=1)
+
+
 #: Tolerance for sums of up to a few thousand floats.
-close = lambda value: pytest.approx(value, rel=1e-9, abs=1e-12)  # noqa: E731
+def close(value):
+    return pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
 def of(schedule, other) -> bool:
@@ -136,7 +139,9 @@ def test_zero_bubble_loses_least_of_all_tables_with_one_chunk(S, M):
 @given(st.integers(2, 8), MICROBATCHES)
 @properties
 def test_zero_bubble_schedules_beat_1f1b_and_zbv_beats_the_other(S, M):
-    plain, split, folded = one_f_one_b(S, M), zero_bubble(S, M), zbv(S, M)
+    plain = one_f_one_b(S, M)
+    split = zero_bubble(S, M)
+    folded = zbv(S, M)
     assert bubble_fraction(folded) < bubble_fraction(split) < bubble_fraction(plain)
     for schedule in (split, folded):
         assert synchronous_time(schedule) < synchronous_time(plain)

@@ -38,7 +38,8 @@ def is_valid(schedule: Schedule) -> bool:
         stage: [v for v, where in enumerate(schedule.placement) if where == stage]
         for stage in range(schedule.num_stages)
     }
-    last, done = len(schedule.placement) - 1, set()
+    last = len(schedule.placement) - 1
+    done = set()
     for row in schedule.ticks:
         made = set()
         for stage, cell in enumerate(row):
@@ -49,7 +50,8 @@ def is_valid(schedule: Schedule) -> bool:
                 if not (0 <= m < schedule.num_microbatches and 0 <= chunk < schedule.num_chunks):
                     return False
                 v = held[stage][chunk]
-                here, after = own | done, {(kind, m, v + 1) for kind in "BI"}
+                here = own | done
+                after = {(kind, m, v + 1) for kind in "BI"}
                 if kind == "F":
                     fine = v == 0 or ("F", m, v - 1) in done
                 elif kind == "W":
