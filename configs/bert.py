@@ -29,7 +29,7 @@ SIZES = {
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of SIZES."""
+    """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("bert", size, SIZES)
     config = common.get_config()
     config.data.objective = "masked_lm_pairs"

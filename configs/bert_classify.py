@@ -18,7 +18,7 @@ from configs import common
 
 
 def get_config() -> ConfigDict:
-    """Returns the config."""
+    """Return the config."""
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "bert"  # also for RoBERTa

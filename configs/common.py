@@ -11,7 +11,7 @@ from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
-    """Returns the shared sections; each config file adds the section `model`."""
+    """Return the shared sections; each config file adds the section `model`."""
     config = ConfigDict()
 
     # Checkpoint that the initial parameters are read from: a directory with a Hugging Face model,

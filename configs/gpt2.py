@@ -30,7 +30,7 @@ SIZES = {
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of SIZES."""
+    """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("gpt2", size, SIZES)
     config = common.get_config()
     config.model = ConfigDict()

@@ -15,7 +15,7 @@ from configs import gpt2
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of gpt2.SIZES."""
+    """Return the config for a size: "tiny" or a key of gpt2.SIZES."""
     config = gpt2.get_config(size)
     config.mesh.pipeline = 2
     config.mesh.data = 2

@@ -66,7 +66,7 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, float, dict[str, Any]]] = {
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of SIZES."""
+    """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("llama", size, SIZES)
     config = common.get_config()
     config.model = ConfigDict()

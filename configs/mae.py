@@ -21,7 +21,7 @@ SIZES = {name: VIT_SIZES[name] for name in ("base16", "large16", "huge14")}
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of SIZES."""
+    """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("mae", size, SIZES)
     config = sizes.of_images("mae", "image_reconstruction")
     config.model.patch_size = 2

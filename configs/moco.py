@@ -30,7 +30,7 @@ FROZEN = ("patch_embedding.*", "position_embedding")
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of SIZES."""
+    """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("moco", size, SIZES)
     config = sizes.of_images("moco", "image_contrast")
     config.model.patch_size = 2

@@ -16,7 +16,7 @@ from configs import common
 
 
 def get_config() -> ConfigDict:
-    """Returns the config."""
+    """Return the config."""
     config = common.get_config()
     config.model = ConfigDict()
     # None: from the init_from checkpoint, like all keys of `model` that are not set here.

@@ -27,7 +27,7 @@ SIZES = {
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of SIZES."""
+    """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("resmlp", size, SIZES)
     config = sizes.of_images("resmlp", "image_classification")
     config.model.patch_size = 2

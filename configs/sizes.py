@@ -11,7 +11,7 @@ from configs import common
 def at_scale(
     config: ConfigDict, *, sequence_length: int, vocab_size: int, learning_rate: float
 ) -> None:
-    """Sets the training settings of published sizes of text models: a long run on accelerators."""
+    """Set the training settings of published sizes of text models: a long run on accelerators."""
     config.data.vocab_size = vocab_size
     config.data.sequence_length = sequence_length
     config.data.global_batch_size = 512
@@ -27,7 +27,7 @@ def at_scale(
 
 
 def of_images(model: str, objective: str) -> ConfigDict:
-    """Returns the base config of an image model, on handwritten digits.
+    """Return the base config of an image model, on handwritten digits.
 
     Args:
         model: `model.name`.
@@ -49,7 +49,7 @@ def of_images(model: str, objective: str) -> ConfigDict:
 def encoder(
     config: ConfigDict, layers: int, heads: int, embed_dim: int, mlp_dim: int, patch_size: int
 ) -> None:
-    """Sets the sizes of a ViT, or of the encoder of a model that pretrains one."""
+    """Set the sizes of a ViT, or of the encoder of a model that pretrains one."""
     config.model.num_layers = layers
     config.model.num_heads = heads
     config.model.embed_dim = embed_dim
@@ -58,7 +58,7 @@ def encoder(
 
 
 def digits(config: ConfigDict) -> None:
-    """Sets the training settings of small image models: a few minutes on handwritten digits."""
+    """Set the training settings of small image models: a few minutes on handwritten digits."""
     config.data.global_batch_size = 64
     config.images.crop_scale = (0.8, 1.0)
     config.optimizer.learning_rate = 2e-3
@@ -70,7 +70,7 @@ def digits(config: ConfigDict) -> None:
 
 
 def imagenet_images(config: ConfigDict) -> None:
-    """Sets the data settings of published image model sizes: ImageNet at 224 pixels."""
+    """Set the data settings of published image model sizes: ImageNet at 224 pixels."""
     config.data.name = "imagenet2012"
     config.images.size = 224
     config.images.channels = 3
@@ -83,7 +83,7 @@ def imagenet_images(config: ConfigDict) -> None:
 
 
 def imagenet(config: ConfigDict) -> None:
-    """Sets the training settings of published classifiers: 300 epochs of ImageNet.
+    """Set the training settings of published classifiers: 300 epochs of ImageNet.
 
     Source: Touvron et al. 2020 (arXiv:2012.12877), table 9, without its repeated augmentation.
     """
@@ -106,7 +106,7 @@ def imagenet(config: ConfigDict) -> None:
 
 
 def choose(model: str, size: str, sizes: Iterable[str]) -> None:
-    """Checks that `size` is "tiny" or one of a model's published sizes.
+    """Check that `size` is "tiny" or one of a model's published sizes.
 
     Raises:
         ValueError: `size` is neither.

@@ -31,7 +31,7 @@ SIZES = {
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of SIZES."""
+    """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("swin", size, SIZES)
     config = sizes.of_images("swin", "image_classification")
     config.model.version = 1  # 1 | 2

@@ -40,7 +40,7 @@ SIZES = (
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of SIZES."""
+    """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("t5", size, SIZES)
     config = common.get_config()
     config.data.objective = "span_corruption"

@@ -29,7 +29,7 @@ _STEPS_PER_EPOCH = 1251
 
 
 def get_config(size: str = "tiny") -> ConfigDict:
-    """Returns the config for a size: "tiny" or a key of SIZES."""
+    """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("vit_finetune", size, SIZES)
     config = vit.get_config(size)
     config.model.pool = "mean"

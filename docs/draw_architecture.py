@@ -28,7 +28,7 @@ _GAP = 40  # pixels between rows, for the arrows
 
 
 def imported_folders(folder: str) -> set[str]:
-    """Returns the other folders that the modules of a folder import."""
+    """Return the other folders that the modules of a folder import."""
     found = set()
     for file in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -40,7 +40,7 @@ def imported_folders(folder: str) -> set[str]:
 
 
 def reduced(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Returns an acyclic graph without the edges that follow from longer paths."""
+    """Return an acyclic graph without the edges that follow from longer paths."""
     reachable: dict[str, set[str]] = {}
     for folder in graphlib.TopologicalSorter(imports).static_order():
         below = imports[folder]
@@ -52,7 +52,7 @@ def reduced(imports: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def rows_of(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Returns the folders in rows, each below everything that imports it."""
+    """Return the folders in rows, each below everything that imports it."""
     row_of = dict.fromkeys(imports, 0)
     for folder in reversed([*graphlib.TopologicalSorter(imports).static_order()]):
         for other in imports[folder]:
@@ -61,14 +61,14 @@ def rows_of(imports: dict[str, set[str]]) -> list[list[str]]:
 
 
 def subfolders_of(folder: str) -> list[str]:
-    """Returns the subfolders of a folder that hold modules, such as "pipeline/runtime"."""
+    """Return the subfolders of a folder that hold modules, such as "pipeline/runtime"."""
     paths = {file.parent for file in (ROOT / folder).rglob("*.py")} - {ROOT / folder}
     names = sorted(path.relative_to(ROOT / folder).as_posix() for path in paths)
     return [name for name in names if (ROOT / folder / name / "__init__.py").exists()]
 
 
 def draw() -> str:
-    """Returns the picture as SVG."""
+    """Return the picture as SVG."""
     imports = {folder: imported_folders(folder) for folder in FOLDERS}
     boxes: dict[str, tuple[int, int, int, int]] = {}  # folder -> left, top, width, height
     top = 10

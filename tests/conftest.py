@@ -50,13 +50,13 @@ def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def log_handlers():
-    """Removes log handlers that a command line installed: they refer to a closed stream."""
+    """Remove log handlers that a command line installed: they refer to a closed stream."""
     before = list(logging.root.handlers)
     yield
     logging.root.handlers[:] = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs the long tests first, so that no worker is left with them at the end."""
+    """Run the long tests first, so that no worker is left with them at the end."""
     long = ("slurm", "stopping", "resume", "parity", "main", "step")
     items.sort(key=lambda item: not item.path.stem.endswith(long))

@@ -63,7 +63,7 @@ RUNS = {
 
 
 def main() -> int:
-    """Returns 1 if any result differs."""
+    """Return 1 if any result differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden")
     parser.add_argument("action", choices=("record", "compare", "resume"))
     parser.add_argument("directory", type=Path, help="runs to write, or to compare with")
@@ -111,7 +111,7 @@ def _train(directory: Path, name: str, workdir: Path) -> None:
 
 
 def _resume(directory: Path, name: str) -> dict:
-    """Goes on from the checkpoint of RESUME_STEP, in a copy of the recorded run."""
+    """Go on from the checkpoint of RESUME_STEP, in a copy of the recorded run."""
     with tempfile.TemporaryDirectory() as scratch:
         workdir = Path(scratch) / name
         shutil.copytree(directory / name, workdir)
@@ -151,7 +151,7 @@ def _is_equal(name: str, expected: dict, found: dict | None) -> bool:
 
 
 def _write_reviews(file: Path) -> None:
-    """Writes labelled texts: whether a line of this module's own source is indented."""
+    """Write labelled texts: whether a line of this module's own source is indented."""
     lines = [line for line in Path(json.__file__).read_text().splitlines() if line.strip()] * 4
     rows = ({"text": line.strip(), "label": int(line.startswith(" "))} for line in lines)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,7 +12,7 @@ SPECIAL = ("<pad>", "</s>", "[CLS]", "[SEP]", "[MASK]", *(f"<extra_id_{i}>" for 
 
 
 def save_tokenizer(directory: Path) -> int:
-    """Writes a byte-level tokenizer.json; returns its vocabulary size."""
+    """Write a byte-level tokenizer.json; return its vocabulary size."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
@@ -24,7 +24,7 @@ def save_tokenizer(directory: Path) -> int:
 
 
 def save_model(directory: Path, name: str, **config: Any) -> transformers.PreTrainedModel:
-    """Creates a model with random parameters and saves it with a tokenizer.
+    """Create a model with random parameters and save it with a tokenizer.
 
     Args:
         directory: where to save it.

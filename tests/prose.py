@@ -31,7 +31,7 @@ _WORD = re.compile(r"[A-Za-z']+")
 
 
 def files_of(paths: list[Path]) -> Iterator[Path]:
-    """Yields the Python and Markdown files of these paths that belong to the project."""
+    """Yield the Python and Markdown files of these paths that belong to the project."""
     for path in paths:
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             hidden = any(part.startswith(".") for part in file.relative_to(ROOT).parts)
@@ -40,7 +40,7 @@ def files_of(paths: list[Path]) -> Iterator[Path]:
 
 
 def texts_of(file: Path) -> list[str]:
-    """Returns the docstrings and comments of a module, or the prose of a Markdown file."""
+    """Return the docstrings and comments of a module, or the prose of a Markdown file."""
     source = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         paragraphs = _FENCED_CODE.sub("", source).split("\n\n")
@@ -62,7 +62,7 @@ def texts_of(file: Path) -> list[str]:
 
 
 def constructions_in(text: str) -> list[str]:
-    """Returns each construction in a text, with some words on both sides."""
+    """Return each construction in a text, with some words on both sides."""
     return [
         text[max(0, match.start() - 30) : match.end() + 30]
         for match in _CONSTRUCTIONS.finditer(text)
@@ -70,7 +70,7 @@ def constructions_in(text: str) -> list[str]:
 
 
 def main() -> int:
-    """Prints every construction found, and the rate; returns 1 if it is above LIMIT."""
+    """Print every construction found, and the rate; return 1 if it is above LIMIT."""
     parser = argparse.ArgumentParser(prog="python -m tests.prose")
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT])
     args = parser.parse_args()

@@ -48,7 +48,7 @@ FLOAT64 = ("precision.compute=float64", "precision.params=float64")
 
 
 def write_corpus(directory: Path) -> tuple[str, ...]:
-    """Writes a small text into `directory`; returns the overrides to train on it."""
+    """Write a small text into `directory`; return the overrides to train on it."""
     text = Path(json.__file__).with_name("decoder.py").read_text()
     for i in range(10):
         (directory / f"part_{i}.txt").write_text(text[i * 1000 : (i + 1) * 1000])
@@ -56,13 +56,13 @@ def write_corpus(directory: Path) -> tuple[str, ...]:
 
 
 def arguments(workdir: Path, overrides: Sequence[str]) -> list[str]:
-    """Returns the command-line arguments to train with these overrides."""
+    """Return the command-line arguments to train with these overrides."""
     flags = [f"--config.{override}" for override in overrides]
     return [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
 
 
 def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpus]:
-    """Returns a run on the first devices and its corpus; the caller sets `jax_enable_x64`."""
+    """Return a run on the first devices and its corpus; the caller sets `jax_enable_x64`."""
     resolved = resolve(load(config, overrides))
     corpus = load_corpus(resolved.data, resolved.images)
     mesh = make_mesh(resolved.mesh, jax.devices())
@@ -72,7 +72,7 @@ def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpu
 
 
 def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
-    """Returns the losses of the first steps."""
+    """Return the losses of the first steps."""
     state = run.state.initial()
     values = []
     batches = train_batches(corpus, run.config.data, run.rows)
@@ -85,7 +85,7 @@ def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
 
 
 def digest(params) -> str:
-    """Returns a hash of the bits of all parameters, whatever their sharding."""
+    """Return a hash of the bits of all parameters, whatever their sharding."""
     state = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         state.update(str(path).encode())
@@ -95,13 +95,13 @@ def digest(params) -> str:
 
 @functools.cache
 def reference_digest(overrides: tuple[str, ...]) -> str:
-    """Returns the digest of the initial parameters on one device."""
+    """Return the digest of the initial parameters on one device."""
     return digest(make_run(overrides)[0].state.initial().params)
 
 
 @functools.cache
 def reference_losses(overrides: tuple[str, ...], num_steps: int) -> list[float]:
-    """Returns the losses of a run on one device; computed once per process."""
+    """Return the losses of a run on one device; computed once per process."""
     run, corpus = make_run(overrides)
     assert run.mesh.size == 1
     return losses(run, corpus, num_steps)

@@ -33,7 +33,7 @@ OUTSIDE = ("docs", "tests")
 
 
 def imported_modules(source: str, package: str) -> set[str]:
-    """Returns the dotted names that a module of `package` imports, at any place in the module.
+    """Return the dotted names that a module of `package` imports, at any place in the module.
 
     `from a.b import c` gives both a.b and a.b.c, since c may be a module.
     """
@@ -49,7 +49,7 @@ def imported_modules(source: str, package: str) -> set[str]:
 
 
 def violations(source: str, package: str) -> list[str]:
-    """Returns the imports of project modules that a module of `package` must not have."""
+    """Return the imports of project modules that a module of `package` must not have."""
     room = package.partition(".")[0]
     allowed = (room, *MAY_IMPORT[room])
     return sorted(
@@ -73,7 +73,7 @@ def test_imports_run_one_way(room):
 
 
 def imports_between_siblings(imports: Mapping[str, Set[str]]) -> dict[str, dict[str, set[str]]]:
-    """Groups imports by the deepest folder that contains both the importer and the imported module.
+    """Group imports by the deepest folder that contains both the importer and the imported module.
 
     Args:
         imports: module -> the modules that it imports, as dotted names.
@@ -95,7 +95,7 @@ def imports_between_siblings(imports: Mapping[str, Set[str]]) -> dict[str, dict[
 
 
 def project_imports() -> dict[str, set[str]]:
-    """Returns module -> the project modules that it imports, for all rooms."""
+    """Return module -> the project modules that it imports, for all rooms."""
     files = [file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py")]
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
     imports = {}

@@ -88,7 +88,7 @@ class CompiledStep:
         return mfu(self.run.flops_per_unit * self.units_per_s, self.run.mesh.size, peak)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report of `--json`; docs/before_you_rent.md lists the keys."""
+        """Return the report of `--json`; docs/before_you_rent.md lists the keys."""
         run = self.run
         prediction = self.prediction
         estimated = run.estimate_memory().device_bytes
@@ -133,7 +133,7 @@ class CompiledStep:
         }
 
     def to_text(self) -> str:
-        """Returns the report as text."""
+        """Return the report as text."""
         run = self.run
         found = self.to_json()
         memory = found["memory"]
@@ -162,7 +162,7 @@ class CompiledStep:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit code, see train/lifecycle/exit_codes.py."""
+    """Run the command; return the exit code, see train/lifecycle/exit_codes.py."""
     parser = argparse.ArgumentParser(
         prog="python -m train.compile",
         description="Compiles a training step for GPUs you do not have, and predicts its time.",
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledStep:
-    """Compiles the training step of a config.
+    """Compile the training step of a config.
 
     Args:
         path: config file, as for `--config`.
@@ -217,7 +217,7 @@ def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledSte
 
 
 def run_for(config: RunConfig, target: Target) -> Run:
-    """Builds the run of a config for target GPUs, without reading its data.
+    """Build the run of a config for target GPUs, without reading its data.
 
     Args:
         config: the run's config.
@@ -250,7 +250,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
 
 
 def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
-    """Compiles and analyses the training step of a run that has a target.
+    """Compile and analyze the training step of a run that has a target.
 
     Args:
         run: a run from `run_for`.
@@ -278,7 +278,7 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
 
 
 def write_files(step: CompiledStep, directory: Path) -> None:
-    """Writes the HLO, the JSON report, a trace for Perfetto and a picture into `directory`."""
+    """Write the HLO, the JSON report, a trace for Perfetto and a picture into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "step.hlo.txt").write_text(step.compiled.as_text() or "", encoding="utf-8")
     (directory / "report.json").write_text(json.dumps(step.to_json(), indent=2) + "\n")
@@ -289,7 +289,7 @@ def write_files(step: CompiledStep, directory: Path) -> None:
 
 
 def _ticks(run: Run) -> Ticks | None:
-    """Returns the work of each pipeline stage in each tick; None without a pipeline."""
+    """Return the work of each pipeline stage in each tick; None without a pipeline."""
     if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
         return None
     pipeline = run.config.pipeline
@@ -308,7 +308,7 @@ class DataSizes(NamedTuple):
 
 
 def sizes_without_data(config: RunConfig) -> DataSizes:
-    """Returns the sizes that a config's data would determine, with assumptions if necessary."""
+    """Return the sizes that a config's data would determine, with assumptions if necessary."""
     fields = {field.name for field in dataclasses.fields(config.model_class.Config)}
     vocab_size = None
     num_labels = None
@@ -326,7 +326,7 @@ def sizes_without_data(config: RunConfig) -> DataSizes:
 
 
 def _vocab_size(config: RunConfig) -> int:
-    """Returns the vocabulary size, from the config or from a tokenizer file."""
+    """Return the vocabulary size, from the config or from a tokenizer file."""
     if config.model_fields.get("vocab_size") is not None:
         return config.model_fields["vocab_size"]
     tokenizer = load_fixed_tokenizer(config.data)

@@ -24,7 +24,7 @@ def evaluate(
     phases: Phases,
     is_stopping: Callable[[], object] = lambda: False,
 ) -> dict[str, float] | None:
-    """Evaluates the averaged parameters if the run keeps an average, else the parameters.
+    """Evaluate the averaged parameters if the run keeps an average, else the parameters.
 
     A model that learns from its average (MoCo) is evaluated with its own parameters.
 
@@ -62,13 +62,13 @@ def evaluate(
 
 
 def is_evaluated(run: Run, corpus: Corpus, step: int) -> bool:
-    """Returns whether the run evaluates after this step."""
+    """Return whether the run evaluates after this step."""
     is_due = is_due_at(step, run.config.eval.every_steps, run.config.train.num_steps)
     return is_due and len(corpus.validation) > 0
 
 
 def lacks_evaluation(run: Run, corpus: Corpus, step: int, workdir: Path) -> bool:
-    """Returns whether a saved step was due for evaluation, but has none in the metrics file."""
+    """Return whether a saved step was due for evaluation, but has none in the metrics file."""
     if step == 0 or not is_evaluated(run, corpus, step):
         return False
     path = workdir / METRICS_FILE
@@ -81,7 +81,7 @@ def lacks_evaluation(run: Run, corpus: Corpus, step: int, workdir: Path) -> bool
 
 
 def is_due_at(step: int, every_steps: int, num_steps: int) -> bool:
-    """Returns whether something that is due every `every_steps`, and at the end, is due now.
+    """Return whether something that is due every `every_steps`, and at the end, is due now.
 
     Args:
         step: the current step.

@@ -98,7 +98,7 @@ class GoodputRecord:
         is_writer: bool = True,
         time_of_day: Callable[[], float] = time.time,
     ):
-        """Takes the next free number, and makes `phases` count repeated steps as recomputed.
+        """Take the next free number, and make `phases` count repeated steps as recomputed.
 
         Args:
             workdir: the run's directory; it is created if necessary.
@@ -141,7 +141,7 @@ class GoodputRecord:
         self._has_warned = False
 
     def write(self, last_step: int, ended: str | None = None) -> None:
-        """Replaces the file atomically. If it cannot be written, logs one warning.
+        """Replace the file atomically. If it cannot be written, log one warning.
 
         Args:
             last_step: the last step that was done.
@@ -164,7 +164,7 @@ class GoodputRecord:
             self._write()
 
     def summary(self) -> Goodput:
-        """Returns the goodput of the run up to the last `write`.
+        """Return the goodput of the run up to the last `write`.
 
         Call this on the first process only; the others do not know about earlier starts.
         """
@@ -184,7 +184,7 @@ class GoodputRecord:
 
 
 def summarize(workdir: str | Path) -> Goodput:
-    """Returns the goodput of the run in `workdir`, over all its starts.
+    """Return the goodput of the run in `workdir`, over all its starts.
 
     The time between the last write of a start and the next start counts as "down", unless the run
     had finished. If a start was killed, that includes its time after the last write.
@@ -206,7 +206,7 @@ def summarize(workdir: str | Path) -> Goodput:
 
 
 def table(goodput: Goodput) -> str:
-    """Formats a goodput: seconds and percent by cause, then one line per start."""
+    """Format a goodput: seconds and percent by cause, then one line per start."""
     lines = [f"goodput {goodput.fraction:.1%} of {goodput.total_s:,.1f} s"]
     lines += ["", f"{'':12}{'seconds':>14}{'percent':>9}"]
     parts_s = {"productive": goodput.productive_s, **goodput.lost_s, "total": goodput.total_s}
@@ -249,7 +249,7 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _read_starts(directory: Path) -> list[Attempt]:
-    """Returns the starts ordered by number; logs a warning for files that cannot be parsed."""
+    """Return the starts ordered by number; log a warning for files that cannot be parsed."""
     starts = []
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):  # left by an interrupted write
@@ -269,7 +269,7 @@ def _read(path: Path) -> Attempt:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code: 0, or 2 after printing an error."""
+    """Run the command; return the exit code: 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m train.goodput", allow_abbrev=False)
     parser.add_argument("workdir", type=Path, help="a run's directory")
     args = parser.parse_args(argv)

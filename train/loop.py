@@ -35,7 +35,7 @@ def train(
     phases: Phases,
     signals: StopSignals,
 ) -> int:
-    """Trains from `start` to the last step, or until a signal stops all processes.
+    """Train from `start` to the last step, or until a signal stops all processes.
 
     A step is evaluated before it is saved, so a run that is killed in between evaluates it again.
     An evaluation that a signal interrupted is done by the next start.
@@ -79,14 +79,14 @@ def train(
     stops = is_time = False
 
     def vote() -> bool:
-        """Returns whether all processes should stop; records in `is_time` whether to save."""
+        """Return whether all processes should stop; record in `is_time` whether to save."""
         nonlocal is_time
         stop, save = votes.cast(signals.has_received, is_first and timer.is_due())
         is_time |= save > 0
         return stop > 0
 
     def score() -> dict[str, float] | None:
-        """Evaluates and logs; returns None if a signal interrupted it."""
+        """Evaluate and log; return None if a signal interrupted it."""
         with meter.paused():
             scores = evaluate(run, corpus, state, phases, vote)
         if scores is not None:

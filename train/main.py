@@ -188,7 +188,7 @@ def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watch
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process.
+    """End the process.
 
     After a failure in a run with several processes it exits immediately: jax's own shutdown would
     wait for the other processes.

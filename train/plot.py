@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 
 def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
-    """Plots `loss` (solid line) and `eval_loss` (dashed, with dots) of runs.
+    """Plot `loss` (solid line) and `eval_loss` (dashed, with dots) of runs.
 
     Args:
         directories: workdirs of the runs.
@@ -54,7 +54,7 @@ def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
 
 
 def save(figure: matplotlib.figure.Figure, out: Path) -> None:
-    """Writes a figure to a file and closes it.
+    """Write a figure to a file and close it.
 
     Args:
         figure: the figure.
@@ -82,7 +82,7 @@ def _read(directory: Path) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command; prints an error and exits with code 1 if a run cannot be plotted."""
+    """Run the command; print an error and exit with code 1 if a run cannot be plotted."""
     parser = argparse.ArgumentParser(prog="python -m train.plot", description=__doc__)
     parser.add_argument("rundirs", nargs="+", type=Path, help="workdirs, with a metrics.jsonl")
     parser.add_argument("--out", type=Path, default=Path("loss.png"), help="image file to write")

@@ -97,23 +97,23 @@ class LossScale:
 
     @classmethod
     def initial(cls) -> "LossScale":
-        """Returns the initial state, all zeros."""
+        """Return the initial state, all zeros."""
         zero = jnp.zeros((), jnp.int32)
         scale = jnp.zeros((), jnp.float32)
         return cls(scale=scale, num_finite=zero, num_tolerated=zero, num_stuck=zero)
 
     def value(self, config: PrecisionConfig) -> jax.Array:
-        """Returns the scale, float32[]."""
+        """Return the scale, float32[]."""
         is_at_start = (self.scale == 0) | (config.loss_scale_window == 0)
         return jnp.where(is_at_start, jnp.float32(config.loss_scale), self.scale)
 
     def can_fall(self, config: PrecisionConfig) -> jax.Array:
-        """Returns whether a nonfinite step can still halve the scale, bool[]."""
+        """Return whether a nonfinite step can still halve the scale, bool[]."""
         is_above = self.value(config) / 2 >= config.loss_scale_min
         return is_above & (config.loss_scale_window > 0)
 
     def after(self, finite: jax.Array, config: PrecisionConfig) -> "LossScale":
-        """Returns the state after a step.
+        """Return the state after a step.
 
         Args:
             finite: bool[], whether the step's loss and gradients were finite.
@@ -141,7 +141,7 @@ class LossScale:
 
 
 def rounded_at_random(tree: Tree, like: Tree, numbers: Tree, seed: int, step: jax.Array) -> Tree:
-    """Casts float32 parameters to the dtypes of `like`, with stochastic rounding for bfloat16.
+    """Cast float32 parameters to the dtypes of `like`, with stochastic rounding for bfloat16.
 
     A value is rounded to one of its two bfloat16 neighbours, to the nearer one with higher
     probability, so that the expected value is exact. The random bits depend only on the seed, the
@@ -173,7 +173,7 @@ def rounded_at_random(tree: Tree, like: Tree, numbers: Tree, seed: int, step: ja
 
 
 def to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds float32 values to bfloat16 stochastically, to the nearer neighbour more often."""
+    """Round float32 values to bfloat16 stochastically, to the nearer neighbour more often."""
     # bfloat16 is the upper 16 bits of float32. Adding 16 uniform random bits to the lower half
     # carries into the upper half, which rounds up, with probability lower half / 2**16.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

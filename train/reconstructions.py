@@ -22,7 +22,7 @@ _TITLES = ("image", "what is seen", "reconstruction")
 
 
 def draw_reconstructions(workdir: Path, out: Path, *, num_images: int) -> None:
-    """Draws the first validation images, one per row: image, visible patches, reconstruction.
+    """Draw the first validation images, one per row: image, visible patches, reconstruction.
 
     Args:
         workdir: workdir of a run; its newest intact checkpoint is used.
@@ -49,7 +49,7 @@ def draw_reconstructions(workdir: Path, out: Path, *, num_images: int) -> None:
 
 
 def _rows(workdir: Path, num_images: int) -> list[tuple[np.ndarray, ...]]:
-    """Returns (image, visible patches, reconstruction) of each image, floats from 0 to 1."""
+    """Return (image, visible patches, reconstruction) of each image, floats from 0 to 1."""
     file = workdir / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the workdir of a run")
@@ -71,7 +71,7 @@ def _rows(workdir: Path, num_images: int) -> list[tuple[np.ndarray, ...]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command; prints an error and exits with code 1 if a run cannot be drawn."""
+    """Run the command; print an error and exit with code 1 if a run cannot be drawn."""
     parser = argparse.ArgumentParser(prog="python -m train.reconstructions", description=__doc__)
     parser.add_argument("workdir", type=Path, help="workdir of an MAE run")
     parser.add_argument(

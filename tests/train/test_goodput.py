@@ -29,7 +29,7 @@ def world():
 
 
 def begin(workdir, world, *, first_step=0, startup_s=5.0, **options):
-    """Starts the run; it takes `startup_s` to reach its first step."""
+    """Start the run; it takes `startup_s` to reach its first step."""
     world.monotonic_s = 0.0  # a new process has a new clock
     phases = Phases(age_s=0, clock=lambda: world.monotonic_s)
     world.pass_(startup_s)

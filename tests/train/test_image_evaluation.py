@@ -37,7 +37,7 @@ MESHES = {
 
 
 def by_hand(run, state):
-    """Returns loss and accuracies of a single forward pass over all images on one device."""
+    """Return loss and accuracies of a single forward pass over all images on one device."""
     pairs = uneven_images()["validation"]
     images = np.stack([image for image, _ in pairs])
     labels = np.array([label for _, label in pairs])

@@ -61,7 +61,7 @@ def refusal(capsys):
 
 
 def timeless(workdir):
-    """Returns the logged metrics without times."""
+    """Return the logged metrics without times."""
     entries = read_metrics(workdir / "metrics.jsonl")
     return [{k: v for k, v in e.items() if not k.endswith(("_s", "mfu"))} for e in entries]
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_trained_is_refused(overrides, message, config, tmp_path,
 
 
 def folder_of_images(directory):
-    """Returns (overrides to train on a folder of images, path of one of them)."""
+    """Return (overrides to train on a folder of images, path of one of them)."""
     write_classes(directory / "images", ["cat", "große Katze"], num_images=40)
     overrides = ("data.name=image_folder", f"data.paths={directory}/images")
     steps = ("data.global_batch_size=16", "train.num_steps=20", "checkpoint.every_steps=2")
@@ -160,7 +160,7 @@ def test_broken_data_is_refused_before_the_first_step(config, tmp_path, capsys):
 
 
 def breaking(monkeypatch, image):
-    """Truncates an image file once the run has read 200 images, i.e. after some steps."""
+    """Truncate an image file once the run has read 200 images, i.e. after some steps."""
     read = FolderImages.read
     numbers = itertools.count()
 
@@ -229,7 +229,7 @@ def test_model_must_take_the_images_as_they_are(config):
 
 
 def load_with(file, **model):
-    """Returns the config with additional keys of the model."""
+    """Return the config with additional keys of the model."""
     config = load(file)
     with config.unlocked():
         config.model.update(model)

@@ -17,7 +17,7 @@ def run_main(workdir, overrides, *flags, config=CONFIG) -> int:
 
 
 def error_line(capsys) -> str:
-    """Returns the line with the error message, and checks that there is no traceback."""
+    """Return the line with the error message, and check that there is no traceback."""
     stderr = capsys.readouterr().err
     assert "Traceback" not in stderr
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]

@@ -37,7 +37,7 @@ def command(workdir: Path, overrides) -> list[str]:
 
 
 def run_and_kill(workdir: Path, overrides, after_step: int) -> None:
-    """Starts a run in a process, and kills it as soon as it has logged step `after_step`."""
+    """Start a run in a process, and kill it as soon as it has logged step `after_step`."""
     process = subprocess.Popen(
         command(workdir, overrides),
         cwd=ROOT,
@@ -68,7 +68,7 @@ TIMES = ("step_time_s", "data_wait_s", "tokens_per_s")
 
 
 def trajectory(workdir: Path) -> dict[int, tuple]:
-    """Returns step -> all logged metrics except times."""
+    """Return step -> all logged metrics except times."""
     steps: dict[int, tuple] = {}
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -91,7 +91,7 @@ def test_killed_run_logs_the_same_to_the_bit(corpus_overrides, tmp_path):
 
 
 def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> list[float]:
-    """Trains in this process; returns the losses.
+    """Train in this process; return the losses.
 
     With `stop`, the run is configured for `num_steps` but ends early.
     """

@@ -37,7 +37,7 @@ INIT_FROM = "init_from"
 
 
 def inherit_config(config: Any, source: Source, overrides: Sequence[str]) -> None:
-    """Copies the model's sizes, and for text the tokenizer, from a checkpoint into the config.
+    """Copy the model's sizes, and for text the tokenizer, from a checkpoint into the config.
 
     The run's model is the checkpoint's model, or the encoder of a pretraining model such as MAE.
 
@@ -90,12 +90,12 @@ def _plain(value: Any) -> Any:
 
 
 def _leaves_open(source: Source, key: str) -> bool:
-    """Returns whether a Hugging Face checkpoint does not state its value of a key."""
+    """Return whether a Hugging Face checkpoint does not state its value of a key."""
     return source.architecture is not None and key not in source.fields
 
 
 def _counterpart(config: Any, source: Source) -> tuple[str, Any]:
-    """Returns (`model.name`, model config) of the part of a checkpoint that the run uses.
+    """Return (`model.name`, model config) of the part of a checkpoint that the run uses.
 
     That part is the whole model, or its encoder. A pretraining model has an `encoder` in its
     config, which is the config of another model. The parameters have the same names in both.

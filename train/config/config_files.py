@@ -15,7 +15,7 @@ from train.config.schema import nearest
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Any:
-    """Loads a config file and applies overrides.
+    """Load a config file and apply overrides.
 
     Args:
         path: `file.py`, `file.py:argument` (the argument is passed to its `get_config`), or
@@ -45,7 +45,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Any:
 
 
 def default_workdir(path: str) -> Path:
-    """Returns the workdir to use without --workdir: `runs/<config>`.
+    """Return the workdir to use without --workdir: `runs/<config>`.
 
     `configs/llama.py:3-8b` becomes `runs/llama_3-8b`. A run's `config.yaml` is named after its
     directory: `anywhere/gpt2/config.yaml` becomes `runs/gpt2`.
@@ -62,7 +62,7 @@ def default_workdir(path: str) -> Path:
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
-    """Returns `section.key=value` for every `--config.section.key=value` on a command line.
+    """Return `section.key=value` for every `--config.section.key=value` on a command line.
 
     Args:
         arguments: command-line arguments; `--config.key value` is accepted as well.
@@ -85,7 +85,7 @@ def overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def shorten(config: Any) -> None:
-    """Shortens the run for --fast_dev_run: 3 steps, each logged, and one evaluation batch."""
+    """Shorten the run for --fast_dev_run: 3 steps, each logged, and one evaluation batch."""
     config.train.num_steps = 3
     config.log.every_steps = 1
     config.eval.every_steps = 0
@@ -93,14 +93,14 @@ def shorten(config: Any) -> None:
 
 
 def save_yaml(config: ConfigDict, path: Path) -> None:
-    """Writes the config atomically to a file that `load` can read."""
+    """Write the config atomically to a file that `load` can read."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(yaml.safe_dump(_plain(config.to_dict()), sort_keys=False))
     temporary.replace(path)
 
 
 def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> list[str]:
-    """Compares two configs.
+    """Compare two configs.
 
     Args:
         saved: the config in the workdir.

@@ -148,7 +148,7 @@ _DEFAULTS = {
 
 
 def read(path: str, config: Any) -> list[str]:
-    """Reads a DeepSpeed JSON, and logs the keys that are left to XLA.
+    """Read a DeepSpeed JSON, and log the keys that are left to XLA.
 
     Args:
         path: the JSON file.
@@ -338,7 +338,7 @@ class _Translation:
 
 
 def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for every value of a nested dict."""
+    """Yield (dotted key, value) for every value of a nested dict."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")

@@ -197,7 +197,7 @@ class RunConfig:
             )
 
     def model_config(self, *, vocab_size: int | None = None, num_labels: int | None = None) -> Any:
-        """Builds the model's config, with sizes that it does not set taken from the data.
+        """Build the model's config, with sizes that it does not set taken from the data.
 
         Args:
             vocab_size: number of tokens of the tokenizer; None if there is no tokenizer.
@@ -221,7 +221,7 @@ class RunConfig:
     def _take_from_data(
         self, name: str, value: int | None, fields: dict[str, Any], field: dataclasses.Field
     ) -> None:
-        """Sets an open field to the data's value, or checks that its value fits the data."""
+        """Set an open field to the data's value, or check that its value fits the data."""
         given = fields.get(name)
         if given is None and value is not None:
             fields[name] = value
@@ -242,7 +242,7 @@ class RunConfig:
 
 
 def resolve(config: Any) -> RunConfig:
-    """Validates a config.
+    """Validate a config.
 
     Args:
         config: a ConfigDict, as `config_files.load` returns it.
@@ -309,7 +309,7 @@ def _check_fields(
     may_be_open: Collection[str] = (),
     tuples: bool = False,
 ) -> None:
-    """Rejects unknown keys, missing keys and wrong types; converts int to float in place."""
+    """Reject unknown keys, missing keys and wrong types; convert int to float in place."""
     fields = {field.name: field for field in dataclasses.fields(section)}
     for key in values:
         if key not in fields:
@@ -324,7 +324,7 @@ def _check_fields(
 
 
 def find_model(name: str) -> Any:
-    """Returns the model class for `model.name`.
+    """Return the model class for `model.name`.
 
     Args:
         name: a key of MODELS, or an import path `package.module:Class`.
@@ -346,7 +346,7 @@ def find_model(name: str) -> Any:
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
-    """Returns the end of an error message for an unknown key: the nearest known key, if any."""
+    """Return the end of an error message for an unknown key: the nearest known key, if any."""
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
     close = close or [k for k in known if k.endswith("." + key.rpartition(".")[2])][:1]
     return f"; the nearest known key is {close[0]}" if close else ""

@@ -12,7 +12,7 @@ from train.config.schema import RunConfig
 
 
 def batch_of(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a batch.
+    """Return the shapes and dtypes of a batch.
 
     Args:
         config: the run's config.
@@ -25,7 +25,7 @@ def batch_of(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
 def microbatch(
     config: RunConfig, mesh: AnyMesh, model: nnx.Module
 ) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the shapes of a model's parameters and of one replica's microbatch.
+    """Return the shapes of a model's parameters and of one replica's microbatch.
 
     Args:
         config: the run's config.

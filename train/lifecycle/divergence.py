@@ -43,7 +43,7 @@ class NonfiniteMonitor:
     def first_bad_step(
         self, step: int, rows: Mapping[str, np.ndarray], metrics: Mapping[str, jax.Array]
     ) -> int | None:
-        """Checks whether there were too many nonfinite steps in a row.
+        """Check whether there were too many nonfinite steps in a row.
 
         It looks at the step of the previous call, so that it need not wait for the current step.
         If the limit is reached, it saves the rows of that step's batch, and the next call starts
@@ -101,7 +101,7 @@ class NonfiniteMonitor:
 
 
 def _save(rows: Mapping[str, np.ndarray], step: int, workdir: Path) -> str:
-    """Saves this process's rows of a batch; returns a message with the file, or the error."""
+    """Save this process's rows of a batch; return a message with the file, or the error."""
     process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
     path = workdir / f"nonfinite_step_{step}{process}.npz"
     try:

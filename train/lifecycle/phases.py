@@ -52,7 +52,7 @@ class Phases:
     def __init__(
         self, *, age_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Starts in the phase "startup".
+        """Start in the phase "startup".
 
         Args:
             age_s: seconds already spent in it; by default the age of the process.
@@ -67,7 +67,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Enters phase `name` for the duration of the block.
+        """Enter phase `name` for the duration of the block.
 
         Args:
             name: one of NAMES.
@@ -117,7 +117,7 @@ class Phases:
 
 
 def process_age_s() -> float:
-    """Returns the seconds since this process was created; 0 if the system does not tell.
+    """Return the seconds since this process was created; 0 if the system does not tell.
 
     A shell that runs Python with `exec` is the same process, so its time is included.
     """

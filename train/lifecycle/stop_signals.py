@@ -76,7 +76,7 @@ class Votes:
         self._max = jax.jit(lambda told: jnp.max(told, axis=0), out_shardings=everywhere)
 
     def cast(self, *values: int) -> tuple[int, ...]:
-        """Returns, for each value, the maximum over all processes at the previous call.
+        """Return, for each value, the maximum over all processes at the previous call.
 
         This blocks until the computations that were started before the previous call are done. The
         first call returns zeros.
@@ -102,7 +102,7 @@ class Timer:
         self.restart()
 
     def restart(self) -> None:
-        """Starts the interval again."""
+        """Start the interval again."""
         self._start_s = time.monotonic()
 
     def is_due(self) -> bool:

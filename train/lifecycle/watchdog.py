@@ -56,7 +56,7 @@ class _Sign:
 
 
 def end_process() -> None:
-    """Exits this process with HUNG, without any cleanup, since that could hang too."""
+    """Exit this process with HUNG, without any cleanup, since that could hang too."""
     os._exit(HUNG)
 
 
@@ -84,7 +84,7 @@ class Watchdog:
         save_timeout_s: float | None = None,
         on_hang: Callable[[], object] = end_process,
     ):
-        """Starts watching.
+        """Start watching.
 
         If the directory cannot be written, this is reported once on standard error; it is not an
         error.
@@ -132,7 +132,7 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Stops watching, and removes this process's file."""
+        """Stop watching, and remove this process's file."""
         self._closed.set()
         for thread in self._threads:
             thread.join(timeout=5)
@@ -190,7 +190,7 @@ class Watchdog:
     def _findings(
         self, own: _Sign, first: Mapping[int, _Sign], second: Mapping[int, _Sign]
     ) -> tuple[list[str], bool]:
-        """Compares two readings of the heartbeats.
+        """Compare two readings of the heartbeats.
 
         Args:
             own: this process.
@@ -258,7 +258,7 @@ class Watchdog:
                 self._has_complained = True
 
     def _read_others(self) -> dict[int, _Sign]:
-        """Returns the heartbeats of this start's other processes that can be read."""
+        """Return the heartbeats of this start's other processes that can be read."""
         signs = {}
         for index in range(self._num_processes):
             if index != self._process:
@@ -283,7 +283,7 @@ def _shortened(lines: Sequence[str]) -> list[str]:
 
 
 def _say(lines: Sequence[str]) -> None:
-    """Writes lines to standard error in a single write."""
+    """Write lines to standard error in a single write."""
     text = "".join(f"watchdog: {line}\n" for line in lines)
     with (
         contextlib.suppress(OSError),

@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 
 def check(workdir: Path, run: Run) -> None:
-    """Checks that `workdir` has no checkpoints of another run.
+    """Check that `workdir` has no checkpoints of another run.
 
     Args:
         workdir: the run's directory.
@@ -98,7 +98,7 @@ def check(workdir: Path, run: Run) -> None:
 
 
 def check_processes_agree(run: Run, corpus: Corpus) -> None:
-    """Checks that all processes have the same config and the same data.
+    """Check that all processes have the same config and the same data.
 
     Args:
         run: this process's run.
@@ -120,7 +120,7 @@ def check_processes_agree(run: Run, corpus: Corpus) -> None:
 
 @contextlib.contextmanager
 def lock(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator[str]:
-    """Locks `workdir` for the duration of the block, so that two runs do not overwrite each other.
+    """Lock `workdir` for the duration of the block, so that two runs do not overwrite each other.
 
     The first process of a run that was killed or requeued may live a little longer than the run, so
     this waits for it. If the holder of a lock is killed, the lock is released.
@@ -155,7 +155,7 @@ def lock(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator
 
 @contextlib.contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[str]:
-    """Holds a lock file for the duration of the block; yields its content, which names the holder.
+    """Hold a lock file for the duration of the block; yield its content, which names the holder.
 
     The lock is `flock`'s, which the kernel releases when the process ends for any reason. The file
     is also deleted at the end, so a process that opened it earlier may lock a deleted file. It then
@@ -219,7 +219,7 @@ def _reads(path: Path, word: str) -> bool:
 def write_run_files(
     workdir: Path, run: Run, corpus: Corpus, source: Source | None = None, report: str = ""
 ) -> None:
-    """Writes `config.yaml`, `memory.txt`, and in `hf/` the input of `python -m convert.to_hf`.
+    """Write `config.yaml`, `memory.txt`, and in `hf/` the input of `python -m convert.to_hf`.
 
     `hf/` contains the tokenizer, the labels of a classifier, and files of the Hugging Face model
     that the run starts from. Only the first process writes.
@@ -246,18 +246,18 @@ def write_run_files(
 
 
 def planned(workdir: Path) -> MemoryConfig:
-    """Returns the memory settings that a run with memory.placement=auto chose; else the default."""
+    """Return the memory settings that a run with memory.placement=auto chose; else the default."""
     path = workdir / CONFIG_FILE
     return resolve(load(str(path))).memory if path.exists() else MemoryConfig()
 
 
 def has_checkpoint(workdir: Path) -> bool:
-    """Returns whether a workdir has a checkpoint, intact or not."""
+    """Return whether a workdir has a checkpoint, intact or not."""
     return bool(steps_in(workdir / CHECKPOINTS))
 
 
 def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
-    """Returns a saved config with defaults for keys that were added to the code later."""
+    """Return a saved config with defaults for keys that were added to the code later."""
     completed = {"init_from": "", **saved.to_dict()}
     for name, section in {**SECTIONS, "model": type(run.model_config)}.items():
         fields = [f for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING]
@@ -267,7 +267,7 @@ def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
 
 
 def resolved(run: Run) -> ConfigDict:
-    """Returns the full config of a run, including the values that it took from the data."""
+    """Return the full config of a run, including the values that it took from the data."""
     config = run.config
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
     del sections["data"]["seed"]  # it is train.seed
@@ -296,7 +296,7 @@ class Position:
 def find_position(
     run: Run, corpus: Corpus, workdir: Path, source: Source | None = None
 ) -> Position:
-    """Returns the position of the newest intact checkpoint, or the initial one without any.
+    """Return the position of the newest intact checkpoint, or the initial one without any.
 
     Args:
         run: the run.
@@ -337,7 +337,7 @@ def find_position(
 
 
 def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: int) -> TrainState:
-    """Restores the newest checkpoint from before a row of bad steps.
+    """Restore the newest checkpoint from before a row of bad steps.
 
     The position in the data is not rolled back: all steps since that checkpoint count as skipped,
     and their examples are not used again in this epoch.

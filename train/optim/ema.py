@@ -25,7 +25,7 @@ class Average(NamedTuple):
 
 
 def average_params(decay: float, schedule: str, num_steps: int) -> optax.GradientTransformation:
-    """Passes updates through unchanged and keeps an average of the resulting parameters.
+    """Pass updates through unchanged and keep an average of the resulting parameters.
 
     After every update, average = d × average + (1 - d) × parameters. The average starts as the
     initial parameters. This must be the last transformation of a chain, since it needs the final
@@ -58,7 +58,7 @@ def average_params(decay: float, schedule: str, num_steps: int) -> optax.Gradien
 
 
 def with_average(opt_state: Tree, change: Callable[[Tree], Tree]) -> Tree:
-    """Replaces the average in an optimizer state by `change(average)`, if it has one."""
+    """Replace the average in an optimizer state by `change(average)`, if it has one."""
     return jax.tree.map(
         lambda part: part._replace(average=change(part.average)) if _is_average(part) else part,
         opt_state,
@@ -67,7 +67,7 @@ def with_average(opt_state: Tree, change: Callable[[Tree], Tree]) -> Tree:
 
 
 def find_average(opt_state: Tree) -> Tree | None:
-    """Returns the average in an optimizer state, or None if it has none."""
+    """Return the average in an optimizer state, or None if it has none."""
     parts = jax.tree.leaves(opt_state, is_leaf=_is_average)
     return next((part.average for part in parts if _is_average(part)), None)
 

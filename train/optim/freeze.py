@@ -14,7 +14,7 @@ Tree = Any
 
 
 def frozen_params(params: Tree, patterns: Sequence[str]) -> Tree:
-    """Returns a bool per parameter: whether one of the patterns matches its name.
+    """Return a bool per parameter: whether one of the patterns matches its name.
 
     Args:
         params: tree of parameters.
@@ -44,7 +44,7 @@ def frozen_params(params: Tree, patterns: Sequence[str]) -> Tree:
 
 
 def with_frozen_params(parts: Parts, frozen: Tree) -> Parts:
-    """Stops the gradients of frozen parameters in all functions of a model.
+    """Stop the gradients of frozen parameters in all functions of a model.
 
     XLA then removes their computation from the step.
 

@@ -38,7 +38,7 @@ class Depths:
 
 
 def depths_of(parts: Parts, params: Tree, batch: Tree) -> Depths:
-    """Finds the depths of a model's parameters by tracing which function reads which of them.
+    """Find the depths of a model's parameters by tracing which function reads which of them.
 
     Args:
         parts: the model's functions.
@@ -60,7 +60,7 @@ def depths_of(parts: Parts, params: Tree, batch: Tree) -> Depths:
 
 
 def _read_by(function: Callable, ends: Tree, *args: Tree) -> list[tuple]:
-    """Returns the paths of the parameters in `ends` that `function(ends, *args)` depends on."""
+    """Return the paths of the parameters in `ends` that `function(ends, *args)` depends on."""
     # Dead-code elimination marks the inputs that no output depends on.
     jaxpr = jax.make_jaxpr(function)(ends, *args).jaxpr
     _, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -71,7 +71,7 @@ def _read_by(function: Callable, ends: Tree, *args: Tree) -> list[tuple]:
 def scaled_by_depth(
     optimizer: optax.GradientTransformation, decay: float, depths: Depths
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies an optimizer's updates by a power of `decay`; its state is unchanged.
+    """Multiply an optimizer's updates by a power of `decay`; its state is unchanged.
 
     With L layers, the updates of layer l (from 0) are multiplied by decay^(L - l). The same factor
     applies to the parameters of `before_<stack>`, if l is the stack's first layer. The embedding's

@@ -72,7 +72,7 @@ class OptimizerConfig:
 
 
 def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Returns the learning-rate schedule: linear warmup, then decay.
+    """Return the learning-rate schedule: linear warmup, then decay.
 
     Args:
         config: peak, warmup and decay.
@@ -96,7 +96,7 @@ def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedul
 
 
 def decay_mask(params: Any, not_decayed: Collection[str] = ()) -> Any:
-    """Returns a bool per parameter: whether weight decay applies to it.
+    """Return a bool per parameter: whether weight decay applies to it.
 
     It applies to matrices and embedding tables, but not to NOT_DECAYED.
 
@@ -129,7 +129,7 @@ def make_optimizer(
     depths: Depths | None = None,
     average: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """Builds a run's optimizer: clipping by global norm, the optimizer, the parameter average.
+    """Build a run's optimizer: clipping by global norm, the optimizer, the parameter average.
 
     If `config.name` is none of OPTIMIZERS, it is the import path of a function
     `(config: OptimizerConfig, schedule) -> optax.GradientTransformation`.

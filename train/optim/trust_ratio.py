@@ -12,7 +12,7 @@ Tree = Any
 def scale_by_layers_trust_ratio(
     stacks: Collection[str], adapted: Callable[[Tree], Tree], coefficient: float = 1.0
 ) -> optax.GradientTransformation:
-    """Multiplies updates by `coefficient` × norm of the weights / norm of the update.
+    """Multiply updates by `coefficient` × norm of the weights / norm of the update.
 
     Norms are taken per layer. A stack's array `[slots, ...]` holds one tensor per slot,
     so its norms are taken for each slot, never over several layers. Slots that are padding are all

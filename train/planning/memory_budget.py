@@ -42,7 +42,7 @@ class Budget:
 
 
 def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
-    """Returns the budget of a run: from the config, or a fraction of the available memory.
+    """Return the budget of a run: from the config, or a fraction of the available memory.
 
     Args:
         config: may set the budgets.
@@ -75,7 +75,7 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
 
 
 def target_budget(config: MemoryConfig, target: Target) -> Budget:
-    """Returns the budget of target GPUs: from the config, or a fraction of their memory.
+    """Return the budget of target GPUs: from the config, or a fraction of their memory.
 
     Their hosts are unknown, so host memory is unlimited unless the config limits it.
 
@@ -94,7 +94,7 @@ def target_budget(config: MemoryConfig, target: Target) -> Budget:
 
 
 def pressure_of(run: Run, budget: Budget) -> str:
-    """Returns a warning if XLA recomputes to save memory or exceeds its limit, else ""."""
+    """Return a warning if XLA recomputes to save memory or exceeds its limit, else ""."""
     if run.hardware.platform != "gpu" or budget.limit_bytes == math.inf:
         return ""
     found = memory_pressure(
@@ -106,7 +106,7 @@ def pressure_of(run: Run, budget: Budget) -> str:
 
 
 def host_memory_bytes() -> int:
-    """Returns the memory of this host in bytes, or the limit of this process's control group."""
+    """Return the memory of this host in bytes, or the limit of this process's control group."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     own = Path("/proc/self/cgroup")
     root = Path("/sys/fs/cgroup")
@@ -125,13 +125,13 @@ def host_memory_bytes() -> int:
 
 
 def needs_of(run: Run, budget: Budget) -> Needs:
-    """Returns the estimated memory of a run's step on one device and on one host, by label."""
+    """Return the estimated memory of a run's step on one device and on one host, by label."""
     host = {k: v * budget.devices_per_host for k, v in run.estimate_memory().host.items()}
     return Needs(device=run.estimate_memory().device, host=host)
 
 
 def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -> float:
-    """Returns needs / budget, of devices or hosts, whichever is larger; more than 1 does not fit.
+    """Return needs / budget, of devices or hosts, whichever is larger; more than 1 does not fit.
 
     Args:
         needs: estimated memory of a step.
@@ -143,7 +143,7 @@ def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -
 
 
 def compiled_bytes(run: Run) -> int | None:
-    """Returns the bytes that the compiled steps use on a device; None if the compiler is silent.
+    """Return the bytes that the compiled steps use on a device; None if the compiler is silent.
 
     This is the maximum over the training and the evaluation step, and over processes. State that
     the evaluation step does not read stays resident, so it is counted too.
@@ -162,7 +162,7 @@ def compiled_bytes(run: Run) -> int | None:
 
 
 def _device_bytes(state: Any) -> int:
-    """Returns the bytes that arrays use in the memory of one device."""
+    """Return the bytes that arrays use in the memory of one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
@@ -171,7 +171,7 @@ def _device_bytes(state: Any) -> int:
 
 
 def table(needs: Needs, budget: Budget) -> str:
-    """Formats needs and budget as a table: a row per label, the sum, and the budget."""
+    """Format needs and budget as a table: a row per label, the sum, and the budget."""
     rows = [(name, needs.device.get(name, 0), needs.host.get(name, 0)) for name in _ROWS]
     rows += [("in all", needs.device_bytes, needs.host_bytes)]
     rows += [("budget", budget.device_bytes, budget.host_bytes)]
@@ -181,7 +181,7 @@ def table(needs: Needs, budget: Budget) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Formats a number of bytes in MiB or GiB."""
+    """Format a number of bytes in MiB or GiB."""
     if num_bytes == math.inf:
         return "not known"
     if num_bytes < 2**30:

@@ -76,7 +76,7 @@ class MemoryPlanner:
         self.report = ""  # the chosen plan and its memory, as text
 
     def plan(self, config: RunConfig) -> Run:
-        """Returns the run of a config; with `memory.placement=auto`, of the fastest fitting plan.
+        """Return the run of a config; with `memory.placement=auto`, of the fastest fitting plan.
 
         Args:
             config: the run's config.
@@ -108,7 +108,7 @@ class MemoryPlanner:
         raise ValueError(self._nothing_fits(search))
 
     def check(self, run: Run) -> None:
-        """Checks the memory of compiled steps.
+        """Check the memory of compiled steps.
 
         Args:
             run: a compiled run.
@@ -126,7 +126,7 @@ class MemoryPlanner:
             raise ValueError(self._refusal(run, compiled))
 
     def _refusal(self, run: Run, compiled: int | None) -> str:
-        """Returns the error message for a run that does not fit, with changes that would make it.
+        """Return the error message for a run that does not fit, with changes that would make it.
 
         Args:
             run: the run.
@@ -221,7 +221,7 @@ class _Search:
         return min((leanest, *known), key=lambda c: excess(c.needs, self._budget))
 
     def single(self) -> list[Candidate]:
-        """Returns plans that fit and change a single lever, as little as possible; fastest first.
+        """Return plans that fit and change a single lever, as little as possible; fastest first.
 
         A base plan that fits is included, if it differs from the configured run.
         """
@@ -235,7 +235,7 @@ class _Search:
         return sorted(found, key=lambda c: c.step_time_s)
 
     def fitting(self) -> Iterator[Candidate]:
-        """Yields plans that fit, first the base plan if it does.
+        """Yield plans that fit, first the base plan if it does.
 
         The search starts from the leanest plan, or, if that exceeds host memory, from the leanest
         plan with less in host memory. Then it eases one lever after another: each time the one that
@@ -255,7 +255,7 @@ class _Search:
             yield cast(Candidate, self._at(levels))
 
     def _eased(self, levels: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Returns the fastest fitting plan that eases one lever; None if none is faster."""
+        """Return the fastest fitting plan that eases one lever; None if none is faster."""
         options = {levels: cast(Candidate, self._at(levels)).step_time_s}
         for i, level in enumerate(levels):
 
@@ -282,7 +282,7 @@ class _Search:
         return tuple(level if i == lever else 0 for i in range(len(self.levers)))
 
     def _at(self, levels: tuple[int, ...]) -> Candidate | None:
-        """Returns the candidate for one level per lever; None if such a run cannot be built."""
+        """Return the candidate for one level per lever; None if such a run cannot be built."""
         if not any(levels):
             return self.base
         if levels not in self._known:
@@ -355,7 +355,7 @@ class _Search:
 
 
 def _changed(config: RunConfig, setting: Setting) -> RunConfig:
-    """Returns the config with the fields of a setting replaced."""
+    """Return the config with the fields of a setting replaced."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in setting.items():
         section, name = key.split(".")

@@ -44,7 +44,7 @@ class Rates:
     network_bytes_per_s: float
 
     def step_time_s(self, work: StepCost) -> float:
-        """Returns the time of the work in seconds, without any overlap.
+        """Return the time of the work in seconds, without any overlap.
 
         A matrix product takes as long as its FLOPs or its memory traffic, whichever is longer.
         Element-wise operations and collectives that the compiler inserts are not counted.
@@ -61,7 +61,7 @@ class Rates:
 
 
 def machine_of(target: Target) -> Machine:
-    """Returns the datasheet rates of a target's GPUs; an A100's if they are unknown."""
+    """Return the datasheet rates of a target's GPUs; an A100's if they are unknown."""
     known = rates_of(target.device_kind, "float32")
     names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
     peaks = {short: peak_flops_per_s(known.device_kind, name) for short, name in names.items()}
@@ -77,7 +77,7 @@ def machine_of(target: Target) -> Machine:
 
 
 def rates_of(device_kind: str, dtype: Any) -> Rates:
-    """Returns the rates of a device, or an A100's if they are unknown.
+    """Return the rates of a device, or an A100's if they are unknown.
 
     Args:
         device_kind: as in jax.Device.device_kind.

@@ -58,7 +58,7 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: str | Path, *, resume_step: int, is_writer: bool = True):
-        """Opens the files, and removes lines that a killed run logged after `resume_step`.
+        """Open the files, and remove lines that a killed run logged after `resume_step`.
 
         Args:
             workdir: the run's directory; it is created if necessary.
@@ -75,7 +75,7 @@ class MetricsWriter:
         self._events = _open_event_file(Path(workdir) / TENSORBOARD_DIRECTORY, resume_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends one line, and one TensorBoard point per number.
+        """Append one line, and one TensorBoard point per number.
 
         Args:
             step: number of steps done.
@@ -95,7 +95,7 @@ class MetricsWriter:
         self._events.append(_record(event))
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for file in (self._lines, self._events):
             if file is not None:
                 file.close()
@@ -127,7 +127,7 @@ class _Appender:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Reads a metrics.jsonl.
+    """Read a metrics.jsonl.
 
     Lines that are not a JSON object with a step, such as one torn by a crash, are ignored.
 

@@ -31,7 +31,7 @@ class Progress:
         is_shown: bool = True,
         console: rich.console.Console | None = None,
     ):
-        """Prepares the display.
+        """Prepare the display.
 
         Args:
             num_steps: the last step of the run.
@@ -57,12 +57,12 @@ class Progress:
             self._bar.start()
 
     def close(self) -> None:
-        """Stops the bar, if there is one; it stays visible."""
+        """Stop the bar, if there is one; it stays visible."""
         if self._bar is not None:
             self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows a logged step; metrics that are missing or None are omitted."""
+        """Show a logged step; metrics that are missing or None are omitted."""
         eta = self._eta(step, metrics.get("step_time_s"))
         if self._bar is not None:
             text = "  ".join(part.strip() for part in [*_parts(metrics), eta] if part.strip())
@@ -71,7 +71,7 @@ class Progress:
             self._print_line(step, [*_parts(metrics), eta])
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Prints all metrics of an evaluation on a line of its own."""
+        """Print all metrics of an evaluation on a line of its own."""
         digits = {"eval_perplexity": 2}
         parts = [f"{name} {value:.{digits.get(name, 4)}f}" for name, value in metrics.items()]
         self._print_line(step, parts)
@@ -88,7 +88,7 @@ class Progress:
 
 
 def _parts(metrics: Mapping[str, Any]) -> list[str]:
-    """Returns the formatted metrics, padded to their columns; missing ones are empty."""
+    """Return the formatted metrics, padded to their columns; missing ones are empty."""
     parts = []
     for name, form, width in _COLUMNS:
         value = metrics.get(name)

@@ -32,7 +32,7 @@ _PEAK_TFLOPS_PER_S: dict[str, tuple[float | None, float | None, float | None]] =
 
 
 def peak_flops_per_s(device_kind: str, dtype: Any) -> float | None:
-    """Returns the peak FLOP/s that the vendor states for a device; None if unknown (CPUs).
+    """Return the peak FLOP/s that the vendor states for a device; None if unknown (CPUs).
 
     The figures are for dense matrix products, never the doubled figures for sparse ones. float32
     means TF32 if the chip has it, because XLA uses TF32 there by default. The figures of the RTX
@@ -56,7 +56,7 @@ def peak_flops_per_s(device_kind: str, dtype: Any) -> float | None:
 
 
 def mfu(flops_per_s: float, num_devices: int, peak_flops_per_s: float | None) -> float | None:
-    """Returns the model FLOPs utilization, from 0 to 1; None if the peak is unknown.
+    """Return the model FLOPs utilization, from 0 to 1; None if the peak is unknown.
 
     Args:
         flops_per_s: the model's FLOP/s over all devices, without recomputation.
@@ -86,7 +86,7 @@ class ThroughputMeter:
         self._start_lap()
 
     def step(self, result: Any) -> None:
-        """Counts a step.
+        """Count a step.
 
         Args:
             result: an array that the step computes. The first step's result is waited for.
@@ -100,7 +100,7 @@ class ThroughputMeter:
             self._num_steps += 1
 
     def lap(self) -> dict[str, float | None]:
-        """Waits for the steps so far and returns the rates since the previous lap.
+        """Wait for the steps so far and return the rates since the previous lap.
 
         Returns:
             `step_time_s`, `data_wait_s` (the part of `step_time_s` spent in `waiting()`), and
@@ -125,7 +125,7 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time of the block as waiting for data."""
+        """Count the time of the block as waiting for data."""
         start_s = time.perf_counter()
         try:
             yield
@@ -134,7 +134,7 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time of the block, such as an evaluation or a save, from the lap."""
+        """Exclude the time of the block, such as an evaluation or a save, from the lap."""
         jax.block_until_ready(self._result)
         start_s = time.perf_counter()
         try:

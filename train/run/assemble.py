@@ -130,7 +130,7 @@ def _optimizer(
     parts: Parts,
     learning_rate: optax.Schedule,
 ) -> tuple[optax.GradientTransformation, Any]:
-    """Returns the optimizer, and a bool per parameter, whether it is frozen, or None."""
+    """Return the optimizer, and a bool per parameter, whether it is frozen, or None."""
     check_optimizer(config)
     train = config.train
     arguments = microbatch(config, mesh, model)
@@ -151,6 +151,6 @@ def _optimizer(
 
 
 def _work(config: RunConfig, mesh: AnyMesh, model: nnx.Module, parts: Parts) -> LayerCosts:
-    """Returns the FLOPs of a microbatch of one replica."""
+    """Return the FLOPs of a microbatch of one replica."""
     recomputes = config.pipeline.remat == "full"
     return count_work(parts, *microbatch(config, mesh, model), recomputes=recomputes)

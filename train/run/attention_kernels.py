@@ -26,7 +26,7 @@ def attention_choices(
     model: nnx.Module,
     parts: Parts,
 ) -> tuple[Choice, ...]:
-    """Returns the kernels of all attention in the model's stacks; () if there is none.
+    """Return the kernels of all attention in the model's stacks; () if there is none.
 
     Args:
         config: the run's config.

@@ -22,7 +22,7 @@ from train.step.tracing import traced_for
 
 
 def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
-    """Rejects a `context` axis for images.
+    """Reject a `context` axis for images.
 
     Args:
         config: the run's config.
@@ -40,7 +40,7 @@ def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
 
 
 def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
-    """Rejects an objective that a model, or every model of a class, cannot learn.
+    """Reject an objective that a model, or every model of a class, cannot learn.
 
     Args:
         config: the run's config.
@@ -62,7 +62,7 @@ def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
 def check_parts(
     config: RunConfig, mesh: AnyMesh, device: Hardware, model: nnx.Module, parts: Parts
 ) -> None:
-    """Rejects a model that is inconsistent, or that does not match its batch or pipeline.
+    """Reject a model that is inconsistent, or that does not match its batch or pipeline.
 
     Args:
         config: the run's config.
@@ -113,7 +113,7 @@ def _check_whole_batch(config: RunConfig, model: nnx.Module, parts: Parts) -> No
 
 
 def _check_names(config: RunConfig, model: nnx.Module, arguments: tuple[Any, Any]) -> None:
-    """Rejects names of activations that the model's blocks do not have."""
+    """Reject names of activations that the model's blocks do not have."""
     remat = config.train.remat
     offload = config.memory.offload_activations
     kept = () if remat in REMAT_POLICIES else tuple(remat.split(","))
@@ -136,7 +136,7 @@ def _check_names(config: RunConfig, model: nnx.Module, arguments: tuple[Any, Any
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Rejects an optimizer that cannot update one layer at a time, if that is needed.
+    """Reject an optimizer that cannot update one layer at a time, if that is needed.
 
     Args:
         config: the run's config.
@@ -153,7 +153,7 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> None:
-    """Rejects mesh axes over which the model splits nothing.
+    """Reject mesh axes over which the model splits nothing.
 
     Args:
         model: the model.
@@ -173,7 +173,7 @@ def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> No
 
 
 def check_tokenizer(config: RunConfig, model: Any, corpus: Corpus) -> None:
-    """Checks that the model agrees with the tokenizer about special tokens.
+    """Check that the model agrees with the tokenizer about special tokens.
 
     Args:
         config: the run's config.

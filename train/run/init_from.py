@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tree:
-    """Returns the initial parameters, with the layout of `run.state.portable.params`.
+    """Return the initial parameters, with the layout of `run.state.portable.params`.
 
     Parameters of a head that the checkpoint lacks, or has for another task, are newly initialized.
 
@@ -83,7 +83,7 @@ def _origin(
     keeps_head: bool,
     order: np.ndarray | None,
 ) -> str:
-    """Returns the origin of a parameter: _LOADED, _RESIZED, _REORDERED or _NEW.
+    """Return the origin of a parameter: _LOADED, _RESIZED, _REORDERED or _NEW.
 
     Args:
         path: the parameter.
@@ -109,14 +109,14 @@ def _with(origin: str, origins: Mapping[Path, str]) -> list[Path]:
 
 
 def _report(origins: Mapping[Path, str]) -> None:
-    """Logs the parameters that are not loaded unchanged, and unused ones of the checkpoint."""
+    """Log the parameters that are not loaded unchanged, and unused ones of the checkpoint."""
     for origin in sorted({*origins.values()} - {_LOADED}):
         names = ", ".join(".".join(path) for path in _with(origin, origins))
         _log.info("init_from: %s: %s", origin, names)
 
 
 def _keeps_head(run: Run, source: Source, wanted: Mapping[Path, Any]) -> bool:
-    """Returns whether the run uses the checkpoint's head; checks `train.init_labels`."""
+    """Return whether the run uses the checkpoint's head; check `train.init_labels`."""
     mode = run.config.train.init_labels
     ours, theirs = (getattr(config, "head", None) for config in (run.model_config, source.config))
     if mode != "by_name" and not any(path[0] == _OF_A_TASK for path in wanted):
@@ -139,7 +139,7 @@ def _label_order(
     run: Run,
     source: Source,
 ) -> np.ndarray | None:
-    """Returns the index in the checkpoint of each label of the data; None: the same order."""
+    """Return the index in the checkpoint of each label of the data; None: the same order."""
     is_by_name = run.config.train.init_labels == "by_name"
     remedy = "train.init_labels=new for a"
     if is_by_name and labels and source.labels:
@@ -171,7 +171,7 @@ def _some(names: Sequence[str], most: int = 10) -> str:
 def _check_patches(
     run: Run, source: Source, paths: Sequence[Path], there: Mapping[Path, Any]
 ) -> None:
-    """Rejects another image size if a parameter depends on the number of patches."""
+    """Reject another image size if a parameter depends on the number of patches."""
     wanted = _flat(run.state.portable.params)
     own, theirs = (getattr(c, "image_size", None) for c in (run.model_config, source.config))
     others = [path for path in paths if wanted[path].shape != there[path].shape]
@@ -184,7 +184,7 @@ def _check_patches(
 
 
 def _check_windows(run: Run, source: Source) -> None:
-    """Rejects window sizes for which the checkpoint has no position biases."""
+    """Reject window sizes for which the checkpoint has no position biases."""
     ours, theirs = (
         getattr(config, "windows", None) for config in (run.model_config, source.config)
     )
@@ -200,7 +200,7 @@ def _check_windows(run: Run, source: Source) -> None:
 
 
 def _resized(table: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Resizes a table of position embeddings `[1, 1 + T, D]`, class token first, to another T."""
+    """Resize a table of position embeddings `[1, 1 + T, D]`, class token first, to another T."""
     side = round((wanted.shape[1] - 1) ** 0.5)
     sharding: Any = wanted.sharding
 
@@ -215,14 +215,14 @@ def _resized(table: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 def _reordered(
     leaf: jax.Array, wanted: jax.ShapeDtypeStruct, order: np.ndarray | None
 ) -> jax.Array:
-    """Reorders the labels, the last dimension, of a classifier's parameter."""
+    """Reorder the labels, the last dimension, of a classifier's parameter."""
     sharding: Any = wanted.sharding
     leaf = jax.device_put(leaf, in_device_memory(sharding))
     return jax.device_put(leaf[..., order], sharding)
 
 
 def _fresh(run: Run, paths: Sequence[Path]) -> dict[Path, jax.Array]:
-    """Initializes parameters as in a run without a checkpoint."""
+    """Initialize parameters as in a run without a checkpoint."""
     wanted = _flat(run.state.portable.params)
 
     def make():

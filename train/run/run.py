@@ -202,11 +202,11 @@ class Run:
         return self._compile(traced)
 
     def evaluated(self, state: TrainState) -> tuple[Any, Any]:
-        """Returns the parameters to evaluate, and the teacher's; see state/averaged.py."""
+        """Return the parameters to evaluate, and the teacher's; see state/averaged.py."""
         return evaluated(state, teaches=self.parts.teach is not None)
 
     def compile(self) -> None:
-        """Compiles both steps.
+        """Compile both steps.
 
         Raises:
             ValueError: evaluations do not report `checkpoint.best_metric`.

@@ -30,7 +30,7 @@ class LayerCosts:
     head: int
 
     def of_chunks(self, counts: Sequence[int], *, shares_vocab: bool) -> list[float]:
-        """Returns the FLOPs of every chunk, with its share of embedding and head.
+        """Return the FLOPs of every chunk, with its share of embedding and head.
 
         Args:
             counts: number of layers of each chunk, in the order of the layers.
@@ -41,7 +41,7 @@ class LayerCosts:
         return [cost(chunk, first, stop) for chunk, (first, stop) in enumerate(bounds)]
 
     def balanced(self, num_chunks: int, *, shares_vocab: bool) -> list[int]:
-        """Returns the most even cut: the number of layers of each chunk, in the layers' order.
+        """Return the most even cut: the number of layers of each chunk, in the layers' order.
 
         Args:
             num_chunks: number of chunks over all stages.
@@ -67,7 +67,7 @@ class LayerCosts:
 def count_work(
     parts: Parts, params: Tree, batch: dict[str, jax.ShapeDtypeStruct], *, recomputes: bool
 ) -> LayerCosts:
-    """Counts the matrix products of a model's functions by tracing them.
+    """Count the matrix products of a model's functions by tracing them.
 
     Args:
         parts: the model's functions.
@@ -98,7 +98,7 @@ def count_work(
 
 
 def _with_backward(function: Callable, num_inputs: int) -> Callable:
-    """Returns `f(*args, dy)`: the gradients of the first `num_inputs` arguments."""
+    """Return `f(*args, dy)`: the gradients of the first `num_inputs` arguments."""
 
     def run(*args):
         inputs = args[:num_inputs]

@@ -8,7 +8,7 @@ from train.run.run import Run
 
 
 def describe(run: Run, corpus: Corpus) -> str:
-    """Formats the summary of a run: parameters, mesh, attention kernels, stages and data.
+    """Format the summary of a run: parameters, mesh, attention kernels, stages and data.
 
     Args:
         run: the run.
@@ -30,7 +30,7 @@ def describe(run: Run, corpus: Corpus) -> str:
 
 
 def _describe_stages(run: Run) -> str:
-    """Describes how even the work of the stages is, and settings that would make it more even."""
+    """Describe how even the work of the stages is, and settings that would make it more even."""
     counts = [0] * len(run.schedule.placement)
     for layout in run.layouts.values():
         for v, stage in enumerate(run.schedule.placement):

@@ -9,7 +9,7 @@ Tree = Any
 
 
 def averaged(state: TrainState) -> Tree:
-    """Returns the average of the parameters, or the parameters if the run keeps no average.
+    """Return the average of the parameters, or the parameters if the run keeps no average.
 
     The average has the shapes and shardings of the parameters and is float32 or wider, so a model
     runs with either. The average of a frozen parameter is the parameter itself.
@@ -22,7 +22,7 @@ def averaged(state: TrainState) -> Tree:
 
 
 def evaluated(state: TrainState, *, teaches: bool) -> tuple[Tree, Tree | None]:
-    """Returns (parameters to evaluate, teacher's parameters or None).
+    """Return (parameters to evaluate, teacher's parameters or None).
 
     That is (average, None), or (parameters, average) for a model that learns from its average.
 

@@ -59,19 +59,19 @@ class StateSpec:
     frozen: Tree = None
 
     def trained(self, params: Tree) -> Tree:
-        """Replaces frozen parameters, or the corresponding leaves of a similar tree, by None."""
+        """Replace frozen parameters, or the corresponding leaves of a similar tree, by None."""
         if self.frozen is None:
             return params
         return jax.tree.map(lambda frozen, x: None if frozen else x, self.frozen, params)
 
     def params(self) -> Tree:
-        """Initializes the model's parameters; stacks are `[layers, ...]`."""
+        """Initialize the model's parameters; stacks are `[layers, ...]`."""
         params: Any = nnx.to_pure_dict(nnx.split(self.build())[1])
         # Random numbers are drawn in float32, whatever the dtype of the master weights.
         return jax.tree.map(lambda x: x.astype(self.precision.params), params)
 
     def state(self, params: Tree) -> TrainState:
-        """Returns the initial state for these parameters."""
+        """Return the initial state for these parameters."""
         params = jax.tree.map(lambda x: x.astype(self.precision.params), params)
         wide = jax.tree.map(lambda x: x.astype(self.precision.update), params)
         count = jnp.zeros((), jnp.int32)
@@ -115,14 +115,14 @@ class StateInit:
         self._portable = portable
 
     def from_scratch(self) -> TrainState:
-        """Returns the initial state with newly initialized parameters."""
+        """Return the initial state with newly initialized parameters."""
         made = self.made_at_once()
         streamed = {name: self._streamed(name) for name in self._layouts}
         stacks = {name: merged(made.params[name], part) for name, part in streamed.items()}
         return self._with_moments(dataclasses.replace(made, params={**made.params, **stacks}))
 
     def of(self, params: Tree) -> TrainState:
-        """Returns the initial state for given parameters.
+        """Return the initial state for given parameters.
 
         Args:
             params: parameters in the portable layout; they are deleted.
@@ -155,7 +155,7 @@ class StateInit:
         return self._jitted(make, jax.tree.map(_no, self._abstract.params))
 
     def _jitted(self, make_layers: Callable[..., TrainState], elsewhere: Tree) -> Callable:
-        """Jits a function that creates the state, with None for leaves that are created elsewhere.
+        """Jit a function that creates the state, with None for leaves that are created elsewhere.
 
         Args:
             make_layers: creates the state in its portable form; its argument is donated.
@@ -190,7 +190,7 @@ class StateInit:
         return jax.jit(make, out_shardings=out_shardings, donate_argnums=(0,) * is_plain)
 
     def _with_moments(self, state: TrainState) -> TrainState:
-        """Adds the optimizer state in host memory: moments are zeros, the average is a copy."""
+        """Add the optimizer state in host memory: moments are zeros, the average is a copy."""
 
         def copied(param: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array | None:
             return copy_of(param, target) if is_for_host(target) else None
@@ -206,7 +206,7 @@ class StateInit:
         return dataclasses.replace(state, opt_state=merged(moments, average))
 
     def _streamed(self, stack: str) -> Tree:
-        """Creates a stack's parameters in host memory, with None for parameters on the device.
+        """Create a stack's parameters in host memory, with None for parameters on the device.
 
         Every stage initializes one layer at a time and copies it to its slot. The computation runs
         outside of `shard_map`, because XLA rounds differently within it; only the copy is inside.

@@ -100,7 +100,7 @@ class StateLayout:
         self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable, kinds)
 
     def initial(self, params: Tree | None = None) -> TrainState:
-        """Creates the initial state, each shard on its own device, with the same bits on any mesh.
+        """Create the initial state, each shard on its own device, with the same bits on any mesh.
 
         Stacks in host memory pass through the device one layer at a time.
 
@@ -112,11 +112,11 @@ class StateLayout:
 
     @functools.cached_property
     def state_init(self) -> StateInit:
-        """Creates the initial state."""
+        """Create the initial state."""
         return StateInit(self._start, self._layouts, self._layout_of, self.abstract, self.portable)
 
     def to_portable(self, state: TrainState) -> TrainState:
-        """Converts a state to the form of a checkpoint.
+        """Convert a state to the form of a checkpoint.
 
         Args:
             state: the state in the form of the step.
@@ -136,7 +136,7 @@ class StateLayout:
         return jax.tree.map(convert, state, self._layout_of, self.portable)
 
     def from_portable(self, state: TrainState) -> TrainState:
-        """Converts a state to the form of the step.
+        """Convert a state to the form of the step.
 
         Args:
             state: the state of a checkpoint. Arrays that have to be converted are deleted. Fields
@@ -162,7 +162,7 @@ class StateLayout:
     def _per_leaf(
         self, state: TrainState, of_param: Callable, of_other: Callable, *like_params: Tree
     ) -> TrainState:
-        """Maps a function over the state, with one value per parameter.
+        """Map a function over the state, with one value per parameter.
 
         `of_param(leaf, *values)` is called for parameters and for leaves of the optimizer state
         that belong to a parameter, such as its moments. The values are taken from the trees
@@ -201,7 +201,7 @@ class StateLayout:
         self._per_leaf(layers, check, lambda _: None, layers.params, layout_of_param, names)
 
     def _portable_spec(self, leaf, spec: PartitionSpec, layout) -> PartitionSpec:
-        """Returns the spec of an array in a checkpoint: `pipeline` splits another dim than layers.
+        """Return the spec of an array in a checkpoint: `pipeline` splits another dim than layers.
 
         Then all layers of a slice are on one device, and can be permuted there.
         """
@@ -221,7 +221,7 @@ class StateLayout:
     def _memory_kinds(
         self, slots: TrainState, specs: Tree, memory: MemoryConfig
     ) -> tuple[TrainState, Tree]:
-        """Decides which parts of the state are in host memory.
+        """Decide which parts of the state are in host memory.
 
         Args:
             slots: the state in the form of the step, without shardings.
@@ -262,7 +262,7 @@ class StateLayout:
 
 @functools.cache
 def _converter(convert: Callable, sharding: NamedSharding) -> Callable:
-    """Returns the jitted conversion of an array; cached, so that equal arrays share it."""
+    """Return the jitted conversion of an array; cached, so that equal arrays share it."""
     return jax.jit(convert, out_shardings=sharding)
 
 

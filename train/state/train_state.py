@@ -42,7 +42,7 @@ class TrainState:
 
 
 def merged(tree: Tree, other: Tree) -> Tree:
-    """Returns `tree` with its None leaves replaced by the leaves of `other`."""
+    """Return `tree` with its None leaves replaced by the leaves of `other`."""
 
     def is_none(x):
         return x is None
@@ -51,18 +51,18 @@ def merged(tree: Tree, other: Tree) -> Tree:
 
 
 def is_for_host(target: jax.ShapeDtypeStruct) -> bool:
-    """Returns whether an array belongs in host memory."""
+    """Return whether an array belongs in host memory."""
     return target.sharding.memory_kind == HOST_KIND
 
 
 def zeros_of(target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns zeros for a target's shape and sharding; each process makes only its own shards."""
+    """Return zeros for a target's shape and sharding; each process makes only its own shards."""
     zeros = np.broadcast_to(np.zeros((), target.dtype), target.shape)
     return jax.make_array_from_callback(target.shape, target.sharding, zeros.__getitem__)
 
 
 def copy_of(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a copy with the target's dtype and memory kind; each process copies its own shards.
+    """Return a copy with the target's dtype and memory kind; each process copies its own shards.
 
     Args:
         array: an array that is sharded like the target.
@@ -79,10 +79,10 @@ def copy_of(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def shardings_of(abstract: Tree) -> Tree:
-    """Returns the sharding of every leaf of a tree of ShapeDtypeStructs."""
+    """Return the sharding of every leaf of a tree of ShapeDtypeStructs."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def partition_specs_of(abstract: Tree) -> Tree:
-    """Returns the PartitionSpec of every leaf of a tree of ShapeDtypeStructs with shardings."""
+    """Return the PartitionSpec of every leaf of a tree of ShapeDtypeStructs with shardings."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, abstract)

@@ -10,7 +10,7 @@ from sharding.hardware import Hardware
 
 @contextlib.contextmanager
 def traced_for(device: Hardware, kernel: str) -> Iterator[None]:
-    """Sets the devices and the attention kernel for tracing within the block.
+    """Set the devices and the attention kernel for tracing within the block.
 
     Args:
         device: the devices to trace for.

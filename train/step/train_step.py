@@ -74,7 +74,7 @@ def make_train_step(
     rules: Rules,
     specs: Tree,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """Builds the function `train_step(state, batch) -> (state, metrics)`.
+    """Build the function `train_step(state, batch) -> (state, metrics)`.
 
     The batch contains the inputs of the model's `embed` and `head`, including `weights`, and
     `index` uint32[B], the number of each example in the run.
@@ -144,7 +144,7 @@ def make_eval_step(
     rules: Rules,
     specs: Tree,
 ) -> Callable[[Tree, Tree | None, Batch], dict[str, jax.Array]]:
-    """Builds the function `eval_step(params, teacher, batch) -> sums`.
+    """Build the function `eval_step(params, teacher, batch) -> sums`.
 
     Its first two arguments come from train.state.averaged.evaluated. The sums are of `loss`,
     `weight` and the head's metrics.
@@ -172,7 +172,7 @@ def make_eval_step(
 def _with_teacher_outputs(
     parts: Parts, config: StepConfig, sharing: Sharing
 ) -> Callable[[Tree | None, Batch], Batch]:
-    """Returns `f(teacher, microbatches)`, which adds the outputs of `teach` to the microbatches."""
+    """Return `f(teacher, microbatches)`, which adds the outputs of `teach` to the microbatches."""
     if parts.teach is None:
         return lambda teacher, microbatches: microbatches
     forwards = _forwards(config.schedule)
@@ -186,7 +186,7 @@ def _with_teacher_outputs(
 
 
 def _forwards(schedule: Schedule) -> Schedule:
-    """Returns the forward passes of a training schedule."""
+    """Return the forward passes of a training schedule."""
     return forward_only(
         schedule.num_stages,
         schedule.num_microbatches,
@@ -208,7 +208,7 @@ def _sharing(specs: Tree, mesh: AnyMesh, config: StepConfig) -> Sharing:
 def _next(
     state: TrainState, grads: Tree, weight: jax.Array, metrics: dict, update: Update, config
 ) -> TrainState:
-    """Returns the state after the step: updated, or with changed counters only."""
+    """Return the state after the step: updated, or with changed counters only."""
     finite = accepted = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
     spikes = state.spikes
     loss_scale = state.loss_scale
@@ -236,7 +236,7 @@ def _next(
 def detect_spike(
     spikes: Spikes, norm: jax.Array, finite: jax.Array, skip_spikes: float
 ) -> tuple[jax.Array, Spikes]:
-    """Decides whether a step is accepted, from its gradient norm.
+    """Decide whether a step is accepted, from its gradient norm.
 
     A norm above `skip_spikes` × the mean of accepted norms is a spike, and its step is not
     accepted. After MAX_SPIKES spikes in a row the norm is taken for a new level: the step is
@@ -268,7 +268,7 @@ def detect_spike(
 
 
 def _with_even_weights(batch: Batch) -> Batch:
-    """Scales the weights of additional losses, `*_weights`, to the same sum as `weights`.
+    """Scale the weights of additional losses, `*_weights`, to the same sum as `weights`.
 
     All sums of a head are divided by the sum of `weights` in the end. With equal sums, each loss is
     a mean over its own weights.
@@ -282,7 +282,7 @@ def _with_even_weights(batch: Batch) -> Batch:
 
 
 def _with_scaled_weights(batch: Batch, scale: jax.Array) -> Batch:
-    """Scales all weights so that `weights` sum to `scale`: the loss becomes `scale` × its mean."""
+    """Scale all weights so that `weights` sum to `scale`: the loss becomes `scale` × its mean."""
     total = jnp.sum(batch["weights"])
     factor = scale / jnp.where(total > 0, total, 1)
     scaled = {name: a * factor for name, a in batch.items() if name.endswith("weights")}
@@ -290,14 +290,14 @@ def _with_scaled_weights(batch: Batch, scale: jax.Array) -> Batch:
 
 
 def _dropout_keys(batch: Batch, seed: int) -> jax.Array:
-    """Returns a key per example, key[B], which depends only on the seed and the example's index."""
+    """Return a key per example, key[B], which depends only on the seed and the example's index."""
     # Folded twice, so that no key equals one that an initial parameter was drawn from.
     base = jax.random.fold_in(jax.random.key(seed), _DROPOUT_TAG)
     return jax.vmap(jax.random.fold_in, (None, 0))(base, batch["index"])
 
 
 def _to_microbatches(batch: Batch, config: StepConfig) -> Batch:
-    """Reshapes a batch to `[M, B/M, ...]`: row r goes to microbatch r mod M.
+    """Reshape a batch to `[M, B/M, ...]`: row r goes to microbatch r mod M.
 
     No row moves to another device. With B = 8, M = 2 and 2 replicas, which hold rows 0-3 and 4-7:
 

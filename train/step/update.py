@@ -96,7 +96,7 @@ class Update:
         self._numbers = jax.tree_util.tree_map_with_path(self._number, params)
 
     def norm(self, grads: Tree, weight: jax.Array) -> jax.Array:
-        """Returns the global norm of the gradients of trained parameters, divided by `weight`.
+        """Return the global norm of the gradients of trained parameters, divided by `weight`.
 
         Args:
             grads: sums of gradients, on the device or in host memory.
@@ -124,7 +124,7 @@ class Update:
     def __call__(
         self, params: Tree, opt_state: Tree, grads: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
-        """Returns (params, opt_state) after the update, each array in the memory where it was.
+        """Return (params, opt_state) after the update, each array in the memory where it was.
 
         Args:
             params: master weights.
@@ -149,7 +149,7 @@ class Update:
     def _moved_group(
         self, group: _Group, params: Tree, opt_state: Tree, grads: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
-        """Returns (params, opt_state) of a group after its update, with None for other leaves."""
+        """Return (params, opt_state) of a group after its update, with None for other leaves."""
         chosen = group.chosen
         is_of_param = jax.tree.leaves(
             optax.tree_utils.tree_map_params(
@@ -196,7 +196,7 @@ class Update:
     def _updated(
         self, grads: Tree, opt_state: Tree, params: Tree, numbers: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
-        """Applies the optimizer to arrays on the device; returns (params, opt_state).
+        """Apply the optimizer to arrays on the device; return (params, opt_state).
 
         Args:
             grads: sums of gradients.
@@ -234,7 +234,7 @@ class Update:
         changing: Tree,
         constants: Tree,
     ) -> tuple[Tree, Tree]:
-        """Scans over the slices of a group; returns the final (carry, changing).
+        """Scan over the slices of a group; return the final (carry, changing).
 
         Args:
             group: the group, which defines the slices.
@@ -285,7 +285,7 @@ class Update:
         return run(carry, arrays, changing, constants)
 
     def _grouped(self, params: Tree, moved: Tree) -> list[_Group]:
-        """Groups the parameters in host memory: each stack's together, every other one alone."""
+        """Group the parameters in host memory: each stack's together, every other one alone."""
         leaves = dict(jax.tree_util.tree_leaves_with_path(params))
         paths = [path for path, is_moved in jax.tree_util.tree_leaves_with_path(moved) if is_moved]
 
@@ -305,7 +305,7 @@ class Update:
         return groups
 
     def _number(self, path: tuple, param: jax.ShapeDtypeStruct) -> np.ndarray:
-        """Returns the layer number of every slot of a stack's parameter; else the row numbers."""
+        """Return the layer number of every slot of a stack's parameter; else the row numbers."""
         if path[0].key in self._layouts:
             return np.asarray(self._layouts[path[0].key].layer_of_slot, np.int32)
         return np.arange(math.prod(param.shape[:1]), dtype=np.int32)
@@ -317,7 +317,7 @@ class Update:
 
 
 def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
-    """Returns (number of slices, rows per slice) for a non-stack parameter.
+    """Return (number of slices, rows per slice) for a non-stack parameter.
 
     A sharded first dimension is not cut: each device has only a part of its rows anyway.
     """
@@ -335,7 +335,7 @@ def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
 
 
 def _chosen(tree: Tree, chosen: Tree) -> Tree:
-    """Returns `tree` with None for leaves that are not chosen (False or None)."""
+    """Return `tree` with None for leaves that are not chosen (False or None)."""
 
     def is_none(x):
         return x is None

@@ -66,7 +66,7 @@ def written(tree: dict, tmp_path) -> str:
 
 
 def translated(tree: dict, tmp_path, *own: str):
-    """Returns the run config for a JSON, with command-line overrides."""
+    """Return the run config for a JSON, with command-line overrides."""
     found = read(written(tree, tmp_path), load(CONFIG, own))
     return resolve(load(CONFIG, [*found, *own]))
 

@@ -44,7 +44,7 @@ class Bare:
 
 @pytest.fixture
 def users_config(tmp_path, monkeypatch) -> str:
-    """Returns the path of a user's config, which uses the user's own model."""
+    """Return the path of a user's config, which uses the user's own model."""
     (tmp_path / "users_config.py").write_text(USERS_CONFIG)
     (tmp_path / "users_model.py").write_text(USERS_MODEL)
     monkeypatch.syspath_prepend(tmp_path)
@@ -52,7 +52,7 @@ def users_config(tmp_path, monkeypatch) -> str:
 
 
 def load(path: str, changes: Sequence[str] = ()) -> Any:
-    """Returns the config without a static type, since ConfigDict's attributes vary."""
+    """Return the config without a static type, since ConfigDict's attributes vary."""
     return config_files.load(path, changes)
 
 
@@ -191,7 +191,7 @@ def test_overrides_reads_both_spellings_of_the_command_line():
 
 
 def edited(section: str, key: str, value: object) -> Any:
-    """Returns the config with a value that a config file may set, unchecked, unlike an override."""
+    """Return the config with a value that a config file may set, unchecked, unlike an override."""
     config = load(CONFIG)
     with config.ignore_type(), config.unlocked():
         config[section][key] = value
@@ -389,7 +389,7 @@ NAMES = sorted(p.stem for p in (ROOT / "configs").glob("*.py") if p.stem not in 
 
 
 def shipped() -> list[str]:
-    """Returns every config, once for each of its sizes."""
+    """Return every config, once for each of its sizes."""
     sizes = {
         name: getattr(importlib.import_module(f"configs.{name}"), "SIZES", ()) for name in NAMES
     }

@@ -44,7 +44,7 @@ def config(**changes) -> TrainConfig:
 
 
 def ask(nonfinite_monitor: NonfiniteMonitor, *counts: int) -> list[int | None]:
-    """Returns the monitor's answers at steps 1, 2, ..., for these counts of bad steps in a row."""
+    """Return the monitor's answers at steps 1, 2, ..., for these counts of bad steps in a row."""
     metrics = ({"num_nonfinite_in_a_row": jnp.int32(count)} for count in counts)
     return [nonfinite_monitor.first_bad_step(1 + i, ROWS, each) for i, each in enumerate(metrics)]
 
@@ -97,7 +97,7 @@ def test_state_has_nothing_of_spikes_by_default(corpus_overrides):
 
 
 def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]]:
-    """Returns (grad_norm, num_skipped, mean norm) for a normal step, an outlier, a normal step."""
+    """Return (grad_norm, num_skipped, mean norm) for a normal step, an outlier, a normal step."""
     run, corpus = make_run((*TINY, *corpus_overrides, *mesh, "train.skip_spikes=2.0"))
     usual = a_batch(run, corpus)
     state = run.state.initial()
@@ -145,7 +145,7 @@ def test_looking_for_spikes_sends_nothing_more(corpus_overrides):
 
 
 def judged(norms, spikes: Spikes | None = None, factor: float = 3.0) -> tuple[str, Spikes]:
-    """Returns a letter per norm, for an accepted or a skipped step, and the final statistics."""
+    """Return a letter per norm, for an accepted or a skipped step, and the final statistics."""
     spikes = spikes or Spikes(jnp.float32(0), jnp.int32(0), jnp.int32(0))
     letters = ""
     for norm in np.asarray(norms, np.float32):

@@ -36,7 +36,7 @@ def undisturbed(overrides, tmp_path_factory):
 
 
 def entries(workdir: Path) -> list[tuple]:
-    """Returns (step, loss or None, eval loss or None) for every line of the metrics file."""
+    """Return (step, loss or None, eval loss or None) for every line of the metrics file."""
     lines = read_metrics(workdir / "metrics.jsonl")
     return [(line["step"], line.get("loss"), line.get("eval_loss")) for line in lines]
 
@@ -61,13 +61,13 @@ def wait_for_step(process: subprocess.Popen, workdir: Path, step: int) -> None:
 
 
 def of_two(workdir: Path, overrides, *options: str) -> list[str]:
-    """Returns the command line of the same run in two processes."""
+    """Return the command line of the same run in two processes."""
     launch = ("-m", "launch.local", "--processes=2", "--devices_per_process=4", *options)
     return [sys.executable, *launch, "--", *command(workdir, overrides)]
 
 
 def processes(launcher: subprocess.Popen) -> list[int]:
-    """Returns the process ids of the launcher's children, in order."""
+    """Return the process ids of the launcher's children, in order."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return [int(pid) for pid in children]
 
@@ -115,7 +115,7 @@ def test_signal_to_one_process_stops_all_after_the_same_step(overrides, undistur
 
 
 def check_equal(workdir: Path, undisturbed: list[tuple]) -> None:
-    """Compares up to rounding: two processes sum in another order than one."""
+    """Compare up to rounding: two processes sum in another order than one."""
     found = entries(workdir)
     expected = undisturbed
     assert [line[0] for line in found] == [line[0] for line in expected]

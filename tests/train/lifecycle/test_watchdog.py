@@ -49,7 +49,7 @@ with phases(phase, 17):
 
 @pytest.fixture
 def start():
-    """Starts processes that hang; the survivors are killed after the test."""
+    """Start processes that hang; the survivors are killed after the test."""
     started = []
 
     def start(directory, process, num_processes, phase, timeout_s=4.0):
@@ -72,7 +72,7 @@ def start():
 
 @pytest.fixture
 def watch(tmp_path):
-    """Watches this process; on a hang, `watch.hangs` is set and the process does not exit."""
+    """Watch this process; on a hang, `watch.hangs` is set and the process does not exit."""
     dogs = []
 
     def watch(phases, **options):

@@ -87,7 +87,7 @@ def test_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, caplo
 
 
 def of_two(tmp_path, overrides, workdir: str) -> subprocess.CompletedProcess:
-    """Runs two processes; $ID in `overrides` and `workdir` is replaced by the process index."""
+    """Run two processes; $ID in `overrides` and `workdir` is replaced by the process index."""
     train = [f"--config={CONFIG}", f"--workdir={workdir}"]
     train += [f"--config.{override}" for override in overrides]
     script = tmp_path / "train.sh"

@@ -139,7 +139,7 @@ MESHES = {
 
 
 def write_labelled(directory: Path) -> None:
-    """Writes labelled lines of the corpus; the label is whether a line contains a colon."""
+    """Write labelled lines of the corpus; the label is whether a line contains a colon."""
     texts = (file.read_text() for file in sorted(directory.glob("part_*.txt")))
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
     rows = [
@@ -150,7 +150,7 @@ def write_labelled(directory: Path) -> None:
 
 @functools.cache
 def corpora() -> tuple[str, str]:
-    """Returns directories for texts and for caches; they are created once per process."""
+    """Return directories for texts and for caches; they are created once per process."""
     directory = Path(tempfile.mkdtemp())
     write_corpus(directory)
     write_labelled(directory)
@@ -159,7 +159,7 @@ def corpora() -> tuple[str, str]:
 
 @functools.cache
 def losses_on(model: str, mesh: tuple[str, ...]) -> list[float]:
-    """Returns the losses of the first steps, in float64."""
+    """Return the losses of the first steps, in float64."""
     config, overrides = MODELS[model]
     directory, cache = corpora()
     where = (f"data.cache_dir={cache}",)
@@ -174,19 +174,19 @@ def losses_on(model: str, mesh: tuple[str, ...]) -> list[float]:
 
 
 def applies(model: str, mesh: str) -> bool:
-    """Returns whether a model can run on a mesh."""
+    """Return whether a model can run on a mesh."""
     return MODELS[model][0] not in _OF_IMAGES or "vocab" not in mesh
 
 
 def deviation(model: str, mesh: str) -> float:
-    """Returns the largest relative difference between losses on a mesh and on one device."""
+    """Return the largest relative difference between losses on a mesh and on one device."""
     expected = losses_on(model, ())
     found = losses_on(model, MESHES[mesh])
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def table(deviations: dict[tuple[str, str], float]) -> str:
-    """Formats the table for the docs."""
+    """Format the table for the docs."""
     rows = [f"| model | {' | '.join(MESHES)} |", "|---" * (1 + len(MESHES)) + "|"]
     for model in MODELS:
         found = (deviations.get((model, mesh)) for mesh in MESHES)

@@ -58,7 +58,7 @@ def combinations():
 
 
 def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
-    """Returns the losses of the first steps, and the final averages in the portable form."""
+    """Return the losses of the first steps, and the final averages in the portable form."""
     run, corpus = make_run(overrides)
     state = run.state.initial()
     losses = []

@@ -10,7 +10,7 @@ TOLERANCE = 1e-9
 
 
 def combinations():
-    """Yields all cases; CI runs each model on 2×2×2, and one model per config on another mesh."""
+    """Yield all cases; CI runs each model on 2×2×2, and one model per config on another mesh."""
     configs: list[str] = []
     for model, (config, _) in measured.MODELS.items():
         meshes = [mesh for mesh in measured.MESHES if measured.applies(model, mesh)]

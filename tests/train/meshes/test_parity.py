@@ -76,7 +76,7 @@ def test_losses_equal_one_device_float32(mesh, corpus_overrides):
 
 
 def launch(*command: str) -> str:
-    """Runs a command as 2 processes with 4 devices each; returns its output."""
+    """Run a command as 2 processes with 4 devices each; return its output."""
     script = [sys.executable, "-m", "launch.local", "--processes=2", "--devices_per_process=4"]
     done = subprocess.run(
         [*script, "--", sys.executable, *command],

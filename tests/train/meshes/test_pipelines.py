@@ -81,7 +81,7 @@ def test_losses_equal_one_device_in_every_combination(case, x64, corpus_override
 
 
 def microbatches(count: int) -> tuple[str, ...]:
-    """Returns the overrides for `count` microbatches of 2 sequences."""
+    """Return the overrides for `count` microbatches of 2 sequences."""
     return (f"train.num_microbatches={count}", f"data.global_batch_size={2 * count}")
 
 

@@ -32,7 +32,7 @@ HOSTED = ("memory.placement=host", "memory.offload_parameters_fraction=1.0", "me
 
 
 def decay_of(schedule: str, step: int) -> float:
-    """Returns 0.6, or for "cosine" MoCo v3's increase from 0.6 to 1 in 20 steps."""
+    """Return 0.6, or for "cosine" MoCo v3's increase from 0.6 to 1 in 20 steps."""
     if schedule == "constant":
         return 0.6
     return 1 - (1 - 0.6) * (math.cos(math.pi * step / 20) + 1) / 2
@@ -69,7 +69,7 @@ def run_of(*overrides: str):
 
 
 def test_average_of_a_run_is_that_of_its_parameters(corpus_overrides):
-    """Includes the initial average, a skipped step, and frozen parameters."""
+    """Include the initial average, a skipped step, and frozen parameters."""
     with jax.enable_x64(True):
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
         state = run.state.initial()
@@ -129,7 +129,7 @@ def test_evaluation_is_that_of_the_average(corpus_overrides):
 
 
 def steps(run, start: Position, count: int, *, save_after: int = 0) -> tuple[list, Any]:
-    """Runs `count` steps; returns their losses and the final state in the portable form."""
+    """Run `count` steps; return their losses and the final state in the portable form."""
     state = start.state
     losses = []
     size = run.config.data.global_batch_size

@@ -45,7 +45,7 @@ def run_of(*overrides: str):
 
 
 def a_step(run, corpus):
-    """Returns (parameters before, state after, metrics) of one step."""
+    """Return (parameters before, state after, metrics) of one step."""
     state = run.state.initial()
     size = run.config.data.global_batch_size
     before = jax.device_get(state.params)

@@ -105,7 +105,7 @@ def not_decayed_of(model: Any) -> set[str]:
 
 
 def test_no_decay_of_tokens_positions_and_scales_in_models_of_images():
-    """Matches `no_weight_decay` and `no_weight_decay_keywords` of the models' published code."""
+    """Match `no_weight_decay` and `no_weight_decay_keywords` of the models' published code."""
     vit: dict[str, Any] = {
         name: 4 for name in ("image_size", "num_layers", "num_heads", "embed_dim", "mlp_dim")
     }
@@ -179,7 +179,7 @@ SLOTS = {"kernel": (3, 5, 4), "bias": (3, 4)}
 
 
 def stacked(rng: np.random.Generator) -> dict[str, Any]:
-    """Returns a tree like the parameters of a model with one stack, whose last slot is zeros."""
+    """Return a tree like the parameters of a model with one stack, whose last slot is zeros."""
     slots = {name: rng.normal(size=shape) for name, shape in SLOTS.items()}
     for array in slots.values():
         array[-1] = 0
@@ -187,7 +187,7 @@ def stacked(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def tensors(tree: Any) -> dict[str, np.ndarray]:
-    """Splits such a tree into its tensors: one per slot, and the table."""
+    """Split such a tree into its tensors: one per slot, and the table."""
     slots = tree["blocks"]["layers"]
     found = {f"{name}{i}": slots[name][i] for name in slots for i in range(len(slots[name]))}
     return {name: np.array(tensor) for name, tensor in (*found.items(), ("table", tree["table"]))}

@@ -147,7 +147,7 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
 
 
 def run_from(directory, text, labels, *overrides):
-    """Returns (run, source) for a classifier with these labels."""
+    """Return (run, source) for a classifier with these labels."""
     where = (f"data.paths={text[0]}/labelled.jsonl", f"init_from={directory}")
     overrides = (*where, *SHORT, *overrides)
     config = load(CLASSIFY, overrides)
@@ -297,7 +297,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(change, message, opt, text
 
 
 def test_example_of_the_docs_trains(opt):
-    """Runs the ten lines of Python in docs/models.md unchanged."""
+    """Run the ten lines of Python in docs/models.md unchanged."""
     text = (ROOT / "docs" / "models.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 10

@@ -72,7 +72,7 @@ def pretrained(cache, tmp_path_factory):
 
 
 def save(directory, name, **config):
-    """Saves a Hugging Face model with random parameters, and returns it."""
+    """Save a Hugging Face model with random parameters, and return it."""
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(architectures=[name], **config)).eval()
@@ -84,7 +84,7 @@ def save(directory, name, **config):
 
 
 def run_from(directory, config, *overrides):
-    """Returns (run, its initial parameters, the checkpoint's parameters)."""
+    """Return (run, its initial parameters, the checkpoint's parameters)."""
     overrides = (*overrides, f"init_from={directory}")
     given = load(config, overrides)
     source = read_source(directory)

@@ -93,7 +93,7 @@ def test_traced_flops_of_a_backward_are_twice_the_forward_and_recomputation_is_o
 
 
 def gpt2(vocab_size: int):
-    """Returns a GPT-2's functions, abstract parameters and abstract microbatch."""
+    """Return a GPT-2's functions, abstract parameters and abstract microbatch."""
     config = GPT2Config(
         vocab_size=vocab_size,
         max_positions=T,
@@ -110,7 +110,7 @@ def gpt2(vocab_size: int):
 
 
 def layer_flops(*, recomputes: bool) -> int:
-    """Returns the FLOPs of a layer, forward and backward, with Taibai's attention for CPUs.
+    """Return the FLOPs of a layer, forward and backward, with Taibai's attention for CPUs.
 
     The kernels of qkv, out, up and down need one product forward and two backward. Attention needs
     two forward (q·kᵀ and weights·v) and five backward, which recomputes q·kᵀ.
@@ -126,7 +126,7 @@ def head_flops(vocab: int) -> int:
 
 
 def busiest(counts, vocab: int, *, recomputes: bool, shares_vocab: bool) -> int:
-    """Returns the FLOPs of the busiest stage."""
+    """Return the FLOPs of the busiest stage."""
     stages = [count * layer_flops(recomputes=recomputes) for count in counts]
     if not shares_vocab:
         # The last stage's forward pass is part of its backward pass: nothing is recomputed.

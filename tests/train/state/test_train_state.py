@@ -61,7 +61,7 @@ def leaves(tree) -> dict[str, jax.Array]:
 
 
 def of_stack(state: TrainState) -> dict[str, jax.Array]:
-    """Returns the arrays of the stack in the state: parameters and both moments."""
+    """Return the arrays of the stack in the state: parameters and both moments."""
     found = {path: leaf for path, leaf in leaves(state).items() if "decoder" in path}
     assert len(found) == 3 * 12  # a block has 12 parameters
     return found
@@ -83,7 +83,7 @@ def compilations():
 
 
 def some_state(run) -> TrainState:
-    """Returns a state on the mesh whose elements are all different, and whose padding is zero."""
+    """Return a state on the mesh whose elements are all different, and whose padding is zero."""
     layout = run.layouts["decoder"]
     rng = np.random.default_rng(0)
 
@@ -97,7 +97,7 @@ def some_state(run) -> TrainState:
 
 
 def as_restored(run, portable: TrainState) -> TrainState:
-    """Returns the state as a checkpoint would restore it: the same values on the devices."""
+    """Return the state as a checkpoint would restore it: the same values on the devices."""
     return jax.tree.map(
         lambda leaf, target: jax.device_put(np.asarray(leaf), target.sharding),
         portable,

@@ -70,7 +70,7 @@ def test_losses_equal_those_of_one_device(placement, mesh, stage, level, corpus_
 
 
 def kinds(state) -> dict[str, str]:
-    """Returns path -> memory kind for every leaf."""
+    """Return path -> memory kind for every leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): leaf.sharding.memory_kind for path, leaf in leaves}
 
@@ -99,7 +99,7 @@ def test_state_lies_where_it_was_asked_to_before_and_after_a_step(placement, cor
 
 
 def moved(run) -> dict[str, Counter]:
-    """Returns the shapes of arrays that the traced step copies to the host and to the device."""
+    """Return the shapes of arrays that the traced step copies to the host and to the device."""
     found = {"to host": Counter(), "to device": Counter()}
 
     def visit(jaxpr):

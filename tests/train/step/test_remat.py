@@ -62,7 +62,7 @@ def test_losses_equal_one_device_that_keeps_everything(level, mesh, corpus_overr
 
 
 def buffers(run) -> dict[bool, set[tuple]]:
-    """Returns whether on the host -> shapes of all arrays that the step's loops return."""
+    """Return whether on the host -> shapes of all arrays that the step's loops return."""
     found: dict[bool, set[tuple]] = {True: set(), False: set()}
 
     def visit(jaxpr):

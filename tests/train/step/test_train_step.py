@@ -19,7 +19,7 @@ def a_batch(run, corpus, **changes):
 
 
 def microbatches(count: int) -> tuple[str, ...]:
-    """Returns the overrides for `count` microbatches of 4 sequences."""
+    """Return the overrides for `count` microbatches of 4 sequences."""
     return (f"train.num_microbatches={count}", f"data.global_batch_size={4 * count}")
 
 

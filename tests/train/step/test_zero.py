@@ -41,13 +41,13 @@ def test_losses_equal_one_device(mesh, stage, corpus_overrides):
 
 
 def a_run(corpus_overrides, *overrides: str):
-    """Returns a run in which eight replicas can shard every parameter."""
+    """Return a run in which eight replicas can shard every parameter."""
     run, _ = make_run((*TINY, *corpus_overrides, *overrides))
     return run
 
 
 def num_bytes(tree) -> int:
-    """Returns the bytes on one device."""
+    """Return the bytes on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
@@ -75,7 +75,7 @@ def _is_adam(part) -> bool:
 
 
 def bytes_by_kind(run) -> dict[tuple, int]:
-    """Returns (kind, axes, whether in the loop over layers) -> bytes per device and execution."""
+    """Return (kind, axes, whether in the loop over layers) -> bytes per device and execution."""
     found = defaultdict(int)
     for each in collectives(run.compile_train_step(), run.mesh):
         if each.kind != "all-reduce" or each.bytes > FEW_BYTES:
