@@ -1,15 +1,21 @@
-"""Measures pipeline schedules beside what their tables predict: `python -m benchmarks.pipeline`.
+"""Compares the step times of pipeline schedules with predictions: `python -m benchmarks.pipeline`.
 
     python -m benchmarks.pipeline --config=configs/gpt2.py --schedules=1f1b,zero_bubble --stages=4
 
-What a table is made of (a stage's forward, backward and its halves, embedding, head, update) is
-compiled and timed too, in turns with the steps: on one device alone, and on all stages at the same
-time. Put into the table that gives two predictions of the step's time, neither with sends:
+In turns with the steps, the benchmark also times the parts of which a schedule's table consists:
+the forward and backward pass of a stage's layers, the two halves of the backward pass, embedding,
+head and optimizer update. Each part runs on one device *alone*, and on all stages *together*.
+Inserted into the table, these times give two predictions of the step time. Neither includes sends.
 
-- *synchronous*: a tick lasts as long as its slowest stage. This is what real devices should reach.
-- *work-bound*: where devices are simulated on shared cores, stages do not run at the same time. A
-  tick then lasts as long as all its work does while all stages are at work, but no less than its
-  slowest stage alone. With devices that share nothing this is the synchronous time again.
+- *Synchronous*: a tick lasts as long as its slowest stage. Separate devices should reach this time.
+- *Work-bound*: simulated devices share the cores, so an idle stage leaves its core to another one.
+  A tick lasts as long as all of its work takes while all stages are working, but at least as long
+  as its slowest stage takes alone. If devices share nothing, this equals the synchronous time.
+
+For example, with 2 stages on one core, a part takes 1 ms alone and 2 ms together:
+
+    tick with one busy stage     synchronous 1 ms    work-bound max(1, 2 / 2) = 1 ms
+    tick with two busy stages    synchronous 1 ms    work-bound max(1, (2 + 2) / 2) = 2 ms
 """
 
 import argparse
@@ -41,30 +47,38 @@ from train.config import config_files
 from train.run.run import Run
 
 DEFAULT_STAGES = 4
-#: Chunks of a stage, where not one.
+#: Schedule -> number of chunks per stage. Schedules that are not listed have one.
 CHUNKS = {"interleaved_1f1b": 2, "zbv": 2}
-#: Keys of the config that flags set.
+#: Config keys that this benchmark sets itself -> what to tell users who set them.
 _SET_BY = {
-    "pipeline.schedule": "--schedules",
-    "pipeline.chunks": "--schedules",
-    "pipeline.remat": "nothing: both are measured",
-    "mesh.pipeline": "--stages",
-    "train.num_microbatches": "--microbatches",
+    "pipeline.schedule": "use --schedules instead",
+    "pipeline.chunks": "it follows from --schedules",
+    "pipeline.remat": "both of its values are measured",
+    "mesh.pipeline": "use --stages instead",
+    "train.num_microbatches": "use --microbatches instead",
 }
 
 Tree = Any
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the figures; returns the exit code: 0, or 2 after an error, said in one sentence."""
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, with commas")
-    parser.add_argument("--stages", type=int, help="default: the accelerators, or 4 on a CPU")
+    parser.add_argument(
+        "--schedules", default=",".join(SCHEDULES), help="schedules, separated by commas"
+    )
+    parser.add_argument(
+        "--stages", type=int, help="default: the number of accelerators, or 4 on a CPU"
+    )
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--steps", type=int, default=1, help="timed steps in a round")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds; contenders take turns")
+    parser.add_argument(
+        "--steps", type=int, default=1, help="timed steps of each contender per round"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="rounds, in each of which all contenders take turns"
+    )
     args, others = parser.parse_known_args(argv)
     try:
         if args.steps < 1 or args.rounds < 1:
@@ -96,20 +110,30 @@ def make_runs(
     num_stages: int,
     num_microbatches: int,
 ) -> dict[tuple[str, str], Run]:
-    """Returns a run per (schedule, remat) that differs from the others in nothing else.
+    """Return one run per schedule and `pipeline.remat`, equal in everything else.
+
+    Args:
+        config: path of the config file, with or without an argument.
+        overrides: `section.key=value`, for keys that this benchmark does not set itself.
+        schedules: keys of SCHEDULES.
+        num_stages: number of pipeline stages, at least 2.
+        num_microbatches: microbatches per step.
+
+    Returns:
+        (schedule, remat) -> run.
 
     Raises:
-      ValueError: something that this benchmark does not measure, or that a run refuses.
+        ValueError: a setting is invalid, or this benchmark does not support it.
     """
     for key in (override.partition("=")[0] for override in overrides):
         if key in _SET_BY:
-            raise ValueError(f"--config.{key} cannot be set here; it is set by {_SET_BY[key]}")
+            raise ValueError(f"--config.{key} cannot be set here; {_SET_BY[key]}")
     if not schedules:
-        raise ValueError(f"--schedules names none; choose from {', '.join(SCHEDULES)}")
+        raise ValueError(f"--schedules is empty; choose from {', '.join(SCHEDULES)}")
     if num_stages < 2:
         raise ValueError(
-            f"--stages={num_stages}: a pipeline has at least 2; where there are fewer accelerators "
-            "simulate them on the CPU with JAX_PLATFORMS=cpu"
+            f"--stages={num_stages} must be at least 2; without enough accelerators, set "
+            "JAX_PLATFORMS=cpu to simulate devices on the CPU"
         )
     runs = {}
     for schedule in schedules:
@@ -130,12 +154,15 @@ def make_runs(
 def measure(
     runs: Mapping[tuple[str, str], Run], *, num_rounds: int, num_steps: int
 ) -> dict[str, Any]:
-    """Returns all figures of the runs, as plain numbers and strings.
+    """Measure the steps of the runs, and the parts of which they consist.
 
     Args:
-      runs: those of `make_runs`.
-      num_rounds: turns of each run, and of each part of a table.
-      num_steps: timed steps in a turn.
+        runs: the result of `make_runs`.
+        num_rounds: number of turns of each run and of each part.
+        num_steps: number of timed steps in a turn.
+
+    Returns:
+        All figures, as plain numbers and strings.
     """
     some = next(iter(runs.values()))
     wanted = sorted({part for run in runs.values() for part in parts_of_step(run)})
@@ -146,6 +173,7 @@ def measure(
     parts = {(group, part): group.contender(part) for group in (alone, together) for part in wanted}
     everything: dict[Any, Contender] = {**parts, **contenders}
     times = interleave(everything, num_rounds=num_rounds, num_steps=num_steps)
+    # Per round: (seconds of each part alone, seconds of each part together), for one microbatch.
     costs = [
         tuple(
             {part: times[group, part].round_medians_s[i] / group.repeats(part) for part in wanted}
@@ -179,11 +207,27 @@ def measure(
     }
 
 
-# The parts of a table.
+# The parts of a table, and the predictions that follow from their times.
 
 
 def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
-    """Returns what one operation of a run's table computes; see the pipeline's executor."""
+    """Return the parts that one operation of a run's table computes.
+
+    They mirror sharding/pipeline/runtime/executor.py. With recomputation (remat "full"), a forward
+    saves no residuals ("evaluate"), and its backward starts with a forward that does:
+
+        remat "none"    F: forward      B: backward
+        remat "full"    F: evaluate     B: forward, backward
+
+    Args:
+        run: the run.
+        op: the operation.
+        stage: the stage that runs it.
+
+    Returns:
+        (name, number of layers) of each part, in no particular order. The number is 0 for the
+        embedding and the head.
+    """
     (layout,) = run.layouts.values()
     virtual = run.schedule.virtual_stage(stage, op.chunk)
     is_first, is_last = virtual == 0, virtual == len(run.schedule.placement) - 1
@@ -191,7 +235,7 @@ def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
     recomputes = run.config.pipeline.remat == "full"
     if op.kind == FORWARD:
         if recomputes and is_last:
-            return []  # its backward computes it
+            return []  # The backward computes the head, and recomputes these layers anyway.
         names, ends = ["evaluate" if recomputes else "forward"], ["embed"] * is_first
     elif op.kind in (BACKWARD, INPUT_GRADIENT):
         names = ["forward"] * recomputes
@@ -204,7 +248,7 @@ def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
 
 
 def parts_of_step(run: Run) -> list[Part]:
-    """Returns all that the stages of a run compute in a step, one after another."""
+    """Return the parts that all stages together compute in a step, with repetitions."""
     parts = [
         part
         for _, stage, cell in run.schedule.cells()
@@ -216,13 +260,13 @@ def parts_of_step(run: Run) -> list[Part]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulePrediction:
-    """What a table says of a step, sends left out.
+    """Prediction of a step from its schedule table, without sends.
 
     Attributes:
-      synchronous_s: the step's time if a tick lasts as long as its slowest stage.
-      work_bound_s: the same if all stages share the hardware.
-      work_s: the step's time if no stage were ever idle, at the speed of all stages together.
-      bubble: share of the stages' time in which they compute nothing, by synchronous_s.
+        synchronous_s: step time in seconds if each tick lasts as long as its slowest stage.
+        work_bound_s: step time in seconds if all stages share the hardware.
+        work_s: step time in seconds if no stage were ever idle, with all stages working together.
+        bubble: fraction of `synchronous_s` for which stages are idle, averaged over the stages.
     """
 
     synchronous_s: float
@@ -234,11 +278,15 @@ class SchedulePrediction:
 def predict(
     run: Run, alone: Mapping[Part, float], together: Mapping[Part, float]
 ) -> SchedulePrediction:
-    """Returns the prediction of a run's step from the times of its parts, in seconds.
+    """Predict the time of a run's step from the times of its parts.
 
     Args:
-      alone: on one device while the others do nothing.
-      together: on each device while all of them do the same.
+        run: the run.
+        alone: seconds of each part on one device while the others are idle.
+        together: seconds of each part while all devices compute this part at the same time.
+
+    Returns:
+        The prediction.
     """
     num_stages, update = run.schedule.num_stages, _update_of(run)
     synchronous_s, work_bound_s = alone[update], max(alone[update], together[update])
@@ -248,6 +296,8 @@ def predict(
             for stage, cell in enumerate(row)
         ]
         slowest_s = max(sum(alone[part] for part in cell) for cell in cells)
+        # All stages together finish a part num_stages times in together[part] seconds, so each
+        # part in this tick adds 1/num_stages of that time.
         all_s = sum(together[part] for cell in cells for part in cell) / num_stages
         synchronous_s += slowest_s
         work_bound_s += max(slowest_s, all_s)
@@ -261,11 +311,21 @@ def predict(
     )
 
 
-# Runs.
+# The steps of runs.
 
 
 def _step(run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any]) -> Contender:
-    """Returns a run's step as a contender; runs whose states are laid out alike share one."""
+    """Return the step of a run as a contender that has warmed up.
+
+    Args:
+        run: the run.
+        batch: the global batch, by name.
+        states: training states by layout, which this function extends. Runs with the same layout
+            take turns updating one state, which saves memory.
+
+    Returns:
+        The contender.
+    """
     start_s = time.perf_counter()
     train_step = run.compile_train_step()
     compile_time_s = time.perf_counter() - start_s
@@ -297,7 +357,11 @@ def _figures(
     costs: Sequence[tuple[Mapping[Part, float], ...]],
     flops: Mapping[Part, float | None],
 ) -> dict[str, Any]:
-    """Returns the figures of one run; predictions are made in every round, from its own times."""
+    """Return the figures of one run.
+
+    Every round has a prediction of its own, from the times of the parts in the same round, so a
+    slow minute of the machine affects both sides of a comparison.
+    """
     predictions = [predict(run, alone, together) for alone, together in costs]
 
     def predicted(name: str) -> Times:
@@ -319,7 +383,7 @@ def _figures(
         "step_time_s": times.summary(),
         "synchronous_time_s": predicted("synchronous_s").median_s,
         "work_bound_time_s": predicted("work_bound_s").median_s,
-        # How many times as long as predicted the step takes.
+        # ratios(ours, peer) is peer's time ÷ our time: here, measured ÷ predicted step time.
         "measured_over_predicted": ratios(
             predicted("work_bound_s" if shared else "synchronous_s"), times
         ),
@@ -336,31 +400,32 @@ def _figures(
 
 
 def _check(run: Run) -> None:
-    """Refuses what the predictions do not know."""
+    """Raise a ValueError if the predictions do not cover a setting of the run."""
     others = {axis: n for axis, n in run.mesh.shape.items() if axis != "pipeline" and n > 1}
     for axis, size in others.items():
         raise ValueError(
-            f"mesh.{axis}={size}: this benchmark splits a model over pipeline alone; "
-            f"set mesh.{axis}=1"
+            f"mesh.{axis}={size} is not supported: this benchmark splits models only over "
+            f"pipeline; set mesh.{axis}=1"
         )
     if run.config.pipeline.share_vocab:
         raise ValueError(
-            "pipeline.share_vocab=True: this benchmark predicts embedding and head on one stage "
-            "each; set pipeline.share_vocab=False"
+            "pipeline.share_vocab=True is not supported: this benchmark assumes that embedding and "
+            "head each run on one stage; set pipeline.share_vocab=False"
         )
     if len(run.parts.num_layers) > 1 or run.parts.before:
         raise ValueError(
             f"{type(run.model).__name__} has the stacks {', '.join(run.parts.num_layers)}; this "
-            "benchmark predicts models of one stack"
+            "benchmark supports only models with one stack and without before_<stack>"
         )
     if jax.process_count() > 1:
         raise ValueError(
-            f"{jax.process_count()} processes: this benchmark runs in one; start it by itself"
+            f"this run has {jax.process_count()} processes, but this benchmark needs a single one; "
+            "start it without a launcher"
         )
 
 
 def _default_stages() -> int:
-    with contextlib.suppress(ValueError):  # too few accelerators: the caller says so
+    with contextlib.suppress(ValueError):  # too few accelerators; make_runs reports this
         startup.start(MeshConfig(pipeline=DEFAULT_STAGES))
     found = jax.devices()
     return DEFAULT_STAGES if found[0].platform == "cpu" else len(found)

@@ -1,7 +1,19 @@
-"""What the stages of a pipeline compute, part by part, compiled to be timed.
+"""Compiles the parts of a pipeline step separately, so that `benchmarks.pipeline` can time them.
 
-A part is a stage's forward, backward or one of its halves, the embedding, the head, or the
-optimizer's update. Layers run as they do in the executor, by sharding/pipeline/runtime/layers.py.
+The parts are the forward and backward pass of a stage's layers, the two halves of the backward
+pass, the gradients of embedding and head, and the optimizer update. The layers run as in the
+executor, through sharding/pipeline/runtime/layers.py:
+
+    part              computes                                      per
+    evaluate          layers, without saving residuals              microbatch
+    forward           layers, saving residuals                      microbatch
+    backward          gradients of the layers' input and weights    microbatch
+    input_gradient    first half of backward                        microbatch
+    weight_gradient   second half of backward                       microbatch
+    embed             embedding                                     microbatch
+    embed_gradient    gradient of the embedding's parameters        microbatch
+    head_gradient     loss, gradients of the head and its input     microbatch
+    update            optimizer update of a stage's parameters      step
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +35,19 @@ from train.run.run import Run
 
 Tree = Any
 
-#: (name, layers): something that a stage computes for one microbatch, or once a step (update).
+#: (name, number of layers); the number is 0 for embedding and head.
 Part = tuple[str, int]
 
 
 class StageParts:
-    """The parts of a table, compiled for these devices, all of which do the same.
+    """The parts of a run's step, compiled for a set of devices.
 
-    Arrays have a leading dim of devices; each device has its own.
+    All devices compute the same part at the same time, each on its own copy of the arrays. Arrays
+    therefore have a leading dimension with one entry per device.
+
+    Args:
+        run: the run; its model, batch, precision and optimizer are used.
+        on: the devices.
     """
 
     def __init__(self, run: Run, on: Sequence[Any]):
@@ -43,25 +60,32 @@ class StageParts:
         ends = jax.tree.map(lambda p: _random(p.shape, self._dtype), self._shapes["ends"])
         self._microbatch = jax.tree.map(lambda x: x[0], microbatches)
         self._x = jax.eval_shape(run.parts.embed, ends, self._microbatch)
-        # Activations, or their gradients.
+        # One per microbatch: activations, or cotangents where a part needs these.
         xs = jax.tree.map(lambda x: _random((count, *x.shape), x.dtype, stddev=1.0), self._x)
         self._inputs = self._copied((microbatches, xs))
         self._ends = self._copied(ends)
-        self._params: dict[int, Tree] = {}  # of so many layers
+        self._params: dict[int, Tree] = {}  # number of layers -> their parameters
         self._compiled: dict[tuple, Any] = {}
         self._flops: dict[Part, float | None] = {}
 
     def repeats(self, part: Part) -> int:
-        """Returns how many microbatches one step of the contender is for."""
+        """Return how often one step of the part's contender computes the part."""
         return 1 if part[0] == "update" else self._num_microbatches
 
     def flops(self, part: Part) -> float | None:
-        """Returns those of matrix products on one device for one microbatch, None if unknown."""
+        """Return the FLOPs of a part's matrix products on one device, or None if unknown.
+
+        They are per microbatch, or per step for the update. `contender` must have been called.
+        """
         total = self._flops[part]
         return None if total is None else total / self.repeats(part)
 
     def contender(self, part: Part) -> Contender:
-        """Returns the part as a contender: all microbatches one after another, on all devices."""
+        """Return the part as a contender that has warmed up.
+
+        One step of the contender computes the part for all microbatches in sequence, on all
+        devices at the same time.
+        """
         name, num_layers = part
         if name == "update":
             compiled, carry, fixed = self._update(num_layers)
@@ -82,7 +106,12 @@ class StageParts:
         return Contender(step=step, compile_time_s=None, first_loss=0.0)
 
     def _of_ends(self, name: str) -> tuple[Any, Tree, Tree]:
-        """Returns (compiled, carry, further arguments) of a part of embedding or head."""
+        """Compile a part of the embedding or the head.
+
+        Returns:
+            (compiled, carry, fixed): `compiled(carry, *fixed)` computes the part for all
+            microbatches, and returns the new carry and the outputs.
+        """
         model = self._run.parts
 
         def embed(carry, m, microbatch, ends, x):
@@ -103,7 +132,10 @@ class StageParts:
         return self._compile((name,), self._scanned(body[name]), carry, fixed), carry, fixed
 
     def _of_layers(self, name: str, num_layers: int) -> tuple[Any, Tree, Tree]:
-        """Returns the same of layers, run as in the executor; buffers have two slots, in turns."""
+        """Compile a part of the layers; returns the same as `_of_ends`.
+
+        The buffers of residuals have two slots, which microbatches use in turns.
+        """
         splits = name in ("input_gradient", "weight_gradient")
         block, chunk = self._run.parts.blocks[self._stack], jnp.int32(0)
         here = (jnp.int32(0), self._x, self._microbatch)
@@ -159,18 +191,21 @@ class StageParts:
         first = jax.tree.map(lambda x: x[0], params)
         kept = self._copied(layers(first).buffers(depths))
         carry = (zeros(wide(params)), kept)
-        # What a backward reads must be there, for it not to multiply zeros.
+        # Fill the buffers that this part reads, so that it does not compute with zeros.
         before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
         for earlier in before.get(name, ["forward"]):
             carry = compiled(earlier, carry)(carry, *fixed)[0]
         return compiled(name, carry), carry, fixed
 
     def _update(self, num_layers: int) -> tuple[Any, Tree, Tree]:
-        """Returns the same of the optimizer's update of the parameters that a stage holds."""
+        """Compile the optimizer update of a stage's parameters; returns the same as `_of_ends`.
+
+        These are the parameters of `num_layers` layers and, on every stage, of embedding and head.
+        """
         optimizer, dtype = self._run.optimizer, self._run.config.precision.params
         layers = {self._stack: self._layers(num_layers)}
         params = self._run.parts.join({"ends": self._ends, "layers": layers})
-        # Others read these arrays too, so what is donated must be a copy.
+        # The update donates its arguments, and other parts read these arrays, so copy them.
         params = jax.tree.map(lambda p: jnp.array(p, dtype, copy=True), params)
         grads = jax.tree.map(jnp.copy, params)
 
@@ -192,6 +227,8 @@ class StageParts:
         return self._params[num_layers]
 
     def _scanned(self, body: Callable) -> Callable:
+        """Return a function that scans `body` over all microbatches, numbered from 0."""
+
         def scanned(carry, params, microbatches, xs):
             def step(carry, row):
                 m, microbatch, x = row
@@ -203,7 +240,17 @@ class StageParts:
         return scanned
 
     def _compile(self, key: tuple, function: Callable, carry: Tree, fixed: tuple) -> Any:
-        """Returns the compiled function that each device runs on its own arrays."""
+        """Compile a function that each device runs on its own arrays, once per key.
+
+        Args:
+            key: identifies the function in the cache of compiled functions.
+            function: `(carry, *fixed) -> (carry, outputs)`, for arrays of one device.
+            carry: arrays of all devices, which are donated.
+            fixed: further arrays of all devices.
+
+        Returns:
+            The compiled function, for arrays of all devices.
+        """
 
         def local(carry, *fixed):
             carry, fixed = jax.tree.map(lambda x: x[0], (carry, fixed))
@@ -219,14 +266,14 @@ class StageParts:
         return self._compiled[key]
 
     def _copied(self, tree: Tree) -> Tree:
-        """Returns a copy for each device."""
+        """Return the arrays with a leading dimension of devices, and a copy on each of them."""
         copy = lambda x: jnp.broadcast_to(x, (self._mesh.size, *x.shape))  # noqa: E731
         sharding = NamedSharding(self._mesh, PartitionSpec("stage"))
         return jax.jit(lambda tree: jax.tree.map(copy, tree), out_shardings=sharding)(tree)
 
 
 def _microbatches(run: Run) -> dict[str, Any]:
-    """Returns random microbatches, `[M, B, ...]`, with keys for dropout."""
+    """Return random microbatches `[M, B, ...]`, with a dropout key for every example."""
     count = run.config.train.num_microbatches
     batch = random_batch(run)
     size = len(batch.pop("index")) // count

@@ -171,7 +171,7 @@ def _unit(figures: dict[str, Any]) -> str:
 
 
 def _heading(figures: dict[str, Any]) -> list[str]:
-    """Return the lines that say what was measured, on which machine, and how often."""
+    """Return the first lines: the work, the machine, the versions, and the number of rounds."""
     sizes, machine, unit = figures["work"], figures["hardware"], _unit(figures)
     article = "an" if unit == "image" else "a"
     if unit == "image":

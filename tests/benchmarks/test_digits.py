@@ -1,4 +1,4 @@
-"""The benchmark on digits: its runs are runs, and its table says what they gave."""
+"""Tests of `benchmarks.digits`: its experiments, its result file and its table in the docs."""
 
 import json
 
@@ -13,7 +13,7 @@ from train.config.schema import resolve
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_runs_are_of_configs_as_they_are(name):
-    """Each ends with an evaluation of all held-out digits, and no step's result is picked."""
+    """Each run evaluates all held-out digits, not a limited number of batches."""
     for training in EXPERIMENTS[name]:
         config = resolve(load(str(ROOT / "configs" / f"{training.config}.py"), training.overrides))
         assert config.data.name == "digits" and config.eval.num_batches is None

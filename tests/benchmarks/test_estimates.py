@@ -1,4 +1,4 @@
-"""The comparison of estimates with compiled steps: its cases, its results, and the docs."""
+"""Tests of `benchmarks.estimates`: its cases, the bounds of its results, and tables in the docs."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_docs_show_the_results():
-    """After a change: python -m benchmarks.estimates --docs."""
+    """After the results change, run `python -m benchmarks.estimates --docs`."""
     text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     assert estimates.with_tables(text) == text
 

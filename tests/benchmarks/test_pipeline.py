@@ -1,4 +1,4 @@
-"""The pipeline benchmark on a tiny model: what it predicts from, and what it promises to print."""
+"""Tests of `benchmarks.pipeline` on a tiny model: its predictions, and the figures it prints."""
 
 import json
 
@@ -23,7 +23,13 @@ def make_runs(*schedules, **counts):
 
 
 def costs(run, **seconds):
-    """Returns a time for every part of a run: that given for a layer or an end; 0 if none is."""
+    """Return the time of every part of a run.
+
+    Args:
+        run: the run.
+        seconds: part name -> seconds per layer, or in total for embedding, head and update without
+            layers. Parts that are not named take no time.
+    """
     parts = pipeline.parts_of_step(run)
     return {(name, n): seconds.get(name, 0.0) * max(n, 1) for name, n in parts}
 
@@ -37,10 +43,10 @@ def test_prediction_is_that_of_the_clocks_where_stages_are_equal(schedule):
     assert prediction.synchronous_s == pytest.approx(synchronous_time(run.schedule, times))
     bubble = bubble_fraction(run.schedule, times, clock=synchronous_time)
     assert prediction.bubble == pytest.approx(bubble)
-    # Devices that do not slow each other: nothing but the table binds.
+    # Devices that do not slow each other down: only the table limits the step.
     assert prediction.work_bound_s == pytest.approx(prediction.synchronous_s)
     assert prediction.work_s == pytest.approx((1 - bubble) * prediction.synchronous_s)
-    # Devices that share one core: a step takes as long as the work of all of them.
+    # Two devices that share one core: a step takes as long as the work of both.
     together = {part: 2 * time_s for part, time_s in alone.items()}
     shared = pipeline.predict(run, alone, together)
     work = sum(alone[part] for part in pipeline.parts_of_step(run))
@@ -55,7 +61,8 @@ def test_prediction_has_embedding_head_and_update_where_they_run():
     update = costs(run, update=1.0)
     assert pipeline.predict(run, update, update).synchronous_s == pytest.approx(1)
     assert pipeline.predict(run, update, update).bubble == pytest.approx(0)
-    # Recomputation: the first stage embeds twice, and the last has no forward of its own.
+    # With recomputation, the first stage embeds twice, and the last one runs its forward only as
+    # part of the backward.
     parts = pipeline.parts_of_step(make_runs("1f1b")["1f1b", "full"])
     counts = {name: [n for n, _ in parts].count(name) for name in {n for n, _ in parts}}
     assert counts == {
@@ -70,7 +77,8 @@ def test_prediction_has_embedding_head_and_update_where_they_run():
 
 
 def test_figures_are_complete_and_agree_with_the_compiled_steps(capsys, monkeypatch):
-    monkeypatch.setattr(pipeline, "REMAT", ("full",))  # it runs every part; halves the time
+    # "full" alone covers every part, and halves the duration of this test.
+    monkeypatch.setattr(pipeline, "REMAT", ("full",))
     args = ["--stages=2", "--microbatches=4", "--steps=1", "--rounds=2", "--json"]
     args += ["--schedules=1f1b,zero_bubble", "--config.model.num_layers=2"]
     assert pipeline.main([*ARGS, *args]) == 0
@@ -80,7 +88,8 @@ def test_figures_are_complete_and_agree_with_the_compiled_steps(capsys, monkeypa
     assert figures["cores_are_shared"] and "jax" in figures["versions"]
     runs = {(run["schedule"], run["remat"]): run for run in figures["runs"]}
     assert runs.keys() == {("1f1b", "full"), ("zero_bubble", "full")}
-    # All do the same work from the same parameters; float32 sums in another order.
+    # All schedules do the same work from the same parameters, but add float32 numbers in
+    # different orders.
     losses = [run["first_loss"] for run in runs.values()]
     assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)
     for (schedule, _), run in runs.items():
@@ -94,16 +103,16 @@ def test_figures_are_complete_and_agree_with_the_compiled_steps(capsys, monkeypa
     parts = {part["part"]: part for part in figures["parts"]}
     assert all(part["time_alone_s"] > 0 < part["time_together_s"] for part in parts.values())
     flops = {name: part["matmul_flops"] for name, part in parts.items()}
-    # The halves of a backward do its work, and may do some of it twice.
+    # The two halves of a backward do all of its work, and may do some of it twice.
     halves = flops["input_gradient"] + flops["weight_gradient"]
     assert flops["backward"] <= halves <= 1.5 * flops["backward"]
-    # 4 microbatches pass both stages, the last one's forward in its backward; in each of the 6
-    # ticks a stage may run a forward and a backward.
+    # 4 microbatches pass both stages. The last stage runs its forward inside its backward. If no
+    # stage were ever idle, it would run a forward and a backward in each of the 6 ticks.
     backward, head = flops["forward"] + flops["backward"], flops["head_gradient"]
     run = runs["1f1b", "full"]
     first = 4 * (flops["evaluate"] + backward)
     assert run["matmul_flops_per_stage"] == [first, 4 * (backward + head)]
-    # In one program XLA may share a product between the forward and the backward of a microbatch.
+    # In the compiled step, XLA may share a product between the forward and the backward.
     never_idle = 6 * (flops["evaluate"] + backward + head)
     assert 0.95 * never_idle < run["matmul_flops_if_never_idle"] <= never_idle
 

@@ -1,4 +1,4 @@
-"""The table of predictions in the docs is the one that the results give."""
+"""Tests that the table of predictions in the docs matches the stored results."""
 
 from benchmarks import predictions
 

@@ -1,4 +1,4 @@
-"""The step benchmark on a tiny model: what it promises to print, and that the peer is equal."""
+"""Tests of `benchmarks.step` on a tiny model: its JSON, and the work of its PyTorch peer."""
 
 import json
 
@@ -19,7 +19,7 @@ SPEED = {"step_time_s", "tokens_per_s", "model_flops_per_s", "mfu", "compile_tim
 
 
 def run(capsys, *args):
-    """Returns the JSON object that the benchmark prints."""
+    """Run the benchmark and return the JSON object that it prints."""
     assert step.main([*ARGS, "--json", *args]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -54,7 +54,7 @@ def test_peer_does_the_same_work_from_the_same_weights(capsys):
     equality = figures["equality"]
     for name in ("num_params", "forward_flops_per_token"):
         assert equality[name]["ours"] == equality[name]["peer"]
-    # Float32 sums in another order; the loss is ln(257) ≈ 5.5.
+    # Float32 numbers are added in different orders; the loss is about ln(257) ≈ 5.5.
     assert equality["first_loss"]["ours"] == pytest.approx(equality["first_loss"]["peer"], abs=1e-5)
     assert figures["torch_eager"].keys() == SPEED
     assert figures["torch_compiled"]["skipped"]
@@ -87,6 +87,6 @@ def test_interleave_takes_turns_and_ratio_is_of_speeds():
         return timing.Contender(step=run_step, compile_time_s=None, first_loss=0.0)
 
     timing.interleave({"a": contender("a"), "b": contender("b")}, num_rounds=2, num_steps=2)
-    assert "".join(calls) == "aaabbb" * 2  # one untimed and two timed steps a turn
+    assert "".join(calls) == "aaabbb" * 2  # one untimed and two timed steps per turn
     ours, peer = timing.Times(rounds=((1.0,), (2.0,))), timing.Times(rounds=((3.0,), (4.0,)))
     assert timing.ratios(ours, peer)["rounds"] == [3.0, 2.0]
