@@ -105,7 +105,8 @@ def make(directory: Path, config: dict[str, Any]) -> list[tuple[str, int]]:
     )
     shapes = shapes_of(nnx.to_pure_dict(nnx.split(model)[1]))
     places = architecture.tensor_mappings(shapes, vocab_size=config["vocab_size"])
-    dtype, rng = np.dtype(ml_dtypes.bfloat16), np.random.default_rng(0)
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    rng = np.random.default_rng(0)
     tensors = {place.theirs: place.their_shape for place in places}
 
     def values(name: str) -> np.ndarray:
@@ -142,7 +143,8 @@ def measure(module: str, source: Path, target: Path) -> dict[str, Any]:
 
 def same(first: Path, second: Path) -> bool:
     """Return whether two models have bitwise identical tensors."""
-    a, b = open_tensors(first), open_tensors(second)
+    a = open_tensors(first)
+    b = open_tensors(second)
     return a.keys() == b.keys() and all(same_values(a[name], b[name]) for name in a)
 
 

@@ -83,8 +83,10 @@ def measure(
     rows = [_run(directory, "digits, 8 × 8", "configs/vit.py", digits, 0)]
     for number in workers:
         overrides = (
-            *("data.name=image_folder", f"data.paths={directory / 'images'}"),
-            *(f"data.global_batch_size={args.batch}", f"train.num_steps={args.steps}"),
+            "data.name=image_folder",
+            f"data.paths={directory / 'images'}",
+            f"data.global_batch_size={args.batch}",
+            f"train.num_steps={args.steps}",
             "precision.compute=float32",
         )
         config = f"configs/vit.py:{args.size}"

@@ -34,8 +34,10 @@ class Training:
     overrides: tuple[str, ...] = ()
 
 
-_TENTH, _MIXUP = "images.train_fraction=0.1", "images.mixup=0.8"
-_MAE, _MOCO = Training("mae"), Training("moco")
+_TENTH = "images.train_fraction=0.1"
+_MIXUP = "images.mixup=0.8"
+_MAE = Training("mae")
+_MOCO = Training("moco")
 #: Name of an experiment -> its runs, in order.
 EXPERIMENTS = {
     "ViT": (Training("vit"),),
@@ -121,9 +123,12 @@ def experiment(name: str, num_seeds: int, directory: Path) -> dict[str, Any]:
     Returns:
         The runs of the experiment, and the accuracy and seconds of every seed.
     """
-    trainings, accuracies, seconds = EXPERIMENTS[name], [], []
+    trainings = EXPERIMENTS[name]
+    accuracies = []
+    seconds = []
     for seed in range(num_seeds):
-        workdir, total = None, 0.0
+        workdir = None
+        total = 0.0
         for training in trainings:
             workdir, taken = train(training, seed, directory, workdir)
             total += taken
@@ -164,8 +169,12 @@ def train(
     overrides = [*training.overrides, f"train.seed={seed}"]
     overrides += [] if init_from is None else [f"init_from={init_from}"]
     command = [
-        *(sys.executable, "-m", "train.main", f"--config=configs/{training.config}.py"),
-        *(f"--workdir={workdir}", *(f"--config.{override}" for override in overrides)),
+        sys.executable,
+        "-m",
+        "train.main",
+        f"--config=configs/{training.config}.py",
+        f"--workdir={workdir}",
+        *(f"--config.{override}" for override in overrides),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

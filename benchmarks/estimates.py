@@ -47,7 +47,9 @@ CASES = {
     "gpt2, large batch": ("gpt2", "data.global_batch_size=128"),
     "gpt2, bfloat16": ("gpt2", "precision.compute=bfloat16"),
     "gpt2, 8 microbatches, names kept": (
-        *("gpt2", "train.num_microbatches=8", "train.remat=qkv,mlp"),
+        "gpt2",
+        "train.num_microbatches=8",
+        "train.remat=qkv,mlp",
         "data.global_batch_size=64",
     ),
     "gpt2, data=8": ("gpt2", "mesh.data=8"),
@@ -57,28 +59,48 @@ CASES = {
     "gpt2, data=2, model=4": ("gpt2", "mesh.data=2", "mesh.model=4"),
     "gpt2, 2×2×2": ("gpt2_3d",),
     "gpt2, pipeline=4, all kept": (
-        *("gpt2", "mesh.pipeline=4", "train.num_microbatches=8", "pipeline.remat=none"),
+        "gpt2",
+        "mesh.pipeline=4",
+        "train.num_microbatches=8",
+        "pipeline.remat=none",
         "model.num_layers=8",
     ),
     "gpt2, pipeline=4, zero bubble": (
-        *("gpt2", "mesh.pipeline=4", "train.num_microbatches=8", "model.num_layers=8"),
+        "gpt2",
+        "mesh.pipeline=4",
+        "train.num_microbatches=8",
+        "model.num_layers=8",
         "pipeline.schedule=zero_bubble",
     ),
     "opt, fsdp=8, dots kept": ("opt", "mesh.fsdp=8", "train.remat=dots"),
     "llama": ("llama",),
     "llama, fsdp=2, data=2, model=2, ZeRO 2": (
-        *("llama", "mesh.fsdp=2", "mesh.data=2", "mesh.model=2", "memory.zero_stage=2"),
+        "llama",
+        "mesh.fsdp=2",
+        "mesh.data=2",
+        "mesh.model=2",
+        "memory.zero_stage=2",
     ),
     "llama, context=2, data=2, model=2": (
-        *("llama", "mesh.context=2", "mesh.data=2", "mesh.model=2"),
+        "llama",
+        "mesh.context=2",
+        "mesh.data=2",
+        "mesh.model=2",
     ),
     "bert": ("bert",),
     "bert, 2×2×2": (
-        *("bert", "mesh.pipeline=2", "mesh.data=2", "mesh.model=2", "train.num_microbatches=4"),
+        "bert",
+        "mesh.pipeline=2",
+        "mesh.data=2",
+        "mesh.model=2",
+        "train.num_microbatches=4",
     ),
     "t5": ("t5",),
     "t5, pipeline=2, data=4, ZeRO 3": (
-        *("t5", "mesh.pipeline=2", "mesh.data=4", "train.num_microbatches=4"),
+        "t5",
+        "mesh.pipeline=2",
+        "mesh.data=4",
+        "train.num_microbatches=4",
         "memory.zero_stage=3",
     ),
 }
@@ -185,7 +207,8 @@ def with_tables(text: str) -> str:
     ]
     tables = {"cpu": "\n".join(rows), "h100": "\n\n".join(on_gpus)}
     for kind, table in tables.items():
-        begin, end = f"<!-- {kind} estimates -->\n", f"\n<!-- end of {kind} estimates -->"
+        begin = f"<!-- {kind} estimates -->\n"
+        end = f"\n<!-- end of {kind} estimates -->"
         before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)
         if not found:

@@ -148,7 +148,8 @@ def write_images(root: Path, count: int) -> int:
     Returns:
         The size of all files together, in bytes.
     """
-    rng, total = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    total = 0
     for number in range(count):
         path = root / f"class_{number % 10}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +253,9 @@ def _timed_s(function: Any) -> float:
 
 def as_text(figures: dict[str, Any]) -> str:
     """Return the figures as a readable text."""
-    work, machine, alone = figures["work"], figures["hardware"], figures["alone"]
+    work = figures["work"]
+    machine = figures["hardware"]
+    alone = figures["alone"]
     lines = [
         f"{machine['cpu']}, {machine['num_cores']} cores; "
         + ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
@@ -265,7 +268,8 @@ def as_text(figures: dict[str, Any]) -> str:
         f"{'wait ms':>9}{'most':>7}   (steps of {figures['step_s'] * 1e3:.0f} ms)",
     ]
     for row in figures["readers"]:
-        speed, waits = row["images_per_s"], row["waits_a_step_s"]
+        speed = row["images_per_s"]
+        waits = row["waits_a_step_s"]
         rounds = f"{speed['min']:.0f}–{speed['max']:.0f}"
         threads = " (threads)" if not row["num_workers"] else ""
         lines.append(

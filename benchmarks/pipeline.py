@@ -168,7 +168,8 @@ def measure(
     wanted = sorted({part for run in runs.values() for part in parts_of_step(run)})
     alone = StageParts(some, list(some.mesh.devices.flat[:1]))
     together = StageParts(some, list(some.mesh.devices.flat))
-    batch, states = random_batch(some), {}
+    batch = random_batch(some)
+    states = {}
     contenders = {run: _step(runs[run], batch, states) for run in runs}
     parts = {(group, part): group.contender(part) for group in (alone, together) for part in wanted}
     everything: dict[Any, Contender] = {**parts, **contenders}
@@ -230,20 +231,23 @@ def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
     """
     (layout,) = run.layouts.values()
     virtual = run.schedule.virtual_stage(stage, op.chunk)
-    is_first, is_last = virtual == 0, virtual == len(run.schedule.placement) - 1
+    is_first = virtual == 0
+    is_last = virtual == len(run.schedule.placement) - 1
     num_layers = layout.chunks[stage][op.chunk][1]
     recomputes = run.config.pipeline.remat == "full"
     if op.kind == FORWARD:
         if recomputes and is_last:
             return []  # The backward computes the head, and recomputes these layers anyway.
-        names, ends = ["evaluate" if recomputes else "forward"], ["embed"] * is_first
+        names = ["evaluate" if recomputes else "forward"]
+        ends = ["embed"] * is_first
     elif op.kind in (BACKWARD, INPUT_GRADIENT):
         names = ["forward"] * recomputes
         names += ["backward" if op.kind == BACKWARD else "input_gradient"]
         ends = ["head_gradient"] * is_last
         ends += (["embed"] * recomputes + ["embed_gradient"]) * is_first
     else:
-        names, ends = ["weight_gradient"], []
+        names = ["weight_gradient"]
+        ends = []
     return [(name, num_layers) for name in names if num_layers] + [(end, 0) for end in ends]
 
 
@@ -288,8 +292,10 @@ def predict(
     Returns:
         The prediction.
     """
-    num_stages, update = run.schedule.num_stages, _update_of(run)
-    synchronous_s, work_bound_s = alone[update], max(alone[update], together[update])
+    num_stages = run.schedule.num_stages
+    update = _update_of(run)
+    synchronous_s = alone[update]
+    work_bound_s = max(alone[update], together[update])
     for row in run.schedule.ticks:
         cells = [
             [part for op in cell for part in parts_of_op(run, op, stage)]

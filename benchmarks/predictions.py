@@ -23,7 +23,8 @@ _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "h100_predictions.json"
 _DOCS = _ROOT / "docs" / "before_you_rent.md"
 _MESH = "2×2×2"
-_BEGIN, _END = "<!-- predictions -->\n", "\n<!-- end of predictions -->"
+_BEGIN = "<!-- predictions -->\n"
+_END = "\n<!-- end of predictions -->"
 
 
 def main(argv: list[str] | None = None) -> int:

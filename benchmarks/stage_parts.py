@@ -51,7 +51,8 @@ class StageParts:
     """
 
     def __init__(self, run: Run, on: Sequence[Any]):
-        self._run, self._mesh = run, Mesh(np.array(on), ("stage",))
+        self._run = run
+        self._mesh = Mesh(np.array(on), ("stage",))
         self._num_microbatches = count = run.config.train.num_microbatches
         (self._stack,) = run.parts.num_layers
         self._shapes = run.parts.split(run.state.portable.params)
@@ -122,7 +123,9 @@ class StageParts:
             return add(grads, vjp(dx)[0]), None
 
         def head_gradient(grads, m, microbatch, ends, x):
-            of_head = lambda ends, x: model.head(ends, x, microbatch)[0]  # noqa: E731
+            def of_head(ends, x):
+                return model.head(ends, x, microbatch)[0]
+
             loss, (gradient, dx) = jax.value_and_grad(of_head, argnums=(0, 1))(ends, x)
             return add(grads, gradient), (loss, dx)
 
@@ -137,7 +140,8 @@ class StageParts:
         The buffers of residuals have two slots, which microbatches use in turns.
         """
         splits = name in ("input_gradient", "weight_gradient")
-        block, chunk = self._run.parts.blocks[self._stack], jnp.int32(0)
+        block = self._run.parts.blocks[self._stack]
+        chunk = jnp.int32(0)
         here = (jnp.int32(0), self._x, self._microbatch)
         numbers = np.arange(num_layers)[None]
 
@@ -202,7 +206,8 @@ class StageParts:
 
         These are the parameters of `num_layers` layers and, on every stage, of embedding and head.
         """
-        optimizer, dtype = self._run.optimizer, self._run.config.precision.params
+        optimizer = self._run.optimizer
+        dtype = self._run.config.precision.params
         layers = {self._stack: self._layers(num_layers)}
         params = self._run.parts.join({"ends": self._ends, "layers": layers})
         # The update donates its arguments, and other parts read these arrays, so copy them.
@@ -267,7 +272,10 @@ class StageParts:
 
     def _copied(self, tree: Tree) -> Tree:
         """Return the arrays with a leading dimension of devices, and a copy on each of them."""
-        copy = lambda x: jnp.broadcast_to(x, (self._mesh.size, *x.shape))  # noqa: E731
+
+        def copy(x):
+            return jnp.broadcast_to(x, (self._mesh.size, *x.shape))
+
         sharding = NamedSharding(self._mesh, PartitionSpec("stage"))
         return jax.jit(lambda tree: jax.tree.map(copy, tree), out_shardings=sharding)(tree)
 

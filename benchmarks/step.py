@@ -146,7 +146,8 @@ def measure(
 
 def random_batch(run: Run) -> dict[str, np.ndarray]:
     """Return a global batch of random tokens or images, identical on all processes."""
-    data, rng = run.config.data, np.random.default_rng(0)
+    data = run.config.data
+    rng = np.random.default_rng(0)
     if data.reads_images:
         return _random_images(run, rng)
     shape = (data.global_batch_size, data.sequence_length)
@@ -186,7 +187,8 @@ def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
     start_s = time.perf_counter()
     train_step = run.compile_train_step()
     compile_time_s = time.perf_counter() - start_s
-    rows, size = run.rows, run.config.data.global_batch_size
+    rows = run.rows
+    size = run.config.data.global_batch_size
     local = {name: array[rows] for name, array in batch.items()}
     placed = place_batch(local, rows, run.batch_sharding, size)
     state = run.state.initial()

@@ -23,7 +23,8 @@ GPUS_PER_HOST = 8
 #: Models with fewer bytes of parameters are small: single buffers are a large part of their step.
 SMALL_MODEL_BYTES = 10_000_000
 #: Allowed range of estimated ÷ compiled bytes, for large and for small models.
-BOUNDS, SMALL_BOUNDS = (0.97, 1.10), (0.9, 1.2)
+BOUNDS = (0.97, 1.10)
+SMALL_BOUNDS = (0.9, 1.2)
 
 _HALVES = ("mesh.data=2",)
 #: Mesh name -> overrides. Mesh axes that are not named have size 1.
@@ -53,23 +54,43 @@ _EIGHT = ("mesh.data=8", "memory.zero_stage=3", "train.remat=full", "data.global
 _IMAGES = ("mesh.data=8", "data.global_batch_size=1024")
 #: Name -> config and overrides.
 PUBLISHED = {
-    "GPT-2 XL, 1 GPU": (*("gpt2.py:xl", "train.remat=full", "data.global_batch_size=64"),),
+    "GPT-2 XL, 1 GPU": (
+        "gpt2.py:xl",
+        "train.remat=full",
+        "data.global_batch_size=64",
+    ),
     "LLaMA-3.2-3B, ZeRO 3, data=8": ("llama.py:3.2-3b", *_EIGHT),
     "LLaMA-3-8B, ZeRO 3, data=8": ("llama.py:3-8b", *_EIGHT),
     "LLaMA-3-8B, fsdp=8": (
-        *("llama.py:3-8b", "mesh.fsdp=8", "train.remat=full", "data.global_batch_size=128"),
+        "llama.py:3-8b",
+        "mesh.fsdp=8",
+        "train.remat=full",
+        "data.global_batch_size=128",
     ),
     "LLaMA-3-8B, pipeline=4, data=2": (
-        *("llama.py:3-8b", "mesh.pipeline=4", "mesh.data=2", "data.global_batch_size=32"),
+        "llama.py:3-8b",
+        "mesh.pipeline=4",
+        "mesh.data=2",
+        "data.global_batch_size=32",
         *_TEXT_AT_SCALE,
     ),
     "LLaMA-3-70B, pipeline=4, data=2, model=8": (
-        *("llama.py:3-70b", "mesh.pipeline=4", "mesh.data=2", "mesh.model=8"),
-        *("data.global_batch_size=64", "train.num_microbatches=32", *_TEXT_AT_SCALE),
+        "llama.py:3-70b",
+        "mesh.pipeline=4",
+        "mesh.data=2",
+        "mesh.model=8",
+        "data.global_batch_size=64",
+        "train.num_microbatches=32",
+        *_TEXT_AT_SCALE,
     ),
     "GPT-3 175B, pipeline=8, data=16, model=8": (
-        *("gpt2.py:175b", "mesh.pipeline=8", "mesh.data=16", "mesh.model=8"),
-        *("data.global_batch_size=1536", "train.num_microbatches=96", *_TEXT_AT_SCALE),
+        "gpt2.py:175b",
+        "mesh.pipeline=8",
+        "mesh.data=16",
+        "mesh.model=8",
+        "data.global_batch_size=1536",
+        "train.num_microbatches=96",
+        *_TEXT_AT_SCALE,
     ),
     "ViT-B/16, data=8": ("vit.py:base16", *_IMAGES),
     "Swin-T, data=8": ("swin.py:tiny1", *_IMAGES),
@@ -186,7 +207,8 @@ def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[
     except ValueError as error:
         return described | {"refused": str(error)}
     if known is not None:
-        compiled, seconds = known["compiled"], known["seconds"]
+        compiled = known["compiled"]
+        seconds = known["seconds"]
     else:
         start = time.perf_counter()
         compiled = memory(run.compile_train_step()).in_all

@@ -29,7 +29,8 @@ def check(run: Run) -> None:
     Raises:
         ValueError: the peer cannot; the message has the reason.
     """
-    config, platform = run.config, run.mesh.devices.flat[0].platform
+    config = run.config
+    platform = run.mesh.devices.flat[0].platform
     if jax.process_count() > 1:
         raise ValueError(
             "--peer=torch runs in a single process; start this benchmark in a single process too"

@@ -76,7 +76,8 @@ def work(run: Run) -> dict[str, Any]:
 
 
 def _sizes_of_a_row(run: Run) -> dict[str, int]:
-    data, images = run.config.data, run.config.images
+    data = run.config.data
+    images = run.config.images
     if data.reads_images:
         return {"image_size": images.size, "num_channels": images.channels}
     return {"sequence_length": data.sequence_length}
@@ -150,7 +151,8 @@ def pipelines_as_text(figures: dict[str, Any]) -> str:
 
 def _pipeline_row(run: dict[str, Any]) -> str:
     name = run["schedule"] + (f"×{run['chunks']}" if run["chunks"] > 1 else "")
-    measured, temp = run["bubble_measured"], run["memory"]["temp_bytes"]
+    measured = run["bubble_measured"]
+    temp = run["memory"]["temp_bytes"]
     return (
         f"{name + ' ' + run['remat']:25}{run['step_time_s']['median'] * 1e3:10.1f}"
         f"{run['work_bound_time_s'] * 1e3:12.1f}{run['measured_over_predicted']['median']:8.2f}"
@@ -172,10 +174,13 @@ def _unit(figures: dict[str, Any]) -> str:
 
 def _heading(figures: dict[str, Any]) -> list[str]:
     """Return the first lines: the work, the machine, the versions, and the number of rounds."""
-    sizes, machine, unit = figures["work"], figures["hardware"], _unit(figures)
+    sizes = figures["work"]
+    machine = figures["hardware"]
+    unit = _unit(figures)
     article = "an" if unit == "image" else "a"
     if unit == "image":
-        side, channels = sizes["image_size"], sizes["num_channels"]
+        side = sizes["image_size"]
+        channels = sizes["num_channels"]
         rows = f"random images of {side} × {side} × {channels}"
     else:
         rows = f"sequences of {sizes['sequence_length']} random tokens"
@@ -196,7 +201,9 @@ def _heading(figures: dict[str, Any]) -> list[str]:
 def _row(name: str, figures: dict[str, Any], unit: str) -> str:
     if "skipped" in figures:
         return f"{name:14}  skipped: {figures['skipped']}"
-    times_s, mfu, compile_s = figures["step_time_s"], figures["mfu"], figures["compile_time_s"]
+    times_s = figures["step_time_s"]
+    mfu = figures["mfu"]
+    compile_s = figures["compile_time_s"]
     quartiles = f"{times_s['quartile_low'] * 1e3:.1f}–{times_s['quartile_high'] * 1e3:.1f}"
     return (
         f"{name:14}  {times_s['median'] * 1e3:9.1f}  {quartiles:>15}"

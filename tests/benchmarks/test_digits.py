@@ -28,7 +28,10 @@ def test_table_has_the_accuracies_of_all_seeds():
 
 def test_figures_of_other_experiments_stay(tmp_path, monkeypatch):
     accuracies = iter([[0.9], [0.8], [0.7]])
-    found = lambda *_: {"runs": [], "accuracies": next(accuracies), "seconds": [1.0]}  # noqa: E731
+
+    def found(*_):
+        return {"runs": [], "accuracies": next(accuracies), "seconds": [1.0]}
+
     monkeypatch.setattr(digits, "experiment", found)
     out = tmp_path / "figures.json"
     for only in ("Swin", "ResMLP", "Swin"):

@@ -108,7 +108,8 @@ def test_figures_are_complete_and_agree_with_the_compiled_steps(capsys, monkeypa
     assert flops["backward"] <= halves <= 1.5 * flops["backward"]
     # 4 microbatches pass both stages. The last stage runs its forward inside its backward. If no
     # stage were ever idle, it would run a forward and a backward in each of the 6 ticks.
-    backward, head = flops["forward"] + flops["backward"], flops["head_gradient"]
+    backward = flops["forward"] + flops["backward"]
+    head = flops["head_gradient"]
     run = runs["1f1b", "full"]
     first = 4 * (flops["evaluate"] + backward)
     assert run["matmul_flops_per_stage"] == [first, 4 * (backward + head)]

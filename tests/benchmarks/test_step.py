@@ -88,5 +88,6 @@ def test_interleave_takes_turns_and_ratio_is_of_speeds():
 
     timing.interleave({"a": contender("a"), "b": contender("b")}, num_rounds=2, num_steps=2)
     assert "".join(calls) == "aaabbb" * 2  # one untimed and two timed steps per turn
-    ours, peer = timing.Times(rounds=((1.0,), (2.0,))), timing.Times(rounds=((3.0,), (4.0,)))
+    ours = timing.Times(rounds=((1.0,), (2.0,)))
+    peer = timing.Times(rounds=((3.0,), (4.0,)))
     assert timing.ratios(ours, peer)["rounds"] == [3.0, 2.0]

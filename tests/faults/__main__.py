@@ -34,7 +34,7 @@ from tests.faults.runs import MESH, NUM_STEPS, OVERRIDES, prepare
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 if a promise was not kept, or 2 after an error."""
+    """Return the exit code: 0, 1 if a promise was not kept, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=100, help="at random moments; more beside")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     scratch = Path(tempfile.mkdtemp(prefix="taibai_faults_"))
     begin_s = time.monotonic()
-    setting, results = prepare(scratch), Results()
+    setting = prepare(scratch)
+    results = Results()
     skipped = {}
     if DISK_FULL in kinds and (reason := no_small_disk(scratch)):
         kinds.remove(DISK_FULL)
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """Returns the figures for a reader."""
+    """Return the figures for a reader."""
     lines = [
         f"{figures['faults']} faults in {figures['runs']} runs of {figures['starts']} starts, "
         f"{figures['wall_s'] / 60:.0f} min; {figures['failures']} promises not kept",
@@ -100,7 +101,8 @@ def as_text(figures: dict[str, Any]) -> str:
         )
     lines += [f"{kind:26}skipped: {reason}" for kind, reason in figures["skipped"].items()]
     lines += ["", "restart: median from start to first new step; all gone after: median–longest"]
-    save_s, stall_s = figures["save_s"]["median"], figures["save_stall_s"]["median"]
+    save_s = figures["save_s"]["median"]
+    stall_s = figures["save_stall_s"]["median"]
     if save_s is not None and stall_s is not None:
         lines.append(f"a save takes {save_s:.2f} s, of which training waits for {stall_s:.2f} s")
     if figures["restart_overhead_s"]:

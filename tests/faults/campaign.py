@@ -33,7 +33,7 @@ class Tally:
     noticed_s: list[float] = dataclasses.field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Returns it as plain numbers."""
+        """Return it as plain numbers."""
         return {
             "faults": self.faults,
             "failures": self.failures,
@@ -58,13 +58,13 @@ class Results:
     broken: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
     def take(self, hit: Hit) -> None:
-        """Counts a fault."""
+        """Count a fault."""
         self.tallies[hit.kind].faults += 1
         if hit.noticed_s is not None:
             self.tallies[hit.kind].noticed_s.append(hit.noticed_s)
 
     def note(self, run: DisturbedRun, fault_before: str | None) -> None:
-        """Takes over the times of a run's last start, which a fault may have made necessary."""
+        """Take over the times of a run's last start, which a fault may have made necessary."""
         assert run.last is not None
         self.saves_s += run.last.saves_s
         if run.last.first_step_s is not None and fault_before is not None:
@@ -72,9 +72,10 @@ class Results:
 
 
 def campaign(setting: Setting, names: Sequence[str], rng: random.Random, results: Results) -> None:
-    """Disturbs runs until all faults have hit; what came of them is added to `results`."""
+    """Inject faults into runs until each has hit; add the outcomes to `results`."""
     reference = make_reference(setting, results)
-    pending, num_missed = collections.deque(names), 0
+    pending = collections.deque(names)
+    num_missed = 0
     while pending and num_missed <= len(names):
         batch = [pending.popleft() for _ in range(min(FAULTS_PER_RUN, len(pending)))]
         results.num_runs += 1
@@ -91,14 +92,19 @@ def campaign(setting: Setting, names: Sequence[str], rng: random.Random, results
 def disturb(
     run: DisturbedRun, names: Sequence[str], rng: random.Random, results: Results
 ) -> list[str]:
-    """Disturbs one run by one fault after another, and lets it end; returns what did not hit."""
-    left, kind, is_struck = list(names), None, True
+    """Inject one fault after another into a run, then let it finish; return faults that missed."""
+    left = list(names)
+    kind = None
+    is_struck = True
     try:
         with contextlib.suppress(Missed):
             while left:
-                before, kind, is_struck = kind, left[0], False
+                before = kind
+                kind = left[0]
+                is_struck = False
                 hit = KINDS[kind].fault(run, rng)
-                kind, is_struck = hit.kind, True
+                kind = hit.kind
+                is_struck = True
                 left.pop(0)
                 results.take(hit)
                 results.note(run, before)
@@ -125,7 +131,7 @@ def disturb(
 
 @contextlib.contextmanager
 def _directory(path: Path, on_tmpfs: bool) -> Iterator[Path]:
-    """Makes a directory for a run, on a small file system of its own if wanted.
+    """Make a directory for a run, on a small file system of its own if wanted.
 
     What is left in that one at the end is copied to the directory.
     """
@@ -150,7 +156,7 @@ def _mount(path: Path) -> None:
 
 
 def no_small_disk(scratch: Path) -> str | None:
-    """Returns why no file system can be mounted, or None if one can."""
+    """Return why no file system can be mounted, or None if one can."""
     path = scratch / "mounted"
     path.mkdir()
     try:
@@ -162,7 +168,7 @@ def no_small_disk(scratch: Path) -> str | None:
 
 
 def make_reference(setting: Setting, results: Results) -> Reference:
-    """Returns the undisturbed run, made twice: once keeping all checkpoints.
+    """Return the undisturbed run, made twice: once keeping all checkpoints.
 
     Raises:
         Broken: the two differ.
@@ -200,7 +206,7 @@ def make_reference(setting: Setting, results: Results) -> Reference:
 
 
 def restart_overhead(setting: Setting) -> dict[str, dict[str, float | None]]:
-    """Returns seconds from the start of a process to its first step, by the compilation cache.
+    """Return seconds from the start of a process to its first step, by the compilation cache.
 
     The run begins anew each time: nothing is restored.
     """
@@ -233,7 +239,7 @@ def _median(values: Sequence[float]) -> float | None:
 def run_all(
     setting: Setting, kinds: Sequence[str], num_kills: int, seed: int, results: Results
 ) -> None:
-    """Runs the campaign, first in one process and then in two; `results` gets what came of it."""
+    """Run the campaign, first in one process and then in two; add the outcomes to `results`."""
     for num_processes in (1, 2):
         chosen = [name for name in kinds if KINDS[name].num_processes == num_processes]
         rng = random.Random(f"{seed} {num_processes}")
@@ -249,7 +255,7 @@ def run_all(
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """Returns what came of a campaign, as plain numbers and strings."""
+    """Return the results of a campaign as plain numbers and strings."""
     tallies = results.tallies
     order = [*KINDS, *(kind for kind in tallies if kind not in KINDS)]
     return {
@@ -269,5 +275,5 @@ def _describe(hit: Hit) -> str:
 
 
 def say(text: str) -> None:
-    """Prints a line at once."""
+    """Print a line at once."""
     print(text, flush=True)

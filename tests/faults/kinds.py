@@ -33,8 +33,11 @@ class Hit:
 
 Fault = Callable[[DisturbedRun, random.Random], Hit]
 
-IN_START, IN_STEP, IN_SAVE = "kill in start-up", "kill in a step", "kill in a save"
-CLOCK, DISK_FULL = "clock jumps", "disk full"
+IN_START = "kill in start-up"
+IN_STEP = "kill in a step"
+IN_SAVE = "kill in a save"
+CLOCK = "clock jumps"
+DISK_FULL = "disk full"
 
 
 def _kill(start: Attempt) -> Hit:
@@ -50,14 +53,14 @@ def _kill(start: Attempt) -> Hit:
 
 
 def kill_in_start(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Kills it at some moment before its first new step."""
+    """Kill the run at a random moment before its first new step."""
     start = run.start()
     start.sleep(rng.uniform(0, run.reference.start_s))
     return _kill(start)
 
 
 def kill_in_step(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Kills it some steps later."""
+    """Kill the run some steps later."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS))
     start.sleep(rng.uniform(0, 0.1))
@@ -65,7 +68,7 @@ def kill_in_step(run: DisturbedRun, rng: random.Random) -> Hit:
 
 
 def kill_in_save(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Kills it some steps later, in the midst of a save."""
+    """Kill the run some steps later, in the middle of a save."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS // 2))
     start.wait_until(start.is_saving, "a save")
@@ -74,7 +77,7 @@ def kill_in_save(run: DisturbedRun, rng: random.Random) -> Hit:
 
 
 def _stop(run: DisturbedRun, rng: random.Random, num_signals: int) -> Attempt:
-    """Ends it with SIGTERM, and checks that it saved and said so."""
+    """Stop the run with SIGTERM, and check that it saved a checkpoint and logged that."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS))
     for i in range(num_signals):
@@ -85,38 +88,39 @@ def _stop(run: DisturbedRun, rng: random.Random, num_signals: int) -> Attempt:
         raise Missed
     if code != STOPPED:
         raise Broken(f"after SIGTERM it ended with code {code}, not {STOPPED}:\n{start.tail()}")
-    newest, logged = max(steps_in(run.checkpoints), default=0), run.last_logged()
+    newest = max(steps_in(run.checkpoints), default=0)
+    logged = run.last_logged()
     if newest != logged:
         raise Broken(f"after SIGTERM step {newest} is saved, and step {logged} was the last one")
     return start
 
 
 def terminate(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Sends SIGTERM."""
+    """Send SIGTERM."""
     _stop(run, rng, 1)
     return Hit(kind="SIGTERM")
 
 
 def terminate_twice(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Sends SIGTERM, and at once again."""
+    """Send SIGTERM, and at once again."""
     _stop(run, rng, 2)
     return Hit(kind="SIGTERM twice")
 
 
 def flip_byte(file: Path, rng: random.Random) -> None:
-    """Changes one byte."""
+    """Change one byte."""
     content = bytearray(file.read_bytes())
     content[rng.randrange(len(content))] ^= rng.randint(1, 255)
     file.write_bytes(content)
 
 
 def truncate(file: Path, rng: random.Random) -> None:
-    """Cuts off the end."""
+    """Cut off the end."""
     os.truncate(file, rng.randrange(file.stat().st_size))
 
 
 def delete(file: Path, rng: random.Random) -> None:
-    """Deletes the file."""
+    """Delete the file."""
     file.unlink()
 
 
@@ -139,7 +143,7 @@ def _intact(run: DisturbedRun) -> list[int]:
 
 
 def fill_disk(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Fills the disk until a save has failed, frees it until one has not, and kills the run."""
+    """Fill the disk until a save fails, free it until one succeeds, then kill the run."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS))
     filler = run.directory / "filler"
@@ -165,7 +169,7 @@ def _fill(filler: Path) -> None:
 
 
 def make_clock_jump(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Starts it with a clock that jumps and files of odd times, and kills it some steps later."""
+    """Start the run with a jumping clock and odd file times; kill it some steps later."""
     for path in run.checkpoints.rglob("*"):
         with contextlib.suppress(OSError):
             os.utime(path, (rng.choice((0, 1, 2**31, 2**33)), rng.uniform(0, 2**32)))
@@ -192,7 +196,7 @@ def _kills_process(number: int) -> Fault:
 
 
 def freeze(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Stops one of the processes for good with SIGSTOP."""
+    """Stop one of the processes for good with SIGSTOP."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS))
     start.sleep(rng.uniform(0, 0.1))
@@ -202,7 +206,7 @@ def freeze(run: DisturbedRun, rng: random.Random) -> Hit:
 
 
 def _hit_process(start: Attempt, number: int, how: signal.Signals, bound_s: float) -> float:
-    """Returns the seconds from the signal to the end of all processes and the launcher."""
+    """Return the seconds from the signal to the end of all processes and the launcher."""
     pids = start.pids()
     if start.look() == FINISHED or number not in pids:
         raise Missed
@@ -218,7 +222,7 @@ def _hit_process(start: Attempt, number: int, how: signal.Signals, bound_s: floa
 
 
 def terminate_launcher(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Sends SIGTERM to the launcher."""
+    """Send SIGTERM to the launcher."""
     _stop(run, rng, 1)
     return Hit(kind="SIGTERM to the launcher")
 
@@ -255,7 +259,7 @@ KINDS = {
 
 
 def draw(kinds: Sequence[str], num_kills: int, rng: random.Random) -> list[str]:
-    """Returns the names of the faults to come, in random order: at least one of each kind."""
+    """Return the names of the faults to come, in random order: at least one of each kind."""
     names = [name for name in kinds for _ in range(math.ceil(KINDS[name].share * num_kills / 100))]
     rng.shuffle(names)
     return names

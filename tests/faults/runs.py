@@ -76,7 +76,7 @@ time.time_ns = lambda: int(_jumping() * 1e9)
 
 
 def prepare(scratch: Path, overrides: Sequence[str] = OVERRIDES, num_steps: int = NUM_STEPS):
-    """Returns the setting of runs in one process; what they read is written into `scratch`."""
+    """Return the setting of runs in one process; what they read is written into `scratch`."""
     text = Path(json.__file__).with_name("decoder.py").read_text()
     (scratch / "corpus").mkdir()
     for i in range(10):
@@ -98,7 +98,7 @@ class Setting:
     num_processes: int = 1
 
     def command(self, workdir: Path, *more: str) -> list[str]:
-        """Returns the command of a run; `more` are further overrides."""
+        """Return the command of a run; `more` are further overrides."""
         python = [sys.executable] if self.num_processes == 1 else ["python"]
         config = ROOT / "configs" / "gpt2.py"
         train = [*python, "-m", "train.main", f"--config={config}", f"--workdir={workdir}"]
@@ -114,8 +114,13 @@ class Setting:
             return train
         per_process = MESH.num_devices // self.num_processes
         return [
-            *(sys.executable, "-m", "launch.local", f"--processes={self.num_processes}"),
-            *(f"--devices_per_process={per_process}", f"--grace_s={GRACE_S}", "--"),
+            sys.executable,
+            "-m",
+            "launch.local",
+            f"--processes={self.num_processes}",
+            f"--devices_per_process={per_process}",
+            f"--grace_s={GRACE_S}",
+            "--",
             *train,
             f"--config.train.failure_timeout_s={FAILURE_TIMEOUT_S}",
             f"--config.checkpoint.timeout_s={SAVE_TIMEOUT_S}",
@@ -152,7 +157,9 @@ class DisturbedRun:
     """A run that is started again after each fault."""
 
     def __init__(self, setting: Setting, reference: Reference, directory: Path):
-        self.setting, self.reference, self.directory = setting, reference, directory
+        self.setting = setting
+        self.reference = reference
+        self.directory = directory
         self.workdir = directory / "run"
         self.checkpoints = self.workdir / "checkpoints"
         self.num_starts = 0
@@ -167,7 +174,7 @@ class DisturbedRun:
         self._log_prefix = logs / directory.name
 
     def start(self, env: Mapping[str, str] | None = None, *overrides: str) -> Attempt:
-        """Starts the run, where it stands."""
+        """Start the run from its newest checkpoint."""
         self.num_starts += 1
         log = self._log_prefix.with_name(f"{self._log_prefix.name}_{self.num_starts:02d}.log")
         command = self.setting.command(self.workdir, *overrides)
@@ -175,19 +182,19 @@ class DisturbedRun:
         return self.last
 
     def finish(self) -> None:
-        """Starts the run and lets it come to its end."""
+        """Start the run and let it finish."""
         start = self.start()
         code = start.end()
         if code != FINISHED:
             raise Broken(f"undisturbed, it ended with code {code}:\n{start.tail()}")
 
     def last_logged(self) -> int:
-        """Returns the newest step whose loss was logged."""
+        """Return the newest step whose loss was logged."""
         entries = read_metrics(self.workdir / METRICS_FILE)
         return max((entry["step"] for entry in entries if "loss" in entry), default=0)
 
     def stalls_s(self) -> list[float]:
-        """Returns for each start that was killed how long a save kept it from training: the mean.
+        """Return for each start that was killed how long a save kept it from training: the mean.
 
         That is the time until the arrays are copied, and until the save before is written.
         """
@@ -200,7 +207,7 @@ class DisturbedRun:
         return found
 
     def damage(self, step: int, how: Callable[[Path, random.Random], None], rng: random.Random):
-        """Damages a random file of a checkpoint; the next start has to say so.
+        """Damage a random file of a checkpoint; the next start has to say so.
 
         Raises:
             Broken: nobody notices.
@@ -211,12 +218,13 @@ class DisturbedRun:
         how(file, rng)
         if find_damage(path) is not None:
             self.damaged.add(step)
-            self._must_be_named, self._damaged_after = path, self.last
+            self._must_be_named = path
+            self._damaged_after = self.last
         elif not _is_list(file):
             raise Broken(f"{how.__name__}: nobody notices that {file} was damaged")
 
     def check_after_fault(self) -> None:
-        """Checks what a start left behind, and what it said.
+        """Check what a start left behind, and what it said.
 
         Raises:
             Broken: a checkpoint is damaged, does not load, or is not that of the undisturbed run.
@@ -244,7 +252,7 @@ class DisturbedRun:
                 raise Broken(f"{path} is damaged, and by no fault of ours: {damage}")
 
     def check_end(self) -> None:
-        """Checks a run that came to its last step.
+        """Check a run that came to its last step.
 
         Raises:
             Broken: it differs from the undisturbed one, or left something half-written.
@@ -269,7 +277,7 @@ def _is_list(file: Path) -> bool:
 
 
 def trajectory(workdir: Path) -> dict[int, tuple]:
-    """Returns step -> all that was logged of it but times, in order."""
+    """Return step -> everything logged for it except times, in order."""
     steps: dict[int, tuple] = {}
     for line in (workdir / METRICS_FILE).read_text().splitlines():
         entry = json.loads(line)
@@ -279,7 +287,7 @@ def trajectory(workdir: Path) -> dict[int, tuple]:
 
 
 def compare(found: Mapping[int, tuple], expected: Mapping[int, tuple]) -> None:
-    """Compares two trajectories.
+    """Compare two trajectories.
 
     Raises:
         Broken: they differ; the first step that does is named.
@@ -293,7 +301,7 @@ def compare(found: Mapping[int, tuple], expected: Mapping[int, tuple]) -> None:
 
 
 def load(path: Path, scratch: Path) -> str:
-    """Returns a digest of a checkpoint's arrays and data state, restored as a run restores them.
+    """Return a digest of a checkpoint's arrays and data state, restored as a run restores them.
 
     Args:
         path: the checkpoint, `<step>/`.

@@ -30,7 +30,7 @@ class Attempt:
     """A process, or a launcher with its processes, and what can be seen of it from outside."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], workdir: Path, log: Path):
-        """Starts it.
+        """Start it.
 
         Args:
             command: program and arguments.
@@ -38,7 +38,8 @@ class Attempt:
             workdir: the run's directory.
             log: where standard output and standard error go.
         """
-        self._workdir, self._log = workdir, log
+        self._workdir = workdir
+        self._log = log
         self._record = workdir / goodput.GOODPUT_DIRECTORY / f"{_num_starts(workdir) + 1:04d}.json"
         self._being_saved: dict[str, float] = {}
         self._stale = _half_written(workdir)
@@ -63,19 +64,20 @@ class Attempt:
         return self._log.read_text(errors="replace")
 
     def step(self) -> int:
-        """Returns the last new step that it logged, 0 before the first."""
+        """Return the last new step that it logged, 0 before the first."""
         try:
             return json.loads(self._record.read_text())["last_step"]
         except OSError:
             return 0
 
     def is_saving(self) -> bool:
-        """Returns whether a directory is there that is being written or deleted."""
+        """Return whether a directory is there that is being written or deleted."""
         return bool(_half_written(self._workdir) - self._stale)
 
     def look(self) -> int | None:
-        """Notes what is new; returns the exit code, or None while it runs."""
-        code, now_s = self.process.poll(), time.monotonic()
+        """Update the state; return the exit code, or None while the run continues."""
+        code = self.process.poll()
+        now_s = time.monotonic()
         if self.first_step_s is None and self._record.exists():
             self.first_step_s = now_s - self.began_s
         written = {name for name, *_ in _half_written(self._workdir) - self._stale}
@@ -86,7 +88,7 @@ class Attempt:
         return code
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Returns as soon as `condition` holds.
+        """Return as soon as `condition` holds.
 
         Raises:
             Missed: it finished before.
@@ -106,19 +108,19 @@ class Attempt:
             time.sleep(0.002)
 
     def wait_for_step(self, num_new: int) -> None:
-        """Returns when it has logged so many new steps."""
+        """Return when it has logged so many new steps."""
         self.wait_until(lambda: self.step() > 0, "a first step")
         last = self.step() + num_new - 1
         self.wait_until(lambda: self.step() >= last, f"step {last}")
 
     def sleep(self, seconds: float) -> None:
-        """Returns after so many seconds, or when it has ended."""
+        """Return after so many seconds, or when it has ended."""
         deadline_s = time.monotonic() + seconds
         while self.look() is None and time.monotonic() < deadline_s:
             time.sleep(min(0.002, seconds))
 
     def end(self, bound_s: float = PATIENCE_S) -> int:
-        """Returns the exit code once it has ended.
+        """Return the exit code once it has ended.
 
         Raises:
             Broken: it lives for longer than `bound_s`, or a process of it outlives its end.
@@ -135,7 +137,7 @@ class Attempt:
         return code
 
     def kill(self) -> None:
-        """Kills all that is left of it."""
+        """Kill all remaining processes."""
         pids = self.pids()
         for pid in (self.process.pid, *pids.values()):
             with contextlib.suppress(ProcessLookupError):
@@ -144,7 +146,7 @@ class Attempt:
         self.look()
 
     def pids(self) -> dict[int, int]:
-        """Returns the process ids of the launcher's processes by their numbers in the run."""
+        """Return the process ids of the launcher's processes by their numbers in the run."""
         found = {}
         for directory in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -156,7 +158,7 @@ class Attempt:
         return found
 
     def tail(self) -> str:
-        """Returns the end of its output."""
+        """Return the end of its output."""
         return "\n".join(self.log.splitlines()[-12:])
 
 
@@ -166,7 +168,7 @@ def _num_starts(workdir: Path) -> int:
 
 
 def _half_written(workdir: Path) -> set[tuple[str, int, int]]:
-    """Returns name, inode and time of change of what is being written, or was when it was killed.
+    """Return name, inode and time of change of what is being written, or was when it was killed.
 
     Another process may use a name and an inode again, but it cannot set the time of change.
     """
@@ -181,7 +183,7 @@ def _half_written(workdir: Path) -> set[tuple[str, int, int]]:
 
 
 def is_alive(pid: int) -> bool:
-    """Returns whether there is such a process, and it has not ended."""
+    """Return whether there is such a process, and it has not ended."""
     with contextlib.suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state not in "ZX"

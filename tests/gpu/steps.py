@@ -26,7 +26,7 @@ _SIZES = ("model.num_heads=4", "model.embed_dim=32", "model.num_layers=4")
 
 @functools.cache
 def make_run(config: str, overrides: tuple[str, ...], target: str = "h100") -> Run:
-    """Returns a run for as many GPUs as its mesh has.
+    """Return a run for as many GPUs as its mesh has.
 
     Args:
       config: name of a file in configs/, with `:size` or without.
@@ -40,7 +40,7 @@ def make_run(config: str, overrides: tuple[str, ...], target: str = "h100") -> R
 
 
 def model_run(model: str, *overrides: str) -> Run:
-    """Returns the run of a model of the table of meshes, in bfloat16, at a tiny size."""
+    """Return the run of a model of the table of meshes, in bfloat16, at a tiny size."""
     config, own = MODELS[model]
     is_text = "images" not in " ".join(own) and config not in ("vit", "swin", "resmlp", "mae")
     is_text = is_text and config != "moco"
@@ -51,7 +51,7 @@ def model_run(model: str, *overrides: str) -> Run:
 
 
 def text_of(run: Run) -> str:
-    """Returns the program of the compiled training step."""
+    """Return the program of the compiled training step."""
     text = run.compile_train_step().as_text()
     assert text is not None
     return text
@@ -64,5 +64,5 @@ def compiled_bytes(run: Run) -> int:
 
 
 def forget() -> None:
-    """Drops what jax keeps of compiled programs: gigabytes, after many."""
+    """Drop what jax keeps of compiled programs: gigabytes, after many."""
     jax.clear_caches()

@@ -9,9 +9,16 @@ pytestmark = pytest.mark.gpu_compiler
 
 #: A step of one layer of LLaMA's shapes at 8,192 tokens.
 LONG = (
-    *("data.sequence_length=8192", "data.global_batch_size=2", "train.num_microbatches=1"),
-    *("model.num_layers=2", "model.embed_dim=1024", "model.num_heads=8", "model.num_kv_heads=8"),
-    *("model.head_dim=128", "model.mlp_dim=2816", *steps.BFLOAT16),
+    "data.sequence_length=8192",
+    "data.global_batch_size=2",
+    "train.num_microbatches=1",
+    "model.num_layers=2",
+    "model.embed_dim=1024",
+    "model.num_heads=8",
+    "model.num_kv_heads=8",
+    "model.head_dim=128",
+    "model.mlp_dim=2816",
+    *steps.BFLOAT16,
 )
 
 
@@ -44,13 +51,15 @@ def test_packed_documents_are_given_to_the_kernel():
         ("llama", "bfloat16", ("model.sliding_window=16",)),
         ("llama", "bfloat16", ("mesh.model=4", "rules.kv_heads=()")),  # 2 key-value heads
         (
-            *("llama", "bfloat16"),
+            "llama",
+            "bfloat16",
             ("mesh.context=2", "mesh.model=2", "data.isolate_documents=True"),
         ),
         ("t5", "float16", ("data.target_length=33",)),
         ("swin", "bfloat16", ("model.version=2", "mesh.fsdp=2", "mesh.model=2")),
         (
-            *("gpt2", "float16"),
+            "gpt2",
+            "float16",
             ("data.isolate_documents=True", "mesh.pipeline=2", "train.num_microbatches=4"),
         ),
     ],

@@ -18,8 +18,10 @@ def run(capsys, *arguments: str):
 def test_compile_reports_a_step_and_writes_its_files(capsys, tmp_path):
     code, printed = run(
         capsys,
-        *("--target=h100:1x8", "--config.precision.compute=bfloat16"),
-        *("--json", f"--out={tmp_path}"),
+        "--target=h100:1x8",
+        "--config.precision.compute=bfloat16",
+        "--json",
+        f"--out={tmp_path}",
     )
     assert code == 0
     found = json.loads(printed.out)
@@ -45,8 +47,11 @@ def test_compile_takes_4096_gpus(capsys):
     """All-reduces of single numbers cross hosts here, and small ones run in loops."""
     code, printed = run(
         capsys,
-        *("--target=h100:512x8", "--json", "--config.mesh.data=1024"),
-        *("--config.data.global_batch_size=4096", "--config.precision.compute=bfloat16"),
+        "--target=h100:512x8",
+        "--json",
+        "--config.mesh.data=1024",
+        "--config.data.global_batch_size=4096",
+        "--config.precision.compute=bfloat16",
     )
     assert code == 0
     found = json.loads(printed.out)
@@ -59,9 +64,14 @@ def test_compile_takes_4096_gpus(capsys):
 def test_compile_needs_no_data(capsys):
     code, printed = run(
         capsys,
-        *("--target=h100:1x1", "--config.data.name=text", "--config.precision.compute=bfloat16"),
-        *("--config.mesh.pipeline=1", "--config.mesh.data=1", "--config.mesh.model=1"),
-        *("--config.model.num_layers=1", "--config.train.num_microbatches=1"),
+        "--target=h100:1x1",
+        "--config.data.name=text",
+        "--config.precision.compute=bfloat16",
+        "--config.mesh.pipeline=1",
+        "--config.mesh.data=1",
+        "--config.mesh.model=1",
+        "--config.model.num_layers=1",
+        "--config.train.num_microbatches=1",
     )
     assert (code, printed.err) == (0, "")
 
@@ -71,8 +81,11 @@ def test_compile_takes_every_target(capsys, kind):
     code, printed = run(
         capsys,
         f"--target={kind}:1x1",
-        *("--config.mesh.pipeline=1", "--config.mesh.data=1", "--config.mesh.model=1"),
-        *("--config.model.num_layers=1", "--config.train.num_microbatches=1"),
+        "--config.mesh.pipeline=1",
+        "--config.mesh.data=1",
+        "--config.mesh.model=1",
+        "--config.model.num_layers=1",
+        "--config.train.num_microbatches=1",
         f"--config.precision.compute={'float16' if kind == 'v100' else 'bfloat16'}",
     )
     assert code == 0

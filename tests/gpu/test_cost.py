@@ -23,7 +23,11 @@ pytestmark = pytest.mark.gpu_compiler
 
 TARGET = parse_target("h100:1x8")
 MACHINE = machine_of(TARGET)
-LAYERS, BATCH, TOKENS, HEADS, EMBED = 6, 8, 1024, 16, 2048
+LAYERS = 6
+BATCH = 8
+TOKENS = 1024
+HEADS = 16
+EMBED = 2048
 
 
 def compiled_text(function: Callable, mesh: Mesh, *arguments: Any) -> str:
@@ -48,7 +52,10 @@ def transformer_step() -> tuple[Prediction, float]:
     def loss(weights, x):
         def layer(x, w):
             q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
-            split = lambda y: y.reshape(*y.shape[:2], HEADS, -1)  # noqa: E731
+
+            def split(y):
+                return y.reshape(*y.shape[:2], HEADS, -1)
+
             y = jax.nn.dot_product_attention(
                 split(q), split(k), split(v), is_causal=True, implementation="cudnn"
             )
@@ -98,7 +105,8 @@ def test_predict_a_step_of_a_transformer():
 
 def test_predict_the_bubble_of_ticks():
     mesh = mesh_of(pipeline=8)
-    num_microbatches, size = 8, 4096
+    num_microbatches = 8
+    size = 4096
     runs = np.array([[0 <= t - s < num_microbatches for s in range(8)] for t in range(15)])
 
     def local(w, x):

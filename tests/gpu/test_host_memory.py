@@ -21,7 +21,7 @@ def host_bytes(run) -> int:
 
 
 def state_bytes_on_host(run) -> int:
-    """Returns what one device's part of the state takes in host memory."""
+    """Return what one device's part of the state takes in host memory."""
     state = run.state.abstract
     leaves = jax.tree.leaves((state.params, state.opt_state))
     return sum(
@@ -57,7 +57,9 @@ def test_activations_are_in_host_memory():
     plain = steps.make_run("gpt2", overrides)
     moved = steps.make_run("gpt2", (*overrides, "memory.offload_activations=qkv,mlp"))
     assert host_bytes(plain) == 0
-    layers, tokens, width = 4, 16 * 128, 128
+    layers = 4
+    tokens = 16 * 128
+    width = 128
     # qkv is 3 widths and mlp 4 of them, in bfloat16.
     assert host_bytes(moved) >= layers * tokens * 7 * width * 2
     copies = [copy for copy in audit.host_copies(moved.compile_train_step()) if copy.loop]

@@ -97,7 +97,7 @@ def test_memory_does_not_grow_with_microbatches(schedule, remat, corpus_override
             f"pipeline.remat={remat}",
             "model.embed_dim=64",
         )
-        temp_bytes = memory(make_run(overrides)[0].train_step).temp_bytes
+        temp_bytes = memory(make_run(overrides)[0].compile_train_step()).temp_bytes
         assert temp_bytes is not None
         return temp_bytes
 
