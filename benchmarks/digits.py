@@ -61,12 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         action="append",
-        help="run the experiments whose name contains this; can be repeated",
+        help="run only experiments whose names contain this; can be repeated",
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
     parser.add_argument("--workdir", type=Path, help="keep the runs in this new directory")
     parser.add_argument(
-        "--out", type=Path, help="add the figures to this JSON file; other experiments in it stay"
+        "--out", type=Path, help="JSON file to update; it keeps the figures of other experiments"
     )
     args = parser.parse_args(argv)
     wanted = [

@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         "--keep-compiled", action="store_true", help="compile only cases that are missing in --out"
     )
     parser.add_argument(
-        "--only", default="", help="regular expression; run only the cases that it finds"
+        "--only", default="", help="run only cases whose names match this regular expression"
     )
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/memory.md")
     args = parser.parse_args(argv)
@@ -151,7 +151,7 @@ def _compare_on_cpus(args: argparse.Namespace, command: str) -> None:
 
 
 def _compare_on_gpus(args: argparse.Namespace, command: str) -> None:
-    """Compare the cases of gpu_estimates.py; write the file after every case."""
+    """Compare the cases of gpu_estimates.py, and write the results to the file after each one."""
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
     before = {}
     if args.out and args.out.exists():

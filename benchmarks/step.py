@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         "--peer", choices=("torch",), help="also time the same model in this framework"
     )
     parser.add_argument(
-        "--no_compile", action="store_true", help="leave out the peer with torch.compile"
+        "--no_compile", action="store_true", help="do not time the peer with torch.compile"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(

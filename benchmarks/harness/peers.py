@@ -89,7 +89,7 @@ def torch_contenders(
     contenders = {"torch_eager": _warm_up(eager, compiles=False)}
     equality = _equality(run, eager, first_loss, contenders["torch_eager"].first_loss)
     if not with_compiled:
-        return equality, contenders, {"torch_compiled": "not asked for"}
+        return equality, contenders, {"torch_compiled": "disabled by --no_compile"}
     if eager.device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         return equality, contenders, {"torch_compiled": "torch.compile needs a C++ compiler"}
     try:

@@ -13,7 +13,7 @@ from train.config.schema import resolve
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_runs_are_of_configs_as_they_are(name):
-    """Each run evaluates all held-out digits, not a limited number of batches."""
+    """Each run ends with an evaluation of all held-out digits; no best step is selected."""
     for training in EXPERIMENTS[name]:
         config = resolve(load(str(ROOT / "configs" / f"{training.config}.py"), training.overrides))
         assert config.data.name == "digits" and config.eval.num_batches is None

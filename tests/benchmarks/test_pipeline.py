@@ -27,8 +27,8 @@ def costs(run, **seconds):
 
     Args:
         run: the run.
-        seconds: part name -> seconds per layer, or in total for embedding, head and update without
-            layers. Parts that are not named take no time.
+        seconds: part name -> seconds per layer; for embedding and head, seconds in total. Parts
+            that are not named take no time.
     """
     parts = pipeline.parts_of_step(run)
     return {(name, n): seconds.get(name, 0.0) * max(n, 1) for name, n in parts}

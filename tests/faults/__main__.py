@@ -1,17 +1,19 @@
-"""Disturbs small runs in many ways, and compares each with an undisturbed one, to the bit.
+"""Injects faults into small runs, and compares them bit for bit with an undisturbed run.
 
     python -m tests.faults --kills=100 --out=benchmarks/results/cpu_faults.json
 
-A tiny GPT-2 with dropout trains on a simulated mesh of 2×2×2, in one process and in two. Of its
-faults each is drawn at random, with a moment of its own: kills, signals, frozen processes, damaged
-checkpoints, a full disk, a clock that jumps. After each the same command starts the run again,
-until it comes to its last step. Then these must hold, or the exit code is 1 and the run's
-directory is kept:
+A tiny GPT-2 with dropout trains on a simulated 2×2×2 mesh, in one process and in two. Faults hit it
+in random order and at random moments: kills, signals, frozen processes, damaged checkpoints, a full
+disk, a clock that jumps. After each fault, the same command restarts the run, until it finishes.
 
-- losses, gradient norms and evaluations are those of the undisturbed run, each logged once;
-- whatever checkpoint passes for intact loads, and is that of the undisturbed run;
-- a kill leaves no damaged checkpoint, and the end of a run nothing half-written;
-- the exit codes are those of train/lifecycle/exit_codes.py, and nothing outlives its launcher.
+Each run must keep these promises. If one is broken, the exit code is 1 and the run's directory is
+kept:
+
+- Losses, gradient norms and evaluations equal the undisturbed run's, and each is logged once.
+- Every checkpoint that passes verification loads, and equals the undisturbed run's.
+- A kill damages no checkpoint, and a finished run leaves no half-written files behind.
+- Exit codes are as documented in train/lifecycle/exit_codes.py, and no process outlives its
+  launcher.
 """
 
 import argparse
@@ -34,19 +36,31 @@ from tests.faults.runs import MESH, NUM_STEPS, OVERRIDES, prepare
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0, 1 if a promise was not kept, or 2 after an error."""
+    """Run the command; return the exit code: 0, 1 if a promise was broken, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=100, help="at random moments; more beside")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="names, with commas")
-    parser.add_argument("--overhead", action="store_true", help="also with a cold cache; minutes")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=100,
+        help="number of kills at random moments; other faults are added in proportion",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="kinds of faults, separated by commas"
+    )
+    parser.add_argument(
+        "--overhead",
+        action="store_true",
+        help="also measure starts with a cold and a warm compilation cache; takes minutes",
+    )
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args(argv)
     kinds = [name for name in args.kinds.split(",") if name]
     unknown = [name for name in kinds if name not in KINDS]
     if args.kills < 1 or unknown:
         print(
-            f"error: --kills={args.kills} must be at least 1, and --kinds of {', '.join(KINDS)}",
+            f"error: --kills={args.kills} must be at least 1, and --kinds must name only "
+            f"{', '.join(KINDS)}",
             file=sys.stderr,
         )
         return 2
@@ -61,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     if DISK_FULL in kinds and (reason := no_small_disk(scratch)):
         kinds.remove(DISK_FULL)
         skipped[DISK_FULL] = reason
-        say(f"{DISK_FULL}: skipped, no small file system can be mounted: {reason}")
+        say(f"{DISK_FULL}: skipped, because no small file system can be mounted: {reason}")
     overhead = restart_overhead(setting) if args.overhead else None
     run_all(setting, kinds, args.kills, args.seed, results)
     figures = {
@@ -78,17 +92,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.out:
         args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
     if results.broken:
-        print(f"error: promises were not kept; see {scratch}", file=sys.stderr)
+        print(f"error: some promises were broken; see {scratch}", file=sys.stderr)
         return 1
     shutil.rmtree(scratch)
     return 0
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """Return the figures for a reader."""
+    """Return the figures as a readable text."""
     lines = [
         f"{figures['faults']} faults in {figures['runs']} runs of {figures['starts']} starts, "
-        f"{figures['wall_s'] / 60:.0f} min; {figures['failures']} promises not kept",
+        f"{figures['wall_s'] / 60:.0f} min; {figures['failures']} broken promises",
         "",
         f"{'':26}{'faults':>7}{'failures':>10}{'restart s':>11}{'all gone after s':>18}",
     ]

@@ -1,4 +1,9 @@
-"""Many faults drawn at random, the runs that they hit, and what came of them."""
+"""Runs a campaign of random faults, and collects its results.
+
+A campaign works through a queue of faults. Each run takes a few of them, with a restart after each,
+and is then compared with the undisturbed run. A fault that misses, because its run finished first,
+goes back into the queue.
+"""
 
 import collections
 import contextlib
@@ -25,7 +30,14 @@ NUM_OVERHEAD_ROUNDS = 3
 
 @dataclass(kw_only=True)
 class Tally:
-    """What came of the faults of one kind."""
+    """Results of the faults of one kind.
+
+    Attributes:
+        faults: number of faults that hit.
+        failures: number of promises that were broken after them.
+        restarts_s: seconds from each restart after them to its first new step.
+        noticed_s: seconds from the fault until all processes had exited, where measured.
+    """
 
     faults: int = 0
     failures: int = 0
@@ -33,7 +45,7 @@ class Tally:
     noticed_s: list[float] = dataclasses.field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Return it as plain numbers."""
+        """Return the results as plain numbers."""
         return {
             "faults": self.faults,
             "failures": self.failures,
@@ -46,7 +58,17 @@ class Tally:
 
 @dataclass(kw_only=True)
 class Results:
-    """What came of a campaign, as far as it is."""
+    """Results of a campaign so far.
+
+    Attributes:
+        num_runs: number of runs.
+        num_starts: number of starts of all runs.
+        tallies: results by kind of fault.
+        saves_s: duration of each save that was observed from beginning to end, in seconds.
+        stalls_s: mean time for which a save blocked training, in seconds, one entry per start that
+            was killed.
+        broken: the working directory, fault and message of each broken promise.
+    """
 
     num_runs: int = 0
     num_starts: int = 0
@@ -64,7 +86,12 @@ class Results:
             self.tallies[hit.kind].noticed_s.append(hit.noticed_s)
 
     def note(self, run: DisturbedRun, fault_before: str | None) -> None:
-        """Take over the times of a run's last start, which a fault may have made necessary."""
+        """Add the times of a run's last start.
+
+        Args:
+            run: the run.
+            fault_before: kind of the fault that made this start necessary; None for the first one.
+        """
         assert run.last is not None
         self.saves_s += run.last.saves_s
         if run.last.first_step_s is not None and fault_before is not None:
@@ -72,7 +99,17 @@ class Results:
 
 
 def campaign(setting: Setting, names: Sequence[str], rng: random.Random, results: Results) -> None:
-    """Inject faults into runs until each has hit; add the outcomes to `results`."""
+    """Disturb runs until all faults have hit.
+
+    Args:
+        setting: the setting of the runs.
+        names: names of the faults, with repetitions, in the order of use.
+        rng: source of all random choices.
+        results: the results, which this function extends.
+
+    Raises:
+        Broken: the undisturbed runs fail or differ, or faults miss too often.
+    """
     reference = make_reference(setting, results)
     pending = collections.deque(names)
     num_missed = 0
@@ -86,13 +123,24 @@ def campaign(setting: Setting, names: Sequence[str], rng: random.Random, results
         num_missed += len(missed)
         pending.extend(missed)
     if pending:
-        raise Broken(f"these faults do not hit, the run ends before them: {sorted(pending)}")
+        raise Broken(f"these faults keep missing, because the runs end first: {sorted(pending)}")
 
 
 def disturb(
     run: DisturbedRun, names: Sequence[str], rng: random.Random, results: Results
 ) -> list[str]:
-    """Inject one fault after another into a run, then let it finish; return faults that missed."""
+    """Disturb one run with several faults, let it finish, and check it.
+
+    Args:
+        run: a run that has not been started.
+        names: names of the faults, in order.
+        rng: source of all random choices.
+        results: the results, which this function extends.
+
+    Returns:
+        The names of the faults that have yet to hit. If a fault broke a promise before it hit, it
+        is not among them, so that it is not tried again and again.
+    """
     left = list(names)
     kind = None
     is_struck = True
@@ -114,14 +162,14 @@ def disturb(
         results.note(run, kind)
         run.check_end()
         results.stalls_s += run.stalls_s()
-        say(f"{run.directory.name}: ended as the undisturbed run, after {run.num_starts} starts")
+        say(f"{run.directory.name}: equals the undisturbed run, after {run.num_starts} starts")
         shutil.rmtree(run.workdir)
     except Broken as error:
         what = kind or "no fault"
         results.tallies[what].failures += 1
         results.broken.append({"workdir": str(run.workdir), "fault": what, "what": str(error)})
         say(f"{run.directory.name}: BROKEN after {what}: {error}")
-        left = left if is_struck else left[1:]  # not this one over and over again
+        left = left if is_struck else left[1:]  # drop a fault that breaks a promise before it hits
     finally:
         if run.last is not None:
             run.last.kill()
@@ -131,9 +179,9 @@ def disturb(
 
 @contextlib.contextmanager
 def _directory(path: Path, on_tmpfs: bool) -> Iterator[Path]:
-    """Make a directory for a run, on a small file system of its own if wanted.
+    """Create a directory for a run, optionally as a mounted tmpfs of TMPFS_BYTES.
 
-    What is left in that one at the end is copied to the directory.
+    At the end, the files on the tmpfs are copied to a regular directory at the same path.
     """
     path.mkdir()
     if not on_tmpfs:
@@ -156,7 +204,7 @@ def _mount(path: Path) -> None:
 
 
 def no_small_disk(scratch: Path) -> str | None:
-    """Return why no file system can be mounted, or None if one can."""
+    """Return why no tmpfs can be mounted, or None if one can."""
     path = scratch / "mounted"
     path.mkdir()
     try:
@@ -168,10 +216,20 @@ def no_small_disk(scratch: Path) -> str | None:
 
 
 def make_reference(setting: Setting, results: Results) -> Reference:
-    """Return the undisturbed run, made twice: once keeping all checkpoints.
+    """Train the undisturbed run twice, and check that both agree.
+
+    The first run keeps all checkpoints, for the digests. The second has a warm compilation cache,
+    for the times.
+
+    Args:
+        setting: the setting of the runs.
+        results: not used.
+
+    Returns:
+        The reference for all disturbed runs.
 
     Raises:
-        Broken: the two differ.
+        Broken: an undisturbed run fails, or the two differ.
     """
     runs = []
     for i in range(2):
@@ -182,7 +240,7 @@ def make_reference(setting: Setting, results: Results) -> Reference:
         start = run.start(None, *(["checkpoint.max_to_keep=1000"] if i == 0 else []))
         code = start.end()
         if code != FINISHED:
-            raise Broken(f"the undisturbed run ended with code {code}:\n{start.tail()}")
+            raise Broken(f"the undisturbed run exited with code {code}:\n{start.tail()}")
         runs.append(run)
     whole, warm = runs
     logged = trajectory(whole.workdir)
@@ -206,9 +264,15 @@ def make_reference(setting: Setting, results: Results) -> Reference:
 
 
 def restart_overhead(setting: Setting) -> dict[str, dict[str, float | None]]:
-    """Return seconds from the start of a process to its first step, by the compilation cache.
+    """Measure the time from the start of a process to its first step.
 
-    The run begins anew each time: nothing is restored.
+    The run starts from scratch each time, so no checkpoint is restored.
+
+    Args:
+        setting: the setting of the runs.
+
+    Returns:
+        State of the compilation cache, "cold" or "warm" -> median, min and max in seconds.
     """
     times_s: dict[str, list[float]] = {"cold": [], "warm": []}
     for i in range(NUM_OVERHEAD_ROUNDS):
@@ -219,7 +283,7 @@ def restart_overhead(setting: Setting) -> dict[str, dict[str, float | None]]:
             empty = Reference(trajectory={}, digests={}, start_s=0.0, save_s=0.0)
             start = DisturbedRun(setting, empty, directory).start()
             try:
-                start.wait_for_step(2)  # another process has written what it compiled by then
+                start.wait_for_step(2)  # by then, the compiled step is in the cache
             finally:
                 start.kill()
             assert start.first_step_s is not None
@@ -239,7 +303,15 @@ def _median(values: Sequence[float]) -> float | None:
 def run_all(
     setting: Setting, kinds: Sequence[str], num_kills: int, seed: int, results: Results
 ) -> None:
-    """Run the campaign, first in one process and then in two; add the outcomes to `results`."""
+    """Run the campaign, first with one process per run and then with two.
+
+    Args:
+        setting: the setting of the runs, with one process.
+        kinds: names of the kinds of faults.
+        num_kills: number of kills at random moments.
+        seed: seed of all random choices.
+        results: the results, which this function extends.
+    """
     for num_processes in (1, 2):
         chosen = [name for name in kinds if KINDS[name].num_processes == num_processes]
         rng = random.Random(f"{seed} {num_processes}")
@@ -275,5 +347,5 @@ def _describe(hit: Hit) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(text, flush=True)

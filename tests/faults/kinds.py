@@ -1,4 +1,8 @@
-"""The faults: each starts a run, disturbs it, and returns what it hit and when that was noticed."""
+"""The kinds of faults.
+
+Each is a function that starts a run, disturbs it at a random moment, and returns a `Hit`. It raises
+`Missed` if the run finishes first, and `Broken` if the run breaks a promise.
+"""
 
 import contextlib
 import math
@@ -15,11 +19,13 @@ from tests.faults.runs import CLOCK_SEED, GRACE_S, SAVE_TIMEOUT_S, DisturbedRun
 from tests.faults.start import Attempt, Broken, Missed, is_alive
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 
-#: Most steps from the first new one to a fault; each run has time for several of them.
+#: Largest number of new steps before a fault; small enough that several faults hit each run.
 MOST_STEPS = 16
-#: After a process was killed: the launcher's grace, and time to collect what is left.
+#: Seconds until all processes must have exited after one is killed: the launcher's grace period,
+#: and time to end the other processes.
 KILL_BOUND_S = GRACE_S + 20
-#: After one was frozen: the watchdog's time-out, 2.5 intervals and a few seconds, and the same.
+#: The same after a process is frozen. In addition, the watchdog needs its timeout, 2.5 intervals of
+#: a quarter of that (together 1.625 × the timeout), and a few seconds.
 FREEZE_BOUND_S = 1.625 * SAVE_TIMEOUT_S + 10 + KILL_BOUND_S
 
 
@@ -28,7 +34,7 @@ class Hit:
     """A fault that hit."""
 
     kind: str
-    noticed_s: float | None = None  # until the others had noticed, and all were gone
+    noticed_s: float | None = None  # from the fault until all processes had exited; None: unknown
 
 
 Fault = Callable[[DisturbedRun, random.Random], Hit]
@@ -46,7 +52,10 @@ def _kill(start: Attempt) -> Hit:
         raise Missed
     start.kill()
     if start.process.returncode != -signal.SIGKILL:
-        raise Broken(f"it ended with code {start.process.returncode} by itself:\n{start.tail()}")
+        raise Broken(
+            f"before it was killed, the run exited with code {start.process.returncode}:\n"
+            f"{start.tail()}"
+        )
     if start.first_step_s is None:
         return Hit(kind=IN_START)
     return Hit(kind=IN_SAVE if start.is_saving() else IN_STEP)
@@ -60,7 +69,7 @@ def kill_in_start(run: DisturbedRun, rng: random.Random) -> Hit:
 
 
 def kill_in_step(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Kill the run some steps later."""
+    """Kill the run after a random number of new steps."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS))
     start.sleep(rng.uniform(0, 0.1))
@@ -68,7 +77,7 @@ def kill_in_step(run: DisturbedRun, rng: random.Random) -> Hit:
 
 
 def kill_in_save(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Kill the run some steps later, in the middle of a save."""
+    """Kill the run during a save, after a random number of new steps."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS // 2))
     start.wait_until(start.is_saving, "a save")
@@ -77,7 +86,7 @@ def kill_in_save(run: DisturbedRun, rng: random.Random) -> Hit:
 
 
 def _stop(run: DisturbedRun, rng: random.Random, num_signals: int) -> Attempt:
-    """Stop the run with SIGTERM, and check that it saved a checkpoint and logged that."""
+    """Stop a run with SIGTERM, and check its exit code and that it saved its last step."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS))
     for i in range(num_signals):
@@ -87,49 +96,51 @@ def _stop(run: DisturbedRun, rng: random.Random, num_signals: int) -> Attempt:
     if code == FINISHED:
         raise Missed
     if code != STOPPED:
-        raise Broken(f"after SIGTERM it ended with code {code}, not {STOPPED}:\n{start.tail()}")
+        raise Broken(f"after SIGTERM, it exited with code {code}, not {STOPPED}:\n{start.tail()}")
     newest = max(steps_in(run.checkpoints), default=0)
     logged = run.last_logged()
     if newest != logged:
-        raise Broken(f"after SIGTERM step {newest} is saved, and step {logged} was the last one")
+        raise Broken(f"after SIGTERM, step {newest} is saved, but the last step was {logged}")
     return start
 
 
 def terminate(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Send SIGTERM."""
+    """Send SIGTERM once."""
     _stop(run, rng, 1)
     return Hit(kind="SIGTERM")
 
 
 def terminate_twice(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Send SIGTERM, and at once again."""
+    """Send SIGTERM twice, at most 0.2 s apart."""
     _stop(run, rng, 2)
     return Hit(kind="SIGTERM twice")
 
 
 def flip_byte(file: Path, rng: random.Random) -> None:
-    """Change one byte."""
+    """Change one byte of a file."""
     content = bytearray(file.read_bytes())
     content[rng.randrange(len(content))] ^= rng.randint(1, 255)
     file.write_bytes(content)
 
 
 def truncate(file: Path, rng: random.Random) -> None:
-    """Cut off the end."""
+    """Cut a file off at a random position."""
     os.truncate(file, rng.randrange(file.stat().st_size))
 
 
 def delete(file: Path, rng: random.Random) -> None:
-    """Delete the file."""
+    """Delete a file."""
     file.unlink()
 
 
 def _damages(kind: str, how: Callable[[Path, random.Random], None]) -> Fault:
+    """Return a fault that kills a run and damages its newest intact checkpoint."""
+
     def fault(run: DisturbedRun, rng: random.Random) -> Hit:
         start = run.start()
         start.wait_for_step(rng.randint(1, MOST_STEPS))
-        # One is left to fall back on.
-        start.wait_until(lambda: len(_intact(run)) > 1, "second checkpoint")
+        # Wait until there is another intact checkpoint to fall back on.
+        start.wait_until(lambda: len(_intact(run)) > 1, "a second intact checkpoint")
         _kill(start)
         run.check_after_fault()
         run.damage(_intact(run)[-1], how, rng)
@@ -143,7 +154,7 @@ def _intact(run: DisturbedRun) -> list[int]:
 
 
 def fill_disk(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Fill the disk until a save fails, free it until one succeeds, then kill the run."""
+    """Fill the disk until a save fails, free it until a save succeeds, then kill the run."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS))
     filler = run.directory / "filler"
@@ -154,10 +165,10 @@ def fill_disk(run: DisturbedRun, rng: random.Random) -> Hit:
         )
     finally:
         filler.unlink()
-    if start.look() == UNSAVED:  # it was the last step's
+    if start.look() == UNSAVED:  # the save of the last step failed, so the run exited
         return Hit(kind=DISK_FULL)
     before = set(steps_in(run.checkpoints))
-    start.wait_until(lambda: bool(set(steps_in(run.checkpoints)) - before), "a save that succeeds")
+    start.wait_until(lambda: bool(set(steps_in(run.checkpoints)) - before), "a successful save")
     _kill(start)
     return Hit(kind=DISK_FULL)
 
@@ -169,7 +180,11 @@ def _fill(filler: Path) -> None:
 
 
 def make_clock_jump(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Start the run with a jumping clock and odd file times; kill it some steps later."""
+    """Run with a jumping clock and odd modification times of checkpoint files, then kill the run.
+
+    Access times of files in checkpoints become extreme (1970, 2038 or 2242), modification times
+    random (1970 to 2106).
+    """
     for path in run.checkpoints.rglob("*"):
         with contextlib.suppress(OSError):
             os.utime(path, (rng.choice((0, 1, 2**31, 2**33)), rng.uniform(0, 2**32)))
@@ -181,6 +196,8 @@ def make_clock_jump(run: DisturbedRun, rng: random.Random) -> Hit:
 
 
 def _kills_process(number: int) -> Fault:
+    """Return a fault that kills one process, during start-up or after a few new steps."""
+
     def fault(run: DisturbedRun, rng: random.Random) -> Hit:
         start = run.start()
         if rng.random() < 0.4:
@@ -196,7 +213,7 @@ def _kills_process(number: int) -> Fault:
 
 
 def freeze(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Stop one of the processes for good with SIGSTOP."""
+    """Freeze one of the processes with SIGSTOP, and never resume it."""
     start = run.start()
     start.wait_for_step(rng.randint(1, MOST_STEPS))
     start.sleep(rng.uniform(0, 0.1))
@@ -206,7 +223,21 @@ def freeze(run: DisturbedRun, rng: random.Random) -> Hit:
 
 
 def _hit_process(start: Attempt, number: int, how: signal.Signals, bound_s: float) -> float:
-    """Return the seconds from the signal to the end of all processes and the launcher."""
+    """Send a signal to one process of a run, and wait until all processes have exited.
+
+    Args:
+        start: the start to disturb.
+        number: the process's number in the run.
+        how: the signal.
+        bound_s: seconds after which all processes must have exited.
+
+    Returns:
+        Seconds from the signal until all processes and the launcher have exited.
+
+    Raises:
+        Missed: the run finished first, or the process does not exist.
+        Broken: processes live too long, or outlive the launcher.
+    """
     pids = start.pids()
     if start.look() == FINISHED or number not in pids:
         raise Missed
@@ -215,31 +246,31 @@ def _hit_process(start: Attempt, number: int, how: signal.Signals, bound_s: floa
     code = start.end(bound_s)
     left = [pid for pid in pids.values() if is_alive(pid)]
     if left:
-        raise Broken(f"the processes {left} outlive their launcher:\n{start.tail()}")
+        raise Broken(f"processes {left} outlived their launcher:\n{start.tail()}")
     if code == FINISHED:
         raise Missed
     return time.monotonic() - hit_s
 
 
 def terminate_launcher(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Send SIGTERM to the launcher."""
+    """Send SIGTERM to the launcher of a run with several processes."""
     _stop(run, rng, 1)
     return Hit(kind="SIGTERM to the launcher")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of fault, as it is drawn.
+    """A kind of fault, as planned.
 
-    What it hits may be another: a kill that comes too late for the start hits a step.
+    The hit may be of another kind: a kill that comes too late for the start-up hits a step.
     """
 
     fault: Fault
-    share: int  # how many of it beside 100 kills at random moments
-    num_processes: int = 1
+    share: int  # number of these faults in a campaign with --kills=100
+    num_processes: int = 1  # of the runs that it disturbs
 
 
-#: The kills at random moments, 100 in all, and the rest.
+#: Name -> kind of fault. The shares of the five kinds of kills add up to 100.
 KINDS = {
     IN_START: Kind(fault=kill_in_start, share=27),
     IN_STEP: Kind(fault=kill_in_step, share=30),
@@ -259,7 +290,16 @@ KINDS = {
 
 
 def draw(kinds: Sequence[str], num_kills: int, rng: random.Random) -> list[str]:
-    """Return the names of the faults to come, in random order: at least one of each kind."""
+    """Draw the faults of a campaign.
+
+    Args:
+        kinds: keys of KINDS.
+        num_kills: number of kills at random moments, if all kinds of kills are included.
+        rng: source of the order.
+
+    Returns:
+        Names of faults in random order, in proportion to their shares, at least one of each kind.
+    """
     names = [name for name in kinds for _ in range(math.ceil(KINDS[name].share * num_kills / 100))]
     rng.shuffle(names)
     return names

@@ -1,4 +1,4 @@
-"""Small runs that are disturbed, what they leave behind, and what they are compared with."""
+"""Small runs to disturb: how they are started, and the checks of the files they leave behind."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from train import goodput
 from train.lifecycle.exit_codes import FINISHED
 from train.reporting.metrics import METRICS_FILE, read_metrics
 
-#: Devices of the simulated mesh, whatever the number of processes.
+#: Simulated mesh; its 8 devices are split evenly between the processes.
 MESH = MeshConfig(pipeline=2, data=2, model=2)
 NUM_STEPS = 100
 SAVE_EVERY_STEPS = 10
@@ -48,15 +48,19 @@ OVERRIDES = (
     "eval.every_steps=15",
     f"checkpoint.every_steps={SAVE_EVERY_STEPS}",
 )
-#: Of runs in two processes.
+#: `train.failure_timeout_s` of runs with two processes.
 FAILURE_TIMEOUT_S = 10
-#: Processes that restore may begin so far apart, on two cores.
+#: `checkpoint.timeout_s` of the same runs. On two cores, their processes may begin to restore this
+#: far apart.
 SAVE_TIMEOUT_S = 30
+#: The launcher's time between SIGTERM and SIGKILL.
 GRACE_S = 10
 
+#: Logged values that differ between identical runs.
 _TIMES = ("step_time_s", "data_wait_s", "tokens_per_s", "images_per_s", "mfu")
 CLOCK_SEED = "TAIBAI_FAULTS_CLOCK_SEED"
-#: A sitecustomize.py: time.time goes on as it should, but for jumps of hours either way.
+#: A sitecustomize.py, which Python runs at its start. It replaces time.time by a clock that runs at
+#: the right speed, but on one call in ten jumps to a random offset of up to 28 hours either way.
 _JUMPING_CLOCK = f"""
 import os, random, time
 
@@ -76,7 +80,16 @@ time.time_ns = lambda: int(_jumping() * 1e9)
 
 
 def prepare(scratch: Path, overrides: Sequence[str] = OVERRIDES, num_steps: int = NUM_STEPS):
-    """Return the setting of runs in one process; what they read is written into `scratch`."""
+    """Write the corpus and the jumping clock, and return the setting of runs with one process.
+
+    Args:
+        scratch: an existing directory for all files of the campaign.
+        overrides: overrides of configs/gpt2.py.
+        num_steps: number of steps of a run.
+
+    Returns:
+        The setting.
+    """
     text = Path(json.__file__).with_name("decoder.py").read_text()
     (scratch / "corpus").mkdir()
     for i in range(10):
@@ -90,15 +103,15 @@ def prepare(scratch: Path, overrides: Sequence[str] = OVERRIDES, num_steps: int 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all runs of a campaign share."""
+    """Settings that all runs of a campaign share."""
 
-    scratch: Path  # for all files
-    overrides: tuple[str, ...]  # of the config
+    scratch: Path  # directory for all files
+    overrides: tuple[str, ...]  # overrides of configs/gpt2.py
     num_steps: int
     num_processes: int = 1
 
     def command(self, workdir: Path, *more: str) -> list[str]:
-        """Return the command of a run; `more` are further overrides."""
+        """Return the command of a run; `more` are additional overrides."""
         python = [sys.executable] if self.num_processes == 1 else ["python"]
         config = ROOT / "configs" / "gpt2.py"
         train = [*python, "-m", "train.main", f"--config={config}", f"--workdir={workdir}"]
@@ -132,7 +145,7 @@ class Setting:
 
     @property
     def clock(self) -> Path:
-        """Where the sitecustomize.py lies that makes the clock jump."""
+        """Directory of the sitecustomize.py that makes the clock jump."""
         return self.scratch / "clock"
 
 
@@ -141,10 +154,11 @@ class Reference:
     """The undisturbed run.
 
     Attributes:
-      trajectory: step -> all that was logged of it but times.
-      digests: step -> digest of its checkpoint, and of those that signals add.
-      start_s: from the start to the first step, with a warm compilation cache.
-      save_s: what a save takes in all.
+        trajectory: step -> everything that was logged for it, except times.
+        digests: step -> digest of its checkpoint. Disturbed runs add the steps at which a signal
+            made them save; later checkpoints of the same step must have the same digest.
+        start_s: seconds from the start to the first step, with a warm compilation cache.
+        save_s: seconds that a save takes, including the writing of files.
     """
 
     trajectory: Mapping[int, tuple]
@@ -154,7 +168,13 @@ class Reference:
 
 
 class DisturbedRun:
-    """A run that is started again after each fault."""
+    """A run that is restarted after each fault.
+
+    Args:
+        setting: the setting of the campaign.
+        reference: the undisturbed run.
+        directory: an existing directory for the run's working directory.
+    """
 
     def __init__(self, setting: Setting, reference: Reference, directory: Path):
         self.setting = setting
@@ -164,9 +184,9 @@ class DisturbedRun:
         self.checkpoints = self.workdir / "checkpoints"
         self.num_starts = 0
         self.last: Attempt | None = None
-        #: Checkpoints that were damaged on purpose.
+        #: Steps of the checkpoints that were damaged on purpose and still exist.
         self.damaged: set[int] = set()
-        # The newest of them, which no start after this one has been seen to find yet.
+        # The last one, until a start after `_damaged_after` has logged that it skips it.
         self._must_be_named: Path | None = None
         self._damaged_after: Attempt | None = None
         logs = setting.scratch / "logs"
@@ -174,7 +194,7 @@ class DisturbedRun:
         self._log_prefix = logs / directory.name
 
     def start(self, env: Mapping[str, str] | None = None, *overrides: str) -> Attempt:
-        """Start the run from its newest checkpoint."""
+        """Start the run; it resumes from its newest intact checkpoint."""
         self.num_starts += 1
         log = self._log_prefix.with_name(f"{self._log_prefix.name}_{self.num_starts:02d}.log")
         command = self.setting.command(self.workdir, *overrides)
@@ -182,35 +202,45 @@ class DisturbedRun:
         return self.last
 
     def finish(self) -> None:
-        """Start the run and let it finish."""
+        """Start the run and wait until it finishes.
+
+        Raises:
+            Broken: it exits with an error, or hangs.
+        """
         start = self.start()
         code = start.end()
         if code != FINISHED:
-            raise Broken(f"undisturbed, it ended with code {code}:\n{start.tail()}")
+            raise Broken(f"without a fault, it exited with code {code}:\n{start.tail()}")
 
     def last_logged(self) -> int:
-        """Return the newest step whose loss was logged."""
+        """Return the newest step whose loss was logged, or 0."""
         entries = read_metrics(self.workdir / METRICS_FILE)
         return max((entry["step"] for entry in entries if "loss" in entry), default=0)
 
     def stalls_s(self) -> list[float]:
-        """Return for each start that was killed how long a save kept it from training: the mean.
+        """Return, for each start that was killed, the mean time for which a save blocked training.
 
-        That is the time until the arrays are copied, and until the save before is written.
+        A save blocks training until its arrays are copied and the previous save is written.
         """
         found = []
         for start in goodput.summarize(self.workdir).starts:
-            saved_by = start.last_step - 1  # what was written as a step was logged
+            # The goodput file was written when the last step was logged, before its save.
+            saved_by = start.last_step - 1
             num_saves = saved_by // SAVE_EVERY_STEPS - start.first_step // SAVE_EVERY_STEPS
             if start.ended is None and num_saves > 0:
                 found.append(start.seconds["save"] / num_saves)
         return found
 
     def damage(self, step: int, how: Callable[[Path, random.Random], None], rng: random.Random):
-        """Damage a random file of a checkpoint; the next start has to say so.
+        """Damage a random file of a checkpoint; the next start must report that it skips it.
+
+        Args:
+            step: the step of the checkpoint.
+            how: a function that damages a file.
+            rng: source of all random choices.
 
         Raises:
-            Broken: nobody notices.
+            Broken: verification does not find the damage.
         """
         path = self.checkpoints / str(step)
         files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
@@ -221,20 +251,21 @@ class DisturbedRun:
             self._must_be_named = path
             self._damaged_after = self.last
         elif not _is_list(file):
-            raise Broken(f"{how.__name__}: nobody notices that {file} was damaged")
+            raise Broken(f"{how.__name__}: verification does not find the damage of {file}")
 
     def check_after_fault(self) -> None:
-        """Check what a start left behind, and what it said.
+        """Check the checkpoints and the log that a start left behind.
 
         Raises:
-            Broken: a checkpoint is damaged, does not load, or is not that of the undisturbed run.
+            Broken: a checkpoint is damaged by a fault that must not damage it, does not load, or
+                differs from the undisturbed run's; or a start did not report damage.
         """
         assert self.last is not None
         is_newer = self.last is not self._damaged_after and self.last.first_step_s is not None
         if self._must_be_named is not None and is_newer:
             if f"Skipping checkpoint {self._must_be_named}: " not in self.last.log:
                 raise Broken(
-                    f"{self._must_be_named} is damaged, and the next start does not say so"
+                    f"{self._must_be_named} is damaged, but the next start does not report it"
                 )
             self._must_be_named = None
         steps = steps_in(self.checkpoints)
@@ -245,30 +276,32 @@ class DisturbedRun:
             if damage is None:
                 self.damaged.discard(step)
                 digest = load(path, self.setting.scratch / "loads")
-                # What is saved at another step, after a signal, has to equal its like.
+                # A signal makes a run save at a step at which the undisturbed run does not. The
+                # first such checkpoint becomes the reference for the others.
                 if digest != self.reference.digests.setdefault(step, digest):
-                    raise Broken(f"{path} is not what the undisturbed run saved")
+                    raise Broken(f"{path} differs from the undisturbed run's checkpoint")
             elif step not in self.damaged:
-                raise Broken(f"{path} is damaged, and by no fault of ours: {damage}")
+                raise Broken(f"{path} is damaged, but no fault damaged it on purpose: {damage}")
 
     def check_end(self) -> None:
-        """Check a run that came to its last step.
+        """Check a run that has finished.
 
         Raises:
-            Broken: it differs from the undisturbed one, or left something half-written.
+            Broken: it differs from the undisturbed run, or left half-written files or damaged
+                checkpoints behind.
         """
         self.check_after_fault()
         compare(trajectory(self.workdir), self.reference.trajectory)
         steps = steps_in(self.checkpoints)
         if steps[-1] != self.setting.num_steps:
-            raise Broken(f"the newest checkpoint is {steps[-1]}, not that of the last step")
-        # Not goodput/.0003.json.tmp: whoever reads that directory passes it over.
+            raise Broken(f"the newest checkpoint is of step {steps[-1]}, not of the last step")
+        # A file such as goodput/.0003.json.tmp may stay: readers of that directory ignore it.
         paths = [*self.checkpoints.iterdir(), *self.workdir.iterdir()]
         left = [path.name for path in paths if TMP_SUFFIX in path.name or path.suffix == ".new"]
         if left:
-            raise Broken(f"half-written files are left: {', '.join(left[:5])}")
+            raise Broken(f"the run left half-written files behind: {', '.join(left[:5])}")
         if self.damaged:
-            raise Broken(f"the damaged checkpoints {sorted(self.damaged)} are left")
+            raise Broken(f"the run left damaged checkpoints behind: steps {sorted(self.damaged)}")
         goodput.summarize(self.workdir)
 
 
@@ -277,7 +310,7 @@ def _is_list(file: Path) -> bool:
 
 
 def trajectory(workdir: Path) -> dict[int, tuple]:
-    """Return step -> everything logged for it except times, in order."""
+    """Return step -> everything that was logged for it, except times, in the order of the log."""
     steps: dict[int, tuple] = {}
     for line in (workdir / METRICS_FILE).read_text().splitlines():
         entry = json.loads(line)
@@ -287,30 +320,37 @@ def trajectory(workdir: Path) -> dict[int, tuple]:
 
 
 def compare(found: Mapping[int, tuple], expected: Mapping[int, tuple]) -> None:
-    """Compare two trajectories.
+    """Check that two trajectories are equal.
+
+    Args:
+        found: the trajectory of a disturbed run.
+        expected: the trajectory of the undisturbed run.
 
     Raises:
-        Broken: they differ; the first step that does is named.
+        Broken: they differ; the message names the first step at which they do.
     """
     for step in sorted(found.keys() | expected.keys()):
         if found.get(step) != expected.get(step):
             raise Broken(
-                f"step {step} differs from the undisturbed run: {found.get(step)} was logged, "
-                f"not {expected.get(step)}"
+                f"step {step} differs from the undisturbed run: logged {found.get(step)}, "
+                f"expected {expected.get(step)}"
             )
 
 
 def load(path: Path, scratch: Path) -> str:
-    """Return a digest of a checkpoint's arrays and data state, restored as a run restores them.
+    """Restore a checkpoint as a run does, and return a digest of its arrays and data state.
 
     Args:
         path: the checkpoint, `<step>/`.
-        scratch: a directory that may be written.
+        scratch: a directory that this function may overwrite.
+
+    Returns:
+        A SHA-256 digest in hexadecimal.
 
     Raises:
-        Broken: it does not load.
+        Broken: the checkpoint does not load.
     """
-    # Of all checkpoints of a directory the newest would be restored: so one that has but this.
+    # Checkpoints.restore takes the newest checkpoint of a directory, so use one with only this.
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     (scratch / path.name).symlink_to(path.absolute())
@@ -326,7 +366,7 @@ def load(path: Path, scratch: Path) -> str:
         restored = checkpoints.restore(abstract)
         assert restored is not None
     except Exception as error:
-        raise Broken(f"{path} passes for intact and does not load: {error}") from error
+        raise Broken(f"{path} passes verification but does not load: {error}") from error
     finally:
         checkpoints.close()
     _, state, data_state = restored

@@ -1,4 +1,8 @@
-"""One start of a run, as it is seen and disturbed from outside."""
+"""One start of a run, which is observed and disturbed from outside its processes.
+
+Progress is read from the files that the run writes: its goodput record names the last step, and
+temporary directories among the checkpoints show that a save is in progress.
+"""
 
 import contextlib
 import json
@@ -14,38 +18,43 @@ from train import goodput
 from train.lifecycle.exit_codes import FINISHED
 
 ROOT = Path(__file__).parents[2]
-#: Nothing here takes so long: what does hangs.
+#: Longest time to wait for anything. Whatever takes longer counts as hung.
 PATIENCE_S = 300.0
 
 
 class Broken(Exception):
-    """A promise that a run did not keep; the message says which."""
+    """A run broke a promise; the message says which one."""
 
 
 class Missed(Exception):
-    """The run came to its end before the fault."""
+    """The run finished before the fault could hit it."""
 
 
 class Attempt:
-    """A process, or a launcher with its processes, and what can be seen of it from outside."""
+    """A process, or a launcher and its processes.
+
+    Attributes:
+        process: the process, or the launcher.
+        first_step_s: seconds from the start to the first new step; None before this step.
+        saves_s: seconds of each save that was observed from beginning to end.
+        began_s: monotonic time of the start, in seconds.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], workdir: Path, log: Path):
-        """Start it.
+        """Start the process.
 
         Args:
             command: program and arguments.
-            env: the whole environment.
-            workdir: the run's directory.
-            log: where standard output and standard error go.
+            env: the complete environment.
+            workdir: the run's working directory.
+            log: file for standard output and standard error.
         """
         self._workdir = workdir
         self._log = log
         self._record = workdir / goodput.GOODPUT_DIRECTORY / f"{_num_starts(workdir) + 1:04d}.json"
         self._being_saved: dict[str, float] = {}
         self._stale = _half_written(workdir)
-        #: Seconds from here to the first new step; None before it.
         self.first_step_s: float | None = None
-        #: What each save took in all, of those seen from beginning to end.
         self.saves_s: list[float] = []
         self.began_s = time.monotonic()
         with open(log, "wb") as output:
@@ -64,18 +73,18 @@ class Attempt:
         return self._log.read_text(errors="replace")
 
     def step(self) -> int:
-        """Return the last new step that it logged, 0 before the first."""
+        """Return the last step that this start logged, or 0 before the first one."""
         try:
             return json.loads(self._record.read_text())["last_step"]
         except OSError:
             return 0
 
     def is_saving(self) -> bool:
-        """Return whether a directory is there that is being written or deleted."""
+        """Return whether a checkpoint directory is being written or deleted."""
         return bool(_half_written(self._workdir) - self._stale)
 
     def look(self) -> int | None:
-        """Update the state; return the exit code, or None while the run continues."""
+        """Update `first_step_s` and `saves_s`; return the exit code, or None while running."""
         code = self.process.poll()
         now_s = time.monotonic()
         if self.first_step_s is None and self._record.exists():
@@ -88,11 +97,15 @@ class Attempt:
         return code
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Return as soon as `condition` holds.
+        """Wait until `condition` holds.
+
+        Args:
+            condition: a function that is called repeatedly.
+            what: the awaited event, for messages, such as "a save".
 
         Raises:
-            Missed: it finished before.
-            Broken: it ended in another way, or nothing happened for PATIENCE_S.
+            Missed: the run finished first.
+            Broken: it exited with an error, or the condition did not hold within PATIENCE_S.
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
@@ -102,42 +115,48 @@ class Attempt:
             if code == FINISHED:
                 raise Missed
             if code is not None:
-                raise Broken(f"it ended with code {code} by itself, before {what}:\n{self.tail()}")
+                raise Broken(f"it exited with code {code}, before {what}:\n{self.tail()}")
             if time.monotonic() > deadline_s:
-                raise Broken(f"no {what} in {PATIENCE_S:.0f} s:\n{self.tail()}")
+                raise Broken(f"still no sign of {what} after {PATIENCE_S:.0f} s:\n{self.tail()}")
             time.sleep(0.002)
 
     def wait_for_step(self, num_new: int) -> None:
-        """Return when it has logged so many new steps."""
+        """Wait until `num_new` steps have been logged since the start."""
         self.wait_until(lambda: self.step() > 0, "a first step")
         last = self.step() + num_new - 1
         self.wait_until(lambda: self.step() >= last, f"step {last}")
 
     def sleep(self, seconds: float) -> None:
-        """Return after so many seconds, or when it has ended."""
+        """Sleep for some seconds, or until the process exits."""
         deadline_s = time.monotonic() + seconds
         while self.look() is None and time.monotonic() < deadline_s:
             time.sleep(min(0.002, seconds))
 
     def end(self, bound_s: float = PATIENCE_S) -> int:
-        """Return the exit code once it has ended.
+        """Wait until the process exits, and return its exit code.
+
+        Args:
+            bound_s: longest time to wait, in seconds.
+
+        Returns:
+            The exit code.
 
         Raises:
-            Broken: it lives for longer than `bound_s`, or a process of it outlives its end.
+            Broken: it is still running after `bound_s`, or one of its processes outlived it.
         """
         pids = self.pids().values()
         deadline_s = time.monotonic() + bound_s
         while (code := self.look()) is None:
             if time.monotonic() > deadline_s:
-                raise Broken(f"it lives after {bound_s:.0f} s:\n{self.tail()}")
+                raise Broken(f"it is still running after {bound_s:.0f} s:\n{self.tail()}")
             time.sleep(0.002)
         left = [pid for pid in pids if is_alive(pid)]
         if left:
-            raise Broken(f"the processes {left} outlive their launcher:\n{self.tail()}")
+            raise Broken(f"processes {left} outlived their launcher:\n{self.tail()}")
         return code
 
     def kill(self) -> None:
-        """Kill all remaining processes."""
+        """Kill the process, and all processes of a launcher."""
         pids = self.pids()
         for pid in (self.process.pid, *pids.values()):
             with contextlib.suppress(ProcessLookupError):
@@ -146,7 +165,7 @@ class Attempt:
         self.look()
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids of the launcher's processes by their numbers in the run."""
+        """Return the launcher's processes: number in the run -> process id."""
         found = {}
         for directory in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -158,7 +177,7 @@ class Attempt:
         return found
 
     def tail(self) -> str:
-        """Return the end of its output."""
+        """Return the last lines of the output."""
         return "\n".join(self.log.splitlines()[-12:])
 
 
@@ -168,9 +187,10 @@ def _num_starts(workdir: Path) -> int:
 
 
 def _half_written(workdir: Path) -> set[tuple[str, int, int]]:
-    """Return name, inode and time of change of what is being written, or was when it was killed.
+    """Return the (name, inode, change time) of each temporary checkpoint directory.
 
-    Another process may use a name and an inode again, but it cannot set the time of change.
+    A save is writing it, or was writing it when it was killed. All three values are needed to tell
+    these apart: a later save may reuse a name and an inode, but no process can set the change time.
     """
     found = set()
     with contextlib.suppress(OSError):
@@ -183,7 +203,7 @@ def _half_written(workdir: Path) -> set[tuple[str, int, int]]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether there is such a process, and it has not ended."""
+    """Return whether a process exists and has not exited; zombies count as exited."""
     with contextlib.suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state not in "ZX"

@@ -1,4 +1,4 @@
-"""The fault campaign on one device: that it runs, and that it would notice what it looks for."""
+"""Tests of the fault campaign on one device: it runs, and its checks detect differences."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from tests.faults.kinds import IN_START, KINDS, delete, draw, flip_byte, truncat
 from tests.faults.runs import OVERRIDES, compare, prepare
 from tests.faults.start import Broken
 
-#: One layer on one device: compiled in seconds.
+#: Overrides of a run on one device, which compiles in seconds.
 SMALL = [o for o in OVERRIDES if not o.startswith(("mesh.", "model.num_layers"))]
 
 

@@ -1,4 +1,7 @@
-"""Tests that compile for GPUs, without one: `make test-compiler` installs the compiler for them."""
+"""Skips tests that need XLA's GPU compiler if it is not installed (`make test-compiler` does so).
+
+These tests compile for described GPUs; no GPU is needed.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Training steps of the shipped models, compiled for an H100 once per process."""
+"""Runs of the shipped models for GPUs that are only described, shared by the tests of a process."""
 
 import functools
 
@@ -26,10 +26,15 @@ _SIZES = ("model.num_heads=4", "model.embed_dim=32", "model.num_layers=4")
 
 @functools.cache
 def make_run(config: str, overrides: tuple[str, ...], target: str = "h100") -> Run:
-    """Return a run for as many GPUs as its mesh has.
+    """Return the run of a config, for as many GPUs as its mesh has.
 
     Args:
-      config: name of a file in configs/, with `:size` or without.
+        config: name of a file in configs/, with or without `:size`.
+        overrides: overrides of the config.
+        target: kind of GPU.
+
+    Returns:
+        The run, from a cache if it has been made before.
     """
     file, _, size = config.partition(":")
     path = f"{ROOT}/configs/{file}.py" + (f":{size}" if size else "")
@@ -40,7 +45,7 @@ def make_run(config: str, overrides: tuple[str, ...], target: str = "h100") -> R
 
 
 def model_run(model: str, *overrides: str) -> Run:
-    """Return the run of a model of the table of meshes, in bfloat16, at a tiny size."""
+    """Return the run of a model from `models_on_meshes.MODELS`, in bfloat16 and at a tiny size."""
     config, own = MODELS[model]
     is_text = "images" not in " ".join(own) and config not in ("vit", "swin", "resmlp", "mae")
     is_text = is_text and config != "moco"
@@ -51,18 +56,19 @@ def model_run(model: str, *overrides: str) -> Run:
 
 
 def text_of(run: Run) -> str:
-    """Return the program of the compiled training step."""
+    """Return the program of the compiled training step as text."""
     text = run.compile_train_step().as_text()
     assert text is not None
     return text
 
 
 def compiled_bytes(run: Run) -> int:
+    """Return the memory of the compiled training step on one device, in bytes."""
     found = audit.memory(run.compile_train_step()).in_all
     assert found is not None
     return found
 
 
 def forget() -> None:
-    """Drop what jax keeps of compiled programs: gigabytes, after many."""
+    """Clear jax's caches of compiled programs, which grow to gigabytes after many of them."""
     jax.clear_caches()

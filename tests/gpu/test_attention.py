@@ -1,4 +1,8 @@
-"""Attention as XLA compiles it for an H100: packed documents and long rows stay linear."""
+"""Tests of attention in steps compiled for an H100.
+
+It must use cuDNN's fused kernel, whose memory is linear in the sequence length, also for packed
+documents.
+"""
 
 import pytest
 
@@ -7,7 +11,7 @@ from tests.gpu import steps
 
 pytestmark = pytest.mark.gpu_compiler
 
-#: A step of one layer of LLaMA's shapes at 8,192 tokens.
+#: Two layers with LLaMA's shapes, on sequences of 8,192 tokens.
 LONG = (
     "data.sequence_length=8192",
     "data.global_batch_size=2",
@@ -38,7 +42,7 @@ def test_packed_documents_are_given_to_the_kernel():
     run = steps.make_run("llama", (*LONG, "data.isolate_documents=True"))
     text = steps.text_of(run)
     assert '"max_seg_per_batch":8' in text.replace(" ", "").replace('"8"', "8")
-    # No mask of a whole row's scores, in any dtype.
+    # There is no mask [..., T, T] of scores, in any dtype.
     shapes = {array.shape for array, _ in audit.widest_arrays(run.compile_train_step(), count=20)}
     assert not any(shape[-2:] == (8192, 8192) for shape in shapes)
 
@@ -47,7 +51,7 @@ def test_packed_documents_are_given_to_the_kernel():
     ("config", "dtype", "overrides"),
     [
         ("vit", "bfloat16", ("images.size=14", "model.patch_size=2")),  # 50 tokens
-        ("vit", "float16", ("images.size=12", "model.patch_size=2")),  # 37 tokens: padded
+        ("vit", "float16", ("images.size=12", "model.patch_size=2")),  # 37 tokens, padded to even
         ("llama", "bfloat16", ("model.sliding_window=16",)),
         ("llama", "bfloat16", ("mesh.model=4", "rules.kv_heads=()")),  # 2 key-value heads
         (

@@ -1,4 +1,4 @@
-"""`python -m train.compile` as it is typed."""
+"""Tests of the command `python -m train.compile`."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_compile_reports_a_step_and_writes_its_files(capsys, tmp_path):
 
 
 def test_compile_takes_4096_gpus(capsys):
-    """All-reduces of single numbers cross hosts here, and small ones run in loops."""
+    """On 512 hosts, all-reduces of single numbers cross hosts, and small ones run in loops."""
     code, printed = run(
         capsys,
         "--target=h100:512x8",

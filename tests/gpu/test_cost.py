@@ -1,4 +1,4 @@
-"""Predicted times of steps that XLA compiles for GPUs that are not there."""
+"""Tests of `sharding.analysis.cost`: predicted times of steps compiled for GPUs, without a GPU."""
 
 import functools
 import math
@@ -46,7 +46,11 @@ def mesh_of(**axes: int) -> Mesh:
 
 @functools.cache
 def transformer_step() -> tuple[Prediction, float]:
-    """Forward and backward of attention and products, split over 8 GPUs; and its FLOPs."""
+    """Return the prediction of a small transformer's step on 8 GPUs, and its FLOPs.
+
+    The step is the forward and backward pass of attention and matrix products. The FLOPs are of the
+    matrix products, on all GPUs together.
+    """
     mesh = mesh_of(fsdp=8)
 
     def loss(weights, x):
@@ -73,12 +77,13 @@ def transformer_step() -> tuple[Prediction, float]:
     }
     x = argument((BATCH, TOKENS, EMBED), "fsdp")
     text = compiled_text(jax.grad(loss), mesh, weights, x)
-    # 6 FLOPs per parameter and token; attention is left out.
+    # 6 FLOPs per parameter and token, without attention.
     flops = 6.0 * LAYERS * 4 * EMBED**2 * BATCH * TOKENS
     return predict(text, mesh.shape, MACHINE), flops
 
 
 def check_parts(found: Prediction) -> None:
+    """Check that the parts of a prediction are consistent with each other."""
     parts = found.to_json()
     assert all(seconds >= 0 for name, seconds in parts.items() if name.endswith("_s"))
     kernels = found.matmul_s + found.attention_s + found.other_s
@@ -98,7 +103,7 @@ def test_predict_a_step_of_a_transformer():
     assert found.bubble_s == found.host_s == 0
     mfu = flops / 8 / found.step_s / MACHINE.peak_flops_per_s("bf16")
     assert 0.02 < mfu < 1
-    # No faster than the peak: the products take at least their FLOPs.
+    # The matrix products cannot exceed the peak FLOP/s.
     assert found.matmul_s >= flops / 8 / MACHINE.peak_flops_per_s("bf16")
     assert {row.axes for row in found.collectives if row.bytes > 1 << 20} == {("fsdp",)}
 
@@ -137,7 +142,11 @@ def test_predict_the_bubble_of_ticks():
     found = predict(text, mesh.shape, MACHINE, ticks)
     check_parts(found)
     everywhere = predict(text, mesh.shape, MACHINE)
-    # Each stage runs in 8 of 15 ticks, and waits for the others in 7.
+    # Each stage computes in 8 of 15 ticks, and waits for the others in 7:
+    #
+    #     tick      0 1 2 ...  7 8 ... 14
+    #     stage 0   F F F ...  F .      .
+    #     stage 7   . . .      F F ...  F
     assert found.step_s == pytest.approx(everywhere.step_s)
     assert found.matmul_s == pytest.approx(everywhere.matmul_s * 8 / 15)
     assert found.bubble_s >= found.matmul_s * 7 / 8 * (1 - 1e-9)

@@ -1,4 +1,7 @@
-"""Estimated memory against what XLA plans for an H100, which need not be there."""
+"""Tests that memory estimates are close to the memory of steps compiled for an H100, without one.
+
+benchmarks/harness/gpu_estimates.py lists the cases. CI compiles a selection of them.
+"""
 
 import re
 
@@ -9,7 +12,8 @@ from benchmarks.harness.gpu_estimates import Case
 
 pytestmark = pytest.mark.gpu_compiler
 
-#: Compiled in a few minutes on one core: what differs in mechanism, and sizes that are used.
+#: Cases that run by default; they compile in a few minutes on one core. They cover different
+#: mechanisms, and sizes that are used in practice. The others are marked as slow.
 CHOSEN = {
     "gpt2, one GPU",
     "gpt2, model=2",
@@ -35,8 +39,8 @@ def test_estimate_is_near_what_is_compiled_for_gpus(case):
     figures = gpu_estimates.measure(case, "h100")
     if "refused" in figures:
         pytest.skip(figures["refused"])
-    # What XLA's scheduler runs earlier or later than written is not foreseen; of small steps a
-    # single buffer can be several percent.
+    # The estimate does not predict which operations XLA's scheduler moves. In small steps, a single
+    # buffer can be several percent of the memory.
     low, high = gpu_estimates.bounds(figures["model"])
     assert low <= figures["ratio"] <= high, figures
 

@@ -1,4 +1,7 @@
-"""State and activations in host memory, in programs that XLA compiles for an H100."""
+"""Tests of state and activations in host memory, in steps compiled for an H100.
+
+The copies inside loops must be asynchronous, so that they can overlap with computation.
+"""
 
 import math
 
@@ -21,7 +24,7 @@ def host_bytes(run) -> int:
 
 
 def state_bytes_on_host(run) -> int:
-    """Return what one device's part of the state takes in host memory."""
+    """Return the bytes of host memory that one device's shards of the state need."""
     state = run.state.abstract
     leaves = jax.tree.leaves((state.params, state.opt_state))
     return sum(
@@ -60,7 +63,7 @@ def test_activations_are_in_host_memory():
     layers = 4
     tokens = 16 * 128
     width = 128
-    # qkv is 3 widths and mlp 4 of them, in bfloat16.
+    # In bfloat16, each token and layer keeps 3 × width numbers of qkv and 4 × width of mlp.
     assert host_bytes(moved) >= layers * tokens * 7 * width * 2
     copies = [copy for copy in audit.host_copies(moved.compile_train_step()) if copy.loop]
     assert copies and all(copy.is_async for copy in copies)

@@ -1,4 +1,4 @@
-"""Every model compiles for an H100 on every kind of mesh, with cuDNN's attention."""
+"""Tests that every model compiles for an H100 on every kind of mesh, with cuDNN's attention."""
 
 import pytest
 
@@ -9,9 +9,10 @@ pytestmark = pytest.mark.gpu_compiler
 
 
 def combinations():
-    """All of them; Swin V2, which XLA compiles for minutes, is in CI on two meshes.
+    """Yield every model on every mesh; the slow ones are marked.
 
-    test_attention.py has it on fsdp=2 × model=2.
+    XLA needs minutes to compile Swin V2, so two of its meshes are marked as slow. test_attention.py
+    compiles it on fsdp=2 × model=2 instead.
     """
     for model in MODELS:
         for mesh in steps.MESHES:
