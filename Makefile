@@ -2,7 +2,7 @@
 #   make train CONFIG=configs/gpt2_3d.py WORKDIR=runs/gpt2_3d ARGS="--config.train.num_steps=50"
 # make test: runs the tests
 # make test-compiler: runs the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
-# make lint: runs ruff and the type checker
+# make lint: runs ruff, codespell and the type checker
 # make setup | setup-test | setup-compiler: only install the dependencies for these, into .venv
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
@@ -47,4 +47,5 @@ test-compiler: setup-test setup-compiler
 lint: setup-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/codespell
 	.venv/bin/basedpyright

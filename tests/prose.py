@@ -69,11 +69,11 @@ def constructions_in(text: str) -> list[str]:
     ]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print every construction found, and the rate; return 1 if it is above LIMIT."""
     parser = argparse.ArgumentParser(prog="python -m tests.prose")
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT])
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     num_words = 0
     num_found = 0
     for file in files_of([path.absolute() for path in args.paths]):

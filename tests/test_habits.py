@@ -1,0 +1,71 @@
+"""Habits of the code that no linter checks: simple assignments, flat literals, plain English."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import prose
+
+ROOT = Path(__file__).parents[1]
+
+
+def violations(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, rule) for every construct in a module that the project avoids."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Assign(targets=[ast.Tuple()], value=ast.Tuple(elts=values)):
+                if any(isinstance(each, ast.Call) for value in values for each in ast.walk(value)):
+                    yield node.lineno, "assigns several calls at once; use one line for each"
+            case ast.Assign(value=ast.Lambda()) | ast.AnnAssign(value=ast.Lambda()):
+                yield node.lineno, "names a lambda; use def"
+            case ast.Starred(value=ast.Tuple() | ast.List()):
+                yield node.lineno, "unpacks a literal into a literal; write its elements"
+
+
+@pytest.mark.parametrize(
+    "source, num_found",
+    [
+        ("a, b = f(), g()", 1),
+        ("a, b = x, -f(y)[0]", 1),
+        ("a, b = b, a", 0),
+        ("a, b = f()", 0),
+        ("f = lambda x: x", 1),
+        ("f: object = lambda: 0", 1),
+        ("x = sorted(y, key=lambda z: z)", 0),
+        ("x = [*(1, 2), 3]", 1),
+        ("f(*[1, 2])", 1),
+        ("x = [*y, *f()]", 0),
+    ],
+)
+def test_violations_are_found(source, num_found):
+    assert len([*violations(source)]) == num_found
+
+
+def test_code_has_no_violations():
+    found = []
+    for file in prose.files_of([ROOT]):
+        if file.suffix == ".py":
+            source = file.read_text(encoding="utf-8")
+            found += [
+                f"{file.relative_to(ROOT)}:{line} {rule}" for line, rule in violations(source)
+            ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text, num_found",
+    [
+        ("Where the stages share it, nothing is kept.", 1),
+        ("It moves what lies in host memory.", 1),
+        ("The mean is that of the first stage. Of these, one remains.", 2),
+        ("It runs if the mesh has one device, and says what to do.", 0),
+    ],
+)
+def test_prose_finds_literal_translations(text, num_found):
+    assert len(prose.constructions_in(text)) == num_found
+
+
+def test_prose_reads_like_english(capsys):
+    assert prose.main([]) == 0, capsys.readouterr().out
