@@ -138,7 +138,8 @@ def test_all_start_again_when_the_coordinator_is_killed(overrides, undisturbed, 
 SLOW_START = """
 import sys, time
 import jax
-from train import main, workdir
+from train import main
+from train.lifecycle import workdir
 find_position = workdir.find_position
 def slow(*args):
     time.sleep(18 * jax.process_index())
