@@ -216,7 +216,7 @@ def test_model_must_take_the_images_as_they_are(config):
     model = run.model_config(num_labels=10)
     assert (model.image_size, model.num_channels, model.num_labels) == (8, 1, 10)
     sized = resolve(load_with(file, image_size=16))
-    with pytest.raises(ValueError, match=r"model\.image_size=16 must be images\.size=8; leave mod"):
+    with pytest.raises(ValueError, match=r"model\.image_size=16 must equal images\.size=8; do no"):
         sized.model_config(num_labels=10)
     assert resolve(load_with(file, num_labels=20)).model_config(num_labels=10).num_labels == 20
     with pytest.raises(ValueError, match=r"model\.num_labels is not set, and data\.objective="):

@@ -219,7 +219,7 @@ def test_weights_across_patches_are_of_one_image_size(cache, tmp_path):
     flags = [f"--config.{override}" for override in overrides]
     resmlp = str(ROOT / "configs" / "resmlp.py")
     assert main([f"--config={resmlp}", f"--workdir={tmp_path}", *flags]) == 0
-    with pytest.raises(ValueError, match=r"of 8 pixels, and its encoder\.layers\.across"):
+    with pytest.raises(ValueError, match=r"of 8 pixels, and its parameter encoder\.layers\.ac"):
         run_from(tmp_path, resmlp, cache, "images.size=12")
 
 
