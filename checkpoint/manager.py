@@ -61,6 +61,8 @@ from checkpoint.layout import (
 )
 from checkpoint.lazy import LazyArray, LazyHandler, save_args
 from checkpoint.quiet import keep_quiet
+from fields.field import field
+from fields.section import Section
 from sharding.distributed.messages import TIMEOUT_S, Exchange
 
 #: Errors that mean that the file system failed. TensorStore reports such failures as ValueError.
@@ -73,45 +75,53 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When checkpoints are saved and how many are kept."""
+class CheckpointConfig(Section, section="checkpoint"):
+    """When checkpoints are saved, and how many are kept.
 
-    every_steps: int  # steps between two saves; 0 saves at the end only
-    # Also save after this many minutes, by the first process's clock; None: count steps only.
-    every_minutes: float | None = None
-    # Number of newest checkpoints to keep. With 1, there is no older one if it is damaged.
-    max_to_keep: int
-    keep_best: int = 0  # number of best checkpoints to keep in addition, by best_metric
-    best_metric: str = "eval_loss"  # a metric of the evaluation
-    best_is_max: bool = False  # True: large values of best_metric are good
-    timeout_s: float = TIMEOUT_S  # seconds after which a save counts as hung and fails
+    See docs/checkpoints.md.
+    """
 
-    def __post_init__(self):
-        if self.every_steps < 0:
-            raise ValueError(
-                f"checkpoint.every_steps={self.every_steps} must not be negative; "
-                "choose a number of steps, or 0 to save at the end only"
-            )
-        if self.every_minutes is not None and not 0 < self.every_minutes < math.inf:
-            raise ValueError(
-                f"checkpoint.every_minutes={self.every_minutes} must be more than 0; "
-                "choose a number of minutes, or None to count steps only"
-            )
-        if self.max_to_keep < 1:
-            raise ValueError(
-                f"checkpoint.max_to_keep={self.max_to_keep} must be at least 1; "
-                "choose 2 or more to have another one if the newest is damaged"
-            )
-        if self.keep_best < 0:
-            raise ValueError(
-                f"checkpoint.keep_best={self.keep_best} must not be negative; "
-                "choose 0 to keep only the newest"
-            )
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(
-                f"checkpoint.timeout_s={self.timeout_s} must be more than 0; choose several times "
-                "the duration of a save in seconds"
-            )
+    every_steps: int = field(
+        50,
+        "Steps between checkpoints; 0: save only after the last step.",
+        ge=0,
+        remedy="choose a number of steps, or 0 to save at the end only",
+        required=True,
+    )
+    every_minutes: float | None = field(
+        None,
+        "Also save after this many minutes, by the first process's clock. None: never; only steps "
+        "count.",
+        gt=0,
+        lt=math.inf,
+        remedy="choose a number of minutes, or None to count steps only",
+    )
+    max_to_keep: int = field(
+        3,
+        "How many of the newest checkpoints to keep. With 1, there is no older one if it is "
+        "damaged.",
+        ge=1,
+        remedy="choose 2 or more to have another one if the newest is damaged",
+        required=True,
+    )
+    keep_best: int = field(
+        0,
+        "How many of the best checkpoints to keep in addition, by `best_metric`.",
+        ge=0,
+        remedy="choose 0 to keep only the newest",
+    )
+    best_metric: str = field(
+        "eval_loss",
+        "Metric of the evaluation that ranks checkpoints: `eval_loss` or another `eval_...`.",
+    )
+    best_is_max: bool = field(False, "True: larger values of `best_metric` are better.")
+    timeout_s: float = field(
+        TIMEOUT_S,
+        "Seconds after which a save counts as hung and fails.",
+        gt=0,
+        lt=math.inf,
+        remedy="choose several times the duration of a save in seconds",
+    )
 
 
 class SaveError(OSError):

@@ -17,7 +17,7 @@ from convert.model_on_disk import Shapes, Source, check_known, shapes_of
 from convert.names import TensorMapping, match
 from convert.registry import find
 from convert.tensor_files import Tensor, open_tensors, read_json, same_values
-from data.checks import check_types
+from fields.types import check_types
 from models.vision.common import ImageInputConfig
 
 _log = logging.getLogger(__name__)

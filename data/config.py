@@ -3,9 +3,12 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data.blend import parse_mixture
-from data.checks import is_int, require
+from data.checks import require
+from fields.field import field
+from fields.section import Section
 
 #: The training objectives; docs/data.md describes them.
 STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
@@ -42,133 +45,153 @@ _SHORTEST = {
     "seq2seq": 2,
     "classification": 3,
 }
-# The smallest vocabularies of 'bpe': 256 bytes, the end of a document, and, for objectives other
-# than causal_lm, 104 more special tokens (see data/text/special_tokens.py).
-_MIN_VOCAB_SIZE = 257
+# The smallest vocabulary of 'bpe' for objectives other than causal_lm: 256 bytes, the end of a
+# document, and 104 more special tokens (see data/text/special_tokens.py).
 _MIN_VOCAB_SIZE_WITH_SPECIAL = 361
 
 
+def _name(default: str, doc: str) -> Any:
+    """Declare a string that must not be empty."""
+    return field(default, doc, nonempty=True, remedy=f"the default is {default!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section, section="data"):
     """The corpus, the objective, the tokenizer of texts, and the shape of the batches.
 
-    Raises:
-        ValueError: A field is out of range; the message names the key, the value, the rule and the
-            remedy.
+    See docs/data.md.
     """
 
-    # The corpus. For text: 'python_stdlib' (the sources of this machine's Python), 'text' (the
-    # files of `paths`), 'megatron' (the token files of `paths`), 'mixture' (several of these), a
-    # TFDS name such as 'wiki40b/en', or 'package.module:function', a function that returns
-    # {'train': documents, 'validation': documents}, each a sequence of str. For images: 'digits'
-    # (scikit-learn's handwritten digits), 'image_folder' (the folders of `paths`), a TFDS name such
-    # as 'cifar10', or a function that returns sequences of (image, label).
-    name: str = "python_stdlib"
-    # For name='text': globs of .txt and .jsonl files. Each .jsonl line is one document; a .txt file
-    # is cut at line ends into documents of about 32 KiB. For name='megatron': paths of token files
-    # without the suffixes .bin and .idx. For name='image_folder': one folder, which contains either
-    # a folder of images per class or train/ and val/ folders of that kind; or two folders, the
-    # second for validation.
-    paths: tuple[str, ...] = ()
-    # For name='mixture': entries 'WEIGHT SOURCE'. A source is a name as above, a glob of .txt or
-    # .jsonl files, or the .bin file of a token file.
-    mixture: tuple[str, ...] = ()
-    # The field of a .jsonl line, or the feature of a TFDS data set, that contains the text.
-    text_field: str = "text"
-    # The training objective. For text: 'causal_lm', 'masked_lm', 'masked_lm_pairs',
-    # 'span_corruption', 'seq2seq' or 'classification'; the last two read each .jsonl line as one
-    # example. For images: 'image_classification', 'image_reconstruction' or 'image_contrast'.
-    objective: str = "causal_lm"
-    # Restrict attention to tokens of the same document, and restart positions in each document.
-    isolate_documents: bool = False
-    # The fraction of tokens to predict, for the masked_lm objectives and span_corruption.
-    mask_fraction: float = 0.15
-    # Mask either all tokens of a word or none of them.
-    whole_words: bool = False
-    # Mean length of a span in tokens, for span_corruption.
-    mean_span_length: float = 3.0
-    # Length of the decoder sequence in tokens. None stands for the length that the spans need (for
-    # span_corruption), or for sequence_length (for seq2seq).
-    target_length: int | None = None
-    # The field that contains the target text, for seq2seq.
-    target_field: str = "target"
-    # The field that contains the second text, for classification; None for single texts.
-    pair_field: str | None = None
-    # The field that contains the label, a str or an int, for classification; for a TFDS data set of
-    # images, the feature.
-    label_field: str = "label"
-    # 'bytes', 'bpe' (trained on the train split on first use, then cached), or the path of a
-    # tokenizer.json.
-    tokenizer: str = "bpe"
-    # Vocabulary size of the 'bpe' tokenizer, including special tokens. Other tokenizers have their
-    # own size.
-    vocab_size: int = 8192
-    # Length of a sequence in tokens (T); in models with a decoder, of the encoder sequence.
-    sequence_length: int = 128
-    # Sequences or images per step, summed over all processes and microbatches.
-    global_batch_size: int
-    # The fraction of documents or images held out for validation if the corpus has no validation
-    # split of its own: from 0 (none) to 1, exclusive.
-    validation_fraction: float = 0.05
-    # The directory of built data sets, trained tokenizers and tokenized corpora;
-    # '' stands for $XDG_CACHE_HOME/taibai or ~/.cache/taibai.
-    cache_dir: str = ""
-    # The seed of shuffling and masking, from 0 to 2**32 - 1.
-    seed: int = 0
-    # Number of threads per process that read batches ahead of the step.
-    num_threads: int = 2
+    name: str = _name(
+        "python_stdlib",
+        "Name of the corpus. For text: `python_stdlib` (the sources of this machine's Python), "
+        "`text` (the files of `paths`), `megatron` (the token files of `paths`), `mixture` "
+        "(several of these), a TFDS name such as `wiki40b/en`, or `package.module:function`, a "
+        "function that returns `{'train': documents, 'validation': documents}`, each a sequence of "
+        "str. For images: `digits` (scikit-learn's handwritten digits), `image_folder` (the "
+        "folders of `paths`), a TFDS name such as `cifar10`, or a function that returns sequences "
+        "of (image, label).",
+    )
+    paths: tuple[str, ...] = field(
+        (),
+        "Files or folders of the corpus. For `name=text`: globs of .txt and .jsonl files, such as "
+        "`my_texts/*.txt,more.jsonl`. Each .jsonl line is one document; a .txt file is cut at line "
+        "ends into documents of about 32 KiB. For `name=megatron`: paths of token files without "
+        "the suffixes .bin and .idx. For `name=image_folder`: one folder, which contains either a "
+        "folder of images per class or train/ and val/ folders of that kind; or two folders, the "
+        "second for validation.",
+        nonempty=True,
+        remedy="write for example ('my_texts/*.txt',)",
+    )
+    mixture: tuple[str, ...] = field(
+        (),
+        "For `name=mixture`: entries `WEIGHT SOURCE`, such as `0.7 wiki40b/en,0.3 my_texts/*.txt`. "
+        "A source is a name as above, a glob of .txt or .jsonl files, or the .bin file of a token "
+        "file.",
+        nonempty=True,
+        remedy="write for example ('0.7 wiki40b/en',)",
+    )
+    text_field: str = _name(
+        "text", "Field of a .jsonl line, or feature of a TFDS data set, that contains the text."
+    )
+    objective: str = field(
+        "causal_lm",
+        "Training objective, which makes the batches. The objectives for images are those that "
+        "begin with `image_`. `seq2seq` and `classification` read each .jsonl line as one example.",
+        choices=OBJECTIVES,
+    )
+    isolate_documents: bool = field(
+        False,
+        "For `causal_lm` and `masked_lm`: tokens attend only within their own document, and "
+        "positions restart in each.",
+    )
+    mask_fraction: float = field(
+        0.15,
+        "For the masked_lm objectives and `span_corruption`: fraction of tokens to mask and "
+        "predict.",
+        gt=0,
+        lt=1,
+        remedy="choose for example 0.15",
+    )
+    whole_words: bool = field(
+        False, "For the masked_lm objectives: mask either all tokens of a word or none of them."
+    )
+    mean_span_length: float = field(
+        3.0,
+        "For `span_corruption`: mean length of a span in tokens.",
+        ge=1,
+        remedy="choose for example 3",
+    )
+    target_length: int | None = field(
+        None,
+        "Length of the decoder's sequence in tokens. None: as many as the spans need "
+        "(`span_corruption`), or `sequence_length` (`seq2seq`).",
+        ge=2,
+        remedy="leave it None for the default",
+    )
+    target_field: str = _name(
+        "target", "For `seq2seq`: field of a .jsonl line that contains the target text."
+    )
+    pair_field: str | None = field(
+        None,
+        "For `classification`: field that contains the second text. None: examples have a single "
+        "text.",
+        nonempty=True,
+        remedy="None if examples have a single text",
+    )
+    label_field: str = _name(
+        "label",
+        "For `classification`: field that contains the label, a str or an int. For a TFDS data set "
+        "of images: feature that contains it.",
+    )
+    tokenizer: str = _name(
+        "bpe",
+        "Turns text into tokens: `bytes`, `bpe` (trained on the train split on first use, then "
+        "cached), the path of a tokenizer.json, or `init_from` for the checkpoint's.",
+    )
+    vocab_size: int = field(
+        8192,
+        "Vocabulary size of the `bpe` tokenizer, special tokens included. Other tokenizers have "
+        "their own size.",
+        # The vocabulary always contains the 256 bytes and the end-of-document token.
+        ge=257,
+        le=2**31 - 1,
+        remedy="it includes 256 bytes and the end-of-document token; choose for example 8192",
+    )
+    sequence_length: int = field(
+        128, "Length of a sequence in tokens (T); the encoder's, if there is one.", ge=1
+    )
+    global_batch_size: int = field(
+        16,
+        "Sequences or images per step, summed over all devices, processes and microbatches.",
+        ge=1,
+        required=True,
+    )
+    validation_fraction: float = field(
+        0.05,
+        "Fraction of documents or images held out for validation if the corpus has no validation "
+        "split of its own; 0: none.",
+        ge=0,
+        lt=1,
+        remedy="choose for example 0.05",
+    )
+    cache_dir: str = field(
+        "",
+        "Directory of built data sets, trained tokenizers, tokenized corpora and compiled steps. "
+        "Empty: `$XDG_CACHE_HOME/taibai`, or `~/.cache/taibai`.",
+    )
+    seed: int = field(0, "Seed of shuffling and masking.", ge=0, le=2**32 - 1, in_config=False)
+    num_threads: int = field(
+        2, "Number of threads per process that read batches ahead of the step.", ge=1
+    )
 
     def __post_init__(self) -> None:
-        for key in ("name", "text_field", "tokenizer", "target_field", "label_field"):
-            require(
-                isinstance(getattr(self, key), str) and getattr(self, key) != "",
-                f"data.{key}={getattr(self, key)!r} must be a non-empty string; "
-                f"the default is {getattr(DataConfig, key)!r}",
-            )
+        super().__post_init__()
         self._check_sources()
         self._check_objective()
-        for key in ("sequence_length", "global_batch_size", "num_threads"):
-            value = getattr(self, key)
-            require(
-                is_int(value) and value >= 1,
-                f"data.{key}={value!r} must be an integer of at least 1; choose 1 or more",
-            )
         self._check_lengths()
-        # The vocabulary always contains the 256 bytes and the end-of-document token.
-        require(
-            is_int(self.vocab_size) and _MIN_VOCAB_SIZE <= self.vocab_size < 2**31,
-            f"data.vocab_size={self.vocab_size!r} must be an integer from 257 (256 bytes and the "
-            "end-of-document token) to 2**31 - 1; choose for example 8192",
-        )
-        require(
-            not (self.tokenizer == "bpe" and self.has_special_tokens)
-            or self.vocab_size >= _MIN_VOCAB_SIZE_WITH_SPECIAL,
-            f"data.vocab_size={self.vocab_size} must be at least {_MIN_VOCAB_SIZE_WITH_SPECIAL} "
-            f"with data.objective={self.objective!r} (256 bytes and 105 special tokens); "
-            "choose for example 8192",
-        )
-        require(
-            isinstance(self.validation_fraction, float | int)
-            and 0.0 <= self.validation_fraction < 1.0,
-            f"data.validation_fraction={self.validation_fraction!r} must be at least 0 and less "
-            "than 1; choose for example 0.05",
-        )
-        require(
-            isinstance(self.cache_dir, str),
-            f"data.cache_dir={self.cache_dir!r} must be a string; use '' for the default directory",
-        )
-        require(
-            is_int(self.seed) and 0 <= self.seed < 2**32,
-            f"data.seed={self.seed!r} must be an integer from 0 to 2**32 - 1; choose for example 0",
-        )
 
     def _check_sources(self) -> None:
-        for key, example in (("paths", "my_texts/*.txt"), ("mixture", "0.7 wiki40b/en")):
-            value = getattr(self, key)
-            require(
-                isinstance(value, tuple) and all(isinstance(v, str) and v for v in value),
-                f"data.{key}={value!r} must be a tuple of non-empty strings; write ('{example}',)",
-            )
         require(
             self.name != "text" or self.paths,
             "data.name='text' needs at least one glob in data.paths=(); "
@@ -204,10 +227,6 @@ class DataConfig:
         parse_mixture(self.mixture)
 
     def _check_objective(self) -> None:
-        require(
-            self.objective in OBJECTIVES,
-            f"data.objective={self.objective!r} is unknown; choose {', '.join(OBJECTIVES)}",
-        )
         for key, objectives in _READ_WITH.items():
             value = getattr(self, key)
             default = getattr(DataConfig, key)
@@ -222,21 +241,6 @@ class DataConfig:
             self.objective not in RECORD_OBJECTIVES or self.name == "text",
             f"data.objective={self.objective!r} reads examples from .jsonl files, but "
             f"data.name={self.name!r}; set data.name='text' and data.paths=('my_examples.jsonl',)",
-        )
-        require(
-            isinstance(self.mask_fraction, float | int) and 0.0 < self.mask_fraction < 1.0,
-            f"data.mask_fraction={self.mask_fraction!r} must be more than 0 and less than 1; "
-            "choose for example 0.15",
-        )
-        require(
-            isinstance(self.mean_span_length, float | int) and self.mean_span_length >= 1,
-            f"data.mean_span_length={self.mean_span_length!r} must be at least 1; "
-            "choose for example 3",
-        )
-        require(
-            self.pair_field is None or (isinstance(self.pair_field, str) and self.pair_field),
-            f"data.pair_field={self.pair_field!r} must be a non-empty string, or None if examples "
-            "have a single text",
         )
 
     def _check_images(self) -> None:
@@ -269,9 +273,11 @@ class DataConfig:
             f"data.objective={self.objective!r}, to hold special tokens and text; increase it",
         )
         require(
-            self.target_length is None or (is_int(self.target_length) and self.target_length >= 2),
-            f"data.target_length={self.target_length!r} must be an integer of at least 2, or None; "
-            "leave it None for the default",
+            not (self.tokenizer == "bpe" and self.has_special_tokens)
+            or self.vocab_size >= _MIN_VOCAB_SIZE_WITH_SPECIAL,
+            f"data.vocab_size={self.vocab_size} must be at least {_MIN_VOCAB_SIZE_WITH_SPECIAL} "
+            f"with data.objective={self.objective!r} (256 bytes and 105 special tokens); "
+            "choose for example 8192",
         )
 
     @property

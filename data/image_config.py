@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.checks import is_int, is_number, require
+from data.checks import require
 from data.config import DataConfig
+from fields.field import field
+from fields.section import Section
 
 # Fields that only some objectives read -> these objectives.
 _READ_WITH = {
@@ -18,147 +19,147 @@ _READ_WITH = {
     # Not image_contrast, which would treat the views of one repeated image as different images.
     "repeats": ("image_classification", "image_reconstruction"),
 }
-_PROBABILITIES = (
-    "grayscale",
-    "erasing",
-    "jitter_probability",
-    "mixing_probability",
-    "cutmix_share",
-)
-_MAX_MAGNITUDE = 10
+
+
+def _fraction(default: float, doc: str) -> Any:
+    """Declare a fraction of images."""
+    return field(default, doc, ge=0, le=1, remedy="0 is none, 1 is all")
+
+
+def _of_both_views(doc: str, remedy: str) -> Any:
+    """Declare a fraction of the first views and one of the second views."""
+    return field((0.0, 0.0), doc, length=2, ge=0, le=1, remedy=remedy)
+
+
+def _alpha(doc: str) -> Any:
+    """Declare alpha of Mixup or CutMix."""
+    return field(0.0, doc, ge=0, lt=math.inf, remedy="choose for example 1.0, or 0 for none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageConfig:
-    """Preprocessing, augmentation and selection of the images of a data set.
+class ImageConfig(Section, section="images"):
+    """Preprocessing, augmentation and selection of images, for `data.objective=image_...`.
 
-    Raises:
-        ValueError: A field is out of range; the message names the key, the value, the rule and the
-            remedy.
+    See docs/data.md.
     """
 
-    # Height and width, in pixels, of the images that the model receives.
-    size: int = 8
-    # 3 (red, green, blue) or 1 (gray). Images of another mode are converted.
-    channels: int = 1
-    # Minimum and maximum fraction of the area that a random crop keeps; (1, 1) resizes images
-    # without cropping them.
-    crop_scale: tuple[float, ...] = (1.0, 1.0)
-    # Minimum and maximum width ÷ height of a random crop.
-    crop_ratio: tuple[float, ...] = (3 / 4, 4 / 3)
-    # Mirror half of the images horizontally.
-    flip: bool = False
-    # Number of RandAugment operations per image, each applied with probability 0.5; 0 for none.
-    randaugment_num: int = 0
-    # Mean magnitude of the RandAugment operations, 0 to 10.
-    randaugment_magnitude: float = 9.0
-    # Strength of the color jitter: brightness, contrast, saturation, hue; 0 for none.
-    jitter: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    # The fraction of images that is jittered.
-    jitter_probability: float = 0.8
-    # The fraction of images that is converted to gray.
-    grayscale: float = 0.0
-    # The fraction of first views and of second views that is blurred.
-    blur: tuple[float, ...] = (0.0, 0.0)
-    # The fraction of first views and of second views that is solarized: bright pixels are inverted.
-    solarize: tuple[float, ...] = (0.0, 0.0)
-    # The fraction of images in which a rectangle is replaced by noise.
-    erasing: float = 0.0
-    # alpha of Mixup, whose shares are drawn from Beta(alpha, alpha); 0 for no Mixup.
-    mixup: float = 0.0
-    # alpha of CutMix; 0 for no CutMix.
-    cutmix: float = 0.0
-    # The fraction of image pairs that is mixed.
-    mixing_probability: float = 1.0
-    # The fraction of mixed pairs that uses CutMix, if Mixup is enabled too.
-    cutmix_share: float = 0.5
-    # How many times an image occurs in a batch, augmented differently each time.
-    repeats: int = 1
-    # Side of the central crop in evaluations ÷ shorter side of the resized image, for images of any
-    # size; 1 keeps all of the shorter side.
-    eval_crop: float = 1.0
-    # The fraction of the training images that is used, the same fraction of each class.
-    train_fraction: float = 1.0
-    # What to do about unreadable images, invalid labels, and classes without images: 'refuse' to
-    # start, or 'skip' them.
-    on_broken: str = "refuse"
-    # Number of worker processes that read images, per process of the run; 0 reads them in the
-    # threads of data.num_threads.
-    num_workers: int = 0
+    size: int = field(8, "Height and width of the model's input, in pixels.", ge=1)
+    channels: int = field(
+        1,
+        "3: red, green, blue; 1: gray. Images of another mode are converted.",
+        choices=(3, 1),
+        remedy="choose 3 (color) or 1 (gray)",
+    )
+    crop_scale: tuple[float, ...] = field(
+        (1.0, 1.0),
+        "Minimum and maximum fraction of the area that a random crop keeps. `1,1` resizes images "
+        "without cropping them.",
+        length=2,
+        gt=0,
+        le=1,
+        remedy="fractions of the area, the smaller first; choose for example (0.08, 1.0)",
+    )
+    crop_ratio: tuple[float, ...] = field(
+        (3 / 4, 4 / 3),
+        "Minimum and maximum width ÷ height of a random crop.",
+        length=2,
+        gt=0,
+        lt=math.inf,
+        remedy="the smaller first; choose for example (0.75, 1.333)",
+    )
+    flip: bool = field(False, "Mirror an image horizontally with probability 0.5.")
+    randaugment_num: int = field(
+        0, "RandAugment operations per image, each applied with probability 0.5; 0: none.", ge=0
+    )
+    randaugment_magnitude: float = field(
+        9.0,
+        "Mean magnitude of the RandAugment operations.",
+        ge=0,
+        le=10,
+        remedy="choose for example 9, or disable RandAugment with images.randaugment_num=0",
+    )
+    jitter: tuple[float, ...] = field(
+        (0.0, 0.0, 0.0, 0.0),
+        "Strength of the color jitter: brightness, contrast, saturation, hue; 0: none. The hue is "
+        "at most 0.5.",
+        length=4,
+        ge=0,
+        remedy="choose for example (0.4, 0.4, 0.2, 0.1)",
+    )
+    jitter_probability: float = _fraction(0.8, "Fraction of images to jitter.")
+    grayscale: float = _fraction(0.0, "Fraction of images to convert to gray.")
+    blur: tuple[float, ...] = _of_both_views(
+        "For `image_contrast`: fraction of first views and of second views to blur.",
+        "choose for example (1.0, 0.1)",
+    )
+    solarize: tuple[float, ...] = _of_both_views(
+        "For `image_contrast`: fraction of first views and of second views to solarize, which "
+        "inverts bright pixels.",
+        "choose for example (0.0, 0.2)",
+    )
+    erasing: float = _fraction(0.0, "Fraction of images in which a rectangle is replaced by noise.")
+    mixup: float = _alpha(
+        "For `image_classification`: alpha of Mixup, whose shares are drawn from "
+        "Beta(alpha, alpha); 0: none."
+    )
+    cutmix: float = _alpha("For `image_classification`: alpha of CutMix; 0: none.")
+    mixing_probability: float = _fraction(1.0, "Fraction of image pairs to mix.")
+    cutmix_share: float = _fraction(
+        0.5, "Fraction of mixed pairs that use CutMix, if Mixup is enabled too."
+    )
+    repeats: int = field(
+        1, "How many times an image occurs in a batch, augmented differently each time.", ge=1
+    )
+    eval_crop: float = field(
+        1.0,
+        "In evaluations: side of the central crop ÷ shorter side of the resized image, for images "
+        "of any size. 1 keeps all of the shorter side.",
+        gt=0,
+        le=1,
+        remedy="choose for example 1.0",
+    )
+    train_fraction: float = field(
+        1.0,
+        "Fraction of the training images to use, the same fraction of each class.",
+        gt=0,
+        le=1,
+        remedy="choose for example 1.0",
+    )
+    on_broken: str = field(
+        "refuse",
+        "What to do about unreadable images, invalid labels, and classes without images. `refuse`: "
+        "do not start. `skip`: skip them.",
+        choices=("refuse", "skip"),
+    )
+    num_workers: int = field(
+        0,
+        "Worker processes that read images, per process of the run. 0: read them in the threads of "
+        "`data.num_threads`.",
+        ge=0,
+    )
 
     def __post_init__(self) -> None:
-        for key, least in (("size", 1), ("repeats", 1), ("num_workers", 0), ("randaugment_num", 0)):
-            value = getattr(self, key)
-            require(
-                is_int(value) and value >= least,
-                f"images.{key}={value!r} must be a whole number of at least {least}",
-            )
+        super().__post_init__()
+        self._check_order("crop_scale", "(0.08, 1.0)")
+        self._check_order("crop_ratio", "(0.75, 1.333)")
         require(
-            self.channels in (1, 3),
-            f"images.channels={self.channels!r} must be 3 (color) or 1 (gray); choose one of them",
+            self.jitter[3] <= 0.5,
+            f"images.jitter={self.jitter!r}: its last number, the hue, must be at most 0.5; choose "
+            "for example (0.4, 0.4, 0.2, 0.1)",
         )
-        self._check_crops()
-        self._check_colors()
-        for key in _PROBABILITIES:
-            _require_fraction(f"images.{key}", getattr(self, key))
-        for key in ("mixup", "cutmix"):
-            value = getattr(self, key)
-            require(
-                is_number(value) and 0 <= value < math.inf,
-                f"images.{key}={value!r} must be a finite number of at least 0; "
-                "choose for example 1.0, or 0 for none",
-            )
-        for key in ("eval_crop", "train_fraction"):
-            value = getattr(self, key)
-            require(
-                is_number(value) and 0 < value <= 1,
-                f"images.{key}={value!r} must be more than 0 and at most 1; choose for example 1.0",
-            )
-        require(
-            self.on_broken in ("refuse", "skip"),
-            f"images.on_broken={self.on_broken!r} is unknown; choose 'refuse' or 'skip'",
-        )
-
-    def _check_crops(self) -> None:
-        _require_numbers("images.crop_scale", self.crop_scale, 2, "(0.08, 1.0)")
-        _require_numbers("images.crop_ratio", self.crop_ratio, 2, "(0.75, 1.333)")
-        low, high = self.crop_scale
-        require(
-            0 < low <= high <= 1,
-            f"images.crop_scale={self.crop_scale!r} must be two fractions of the area, more than 0 "
-            "and at most 1, the smaller first; choose for example (0.08, 1.0)",
-        )
-        low, high = self.crop_ratio
-        require(
-            0 < low <= high < math.inf,
-            f"images.crop_ratio={self.crop_ratio!r} must be two positive ratios, the smaller "
-            "first; choose for example (0.75, 1.333)",
-        )
-
-    def _check_colors(self) -> None:
-        require(
-            is_number(self.randaugment_magnitude)
-            and 0 <= self.randaugment_magnitude <= _MAX_MAGNITUDE,
-            f"images.randaugment_magnitude={self.randaugment_magnitude!r} must be a number from 0 "
-            f"to {_MAX_MAGNITUDE}; choose for example 9, or disable RandAugment with "
-            "images.randaugment_num=0",
-        )
-        _require_numbers("images.jitter", self.jitter, 4, "(0.4, 0.4, 0.2, 0.1)")
-        require(
-            min(self.jitter) >= 0 and self.jitter[3] <= 0.5,
-            f"images.jitter={self.jitter!r} must not be negative, and its last number, the hue, "
-            "must be at most 0.5; choose for example (0.4, 0.4, 0.2, 0.1)",
-        )
-        for key, example in (("blur", "(1.0, 0.1)"), ("solarize", "(0.0, 0.2)")):
-            value = getattr(self, key)
-            _require_numbers(f"images.{key}", value, 2, example)
-            for part in value:
-                _require_fraction(f"images.{key}", part)
         has_colors = self.grayscale or any(self.jitter[2:])
         require(
             self.channels == 3 or not has_colors,
             f"images.grayscale={self.grayscale!r} and the last two numbers of images.jitter="
             f"{self.jitter!r} change colors, but images.channels=1 has none; set them to 0",
+        )
+
+    def _check_order(self, name: str, example: str) -> None:
+        value = getattr(self, name)
+        require(
+            value[0] <= value[1],
+            f"images.{name}={value!r} must have the smaller number first; choose for example "
+            f"{example}",
         )
 
     @property
@@ -180,13 +181,13 @@ def check_images(data: DataConfig, images: ImageConfig) -> None:
     """
     if not data.reads_images:
         defaults = ImageConfig()
-        for field in dataclasses.fields(ImageConfig):
-            value = getattr(images, field.name)
-            default = getattr(defaults, field.name)
+        for each in dataclasses.fields(ImageConfig):
+            value = getattr(images, each.name)
+            default = getattr(defaults, each.name)
             require(
                 value == default,
-                f"images.{field.name}={value!r} is read only for images, but data.objective="
-                f"{data.objective!r} reads texts; set images.{field.name}={default!r}, or "
+                f"images.{each.name}={value!r} is read only for images, but data.objective="
+                f"{data.objective!r} reads texts; set images.{each.name}={default!r}, or "
                 "data.objective='image_classification'",
             )
         return
@@ -209,21 +210,4 @@ def check_images(data: DataConfig, images: ImageConfig) -> None:
         images.repeats == 1 or 2 * images.repeats <= size,
         f"images.repeats={images.repeats} leaves fewer than two different images in a batch of "
         f"data.global_batch_size={size}; repeat them at most {max(size // 2, 1)} times",
-    )
-
-
-def _require_numbers(name: str, value: Any, count: int, example: str) -> None:
-    is_right = (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and len(value) == count
-        and all(map(is_number, value))
-    )
-    require(is_right, f"{name}={value!r} must be {count} numbers; choose for example {example}")
-
-
-def _require_fraction(name: str, value: object) -> None:
-    require(
-        is_number(value) and 0 <= value <= 1,
-        f"{name}={value!r} must be a fraction from 0 (none) to 1 (all)",
     )

@@ -20,6 +20,7 @@ FOLDERS = (
     "data",
     "checkpoint",
     "sharding",
+    "fields",
 )
 
 _WIDTH = 960

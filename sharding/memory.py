@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fields.field import field
+from fields.section import Section
 from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.rules import axes_of
 
-ZERO_STAGES = (0, 1, 2, 3)
 #: Placement that lets train/planning/memory_search.py choose settings with which the run fits.
 AUTO = "auto"
-PLACEMENTS = ("device", "host", AUTO)
 
 #: Memory kind of arrays in host memory, and the memory spaces within a jitted function.
 HOST_KIND = "pinned_host"
@@ -22,28 +22,69 @@ HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
 
 
+def _budget(doc: str) -> Any:
+    """Declare a memory budget in GiB."""
+    remedy = "give GiB, or None for nine tenths of the available memory"
+    return field(None, doc, gt=0, remedy=remedy)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
+class MemoryConfig(Section, section="memory"):
     """How the training state is sharded, and how much of it is stored in host memory.
 
-    With `placement="host"`, host memory holds the master weights and optimizer state of
+    With `memory.placement=host`, host memory holds the master weights and optimizer state of
     `offload_optimizer_fraction` of all parameters. Each layer is copied to the device only while it
     is updated. For `offload_parameters_fraction` of the stacks, master weights and gradients stay
     in host memory during forward and backward too, and the device has no copy of them beyond the
-    current layer.
+    current layer. See docs/memory.md.
     """
 
-    zero_stage: int = 0  # one of ZERO_STAGES
-    # Fraction of the stacks' bytes that ZeRO stage 3 gathers layer by layer, largest parameters
-    # first; the rest is gathered once per step.
-    shard_parameters_fraction: float = 1.0
-    placement: str = "device"  # one of PLACEMENTS
-    offload_optimizer_fraction: float = 1.0  # of all parameters' bytes; for placement="host"
-    offload_parameters_fraction: float = 0.0  # of the stacks' bytes; for placement="host"
-    # Names of activations stored in host memory between a block's forward and its backward.
-    offload_activations: tuple = ()
-    device_budget: float | None = None  # GiB of each device's memory that a step may use
-    host_budget: float | None = None  # GiB of each host's memory that a step may use
+    zero_stage: int = field(
+        0,
+        "State that is sharded over replicas instead of replicated (ZeRO). 0: nothing, 1: "
+        "optimizer state and master weights, 2: gradients too, 3: parameters too, which are "
+        "gathered one layer at a time.",
+        choices=(0, 1, 2, 3),
+    )
+    shard_parameters_fraction: float = field(
+        1.0,
+        "With `zero_stage=3`: fraction of the layers' bytes that is gathered one layer at a time, "
+        "the largest parameters first. The rest is gathered once per step, as in stage 2.",
+        ge=0,
+        le=1,
+    )
+    placement: str = field(
+        "device",
+        "Where the training state is stored. `device`: everything in device memory. `host`: "
+        "optimizer state and master weights in host memory. `auto`: choose the fastest settings "
+        "that fit the memory budget.",
+        choices=("device", "host", AUTO),
+    )
+    offload_optimizer_fraction: float = field(
+        1.0,
+        "With `placement=host`: fraction of the bytes of all parameters whose optimizer state and "
+        "master weights are in host memory, the largest parameters first.",
+        ge=0,
+        le=1,
+    )
+    offload_parameters_fraction: float = field(
+        0.0,
+        "With `placement=host`: fraction of the layers' bytes that forward and backward passes "
+        "also read from host memory, one layer at a time.",
+        ge=0,
+        le=1,
+    )
+    offload_activations: tuple = field(
+        (),
+        "Activations that are kept in host memory between a block's forward and backward pass: "
+        "names, as for `train.remat`, such as `qkv,mlp`.",
+    )
+    device_budget: float | None = _budget(
+        "Memory of each device that a step may use, in GiB. None: 0.9 of its memory."
+    )
+    host_budget: float | None = _budget(
+        "Memory of each host that a step may use, in GiB. None: 0.9 of its memory."
+    )
 
     @property
     def optimizer_fraction(self) -> float:
@@ -53,26 +94,8 @@ class MemoryConfig:
     def __post_init__(self):
         names = self.offload_activations
         names = tuple(names.split(",")) if isinstance(names, str) else tuple(names)
-        object.__setattr__(self, "offload_activations", names)
-        if self.zero_stage not in ZERO_STAGES:
-            raise ValueError(f"memory.zero_stage={self.zero_stage} is unknown; choose 0, 1, 2 or 3")
-        if self.placement not in PLACEMENTS:
-            raise ValueError(
-                f"memory.placement={self.placement!r} is unknown; choose {', '.join(PLACEMENTS)}"
-            )
-        for name in (
-            "shard_parameters_fraction",
-            "offload_optimizer_fraction",
-            "offload_parameters_fraction",
-        ):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"memory.{name}={getattr(self, name)} must be between 0 and 1")
-        for name in ("device_budget", "host_budget"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(
-                    f"memory.{name}={getattr(self, name)} must be more than 0, in GiB, or None for "
-                    "nine tenths of the available memory"
-                )
+        self._set("offload_activations", names)
+        super().__post_init__()
         if self.shard_parameters_fraction != 1 and self.zero_stage != 3:
             raise ValueError(
                 f"memory.shard_parameters_fraction={self.shard_parameters_fraction} requires "

@@ -19,6 +19,9 @@ from typing import Any
 
 import jax
 
+from fields.field import field
+from fields.section import Section
+
 AXES = ("pipeline", "data", "fsdp", "context", "expert", "model")
 #: Axes whose devices have different examples, and over which parameters may be sharded.
 REPLICA_AXES = ("data", "fsdp")
@@ -29,24 +32,27 @@ REPLICA_AXES = ("data", "fsdp")
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """Number of devices along each mesh axis; one axis may be -1 to take the remaining devices."""
+def _size(doc: str) -> Any:
+    """Declare the size of a mesh axis."""
+    return field(1, doc, ge=1, also=(-1,), remedy="-1 takes all remaining devices")
 
-    pipeline: int = 1
-    data: int = 1
-    fsdp: int = 1
-    context: int = 1
-    expert: int = 1
-    model: int = 1
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig(Section, section="mesh"):
+    """The device mesh: number of devices along each axis, outermost first.
+
+    At most one axis may be -1, which stands for all remaining devices. See docs/meshes.md.
+    """
+
+    pipeline: int = _size("Pipeline stages; each stage holds a part of the layers.")
+    data: int = _size("Data-parallel replicas; each computes a part of the batch.")
+    fsdp: int = _size("Like `data`, but also shards parameters and optimizer state.")
+    context: int = _size("Splits the sequence dimension.")
+    expert: int = _size("Splits the experts of mixture-of-experts layers.")
+    model: int = _size("Tensor parallelism: splits attention heads, mlp and vocab.")
 
     def __post_init__(self):
-        for axis, size in self.sizes.items():
-            if size < 1 and size != -1:
-                raise ValueError(
-                    f"mesh.{axis}={size} must be a positive number of devices, "
-                    "or -1 for all remaining devices"
-                )
+        super().__post_init__()
         free = [axis for axis, size in self.sizes.items() if size == -1]
         if len(free) > 1:
             raise ValueError(

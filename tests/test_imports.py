@@ -18,15 +18,16 @@ ROOT = Path(__file__).parents[1]
 
 #: room -> the other rooms, or single modules of them, that its files may import.
 MAY_IMPORT = {
-    "sharding": (),
-    "data": (),
-    "configs": (),
-    "checkpoint": ("sharding",),
-    "models": ("sharding.logical", "sharding.ops", "sharding.hardware"),
-    "convert": ("models", "data", "checkpoint", "sharding"),
-    "train": ("convert", "models", "data", "checkpoint", "sharding"),
-    "launch": ("train", "convert", "models", "data", "checkpoint", "sharding"),
-    "benchmarks": ("train", "convert", "models", "data", "checkpoint", "sharding"),
+    "fields": (),
+    "sharding": ("fields",),
+    "data": ("fields",),
+    "checkpoint": ("sharding", "fields"),
+    "models": ("sharding.logical", "sharding.ops", "sharding.hardware", "fields"),
+    "convert": ("models", "data", "checkpoint", "sharding", "fields"),
+    "train": ("convert", "models", "data", "checkpoint", "sharding", "fields"),
+    "configs": ("train.config.defaults",),
+    "launch": ("train", "convert", "models", "data", "checkpoint", "sharding", "fields"),
+    "benchmarks": ("train", "convert", "models", "data", "checkpoint", "sharding", "fields"),
 }
 #: Folders that may import all rooms, and that no room may import.
 OUTSIDE = ("docs", "tests")

@@ -24,7 +24,7 @@ from sharding.distributed import startup
 from sharding.distributed.messages import Exchange, may_pass
 from train import evaluation, loop
 from train.build import LONGEST_START_S, RunOptions, build_run
-from train.config import config_files
+from train.config import config_files, reference
 from train.lifecycle import workdir
 from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
@@ -73,7 +73,12 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
 
 def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
     """Return the mode ("train" or "eval") and the options of a command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.main", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m train.main",
+        allow_abbrev=False,
+        epilog=reference.help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument(
         "--workdir", type=Path, help="directory for the run's files; default: runs/<config>"

@@ -8,41 +8,54 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fields.field import field
+from fields.section import Section
+
 _ROUNDING_TAG = 0x5E0D
 
 Tree = Any
 
-_CHOICES = {
-    "compute": ("bfloat16", "float16", "float32", "float64"),
-    "params": ("bfloat16", "float32", "float64"),
-    "reduce": (None, "bfloat16", "float16", "float32"),
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """The config section `precision`: dtypes and loss scaling.
+class PrecisionConfig(Section, section="precision"):
+    """Dtypes and loss scaling.
 
     The optimizer state is float32, or float64 if the master weights are. bfloat16 master weights
     are rounded stochastically after every update, so that small updates are not lost. The loss
-    scale is used with `compute="float16"` only.
+    scale is used with `precision.compute=float16` only. See docs/precision.md.
     """
 
-    compute: str  # dtype of activations, and of the parameters that layers compute with
-    params: str  # dtype of the master weights
-    reduce: str | None = None  # for gradient sums over devices; None: their accumulation dtype
-    loss_scale: float = 65536.0  # initial scale of the mean loss
-    loss_scale_window: int = 2000  # finite steps after which it doubles; 0: it never changes
-    loss_scale_hysteresis: int = 1  # nonfinite steps after which it is halved
-    loss_scale_min: float = 1.0  # lower bound
+    compute: str = field(
+        "float32",
+        "dtype of activations, and of the copy of the parameters that layers compute with.",
+        choices=("bfloat16", "float16", "float32", "float64"),
+        required=True,
+    )
+    params: str = field(
+        "float32",
+        "dtype of the master weights.",
+        choices=("bfloat16", "float32", "float64"),
+        required=True,
+    )
+    reduce: str | None = field(
+        None,
+        "dtype in which gradients are summed over devices. None: the one in which they were "
+        "accumulated, float32 or wider.",
+        choices=("bfloat16", "float16", "float32"),
+    )
+    loss_scale: float = field(
+        65536.0, "For `compute=float16`: initial scale of the mean loss.", gt=0, lt=math.inf
+    )
+    loss_scale_window: int = field(
+        2000, "Finite steps after which the loss scale doubles; 0: it never changes.", ge=0
+    )
+    loss_scale_hysteresis: int = field(
+        1, "Steps with NaN or infinity after which the loss scale is halved.", ge=1
+    )
+    loss_scale_min: float = field(1.0, "Lower bound of the loss scale.", gt=0, lt=math.inf)
 
     def __post_init__(self):
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                named = ", ".join(str(choice) for choice in choices)
-                raise ValueError(
-                    f"precision.{name}={getattr(self, name)!r} is unknown; choose {named}"
-                )
+        super().__post_init__()
         both = f"precision.compute={self.compute!r} and precision.params={self.params!r}"
         if (self.compute == "float64") != (self.params == "float64"):
             raise ValueError(f"{both}: set both to float64, or neither")
@@ -57,15 +70,10 @@ class PrecisionConfig:
                 f"{both}: bfloat16 master weights have fewer digits than the computation; set "
                 "precision.params=float32, or precision.compute=bfloat16"
             )
-        if not 0 < self.loss_scale_min <= self.loss_scale < math.inf:
+        if self.loss_scale_min > self.loss_scale:
             raise ValueError(
-                f"precision.loss_scale_min={self.loss_scale_min} and precision.loss_scale="
-                f"{self.loss_scale} must be positive, and loss_scale_min must not be the larger one"
-            )
-        if self.loss_scale_window < 0 or self.loss_scale_hysteresis < 1:
-            raise ValueError(
-                f"precision.loss_scale_window={self.loss_scale_window} must not be negative, and "
-                f"precision.loss_scale_hysteresis={self.loss_scale_hysteresis} must be at least 1"
+                f"precision.loss_scale_min={self.loss_scale_min} must not be more than "
+                f"precision.loss_scale={self.loss_scale}; lower it, or raise precision.loss_scale"
             )
 
     @property

@@ -27,7 +27,7 @@ from pathlib import Path
 #: Packages of which all processes must have the same version.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 #: Top-level folders of the project's own code.
-ROOMS = ("checkpoint", "convert", "data", "models", "sharding", "train")
+ROOMS = ("checkpoint", "convert", "data", "fields", "models", "sharding", "train")
 _RETRY_S = 0.2
 _OPEN_FILES = 512
 _READ_S = 5.0  # a process introduces itself right after connecting

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from fields.field import field
+from fields.section import Section
 from sharding.pipeline.schedule import SCHEDULES
 
 REMAT = ("full", "none")
@@ -9,34 +11,49 @@ AUTO = ("auto",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How microbatches pass through the stages, and which activations the stages keep."""
+class PipelineConfig(Section, section="pipeline"):
+    """How microbatches pass through the stages, and which activations the stages keep.
 
-    schedule: str = "1f1b"  # a key of schedule.SCHEDULES, or the path of a CSV table (*.csv)
-    # Contiguous runs of layers per stage; values above 1 need a schedule that supports chunks.
-    chunks: int = 1
-    # Activations kept between forward and backward: "full" keeps only the stage's input and
-    # recomputes the forward, "none" keeps everything that the backward of the layers reads.
-    remat: str = "full"
-    # Number of layers of each chunk, in layer order; () = even split, ("auto",) = balance FLOPs.
-    layers_per_stage: tuple = ()
-    share_vocab: bool = False  # split embedding and head over the stages along the vocabulary
+    See docs/pipelines.md.
+    """
+
+    schedule: str = field(
+        "1f1b",
+        "Order of forward and backward passes: `gpipe`, `1f1b`, `interleaved_1f1b`, `zero_bubble`, "
+        "`zbv`, or the path of a schedule as a table in a .csv file.",
+    )
+    chunks: int = field(
+        1,
+        "Separate, contiguous runs of layers per stage: 2 for `zbv`; any number for `gpipe` and "
+        "`interleaved_1f1b`; 1 for `1f1b` and `zero_bubble`.",
+        ge=1,
+    )
+    remat: str = field(
+        "full",
+        "Rematerialization per stage. `full`: a stage keeps only its input from the forward to the "
+        "backward pass of a microbatch, and recomputes the rest. `none`: it keeps all activations "
+        "that `train.remat` keeps and that the backward pass of the layers reads.",
+        choices=REMAT,
+    )
+    layers_per_stage: tuple = field(
+        (),
+        "Number of layers of each chunk of each stage, in the order of the layers, such as "
+        "`5,7,7,5`. `auto` balances FLOPs; `()` gives all the same number.",
+    )
+    share_vocab: bool = field(
+        False, "Split embedding and head over all stages, along the vocabulary."
+    )
 
     def __post_init__(self):
+        counts = self.layers_per_stage
+        counts = (counts,) if isinstance(counts, str) else tuple(counts)
+        self._set("layers_per_stage", counts)
+        super().__post_init__()
         if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):
             raise ValueError(
                 f"pipeline.schedule={self.schedule!r} is unknown; choose from "
                 f"{', '.join(SCHEDULES)}, or give the path of a CSV table (*.csv)"
             )
-        if self.remat not in REMAT:
-            raise ValueError(
-                f"pipeline.remat={self.remat!r} is unknown; choose {' or '.join(REMAT)}"
-            )
-        if self.chunks < 1:
-            raise ValueError(f"pipeline.chunks={self.chunks} must be at least 1")
-        counts = self.layers_per_stage
-        counts = (counts,) if isinstance(counts, str) else tuple(counts)
-        object.__setattr__(self, "layers_per_stage", counts)
         if counts != AUTO and not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(
                 f"pipeline.layers_per_stage={counts} must list the number of layers of each "

@@ -124,7 +124,7 @@ def damaged_copy(two_steps, tmp_path):
     "key, value",
     [
         ("every_steps", -1),
-        ("every_minutes", 0),
+        ("every_minutes", 0.0),
         ("every_minutes", float("nan")),
         ("max_to_keep", 0),
         ("keep_best", -1),

@@ -54,7 +54,9 @@ def test_two_free_axes_are_refused_by_name():
 
 @pytest.mark.parametrize("size", [0, -2])
 def test_size_that_is_no_count_is_refused_by_name(size):
-    with pytest.raises(ValueError, match=rf"mesh\.context={size} must be a positive number"):
+    with pytest.raises(
+        ValueError, match=rf"mesh\.context={size} must be at least 1, or -1; -1 takes"
+    ):
         MeshConfig(context=size)
 
 

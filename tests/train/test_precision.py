@@ -191,10 +191,10 @@ def test_gradients_are_sent_in_the_dtype_of_choice(stage, corpus_overrides):
         ({"compute": "float8"}, "precision.compute='float8' is unknown; choose bfloat16, float16"),
         ({"params": "float16"}, "precision.params='float16' is unknown"),
         ({"reduce": "float16"}, "sums over tokens exceed the range of float16 unless"),
-        ({"reduce": "int8"}, "choose None, bfloat16, float16, float32"),
+        ({"reduce": "int8"}, "choose bfloat16, float16, float32 or None"),
         ({"compute": "float64"}, "set both to float64, or neither"),
         ({"compute": "float16", "params": "bfloat16"}, "fewer digits than the computation"),
-        ({"loss_scale": 0.5}, "loss_scale_min=1.0 and precision.loss_scale=0.5 must be positive"),
+        ({"loss_scale": 0.5}, "loss_scale_min=1.0 must not be more than precision.loss_scale=0.5"),
         ({"loss_scale_hysteresis": 0}, "loss_scale_hysteresis=0 must be at least 1"),
     ],
 )

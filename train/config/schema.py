@@ -7,7 +7,6 @@ from the data if the config does not set them.
 
 import dataclasses
 import difflib
-import math
 import pkgutil
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,25 +14,20 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from checkpoint.manager import CheckpointConfig
-from data.checks import check_types
 from data.config import DataConfig
 from data.image_config import ImageConfig, check_images
+from fields.field import field
+from fields.section import Section
+from fields.types import check_types
 from models.layers.attention import check_choice
 from models.registry import MODELS
-from models.stack import REMAT_POLICIES
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline.config import PipelineConfig
-from train.optim import ema
+from train.config.train_config import EvalConfig, TrainConfig
 from train.optim.optimizer import OptimizerConfig
 from train.precision import PrecisionConfig
 from train.reporting.metrics import LogConfig
-
-#: Choices of `train.on_nonfinite`; see train/lifecycle/divergence.py.
-ON_NONFINITE = ("stop", "rollback")
-
-#: Choices of `train.init_labels`; see train/run/init_from.py.
-INIT_LABELS = ("by_name", "by_position", "new")
 
 #: Keys of `model` that the data sets if they are absent or None -> how messages name that value.
 FROM_DATA = {
@@ -48,104 +42,27 @@ _MUST_EQUAL = ("image_size", "num_channels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The config section `train`: length, microbatches, seed, failures and averaging of a run."""
-
-    num_steps: int  # optimizer updates
-    num_microbatches: int  # per step
-    seed: int  # for parameters, dropout and shuffling; 0 to 2**32 - 1
-    remat: str  # a key of models.stack.REMAT_POLICIES, or names of activations: "qkv,mlp"
-    start_timeout_s: float = 60.0  # wait for other processes and for the workdir's lock
-    failure_timeout_s: float = 600.0  # longest step or wait for data before the run counts as hung
-    compilation_cache: bool = True  # keep compiled steps in data.cache_dir
-    max_nonfinite_steps: int = 10  # in a row, before on_nonfinite applies; 0: never
-    on_nonfinite: str = "stop"  # one of ON_NONFINITE
-    init_labels: str = "by_name"  # one of INIT_LABELS
-    skip_spikes: float | None = None  # largest gradient norm / running mean; None: any
-    ema_decay: float | None = None  # of the averaged parameters, in (0, 1); None: no average
-    ema_schedule: str = "constant"  # one of train.optim.ema.SCHEDULES
-
-    def __post_init__(self):
-        for name in ("num_steps", "num_microbatches", "start_timeout_s", "failure_timeout_s"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"train.seed={self.seed} must be from 0 to 2**32 - 1")
-        if not all(self.remat.split(",")):
-            raise ValueError(
-                f"train.remat={self.remat!r} contains an empty name; choose "
-                f"{', '.join(REMAT_POLICIES)}, or names of activations separated by commas"
-            )
-        if self.max_nonfinite_steps < 0:
-            raise ValueError(
-                f"train.max_nonfinite_steps={self.max_nonfinite_steps} must not be negative; "
-                "choose a number of consecutive steps, or 0 for no limit"
-            )
-        if self.on_nonfinite not in ON_NONFINITE:
-            raise ValueError(
-                f"train.on_nonfinite={self.on_nonfinite!r} is unknown; choose "
-                f"{', '.join(ON_NONFINITE)}"
-            )
-        if self.init_labels not in INIT_LABELS:
-            raise ValueError(
-                f"train.init_labels={self.init_labels!r} is unknown; choose "
-                f"{', '.join(INIT_LABELS)}"
-            )
-        if self.skip_spikes is not None and not 1 < self.skip_spikes < math.inf:
-            raise ValueError(
-                f"train.skip_spikes={self.skip_spikes} must be more than 1, since it is a multiple "
-                "of the mean gradient norm; choose for example 5, or None to skip no steps"
-            )
-
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(
-                f"train.ema_decay={self.ema_decay} must lie in (0, 1); choose for example 0.9999, "
-                "or None to keep no average of the parameters"
-            )
-        if self.ema_schedule not in ema.SCHEDULES:
-            raise ValueError(
-                f"train.ema_schedule={self.ema_schedule!r} is unknown; choose "
-                f"{', '.join(ema.SCHEDULES)}"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """The config section `eval`: when to evaluate, and on how many batches."""
-
-    every_steps: int  # steps between evaluations; 0: only after the last step
-    num_batches: int | None  # of the validation split; None: all
-
-    def __post_init__(self):
-        if self.every_steps < 0:
-            raise ValueError(f"eval.every_steps={self.every_steps} must not be negative")
-        if self.num_batches is not None and self.num_batches < 1:
-            raise ValueError(
-                f"eval.num_batches={self.num_batches} must be at least 1, or None for all"
-            )
-
-
-#: Section of the config -> the dataclass that validates it.
-SECTIONS = {
-    "mesh": MeshConfig,
-    "pipeline": PipelineConfig,
-    "memory": MemoryConfig,
-    "data": DataConfig,
-    "images": ImageConfig,
-    "optimizer": OptimizerConfig,
-    "train": TrainConfig,
-    "eval": EvalConfig,
-    "checkpoint": CheckpointConfig,
-    "precision": PrecisionConfig,
-    "log": LogConfig,
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The validated config of a run: one dataclass per section, the model's class and fields."""
+    """The validated config of a run: one dataclass per section, the model's class and fields.
 
+    The sections and the declared fields, in this order, are the default ConfigDict and the
+    reference (see train/config/defaults.py and train/config/reference.py).
+    """
+
+    init_from: str = field(
+        "",
+        "Checkpoint that the initial parameters are read from: a directory with a Hugging Face "
+        "model, or the directory of a run. Empty: initialize the parameters from `train.seed`.",
+        required=True,
+    )
     mesh: MeshConfig
+    rules: Mapping[str, Any] = field(
+        {},
+        "Rows to add to, or change in, the table of sharding/rules.py. A row maps a logical axis "
+        "to a mesh axis, to a sequence of mesh axes, or to None to replicate it: "
+        "`--config.rules.mlp=None`.",
+        required=True,
+    )
     pipeline: PipelineConfig
     memory: MemoryConfig
     data: DataConfig
@@ -156,8 +73,6 @@ class RunConfig:
     checkpoint: CheckpointConfig
     precision: PrecisionConfig
     log: LogConfig
-    rules: Mapping[str, Any]  # changes to the sharding rules: logical axis -> mesh axes
-    init_from: str  # checkpoint for the initial parameters; "": none
     model_name: str
     attention: str  # `model.attention`: one of models.layers.attention.CHOICES
     model_class: type
@@ -208,7 +123,7 @@ class RunConfig:
                 another size, or no value for a size that the model does not set.
         """
         fields = dict(self.model_fields)
-        known = {field.name: field for field in dataclasses.fields(self.model_class.Config)}
+        known = {each.name: each for each in dataclasses.fields(self.model_class.Config)}
         values = {"vocab_size": vocab_size, "num_labels": num_labels}
         if self.data.reads_images:
             values |= {"image_size": self.images.size, "num_channels": self.images.channels}
@@ -239,6 +154,14 @@ class RunConfig:
             )
         elif value is not None and given < value:
             raise ValueError(f"model.{name}={given} is less than {FROM_DATA[name].format(value)}")
+
+
+#: Section of the config -> the dataclass that validates it.
+SECTIONS: dict[str, type[Section]] = {
+    each.name: each.type
+    for each in dataclasses.fields(RunConfig)
+    if isinstance(each.type, type) and issubclass(each.type, Section)
+}
 
 
 def resolve(config: Any) -> RunConfig:
@@ -275,7 +198,7 @@ def resolve(config: Any) -> RunConfig:
     # The attention kernel is a choice of the run, not of the model, so it is not in the model's
     # dataclass (unless a user's model has a field of this name).
     attention = "auto"
-    if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
+    if "attention" not in {each.name for each in dataclasses.fields(model_class.Config)}:
         attention = fields["model"].pop("attention", "auto")
     check_choice(attention)
     if "seed" in fields.get("data", {}):
@@ -284,7 +207,8 @@ def resolve(config: Any) -> RunConfig:
         name: _build(section, fields.get(name, {}), name) for name, section in SECTIONS.items()
     }
     sections["data"] = dataclasses.replace(sections["data"], seed=sections["train"].seed)
-    _check_fields(model_class.Config, fields["model"], "model", may_be_open=FROM_DATA, tuples=True)
+    are_open = _check_keys(model_class.Config, fields["model"], "model", may_be_open=FROM_DATA)
+    check_types(model_class.Config, fields["model"], "model", but=are_open, tuples=True)
     return RunConfig(
         **sections,
         rules=fields.get("rules", {}),
@@ -296,31 +220,26 @@ def resolve(config: Any) -> RunConfig:
     )
 
 
-def _build(section: type, values: dict[str, Any], name: str) -> Any:
-    _check_fields(section, values, name)
+def _build(section: type[Section], values: dict[str, Any], name: str) -> Any:
+    _check_keys(section, values, name)
     return section(**values)
 
 
-def _check_fields(
-    section: type,
-    values: dict[str, Any],
-    name: str,
-    *,
-    may_be_open: Collection[str] = (),
-    tuples: bool = False,
-) -> None:
-    """Reject unknown keys, missing keys and wrong types; convert int to float in place."""
-    fields = {field.name: field for field in dataclasses.fields(section)}
+def _check_keys(
+    section: type, values: Mapping[str, Any], name: str, *, may_be_open: Collection[str] = ()
+) -> list[str]:
+    """Reject unknown keys and missing keys; return the keys of `may_be_open` without a value."""
+    fields = {each.name: each for each in dataclasses.fields(section)}
     for key in values:
         if key not in fields:
             keys = [f"{name}.{k}" for k in fields]
             raise ValueError(f"config.{name}.{key}: unknown key{nearest(f'{name}.{key}', keys)}")
     are_open = [key for key in may_be_open if values.get(key) is None]
-    for key, field in fields.items():
-        is_required = field.default is field.default_factory is dataclasses.MISSING
+    for key, each in fields.items():
+        is_required = each.default is each.default_factory is dataclasses.MISSING
         if is_required and key not in (*values, *are_open):
             raise ValueError(f"config.{name}.{key} is missing")
-    check_types(section, values, name, but=are_open, tuples=tuples)
+    return are_open
 
 
 def find_model(name: str) -> Any:

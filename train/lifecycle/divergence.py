@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from train.config.schema import TrainConfig
+from train.config.train_config import TrainConfig
 from train.lifecycle.stop_signals import wait_for_all
 
 #: Rollbacks per start of a run, with train.on_nonfinite="rollback". A run that needs more will not

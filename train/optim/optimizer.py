@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import optax
 
+from fields.field import field
+from fields.section import Section
 from train.optim.layer_decay import Depths, scaled_by_depth
 from train.optim.trust_ratio import scale_by_layers_trust_ratio
 
@@ -26,49 +28,73 @@ TRUST_COEFFICIENT = 0.001
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The config section `optimizer`: optimizer, learning-rate schedule, decay and clipping."""
+class OptimizerConfig(Section, section="optimizer"):
+    """The optimizer, its learning-rate schedule, weight decay and clipping.
 
-    name: str  # one of OPTIMIZERS, or "package.module:function"; see make_optimizer
-    learning_rate: float  # peak
-    warmup_steps: int  # linear warmup; the first step's rate is learning_rate / warmup_steps
-    schedule: str  # after the warmup: one of SCHEDULES
-    final_learning_rate_fraction: float  # last rate / peak; not for "constant"
-    weight_decay: float  # multiplied by the learning rate; decay_mask selects the parameters
-    clip_norm: float  # largest global gradient norm; 0 disables clipping
-    beta1: float  # adamw, lamb: decay of the first moment, in [0, 1)
-    beta2: float  # adamw, lamb: decay of the second moment, in [0, 1)
-    epsilon: float  # adamw, lamb: added to the root of the second moment
-    momentum: float = 0.9  # lars, sgd: in [0, 1); 0: no momentum is kept
-    layer_decay: float = 1.0  # in (0, 1]; see train/optim/layer_decay.py
-    frozen: tuple = ()  # name patterns of parameters that are not trained
+    See docs/optimizers.md.
+    """
+
+    name: str = field(
+        "adamw",
+        "The optimizer: `adamw`, `lamb`, `lars`, `sgd`, or `package.module:function` for one of "
+        "your own (see docs/own_parts.md).",
+        required=True,
+    )
+    learning_rate: float = field(1e-3, "Peak learning rate.", ge=0, required=True)
+    warmup_steps: int = field(
+        20,
+        "Steps of linear warmup. The rate of the first step is `learning_rate / warmup_steps`.",
+        ge=0,
+        required=True,
+    )
+    schedule: str = field("cosine", "Decay after the warmup.", choices=SCHEDULES, required=True)
+    final_learning_rate_fraction: float = field(
+        0.1, "Last rate / peak; not for `schedule=constant`.", ge=0, le=1, required=True
+    )
+    weight_decay: float = field(
+        0.1,
+        "Weight decay, multiplied by the learning rate. It does not apply to biases, norm scales "
+        "and the parameters that the model names in `not_decayed`.",
+        ge=0,
+        required=True,
+    )
+    clip_norm: float = field(
+        1.0, "Largest global gradient norm; 0: no clipping.", ge=0, required=True
+    )
+    beta1: float = field(
+        0.9, "For `adamw` and `lamb`: decay of the first moment.", ge=0, lt=1, required=True
+    )
+    beta2: float = field(
+        0.95, "For `adamw` and `lamb`: decay of the second moment.", ge=0, lt=1, required=True
+    )
+    epsilon: float = field(
+        1e-8,
+        "For `adamw` and `lamb`: added to the root of the second moment.",
+        gt=0,
+        required=True,
+    )
+    momentum: float = field(
+        0.9, "For `lars` and `sgd`: momentum; 0: no momentum is kept.", ge=0, lt=1
+    )
+    layer_decay: float = field(
+        1.0,
+        "Layer-wise decay: the update of layer l of L is multiplied by `layer_decay ** (L - l)`; "
+        "1: none.",
+        gt=0,
+        le=1,
+        remedy="choose for example 0.75, or 1 for none",
+    )
+    frozen: tuple = field(
+        (),
+        "Parameters that are not trained: names, in which `*` matches anything, such as "
+        "`token_embedding,encoder.*`.",
+    )
 
     def __post_init__(self):
         frozen = self.frozen
         frozen = frozen.split(",") if isinstance(frozen, str) else frozen
-        object.__setattr__(self, "frozen", tuple(part for part in frozen if part))
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"optimizer.schedule={self.schedule!r} is unknown; choose {', '.join(SCHEDULES)}"
-            )
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must not be negative")
-        if self.epsilon <= 0:
-            raise ValueError(f"optimizer.epsilon={self.epsilon} must be positive")
-        if not 0.0 < self.layer_decay <= 1.0:
-            raise ValueError(
-                f"optimizer.layer_decay={self.layer_decay} must lie in (0, 1]; choose for example "
-                "0.75, or 1 for none"
-            )
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must lie in [0, 1)")
-        if not 0.0 <= self.final_learning_rate_fraction <= 1.0:
-            raise ValueError(
-                "optimizer.final_learning_rate_fraction="
-                f"{self.final_learning_rate_fraction} must lie in [0, 1]"
-            )
+        self._set("frozen", tuple(part for part in frozen if part))
+        super().__post_init__()
 
 
 def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

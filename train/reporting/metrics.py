@@ -27,6 +27,9 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from fields.field import field
+from fields.section import Section
+
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 
@@ -34,16 +37,16 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """The config section `log`: when a step is logged."""
+class LogConfig(Section, section="log"):
+    """Which steps are logged."""
 
-    every_steps: int  # steps between two logged steps; 1 logs every step
-
-    def __post_init__(self):
-        if self.every_steps < 1:
-            raise ValueError(
-                f"log.every_steps={self.every_steps} must be at least 1; choose a number of steps"
-            )
+    every_steps: int = field(
+        5,
+        "Steps between logged steps; 1: every step. The first and the last step are always logged.",
+        ge=1,
+        remedy="choose a number of steps",
+        required=True,
+    )
 
 
 class MetricsWriter:

@@ -16,7 +16,7 @@ from sharding.analysis.audit import collectives
 from sharding.batches import place_batch
 from tests.runs import CONFIG, TINY, digest, make_run
 from train import loop
-from train.config.schema import TrainConfig
+from train.config.train_config import TrainConfig
 from train.goodput import summarize
 from train.lifecycle import divergence
 from train.lifecycle.divergence import MAX_ROLLBACKS, Diverged, NonfiniteMonitor
@@ -55,8 +55,11 @@ def ask(nonfinite_monitor: NonfiniteMonitor, *counts: int) -> list[int | None]:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"max_nonfinite_steps": -1}, r"train\.max_nonfinite_steps=-1 must not be negative; .* 0"),
-        ({"on_nonfinite": "go"}, r"train\.on_nonfinite='go' is unknown; choose stop, rollback"),
+        (
+            {"max_nonfinite_steps": -1},
+            r"train\.max_nonfinite_steps=-1 must be at least 0; .* 0 for no",
+        ),
+        ({"on_nonfinite": "go"}, r"train\.on_nonfinite='go' is unknown; choose stop or rollback"),
         ({"skip_spikes": 1.0}, r"train\.skip_spikes=1\.0 must be more than 1, .* or None"),
         ({"skip_spikes": math.nan}, r"train\.skip_spikes=nan must be more than 1"),
         ({"skip_spikes": math.inf}, r"train\.skip_spikes=inf must be more than 1"),

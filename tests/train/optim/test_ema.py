@@ -17,7 +17,7 @@ from data.batches import train_batches
 from data.corpus import load_corpus
 from sharding.batches import place_batch
 from tests.runs import FLOAT64, TINY, digest, make_run
-from train.config.schema import TrainConfig
+from train.config.train_config import TrainConfig
 from train.evaluation import evaluate
 from train.lifecycle.phases import Phases
 from train.lifecycle.workdir import Position, find_position, write_run_files
@@ -175,8 +175,12 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("ema_decay", 1.0, "must lie in (0, 1); choose for example 0.9999, or None"),
-        ("ema_schedule", "linear", "is unknown; choose constant, cosine"),
+        (
+            "ema_decay",
+            1.0,
+            "must be more than 0 and less than 1, or None; choose for example 0.9999",
+        ),
+        ("ema_schedule", "linear", "is unknown; choose constant or cosine"),
     ],
 )
 def test_field_out_of_range_is_refused(field, value, rule):

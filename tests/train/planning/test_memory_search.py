@@ -226,8 +226,14 @@ def test_budget_is_what_the_config_says_or_nine_tenths_of_what_there_is(monkeypa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("memory.device_budget=0.0",), "memory.device_budget=0.0 must be more than 0, in GiB"),
-        (("memory.host_budget=-1.0",), "memory.host_budget=-1.0 must be more than 0, in GiB"),
+        (
+            ("memory.device_budget=0.0",),
+            "memory.device_budget=0.0 must be more than 0, or None; give GiB",
+        ),
+        (
+            ("memory.host_budget=-1.0",),
+            "memory.host_budget=-1.0 must be more than 0, or None; give GiB",
+        ),
     ],
 )
 def test_budgets_that_are_none_are_refused(overrides, message):

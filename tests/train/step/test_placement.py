@@ -206,10 +206,10 @@ def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp
     [
         (
             ("memory.placement=disk",),
-            "memory.placement='disk' is unknown; choose device, host, auto",
+            "memory.placement='disk' is unknown; choose device, host or auto",
         ),
         (("memory.offload_parameters_fraction=0.5",), "requires memory.placement=host, not device"),
-        ((HOSTED, "memory.offload_optimizer_fraction=2"), "=2.0 must be between 0 and 1"),
+        ((HOSTED, "memory.offload_optimizer_fraction=2"), "=2.0 must be from 0 to 1"),
         (
             (*PLACEMENTS["all"], "mesh.data=2"),
             "on mesh.data=2 × mesh.fsdp=1 no parameter of a stack can be read from the host one "

@@ -1,0 +1,53 @@
+"""Checks values against the annotated types of a dataclass's fields."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Collection
+from typing import Any
+
+
+def check_types(
+    section: type,
+    values: dict[str, Any],
+    name: str,
+    *,
+    but: Collection[str] = (),
+    tuples: bool = False,
+) -> None:
+    """Check values against the annotated field types of a dataclass.
+
+    Only fields annotated as int, float, str or bool (or a union of these with None) are checked.
+    An int given for a float field is converted in place.
+
+    Args:
+        section: The dataclass.
+        values: Field name -> value. Modified in place: ints of float fields become floats.
+        name: Name of the section in messages, such as "model".
+        but: Names of fields that are not checked.
+        tuples: Whether to check fields of type `tuple[X, ...]` too.
+
+    Raises:
+        ValueError: A value has the wrong type; the message names the key, the value and the type.
+    """
+    for field in dataclasses.fields(section):
+        if field.name not in values or field.name in but:
+            continue
+        value = values[field.name]
+        of = field.type
+        parts = typing.get_args(of)
+        kinds: tuple[Any, ...] = parts if isinstance(of, types.UnionType) else (of,)
+        if float in kinds and type(value) is int:
+            values[field.name] = value = float(value)
+        # Fields with any other annotation are checked by the section itself.
+        if {*kinds} <= {int, float, str, bool, type(None)} and type(value) not in kinds:
+            kind = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+            raise ValueError(f"{name}.{field.name}={value!r} must be of type {kind}")
+        if tuples and typing.get_origin(of) is tuple and parts[1:] == (...,):
+            kind = parts[0]
+            fitting = {kind, int} if kind is float else {kind}
+            if not isinstance(value, list | tuple) or not {*map(type, value)} <= fitting:
+                raise ValueError(
+                    f"{name}.{field.name}={value!r} must be a list of values of type "
+                    f"{kind.__name__} (on the command line, separated by commas)"
+                )

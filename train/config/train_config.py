@@ -1,0 +1,116 @@
+"""The config sections `train` and `eval`: the length of a run, failures, and evaluations."""
+
+import dataclasses
+import math
+
+from fields.field import field
+from fields.section import Section
+from models.stack import REMAT_POLICIES
+from train.optim import ema
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section, section="train"):
+    """Length, microbatches, seed, failures and averaging of a run."""
+
+    num_steps: int = field(100, "Optimizer updates, each on one global batch.", ge=1, required=True)
+    num_microbatches: int = field(
+        1,
+        "Microbatches per step, for pipelines and gradient accumulation. num_microbatches × "
+        "mesh.data × mesh.fsdp must divide `data.global_batch_size`.",
+        ge=1,
+        required=True,
+    )
+    seed: int = field(
+        0,
+        "Seed for initial parameters, dropout and shuffling.",
+        ge=0,
+        le=2**32 - 1,
+        required=True,
+    )
+    start_timeout_s: float = field(
+        60.0,
+        "Seconds to wait at the start for the other processes, and for another run's workdir lock.",
+        ge=1,
+    )
+    failure_timeout_s: float = field(
+        600.0,
+        "Seconds after which a step, or a wait for data, counts as hung, and the process exits.",
+        ge=1,
+    )
+    init_labels: str = field(
+        "by_name",
+        "Classifier of an `init_from` checkpoint. `by_name`: match its labels with the data's by "
+        "name. `by_position`: keep the order of its labels. `new`: initialize a new classifier.",
+        choices=("by_name", "by_position", "new"),
+    )
+    compilation_cache: bool = field(
+        True,
+        "Keep compiled steps in `data.cache_dir`, so that a restart does not compile them again.",
+    )
+    max_nonfinite_steps: int = field(
+        10,
+        "Number of steps with a NaN or infinity in a row after which `on_nonfinite` applies; 0: no "
+        "limit. Such steps are skipped.",
+        ge=0,
+        remedy="choose a number of consecutive steps, or 0 for no limit",
+    )
+    on_nonfinite: str = field(
+        "stop",
+        "What to do after `max_nonfinite_steps`. `stop`: end the run. `rollback`: continue with "
+        "the parameters of a checkpoint from before them.",
+        choices=("stop", "rollback"),
+    )
+    skip_spikes: float | None = field(
+        None,
+        "Skip a step whose gradient norm exceeds this multiple of the running mean. None: skip "
+        "none.",
+        gt=1,
+        lt=math.inf,
+        remedy="it is a multiple of the mean gradient norm; choose for example 5, or None to skip "
+        "no steps",
+    )
+    ema_decay: float | None = field(
+        None,
+        "Decay of an exponential moving average (EMA) of the parameters. None: keep no average.",
+        gt=0,
+        lt=1,
+        remedy="choose for example 0.9999, or None to keep no average of the parameters",
+    )
+    ema_schedule: str = field(
+        "constant",
+        "Schedule of `ema_decay`. `cosine`: the decay rises to 1 at the end.",
+        choices=ema.SCHEDULES,
+    )
+    remat: str = field(
+        "none",
+        "Rematerialization: activations that a block recomputes in its backward pass. `none`: only "
+        "norms and activation functions. `full`: everything. `dots`: everything except matrix "
+        "products outside attention. A list of names, such as `qkv,mlp`: everything except these "
+        "activations.",
+        required=True,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not all(self.remat.split(",")):
+            raise ValueError(
+                f"train.remat={self.remat!r} contains an empty name; choose "
+                f"{', '.join(REMAT_POLICIES)}, or names of activations separated by commas"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(Section, section="eval"):
+    """When to evaluate, and on how many batches."""
+
+    every_steps: int = field(
+        50, "Steps between evaluations; 0: only after the last step.", ge=0, required=True
+    )
+    num_batches: int | None = field(
+        None,
+        "Batches of the validation split per evaluation. None: the whole split.",
+        ge=1,
+        remedy="None evaluates the whole split",
+        required=True,
+    )
