@@ -1,0 +1,1 @@
+"""How config fields are declared and checked; every other folder may import this one."""

@@ -145,7 +145,8 @@ def _kind(annotation: Any) -> str:
     """Return the name of a field's type, without None."""
     kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else [annotation]
     names = [kind.__name__ for kind in kinds if kind is not types.NoneType]
-    return {"bool": "True or False", "Mapping": "rows", "tuple": "tuple"}.get(names[0], names[0])
+    name = str(names[0])
+    return {"bool": "True or False", "Mapping": "rows"}.get(name, name)
 
 
 def _default_cell(key: Key) -> str:
@@ -169,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     if parser.parse_args(argv).docs:
         PAGE.write_text(page(), encoding="utf-8")
     else:
-        print(page())
+        print(page(), end="")
     return 0
 
 

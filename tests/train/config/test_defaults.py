@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -23,7 +24,7 @@ assert not xla_bridge.backends_are_initialized()
 """
 
 
-def listing(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+def listing(config: Any, prefix: str = "") -> Iterator[str]:
     """Yield a line `key type default` for every key, in the order in which the keys were set."""
     for name in config._fields:  # iteration over a ConfigDict sorts its keys
         value = config[name]
@@ -40,7 +41,7 @@ def test_default_config_has_the_recorded_keys_types_and_defaults():
 
 
 def test_default_config_accepts_values_of_the_type_of_a_placeholder():
-    config = common.get_config()
+    config: Any = common.get_config()
     config.eval.num_batches = 3
     config.eval.num_batches = None
     config.memory.device_budget = 2.5
@@ -48,15 +49,15 @@ def test_default_config_accepts_values_of_the_type_of_a_placeholder():
 
 
 def test_default_configs_share_nothing():
-    config = common.get_config()
+    config: Any = common.get_config()
     config.rules.mlp = None
     config.train.seed = 7
-    again = common.get_config()
+    again: Any = common.get_config()
     assert not len(again.rules) and again.train.seed == 0
 
 
 def test_default_config_constructs_every_section_and_survives_yaml(tmp_path):
-    config = common.get_config()
+    config: Any = common.get_config()
     save_yaml(config, tmp_path / "config.yaml")
     for name, section in SECTIONS.items():
         assert section(**config[name].to_dict()).section == name

@@ -1,6 +1,7 @@
 """docs/config.md and --help name every key, and are generated from the declared fields."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from ml_collections import ConfigDict
@@ -18,7 +19,7 @@ KEYS = [key for _, _, keys in reference.groups() for key in keys]
 
 def flat_keys() -> set[str]:
     """Return the keys of the default ConfigDict; `rules` is one key."""
-    config = common.get_config()
+    config: Any = common.get_config()
     names = set()
     for name in config:
         is_section = isinstance(config[name], ConfigDict) and name != "rules"
@@ -40,7 +41,7 @@ def test_reference_has_every_key_once():
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_every_field_of_a_section_is_declared_with_its_meaning(name):
-    section = SECTIONS[name]
+    section: Any = SECTIONS[name]
     declared = declarations(section)
     assert [*declared] == [each.name for each in dataclasses.fields(section)]
     assert section.section == name

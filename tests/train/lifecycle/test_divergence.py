@@ -60,7 +60,10 @@ def ask(nonfinite_monitor: NonfiniteMonitor, *counts: int) -> list[int | None]:
             r"train\.max_nonfinite_steps=-1 must be at least 0; .* 0 for no",
         ),
         ({"on_nonfinite": "go"}, r"train\.on_nonfinite='go' is unknown; choose stop or rollback"),
-        ({"skip_spikes": 1.0}, r"train\.skip_spikes=1\.0 must be more than 1, .* or None"),
+        (
+            {"skip_spikes": 1.0},
+            r"train\.skip_spikes=1\.0 must be more than 1 and finite, or None; .* example 5, or",
+        ),
         ({"skip_spikes": math.nan}, r"train\.skip_spikes=nan must be more than 1"),
         ({"skip_spikes": math.inf}, r"train\.skip_spikes=inf must be more than 1"),
     ],
