@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import gpu_estimates, report
-from sharding.analysis.audit import memory
+from sharding.analysis.memory import memory
 from sharding.analysis.targets import TARGETS
 from sharding.mesh import make_mesh
 from train.config.config_files import load

@@ -36,7 +36,8 @@ from benchmarks.harness import report
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, Times, interleave, ratios
 from benchmarks.stage_parts import Part, StageParts
 from benchmarks.step import make_run, random_batch
-from sharding.analysis import audit
+from sharding.analysis.flops import matmul_flops
+from sharding.analysis.memory import memory
 from sharding.batches import place_batch
 from sharding.distributed import startup
 from sharding.mesh import MeshConfig
@@ -397,9 +398,9 @@ def _figures(
         "bubble_measured": None if shared else statistics.median(lost),
         "lost": statistics.median(lost),
         "in_flight_per_stage": [count / chunks for count in max_in_flight(run.schedule)],
-        "memory": dataclasses.asdict(audit.memory(run.compile_train_step())),
+        "memory": dataclasses.asdict(memory(run.compile_train_step())),
         "matmul_flops_per_stage": per_stage,
-        "matmul_flops_if_never_idle": audit.matmul_flops(run.compile_train_step()),
+        "matmul_flops_if_never_idle": matmul_flops(run.compile_train_step()),
         "compile_time_s": contender.compile_time_s,
         "first_loss": contender.first_loss,
     }

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender
 from benchmarks.step import random_batch
-from sharding.analysis import audit
+from sharding.analysis.flops import matmul_flops
 from sharding.pipeline.runtime.gather import GatherMode, Shards, Sharing
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.trees import add, wide, zeros
@@ -94,7 +94,7 @@ class StageParts:
             compiled, carry, fixed = self._of_layers(name, num_layers)
         else:
             compiled, carry, fixed = self._of_ends(name)
-        self._flops[part] = audit.matmul_flops(compiled)
+        self._flops[part] = matmul_flops(compiled)
 
         def step() -> float:
             nonlocal carry

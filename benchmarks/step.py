@@ -22,7 +22,9 @@ import numpy as np
 from benchmarks.harness import report
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
 from data.shapes import batch_shapes
-from sharding.analysis import audit
+from sharding.analysis.collective_table import summary
+from sharding.analysis.communication import collectives
+from sharding.analysis.memory import memory
 from sharding.batches import place_batch
 from sharding.distributed import startup
 from train.config import config_files
@@ -176,9 +178,9 @@ def _random_images(run: Run, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def program(run: Run) -> dict[str, Any]:
     """Return the memory per device and the collectives of the compiled step."""
-    found = audit.summary(audit.collectives(run.compile_train_step(), run.mesh))
+    found = summary(collectives(run.compile_train_step(), run.mesh))
     return {
-        "memory": dataclasses.asdict(audit.memory(run.compile_train_step())),
+        "memory": dataclasses.asdict(memory(run.compile_train_step())),
         "collectives": [dataclasses.asdict(row) for row in found],
     }
 

@@ -22,9 +22,11 @@ import jax
 
 from convert.source import read_source
 from data.text.text_corpus import load_fixed_tokenizer
-from sharding.analysis import audit, timeline
-from sharding.analysis.cost import Prediction, format_prediction, predict
-from sharding.analysis.simulation import Ticks
+from sharding.analysis.cost.picture import draw
+from sharding.analysis.cost.prediction import Prediction, format_prediction, predict
+from sharding.analysis.cost.ticks import Ticks
+from sharding.analysis.cost.trace import write_trace
+from sharding.analysis.memory import Memory, memory
 from sharding.analysis.targets import TARGETS, Target, parse_target
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
@@ -71,7 +73,7 @@ class CompiledStep:
     assumed: tuple[str, ...]
     trace_s: float
     compile_s: float
-    memory: audit.Memory
+    memory: Memory
     prediction: Prediction
 
     @property
@@ -272,7 +274,7 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
         assumed=assumed,
         trace_s=traced - start,
         compile_s=compile_s,
-        memory=audit.memory(compiled),
+        memory=memory(compiled),
         prediction=predict(text, dict(run.mesh.shape), machine, _ticks(run)),
     )
 
@@ -282,10 +284,10 @@ def write_files(step: CompiledStep, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "step.hlo.txt").write_text(step.compiled.as_text() or "", encoding="utf-8")
     (directory / "report.json").write_text(json.dumps(step.to_json(), indent=2) + "\n")
-    timeline.write_trace(step.prediction, directory / "trace.json")
+    write_trace(step.prediction, directory / "trace.json")
     model = f"{type(step.run.model).__name__}, {step.run.num_params:,} parameters"
     title = f"{model}, {step.target.name}"
-    (directory / "step.svg").write_text(timeline.draw(step.prediction, title), encoding="utf-8")
+    (directory / "step.svg").write_text(draw(step.prediction, title), encoding="utf-8")
 
 
 def _ticks(run: Run) -> Ticks | None:

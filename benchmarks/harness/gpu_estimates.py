@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sharding.analysis.audit import memory
+from sharding.analysis.memory import memory
 from sharding.analysis.targets import Target, parse_target
 from train.compile import run_for
 from train.config.config_files import load

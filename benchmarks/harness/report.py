@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from sharding.analysis import audit
+from sharding.analysis.collective_table import SummaryRow, format_table
 from train.run.run import Run
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -105,8 +105,8 @@ def as_text(figures: dict[str, Any]) -> str:
         f"  {name.replace('_', ' ')}: {'unknown' if value is None else f'{value:,}'}"
         for name, value in figures["ours"]["memory"].items()
     ]
-    rows = [audit.SummaryRow(**row) for row in figures["ours"]["collectives"]]
-    return "\n".join([*lines, audit.format_table(rows)])
+    rows = [SummaryRow(**row) for row in figures["ours"]["collectives"]]
+    return "\n".join([*lines, format_table(rows)])
 
 
 def pipelines_as_text(figures: dict[str, Any]) -> str:

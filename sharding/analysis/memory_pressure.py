@@ -13,7 +13,7 @@ import re
 
 import jax
 
-from sharding.analysis.audit import memory
+from sharding.analysis.memory import memory
 
 #: Share of a GPU's memory that XLA plans with if no allocator reports how much memory there is.
 DEVICE_SHARE = 0.8

@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from sharding.analysis import audit
+from sharding.analysis.memory import memory
 from sharding.analysis.targets import parse_target
 from tests.runs import ROOT
 from tests.train.meshes.models_on_meshes import MODELS, SHARED
@@ -64,7 +64,7 @@ def text_of(run: Run) -> str:
 
 def compiled_bytes(run: Run) -> int:
     """Return the memory of the compiled training step on one device, in bytes."""
-    found = audit.memory(run.compile_train_step()).in_all
+    found = memory(run.compile_train_step()).in_all
     assert found is not None
     return found
 

@@ -6,7 +6,7 @@ documents.
 
 import pytest
 
-from sharding.analysis import audit
+from sharding.analysis.memory import memory, widest_arrays
 from tests.gpu import steps
 
 pytestmark = pytest.mark.gpu_compiler
@@ -28,7 +28,7 @@ LONG = (
 
 def temporaries(*overrides: str) -> int:
     run = steps.make_run("llama", (*LONG, *overrides))
-    found = audit.memory(run.compile_train_step()).temp_bytes
+    found = memory(run.compile_train_step()).temp_bytes
     assert found is not None
     return found
 
@@ -43,7 +43,7 @@ def test_packed_documents_are_given_to_the_kernel():
     text = steps.text_of(run)
     assert '"max_seg_per_batch":8' in text.replace(" ", "").replace('"8"', "8")
     # There is no mask [..., T, T] of scores, in any dtype.
-    shapes = {array.shape for array, _ in audit.widest_arrays(run.compile_train_step(), count=20)}
+    shapes = {array.shape for array, _ in widest_arrays(run.compile_train_step(), count=20)}
     assert not any(shape[-2:] == (8192, 8192) for shape in shapes)
 
 

@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding.analysis.cost import Prediction, Ticks, predict
-from sharding.analysis.simulation import Operations
+from sharding.analysis.cost.picture import draw
+from sharding.analysis.cost.prediction import Prediction, predict
+from sharding.analysis.cost.ticks import Operations, Ticks
+from sharding.analysis.cost.trace import trace
 from sharding.analysis.targets import parse_target
-from sharding.analysis.timeline import draw, trace
 from sharding.pipeline.runtime.executor import TICKS, scope_of
 from train.planning.step_time import machine_of
 

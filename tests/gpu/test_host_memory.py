@@ -8,7 +8,8 @@ import math
 import jax
 import pytest
 
-from sharding.analysis import audit
+from sharding.analysis.communication import host_copies
+from sharding.analysis.memory import memory
 from tests.gpu import steps
 from train.state.train_state import is_for_host
 
@@ -18,7 +19,7 @@ HOST = ("memory.placement=host", *steps.BFLOAT16)
 
 
 def host_bytes(run) -> int:
-    found = audit.memory(run.compile_train_step()).host_bytes
+    found = memory(run.compile_train_step()).host_bytes
     assert found is not None
     return found
 
@@ -47,7 +48,7 @@ def state_bytes_on_host(run) -> int:
 def test_state_is_in_host_memory(overrides):
     run = steps.make_run("gpt2", (*HOST, *overrides))
     assert host_bytes(run) >= state_bytes_on_host(run) > 0
-    copies = audit.host_copies(run.compile_train_step())
+    copies = host_copies(run.compile_train_step())
     moved = {copy.direction for copy in copies}
     assert moved == {"to host", "to device"}
     in_loops = [copy for copy in copies if copy.loop and copy.bytes > 1024]
@@ -65,5 +66,5 @@ def test_activations_are_in_host_memory():
     width = 128
     # In bfloat16, each token and layer keeps 3 × width numbers of qkv and 4 × width of mlp.
     assert host_bytes(moved) >= layers * tokens * 7 * width * 2
-    copies = [copy for copy in audit.host_copies(moved.compile_train_step()) if copy.loop]
+    copies = [copy for copy in host_copies(moved.compile_train_step()) if copy.loop]
     assert copies and all(copy.is_async for copy in copies)

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.layers.basic import lookup
 from models.losses import chunked_vocab_loss, cross_entropy, make_token_loss
-from sharding.analysis import audit
+from sharding.analysis.memory import has_array
 from sharding.logical import axis_rules
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.runtime.gather import on_shards
@@ -91,8 +91,8 @@ def test_chunked_vocab_loss_never_holds_all_logits(dtype):
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arrays).compile()
 
     # Control: with a single chunk, all logits are held at once.
-    assert audit.has_array(compiled(num_tokens), (num_tokens, vocab), jnp.float32)
-    assert not audit.has_array(compiled(256), (257, vocab), jnp.float32)
+    assert has_array(compiled(num_tokens), (num_tokens, vocab), jnp.float32)
+    assert not has_array(compiled(256), (257, vocab), jnp.float32)
 
 
 def test_cross_entropy_of_equal_logits_is_log_of_their_number():

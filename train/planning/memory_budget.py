@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from sharding.analysis.audit import memory
+from sharding.analysis.memory import memory
 from sharding.analysis.memory_pressure import memory_pressure
 from sharding.analysis.targets import Target
 from sharding.distributed.messages import Exchange

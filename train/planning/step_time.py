@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sharding.analysis.kernel_time import Machine
+from sharding.analysis.cost.machine import Machine
 from sharding.analysis.targets import Target
 from sharding.estimate.memory_estimate import StepCost
 from train.reporting.throughput import peak_flops_per_s

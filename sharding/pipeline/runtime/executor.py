@@ -56,7 +56,7 @@ from sharding.rules import axes_of
 Tree = Any
 Params = dict[str, Tree]
 
-#: Named scope of the loop over ticks. XLA keeps scope names, so sharding/analysis/cost.py can find
+#: Named scope of the loop over ticks. XLA keeps scope names, so sharding/analysis/cost/ can find
 #: the loop in a compiled program, and the parts of it that run only in some ticks.
 TICKS = "pipeline_ticks"
 

@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.manager import CheckpointConfig, Checkpoints
 from data.batches import train_batches
-from sharding.analysis.audit import collectives
+from sharding.analysis.communication import collectives
 from sharding.batches import place_batch
 from tests.runs import CONFIG, TINY, digest, make_run
 from train import loop

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from data.batches import train_batches
-from sharding.analysis.audit import collectives, flops
+from sharding.analysis.communication import collectives
+from sharding.analysis.flops import flops
 from sharding.batches import place_batch
 from tests.runs import TINY, make_run
 from train.lifecycle.workdir import check, write_run_files

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import estimates
-from sharding.analysis.audit import memory
+from sharding.analysis.memory import memory
 from sharding.estimate.memory_estimate import StepCost
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh

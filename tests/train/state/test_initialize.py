@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.analysis.audit import has_array, memory
+from sharding.analysis.memory import has_array, memory
 from sharding.estimate.jaxpr import open_jaxpr
 from sharding.estimate.memory_estimate import estimate
 from sharding.memory import num_bytes

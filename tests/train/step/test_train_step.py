@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from data.batches import train_batches
-from sharding.analysis.audit import collectives, memory
+from sharding.analysis.communication import collectives
+from sharding.analysis.memory import memory
 from sharding.batches import place_batch
 from tests.runs import TINY, make_run
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding.analysis.audit import collectives, memory
+from sharding.analysis.communication import collectives
+from sharding.analysis.memory import memory
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sharding.analysis import audit
+from sharding.analysis.loop_tasks import tasks_of_loop
 from tests.sharding.pipeline.runtime.test_executor import compiled
 
 
@@ -12,7 +12,7 @@ def test_no_send_of_a_tick_waits_for_later_work_nor_later_work_for_a_send(
     schedule, num_works, remat
 ):
     step, mesh = compiled(schedule, 8, {"pipeline": 4}, remat)
-    tasks = audit.tasks_of_loop(step, mesh)
+    tasks = tasks_of_loop(step, mesh)
     sends = {task.pairs: task for task in tasks if task.pairs}
     works = {task.name: task for task in tasks if not task.pairs}
     forward = sends[(0, 1), (1, 2), (2, 3)]

@@ -22,7 +22,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from sharding.analysis import hlo
+from sharding.analysis.hlo.instruction import Array, Instruction, Type, arrays_of
+from sharding.analysis.hlo.module import Module
 
 COLLECTIVES = (
     "all-reduce",
@@ -56,17 +57,17 @@ class HostTransfer:
     bytes: int
 
 
-def is_start(instruction: hlo.Instruction) -> bool:
+def is_start(instruction: Instruction) -> bool:
     """Return whether an instruction starts work that another instruction waits for."""
     return instruction.opcode.endswith("-start") or instruction.opcode in _WITHOUT_SUFFIX
 
 
-def is_done(instruction: hlo.Instruction) -> bool:
+def is_done(instruction: Instruction) -> bool:
     """Return whether an instruction waits for work that another instruction started."""
     return instruction.opcode.endswith("-done")
 
 
-def collective_kind(instruction: hlo.Instruction) -> str | None:
+def collective_kind(instruction: Instruction) -> str | None:
     """Return the kind of a collective, or None if the instruction is not a collective.
 
     A start has the kind of its synchronous form. XLA may split a permutation into a send and a
@@ -85,7 +86,7 @@ def collective_kind(instruction: hlo.Instruction) -> str | None:
     return opcode if opcode in COLLECTIVES else None
 
 
-def wrapped_collective(module: hlo.Module, start: hlo.Instruction) -> hlo.Instruction | None:
+def wrapped_collective(module: Module, start: Instruction) -> Instruction | None:
     """Return the collective that an `async-start` wraps, or None if it wraps no collective."""
     if start.opcode != "async-start":
         return None
@@ -93,10 +94,10 @@ def wrapped_collective(module: hlo.Module, start: hlo.Instruction) -> hlo.Instru
     return next((i for i in inner if collective_kind(i)), None)
 
 
-def result_of(instruction: hlo.Instruction) -> hlo.Type:
+def result_of(instruction: Instruction) -> Type:
     """Return the type of a collective's result, without the operands that starts carry along."""
     output = instruction.type
-    if isinstance(output, hlo.Array):
+    if isinstance(output, Array):
         return output
     if instruction.opcode == "send":
         return output[0]
@@ -105,17 +106,17 @@ def result_of(instruction: hlo.Instruction) -> hlo.Type:
     # its operands in a tuple.
     if not instruction.opcode.endswith("-start"):
         return output
-    if instruction.opcode == "all-reduce-start" and isinstance(output[0], hlo.Array):
+    if instruction.opcode == "all-reduce-start" and isinstance(output[0], Array):
         return output
     return output[1]
 
 
-def is_marked_synchronous(instruction: hlo.Instruction) -> bool:
+def is_marked_synchronous(instruction: Instruction) -> bool:
     """Return whether XLA runs a start-done pair synchronously, on the compute stream."""
     return '"is_sync":true' in instruction.attributes.replace(" ", "")
 
 
-def host_copy(instruction: hlo.Instruction) -> HostTransfer | None:
+def host_copy(instruction: Instruction) -> HostTransfer | None:
     """Return the transfer between device and host memory that an instruction performs.
 
     Slicing an array in host memory transfers only the slice, and updating a part of such an array
@@ -131,12 +132,12 @@ def host_copy(instruction: hlo.Instruction) -> HostTransfer | None:
         return None
     if instruction.opcode in ("while", "conditional", "call"):
         return None
-    given = [array for t in instruction.operand_types for array in hlo.arrays_of(t)]
-    made = list(hlo.arrays_of(instruction.type))
-    if is_start(instruction) and not isinstance(instruction.type, hlo.Array):
+    given = [array for t in instruction.operand_types for array in arrays_of(t)]
+    made = list(arrays_of(instruction.type))
+    if is_start(instruction) and not isinstance(instruction.type, Array):
         # Asynchronous forms have the type (operands, result, context), except for a copy-start:
         # (result, operand, context).
-        made = list(hlo.arrays_of(instruction.type[0 if instruction.opcode == "copy-start" else 1]))
+        made = list(arrays_of(instruction.type[0 if instruction.opcode == "copy-start" else 1]))
     to_host = [array for array in made if array.on_host]
     from_host = [array for array in given if array.on_host]
     on_device = [array for array in given if not array.on_host]
@@ -149,12 +150,12 @@ def host_copy(instruction: hlo.Instruction) -> HostTransfer | None:
     return None
 
 
-def overlapped(module: hlo.Module) -> set[str]:
+def overlapped(module: Module) -> set[str]:
     """Return the names of all starts that overlap with a kernel or a loop before their done."""
     return {name for body in module.computations.values() for name in _overlapped_in(body)}
 
 
-def _overlapped_in(body: list[hlo.Instruction]) -> Iterator[str]:
+def _overlapped_in(body: list[Instruction]) -> Iterator[str]:
     """Yield the starts of one computation that have kernels or loops before their done."""
     started: dict[str, int] = {}  # start -> number of kernels issued before it
     num_kernels = 0

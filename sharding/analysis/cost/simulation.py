@@ -27,158 +27,26 @@ result describes the busiest stage: its own operations, plus the time in each ti
 the other stages, which is the bubble.
 """
 
-import collections
 import dataclasses
 import re
 
-import numpy as np
-
-from sharding.analysis import asynchrony, hlo
-from sharding.analysis.kernel_time import Costs
-from sharding.pipeline.runtime.buffers import ExecutionPlan
+from sharding.analysis.cost.execution import (
+    BUBBLE,
+    COMPUTE,
+    HOST_LANES,
+    Busy,
+    CollectiveUse,
+    Event,
+    Execution,
+    Repeat,
+    Totals,
+)
+from sharding.analysis.cost.kernel_time import Costs
+from sharding.analysis.cost.ticks import Operations, Ticks
+from sharding.analysis.hlo import asynchrony
+from sharding.analysis.hlo.instruction import Instruction, body_of, loop_label, trip_count
+from sharding.analysis.hlo.module import Module
 from sharding.pipeline.runtime.executor import TICKS, scope_of
-
-#: The lane of kernels, and the category of a pipeline's idle time.
-COMPUTE = "compute"
-BUBBLE = "bubble"
-#: The lanes of copies to and from the host.
-HOST_LANES = ("to host", "to device")
-#: The operations that one stage runs in one tick: "F", "B", "W", flags that apply to these, such as
-#: "B.is_last", and names of `ExecutionPlan.shared`.
-Operations = frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Event:
-    """A piece of work that runs once.
-
-    Attributes:
-        lane: `COMPUTE`, `BUBBLE`, the kind of a collective, "to host" or "to device".
-        category: "matmul", "attention" or "other" for kernels; equal to the lane otherwise.
-        name: name of the instruction.
-        start_s: start, relative to the start of the execution that contains it.
-        duration_s: time that it takes.
-    """
-
-    lane: str
-    category: str
-    name: str
-    start_s: float
-    duration_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Repeat:
-    """An execution inside another one, repeated without a pause: iterations of a loop, or a branch.
-
-    Attributes:
-        label: label of the loop; "" if it is not a loop.
-        start_s: start, relative to the start of the execution that contains it.
-        count: number of repetitions.
-        run: one repetition.
-    """
-
-    label: str
-    start_s: float
-    count: int
-    run: "Execution"
-
-
-@dataclasses.dataclass
-class CollectiveUse:
-    """Total time of one collective of the program.
-
-    Attributes:
-        executions: number of executions.
-        seconds: time on its stream.
-        exposed_s: time for which kernels waited for it.
-    """
-
-    executions: int = 0
-    seconds: float = 0.0
-    exposed_s: float = 0.0
-
-
-@dataclasses.dataclass
-class Totals:
-    """Total times of one execution or several.
-
-    Attributes:
-        by_category: seconds of kernels ("matmul", "attention", "other"), of copies to and from the
-            host on their streams ("to host", "to device"), and of the bubble.
-        exposed_host_s: time for which kernels waited for copies to or from the host.
-        collectives: collectives by the name of their instruction.
-    """
-
-    by_category: dict[str, float] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(float)
-    )
-    exposed_host_s: float = 0.0
-    collectives: dict[str, CollectiveUse] = dataclasses.field(default_factory=dict)
-
-    def add(self, other: "Totals", times: int = 1) -> None:
-        """Add `times` times the totals of `other` to these."""
-        for category, seconds in other.by_category.items():
-            self.by_category[category] += times * seconds
-        self.exposed_host_s += times * other.exposed_host_s
-        for name, use in other.collectives.items():
-            own = self.collectives.setdefault(name, CollectiveUse())
-            own.executions += times * use.executions
-            own.seconds += times * use.seconds
-            own.exposed_s += times * use.exposed_s
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Execution:
-    """The simulated execution of a computation.
-
-    Attributes:
-        duration_s: time until its last kernel has finished and its last done has returned.
-        busy: (stream, seconds) for each stream that stays busy after that.
-        totals: times summed over everything that it contains.
-        items: its contents, in the order of issue.
-    """
-
-    duration_s: float
-    busy: "Busy"
-    totals: Totals
-    items: tuple[Event | Repeat, ...]
-
-
-Busy = tuple[tuple[str, float], ...]
-#: (stream, seconds until it is free) of the streams that are busy, sorted by stream.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ticks:
-    """The operations that the stages of a pipeline run in each tick.
-
-    Attributes:
-        stages: tick -> stage -> operations.
-    """
-
-    stages: tuple[tuple[Operations, ...], ...]
-
-    @classmethod
-    def of_plan(cls, plan: ExecutionPlan) -> "Ticks":
-        """Return the ticks of an execution plan."""
-        runs: dict[str, np.ndarray] = {}
-        for kind in "FBW":
-            runs[kind] = plan.tables[f"{kind}.microbatch"] >= 0
-            for flag in ("is_first", "is_last"):
-                runs[f"{kind}.{flag}"] = runs[kind] & (plan.tables[f"{kind}.{flag}"] > 0)
-        num_ticks, num_stages = runs["F"].shape
-        for name, row in plan.shared.items():  # operations that all stages run together
-            runs[name] = np.repeat((row >= 0)[:, None], num_stages, axis=1)
-
-        def cell(tick: int, stage: int) -> Operations:
-            return frozenset(name for name, table in runs.items() if table[tick, stage])
-
-        stages = range(num_stages)
-        return cls(stages=tuple(tuple(cell(tick, s) for s in stages) for tick in range(num_ticks)))
-
-    def __len__(self) -> int:
-        return len(self.stages)
 
 
 class Simulator:
@@ -191,7 +59,7 @@ class Simulator:
             branch.
     """
 
-    def __init__(self, module: hlo.Module, costs: Costs, ticks: Ticks | None):
+    def __init__(self, module: Module, costs: Costs, ticks: Ticks | None):
         self.module = module
         self.costs = costs
         self.ticks = ticks
@@ -266,7 +134,7 @@ class _SimulatorState:
         }
         self._pending: dict[str, tuple[str, float]] = {}  # start -> its stream and end time
 
-    def issue(self, instruction: hlo.Instruction) -> None:
+    def issue(self, instruction: Instruction) -> None:
         """Simulate an instruction."""
         if instruction.opcode == "while":
             self._loop(instruction)
@@ -295,7 +163,7 @@ class _SimulatorState:
             items=tuple(self.items),
         )
 
-    def _work(self, instruction: hlo.Instruction) -> None:
+    def _work(self, instruction: Instruction) -> None:
         """Simulate an instruction that does work of its own, as a kernel or on another stream."""
         costs = self.simulator.costs
         collective = asynchrony.wrapped_collective(self.simulator.module, instruction)
@@ -318,7 +186,7 @@ class _SimulatorState:
             self._wait(instruction.name)
 
     def _start(
-        self, instruction: hlo.Instruction, lane: str, seconds: float, collective: str | None
+        self, instruction: Instruction, lane: str, seconds: float, collective: str | None
     ) -> None:
         """Hand work to a stream."""
         stream = _stream_of(lane)
@@ -351,7 +219,7 @@ class _SimulatorState:
             use = self.totals.collectives.setdefault(collective, CollectiveUse())
             use.exposed_s += seconds
 
-    def _branch(self, conditional: hlo.Instruction) -> Execution:
+    def _branch(self, conditional: Instruction) -> Execution:
         """Return the execution of the branch taken: the longer one, or in a tick, the stage's."""
         runs = [self._run(name) for name in conditional.called]
         operation = _OPERATION.search(conditional.op_name)
@@ -362,12 +230,12 @@ class _SimulatorState:
         )
         return (min if is_idle else max)(runs, key=lambda run: run.duration_s)
 
-    def _loop(self, loop: hlo.Instruction) -> None:
+    def _loop(self, loop: Instruction) -> None:
         """Simulate a loop, with a single iteration if its trip count is unknown."""
-        body = hlo.body_of(loop)
+        body = body_of(loop)
         ticks = self.simulator.ticks
-        label = hlo.loop_label(loop)
-        count = hlo.trip_count(loop) or 1
+        label = loop_label(loop)
+        count = trip_count(loop) or 1
         if ticks is not None and label == TICKS and count == len(ticks):
             self._run_ticks(body, ticks)
             return

@@ -5,9 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sharding.analysis.cost import Prediction, predict
-from sharding.analysis.timeline import draw, trace, write_trace
-from tests.sharding.analysis.programs import (
+from sharding.analysis.cost.picture import draw
+from sharding.analysis.cost.prediction import Prediction, predict
+from sharding.analysis.cost.trace import trace, write_trace
+from tests.sharding.analysis.cost.programs import (
     MACHINE,
     MESH,
     computation,

@@ -2,7 +2,11 @@
 
 import json
 
-from sharding.analysis.kernel_time import Machine
+import pytest
+
+from sharding.analysis.cost.machine import Machine
+from sharding.analysis.cost.prediction import Prediction, predict
+from sharding.analysis.cost.ticks import Ticks
 
 #: 4 GPUs per host. A reduce-scatter over 4 GPUs moves 3 × its output, over links of 300 GB/s.
 MACHINE = Machine(
@@ -15,6 +19,7 @@ MACHINE = Machine(
     network_bytes_per_s=100e9,  # 85 GB/s with NETWORK_EFFICIENCY
 )
 MESH = {"pipeline": 2, "fsdp": 4}
+US = 1e-6
 #: Groups of 4 GPUs, each group on one host.
 GROUPS = "replica_groups={{0,1,2,3},{4,5,6,7}}"
 #: Output of an all-gather over GROUPS that takes 400 us on the links, or 300 us at full bandwidth.
@@ -88,3 +93,14 @@ def conditional(name: str, branches: tuple[str, str], op_name: str, operand: str
         f"  %{name} = f32[8]{{0}} conditional(%{operand}, %{operand}, %{operand}), "
         f'branch_computations={{{called}}}, metadata={{op_name="{op_name}"}}\n'
     )
+
+
+def step(computations: str, entry: str, ticks: Ticks | None = None) -> Prediction:
+    """Predict a program, and check the relations that hold for every prediction."""
+    found = predict(module(computations, entry), MESH, MACHINE, ticks)
+    exposed = found.exposed_communication_s + found.exposed_host_s
+    kernels = found.matmul_s + found.attention_s + found.other_s
+    assert found.step_s == pytest.approx(kernels + exposed + found.bubble_s)
+    assert 0 <= found.exposed_communication_s <= found.communication_s + 1e-12
+    assert 0 <= found.exposed_host_s <= found.host_s + 1e-12
+    return found

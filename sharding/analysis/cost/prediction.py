@@ -7,7 +7,7 @@ The program must be scheduled, as the text of every compiled GPU program is. Com
 `Target.compiler_options()`, which makes XLA write its own cost estimates into the program.
 
 A prediction has three parts: kernel_time.py estimates the time of one instruction, simulation.py
-runs the program with these times, and timeline.py draws the result.
+runs the program with these times, and picture.py and trace.py draw the result.
 
 Three effects are not modelled: kernels and communication slow each other down, since they share the
 device's memory; between two steps, the host prepares a batch; and a GPU lowers its clock at its
@@ -19,11 +19,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sharding.analysis import audit, hlo
-from sharding.analysis.kernel_time import Costs, Machine
-from sharding.analysis.simulation import BUBBLE, HOST_LANES, Execution, Simulator, Ticks
-
-__all__ = ["CollectiveTime", "Machine", "Prediction", "Ticks", "format_prediction", "predict"]
+from sharding.analysis.communication import Collective, collectives_of
+from sharding.analysis.cost.execution import BUBBLE, HOST_LANES, Execution
+from sharding.analysis.cost.kernel_time import Costs
+from sharding.analysis.cost.machine import Machine
+from sharding.analysis.cost.simulation import Simulator
+from sharding.analysis.cost.ticks import Ticks
+from sharding.analysis.hlo.parse import parse_modules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,9 @@ class CollectiveTime:
     """Total time of the collectives of one kind, set of mesh axes and loop.
 
     Attributes:
-        kind: as in `audit.Collective`.
-        axes: as in `audit.Collective`.
-        loop: as in `audit.Collective`.
+        kind: as in `communication.Collective`.
+        axes: as in `communication.Collective`.
+        loop: as in `communication.Collective`.
         count: executions per step.
         bytes: bytes of output on one device in all executions.
         seconds: time for which they occupy their stream in a step.
@@ -118,13 +120,13 @@ def predict(
         ValueError: if the text does not contain exactly one program, or if the program is for
             another number of devices.
     """
-    modules = hlo.parse_modules(text)
+    modules = parse_modules(text)
     if len(modules) != 1:
         raise ValueError(
             f"the text contains {len(modules)} programs; pass the text of one compiled step"
         )
     module = modules[0]
-    found = audit.collectives_of(module, mesh_shape)
+    found = collectives_of(module, mesh_shape)
     costs = Costs(module, mesh_shape, machine)
     run = Simulator(module, costs, ticks).step()
     totals = run.totals
@@ -188,9 +190,9 @@ def format_prediction(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _grouped(run: Execution, found: list[audit.Collective]) -> tuple[CollectiveTime, ...]:
+def _grouped(run: Execution, found: list[Collective]) -> tuple[CollectiveTime, ...]:
     """Return the collectives that ran, grouped by kind, mesh axes and loop."""
-    groups: dict[tuple[str, tuple[str, ...], str], list[audit.Collective]] = {}
+    groups: dict[tuple[str, tuple[str, ...], str], list[Collective]] = {}
     for collective in {collective.name: collective for collective in found}.values():
         if collective.name in run.totals.collectives:
             key = (collective.kind, collective.axes, collective.loop)

@@ -1,11 +1,10 @@
 """Tests of GPU programs' own spellings: asynchronous pairs, wrapped calls, tiled layouts."""
 
-import pytest
-
-from sharding.analysis import audit, hlo
+from sharding.analysis.communication import collectives_in_text, host_copies_in_text
+from sharding.analysis.flops import matmul_flops_in_text
+from sharding.analysis.loop_tasks import tasks_of_loop_in_text
 
 MESH = {"pipeline": 2, "data": 2, "model": 2}
-
 GPU_TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -73,7 +72,7 @@ backend_config={"known_trip_count":{"n":"11"},"known_init_step":{"init":"0","ste
 
 
 def test_collectives_asynchronous_forms_count_once_with_the_bytes_of_their_result():
-    found = audit.collectives_in_text(GPU_TEXT, MESH)
+    found = collectives_in_text(GPU_TEXT, MESH)
     assert [(c.name, c.kind, c.axes, c.loop_depth, c.trip_count, c.bytes) for c in found] == [
         ("ar-start", "all-reduce", ("data",), 0, 1, 8 * 16 * 4 + 64 * 2),
         ("ag-start", "all-gather", ("data",), 0, 1, 128 * 2 + 16 * 4),
@@ -89,7 +88,7 @@ def test_collectives_tell_what_runs_meanwhile():
     text = GPU_TEXT.replace(
         "%ar-done =", "%work = f32[8,16]{1,0} negate(%a)\n  %ar-done ="
     ).replace("use_global_device_ids=true, dimensions={0}", 'dimensions={0}, "is_sync":true')
-    found = {c.name: c for c in audit.collectives_in_text(text, MESH)}
+    found = {c.name: c for c in collectives_in_text(text, MESH)}
     assert {name: (c.is_async, c.is_overlapped) for name, c in found.items()} == {
         "ar-start": (True, True),
         "ag-start": (True, False),
@@ -99,31 +98,6 @@ def test_collectives_tell_what_runs_meanwhile():
         "rs": (False, False),  # wrapped, but marked as synchronous
     }
     assert found["ar-start"].loop == "" and found["rs"].loop == "loop 1"
-
-
-@pytest.mark.parametrize(
-    "op_name, label",
-    [
-        ("jit(f)/shard_map/pipeline_ticks/while", "pipeline_ticks"),
-        ("jit(f)/ticks/while/body/closed_call/layers/while", "layers"),
-        ("jit(f)/transpose(jvp(layers))/while", "layers"),
-        ("jit(f)/shard_map/while/body/closed_call/jvp()/while", ""),
-        ("jit(f)/while/body/eval_jaxpr/while", ""),
-        ("", ""),
-    ],
-)
-def test_loop_label_is_the_scope_of_the_loop(op_name, label):
-    loop = hlo.Instruction(
-        name="w",
-        opcode="while",
-        type=(),
-        operands=(),
-        operand_types=(),
-        attributes="",
-        called=(),
-        op_name=op_name,
-    )
-    assert hlo.loop_label(loop) == label
 
 
 HOST_TEXT = """HloModule jit_step, is_scheduled=true
@@ -159,7 +133,7 @@ def test_host_copies_have_the_bytes_that_move():
     whole = 4 * 8 * 16 * 4
     assert [
         (c.name, c.direction, c.bytes, c.trip_count, c.is_async, c.is_overlapped, c.loop)
-        for c in audit.host_copies_in_text(HOST_TEXT)
+        for c in host_copies_in_text(HOST_TEXT)
     ] == [
         ("ds", "to device", row, 4, True, True, "optimizer"),
         ("dus", "to host", row, 4, True, False, "optimizer"),
@@ -173,7 +147,7 @@ def test_collectives_read_both_spellings_of_an_asynchronous_all_reduce():
     new = f"((f32[8,16]{{1,0}}, bf16[64]{{0}}), {old.split(') all')[0]})) all-reduce-start(%a, %b)"
     texts = (GPU_TEXT, GPU_TEXT.replace(old, new))
     assert texts[0] != texts[1]
-    sizes = [{c.name: c.bytes for c in audit.collectives_in_text(t, MESH)} for t in texts]
+    sizes = [{c.name: c.bytes for c in collectives_in_text(t, MESH)} for t in texts]
     assert sizes[0] == sizes[1]
 
 
@@ -220,55 +194,14 @@ backend_config={"known_trip_count":{"n":"11"}}
 def test_matmul_flops_count_what_libraries_compute():
     convolution = 2 * 64 * 7 * 7 * 32 * 3 * 3
     in_loop = 2 * 8 * 16 * 32 + 2 * 8 * 8 * 16 + 2 * 8 * 32 * 16
-    assert audit.matmul_flops_in_text(LIBRARY_TEXT) == 3 * convolution + 11 * in_loop
+    assert matmul_flops_in_text(LIBRARY_TEXT) == 3 * convolution + 11 * in_loop
 
 
 def test_tasks_of_loop_of_asynchronous_permutations():
-    tasks = audit.tasks_of_loop_in_text(LIBRARY_TEXT, {"pipeline": 2})
+    tasks = tasks_of_loop_in_text(LIBRARY_TEXT, {"pipeline": 2})
     assert [(task.name, task.pairs, sorted(task.needs)) for task in tasks] == [
         ("gemm", (), []),
         ("start", ((0, 1),), ["gemm"]),
         ("late", (), ["gemm", "start"]),
         ("dot", (), ["gemm", "start"]),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "bytes_"),
-    [
-        ("f32[4,16]{1,0}", 256),
-        ("f32[]", 4),
-        ("pred[3]{0}", 3),
-        ("bf16[2,3]{1,0:T(8,128)(2,1)S(5)}", 12),
-        ("f8e4m3fn[10]{0}", 10),
-        ("s4[5]{0}", 3),
-        ("c128[2]{0}", 32),
-        ("f32[0,7]{1,0}", 0),
-        ("f32[<=5]{0}", 20),
-        ("(f32[2]{0}, (u32[], token[]), s8[3]{0})", 15),
-        ("()", 0),
-    ],
-)
-def test_parse_type_counts_bytes(text, bytes_):
-    assert sum(array.bytes for array in hlo.arrays_of(hlo.parse_type(text))) == bytes_
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        ("float32", "f32"),
-        ("bfloat16", "bf16"),
-        ("float8_e4m3fn", "f8e4m3fn"),
-        ("int32", "s32"),
-        ("uint8", "u8"),
-        ("complex64", "c64"),
-        ("bool", "pred"),
-    ],
-)
-def test_dtype_name_is_that_of_xla(dtype, name):
-    assert hlo.dtype_name(dtype) == name
-
-
-def test_parse_modules_rejects_other_text():
-    with pytest.raises(ValueError, match="'module @jit_f' has none"):
-        hlo.parse_modules("module @jit_f")

@@ -26,7 +26,12 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from sharding.analysis import asynchrony, device_groups, hlo
+from sharding.analysis.cost.machine import Machine
+from sharding.analysis.cost.memory_traffic import array_bytes, moved_bytes
+from sharding.analysis.hlo import asynchrony, device_groups
+from sharding.analysis.hlo.flops import attention_flops, product_flops
+from sharding.analysis.hlo.instruction import Instruction, arrays_of, custom_call_target
+from sharding.analysis.hlo.module import Module
 
 #: Share of the peak FLOP/s that a large matrix product reaches: XLA's tables say 0.79 for bfloat16
 #: products of 8192x4096x4096 on an H100, and less for smaller ones.
@@ -65,40 +70,9 @@ MOST_OF_ESTIMATE = 2.0
 #: minimum, and estimates nanoseconds for scalars. A rule of thumb for sequences of small kernels,
 #: not measured.
 KERNEL_S = 2e-6
-
 Category = Literal["matmul", "attention", "other"]
 _ENTRIES = re.compile(r'"reification_cost":\s*\[([^\]]*)\]')
 _ENTRY = re.compile(r'"exec_time_us":\s*([\d.eE+\-]+)[^{}]*"name":\s*"([^"]*)"')
-_SLICES = ("dynamic-slice", "slice", "gather")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Hosts with GPUs, described by the rates of one GPU from its datasheet.
-
-    Attributes:
-        device_kind: name of the GPU, such as "NVIDIA H100 80GB HBM3".
-        flops_per_s: XLA's name of the operands' element type -> peak FLOP/s of matrix products.
-            Types that are not listed use "f32".
-        memory_bytes_per_s: bandwidth of the GPU's memory.
-        host_bytes_per_s: bandwidth of its link to the host, in one direction.
-        link_bytes_per_s: bandwidth of its links to the other GPUs of its host, in one direction.
-        gpus_per_host: partitions 0 .. gpus_per_host - 1 of a program are on the first host, etc.
-        network_bytes_per_s: bandwidth of its network adapter, in one direction. The default is
-            InfiniBand NDR: one 400 Gbit/s adapter per GPU, as in an NVIDIA DGX H100.
-    """
-
-    device_kind: str
-    flops_per_s: Mapping[str, float]
-    memory_bytes_per_s: float
-    host_bytes_per_s: float
-    link_bytes_per_s: float
-    gpus_per_host: int
-    network_bytes_per_s: float = 50e9
-
-    def peak_flops_per_s(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a product whose operands have this element type."""
-        return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,19 +109,19 @@ class Costs:
         machine: the hardware that it runs on.
     """
 
-    def __init__(self, module: hlo.Module, mesh_shape: Mapping[str, int], machine: Machine):
+    def __init__(self, module: Module, mesh_shape: Mapping[str, int], machine: Machine):
         self.module = module
         self.mesh_shape = mesh_shape
         self.machine = machine
 
-    def kernel(self, instruction: hlo.Instruction) -> Kernel | None:
+    def kernel(self, instruction: Instruction) -> Kernel | None:
         """Return the kernel that an instruction runs on the compute stream, or None if none.
 
         Do not pass collectives, copies to or from the host, or calls of computations.
         """
         if instruction.opcode in asynchrony.NO_WORK:
             return None
-        target = hlo.custom_call_target(instruction)
+        target = custom_call_target(instruction)
         if target.startswith("__cudnn$fmha"):
             return _kernel("attention", self._attention_s(instruction))
         flops = self._flops(instruction)
@@ -162,13 +136,13 @@ class Costs:
             seconds = moved / (MEMORY_EFFICIENCY * self.machine.memory_bytes_per_s)
         return _kernel("other", seconds)
 
-    def collective(self, instruction: hlo.Instruction) -> Transfer:
+    def collective(self, instruction: Instruction) -> Transfer:
         """Return the cost of a collective or of its start."""
         num_devices = math.prod(self.mesh_shape.values())
         groups = device_groups.parse(instruction.attributes, num_devices)
         kind = asynchrony.collective_kind(instruction)
         assert kind is not None
-        result = hlo.arrays_of(asynchrony.result_of(instruction))
+        result = arrays_of(asynchrony.result_of(instruction))
         num_bytes = sum(array.bytes for array in result)
         slow_s, fast_s = self._wire_s(kind, groups, num_bytes)
         given_s = entries(instruction).get("sol")
@@ -192,16 +166,16 @@ class Costs:
         """Return the time of a copy to or from the host."""
         return copy.bytes / (HOST_EFFICIENCY * self.machine.host_bytes_per_s)
 
-    def _flops(self, instruction: hlo.Instruction) -> int:
+    def _flops(self, instruction: Instruction) -> int:
         """Return the FLOPs of the products in an instruction, including products in a fusion."""
-        own = hlo.matmul_flops(instruction)
+        own = product_flops(instruction)
         if own is not None or instruction.opcode != "fusion":
             return own or 0
         inner = (i for name in instruction.called for i in self.module.computations.get(name, []))
-        return sum(hlo.matmul_flops(i) or 0 for i in inner)
+        return sum(product_flops(i) or 0 for i in inner)
 
-    def _product_s(self, instruction: hlo.Instruction, flops: int) -> float:
-        operands = [array for t in instruction.operand_types for array in hlo.arrays_of(t)]
+    def _product_s(self, instruction: Instruction, flops: int) -> float:
+        operands = [array for t in instruction.operand_types for array in arrays_of(t)]
         # The product is computed in the narrowest operand type: with bfloat16 operands, a float32
         # bias does not make it a float32 product.
         dtype = min(operands[:2], key=lambda array: array.bytes / max(1, array.num_elements)).dtype
@@ -216,12 +190,12 @@ class Costs:
             return max(given_s, least_s)
         return max(least_s / MATMUL_EFFICIENCY, num_bytes / (MEMORY_EFFICIENCY * memory))
 
-    def _attention_s(self, instruction: hlo.Instruction) -> float:
-        is_backward = "Backward" in hlo.custom_call_target(instruction)
+    def _attention_s(self, instruction: Instruction) -> float:
+        is_backward = "Backward" in custom_call_target(instruction)
         share = ATTENTION_BACKWARD_EFFICIENCY if is_backward else ATTENTION_FORWARD_EFFICIENCY
-        dtype = next(hlo.arrays_of(instruction.operand_types[0])).dtype
+        dtype = next(arrays_of(instruction.operand_types[0])).dtype
         compute_s = attention_flops(instruction) / (share * self.machine.peak_flops_per_s(dtype))
-        moved_s = _array_bytes(instruction) / self.machine.memory_bytes_per_s
+        moved_s = array_bytes(instruction) / self.machine.memory_bytes_per_s
         return max(compute_s, moved_s / MEMORY_EFFICIENCY)
 
     def _wire_s(
@@ -258,100 +232,11 @@ class Costs:
         return len({device // self.machine.gpus_per_host for device in group}) or 1
 
 
-def entries(instruction: hlo.Instruction) -> dict[str, float]:
+def entries(instruction: Instruction) -> dict[str, float]:
     """Return XLA's estimates of an instruction: name -> seconds."""
     found = _ENTRIES.search(instruction.attributes)
     parts = _ENTRY.findall(found[1]) if found else []
     return {name: float(microseconds) * 1e-6 for microseconds, name in parts}
-
-
-def attention_flops(instruction: hlo.Instruction) -> int:
-    """Return the FLOPs of a cuDNN attention call: 2 products forward, 5 backward.
-
-    Query-key pairs that the mask hides in every example do not count; a causal mask without a
-    window nearly halves the pairs. Pairs that are hidden by packed segments or padding count,
-    because the program does not contain that information.
-    """
-    query, _, value = (next(hlo.arrays_of(t)) for t in instruction.operand_types[:3])
-    shape = re.search(
-        r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.attributes
-    )
-    assert shape is not None, instruction.name
-    batch, num_heads, num_queries, num_keys = map(int, re.findall(r"\d+", shape[1]))
-    window = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.attributes)
-    is_causal = re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) is not None
-    pairs = num_queries * num_keys
-    if is_causal:
-        mask_options = min(num_keys, (int(window[1]) if window else 0) or num_keys)
-        # A query sees its own key and earlier ones, at most `mask_options` of them (the window, or
-        # all keys): the first `growing` queries see 1, 2, 3, ... keys, the others `mask_options`.
-        growing = min(num_queries, mask_options)
-        pairs = growing * (growing + 1) // 2 + (num_queries - growing) * mask_options
-    head_dims = query.shape[-1] + value.shape[-1]
-    if "Backward" in hlo.custom_call_target(instruction):
-        # Recomputed logits, gradient of the logits, and gradients of queries, keys and values.
-        head_dims = 3 * query.shape[-1] + 2 * value.shape[-1]
-    return 2 * batch * num_heads * pairs * head_dims
-
-
-def moved_bytes(module: hlo.Module, instruction: hlo.Instruction) -> int:
-    """Return the bytes that a kernel reads from and writes to device memory.
-
-    If a fusion or another instruction slices an operand, only the slice is read. If its result is
-    an operand with a part replaced, only that part is written. Workspaces of libraries do not
-    count.
-    """
-    if instruction.opcode in _SLICES:
-        return 2 * sum(array.bytes for array in hlo.arrays_of(instruction.type))
-    if instruction.opcode == "dynamic-update-slice":
-        return 2 * _update_bytes(instruction)
-    if instruction.opcode not in ("fusion", "fusion-start") or not instruction.called:
-        return _array_bytes(instruction)
-    body = module.computations.get(instruction.called[0], [])
-    readers: dict[str, list[hlo.Instruction]] = {}
-    for inner in body:
-        for operand in dict.fromkeys(inner.operands):
-            readers.setdefault(operand, []).append(inner)
-    total = 0
-    for parameter in (inner for inner in body if inner.opcode == "parameter"):
-        total += _read_bytes(parameter, readers)
-    root = body[-1] if body else instruction
-    output = instruction.type if instruction.opcode == "fusion" else root.type
-    updates = [inner for inner in body if inner.opcode == "dynamic-update-slice"]
-    if updates and (root.opcode == "tuple" or root in updates):
-        return total + sum(_update_bytes(update) for update in updates)
-    return total + _result_bytes(instruction, output)
-
-
-def _read_bytes(parameter: hlo.Instruction, readers: Mapping[str, list[hlo.Instruction]]) -> int:
-    """Return the bytes that a fusion reads from one of its parameters."""
-    whole = sum(array.bytes for array in hlo.arrays_of(parameter.type))
-    part = 0
-    for reader in readers.get(parameter.name, []):
-        if reader.opcode in _SLICES:
-            part += sum(array.bytes for array in hlo.arrays_of(reader.type))
-        elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == parameter.name:
-            part += 0  # updated in place, so the rest is not read
-        else:
-            return whole
-    return min(part, whole)
-
-
-def _update_bytes(update: hlo.Instruction) -> int:
-    return sum(array.bytes for array in hlo.arrays_of(update.operand_types[1]))
-
-
-def _array_bytes(instruction: hlo.Instruction) -> int:
-    """Return the bytes of an instruction's operands and results."""
-    given = sum(array.bytes for t in instruction.operand_types for array in hlo.arrays_of(t))
-    return given + _result_bytes(instruction, instruction.type)
-
-
-def _result_bytes(instruction: hlo.Instruction, result: hlo.Type) -> int:
-    """Return the bytes of an instruction's results, excluding a library's workspace."""
-    has_workspace = instruction.opcode == "custom-call" or '"__custom' in instruction.attributes
-    kinds = ("s8", "u8") if has_workspace else ()
-    return sum(array.bytes for array in hlo.arrays_of(result) if array.dtype not in kinds)
 
 
 def _sent_bytes(kind: str, size: int, num_bytes: int) -> float:
@@ -372,7 +257,7 @@ def _sent_bytes(kind: str, size: int, num_bytes: int) -> float:
     return others * num_bytes  # all-gather, all-to-all
 
 
-def _is_triton(instruction: hlo.Instruction) -> bool:
+def _is_triton(instruction: Instruction) -> bool:
     return '"__triton' in instruction.attributes
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sharding.analysis import device_groups
+from sharding.analysis.hlo import device_groups
 
 MESH = {"pipeline": 2, "data": 2, "model": 2}
 

@@ -1,26 +1,20 @@
-"""Draws a predicted step, as a trace for Perfetto and as an SVG picture.
+"""Draws a predicted step as an SVG picture.
 
-    write_trace(prediction, "step.json")            # open in https://ui.perfetto.dev
     Path("step.svg").write_text(draw(prediction))
 
-Both have a lane for kernels and one for each kind of communication. The simulated step is a tree: a
-loop stores one iteration and a count, and the iteration may contain further loops. This tree is far
-smaller than the list of all events in a step. To bound its size, the trace writes out the first
-iterations of a loop and summarizes the others as one event per lane. The picture divides the step
-into columns of time, and spreads anything shorter than a column evenly over it.
+The picture has a lane for kernels and one for each kind of communication. It divides the step into
+columns of time, and spreads anything shorter than a column evenly over it, because the simulated
+step is a tree that is far smaller than the list of all its events.
 """
 
 import collections
-import dataclasses
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
-from sharding.analysis.cost import Prediction
-from sharding.analysis.simulation import BUBBLE, COMPUTE, HOST_LANES, Event, Execution, Repeat
+from sharding.analysis.cost.execution import BUBBLE, HOST_LANES, Event, Execution, Repeat
+from sharding.analysis.cost.lanes import lane_of, lanes_of, seconds_by_lane
+from sharding.analysis.cost.prediction import Prediction
 from sharding.pipeline.runtime.executor import TICKS
 
 #: category -> (name, colour). Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -32,14 +26,8 @@ _KERNELS = {
 }
 _COMMUNICATION = ("communication", "#009e73")
 _HOST = ("host copies", "#cc79a7")
-
-#: Number of iterations of a loop that the trace writes out before it summarizes the others.
-_SPELLED_OUT = 4
 #: Share of a step that a loop must take to be labelled in the picture.
 _SHORTEST_BRACKET = 0.06
-#: Maximum number of events in a trace: about 20 MB.
-_MOST_EVENTS = 100_000
-
 _WIDTH = 1240
 _LEFT = 190
 _TOP = 92
@@ -47,67 +35,6 @@ _LANE = 34
 _GAP = 12
 _LEAST = 1.5  # height of the shortest event in pixels
 _COLUMNS = 1026  # number of columns of time, one pixel wide each
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Placed:
-    """An event on a lane, with times relative to the start of the step.
-
-    Attributes:
-        lane: lane that it is drawn on.
-        category: category that selects its colour.
-        name: name that is displayed.
-        start_s: start, since the step began.
-        duration_s: time that it takes.
-        count: number of iterations of a loop that it summarizes; 1 for a single event.
-    """
-
-    lane: str
-    category: str
-    name: str
-    start_s: float
-    duration_s: float
-    count: int = 1
-
-
-def write_trace(prediction: Prediction, path: str | Path) -> None:
-    """Write the step as Chrome trace events, which Perfetto and chrome://tracing can open."""
-    Path(path).write_text(json.dumps(trace(prediction), separators=(",", ":")), encoding="utf-8")
-
-
-def trace(prediction: Prediction) -> dict[str, Any]:
-    """Return the step as Chrome trace events: one thread per lane, times in microseconds.
-
-    The first iterations of each loop are written out, fewer of them for a program with many
-    instructions. The other iterations become one event per lane, whose `args` hold the number of
-    iterations that it stands for.
-    """
-    for spelled_out in (_SPELLED_OUT, 2, 1, 0):
-        placed = list(_spelled(prediction.run, 0.0, spelled_out, _MOST_EVENTS))
-        if len(placed) <= _MOST_EVENTS:
-            break
-    placed = placed[:_MOST_EVENTS]
-    lanes = {lane: number for number, lane in enumerate(_lanes(prediction.run))}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "predicted step"}}
-    ]
-    for lane, number in lanes.items():
-        name = {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": lane}}
-        events += [name, {**name, "name": "thread_sort_index", "args": {"sort_index": number}}]
-    for item in placed:
-        event = {
-            "ph": "X",
-            "pid": 0,
-            "tid": lanes[_lane(item.lane)],
-            "name": item.name,
-            "cat": item.category,
-            "ts": round(1e6 * item.start_s, 3),
-            "dur": round(1e6 * item.duration_s, 3),
-        }
-        if item.count > 1:
-            event["args"] = {"iterations": item.count}
-        events.append(event)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def draw(prediction: Prediction, title: str = "") -> str:
@@ -118,13 +45,13 @@ def draw(prediction: Prediction, title: str = "") -> str:
         title: name of the step; "predicted" and the time are added.
     """
     step_s = prediction.step_s or 1e-9
-    lanes = _lanes(prediction.run)
+    lanes = lanes_of(prediction.run)
     columns = _Columns(step_s)
     columns.add(prediction.run, 0.0)
     bottom = _TOP + len(lanes) * (_LANE + _GAP)
     height = bottom + 92
     seconds: dict[str, float] = collections.defaultdict(float)
-    for (lane, _), value in _seconds(prediction.run).items():
+    for (lane, _), value in seconds_by_lane(prediction.run).items():
         seconds[lane] += value
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
@@ -173,7 +100,7 @@ class _Columns:
     ) -> None:
         """Spread seconds of work evenly over an interval of time."""
         empty = [0.0] * _COLUMNS
-        share = self.shares.setdefault(_lane(lane), {}).setdefault(category, empty)
+        share = self.shares.setdefault(lane_of(lane), {}).setdefault(category, empty)
         start = start_s / self._column_s
         stop = (start_s + duration_s) / self._column_s
         per_column = seconds / self._column_s / max(stop - start, 1e-12)
@@ -183,7 +110,7 @@ class _Columns:
 
     def _sum(self, run: Execution) -> list[tuple[str, str, float]]:
         if id(run) not in self._sums:
-            sums = _seconds(run)
+            sums = seconds_by_lane(run)
             self._sums[id(run)] = [(*key, seconds) for key, seconds in sums.items()]
         return self._sums[id(run)]
 
@@ -325,80 +252,3 @@ def _style(category: str) -> tuple[str, str]:
     if category in _KERNELS:
         return _KERNELS[category]
     return _HOST if category in HOST_LANES else _COMMUNICATION
-
-
-def _lane(lane: str) -> str:
-    """Return the lane that an event is drawn on; idle time is drawn among the kernels."""
-    return COMPUTE if lane == BUBBLE else lane
-
-
-def _lanes(run: Execution) -> list[str]:
-    """Return the lanes of an execution: kernels, sorted collectives, host copies."""
-    found = {_lane(lane) for lane, _ in _seconds(run)} - {COMPUTE}
-    return [COMPUTE, *sorted(found, key=lambda lane: (lane in HOST_LANES, lane))]
-
-
-def _seconds(run: Execution) -> dict[tuple[str, str], float]:
-    """Return the seconds of each (lane, category) in an execution, repetitions included."""
-    memo: dict[int, dict[tuple[str, str], float]] = {}
-
-    def of(run: Execution) -> dict[tuple[str, str], float]:
-        if id(run) not in memo:
-            sums: dict[tuple[str, str], float] = collections.defaultdict(float)
-            for item in run.items:
-                if isinstance(item, Event):
-                    sums[item.lane, item.category] += item.duration_s
-                else:
-                    for key, seconds in of(item.run).items():
-                        sums[key] += item.count * seconds
-            memo[id(run)] = dict(sums)
-        return memo[id(run)]
-
-    return of(run)
-
-
-def _spelled(run: Execution, start_s: float, spelled_out: int, most: int) -> Iterator[_Placed]:
-    """Yield the events of an execution, writing out `spelled_out` iterations of each loop.
-
-    Stops soon after `most` events.
-    """
-    num = 0
-    for item in run.items:
-        for placed in _spelled_item(item, start_s + item.start_s, spelled_out, most - num):
-            num += 1
-            yield placed
-        if num > most:
-            return
-
-
-def _spelled_item(
-    item: Event | Repeat, start_s: float, spelled_out: int, most: int
-) -> Iterator[_Placed]:
-    if isinstance(item, Event):
-        yield _Placed(
-            lane=item.lane,
-            category=item.category,
-            name=item.name,
-            start_s=start_s,
-            duration_s=item.duration_s,
-        )
-        return
-    count = item.count if not item.label else min(item.count, spelled_out)
-    for _ in range(count):
-        yield from _spelled(item.run, start_s, spelled_out, most)
-        start_s += item.run.duration_s
-    if item.count > count:
-        yield from _summed_up(item, start_s, item.count - count)
-
-
-def _summed_up(item: Repeat, start_s: float, count: int) -> Iterator[_Placed]:
-    """Yield one event per lane for iterations that are not written out."""
-    for lane in _lanes(item.run):
-        yield _Placed(
-            lane=lane,
-            category="loop",
-            name=f"{item.label or 'loop'} × {count}",
-            start_s=start_s,
-            duration_s=count * item.run.duration_s,
-            count=count,
-        )

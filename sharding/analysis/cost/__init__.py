@@ -1,0 +1,1 @@
+"""Predicts the time of a compiled step on GPUs, and draws it."""

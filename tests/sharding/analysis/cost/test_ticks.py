@@ -1,0 +1,76 @@
+"""Tests of the predicted time of a pipeline, tick by tick."""
+
+import pytest
+
+from sharding.analysis.cost import kernel_time
+from sharding.analysis.cost.ticks import Ticks
+from sharding.pipeline.runtime.buffers import make_execution_plan
+from sharding.pipeline.schedule import make_schedule
+from tests.sharding.analysis.cost.programs import US, computation, conditional, fusion, loop, step
+
+
+def pipeline(permute: str = "") -> tuple[str, str]:
+    """A loop over ticks: F takes 100 us, B 200 us, other work 10 us, and the head in B 50 us."""
+    path = "jit(step)/pipeline_ticks/while/body/closed_call"
+    branches = computation("idle", "  %nothing = f32[8]{0} bitcast(%idle.arg)")
+    branches += computation("forward", fusion("f", 100, "forward.arg"))
+    branches += computation("head", fusion("h", 50, "head.arg"))
+    branches += computation(
+        "backward",
+        conditional(
+            "is_last",
+            ("idle", "head"),
+            f"{path}/pipeline_B/cond/branch_1_fun/pipeline_B.is_last/cond",
+            "backward.arg",
+        )
+        + fusion("b", 200, "is_last"),
+    )
+    tick = (
+        conditional("F", ("idle", "forward"), f"{path}/pipeline_F/cond", "tick.arg")
+        + permute
+        + conditional("B", ("idle", "backward"), f"{path}/pipeline_B/cond", "tick.arg")
+        + fusion("rest", 10, "B")
+    )
+    return branches + computation("tick", tick), loop("ticks", "tick", 3, "pipeline_ticks")
+
+
+def ticks(*rows: tuple[str, str]) -> Ticks:
+    return Ticks(stages=tuple(tuple(frozenset(s.split()) for s in row) for row in rows))
+
+
+ROWS = ticks(("F", ""), ("F", "B B.is_last"), ("B", "B B.is_last"))
+
+
+def test_predict_runs_a_tick_as_long_as_its_slowest_stage():
+    found = step(*pipeline(), ROWS)
+    assert found.step_s == pytest.approx((110 + 260 + 260) * US)
+    # The second stage is the busiest one; it only waits in the first tick.
+    assert found.other_s == pytest.approx((10 + 260 + 260) * US)
+    assert found.bubble_s == pytest.approx(100 * US)
+
+
+def test_predict_adds_a_ticks_operations_where_an_exchange_waits():
+    permute = (
+        "  %cp = f32[8]{0} collective-permute(%F), source_target_pairs={{0,4},{1,5},{2,6},{3,7}}\n"
+    )
+    found = step(*pipeline(permute), ROWS)
+    wait = kernel_time.NETWORK_LATENCY_S
+    assert found.step_s == pytest.approx((110 + 360 + 260) * US + 3 * wait)
+    assert found.bubble_s == pytest.approx((100 + 100) * US)
+
+
+def test_predict_without_ticks_runs_everything_in_every_tick():
+    assert step(*pipeline()).step_s == pytest.approx(3 * 360 * US)
+
+
+def test_ticks_of_plan_say_what_each_stage_runs():
+    plan = make_execution_plan(
+        make_schedule("1f1b", num_stages=2, num_microbatches=3, num_chunks=1)
+    )
+    found = Ticks.of_plan(plan)
+    assert len(found) == len(plan.tables["F.microbatch"])
+    first, last = zip(*found.stages, strict=True)
+    assert sum("F" in cell for cell in first) == sum("B" in cell for cell in first) == 3
+    assert all(("B" in cell) == ("B.is_first" in cell) for cell in first)
+    # The last stage computes its forwards as part of its backwards.
+    assert sum("B.is_last" in cell for cell in last) == 3 and not any("F" in cell for cell in last)

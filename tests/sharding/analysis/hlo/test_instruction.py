@@ -1,0 +1,46 @@
+"""Tests of what an instruction says about loops and element types."""
+
+import pytest
+
+from sharding.analysis.hlo.instruction import Instruction, dtype_name, loop_label
+
+
+@pytest.mark.parametrize(
+    "op_name, label",
+    [
+        ("jit(f)/shard_map/pipeline_ticks/while", "pipeline_ticks"),
+        ("jit(f)/ticks/while/body/closed_call/layers/while", "layers"),
+        ("jit(f)/transpose(jvp(layers))/while", "layers"),
+        ("jit(f)/shard_map/while/body/closed_call/jvp()/while", ""),
+        ("jit(f)/while/body/eval_jaxpr/while", ""),
+        ("", ""),
+    ],
+)
+def test_loop_label_is_the_scope_of_the_loop(op_name, label):
+    loop = Instruction(
+        name="w",
+        opcode="while",
+        type=(),
+        operands=(),
+        operand_types=(),
+        attributes="",
+        called=(),
+        op_name=op_name,
+    )
+    assert loop_label(loop) == label
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("float32", "f32"),
+        ("bfloat16", "bf16"),
+        ("float8_e4m3fn", "f8e4m3fn"),
+        ("int32", "s32"),
+        ("uint8", "u8"),
+        ("complex64", "c64"),
+        ("bool", "pred"),
+    ],
+)
+def test_dtype_name_is_that_of_xla(dtype, name):
+    assert dtype_name(dtype) == name
