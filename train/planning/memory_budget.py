@@ -18,7 +18,8 @@ from sharding.analysis.memory import memory
 from sharding.analysis.memory_pressure import memory_pressure
 from sharding.analysis.targets import Target
 from sharding.distributed.messages import Exchange
-from sharding.estimate.memory_estimate import GAPS, LABELS, TEMPORARIES, Needs
+from sharding.estimate.labels import GAPS, LABELS, TEMPORARIES
+from sharding.estimate.memory_estimate import Needs
 from sharding.memory import HOST_KIND, MemoryConfig
 from train.run.run import Run
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.targets import Target
-from sharding.estimate.memory_estimate import StepCost
+from sharding.estimate.step_cost import StepCost
 from train.reporting.throughput import peak_flops_per_s
 
 #: Fraction of the peak that matrix products of large models reach; see docs/benchmarks.md.

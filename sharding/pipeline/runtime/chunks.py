@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from sharding.estimate.memory_estimate import counted_as
+from sharding.estimate.labels import counted_as
 from sharding.logical import runs_alone
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.packed_activations import PackedActivations

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from sharding.estimate.memory_estimate import counted_as
+from sharding.estimate.labels import counted_as
 from sharding.mesh import REPLICA_AXES
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import Layout

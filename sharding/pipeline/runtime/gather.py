@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from sharding.collectives import psum
-from sharding.estimate.memory_estimate import counted_as
+from sharding.estimate.labels import counted_as
 from sharding.memory import MemoryConfig, is_on_host, streamed, to_device
 from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.rules import axes_of

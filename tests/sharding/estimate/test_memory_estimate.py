@@ -3,37 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.estimate.jaxpr import open_jaxpr
-from sharding.estimate.memory_estimate import TEMPORARIES, Estimate, counted_as, estimate
+from sharding.estimate.labels import TEMPORARIES, counted_as
 from sharding.mesh import MeshConfig, make_mesh
-
-KIB = 1024
-P = PartitionSpec
-
-
-@pytest.fixture(autouse=True)
-def only_arrays(monkeypatch):
-    monkeypatch.setattr("sharding.estimate.memory_estimate.GAPS_SHARE", 0)
-    monkeypatch.setattr("sharding.estimate.memory_estimate.GPU_GAPS_SHARE", 0)
-    monkeypatch.setattr("sharding.estimate.memory_estimate.WORKSPACE_BYTES", 0)
-    monkeypatch.setattr("sharding.estimate.memory_estimate.SLICED_WORKSPACE_BYTES", 0)
-
-
-def estimate_of(function, *args, mesh=None, platform="gpu") -> Estimate:
-    """Estimate a function of float32 arguments, given as a shape or as (shape, partition spec)."""
-    mesh = mesh or make_mesh(MeshConfig(), jax.devices())
-    structs = []
-    for arg in args:
-        shape, spec = arg if isinstance(arg[0], tuple) else (arg, P())
-        sharding = NamedSharding(mesh, spec)
-        structs.append(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
-    with jax.set_mesh(mesh):
-        traced = jax.jit(function).trace(*structs)
-    program = open_jaxpr(traced.jaxpr, structs)
-    labels = ["parameters"] * len(structs)
-    return estimate(program, labels, mesh.shape, platform=platform)
+from tests.sharding.estimate.estimates import KIB, P, estimate_of
 
 
 def test_what_is_fused_takes_no_memory():
@@ -113,17 +86,6 @@ def test_what_holds_a_function_without_calling_it_is_left_alone():
     assert KIB + 16 * 4 + 4 <= found <= 2 * KIB
 
 
-def test_one_mesh_axis_splits_one_dim_of_what_comes_of_two():
-    mesh = make_mesh(MeshConfig(data=4), jax.devices())
-    found = estimate_of(
-        lambda x, y: jnp.tanh(x[:, None] + y[None, :]),
-        ((64,), P("data")),
-        ((64,), P("data")),
-        mesh=mesh,
-    )
-    assert found.device_bytes == 64 * 64 * 4 // 4 + 2 * 16 * 4
-
-
 def test_reduction_reads_what_is_made_on_cpus_alone():
     found = {
         platform: estimate_of(lambda x: jnp.sum(jnp.exp(x)), (256, 1), platform=platform)
@@ -149,19 +111,6 @@ def test_donated_input_is_written_over(platform, copies):
 
     found = estimate_of(update, (256, 1), (256, 1), platform=platform)
     assert found.device_bytes == (2 + copies) * KIB
-
-
-def test_arrays_that_the_compiler_splits_count_by_their_shards():
-    mesh = make_mesh(MeshConfig(model=4), jax.devices())
-
-    def layer(x, up, down):
-        return jnp.tanh(x @ up) @ down
-
-    args = ((16, 16), ((16, 64), P(None, "model")), ((64, 16), P("model", None)))
-    found = estimate_of(layer, *args, mesh=mesh)
-    # All of x, a quarter of up and of down, and a quarter of the product in between.
-    assert found.device_bytes == 4 * KIB
-    assert found.work.flops == 2 * (2 * 16 * 16 * 64) // 4
 
 
 def test_host_memory_and_the_way_there_are_counted_apart():
@@ -204,40 +153,12 @@ def test_labels_follow_arrays_to_where_they_were_made():
     assert found["gradients"] == KIB
 
 
-def test_gradients_that_a_loop_adds_up_are_split_as_what_is_added():
-    """The gradients' buffer is initialized with zeros, which nothing splits."""
-    mesh = make_mesh(MeshConfig(model=4), jax.devices())
-
-    def step(x, ups):
-        def body(grads, i):
-            return grads.at[i].add(x.T @ jnp.tanh(x @ ups[i])), None
-
-        return jax.lax.scan(body, jnp.zeros((2, 16, 64)), jnp.arange(2))[0]
-
-    found = estimate_of(step, (16, 16), ((2, 16, 64), P(None, None, "model")), mesh=mesh)
-    # x, a quarter of parameters and of gradients, and a quarter of three arrays of one layer: its
-    # parameter, its activations and its gradient; then two counters.
-    assert found.device_bytes <= 1 * KIB + 2 * 2 * KIB + 3 * KIB + 64
-
-
-def test_gradients_of_an_embedding_are_split_as_the_parameters_that_they_change():
-    mesh = make_mesh(MeshConfig(model=4), jax.devices())
-
-    def update(table, x, ids):
-        gradients = jnp.zeros((64, 16)).at[ids.astype(jnp.int32)].add(x)
-        return table - gradients
-
-    found = estimate_of(update, ((64, 16), P("model")), (16, 16), (16,), mesh=mesh)
-    # A quarter of the table, which is updated in place, and of its gradients; then x and ids.
-    assert found.device_bytes <= KIB + KIB + KIB + 2 * 64
-
-
 @pytest.mark.parametrize(
     ("platform", "is_copied", "copies"), [("gpu", True, 1), ("gpu", False, 0), ("cpu", True, 0)]
 )
 def test_branches_copy_what_a_loop_carries(platform, is_copied, copies, monkeypatch):
     """Older versions of XLA for GPUs copy the carry in branches; newer ones update it in place."""
-    monkeypatch.setattr("sharding.estimate.memory_estimate.COPIES_IN_BRANCHES", is_copied)
+    monkeypatch.setattr("sharding.estimate.interpreter.COPIES_IN_BRANCHES", is_copied)
 
     def fill(buffer, x):
         def body(i, buffer):
@@ -266,7 +187,7 @@ def test_loop_keeps_the_place_of_what_it_carries():
 
 
 def test_matrix_products_have_a_workspace_on_gpus_alone(monkeypatch):
-    monkeypatch.setattr("sharding.estimate.memory_estimate.WORKSPACE_BYTES", 10 * KIB)
+    monkeypatch.setattr("sharding.estimate.interpreter.WORKSPACE_BYTES", 10 * KIB)
 
     def product(x, w):
         return x @ w
@@ -285,8 +206,8 @@ def test_matrix_products_have_a_workspace_on_gpus_alone(monkeypatch):
 def test_product_of_what_a_loop_slices_has_a_workspace_of_its_own(
     monkeypatch, factor, is_added, workspace
 ):
-    monkeypatch.setattr("sharding.estimate.memory_estimate.WORKSPACE_BYTES", 10 * KIB)
-    monkeypatch.setattr("sharding.estimate.memory_estimate.SLICED_WORKSPACE_BYTES", 80 * KIB)
+    monkeypatch.setattr("sharding.estimate.interpreter.WORKSPACE_BYTES", 10 * KIB)
+    monkeypatch.setattr("sharding.estimate.interpreter.SLICED_WORKSPACE_BYTES", 80 * KIB)
 
     def products(xs, w):
         def body(best, x):
@@ -312,40 +233,3 @@ def test_what_is_also_reduced_is_not_written_over_its_input():
     # x, w and the logits take 9 KiB. On GPUs, the weights are not written over the logits; on CPUs
     # they are, and the sums of all rows are stored.
     assert found == {"gpu": 9 * KIB + 4 * KIB, "cpu": 9 * KIB + 64}
-
-
-def test_recomputation_saves_nothing_where_no_loop_separates_it_from_the_forward():
-    """XLA's GPU compiler merges equal computations on equal values."""
-    block = jax.checkpoint(lambda x, w: jnp.tanh(jnp.sin(x @ w) @ w.T), prevent_cse=False)
-
-    def loss(x, ws):
-        def body(x, w):
-            return (block(x, w), None)
-
-        return jnp.sum(jax.lax.scan(body, x, ws)[0])
-
-    def num_products(num_layers, platform):
-        args = (16, 16), (num_layers, 16, 64)
-        work = estimate_of(jax.grad(loss, argnums=1), *args, platform=platform).work
-        return work.flops / (2 * 16 * 16 * 64) / num_layers
-
-    # Two products forward, the same two recomputed, and four backward.
-    assert num_products(8, "gpu") == num_products(8, "cpu") == num_products(1, "cpu") == 2 + 2 + 4
-    assert num_products(1, "gpu") == 2 + 4
-
-
-def test_estimate_of_repeated_work_counts_it_once():
-    def twice(x, w):
-        return jnp.tanh(x @ w) + jnp.tanh(x @ w)
-
-    assert estimate_of(twice, (16, 16), (16, 16)).work.flops == 2 * 16**3
-    assert estimate_of(twice, (16, 16), (16, 16), platform="cpu").work.flops == 4 * 16**3
-
-
-def test_write_of_a_whole_buffer_makes_no_buffer():
-    def through(x, w):
-        y = x @ w
-        buffer = jax.lax.dynamic_update_slice(jnp.zeros((1, 16, 16)), y[None], (0, 0, 0))
-        return jnp.sum(jax.lax.dynamic_slice(buffer, (0, 0, 0), (1, 16, 16))) + y
-
-    assert estimate_of(through, (16, 16), (16, 16)).device_bytes <= 3 * KIB + 4

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import estimates
 from sharding.analysis.memory import memory
-from sharding.estimate.memory_estimate import StepCost
+from sharding.estimate.step_cost import StepCost
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
 from tests.runs import CONFIG, FLOAT64, TINY, arguments, losses, make_run

@@ -1,0 +1,93 @@
+"""How the values of a running program are stored: buffers, and fusions that read them."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+from sharding.estimate.labels import TEMPORARIES
+from sharding.estimate.operations import Loop, Operation, Program, Value
+from sharding.estimate.primitives import REDUCTIONS, UNFUSED, VIEWS
+
+
+@dataclasses.dataclass(eq=False)
+class Buffer:
+    """An allocation in device or host memory, live until no value refers to it any more."""
+
+    num_bytes: int
+    on_host: bool
+    label: str
+    start: int  # number of buffers allocated before it
+    end: int | None = None  # number of buffers allocated before it was freed; None while it is live
+    num_holders: int = 0
+    num_loops: int = 0  # running loops that carry it, and therefore keep its memory
+    is_input: bool = False
+    is_read_at_end: bool = False  # by the computation of an output of the program
+    is_written_over: bool = False  # by an output of the program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+    """The storage of a value: an array in memory, or buffers that it can be computed from.
+
+    Attributes:
+        buffers: its own buffer if `is_made`, or else the buffers that its fusion reads.
+        is_made: whether it is stored in memory; otherwise it is part of a fusion.
+        is_costly: whether its fusion has an operation that is too expensive to recompute.
+        label: label under which its memory is counted.
+        moved: the subset of `buffers` that is not read element by element, and so cannot be written
+            over by this fusion.
+        is_slice: whether it is a loop's slice of an array, read from that array without a copy.
+    """
+
+    buffers: tuple[Buffer, ...] = ()
+    is_made: bool = False
+    is_costly: bool = False
+    label: str = TEMPORARIES
+    moved: frozenset[Buffer] = frozenset()
+    is_slice: bool = False
+
+
+class Frame:
+    """The values of a program during its run: their storage, and how often they are still read."""
+
+    def __init__(self, program: Program):
+        self.held: dict[Value, Held] = {}
+        self.places: dict[Value, Buffer] = {}  # buffers that a loop's carry goes back to
+        self.own_inputs: set[Buffer] = set()
+        self.num_uses = collections.Counter(v for op in program.operations for v in op.inputs)
+        self.num_uses.update(program.outputs)
+        #: Values that reductions read, directly or as part of a fusion.
+        self.is_reduced: set[Value] = set()
+        for op in reversed(program.operations):
+            if op.name in REDUCTIONS or not self.is_reduced.isdisjoint(op.outputs):
+                if op.name not in UNFUSED and not isinstance(op, Loop) and not op.bodies:
+                    self.is_reduced.update(op.inputs)
+        #: Values that are added to another one.
+        self.is_added = {v for op in program.operations if op.name == "add" for v in op.inputs}
+        #: Initial values of loops, which are stored as soon as they are defined, even plain zeros.
+        self.is_early: set[Value] = set()
+        for op in reversed(program.operations):
+            if isinstance(op, Loop):
+                self.is_early.update(op.inputs[op.num_consts : op.num_consts + op.num_carry])
+            elif op.name in VIEWS and self.is_early.intersection(op.outputs):
+                pairs = zip(op.inputs, op.outputs, strict=True)
+                self.is_early.update(v for v, output in pairs if output in self.is_early)
+
+    def __getitem__(self, value: Value) -> Held:
+        return self.held.get(value, Held())  # literals and constants take no memory
+
+    def place(self, program: Program, places: Mapping[Value, Buffer]) -> None:
+        """Set the buffers of outputs, and of all values that are views of these outputs."""
+        self.places = dict(places)
+        for op in reversed(program.operations):
+            if op.name in VIEWS and not self.places.keys().isdisjoint(op.outputs):
+                for value, output in pairs(op):
+                    if output in self.places:
+                        self.places.setdefault(value, self.places[output])
+
+
+def pairs(op: Operation) -> list[tuple[Value, Value]]:
+    """Return (input, output) pairs such that the output may reuse the input's memory."""
+    is_one_to_one = len(op.inputs) == len(op.outputs)
+    inputs = op.inputs if is_one_to_one else op.inputs[:1] * len(op.outputs)
+    return list(zip(inputs, op.outputs, strict=True))

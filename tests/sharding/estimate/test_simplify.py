@@ -1,0 +1,43 @@
+"""Tests of XLA's simplifications, by the work and the memory that they save."""
+
+import jax
+import jax.numpy as jnp
+
+from tests.sharding.estimate.estimates import KIB, estimate_of
+
+
+def test_recomputation_saves_nothing_where_no_loop_separates_it_from_the_forward():
+    """XLA's GPU compiler merges equal computations on equal values."""
+    block = jax.checkpoint(lambda x, w: jnp.tanh(jnp.sin(x @ w) @ w.T), prevent_cse=False)
+
+    def loss(x, ws):
+        def body(x, w):
+            return (block(x, w), None)
+
+        return jnp.sum(jax.lax.scan(body, x, ws)[0])
+
+    def num_products(num_layers, platform):
+        args = (16, 16), (num_layers, 16, 64)
+        work = estimate_of(jax.grad(loss, argnums=1), *args, platform=platform).work
+        return work.flops / (2 * 16 * 16 * 64) / num_layers
+
+    # Two products forward, the same two recomputed, and four backward.
+    assert num_products(8, "gpu") == num_products(8, "cpu") == num_products(1, "cpu") == 2 + 2 + 4
+    assert num_products(1, "gpu") == 2 + 4
+
+
+def test_estimate_of_repeated_work_counts_it_once():
+    def twice(x, w):
+        return jnp.tanh(x @ w) + jnp.tanh(x @ w)
+
+    assert estimate_of(twice, (16, 16), (16, 16)).work.flops == 2 * 16**3
+    assert estimate_of(twice, (16, 16), (16, 16), platform="cpu").work.flops == 4 * 16**3
+
+
+def test_write_of_a_whole_buffer_makes_no_buffer():
+    def through(x, w):
+        y = x @ w
+        buffer = jax.lax.dynamic_update_slice(jnp.zeros((1, 16, 16)), y[None], (0, 0, 0))
+        return jnp.sum(jax.lax.dynamic_slice(buffer, (0, 0, 0), (1, 16, 16))) + y
+
+    assert estimate_of(through, (16, 16), (16, 16)).device_bytes <= 3 * KIB + 4
