@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from checkpoint.manager import CheckpointConfig, Checkpoints
 from convert import preprocessor
@@ -26,7 +26,7 @@ from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
 from convert.source import load_params, read_source
 from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig
-from sharding.rules import make_rules, partition_specs
+from sharding.rules import make_rules, partition_specs, shardings
 
 #: Files of a Hugging Face model that are kept in addition to its config.json.
 KEPT_FILES = (
@@ -171,11 +171,7 @@ def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:
         for name, axes in make_rules().items()
     }
     specs = partition_specs(params, logical_axes(model), rules, mesh)
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+    return shardings(mesh, specs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,16 +4,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from sharding.logical import Rules
+from sharding.logical import Rules, to_spec
 from sharding.mesh import AnyMesh
-from sharding.rules import to_spec
 
 
 def batch_sharding(mesh: AnyMesh, rules: Rules) -> NamedSharding:
     """Return the sharding of a batch: the first dim is split, all others are not."""
-    return NamedSharding(mesh, PartitionSpec(*to_spec(("batch",), rules)))
+    return NamedSharding(mesh, to_spec(("batch",), rules))
 
 
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> list[int]:

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sharding.collectives import psum
 from sharding.mesh import REPLICA_AXES
+from sharding.spec import axes_of, restricted, spec_of
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -60,11 +61,10 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if x.ndim != len(axes):
         raise ValueError(f"constrain{axes} names {len(axes)} axes, but x has shape {x.shape}")
     free = _automatic(mesh)
-    parts = [part if isinstance(part, tuple) else (part,) for part in to_spec(axes, rules)]
-    parts = [tuple(axis for axis in part if axis in free) or None for part in parts]
-    if not any(parts):
+    spec = restricted(to_spec(axes, rules), free)
+    if not axes_of(spec):
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*parts)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def automatic_axes(name: str) -> tuple[str, ...]:
@@ -205,5 +205,5 @@ def to_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
                     f"axis {axis!r}; a tensor can use a mesh axis once, so change one rule"
                 )
             used[axis] = str(name)
-        parts.append(mesh_axes if len(mesh_axes) > 1 else next(iter(mesh_axes), None))
-    return PartitionSpec(*parts)
+        parts.append(mesh_axes)
+    return spec_of(parts)

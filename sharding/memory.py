@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from fields.field import field
 from fields.section import Section
 from sharding.mesh import REPLICA_AXES, AnyMesh
-from sharding.rules import axes_of
+from sharding.spec import axes_of, is_spec
 
 #: Placement that lets train/planning/memory_search.py choose settings with which the run fits.
 AUTO = "auto"
@@ -124,9 +124,6 @@ def streamed(params: Any, specs: Any, mesh: AnyMesh, config: MemoryConfig) -> An
         The same tree of bools.
     """
     leaves, structure = jax.tree.flatten(params)
-
-    def is_spec(x):
-        return isinstance(x, PartitionSpec)
 
     replicas = {axis for axis in REPLICA_AXES if mesh.shape[axis] > 1}
     is_split = [replicas <= axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec)]

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from sharding.logical import Rules, to_spec
 from sharding.mesh import AXES, AnyMesh
+from sharding.spec import axes_by_dim, axes_of, is_spec
 
 #: Logical axis -> mesh axes over which the dimension is split, major first.
 #: An `act_` name exists only if activations are sharded differently from the weights.
@@ -89,7 +90,8 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
                 f"parameter {name}{leaf.shape} has {len(leaf.shape)} dimensions but "
                 f"{len(axes)} logical axes {axes}; give a name or None for each dimension"
             )
-        for dim, (size, logical, part) in enumerate(zip(leaf.shape, axes, spec, strict=True)):
+        parts = zip(leaf.shape, axes, axes_by_dim(spec), strict=True)
+        for dim, (size, logical, part) in enumerate(parts):
             where = f"dimension {dim} of {name}, shape {leaf.shape}"
             _check_divides(mesh, part, size, logical, where)
         return spec
@@ -99,29 +101,18 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
 
 def shardings(mesh: AnyMesh, specs: Any) -> Any:
     """Return the tree of PartitionSpecs as NamedShardings on `mesh`."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def unused_axes(specs: Any, rules: Rules, mesh: AnyMesh) -> list[str]:
     """Return mesh axes of more than one device that neither parameters nor the batch use."""
     used = set(rules["batch"])
-    for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         used |= axes_of(spec)
     return [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
 
 
-def axes_of(spec: PartitionSpec) -> set[str]:
-    """Return the mesh axes that a PartitionSpec uses."""
-    parts = [part if isinstance(part, tuple) else (part,) for part in spec if part is not None]
-    return {axis for part in parts for axis in part}
-
-
-def _check_divides(mesh, part, size: int, logical: str | None, where: str) -> None:
-    axes = part if isinstance(part, tuple) else (part,) if part else ()
+def _check_divides(mesh, axes, size: int, logical: str | None, where: str) -> None:
     count = math.prod(mesh.shape[axis] for axis in axes)
     if size % count:
         given = " × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from sharding.memory import MemoryConfig, largest
 from sharding.mesh import AnyMesh
-from sharding.rules import axes_of
+from sharding.spec import axes_by_dim, axes_of, is_spec, spec_of
 
 Tree = Any
 
@@ -47,8 +47,7 @@ def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> T
     count = mesh.shape["data"]
 
     def split(spec: PartitionSpec, leaf: Any, is_layers: bool) -> PartitionSpec:
-        parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
-        parts += [()] * (len(leaf.shape) - len(parts))
+        parts = list(axes_by_dim(spec, len(leaf.shape)))
         if "data" in axes_of(spec):
             return spec
         sizes = {
@@ -62,10 +61,7 @@ def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> T
             return spec
         dim = max(fitting, key=lambda dim: ("fsdp" in parts[dim], sizes[dim], -dim))
         parts[dim] = (*parts[dim], "data")
-        return PartitionSpec(*(part or None for part in parts))
-
-    def is_spec(x):
-        return isinstance(x, PartitionSpec)
+        return spec_of(parts)
 
     return jax.tree.map(split, specs, params, layers, is_leaf=is_spec)
 

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from sharding.estimate.operations import RENAMES, Axes, Loop, Operation, Program, Value
-from sharding.estimate.propagation import axes_of, join, passed_on, split_back, split_on
+from sharding.estimate.operations import RENAMES, Loop, Operation, Program, Value
+from sharding.estimate.propagation import join, passed_on, split_back, split_on
 from sharding.memory import HOST
+from sharding.spec import Axes, axes_by_dim, without
 
 #: Maximum number of passes over a loop's body until its carry enters and leaves with equal axes.
 _MAX_ROUNDS = 4
@@ -45,7 +46,7 @@ def open_jaxpr(
         The program, whose values have the axes that the compiler splits them over.
     """
     inputs = [
-        _value(v.aval, axes_of(arg.sharding.spec, v.aval.ndim))
+        _value(v.aval, axes_by_dim(arg.sharding.spec, v.aval.ndim))
         for v, arg in zip(closed.jaxpr.invars, args, strict=True)
     ]
     program = _Builder(frozenset(), splits_gradients=splits_gradients).program(closed, inputs)
@@ -238,16 +239,15 @@ class _Builder:
         jaxpr = _bare(eqn.params["jaxpr"])
         local = []
         for v, value in zip(jaxpr.invars, inputs, strict=True):
-            kept = tuple(tuple(a for a in dim if a not in manual) for dim in value.axes)
-            local.append(_value(v.aval, kept))
+            local.append(_value(v.aval, without(value.axes, manual)))
         specs = zip(inputs, eqn.params["in_specs"], strict=True)
-        given = [axes_of(spec, len(value.shape)) for value, spec in specs]
+        given = [axes_by_dim(spec, len(value.shape)) for value, spec in specs]
         operations.append(Operation("shard_map", inputs, local, {"given": given}))
         inner = _Builder(frozenset(manual), splits_gradients=self._splits_gradients)
         made = inner.run(jaxpr, local, operations)
         outputs = []
         for v, value, spec in zip(eqn.outvars, made, eqn.params["out_specs"], strict=True):
-            axes = axes_of(spec, len(v.aval.shape))
+            axes = axes_by_dim(spec, len(v.aval.shape))
             axes = tuple((*a, *b) for a, b in zip(axes, value.axes, strict=True))
             outputs.append(_value(v.aval, axes))
         operations.append(Operation("shard_map", made, outputs, {"manual": frozenset(manual)}))

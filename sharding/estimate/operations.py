@@ -5,9 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Per dim of a value, the mesh axes that it is split over.
-Axes = tuple[tuple[str, ...], ...]
-
+from sharding.spec import Axes
 
 #: Operations that return their inputs under new names.
 RENAMES = ("name", "once", "optimization_barrier")

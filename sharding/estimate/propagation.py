@@ -14,9 +14,8 @@ Functions that update axes in place never change a dim that is split already.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
-from sharding.estimate.operations import RENAMES, Axes, Loop, Operation, Value
+from sharding.estimate.operations import RENAMES, Loop, Operation, Value
+from sharding.spec import Axes, axes_by_dim, without
 
 #: Operations whose inputs are split like their outputs, unless something else splits them.
 _ALIKE = (
@@ -33,19 +32,6 @@ _ALIKE = (
     "psum",
     *RENAMES,
 )
-
-
-def axes_of(spec: PartitionSpec, rank: int, without: frozenset[str] = frozenset()) -> Axes:
-    """Return the mesh axes of each dim of an array.
-
-    Args:
-        spec: its partition spec, which may be shorter than its rank.
-        rank: its number of dims.
-        without: mesh axes to leave out.
-    """
-    parts = [p if isinstance(p, tuple) else (p,) if isinstance(p, str) else () for p in spec]
-    parts += [()] * (rank - len(parts))
-    return tuple(tuple(axis for axis in part if axis not in without) for part in parts)
 
 
 def split_back(operations: Sequence[Operation]) -> None:
@@ -76,9 +62,7 @@ def split_back(operations: Sequence[Operation]) -> None:
                     value.axes = op.params["given"][i]
                 else:
                     manual = op.params["manual"]
-                    value.axes = tuple(
-                        tuple(axis for axis in dim if axis not in manual) for dim in output.axes
-                    )
+                    value.axes = without(output.axes, manual)
         elif op.name in _ALIKE:
             for value, output in _alike(op):
                 if not any(value.axes):
@@ -180,7 +164,7 @@ def _constrained(params: Mapping, value: Value, manual: frozenset[str]) -> Axes:
     spec = getattr(params["sharding"], "spec", None)
     if spec is None:
         return value.axes
-    axes = list(axes_of(spec, len(value.shape), manual))
+    axes = list(without(axes_by_dim(spec, len(value.shape)), manual))
     for dim in params.get("unconstrained_dims") or ():
         axes[dim] = value.axes[dim]
     return tuple(axes)

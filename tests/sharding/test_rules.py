@@ -8,7 +8,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.rules import (
     DEFAULT_RULES,
-    axes_of,
     make_rules,
     partition_specs,
     shardings,
@@ -120,4 +119,3 @@ def test_unused_axes_are_those_that_only_repeat_work():
     specs = {"kernel": PartitionSpec(None, ("fsdp", "model")), "bias": PartitionSpec()}
     assert unused_axes(specs, DEFAULT_RULES, mesh) == ["expert"]
     assert unused_axes({"bias": PartitionSpec()}, DEFAULT_RULES, mesh) == ["expert", "model"]
-    assert axes_of(specs["kernel"]) == {"fsdp", "model"}

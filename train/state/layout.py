@@ -28,6 +28,7 @@ from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest, 
 from sharding.mesh import AnyMesh
 from sharding.pipeline.layout import Layout
 from sharding.rules import partition_specs
+from sharding.spec import axes_by_dim, spec_of
 from sharding.zero import split_over_data
 from train.state.initialize import StateInit, StateSpec
 from train.state.train_state import MAY_LACK, TrainState, zeros_of
@@ -207,8 +208,7 @@ class StateLayout:
         """
         if layout.is_plain:
             return spec
-        parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
-        parts += [()] * (len(leaf.shape) - len(parts))
+        parts = list(axes_by_dim(spec, len(leaf.shape)))
         moved = parts[0]
         parts[0] = ()
         for dim in range(1, len(parts)):
@@ -216,7 +216,7 @@ class StateLayout:
             if leaf.shape[dim] % math.prod(self._mesh.shape[axis] for axis in axes) == 0:
                 parts[dim] = axes
                 break
-        return PartitionSpec(*(part or None for part in parts))
+        return spec_of(parts)
 
     def _memory_kinds(
         self, slots: TrainState, specs: Tree, memory: MemoryConfig

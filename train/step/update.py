@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from sharding.memory import is_on_host, to_device, to_where
 from sharding.mesh import AnyMesh
 from sharding.pipeline.layout import Layout
-from sharding.rules import axes_of
+from sharding.spec import axes_of
 from train.precision import rounded_at_random
 from train.state.layout import StateLayout
 from train.state.train_state import merged
@@ -322,7 +322,7 @@ def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
     A sharded first dimension is not cut: each device has only a part of its rows anyway.
     """
     spec = param.sharding.spec
-    axes = axes_of(PartitionSpec(*spec[:1]))
+    axes = axes_of(spec[:1])
     num_rows = param.shape[0]
     if any(param.sharding.mesh.shape[axis] > 1 for axis in axes):
         return 1, num_rows

@@ -51,7 +51,7 @@ from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.trees import Flag, add, branch, read, wide, write, zeros
 from sharding.pipeline.schedules.table import Schedule
-from sharding.rules import axes_of
+from sharding.spec import axes_of
 
 Tree = Any
 Params = dict[str, Tree]

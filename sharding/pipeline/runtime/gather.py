@@ -25,7 +25,7 @@ from sharding.collectives import psum
 from sharding.estimate.labels import counted_as
 from sharding.memory import MemoryConfig, is_on_host, streamed, to_device
 from sharding.mesh import REPLICA_AXES, AnyMesh
-from sharding.rules import axes_of
+from sharding.spec import axes_by_dim, axes_of, is_spec, restricted, spec_of
 from sharding.zero import one_layer_at_a_time
 
 #: Mesh axes whose collectives are explicit; `shard_map` is manual over them.
@@ -102,7 +102,7 @@ def check_specs(sharing: Sharing, *, shares_vocab: bool) -> None:
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         name = ".".join(str(key.key) for key in path[1:])
         of_layers = path[0].key == "layers"
-        first = axes_of(PartitionSpec(*spec[:1]))
+        first = axes_of(spec[:1])
         if of_layers and "pipeline" in split - first:
             raise ValueError(
                 f"parameter {name} has the spec {spec}, but layers must be split over 'pipeline'; "
@@ -113,7 +113,7 @@ def check_specs(sharing: Sharing, *, shares_vocab: bool) -> None:
                 f"parameter {name} has the spec {spec}, but layers can be split only over "
                 "'pipeline'; set rules.layers=pipeline, and split another dim over 'fsdp'"
             )
-        rest = axes_of(PartitionSpec(*spec[1:])) | (first - {"pipeline"} if of_layers else first)
+        rest = axes_of(spec[1:]) | (first - {"pipeline"} if of_layers else first)
         rest -= {"pipeline"} if shares_vocab and not of_layers else set()
         for axis in sorted(split & rest):
             raise ValueError(
@@ -123,20 +123,9 @@ def check_specs(sharing: Sharing, *, shares_vocab: bool) -> None:
             )
 
 
-def is_spec(x: Any) -> bool:
-    """Return whether `x` is a PartitionSpec; used as `is_leaf`."""
-    return isinstance(x, PartitionSpec)
-
-
 def manual_specs(specs: Tree) -> Tree:
     """Return the specs restricted to the manual axes."""
-
-    def manual(spec: PartitionSpec) -> PartitionSpec:
-        parts = (part if isinstance(part, tuple) else (part,) for part in spec)
-        kept = (tuple(axis for axis in part if axis in MANUAL_AXES) or None for part in parts)
-        return PartitionSpec(*kept)
-
-    return jax.tree.map(manual, specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: restricted(spec, MANUAL_AXES), specs, is_leaf=is_spec)
 
 
 class Shards:
@@ -293,13 +282,12 @@ class Shards:
         """
         dims = {dim for dim, _ in self._dims(spec)}
         free = {a for a, n in self._mesh.shape.items() if n > 1 and a not in MANUAL_AXES}
-        parts = [part if isinstance(part, tuple) else (part,) for part in spec]
-        parts = [tuple(axis for axis in part if axis in free) or None for part in parts]
+        parts = axes_by_dim(restricted(spec, free))
         if not dims:
             return x
         if not any(parts) or any(parts[dim] for dim in dims):
             return function(x)
-        own = PartitionSpec(*parts[skip:])
+        own = spec_of(parts[skip:])
         by_hand = jax.shard_map(
             function, in_specs=own, out_specs=own, axis_names=free, check_vma=False
         )
@@ -308,8 +296,7 @@ class Shards:
     def _dims(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
         """Return the dims that are split over replicas, each with its axes, major first."""
         found = []
-        for dim, part in enumerate(spec):
-            part = part if isinstance(part, tuple) else (part,)
+        for dim, part in enumerate(axes_by_dim(spec)):
             axes = tuple(a for a in part if a in REPLICA_AXES and self._mesh.shape[a] > 1)
             found += [(dim, axes)] if axes else []
         return found
