@@ -6,12 +6,12 @@ Recomputation does not count. Causal attention counts only the half of its produ
 masked. Embedding lookups are free. The head counts the vocab without padding.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
+
+from sharding.jaxprs import dot_general_flops, walk
 
 
 def dense_flops(*sizes: int) -> int:
@@ -71,17 +71,10 @@ def traced_flops(function: Callable, *args: Any) -> int:
         function: the function, which is only traced.
         *args: its arguments, or their ShapeDtypeStructs.
     """
-    return _flops(jax.make_jaxpr(function)(*args).jaxpr)
-
-
-def _flops(jaxpr) -> int:
     total = 0
-    for eqn in jaxpr.eqns:
+    for eqn, times in walk(jax.make_jaxpr(function)(*args).jaxpr.eqns):
         if eqn.primitive.name == "dot_general":
-            contracted = eqn.params["dimension_numbers"][0][0]
             left = eqn.invars[0].aval.shape
-            out = eqn.outvars[0].aval.shape
-            total += 2 * math.prod(out) * math.prod(left[dim] for dim in contracted)
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += times * sum(map(_flops, jaxprs_in_params(eqn.params)))
+            output = eqn.outvars[0].aval.shape
+            total += times * dot_general_flops(eqn.params, left, output)
     return total

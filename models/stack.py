@@ -48,7 +48,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
+
+from sharding.jaxprs import walk
 
 Tree = Any
 
@@ -385,14 +386,10 @@ def named_activations(model: Any, params: Tree, batch: Tree) -> set[str]:
     for stack, (_, x) in parts.types(cut["ends"], batch).items():
         block = parts.blocks[stack]
         args = (one_layer(cut["layers"][stack]), x, batch, number)
-        found |= _names(jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr)
+        jaxpr = jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr
+        names = (eqn for eqn, _ in walk(jaxpr.eqns) if eqn.primitive.name == "name")
+        found.update(eqn.params["name"] for eqn in names)
     return found
-
-
-def _names(jaxpr) -> set[str]:
-    inner = [_names(j) for eqn in jaxpr.eqns for j in jaxprs_in_params(eqn.params)]
-    own = {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
-    return own.union(*inner)
 
 
 def _block(graph, policy: Callable | None, *, first_site: int):

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "sharding": ("fields",),
     "data": ("fields",),
     "checkpoint": ("sharding", "fields"),
-    "models": ("sharding.logical", "sharding.ops", "sharding.hardware", "fields"),
+    "models": ("sharding.logical", "sharding.ops", "sharding.hardware", "sharding.jaxprs", "fields"),
     "convert": ("models", "data", "checkpoint", "sharding", "fields"),
     "train": ("convert", "models", "data", "checkpoint", "sharding", "fields"),
     "configs": ("train.config.defaults",),

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -23,6 +22,7 @@ from sharding.estimate.primitives import (
 )
 from sharding.estimate.step_cost import StepCost
 from sharding.estimate.storage import Buffer, Frame, Held, pairs
+from sharding.jaxprs import dot_general_flops
 
 #: XLA's GPU compiler changed its behaviour in between, as measured with jax 0.10.2 and 0.12.0.
 _IS_NEW_XLA = jax.__version_info__ >= (0, 12)
@@ -217,13 +217,11 @@ class Interpreter:
     def _count(self, op: Operation) -> None:
         """Count the work of an operation."""
         if op.name == "dot_general":
-            (contracted, _), _ = op.params["dimension_numbers"]
-            left = op.inputs[0]
-            output = op.outputs[0]
-            shape = left.local_shape(self._mesh_shape)
-            flops = 2 * math.prod(output.local_shape(self._mesh_shape))
-            flops *= math.prod(shape[dim] for dim in contracted)
-            self.work.products[flops, sum(map(self.memory.size, (*op.inputs, output)))] += 1
+            left = op.inputs[0].local_shape(self._mesh_shape)
+            output = op.outputs[0].local_shape(self._mesh_shape)
+            flops = dot_general_flops(op.params, left, output)
+            num_bytes = sum(map(self.memory.size, (*op.inputs, *op.outputs)))
+            self.work.products[flops, num_bytes] += 1
         elif op.name in COLLECTIVES:
             self.work.network_bytes += sum(map(self.memory.size, op.outputs))
 

@@ -37,8 +37,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Literal
 
+from sharding.jaxprs import inner_jaxprs, walk
 from sharding.memory import HOST
 from sharding.pipeline.runtime.min_cut import cheapest_cut
 
@@ -273,13 +274,11 @@ def _following(jaxpr, variables: Iterable) -> set:
 
 
 def _draws(eqn) -> bool:
-    inner = (e for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
-    return eqn.primitive.name in _RANDOM or any(map(_draws, inner))
+    return any(inner.primitive.name in _RANDOM for inner, _ in walk([eqn]))
 
 
 def _is_costly(eqn) -> bool:
-    holds_jaxpr = any(True for _ in jaxprs_in_params(eqn.params))
-    return holds_jaxpr or eqn.primitive.name in (*_COSTLY, *_RANDOM)
+    return bool(inner_jaxprs(eqn)) or eqn.primitive.name in (*_COSTLY, *_RANDOM)
 
 
 def _is_key(v) -> bool:

@@ -7,10 +7,10 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 from data.batches import train_batches
 from sharding.batches import place_batch
+from sharding.jaxprs import walk
 from sharding.memory import DEVICE, HOST
 from tests.runs import FLOAT64, ROOT, TINY, arguments, losses, make_run, reference_losses
 from train.main import main
@@ -102,19 +102,14 @@ def moved(run) -> dict[str, Counter]:
     """Return the shapes of arrays that the traced step copies to the host and to the device."""
     found = {"to host": Counter(), "to device": Counter()}
 
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "device_put":
-                for v, out in zip(eqn.invars, eqn.outvars, strict=True):
-                    spaces = v.aval.memory_space, out.aval.memory_space
-                    if spaces == (HOST, DEVICE):
-                        found["to device"][out.aval.shape] += 1
-                    if spaces == (DEVICE, HOST):
-                        found["to host"][out.aval.shape] += 1
-            for inner in jaxprs_in_params(eqn.params):
-                visit(inner)
-
-    visit(run.trace_train_step().jaxpr.jaxpr)
+    for eqn, _ in walk(run.trace_train_step().jaxpr.eqns):
+        if eqn.primitive.name == "device_put":
+            for v, out in zip(eqn.invars, eqn.outvars, strict=True):
+                spaces = v.aval.memory_space, out.aval.memory_space
+                if spaces == (HOST, DEVICE):
+                    found["to device"][out.aval.shape] += 1
+                if spaces == (DEVICE, HOST):
+                    found["to host"][out.aval.shape] += 1
     return found
 
 

@@ -5,8 +5,8 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
+from sharding.jaxprs import walk
 from sharding.memory import HOST
 from tests.runs import FLOAT64, ROOT, TINY, losses, make_run, reference_losses
 
@@ -65,15 +65,10 @@ def buffers(run) -> dict[bool, set[tuple]]:
     """Return whether on the host -> shapes of all arrays that the step's loops return."""
     found: dict[bool, set[tuple]] = {True: set(), False: set()}
 
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "scan":
-                for v in eqn.outvars:
-                    found[v.aval.memory_space == HOST].add(v.aval.shape)
-            for inner in jaxprs_in_params(eqn.params):
-                visit(inner)
-
-    visit(run.trace_train_step().jaxpr.jaxpr)
+    for eqn, _ in walk(run.trace_train_step().jaxpr.eqns):
+        if eqn.primitive.name == "scan":
+            for v in eqn.outvars:
+                found[v.aval.memory_space == HOST].add(v.aval.shape)
     return found
 
 
