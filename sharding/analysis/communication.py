@@ -1,4 +1,4 @@
-"""Lists what a compiled step communicates: collectives, and copies between device and host.
+"""Lists the communication of a compiled step: collectives, and copies between device and host.
 
 XLA decides where to communicate, so this is not visible in the source of a step. Promises such as
 "no gradient all-reduce inside the microbatch loop" are therefore checked on the compiled program:

@@ -1,4 +1,4 @@
-"""Tables of jax primitives, by what XLA does with their inputs and outputs."""
+"""Tables of jax primitives, by how XLA treats their inputs and outputs."""
 
 from sharding.estimate.operations import RENAMES
 

@@ -1,4 +1,4 @@
-"""Tests of what an instruction says about loops and element types."""
+"""Tests of the labels of loops and the names of element types."""
 
 import pytest
 
