@@ -7,7 +7,7 @@ import numpy as np
 from sharding.pipeline.runtime.buffers import ExecutionPlan
 
 #: The operations that one stage runs in one tick: "F", "B", "W", flags that apply to these, such as
-#: "B.is_last", and names of `ExecutionPlan.shared`.
+#: "B.is_last", and names of a `SharedOperation`.
 Operations = frozenset[str]
 
 
@@ -25,13 +25,13 @@ class Ticks:
     def of_plan(cls, plan: ExecutionPlan) -> "Ticks":
         """Return the ticks of an execution plan."""
         runs: dict[str, np.ndarray] = {}
-        for kind in "FBW":
-            runs[kind] = plan.tables[f"{kind}.microbatch"] >= 0
-            for flag in ("is_first", "is_last"):
-                runs[f"{kind}.{flag}"] = runs[kind] & (plan.tables[f"{kind}.{flag}"] > 0)
+        for kind, operation in plan.table.operations.items():
+            runs[kind] = np.asarray(operation.microbatch) >= 0
+            runs[f"{kind}.is_first"] = runs[kind] & (np.asarray(operation.is_first) > 0)
+            runs[f"{kind}.is_last"] = runs[kind] & (np.asarray(operation.is_last) > 0)
         num_ticks, num_stages = runs["F"].shape
-        for name, row in plan.shared.items():  # operations that all stages run together
-            runs[name] = np.repeat((row >= 0)[:, None], num_stages, axis=1)
+        for name, operation in plan.table.shared.items():
+            runs[name] = np.repeat(operation.microbatch[:, None] >= 0, num_stages, axis=1)
 
         def cell(tick: int, stage: int) -> Operations:
             return frozenset(name for name, table in runs.items() if table[tick, stage])

@@ -26,8 +26,8 @@ For example, `saved` on stage 0 of 1F1B with 2 stages and 5 microbatches, and `r
     slot 1            |---- m1 -----|      |---- m4 -----|
     slot 2                   |---- m2 -----|
 
-    F.saved    0      1      2      0      1      .      .      slot that F writes
-    B.saved    .      .      0      1      2      0      1      slot that B reads
+    forward.slots.saved     0      1      2      0      1      .      .      slot that F writes
+    backward.slots.saved    .      .      0      1      2      0      1      slot that B reads
 
 m0 is read in B0 of tick 2, after F2 has written m2, so m2 needs a third slot. m3 reuses slot 0 in
 tick 3. Three slots suffice for any number of microbatches.
@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from sharding.pipeline.runtime.rows import Operation, Row, SharedOperation, Slots
 from sharding.pipeline.schedules.table import (
     BACKWARD,
     FORWARD,
@@ -46,6 +47,8 @@ from sharding.pipeline.schedules.table import (
     Schedule,
 )
 
+#: The kinds of operations that the executor knows.
+_KINDS = (FORWARD, BACKWARD, WEIGHT_GRADIENT)
 #: The phases of a tick in order. An input gradient (I) runs in the phase of BACKWARD.
 _PHASES = {"embed": 0, FORWARD: 1, BACKWARD: 2, WEIGHT_GRADIENT: 3, "arrive": 4}
 
@@ -64,23 +67,14 @@ class Channel:
     shift: int
     pairs: tuple[tuple[int, int], ...]
 
-    @property
-    def name(self) -> str:
-        """Key of the channel in `ExecutionPlan.tables`, e.g. `F+1`."""
-        return f"{self.kind}+{self.shift}"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
     """A schedule, ready to be executed.
 
     Attributes:
-        tables: name -> int32[ticks, stages]. For each kind of operation (F, B, W): `F.microbatch`
-            (-1: idle), `F.chunk`, `F.is_first` and `F.is_last` (0 or 1: whether it is the model's
-            first or last chunk), and `F.<buffer>`, the slot that the operation reads or writes. For
-            each channel, under its name: the slot for the value that arrives.
-        shared: name -> int32[ticks], the same for all stages: `embed`, `head` and `embed_gradient`,
-            the microbatch whose embedding or head all stages compute together, or -1.
+        table: what each stage does in each tick; its leaves are `int32[ticks, stages]`, and
+            `int32[ticks]` for work that all stages do together.
         depths: buffer -> number of slots.
         channels: the collective permutes of a tick.
         num_microbatches: number of microbatches, M.
@@ -92,8 +86,7 @@ class ExecutionPlan:
         shares_vocab: whether all stages compute embedding and head together.
     """
 
-    tables: dict[str, np.ndarray]
-    shared: dict[str, np.ndarray]
+    table: Row
     depths: dict[str, int]
     channels: tuple[Channel, ...]
     num_microbatches: int
@@ -104,21 +97,10 @@ class ExecutionPlan:
     recomputes: bool
     shares_vocab: bool
 
-    def runs(self, kind: str) -> bool | None:
-        """Return whether operations of this kind run in every cell.
-
-        Returns:
-            True if they run in every cell, False if in none, None if in some.
-        """
-        return _same(self.tables[f"{kind}.microbatch"] >= 0)
-
-    def holds(self, kind: str, flag: str) -> bool | None:
-        """Return whether a flag is set wherever operations of this kind run.
-
-        Returns:
-            True if it is set for all of them, False for none, None for some.
-        """
-        return _same(self.tables[f"{kind}.{flag}"][self.tables[f"{kind}.microbatch"] >= 0] > 0)
+    @property
+    def num_ticks(self) -> int:
+        """Number of ticks, i.e. of rows of the table."""
+        return len(self.table.embed.microbatch)
 
 
 def make_execution_plan(
@@ -160,28 +142,53 @@ class _PlanBuilder:
         kinds = {INPUT_GRADIENT: BACKWARD}
         self.when = {(kinds.get(k, k), m, v): t for (k, m, v), t in schedule.when().items()}
         self.shape = (len(schedule.ticks), schedule.num_stages)
-        self.tables: dict[str, np.ndarray] = {}
+        #: Kind -> field of `Operation` -> table.
+        self.cells: dict[str, dict[str, np.ndarray]] = {}
+        #: Kind -> buffer -> table of slots.
+        self.slot_tables: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in _KINDS}
         self.depths: dict[str, int] = {}
-        self.slots: dict[tuple[str, int, int], int] = {}  # (buffer, microbatch, virtual stage)
+        #: (buffer, microbatch, virtual stage) -> slot.
+        self.slots: dict[tuple[str, int, int], int] = {}
 
     def plan(self) -> ExecutionPlan:
-        for kind in (FORWARD, BACKWARD, WEIGHT_GRADIENT):
-            self._table_of_operations(kind)
+        for kind in _KINDS:
+            self.cells[kind] = self._cells(kind)
         self._allocate_all()
-        channels = tuple(self._channels())
-        shared = {
-            "embed": self._shared(FORWARD, 0),
-            "head": self._shared(BACKWARD if self.trains else FORWARD, self.last),
-            "embed_gradient": self._shared(BACKWARD, 0),
-        }
+        channels, arrivals = self._channels()
         # Folding the last chunk's forward into its backward can leave a tick empty; drop it.
-        microbatches = [self.tables[f"{kind}.microbatch"] for kind in "FBW"]
+        microbatches = [cells["microbatch"] for cells in self.cells.values()]
         works = (np.stack(microbatches) >= 0).any(axis=(0, 2))
+
+        def operation(kind: str) -> Operation:
+            cells = {name: table[works] for name, table in self.cells[kind].items()}
+            slots = {name: table[works] for name, table in self.slot_tables[kind].items()}
+            runs = cells["microbatch"] >= 0
+            return Operation(
+                kind=kind,
+                **cells,
+                slots=Slots(**slots),
+                always=_same(runs),
+                always_first=_same(cells["is_first"][runs] > 0),
+                always_last=_same(cells["is_last"][runs] > 0),
+            )
+
+        def shared(name: str, kind: str, virtual_stage: int) -> SharedOperation:
+            microbatch = self._shared_microbatches(kind, virtual_stage)[works]
+            return SharedOperation(name=name, microbatch=microbatch)
+
+        table = Row(
+            forward=operation(FORWARD),
+            backward=operation(BACKWARD),
+            weight_gradient=operation(WEIGHT_GRADIENT),
+            arrivals=tuple(arrival[works] for arrival in arrivals),
+            embed=shared("embed", FORWARD, 0),
+            head=shared("head", BACKWARD if self.trains else FORWARD, self.last),
+            embed_gradient=shared("embed_gradient", BACKWARD, 0),
+        )
         return ExecutionPlan(
-            tables={name: table[works] for name, table in self.tables.items()},
-            shared={name: row[works] for name, row in shared.items()},
+            table=table,
             depths=self.depths,
-            channels=channels,
+            channels=tuple(channels),
             num_microbatches=self.schedule.num_microbatches,
             first_stage=self.schedule.placement[0],
             last_stage=self.schedule.placement[-1],
@@ -191,7 +198,8 @@ class _PlanBuilder:
             shares_vocab=self.shares_vocab,
         )
 
-    def _table_of_operations(self, kind: str) -> None:
+    def _cells(self, kind: str) -> dict[str, np.ndarray]:
+        """Return the fields of `Operation` but its slots, for all cells of one kind."""
         names = ("microbatch", "chunk", "is_first", "is_last")
         tables = {name: np.zeros(self.shape, np.int32) for name in names}
         tables["microbatch"] -= 1
@@ -202,7 +210,7 @@ class _PlanBuilder:
                 tables["chunk"][cell] = self.schedule.chunk_of(v)
                 tables["is_first"][cell] = v == 0
                 tables["is_last"][cell] = v == self.last
-        self.tables |= {f"{kind}.{name}": table for name, table in tables.items()}
+        return tables
 
     def _allocate_all(self) -> None:
         every = range(self.last + 1)
@@ -251,10 +259,10 @@ class _PlanBuilder:
                 time.
             readers: the kinds of operations that read it.
         """
-        # Values that arrive are written to the slot in the channel's table, see `_channels`.
+        # Values that arrive are written to the slots that `_channels` returns.
         users = tuple(dict.fromkeys((written, *readers))) if isinstance(written, str) else readers
         for kind in users:
-            self.tables[f"{kind}.{buffer}"] = np.zeros(self.shape, np.int32)
+            self.slot_tables[kind][buffer] = np.zeros(self.shape, np.int32)
         lifetimes: dict[int, list[tuple[int, int, int, int]]] = {}
         for v in virtual_stages:
             for m in range(self.schedule.num_microbatches):
@@ -271,33 +279,45 @@ class _PlanBuilder:
             for (m, v), slot in slots.items():
                 self.slots[buffer, m, v] = slot
                 for kind in users:
-                    self.tables[f"{kind}.{buffer}"][self.when[kind, m, v], stage] = slot
+                    self.slot_tables[kind][buffer][self.when[kind, m, v], stage] = slot
 
-    def _channels(self) -> Iterable[Channel]:
-        """Yield every channel, and fill the tables with the slots for arriving values."""
-        size = self.schedule.num_stages
-        placement = self.schedule.placement
+    def _channels(self) -> tuple[list[Channel], list[np.ndarray]]:
+        """Return every channel, and for each the table of slots for arriving values."""
+        channels: list[Channel] = []
+        arrivals: list[np.ndarray] = []
         for kind, step, buffer in ((FORWARD, 1, "input"), (BACKWARD, -1, "cotangent")):
             if kind == BACKWARD and not self.trains:
                 continue
-            pairs: dict[int, dict[tuple[int, int], None]] = {}
-            for v in range(self.last + 1):
-                if not 0 <= v + step <= self.last:
-                    continue
-                source = placement[v]
-                target = placement[v + step]
-                channel = Channel(kind=kind, shift=(target - source) % size, pairs=())
-                pairs.setdefault(channel.shift, {})[source, target] = None
-                if channel.name not in self.tables:
-                    # The default is one slot past the end, for arrivals that nobody reads.
-                    self.tables[channel.name] = np.full(self.shape, self.depths[buffer], np.int32)
-                for m in range(self.schedule.num_microbatches):
-                    slot = self.slots[buffer, m, v + step]
-                    self.tables[channel.name][self.when[kind, m, v], target] = slot
-            for shift, found in sorted(pairs.items()):
-                yield Channel(kind=kind, shift=shift, pairs=tuple(sorted(found)))
+            for shift, virtual_stages in sorted(self._moves(step).items()):
+                # The default is one slot past the end, for arrivals that nobody reads.
+                arrival = np.full(self.shape, self.depths[buffer], np.int32)
+                pairs = set()
+                for v in virtual_stages:
+                    target = self.schedule.placement[v + step]
+                    pairs.add((self.schedule.placement[v], target))
+                    for m in range(self.schedule.num_microbatches):
+                        arrival[self.when[kind, m, v], target] = self.slots[buffer, m, v + step]
+                channels.append(Channel(kind=kind, shift=shift, pairs=tuple(sorted(pairs))))
+                arrivals.append(arrival)
+        return channels, arrivals
 
-    def _shared(self, kind: str, virtual_stage: int) -> np.ndarray:
+    def _moves(self, step: int) -> dict[int, list[int]]:
+        """Return shift -> the virtual stages whose outputs move by it.
+
+        Args:
+            step: 1 for activations, which go to the next virtual stage; -1 for cotangents.
+        """
+        moves: dict[int, list[int]] = {}
+        for v in range(self.last + 1):
+            if 0 <= v + step <= self.last:
+                source = self.schedule.placement[v]
+                target = self.schedule.placement[v + step]
+                shift = (target - source) % self.schedule.num_stages
+                moves.setdefault(shift, []).append(v)
+        return moves
+
+    def _shared_microbatches(self, kind: str, virtual_stage: int) -> np.ndarray:
+        """Return int32[ticks], the microbatch whose operation runs there, or -1."""
         row = np.full(self.shape[0], -1, np.int32)
         for (k, m, v), tick in self.when.items():
             if self.shares_vocab and k == kind and v == virtual_stage:
@@ -306,6 +326,7 @@ class _PlanBuilder:
 
 
 def _same(holds: np.ndarray) -> bool | None:
+    """Return the common value of all elements, or None if they differ."""
     return True if holds.all() else False if not holds.any() else None
 
 

@@ -18,12 +18,14 @@ import jax
 
 from sharding.estimate.labels import counted_as
 from sharding.logical import runs_alone
-from sharding.pipeline.runtime.layers import Layers
+from sharding.pipeline.runtime.layers import Layers, Residuals
 from sharding.pipeline.runtime.packed_activations import PackedActivations
+from sharding.pipeline.runtime.rows import Slots
 from sharding.pipeline.runtime.trees import Flag, add, read, write, zeros
 
 Tree = Any
-Kept = dict[str, dict]
+#: Stack -> its buffers.
+ChunkResiduals = dict[str, Residuals]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,14 +75,15 @@ class Chunks:
         """Return, for each stack, zero gradients of its layers on this device."""
         return {name: part.layers.no_gradients() for name, part in self._parts.items()}
 
-    def kept(self, depths: Mapping[str, int]) -> Kept:
+    def residuals(self, depths: Mapping[str, int]) -> ChunkResiduals:
         """Return empty buffers of the given depths for everything that backwards read."""
-        kept: Kept = {}
+        residuals = {}
         for name, part in self._parts.items():
-            kept[name] = dict(part.layers.buffers(depths))
+            residuals[name] = part.layers.residuals(depths)
             if part.before is not None and "saved" in depths:
-                kept[name]["before"] = zeros(part.given, depths["saved"])
-        return counted_as("activations", kept)
+                before = zeros(part.given, depths["saved"])
+                residuals[name] = dataclasses.replace(residuals[name], before=before)
+        return counted_as("activations", residuals)
 
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
         """Return x after the chunk, and keep nothing."""
@@ -90,29 +93,38 @@ class Chunks:
                 x = self._made_ready(part, chunk, x, microbatch)
                 return self._packed.pack(part.layers.evaluate(chunk, x, microbatch))
 
-            x = self._if_held(part, chunk, run, x)
+            x = self._if_present(part, chunk, run, x)
         return x
 
-    def forward(self, chunk, x: Tree, microbatch: Tree, kept: Kept, slots) -> tuple[Tree, Kept]:
+    def forward(
+        self, chunk, x: Tree, microbatch: Tree, residuals: ChunkResiduals, slots: Slots
+    ) -> tuple[Tree, ChunkResiduals]:
         """Return x after the chunk, and the buffers with the residuals for its backward."""
-        kept = dict(kept)
+        residuals = dict(residuals)
         for name, part in self._parts.items():
 
             def run(state, part=part):
-                x, kept = state
+                x, of_stack = state
                 if part.before is not None:
                     given = self._packed.unpack(x, part.given)
-                    kept = kept | {"before": write(kept["before"], slots["saved"], given)}
+                    before = write(of_stack.before, slots.saved, given)
+                    of_stack = dataclasses.replace(of_stack, before=before)
                 x = self._made_ready(part, chunk, x, microbatch)
-                x, buffers = part.layers.forward(chunk, x, microbatch, kept, slots)
-                return self._packed.pack(x), kept | buffers
+                x, of_stack = part.layers.forward(chunk, x, microbatch, of_stack, slots)
+                return self._packed.pack(x), of_stack
 
-            x, kept[name] = self._if_held(part, chunk, run, (x, kept[name]))
-        return x, kept
+            x, residuals[name] = self._if_present(part, chunk, run, (x, residuals[name]))
+        return x, residuals
 
     def backward(
-        self, chunk, dx: Tree, microbatch: Tree, kept: Kept, slots, grads: dict[str, Tree]
-    ) -> tuple[Tree, dict[str, Tree], Kept]:
+        self,
+        chunk,
+        dx: Tree,
+        microbatch: Tree,
+        residuals: ChunkResiduals,
+        slots: Slots,
+        grads: dict[str, Tree],
+    ) -> tuple[Tree, dict[str, Tree], ChunkResiduals]:
         """Run the backward of a chunk, or its first half if backwards are split.
 
         Returns:
@@ -120,38 +132,43 @@ class Chunks:
             buffers). If backwards are split, the buffers contain the values handed over to
             `weight_gradient`.
         """
-        kept = dict(kept)
+        residuals = dict(residuals)
         ends = grads["ends"]
         of_layers = dict(grads["layers"])
         for name, part in reversed(self._parts.items()):
 
             def run(state, part=part):
-                dx, ends, gradients, kept = state
+                dx, ends, gradients, of_stack = state
                 dx = self._packed.unpack(dx, part.taken)
-                args = (chunk, dx, microbatch, kept, slots, gradients)
+                args = (chunk, dx, microbatch, of_stack, slots, gradients)
                 if self._splits:
                     dx, gradients, handed = part.layers.input_gradient(*args)
-                    kept = kept | {"handed": handed}
+                    of_stack = dataclasses.replace(of_stack, handed=handed)
                 else:
                     dx, gradients = part.layers.backward(*args)
-                dx, ends = self._through_before(part, chunk, dx, microbatch, kept, slots, ends)
-                return dx, ends, gradients, kept
+                dx, ends = self._through_before(part, chunk, dx, microbatch, of_stack, slots, ends)
+                return dx, ends, gradients, of_stack
 
-            state = (dx, ends, of_layers[name], kept[name])
-            dx, ends, of_layers[name], kept[name] = self._if_held(part, chunk, run, state)
-        return dx, {"ends": ends, "layers": of_layers}, kept
+            state = (dx, ends, of_layers[name], residuals[name])
+            dx, ends, of_layers[name], residuals[name] = self._if_present(part, chunk, run, state)
+        return dx, {"ends": ends, "layers": of_layers}, residuals
 
     def weight_gradient(
-        self, chunk, microbatch: Tree, kept: Kept, slots, grads: dict[str, Tree]
+        self,
+        chunk,
+        microbatch: Tree,
+        residuals: ChunkResiduals,
+        slots: Slots,
+        grads: dict[str, Tree],
     ) -> dict[str, Tree]:
         """Return `grads` with the gradients added that the first half of the backward left out."""
         of_layers = dict(grads["layers"])
         for name, part in self._parts.items():
-            args = (chunk, microbatch, kept[name], slots, of_layers[name])
+            args = (chunk, microbatch, residuals[name], slots, of_layers[name])
             of_layers[name] = part.layers.weight_gradient(*args)
         return grads | {"layers": of_layers}
 
-    def _if_held(self, part: StackPart, chunk, run: Callable[[Tree], Tree], state: Tree) -> Tree:
+    def _if_present(self, part: StackPart, chunk, run: Callable[[Tree], Tree], state: Tree) -> Tree:
         """Return run(state) if the chunk contains layers of the stack, else state.
 
         If all activations have the same type, `run` is called unconditionally: it skips absent
@@ -174,14 +191,21 @@ class Chunks:
         )
 
     def _through_before(
-        self, part: StackPart, chunk, dx: Tree, microbatch: Tree, kept: dict, slots, ends: Tree
+        self,
+        part: StackPart,
+        chunk,
+        dx: Tree,
+        microbatch: Tree,
+        residuals: Residuals,
+        slots: Slots,
+        ends: Tree,
     ) -> tuple[Tree, Tree]:
         """Return the gradient of the input of `before`, and `ends` with its gradients added."""
         pack = self._packed.pack
         before = part.before
         if before is None:
             return pack(dx), ends
-        x = read(kept["before"], slots["saved"])
+        x = read(residuals.before, slots.saved)
 
         def through():
             _, vjp = jax.vjp(lambda ends, x: before(ends, x, microbatch), self._ends, x)

@@ -1,11 +1,24 @@
-"""Runs the embedding before the first layer and the head after the last.
+"""Runs the embedding before the first layer and the head after the last, in one of two ways.
 
-Either one stage runs them alone, or, with `pipeline.share_vocab`, all stages run them together,
-each with its part of the vocabulary. In that case all stages take part in the same tick, whatever
-else they do in it: the activations are broadcast from the stage that has them to all, and results
-that all stages compute identically are counted once.
+- `OnOneStage`: the first stage embeds as a part of its forwards and backwards, and the last stage
+  runs the head as a part of its own.
+- `OnAllStages`, with `pipeline.share_vocab`: all stages embed and run the head together, each with
+  its part of the vocabulary, whatever else they do in that tick. The activations are broadcast from
+  the stage that has them to all, and results that all stages compute identically are counted once.
+
+A stage (stage.py) calls the methods of either class at the same places of every tick:
+
+    method                  when                          OnOneStage         OnAllStages
+    embed_ahead             before all else               -                  embedding
+    chunk_input             in F, and in B if recomputed  embedding          -
+    head_ahead              between F and B               -                  head and its gradient
+    output_cotangent        in B                          head, its gradient -
+    add_embed_gradient      in B                          embedding gradient -
+    embed_gradient_after    between B and W               -                  embedding gradient
+    collect                 after F, in evaluations       head               head
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,39 +26,31 @@ import jax.numpy as jnp
 
 from sharding.collectives import psum
 from sharding.pipeline.runtime.packed_activations import PackedActivations
-from sharding.pipeline.runtime.trees import add, where, zeros
+from sharding.pipeline.runtime.rows import Operation, Row
+from sharding.pipeline.runtime.trees import add, read, where, write, zeros
 
 Tree = Any
 
 
 class EmbedAndHead:
-    """The embedding and head of a model, as seen by one device.
+    """The embedding and head of a model on packed activations.
 
     Args:
         model: provides `embed`, `head` and `teach`.
         packed: converts activations to and from the form in which they are sent.
         taken: type of the head's input, a tree of ShapeDtypeStructs.
-        params: the non-stack parameters. Parameters marked by `is_split` are this stage's part
-            only.
-        stage: int32[], this device's stage.
-        is_split: for each parameter, whether it is split over the stages.
+        params: the non-stack parameters; this stage's part of those that are split over stages.
+        batch: arrays `[M, B, ...]`.
     """
 
     def __init__(
-        self,
-        model: Any,
-        packed: PackedActivations,
-        taken: Tree,
-        params: Tree,
-        stage: jax.Array,
-        is_split: Tree,
+        self, model: Any, packed: PackedActivations, taken: Tree, params: Tree, batch: Tree
     ):
         self._model = model
         self._packed = packed
         self._taken = taken
         self.params = params
-        self._stage = stage
-        self._is_split = is_split
+        self._batch = batch
 
     def embed(self, microbatch: Tree) -> Tree:
         """Return the activations that enter the first layer, packed."""
@@ -74,27 +79,6 @@ class EmbedAndHead:
         (params, dx), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(self.params, x)
         return sums, params, dx
 
-    def of(self, stage: int, x: Tree) -> Tree:
-        """Broadcast `x` from one stage to all stages."""
-        return psum(self.only_on(stage, x, zeros(x)), ("pipeline",))
-
-    def only_on(self, stage: int, then: Tree, otherwise: Tree) -> Tree:
-        """Return `then` on the given stage, and `otherwise` on all others."""
-        return where(self._stage == stage, then, otherwise)
-
-    def add_together(self, stage: int, total: Tree, gradients: Tree) -> Tree:
-        """Add gradients that all stages have computed together to `total`.
-
-        Every stage adds its part of split parameters. Gradients of replicated parameters are
-        identical on all stages, so only one stage adds them: they are summed over `pipeline` at the
-        end of the step.
-        """
-        once = self.only_on(stage, gradients, zeros(gradients))
-        counted = jax.tree.map(
-            lambda split, part, whole: part if split else whole, self._is_split, gradients, once
-        )
-        return add(total, counted)
-
     def _embed(self, params: Tree, microbatch: Tree) -> Tree:
         return self._packed.pack(self._model.embed(params, microbatch))
 
@@ -102,3 +86,188 @@ class EmbedAndHead:
         x = self._packed.unpack(x, self._taken)
         loss, weight, metrics = self._model.head(params, x, microbatch)
         return jax.tree.map(jnp.asarray, {"loss": loss, "weight": weight, **metrics})
+
+
+class OnOneStage(EmbedAndHead):
+    """The first stage embeds, and the last stage runs the head."""
+
+    def embed_ahead(self, inputs: Tree, row: Row) -> Tree:
+        """Return the buffer of inputs unchanged: `chunk_input` embeds."""
+        return inputs
+
+    def chunk_input(
+        self, operation: Operation, arrived: Callable[[], Tree], microbatch: Tree
+    ) -> Tree:
+        """Return the input of a chunk: the embedding on the first chunk, else the arrival."""
+
+        def embedded():
+            return self.embed(microbatch)
+
+        return operation.if_first(embedded, arrived)
+
+    def head_ahead(
+        self, sums: Tree, gradients: Tree, head_inputs: Tree, row: Row
+    ) -> tuple[Tree, Tree, Tree]:
+        """Return sums and gradients unchanged, and None: `output_cotangent` runs the head."""
+        return sums, gradients, None
+
+    def output_cotangent(
+        self,
+        operation: Operation,
+        sums: Tree,
+        gradients: Tree,
+        from_head: Tree,
+        arrived: Callable[[], Tree],
+        y: Tree,
+        microbatch: Tree,
+    ) -> tuple[Tree, Tree, Tree]:
+        """Return (sums, gradients, cotangent of a chunk's output).
+
+        Args:
+            operation: the backward.
+            sums: sums of losses, weights and metrics so far.
+            gradients: gradients of the non-stack parameters so far.
+            from_head: what `head_ahead` returned as its last value.
+            arrived: returns the cotangent that the next chunk sent.
+            y: output of the chunk; None if it is not the last one.
+            microbatch: the microbatch of the operation.
+        """
+
+        def run_head():
+            more, head, dy = self.head_gradient(y, microbatch)
+            return add(sums, more), add(gradients, head), dy
+
+        return operation.if_last(run_head, lambda: (sums, gradients, arrived()))
+
+    def add_embed_gradient(
+        self, operation: Operation, gradients: Tree, dx: Tree, microbatch: Tree
+    ) -> Tree:
+        """Return the gradients of the non-stack parameters, on the first chunk with embedding's."""
+
+        def embedded():
+            return add(gradients, self.embed_gradient(dx, microbatch))
+
+        return operation.if_first(embedded, lambda: gradients)
+
+    def embed_gradient_after(self, gradients: Tree, dx: Tree, row: Row) -> Tree:
+        """Return the gradients unchanged: `add_embed_gradient` has added the embedding's."""
+        return gradients
+
+    def collect(self, collect: Callable, collected: Tree, y: Tree, row: Row) -> Tree:
+        """Add the result of the last chunk's forward: `collect(collected, y, microbatch)`."""
+
+        def more():
+            return collect(collected, y, row.forward.microbatch)
+
+        return row.forward.if_last(more, lambda: collected)
+
+
+class OnAllStages(EmbedAndHead):
+    """All stages embed and run the head together, each with its part of the vocabulary.
+
+    Args:
+        stage: int32[], this device's stage.
+        first: the stage that has the model's first chunk.
+        last: the stage that has the model's last chunk.
+        is_split: for each non-stack parameter, whether it is split over the stages.
+        *args: the arguments of `EmbedAndHead`.
+    """
+
+    def __init__(self, stage: jax.Array, first: int, last: int, is_split: Tree, *args: Any):
+        super().__init__(*args)
+        self._stage = stage
+        self._first = first
+        self._last = last
+        self._is_split = is_split
+
+    def embed_ahead(self, inputs: Tree, row: Row) -> Tree:
+        """Embed a microbatch; the first stage writes it to its buffer of inputs."""
+
+        def embed():
+            x = self.embed(read(self._batch, row.embed.microbatch))
+            return self._only_on(self._first, write(inputs, row.forward.slots.input, x), inputs)
+
+        return row.embed.if_runs(embed, lambda: inputs)
+
+    def chunk_input(
+        self, operation: Operation, arrived: Callable[[], Tree], microbatch: Tree
+    ) -> Tree:
+        """Return the value in the buffer of inputs, where `embed_ahead` wrote the embedding."""
+        return arrived()
+
+    def head_ahead(
+        self, sums: Tree, gradients: Tree, head_inputs: Tree, row: Row
+    ) -> tuple[Tree, Tree, Tree]:
+        """Run the head and its gradient; return (sums, gradients, gradient of the head's input)."""
+
+        def head():
+            y = self._broadcast(self._last, read(head_inputs, row.backward.slots.head_input))
+            more, found, dy = self.head_gradient(y, read(self._batch, row.head.microbatch))
+            more = self._only_on(self._last, add(sums, more), sums)
+            return more, self._add_once(self._last, gradients, found), dy
+
+        def nothing():
+            return sums, gradients, zeros(self._packed.type)
+
+        return row.head.if_runs(head, nothing)
+
+    def output_cotangent(
+        self,
+        operation: Operation,
+        sums: Tree,
+        gradients: Tree,
+        from_head: Tree,
+        arrived: Callable[[], Tree],
+        y: Tree,
+        microbatch: Tree,
+    ) -> tuple[Tree, Tree, Tree]:
+        """Return (sums, gradients, cotangent of a chunk's output); see `OnOneStage`."""
+        return operation.if_last(
+            lambda: (sums, gradients, from_head), lambda: (sums, gradients, arrived())
+        )
+
+    def add_embed_gradient(
+        self, operation: Operation, gradients: Tree, dx: Tree, microbatch: Tree
+    ) -> Tree:
+        """Return the gradients unchanged: `embed_gradient_after` adds the embedding's."""
+        return gradients
+
+    def embed_gradient_after(self, gradients: Tree, dx: Tree, row: Row) -> Tree:
+        """Add the embedding's gradients, from the first chunk's input gradient."""
+
+        def embed():
+            microbatch = read(self._batch, row.embed_gradient.microbatch)
+            found = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
+            return self._add_once(self._first, gradients, found)
+
+        return row.embed_gradient.if_runs(embed, lambda: gradients)
+
+    def collect(self, collect: Callable, collected: Tree, y: Tree, row: Row) -> Tree:
+        """Add the result of the last chunk's forward, on the last stage; all run the head."""
+
+        def together():
+            more = collect(collected, self._broadcast(self._last, y), row.head.microbatch)
+            return self._only_on(self._last, more, collected)
+
+        return row.head.if_runs(together, lambda: collected)
+
+    def _broadcast(self, stage: int, x: Tree) -> Tree:
+        """Broadcast `x` from one stage to all stages."""
+        return psum(self._only_on(stage, x, zeros(x)), ("pipeline",))
+
+    def _only_on(self, stage: int, then: Tree, otherwise: Tree) -> Tree:
+        """Return `then` on the given stage, and `otherwise` on all others."""
+        return where(self._stage == stage, then, otherwise)
+
+    def _add_once(self, stage: int, total: Tree, gradients: Tree) -> Tree:
+        """Add gradients that all stages have computed together to `total`.
+
+        Every stage adds its part of split parameters. Gradients of replicated parameters are
+        identical on all stages, so only one stage adds them: they are summed over `pipeline` at the
+        end of the step.
+        """
+        once = self._only_on(stage, gradients, zeros(gradients))
+        counted = jax.tree.map(
+            lambda split, part, whole: part if split else whole, self._is_split, gradients, once
+        )
+        return add(total, counted)

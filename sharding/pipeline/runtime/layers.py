@@ -14,6 +14,7 @@ gradients are accumulated in place, so no second array of a whole chunk's size i
         grads[layer i] += dw
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -25,10 +26,32 @@ import numpy as np
 from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
 from sharding.pipeline.runtime.block_vjp import BlockVJP
 from sharding.pipeline.runtime.gather import Shards
+from sharding.pipeline.runtime.rows import Slots
 from sharding.pipeline.runtime.trees import wide
 
 Tree = Any
-Buffers = dict[str, list[jax.Array]]
+Buffer = list[jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """One stack's buffers for values that wait for a backward; buffers.py explains each.
+
+    An array is `[slots, layers of a chunk, ...]`. A buffer is None if the schedule has no such
+    buffer.
+
+    Attributes:
+        saved: residuals that the backward reads.
+        for_weights: residuals that the weight gradient reads too, if backwards are split.
+        handed: values that the input gradient hands over to the weight gradient.
+        before: inputs of the stack's `before`, `[slots, ...]`; used by chunks.py.
+    """
+
+    saved: Buffer | None = None
+    for_weights: Buffer | None = None
+    handed: Buffer | None = None
+    before: Tree | None = None
 
 
 class Layers:
@@ -85,14 +108,14 @@ class Layers:
 
         return jax.tree.map(empty, wide(gradients, len(self._numbers)), self._params)
 
-    def buffers(self, depths: Mapping[str, int]) -> Buffers:
-        """Return empty buffers `saved`, `for_weights` and `handed`.
+    def residuals(self, depths: Mapping[str, int]) -> Residuals:
+        """Return empty buffers.
 
         Args:
             depths: buffer -> number of slots. Buffers that it does not name are left out.
         """
-        wanted = self._parted([*zip(self._vjp.saved, self._vjp.saved_on_host, strict=True)])
-        wanted["handed"] = [(shape, False) for shape in self._vjp.handed] if self._splits else []
+        shapes = [*zip(self._vjp.saved, self._vjp.saved_on_host, strict=True)]
+        saved, for_weights = self._parted(shapes)
 
         def empty(shape: jax.ShapeDtypeStruct, on_host: bool, depth: int) -> jax.Array:
             whole = (depth, self._depth, *shape.shape)
@@ -100,10 +123,18 @@ class Layers:
                 return zeros_on_host(whole, shape.dtype, depth=2)
             return jnp.zeros(whole, shape.dtype)
 
-        return {
-            name: [empty(shape, on_host, depths[name]) for shape, on_host in wanted[name]]
-            for name in wanted.keys() & depths.keys()
-        }
+        def buffer(name: str, shapes: list) -> Buffer | None:
+            if name not in depths:
+                return None
+            return [empty(shape, on_host, depths[name]) for shape, on_host in shapes]
+
+        return Residuals(
+            saved=buffer("saved", saved),
+            for_weights=buffer("for_weights", for_weights),
+            handed=buffer("handed", [(shape, False) for shape in self._vjp.handed])
+            if self._splits
+            else None,
+        )
 
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
         """Return x after the chunk's layers, and keep nothing."""
@@ -114,37 +145,51 @@ class Layers:
         return self._loop(chunk, body, x)
 
     def forward(
-        self, chunk: jax.Array, x: Tree, microbatch: Tree, buffers: Buffers, slots: dict
-    ) -> tuple[Tree, Buffers]:
+        self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: Residuals, slots: Slots
+    ) -> tuple[Tree, Residuals]:
         """Return x after the chunk's layers, and the buffers with the saved residuals."""
 
         def body(carry, i, slot, number):
-            x, buffers = carry
-            x, saved = self._vjp.forward(self._layer(slot), x, (microbatch, number))
-            parts = self._parted(saved)
-            return x, buffers | {
-                name: _write(buffers[name], slots[name], i, parts[name])
-                for name in parts.keys() & buffers.keys()
-            }
+            x, residuals = carry
+            x, values = self._vjp.forward(self._layer(slot), x, (microbatch, number))
+            saved, for_weights = self._parted(values)
+            residuals = dataclasses.replace(
+                residuals,
+                saved=_write(residuals.saved, slots.saved, i, saved),
+                for_weights=_write(residuals.for_weights, slots.for_weights, i, for_weights),
+            )
+            return x, residuals
 
-        return self._loop(chunk, body, (x, buffers))
+        return self._loop(chunk, body, (x, residuals))
 
     def backward(
-        self, chunk: jax.Array, dx: Tree, microbatch: Tree, buffers: Buffers, slots: dict, grads
+        self,
+        chunk: jax.Array,
+        dx: Tree,
+        microbatch: Tree,
+        residuals: Residuals,
+        slots: Slots,
+        grads,
     ) -> tuple[Tree, Tree]:
         """Return the gradient of the chunk's input, and `grads` with the layers' ones added."""
 
         def body(carry, i, slot, number):
             dx, grads = carry
-            saved = _read(buffers["saved"], slots["saved"], i)
+            saved = _read(residuals.saved, slots.saved, i)
             gradients, dx = self._vjp.backward(self._layer(slot), (microbatch, number), saved, dx)
             return dx, self._accumulate(grads, slot, jax.tree.leaves(gradients))
 
         return self._loop(chunk, body, (dx, grads), reverse=True)
 
     def input_gradient(
-        self, chunk: jax.Array, dx: Tree, microbatch: Tree, buffers: Buffers, slots: dict, grads
-    ) -> tuple[Tree, Tree, list[jax.Array]]:
+        self,
+        chunk: jax.Array,
+        dx: Tree,
+        microbatch: Tree,
+        residuals: Residuals,
+        slots: Slots,
+        grads,
+    ) -> tuple[Tree, Tree, Buffer]:
         """Run the first half of `backward`.
 
         Returns:
@@ -155,19 +200,19 @@ class Layers:
         def body(carry, i, slot, number):
             dx, grads, handed = carry
             saved = self._joined(
-                _read(buffers["saved"], slots["saved"], i),
-                _read(buffers["for_weights"], slots["for_weights"], i),
+                _read(residuals.saved, slots.saved, i),
+                _read(residuals.for_weights, slots.for_weights, i),
             )
             dx, early, values = self._vjp.input_gradient(
                 self._layer(slot), (microbatch, number), saved, dx
             )
-            handed = _write(handed, slots["handed"], i, values)
+            handed = _write(handed, slots.handed, i, values)
             return dx, self._accumulate(grads, slot, early), handed
 
-        return self._loop(chunk, body, (dx, grads, buffers["handed"]), reverse=True)
+        return self._loop(chunk, body, (dx, grads, residuals.handed), reverse=True)
 
     def weight_gradient(
-        self, chunk: jax.Array, microbatch: Tree, buffers: Buffers, slots: dict, grads: Tree
+        self, chunk: jax.Array, microbatch: Tree, residuals: Residuals, slots: Slots, grads: Tree
     ) -> Tree:
         """Return `grads` with the gradients added that `input_gradient` left out."""
 
@@ -175,8 +220,8 @@ class Layers:
             late = self._vjp.weight_gradient(
                 self._layer(slot),
                 (microbatch, number),
-                _read(buffers["for_weights"], slots["for_weights"], i),
-                _read(buffers["handed"], slots["handed"], i),
+                _read(residuals.for_weights, slots.for_weights, i),
+                _read(residuals.handed, slots.handed, i),
             )
             return self._accumulate(grads, slot, late)
 
@@ -198,12 +243,10 @@ class Layers:
         pairs = zip(leaves, values, strict=True)
         return jax.tree.unflatten(structure, [_added(g, slot, value) for g, value in pairs])
 
-    def _parted(self, saved: Sequence) -> dict[str, list]:
-        """Return saved residuals by the buffer that they are stored in."""
-        return {
-            "saved": [s for i, s in enumerate(saved) if i not in self._for_weights],
-            "for_weights": [saved[i] for i in self._for_weights],
-        }
+    def _parted(self, saved: Sequence) -> tuple[list, list]:
+        """Split saved residuals into those of the buffers `saved` and `for_weights`."""
+        rest = [value for i, value in enumerate(saved) if i not in self._for_weights]
+        return rest, [saved[i] for i in self._for_weights]
 
     def _joined(self, saved: Iterable, for_weights: Iterable) -> list:
         """Merge the residuals of both buffers back into the order of `BlockVJP.saved`."""
@@ -242,16 +285,21 @@ def _added(g: jax.Array, slot: jax.Array, value: jax.Array | None) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(g, after, slot, 0)
 
 
-def _write(buffers: Sequence[jax.Array], slot, i, values: Sequence[jax.Array]) -> list[jax.Array]:
+def _write(buffer: Buffer | None, slot, i, values: Sequence[jax.Array]) -> Buffer | None:
+    """Return the buffer with the values of layer `i` of a chunk written to a slot."""
+    if buffer is None:
+        return None
     return [
-        jax.lax.dynamic_update_slice(buffer, value[None, None], _start(buffer, slot, i))
-        for buffer, value in zip(buffers, values, strict=True)
+        jax.lax.dynamic_update_slice(array, value[None, None], _start(array, slot, i))
+        for array, value in zip(buffer, values, strict=True)
     ]
 
 
-def _read(buffers: Sequence[jax.Array], slot, i) -> list[jax.Array]:
+def _read(buffer: Buffer | None, slot, i) -> list[jax.Array]:
+    """Return the values of layer `i` of a chunk from a slot."""
+    assert buffer is not None
     return [
-        jax.lax.dynamic_slice(b, _start(b, slot, i), (1, 1, *b.shape[2:]))[0, 0] for b in buffers
+        jax.lax.dynamic_slice(b, _start(b, slot, i), (1, 1, *b.shape[2:]))[0, 0] for b in buffer
     ]
 
 

@@ -8,6 +8,7 @@ the slots that the plan names.
 import dataclasses
 from collections import defaultdict
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -53,7 +54,7 @@ class Simulation:
         self.log: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self.head: list[int] = []
         self.embedded: list[int] = []
-        self.num_ticks = len(plan.tables["F.microbatch"])
+        self.num_ticks = plan.num_ticks
         for tick in range(self.num_ticks):
             self.run_tick(tick)
 
@@ -69,7 +70,7 @@ class Simulation:
             self.head_together()
         sent |= {("B", s): self.backward(s) for s in self.stages}
         if self.shares_vocab and self.trains:
-            microbatch = self.plan.shared["embed_gradient"][self.tick]
+            microbatch = self.plan.table.embed_gradient.microbatch[self.tick]
             wanted = ("dx", microbatch, 0) if microbatch >= 0 else None
             found = sent["B", self.placement[0]]
             is_first = found != NOTHING and found[2] == 0
@@ -78,14 +79,15 @@ class Simulation:
         for stage in self.stages:
             self.weight_gradient(stage)
         self.phase = 4
-        for channel in self.plan.channels:
+        arrivals = self.plan.table.arrivals
+        for channel, arrival in zip(self.plan.channels, arrivals, strict=True):
             buffer = {"F": "input", "B": "cotangent"}[channel.kind]
             assert len({s for s, _ in channel.pairs}) == len(channel.pairs)
             assert {(t - s) % len(self.stages) for s, t in channel.pairs} == {channel.shift}
             sources = {target: source for source, target in channel.pairs}
             for stage in self.stages:
                 value = sent[channel.kind, sources[stage]] if stage in sources else NOTHING
-                slot = self.plan.tables[channel.name][self.tick, stage]
+                slot = arrival[self.tick, stage]
                 if slot < self.plan.depths[buffer]:
                     self.write(buffer, stage, slot, value)
                 else:
@@ -106,7 +108,7 @@ class Simulation:
         if v == self.last and "head_input" in self.plan.depths:
             self.put("head_input", stage, "F", ("y", m, v))
         if v == self.last and self.shares_vocab and not self.trains:
-            assert self.plan.shared["head"][self.tick] == m
+            assert self.plan.table.head.microbatch[self.tick] == m
             self.head.append(m)
         return ("y", m, v)
 
@@ -127,7 +129,7 @@ class Simulation:
         if v < self.last:
             self.read("cotangent", stage, "B", ("dx", m, v + 1))
         elif self.shares_vocab:
-            assert self.plan.shared["head"][self.tick] == m
+            assert self.plan.table.head.microbatch[self.tick] == m
         elif self.keeps:
             self.read("head_input", stage, "B", ("y", m, v))
         return ("dx", m, v)
@@ -139,13 +141,13 @@ class Simulation:
             self.read("handed", stage, "W", ("handed", m, v))
 
     def embed_together(self) -> None:
-        m = self.plan.shared["embed"][self.tick]
+        m = self.plan.table.embed.microbatch[self.tick]
         if m >= 0:
             self.embedded.append(m)
             self.put("input", self.placement[0], "F", ("embedding", m))
 
     def head_together(self) -> None:
-        m = self.plan.shared["head"][self.tick]
+        m = self.plan.table.head.microbatch[self.tick]
         stage = self.placement[-1]
         if self.trains and m >= 0:
             self.read("head_input", stage, "B", ("y", m, self.last))
@@ -156,8 +158,9 @@ class Simulation:
 
     def operation(self, kind: str, stage: int) -> tuple[int, int]:
         """Return (microbatch, virtual stage) of the cell's operation, after checking its flags."""
+        operation = self.plan.table.operations[kind]
         cell = {
-            name: int(self.plan.tables[f"{kind}.{name}"][self.tick, stage])
+            name: int(getattr(operation, name)[self.tick, stage])
             for name in ("microbatch", "chunk", "is_first", "is_last")
         }
         if cell["microbatch"] < 0:
@@ -171,7 +174,8 @@ class Simulation:
     # Buffers.
 
     def put(self, buffer: str, stage: int, kind: str, name) -> None:
-        slot = int(self.plan.tables[f"{kind}.{buffer}"][self.tick, stage])
+        slots = self.plan.table.operations[kind].slots
+        slot = int(getattr(slots, buffer)[self.tick, stage])
         self.write(buffer, stage, slot, name)
 
     def write(self, buffer: str, stage: int, slot: int, name) -> None:
@@ -181,7 +185,8 @@ class Simulation:
         self.held[buffer, stage].append(held)
 
     def read(self, buffer: str, stage: int, kind: str, wanted) -> None:
-        slot = int(self.plan.tables[f"{kind}.{buffer}"][self.tick, stage])
+        slots = self.plan.table.operations[kind].slots
+        slot = int(getattr(slots, buffer)[self.tick, stage])
         held = self.slots.get((buffer, stage, slot))
         where = f"{kind} on stage {stage} in tick {self.tick}: {buffer}[{slot}]"
         assert held is not None and held.name == wanted, where
@@ -230,19 +235,22 @@ def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulat
     # If all stages share embedding and head, these run once per microbatch.
     microbatches = list(range(schedule.num_microbatches)) if shares_vocab else []
     assert sorted(ran.embedded) == sorted(ran.head) == microbatches
-    gradients = sorted(m for m in plan.shared["embed_gradient"] if m >= 0)
+    gradients = sorted(m for m in plan.table.embed_gradient.microbatch if m >= 0)
     assert gradients == (microbatches if ran.trains else [])
     # Branches that the executor resolves during tracing.
-    for kind in "FBW":
+    for kind, operation in plan.table.operations.items():
         cells = [
-            plan.tables[f"{kind}.microbatch"][t, s] >= 0
+            operation.microbatch[t, s] >= 0
             for t, s in np.ndindex(ran.num_ticks, schedule.num_stages)
         ]
-        assert plan.runs(kind) == (True if all(cells) else None if any(cells) else False)
-        for flag, wanted_stage in (("is_first", 0), ("is_last", last)):
+        assert operation.always == (True if all(cells) else None if any(cells) else False)
+        for always, wanted_stage in (
+            (operation.always_first, 0),
+            (operation.always_last, last),
+        ):
             flags = {v == wanted_stage for _, v, _ in ran.log[kind]}
             if flags:
-                assert plan.holds(kind, flag) == (flags.pop() if len(flags) == 1 else None)
+                assert always == (flags.pop() if len(flags) == 1 else None)
     return ran
 
 
@@ -362,11 +370,8 @@ def test_plan_drops_ticks_only_where_the_last_forward_is_folded(name):
         for shares_vocab in (False, True):
             schedule = make_schedule(name, 3, 4, 2 if name == "zbv" else 1)
             plan = make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab)
-            rows = len(plan.tables["F.microbatch"])
-            assert {len(table) for table in (*plan.tables.values(), *plan.shared.values())} == {
-                rows
-            }
-            dropped[remat, shares_vocab] = len(schedule.ticks) - rows
+            assert {len(table) for table in jax.tree.leaves(plan.table)} == {plan.num_ticks}
+            dropped[remat, shares_vocab] = len(schedule.ticks) - plan.num_ticks
     # In GPipe the last forward has a tick to itself; in other schedules other stages work then.
     assert dropped.pop(("full", False)) == (1 if name == "gpipe" else 0)
     assert set(dropped.values()) == {0}

@@ -1,0 +1,168 @@
+"""The rows of an execution plan: what one stage does in one tick, as typed scalars.
+
+buffers.py makes a `Row` whose leaves are whole tables, `int32[ticks, stages]`. The executor scans
+over it, so within a tick the leaves are scalars, `int32[]`, those of this device's stage:
+
+    plan.table.forward.microbatch    int32[ticks, stages]
+    row.forward.microbatch           int32[]                 -1: the stage is idle
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sharding.pipeline.runtime.trees import branch
+from sharding.pipeline.schedules.table import BACKWARD, FORWARD, WEIGHT_GRADIENT
+
+Tree = Any
+Array = np.ndarray | jax.Array
+
+#: Named scope of the loop over ticks. XLA keeps scope names, so sharding/analysis/cost/ can find
+#: the loop in a compiled program, and the parts of it that run only in some ticks.
+TICKS = "pipeline_ticks"
+
+
+def scope_of(part: str) -> str:
+    """Return the named scope of a part that runs in some ticks only.
+
+    Args:
+        part: an operation (F, B, W), an operation under a flag of the table (B.is_last), or the
+            name of a `SharedOperation`.
+    """
+    return f"pipeline_{part}"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The slot of each buffer that an operation reads or writes; None if it does not use it.
+
+    buffers.py explains the buffers.
+    """
+
+    input: Array | None = None
+    cotangent: Array | None = None
+    saved: Array | None = None
+    for_weights: Array | None = None
+    handed: Array | None = None
+    head_input: Array | None = None
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("microbatch", "chunk", "is_first", "is_last", "slots"),
+    meta_fields=("kind", "always", "always_first", "always_last"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operation on one chunk: forward, backward (or input gradient), or weight gradient.
+
+    Attributes:
+        kind: FORWARD, BACKWARD or WEIGHT_GRADIENT.
+        microbatch: the microbatch, or -1 if the stage is idle.
+        chunk: the number of the chunk among those of its stage.
+        is_first: 1 for the model's first chunk, else 0.
+        is_last: 1 for the model's last chunk, else 0.
+        slots: the buffer slots that it reads or writes.
+        always: True if every cell of the table has such an operation, False if none has, None if
+            some have. It is known during tracing.
+        always_first: the same of `is_first`, over all operations of this kind.
+        always_last: the same of `is_last`.
+    """
+
+    kind: str
+    microbatch: Array
+    chunk: Array
+    is_first: Array
+    is_last: Array
+    slots: Slots
+    always: bool | None
+    always_first: bool | None
+    always_last: bool | None
+
+    def if_runs(self, then: Callable[[], Tree], otherwise: Callable[[], Tree]) -> Tree:
+        """Return then() if the stage runs the operation in this tick, else otherwise()."""
+        with jax.named_scope(scope_of(self.kind)):
+            return branch(self.always, self.microbatch >= 0, then, otherwise)
+
+    def if_first(self, then: Callable[[], Tree], otherwise: Callable[[], Tree]) -> Tree:
+        """Return then() on the model's first chunk, else otherwise()."""
+        with jax.named_scope(scope_of(f"{self.kind}.is_first")):
+            return branch(self.always_first, self.is_first > 0, then, otherwise)
+
+    def if_last(self, then: Callable[[], Tree], otherwise: Callable[[], Tree]) -> Tree:
+        """Return then() on the model's last chunk, else otherwise()."""
+        with jax.named_scope(scope_of(f"{self.kind}.is_last")):
+            return branch(self.always_last, self.is_last > 0, then, otherwise)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("microbatch",), meta_fields=("name",))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedOperation:
+    """Work that all stages do together in a tick, with `pipeline.share_vocab`.
+
+    Attributes:
+        name: embed, head or embed_gradient.
+        microbatch: `int32[ticks]` in a plan and `int32[]` in a tick; -1 if there is none.
+    """
+
+    name: str
+    microbatch: Array
+
+    def if_runs(self, then: Callable[[], Tree], otherwise: Callable[[], Tree]) -> Tree:
+        """Return then() if the stages do this work in this tick, else otherwise()."""
+        with jax.named_scope(scope_of(self.name)):
+            return jax.lax.cond(self.microbatch >= 0, then, otherwise)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """Everything that a stage does in a tick.
+
+    Attributes:
+        forward: the forward of a chunk.
+        backward: the backward of a chunk, or its input gradient.
+        weight_gradient: the weight gradient of a chunk, if backwards are split.
+        arrivals: for each channel of the plan, the slot for the value that arrives at the end.
+        embed: the embedding that all stages compute together.
+        head: the head, and its gradient if the schedule trains.
+        embed_gradient: the gradient of the embedding.
+    """
+
+    forward: Operation
+    backward: Operation
+    weight_gradient: Operation
+    arrivals: tuple[Array, ...]
+    embed: SharedOperation
+    head: SharedOperation
+    embed_gradient: SharedOperation
+
+    @property
+    def operations(self) -> dict[str, Operation]:
+        """Kind (F, B, W) -> operation, in the order in which they run."""
+        return {
+            FORWARD: self.forward,
+            BACKWARD: self.backward,
+            WEIGHT_GRADIENT: self.weight_gradient,
+        }
+
+    @property
+    def shared(self) -> dict[str, SharedOperation]:
+        """Name -> work that all stages do together."""
+        operations = (self.embed, self.head, self.embed_gradient)
+        return {operation.name: operation for operation in operations}
+
+    def column(self, stage: jax.Array) -> "Row":
+        """Return one stage's column of the tables, `int32[ticks]`, ready to be scanned over."""
+
+        def of_stage(table: Array) -> jax.Array:
+            table = jnp.asarray(table, jnp.int32)
+            return table[:, stage] if table.ndim == 2 else table
+
+        return jax.tree.map(of_stage, self)

@@ -1,0 +1,196 @@
+"""One device's view of a pipelined step: its parameters, its batch, its column of the plan.
+
+A stage runs the same tick again and again. This module has everything that training (training.py)
+and evaluation share, and the tick of an evaluation.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sharding.estimate.labels import counted_as
+from sharding.pipeline.layout import Layout
+from sharding.pipeline.runtime.buffers import Channel, ExecutionPlan
+from sharding.pipeline.runtime.chunks import Chunks, StackPart
+from sharding.pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
+from sharding.pipeline.runtime.gather import Sharing
+from sharding.pipeline.runtime.layers import Layers
+from sharding.pipeline.runtime.model import Model
+from sharding.pipeline.runtime.packed_activations import PackedActivations
+from sharding.pipeline.runtime.rows import TICKS, Row
+from sharding.pipeline.runtime.trees import Flag, add, read, wide, write, zeros
+from sharding.pipeline.schedules.table import FORWARD
+from sharding.spec import axes_of
+
+Tree = Any
+Params = dict[str, Tree]
+
+
+class Stage:
+    """One device's stage.
+
+    Args:
+        model: the model's functions.
+        plan: the schedule, ready to be executed.
+        layouts: the layout of every stack, in the order in which the stacks run.
+        sharing: how the parameters are sharded over the mesh.
+        params: this device's shards of the parameters, `{"ends": ..., "layers": {stack: ...}}`.
+        batch: this device's part of the batch, arrays `[M, B, ...]`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        plan: ExecutionPlan,
+        layouts: Mapping[str, Layout],
+        sharing: Sharing,
+        params: Params,
+        batch: Tree,
+    ):
+        self._plan = plan
+        self._batch = batch
+        assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
+        self._index = jax.lax.axis_index("pipeline")
+        self._example = self._microbatch(jnp.int32(0))
+        self._shards_of_ends = sharing.of_ends()
+        self._shards_of_stacks = {
+            name: sharing.of_stack(name, params["layers"][name]) for name in layouts
+        }
+        ends = self._shards_of_ends.together(params["ends"])
+        types = model.types(ends, self._example)
+        packed = PackedActivations([x for pair in types.values() for x in pair])
+        _, taken = [*types.values()][-1]
+        self._x = packed.type
+        arguments = (model, packed, taken, ends, batch)
+        if plan.shares_vocab:
+            is_split = jax.tree.map(lambda spec: "pipeline" in axes_of(spec), sharing.specs["ends"])
+            stages = (plan.first_stage, plan.last_stage)
+            self._ends = OnAllStages(self._index, *stages, is_split, *arguments)
+        else:
+            self._ends = OnOneStage(*arguments)
+        parts = {
+            name: self._part(model, name, layout, types[name], params["layers"][name])
+            for name, layout in layouts.items()
+        }
+        self._chunks = Chunks(parts, packed, ends, splits=plan.splits_backward)
+
+    def _part(
+        self, model: Model, name: str, layout: Layout, types: tuple[Tree, Tree], params: Tree
+    ) -> StackPart:
+        """Return this device's part of a stack."""
+        given, taken = types
+        shards = self._shards_of_stacks[name]
+        layers = Layers(
+            model.blocks[name],
+            shards.together(params),
+            shards,
+            layout.layer_of_slot.reshape(len(layout.chunks), -1),
+            (self._index, taken, self._example),
+            len(layout.chunks[0]),
+            splits=self._plan.splits_backward,
+        )
+        holds = [[count > 0 for _, count in stage] for stage in layout.chunks]
+        begins = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
+        return StackPart(
+            layers=layers,
+            before=model.before.get(name),
+            given=given,
+            taken=taken,
+            holds=Flag(holds, self._index),
+            begins=Flag(begins, self._index),
+        )
+
+    @property
+    def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the head's sums."""
+        return wide(jax.eval_shape(self._ends.sums, self._x, self._example))
+
+    @property
+    def teacher_outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the outputs of `teach` for one microbatch."""
+        return jax.eval_shape(self._ends.teacher_outputs, self._x, self._example)
+
+    # Evaluation.
+
+    def evaluate(self, collected: Tree, collect: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
+        """Run a table of forwards, and collect a result from the output of every microbatch.
+
+        Args:
+            collected: the initial value of the result.
+            collect: (result so far, output of the last layer, microbatch) -> result.
+
+        Returns:
+            The result after all microbatches. Only the last stage has it; on others it is
+            `collected`.
+        """
+
+        def tick(carry: tuple[Tree, Tree], row: Row) -> tuple[tuple[Tree, Tree], None]:
+            collected, inputs = carry
+            inputs = self._ends.embed_ahead(inputs, row)
+            arrived = read_or_none(inputs, row.forward.slots.input)
+
+            def forward() -> Tree:
+                microbatch = self._microbatch(row.forward.microbatch)
+                x = self._ends.chunk_input(row.forward, lambda: arrived, microbatch)
+                return self._chunks.evaluate(row.forward.chunk, x, microbatch)
+
+            y = row.forward.if_runs(forward, lambda: zeros(self._x))
+            arrivals = self._send(FORWARD, y)
+            collected = self._ends.collect(collect, collected, y, row)
+            return (collected, self._receive(FORWARD, inputs, arrivals, row)), None
+
+        column = self._plan.table.column(self._index)
+        with jax.named_scope(TICKS):
+            return jax.lax.scan(tick, (collected, self._buffer("input")), column)[0][0]
+
+    def with_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
+        """Return `sums` with the head's sums of a microbatch added."""
+        return add(sums, self._ends.sums(x, self._microbatch(index)))
+
+    def with_teacher_outputs(
+        self, teacher_outputs: dict[str, Tree], x: Tree, index: jax.Array
+    ) -> dict[str, Tree]:
+        """Return `teacher_outputs` with the outputs of `teach` for one microbatch filled in."""
+        return write(teacher_outputs, index, self._ends.teacher_outputs(x, self._microbatch(index)))
+
+    # Buffers and sends.
+
+    def _microbatch(self, index: jax.Array) -> Tree:
+        return read(self._batch, index)
+
+    def _buffer(self, name: str) -> Tree | None:
+        """Return an empty buffer of activations, or None if the plan has no such buffer."""
+        if name not in self._plan.depths:
+            return None
+        depth = self._plan.depths[name]
+        return counted_as("activations", zeros(self._x, depth + (depth > 0)))
+
+    def _send(self, kind: str, x: Tree) -> dict[Channel, Tree]:
+        """Send `x` over all channels of a kind, and return the value that arrives over each."""
+
+        def moved(channel: Channel) -> Tree:
+            if channel.shift == 0:
+                return x
+
+            def move(leaf):
+                return jax.lax.ppermute(leaf, "pipeline", channel.pairs)
+
+            return jax.tree.map(move, x)
+
+        return {channel: moved(channel) for channel in self._plan.channels if channel.kind == kind}
+
+    def _receive(self, kind: str, buffer: Tree, arrivals: dict[Channel, Tree], row: Row) -> Tree:
+        """Return the buffer with the arrivals of one kind written to their slots."""
+        for channel, slot in zip(self._plan.channels, row.arrivals, strict=True):
+            if channel.kind == kind and channel in arrivals:
+                buffer = write(buffer, slot, arrivals[channel])
+        return buffer
+
+
+def read_or_none(buffer: Tree | None, slot: jax.Array | None) -> Tree | None:
+    """Return the contents of a slot, or None if there is no such buffer or it has no slots."""
+    if slot is None or not jax.tree.leaves(buffer)[0].size:
+        return None
+    return read(buffer, slot)
