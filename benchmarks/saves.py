@@ -24,7 +24,8 @@ import jax
 
 from benchmarks.harness import report
 from benchmarks.step import make_run
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.config import CheckpointConfig
+from checkpoint.manager import Checkpoints
 from train.config import config_files
 from train.run.run import Run
 

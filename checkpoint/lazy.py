@@ -19,6 +19,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from checkpoint.structure import leaf_name
+
 #: Larger arrays are stored in chunks of at most this size. Reading any element of a chunk reads
 #: the whole chunk.
 CHUNK_BYTES = 32 * 2**20
@@ -157,7 +159,7 @@ def stored_arrays(directory: str | Path) -> Mapping[str, StoredArray]:
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, enable_pinned_host_transfer=False)
     tree = handler.metadata(epath.Path(state)).tree
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    names = [".".join(str(_key(key)) for key in path) for path, _ in leaves]
+    names = [leaf_name(path) for path, _ in leaves]
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     return {name: StoredArray(_open(state, name, context)) for name in names}
 
@@ -171,7 +173,3 @@ def _open(state: Path, name: str, context: ts.Context) -> ts.TensorStore:
     kvstore = {"driver": "ocdbt", "base": f"{state.as_uri()}/", "path": f"{name}/"}
     spec = {"driver": "zarr3", "kvstore": kvstore}
     return ts.open(spec, open=True, read=True, context=context).result()
-
-
-def _key(key: Any) -> Any:
-    return next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name))

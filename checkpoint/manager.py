@@ -15,117 +15,44 @@ only when they are complete:
         v
     300.orbax-checkpoint-tmp-deleted-4/    being deleted
 
-Orbax writes and reads the arrays. This module decides when to commit a checkpoint, which ones to
-keep and how to handle a failure. The first process decides and broadcasts the result to the others.
-Orbax's own manager is not used: if one process cannot write, it leaves the others waiting.
+Orbax writes and reads the arrays (checkpoint/state_files.py). This module decides when to commit a
+checkpoint and how to handle a failure; checkpoint/directory.py changes the files. The first process
+decides and broadcasts the result to the others.
+
+Orbax's own CheckpointManager is not used. If one process cannot write, that process skips the
+barrier at which the others wait until a timeout, and they never learn the reason. It also neither
+verifies the contents of files with checksums nor falls back to an older checkpoint on damage.
 
 A save takes these steps:
 
     main thread, all processes      `save`: copies the arrays and starts to write them
     Orbax's threads, all processes  write the shards of this process
     writer thread, all processes    `_write`: waits for the shards, reports errors to process 0
-    writer thread, process 0        `_commit`: writes JSON files and checksums, renames
-                                    `_drop_old`: deletes old checkpoints
+    writer thread, process 0        `commit`: writes JSON files and checksums, renames
+                                    `drop_old`: deletes old checkpoints
     main thread, all processes      `_finish`, in the next `save`, `restore` or `wait`: records
                                     the result
 """
 
-import asyncio
 import json
 import logging
-import math
-import os
-import re
-import shutil
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 
-from checkpoint.checksums import find_damage, write_checksums
-from checkpoint.layout import (
-    DATA_STATE,
-    METRICS,
-    STATE,
-    TMP_SUFFIX,
-    best_steps,
-    read_data_state,
-    read_metrics,
-    steps_in,
-)
-from checkpoint.lazy import LazyArray, LazyHandler, save_args
+from checkpoint.checksums import find_damage
+from checkpoint.config import CheckpointConfig
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.layout import DATA_STATE, METRICS, read_data_state
 from checkpoint.quiet import keep_quiet
-from fields.field import field
-from fields.section import Section
-from sharding.distributed.messages import TIMEOUT_S, Exchange
-
-#: Errors that mean that the file system failed. TensorStore reports such failures as ValueError.
-#: Other exceptions are bugs and are raised.
-_WRITE_ERRORS = (OSError, ValueError, RuntimeError)
+from checkpoint.save_errors import WRITE_ERRORS, SaveError, first_error, reason_of
+from checkpoint.state_files import StateFiles
+from sharding.distributed.messages import Exchange
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig(Section, section="checkpoint"):
-    """When checkpoints are saved, and how many are kept.
-
-    See docs/checkpoints.md.
-    """
-
-    every_steps: int = field(
-        50,
-        "Steps between checkpoints; 0: save only after the last step.",
-        ge=0,
-        remedy="choose a number of steps, or 0 to save at the end only",
-        required=True,
-    )
-    every_minutes: float | None = field(
-        None,
-        "Also save after this many minutes, by the first process's clock. None: never; only steps "
-        "count.",
-        gt=0,
-        lt=math.inf,
-        remedy="choose a number of minutes, or None to count steps only",
-    )
-    max_to_keep: int = field(
-        3,
-        "How many of the newest checkpoints to keep. With 1, there is no older one if it is "
-        "damaged.",
-        ge=1,
-        remedy="choose 2 or more to have another one if the newest is damaged",
-        required=True,
-    )
-    keep_best: int = field(
-        0,
-        "How many of the best checkpoints to keep in addition, by `best_metric`.",
-        ge=0,
-        remedy="choose 0 to keep only the newest",
-    )
-    best_metric: str = field(
-        "eval_loss",
-        "Metric of the evaluation that ranks checkpoints: `eval_loss` or another `eval_...`.",
-    )
-    best_is_max: bool = field(False, "True: larger values of `best_metric` are better.")
-    timeout_s: float = field(
-        TIMEOUT_S,
-        "Seconds after which a save counts as hung and fails.",
-        gt=0,
-        lt=math.inf,
-        remedy="choose several times the duration of a save in seconds",
-    )
-
-
-class SaveError(OSError):
-    """A checkpoint could not be saved; the message names the checkpoint and the reason."""
 
 
 class Checkpoints:
@@ -146,18 +73,17 @@ class Checkpoints:
             config: when to save and how many checkpoints to keep.
         """
         keep_quiet()
-        self._directory = Path(directory).absolute()
         self._config = config
         self._exchange = Exchange(config.timeout_s)
-        self._handler = _state_handler()
+        self._state_files = StateFiles()
+        self._directory = CheckpointDirectory(Path(directory).absolute(), config, self._state_files)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._being_saved: Future | None = None
         self._failure: SaveError | None = None
-        self._num_tries = 0
         self._num_failed_saves = 0
-        self._passed_over: list[int] = []  # damaged checkpoints, deleted by the next complete save
+        self._skipped: list[int] = []  # damaged checkpoints, deleted by the next complete save
         #: Value of best_metric by step, for each existing checkpoint; None if it has none.
-        self._scores = dict(self._exchange.on_first(self._read_scores))
+        self._scores = dict(self._exchange.on_first(self._directory.read_scores))
 
     def save(
         self,
@@ -197,16 +123,13 @@ class Checkpoints:
         self._finish()
         if step in self.all_steps():
             return False
-        self._num_tries += 1
-        path = self._directory / f"{step}{TMP_SUFFIX}-{self._num_tries}"
+        path = self._directory.new_temporary_path(step)
         try:
-            self._exchange.on_first(lambda: self._prepare(path))
+            self._exchange.on_first(lambda: self._directory.prepare(path))
         except OSError as error:
             self._fail(self._save_error(step, error))
             return False
-        args = ocp.args.PyTreeSave(state, save_args=jax.tree.map(save_args, state))
-        # Returns as soon as the arrays are copied. Orbax writes them in its own threads.
-        written = _run(self._handler.async_save(epath.Path(path / STATE), args=args)) or []
+        written = self._state_files.start_writing(path, state)
         self._being_saved = self._writer.submit(self._write, step, path, written, texts, score)
         return True
 
@@ -242,26 +165,19 @@ class Checkpoints:
         for step in reversed(self.all_steps()):
             if before_step is not None and step >= before_step:
                 continue
-            path = self._directory / str(step)
+            path = self._directory.path / str(step)
             damage = self._find_damage(path)
             if damage is not None:
                 logger.warning("Skipping checkpoint %s: %s.", path, damage)
-                self._passed_over.append(step)
+                self._skipped.append(step)
                 continue
-            there = self._check_same_structure(path, abstract_state, may_lack)
-            args = ocp.args.PyTreeRestore(
-                there,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(there),
-                # The checkpoint may have more fields; the check above requires them in may_lack.
-                partial_restore=True,
-            )
-            state = self._handler.restore(epath.Path(path / STATE), args=args)
+            state = self._state_files.read(path, abstract_state, may_lack)
             return step, state, read_data_state(path)
-        if self._passed_over and not self.all_steps():
-            steps = ", ".join(map(str, sorted(self._passed_over)))
+        if self._skipped and not self.all_steps():
+            steps = ", ".join(map(str, sorted(self._skipped)))
             raise ValueError(
-                f"all checkpoints in {self._directory} are damaged (steps {steps}; the log names "
-                "the files); copy an intact one there, or start in another workdir"
+                f"all checkpoints in {self._directory.path} are damaged (steps {steps}; the log "
+                "names the files); copy an intact one there, or start in another workdir"
             )
         return None
 
@@ -272,7 +188,7 @@ class Checkpoints:
         saved is included after the next `wait`, `save` or `restore`, so that all processes get the
         same answer.
         """
-        return sorted(self._scores.keys() - set(self._passed_over))
+        return sorted(self._scores.keys() - set(self._skipped))
 
     def latest_step(self) -> int | None:
         """Return the newest of `all_steps`, or None if there are none."""
@@ -294,7 +210,7 @@ class Checkpoints:
         Call this only from the directory's single writer: it also removes a checkpoint that another
         run is writing.
         """
-        self._exchange.on_first(self._remove_half_written)
+        self._exchange.on_first(self._directory.remove_half_written)
 
     def wait(self) -> None:
         """Wait until the current save is complete.
@@ -312,16 +228,10 @@ class Checkpoints:
             self._finish()
         finally:
             self._writer.shutdown()
-            self._handler.close()
+            self._state_files.close()
         if self._failure is not None and jax.process_index() == 0:
-            # Threads may have written more files after `_commit` removed the failed save.
-            self._remove_half_written()
-
-    def _read_scores(self) -> list[tuple[int, float | None]]:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        name = self._config.best_metric
-        steps = steps_in(self._directory)
-        return [(step, read_metrics(self._directory / str(step)).get(name)) for step in steps]
+            # Threads may have written more files after `commit` removed the failed save.
+            self._directory.remove_half_written()
 
     def _score(self, metrics: Mapping[str, float] | None) -> float | None:
         """Return the value of best_metric, or None if there was no evaluation."""
@@ -332,11 +242,6 @@ class Checkpoints:
                 f"{', '.join(sorted(metrics))}, or set checkpoint.keep_best=0"
             )
         return None if metrics is None else metrics.get(name)
-
-    def _prepare(self, path: Path) -> None:
-        """Create the temporary directory of a save; runs on the first process."""
-        self._remove_half_written()
-        (path / STATE).mkdir(parents=True)
 
     def _write(
         self, step: int, path: Path, written: Sequence[Any], texts: dict[str, str], score: Any
@@ -356,82 +261,24 @@ class Checkpoints:
         Raises:
             SaveError: a process could not write its part; it is raised on all processes.
         """
-        error = _first_error(written)
+        error = first_error(written)
         try:
             try:
-                problem = self._exchange.gather(None if error is None else _reason(error))
+                problem = self._exchange.gather(None if error is None else reason_of(error))
             except TimeoutError as late:
                 problem = str(late)
-            return self._exchange.on_first(lambda: self._commit(step, path, texts, score, problem))
+
+            def commit() -> list[tuple[int, float | None]]:
+                self._directory.commit(step, path, texts, damaged=self._skipped, problem=problem)
+                kept = {number: self._scores[number] for number in self.all_steps()}
+                return self._directory.drop_old({**kept, step: score})
+
+            return self._exchange.on_first(commit)
         except OSError as failed:
             # If a bug on this process made the save fail, raise the original exception.
-            if error is not None and not isinstance(error, _WRITE_ERRORS):
+            if error is not None and not isinstance(error, WRITE_ERRORS):
                 raise error from None
             raise self._save_error(step, failed) from error
-
-    def _commit(
-        self, step: int, path: Path, texts: dict[str, str], score: Any, problem: str | None
-    ) -> list[tuple[int, float | None]]:
-        """Commit a checkpoint, or remove it if a process failed; runs on the first process.
-
-        Args:
-            step: the step of the checkpoint.
-            path: its temporary directory.
-            texts: contents of the JSON files by name.
-            score: value of best_metric, or None.
-            problem: the processes' errors, or None if all of them wrote their part.
-
-        Returns:
-            The score of each checkpoint that is kept, as pairs `(step, score)`.
-        """
-        try:
-            if problem is not None:
-                raise OSError(problem)
-            self._handler.finalize(epath.Path(path / STATE))
-            for name, text in texts.items():
-                _write_file(path / name, text)
-            write_checksums(path)
-            for damaged in self._passed_over:
-                self._delete(damaged)
-            path.rename(self._directory / str(step))
-        except _WRITE_ERRORS as error:
-            shutil.rmtree(path, ignore_errors=True)
-            raise OSError(_reason(error)) from error
-        there = {number: self._scores[number] for number in self.all_steps()}
-        return self._drop_old({**there, step: score})
-
-    def _drop_old(self, scores: dict[int, float | None]) -> list[tuple[int, float | None]]:
-        """Delete checkpoints that need not be kept; runs on the first process.
-
-        Args:
-            scores: value of best_metric or None, by step.
-
-        Returns:
-            The scores of the remaining checkpoints, as pairs `(step, score)`.
-        """
-        config = self._config
-        best = best_steps(scores, num_best=config.keep_best, best_is_max=config.best_is_max)
-        kept = {*sorted(scores)[-config.max_to_keep :], *best}
-        for step in scores.keys() - kept:
-            try:
-                self._delete(step)
-            except OSError as error:
-                path = self._directory / str(step)
-                logger.warning("Checkpoint %s cannot be deleted: %s.", path, _reason(error))
-                kept |= {step} if path.exists() else set()
-        return [(step, scores[step]) for step in sorted(kept)]
-
-    def _delete(self, step: int) -> None:
-        """Delete a checkpoint; it is renamed first, so that it is never visible half-deleted."""
-        path = self._directory / str(step)
-        doomed = path.with_name(f"{step}{TMP_SUFFIX}-deleted-{self._num_tries}")
-        if path.exists():
-            path.rename(doomed)
-            shutil.rmtree(doomed)
-
-    def _remove_half_written(self) -> None:
-        for path in self._directory.glob(f"*{TMP_SUFFIX}*"):
-            shutil.rmtree(path, ignore_errors=True)
 
     def _finish(self) -> None:
         """Wait for the current save, if there is one, and record its result."""
@@ -441,7 +288,7 @@ class Checkpoints:
         self._being_saved = None
         try:
             self._scores = dict(future.result())
-            self._passed_over = []
+            self._skipped = []
             self._failure = None
         except SaveError as error:
             self._fail(error)
@@ -451,8 +298,8 @@ class Checkpoints:
         self._num_failed_saves += 1
 
     def _save_error(self, step: int, error: OSError) -> SaveError:
-        path = self._directory / str(step)
-        reason = _reason(error)
+        path = self._directory.path / str(step)
+        reason = reason_of(error)
         logger.error("Checkpoint %s could not be saved: %s.", path, reason)
         return SaveError(f"checkpoint {path} could not be saved: {reason}")
 
@@ -461,128 +308,3 @@ class Checkpoints:
         process = jax.process_index()
         num_processes = jax.process_count()
         return self._exchange.agree(find_damage(path, part=process, num_parts=num_processes))
-
-    def _check_same_structure(
-        self, path: Path, abstract_state: Any, may_lack: Collection[str]
-    ) -> Any:
-        """Check that a checkpoint matches a state.
-
-        Args:
-            path: the checkpoint.
-            abstract_state: the state, as in `restore`.
-            may_lack: fields that either of them may lack, as in `restore`.
-
-        Returns:
-            `abstract_state`, with None in place of each field that the checkpoint does not have.
-
-        Raises:
-            ValueError: other names, shapes or dtypes differ.
-        """
-        saved = _describe(self._handler.metadata(epath.Path(path / STATE)).tree)
-        wanted = _describe(abstract_state)
-        differences = [
-            f"{name} is {saved.get(name, 'missing')} in the checkpoint and "
-            f"{wanted.get(name, 'missing')} in this run"
-            for name in sorted(saved.keys() | wanted.keys())
-            if saved.get(name) != wanted.get(name)
-            and not (name.partition(".")[0] in may_lack and not (name in saved and name in wanted))
-        ]
-        if differences:
-            more = f" (and {len(differences) - 1} more differ)" if len(differences) > 1 else ""
-            raise ValueError(
-                f"checkpoint {path} does not match the model: "
-                f"{differences[0]}{more}; use the config it was saved with, or another workdir"
-            )
-        lacking = {name.partition(".")[0] for name in wanted.keys() - saved.keys()}
-
-        def is_lacking(keys: Sequence[Any], _: Any = None) -> bool:
-            return _name(keys) in lacking
-
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, part: None if is_lacking(keys) else part,
-            abstract_state,
-            is_leaf=is_lacking,
-            is_leaf_takes_path=True,
-        )
-
-
-def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    # No sharding file, because it would record the mesh's axes and devices.
-    arrays = ocp.type_handlers.ArrayHandler(
-        enable_write_sharding_file=False,
-        # Replicas share the writing of arrays of at least this size. Slicing an array for its
-        # replicas compiles a program for each shape and device. For small arrays, these
-        # compilations would delay the first save by seconds.
-        min_slice_bytes_for_replica_parallel=32 * 2**20,
-    )
-    return ocp.PyTreeCheckpointHandler(
-        use_zarr3=True,
-        # Compression shrinks trained weights by less than 10 %, and takes CPU time from training.
-        use_compression=False,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, arrays), (LazyArray, LazyHandler())
-        ),
-    )
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    # asyncio.run would iterate over the tasks of all threads while Orbax's threads change them.
-    loop = asyncio.new_event_loop()
-    try:
-        return loop.run_until_complete(coroutine)
-    finally:
-        loop.close()
-
-
-def _first_error(written: Sequence[Any]) -> Exception | None:
-    """Wait for all futures, and return the first exception, or None if all succeeded."""
-    errors = []
-    for future in written:
-        try:
-            future.result()
-        except Exception as error:
-            errors.append(error)
-    return errors[0] if errors else None
-
-
-def _reason(error: BaseException) -> str:
-    """Return the reason for a failed write, in a few words on one line."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))  # in TensorStore's messages
-    if code:
-        return os.strerror(int(code[1]))
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _write_file(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _describe(tree: Any) -> dict[str, str]:
-    """Return dtypes and shapes by name, as in `{'params.layer.kernel': 'float32[4, 8]'}`.
-
-    Args:
-        tree: a pytree whose leaves have a shape and a dtype; other leaves are ignored.
-    """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {
-        _name(path): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
-        for path, leaf in leaves
-        if hasattr(leaf, "shape")
-    }
-
-
-def _name(path: Sequence[Any]) -> str:
-    return ".".join(_key_name(key) for key in path)
-
-
-def _key_name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)

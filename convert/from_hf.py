@@ -17,7 +17,8 @@ import yaml
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.config import CheckpointConfig
+from checkpoint.manager import Checkpoints
 from convert import preprocessor
 from convert.directories import new_directory
 from convert.keys import plain

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoint import manager
+from checkpoint import directory as checkpoint_directory
+from checkpoint.config import CheckpointConfig
 from checkpoint.lazy import LazyArray
-from checkpoint.manager import CheckpointConfig, Checkpoints, SaveError
+from checkpoint.manager import Checkpoints
+from checkpoint.save_errors import SaveError
 
 ROOT = Path(__file__).parents[2]
 CONFIG = CheckpointConfig(every_steps=1, max_to_keep=2)
@@ -55,7 +57,7 @@ def test_a_full_disk_is_reported_and_the_next_save_is_tried_afresh(
             def full(path):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-            patch.setattr(manager, "write_checksums", full)
+            patch.setattr(checkpoint_directory, "write_checksums", full)
         assert checkpoints.save(1, {f"x{i}": jnp.ones(200_000) for i in range(9)}, {})
         with pytest.raises(SaveError, match=rf"{directory}/1 could .*: No space left on device$"):
             checkpoints.wait()
@@ -80,7 +82,7 @@ def test_save_and_close_report_a_failure_and_do_not_raise_it(tmp_path, monkeypat
     checkpoints.save(1, SMALL, {})
     checkpoints.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "write_checksums", fail)
+        patch.setattr(checkpoint_directory, "write_checksums", fail)
         assert checkpoints.save(2, SMALL, {}) and checkpoints.save(3, SMALL, {})
         checkpoints.close()
     assert checkpoints.num_failed_saves == 2 and "Input/output error" in str(
@@ -160,7 +162,9 @@ jax.config.update("jax_enable_preemption_service", False)
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from checkpoint.manager import CheckpointConfig, Checkpoints, SaveError
+from checkpoint.config import CheckpointConfig
+from checkpoint.manager import Checkpoints
+from checkpoint.save_errors import SaveError
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 sharding = NamedSharding(mesh, P("data", "model"))

@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from checkpoint import lazy
+from checkpoint.config import CheckpointConfig
 from checkpoint.lazy import LazyArray, blocks, stored_arrays
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.manager import Checkpoints
 
 CONFIG = CheckpointConfig(every_steps=1, max_to_keep=3)
 

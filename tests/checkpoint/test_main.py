@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoint.__main__ import main
+from checkpoint.config import CheckpointConfig
 from checkpoint.layout import steps_in
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.manager import Checkpoints
 
 ROOT = Path(__file__).parents[2]
 

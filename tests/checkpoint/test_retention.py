@@ -6,8 +6,9 @@ import os
 import jax.numpy as jnp
 import pytest
 
+from checkpoint.config import CheckpointConfig
 from checkpoint.layout import best_steps, read_metrics
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.manager import Checkpoints
 
 NAN = math.nan
 

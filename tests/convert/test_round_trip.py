@@ -15,7 +15,8 @@ import yaml
 from flax import nnx
 from safetensors.torch import load_file, save_file
 
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.config import CheckpointConfig
+from checkpoint.manager import Checkpoints
 from convert import from_hf, to_hf
 from convert.from_hf import load
 from convert.source import read_source

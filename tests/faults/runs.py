@@ -16,8 +16,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage
+from checkpoint.config import CheckpointConfig
 from checkpoint.layout import STATE, TMP_SUFFIX, steps_in
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.manager import Checkpoints
 from sharding.mesh import MeshConfig
 from tests.faults.start import ROOT, Attempt, Broken
 from train import goodput

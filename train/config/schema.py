@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from checkpoint.manager import CheckpointConfig
+from checkpoint.config import CheckpointConfig
 from data.config import DataConfig
 from data.image_config import ImageConfig, check_images
 from fields.field import field

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoint.manager import CheckpointConfig, Checkpoints
+from checkpoint.config import CheckpointConfig
+from checkpoint.manager import Checkpoints
 from data.batches import train_batches
 from sharding.analysis.communication import collectives
 from sharding.batches import place_batch

@@ -1,0 +1,138 @@
+"""The files of a directory of checkpoints: commits, retention, deletion.
+
+Only the first process changes files. A directory is renamed only when it is complete, so a
+checkpoint is complete or absent, whenever the process is killed; see checkpoint/manager.py.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from checkpoint.checksums import write_checksums
+from checkpoint.config import CheckpointConfig
+from checkpoint.layout import STATE, TMP_SUFFIX, best_steps, read_metrics, steps_in
+from checkpoint.save_errors import WRITE_ERRORS, reason_of
+from checkpoint.state_files import StateFiles
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointDirectory:
+    """A directory of checkpoints. Only the first process may change it.
+
+    Attributes:
+        path: the directory.
+    """
+
+    def __init__(self, path: Path, config: CheckpointConfig, state_files: StateFiles):
+        """Describe a directory; nothing is read or created.
+
+        Args:
+            path: the directory.
+            config: how many checkpoints to keep.
+            state_files: writes the arrays.
+        """
+        self.path = path
+        self._config = config
+        self._state_files = state_files
+        self._num_saves = 0
+
+    def new_temporary_path(self, step: int) -> Path:
+        """Return the temporary directory of a new save; all processes call it once per save."""
+        self._num_saves += 1
+        return self.path / f"{step}{TMP_SUFFIX}-{self._num_saves}"
+
+    def read_scores(self) -> list[tuple[int, float | None]]:
+        """Create the directory if it does not exist, and read the scores of its checkpoints.
+
+        Returns:
+            The value of best_metric of each checkpoint, or None, as pairs `(step, score)`.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        name = self._config.best_metric
+        steps = steps_in(self.path)
+        return [(step, read_metrics(self.path / str(step)).get(name)) for step in steps]
+
+    def prepare(self, temporary: Path) -> None:
+        """Create the temporary directory of a save."""
+        self.remove_half_written()
+        (temporary / STATE).mkdir(parents=True)
+
+    def commit(
+        self,
+        step: int,
+        temporary: Path,
+        texts: Mapping[str, str],
+        *,
+        damaged: Collection[int],
+        problem: str | None,
+    ) -> None:
+        """Commit a checkpoint, or remove it if a process failed.
+
+        Args:
+            step: the step of the checkpoint.
+            temporary: its temporary directory.
+            texts: contents of the JSON files by name.
+            damaged: steps of damaged checkpoints, which are deleted before the rename.
+            problem: the processes' errors, or None if all of them wrote their part.
+
+        Raises:
+            OSError: a process failed, or the checkpoint could not be completed.
+        """
+        try:
+            if problem is not None:
+                raise OSError(problem)
+            self._state_files.finalize(temporary)
+            for name, text in texts.items():
+                _write_file(temporary / name, text)
+            write_checksums(temporary)
+            for damaged_step in damaged:
+                self._delete(damaged_step)
+            temporary.rename(self.path / str(step))
+        except WRITE_ERRORS as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise OSError(reason_of(error)) from error
+
+    def drop_old(self, scores: Mapping[int, float | None]) -> list[tuple[int, float | None]]:
+        """Delete checkpoints that need not be kept.
+
+        Args:
+            scores: value of best_metric or None, by step.
+
+        Returns:
+            The scores of the remaining checkpoints, as pairs `(step, score)`.
+        """
+        config = self._config
+        best = best_steps(scores, num_best=config.keep_best, best_is_max=config.best_is_max)
+        kept = {*sorted(scores)[-config.max_to_keep :], *best}
+        for step in scores.keys() - kept:
+            try:
+                self._delete(step)
+            except OSError as error:
+                path = self.path / str(step)
+                logger.warning("Checkpoint %s cannot be deleted: %s.", path, reason_of(error))
+                kept |= {step} if path.exists() else set()
+        return [(step, scores[step]) for step in sorted(kept)]
+
+    def remove_half_written(self) -> None:
+        """Remove directories that are half-written or half-deleted."""
+        for path in self.path.glob(f"*{TMP_SUFFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _delete(self, step: int) -> None:
+        """Delete a checkpoint; it is renamed first, so that it is never visible half-deleted."""
+        path = self.path / str(step)
+        renamed = path.with_name(f"{step}{TMP_SUFFIX}-deleted-{self._num_saves}")
+        if path.exists():
+            path.rename(renamed)
+            shutil.rmtree(renamed)
+
+
+def _write_file(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

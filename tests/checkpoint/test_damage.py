@@ -1,0 +1,140 @@
+"""Damaged and half-written checkpoints are noticed, skipped, and deleted after the next save."""
+
+import logging
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from checkpoint.save_errors import SaveError
+from tests.checkpoint.states import abstract, assert_same_bits, make_state
+
+
+def flip_a_bit(path: Path):
+    content = bytearray(path.read_bytes())
+    content[random.Random(0).randrange(len(content))] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped bit": flip_a_bit,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "missing": Path.unlink,
+    "garbage": lambda path: path.write_bytes(random.Random(0).randbytes(path.stat().st_size)),
+    "empty": lambda path: path.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_restore_passes_over_a_damaged_file_whichever_it_is(
+    two_steps, tmp_path, open_checkpoints, caplog, damage
+):
+    wanted = abstract(make_state(0))
+    contents = {step: make_state(step) for step in (1, 2)}
+    files = sorted(p.relative_to(two_steps) for p in (two_steps / "2").rglob("*") if p.is_file())
+    assert len(files) > 6  # the exact number depends on how Orbax groups array data into files
+    for index, name in enumerate(files):
+        directory = Path(shutil.copytree(two_steps, tmp_path / str(index)))
+        DAMAGES[damage](directory / name)
+        caplog.clear()
+        step, state, data_state = open_checkpoints(directory).restore(wanted)
+        assert_same_bits(state, contents[step])
+        assert data_state == {"position": step}
+        assert step == 1, f"{damage} {name} went unnoticed"
+        (warning,) = [r for r in caplog.records if r.name == "checkpoint.manager"]
+        assert warning.levelno == logging.WARNING
+        assert str(directory / "2") in warning.getMessage()
+        # A flipped bit in the checksum list may change a file's name; then the warning names it.
+        if damage != "flipped bit" or name.name != "checksums.sha256":
+            assert name.relative_to("2").as_posix() in warning.getMessage()
+
+
+def test_restore_notices_a_checksum_list_cut_between_two_lines(damaged_copy, open_checkpoints):
+    directory = damaged_copy()
+    sums = directory / "2" / "checksums.sha256"
+    lines = sums.read_text().splitlines(keepends=True)
+    sums.write_text("".join(lines[:3]))
+    assert open_checkpoints(directory).restore(abstract(make_state(0)))[0] == 1
+
+
+@pytest.mark.parametrize("unfinished", ["", "state", "checksums.sha256"])
+def test_restore_passes_over_a_checkpoint_that_was_never_finished(
+    damaged_copy, open_checkpoints, caplog, unfinished
+):
+    """Other tools may leave an empty directory, a state without checksums, or only checksums."""
+    directory = damaged_copy()
+    (directory / "3").mkdir()
+    if unfinished == "state":
+        shutil.copytree(directory / "2" / "state", directory / "3" / "state")
+    elif unfinished:
+        shutil.copy(directory / "2" / unfinished, directory / "3")
+    assert open_checkpoints(directory).restore(abstract(make_state(0)))[0] == 2
+    assert str(directory / "3") in caplog.text and "missing" in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="sha256sum is not installed")
+def test_checksums_can_be_checked_by_coreutils(two_steps):
+    command = ["sha256sum", "--check", "--strict", "checksums.sha256"]
+    subprocess.run(command, cwd=two_steps / "2", check=True, capture_output=True)
+
+
+def test_restore_with_all_damaged_is_an_error_that_names_the_directory(
+    damaged_copy, open_checkpoints
+):
+    directory = damaged_copy()
+    for path in directory.glob("*/state/_METADATA"):
+        flip_a_bit(path)
+    checkpoints = open_checkpoints(directory)
+    for _ in range(2):  # the second call must not treat the directory as empty
+        with pytest.raises(ValueError, match=rf"all checkpoints in {directory} .*steps 1, 2"):
+            checkpoints.restore(abstract(make_state(0)))
+
+
+def test_a_damaged_checkpoint_goes_when_another_is_complete(
+    damaged_copy, open_checkpoints, monkeypatch
+):
+    """It is kept until then, because a file that cannot be read now may be readable later."""
+    directory = damaged_copy()
+    flip_a_bit(directory / "2" / "data_state" / "metadata")
+    checkpoints = open_checkpoints(directory)
+    assert checkpoints.restore(abstract(make_state(0)))[0] == 1
+
+    def fail(_):
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoint.directory.write_checksums", fail)
+        checkpoints.save(3, make_state(3), {})
+        with pytest.raises(SaveError):
+            checkpoints.wait()
+    assert (directory / "2").exists()
+    assert checkpoints.all_steps() == [1]
+    checkpoints.save(3, make_state(3), {})
+    checkpoints.wait()
+    assert checkpoints.all_steps() == [1, 3]
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "3"]
+
+
+def test_tidy_removes_what_a_killed_process_left(damaged_copy, open_checkpoints):
+    directory = damaged_copy()
+    for name in ("3.orbax-checkpoint-tmp-1", "1.orbax-checkpoint-tmp-deleted-4"):
+        shutil.copytree(directory / "1", directory / name)
+    open_checkpoints(directory).tidy()
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]
+
+
+def test_save_replaces_a_damaged_checkpoint_that_was_passed_over(damaged_copy, open_checkpoints):
+    directory = damaged_copy()
+    flip_a_bit(directory / "2" / "data_state" / "metadata")
+    checkpoints = open_checkpoints(directory)
+    assert checkpoints.restore(abstract(make_state(0)))[0] == 1
+    assert checkpoints.all_steps() == [1]
+    assert (directory / "2").exists(), "restore must not delete anything"
+    assert checkpoints.save(2, make_state(7), {"position": 7})
+    checkpoints.wait()
+    step, state, data_state = open_checkpoints(directory).restore(abstract(make_state(0)))
+    assert (step, data_state) == (2, {"position": 7})
+    assert_same_bits(state, make_state(7))
