@@ -81,7 +81,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     mesh = _start_devices(config, options)
     config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
     if options.is_evaluation and config.memory.placement == AUTO:
-        config = dataclasses.replace(config, memory=workdir.planned(options.workdir))
+        config = dataclasses.replace(config, memory=workdir.planned_memory(options.workdir))
 
     corpus = Exchange(LONGEST_START_S).on_all(lambda: load_corpus(config.data, config.images))
     if options.is_evaluation and not len(corpus.validation):

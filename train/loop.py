@@ -17,8 +17,8 @@ from train.goodput import GoodputRecord
 from train.lifecycle.divergence import Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
+from train.lifecycle.position import Position, roll_back
 from train.lifecycle.stop_signals import StopSignals, Timer, Votes, wait_for_all
-from train.lifecycle.workdir import Position, roll_back
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s

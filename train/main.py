@@ -25,12 +25,14 @@ from sharding.distributed.messages import Exchange, may_pass
 from train import evaluation, loop
 from train.build import LONGEST_START_S, RunOptions, build_run
 from train.config import config_files, reference
-from train.lifecycle import workdir
 from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.lifecycle.phases import Phases
+from train.lifecycle.position import find_position
 from train.lifecycle.stop_signals import SIGNALS, StopSignals
 from train.lifecycle.watchdog import Watchdog
+from train.lifecycle.workdir import write_run_files
+from train.lifecycle.workdir_lock import lock
 from train.run.run import Run
 
 _LOGGED_FOLDERS = ("checkpoint", "data", "models", "sharding", "train")
@@ -114,21 +116,21 @@ def train(options: RunOptions, signals: StopSignals) -> int:
         with refusing_bad_input():
             built = build_run(options)
             run = built.run
-            lock = workdir.lock(
+            workdir_lock = lock(
                 directory,
                 timeout_s=run.config.train.start_timeout_s,
                 is_shared=not options.is_dry_run,
             )
-            start_id = stack.enter_context(lock)
+            start_id = stack.enter_context(workdir_lock)
             with phases("compile"):
                 run.compile()
                 built.planner.check(run)
             with phases("restore"):
-                position = workdir.find_position(run, built.corpus, directory, built.source)
+                position = find_position(run, built.corpus, directory, built.source)
             position.checkpoints.tidy()
             # All processes are ready before the watchdog starts to limit the time of a step.
             Exchange(LONGEST_START_S).on_all(
-                lambda: workdir.write_run_files(
+                lambda: write_run_files(
                     directory, run, built.corpus, built.source, built.planner.report
                 )
             )
@@ -154,7 +156,7 @@ def evaluate(options: RunOptions) -> int:
     with refusing_bad_input():
         built = build_run(options)
         with phases("restore"):
-            position = workdir.find_position(built.run, built.corpus, options.workdir, built.source)
+            position = find_position(built.run, built.corpus, options.workdir, built.source)
     try:
         scores = evaluation.evaluate(built.run, built.corpus, position.state, phases) or {}
     except BrokenExample as error:

@@ -16,8 +16,8 @@ import pytest
 from tests.runs import CONFIG, FLOAT64, ROOT, TINY, make_run
 from train import loop
 from train.lifecycle.phases import Phases
+from train.lifecycle.position import find_position
 from train.lifecycle.stop_signals import StopSignals
-from train.lifecycle.workdir import find_position
 from train.reporting.metrics import read_metrics
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")

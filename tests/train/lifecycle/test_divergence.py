@@ -23,8 +23,8 @@ from train.lifecycle import divergence
 from train.lifecycle.divergence import MAX_ROLLBACKS, Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import DIVERGED, FINISHED
 from train.lifecycle.phases import Phases
+from train.lifecycle.position import find_position
 from train.lifecycle.stop_signals import StopSignals
-from train.lifecycle.workdir import find_position
 from train.main import main
 from train.reporting.metrics import read_metrics
 from train.state.train_state import Spikes

@@ -139,12 +139,11 @@ SLOW_START = """
 import sys, time
 import jax
 from train import main
-from train.lifecycle import workdir
-find_position = workdir.find_position
+find_position = main.find_position
 def slow(*args):
     time.sleep(18 * jax.process_index())
     return find_position(*args)
-workdir.find_position = slow
+main.find_position = slow
 sys.exit(main.main(sys.argv[1:]))
 """
 

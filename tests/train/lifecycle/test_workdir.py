@@ -1,4 +1,4 @@
-"""The workdir lock: one run at a time, and the same workdir for all processes of a run."""
+"""The workdir of a run: its lock, and the checks that all processes share it and agree."""
 
 import logging
 import subprocess
@@ -9,13 +9,13 @@ import pytest
 from sharding.distributed.messages import Exchange, may_pass
 from tests.runs import CONFIG, ROOT, TINY
 from train.lifecycle.exit_codes import FAILED, REFUSED
-from train.lifecycle.workdir import LOCK_FILE, lock
+from train.lifecycle.workdir_lock import LOCK_FILE, lock
 from train.main import main
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from train.lifecycle.workdir import lock
+from train.lifecycle.workdir_lock import lock
 with lock(Path(sys.argv[1]), timeout_s=1):
     print("held", flush=True)
     time.sleep(600)
@@ -62,7 +62,7 @@ def test_of_many_one_at_a_time_holds_it(tmp_path):
     program = """
 import sys, time
 from pathlib import Path
-from train.lifecycle.workdir import lock
+from train.lifecycle.workdir_lock import lock
 counter = Path(sys.argv[1]) / "counter"
 for _ in range(5):
     with lock(counter.parent, timeout_s=120):
@@ -80,7 +80,7 @@ def test_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, caplo
     def flock(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("train.lifecycle.workdir.fcntl.flock", flock)
+    monkeypatch.setattr("train.lifecycle.workdir_lock.fcntl.flock", flock)
     with lock(tmp_path, timeout_s=0):
         assert (tmp_path / LOCK_FILE).exists()
     assert "cannot be locked" in caplog.text and "do not start a second run there" in caplog.text

@@ -20,7 +20,8 @@ from tests.runs import FLOAT64, TINY, digest, make_run
 from train.config.train_config import TrainConfig
 from train.evaluation import evaluate
 from train.lifecycle.phases import Phases
-from train.lifecycle.workdir import Position, find_position, write_run_files
+from train.lifecycle.position import Position, find_position
+from train.lifecycle.workdir import write_run_files
 from train.optim.ema import average_params
 from train.state.averaged import averaged
 from train.state.train_state import shardings_of
