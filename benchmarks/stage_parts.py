@@ -140,17 +140,45 @@ class StageParts:
         The buffers of residuals have two slots, which microbatches use in turns.
         """
         splits = name in ("input_gradient", "weight_gradient")
+        bodies = self._layer_bodies(num_layers, splits=splits)
+        params = self._layers(num_layers)
+        fixed = (params, *self._inputs)
+
+        def compiled(name, carry):
+            key = (name, num_layers, splits)
+            return self._compile(key, self._scanned(bodies[name]), carry, fixed)
+
+        if name == "evaluate":
+            return compiled(name, {}), {}, fixed
+        depths = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
+        first = jax.tree.map(lambda x: x[0], params)
+        make_layers = self._make_layers(num_layers, splits=splits)
+        kept = self._copied(make_layers(first).buffers(depths))
+        carry = (zeros(wide(params)), kept)
+        # Fill the buffers that this part reads, so that it does not compute with zeros.
+        before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
+        for earlier in before.get(name, ["forward"]):
+            carry = compiled(earlier, carry)(carry, *fixed)[0]
+        return compiled(name, carry), carry, fixed
+
+    def _make_layers(self, num_layers: int, *, splits: bool) -> Callable[[Tree], Layers]:
+        """Return a function from the parameters of `num_layers` layers to these layers."""
         block = self._run.parts.blocks[self._stack]
-        chunk = jnp.int32(0)
         here = (jnp.int32(0), self._x, self._microbatch)
         numbers = np.arange(num_layers)[None]
 
-        def layers(params):
-            specs, once = (
-                jax.tree.map(lambda _, v=v: v, params) for v in (PartitionSpec(), GatherMode.ONCE)
-            )
+        def make_layers(params):
+            specs = jax.tree.map(lambda _: PartitionSpec(), params)
+            once = jax.tree.map(lambda _: GatherMode.ONCE, params)
             whole = Shards(specs, Sharing(mesh=self._run.mesh, specs={}), (), once)
             return Layers(block, params, whole, numbers, here, 1, splits=splits)
+
+        return make_layers
+
+    def _layer_bodies(self, num_layers: int, *, splits: bool) -> dict[str, Callable]:
+        """Return, by name, the parts of layers: functions of one microbatch for `_scanned`."""
+        chunk = jnp.int32(0)
+        layers = self._make_layers(num_layers, splits=splits)
 
         def slots(m):
             return dict.fromkeys(("saved", "for_weights", "handed"), m % 2)
@@ -181,25 +209,7 @@ class StageParts:
             return (layers(params).weight_gradient(*args), kept), None
 
         bodies = [evaluate, forward, backward, input_gradient, weight_gradient]
-        body = {body.__name__: body for body in bodies}
-        params = self._layers(num_layers)
-        fixed = (params, *self._inputs)
-
-        def compiled(name, carry):
-            key = (name, num_layers, splits)
-            return self._compile(key, self._scanned(body[name]), carry, fixed)
-
-        if name == "evaluate":
-            return compiled(name, {}), {}, fixed
-        depths = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
-        first = jax.tree.map(lambda x: x[0], params)
-        kept = self._copied(layers(first).buffers(depths))
-        carry = (zeros(wide(params)), kept)
-        # Fill the buffers that this part reads, so that it does not compute with zeros.
-        before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
-        for earlier in before.get(name, ["forward"]):
-            carry = compiled(earlier, carry)(carry, *fixed)[0]
-        return compiled(name, carry), carry, fixed
+        return {body.__name__: body for body in bodies}
 
     def _update(self, num_layers: int) -> tuple[Any, Tree, Tree]:
         """Compile the optimizer update of a stage's parameters; returns the same as `_of_ends`.

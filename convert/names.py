@@ -244,19 +244,18 @@ def match(
     Raises:
         ValueError: Names are missing, unknown or duplicated; the message lists them.
     """
-    wanted = {place.theirs for place in tensor_mappings} | {
-        name for p in tensor_mappings for name in p.tied
-    }
+    wanted = {mapping.theirs for mapping in tensor_mappings}
+    wanted |= {name for mapping in tensor_mappings for name in mapping.tied}
     matched: dict[str, str] = {}
     left_out = []
     unknown = []
-    twice = []
+    duplicated = []
     for name in found:
         modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
         candidates = (modern, prefix + modern, modern.removeprefix(prefix))
         known = next((c for c in candidates if c in wanted), None)
         if known in matched:
-            twice.append(f"{matched[known]} and {name}")
+            duplicated.append(f"{matched[known]} and {name}")
         elif known is not None:
             matched[known] = name
         elif any(re.search(pattern, name) for pattern in buffers):
@@ -266,15 +265,23 @@ def match(
         else:
             unknown.append(name)
     missing = [p.theirs for p in tensor_mappings if not matched.keys() & {p.theirs, *p.tied}]
-    problems = {"lacks": missing, "has unknown": unknown, "has twice": twice}
-    if any(problems.values()):
-        said = (
-            f"{what} {len(names)} tensor(s): {listed(names, most=8)}"
-            for what, names in problems.items()
-            if names
-        )
+    _check_names({"lacks": missing, "has unknown": unknown, "has twice": duplicated})
+    return matched, left_out
+
+
+def _check_names(problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise a ValueError if there are names with problems.
+
+    Args:
+        problems: A problem, in words that follow "the checkpoint" -> the names that have it.
+    """
+    descriptions = [
+        f"{problem} {len(names)} tensor(s): {listed(names, most=8)}"
+        for problem, names in problems.items()
+        if names
+    ]
+    if descriptions:
         raise ValueError(
-            f"the checkpoint does not match its config.json: it {'; it '.join(said)}; "
+            f"the checkpoint does not match its config.json: it {'; it '.join(descriptions)}; "
             "both must be of the same model"
         )
-    return matched, left_out

@@ -13,7 +13,7 @@ from fields.section import Section
 from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.spec import axes_of, is_spec
 
-#: Placement that lets train/planning/memory_search.py choose settings with which the run fits.
+#: Placement that lets train/planning/memory_planner.py choose settings with which the run fits.
 AUTO = "auto"
 
 #: Memory kind of arrays in host memory, and the memory spaces within a jitted function.

@@ -20,7 +20,7 @@ from train.config.checkpoint_config import inherit_config
 from train.config.schema import RunConfig, resolve
 from train.lifecycle import workdir
 from train.planning.memory_budget import budget_of
-from train.planning.memory_search import MemoryPlanner
+from train.planning.memory_planner import MemoryPlanner
 from train.run.assemble import assemble_run
 from train.run.compatibility import check_tokenizer
 from train.run.run import Run

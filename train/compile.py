@@ -36,7 +36,7 @@ from train.config.checkpoint_config import inherit_config
 from train.config.schema import RunConfig, resolve
 from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.planning.memory_budget import Budget, pressure_of, size, target_budget
-from train.planning.memory_search import MemoryPlanner
+from train.planning.memory_planner import MemoryPlanner
 from train.planning.step_time import machine_of
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.assemble import assemble_run

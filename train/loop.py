@@ -1,7 +1,7 @@
 """The training loop: get a batch, run a step, log, evaluate, save.
 
 The loop owns all side effects; the steps are pure functions. At most steps the host runs ahead of
-the devices: votes about stopping and the divergence check read results of the previous step. Only
+the devices: the agreement to stop and the divergence check read results of the previous step. Only
 logged steps wait for their own metrics.
 """
 
@@ -18,7 +18,7 @@ from train.lifecycle.divergence import Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
 from train.lifecycle.position import Position, roll_back
-from train.lifecycle.stop_signals import StopSignals, Timer, Votes, wait_for_all
+from train.lifecycle.stop_signals import DelayedAllReduce, StopSignals, Timer, wait_for_all
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
@@ -56,98 +56,168 @@ def train(
         Diverged: too many steps in a row were not finite.
         BrokenExample: an example that was intact at the start cannot be read any more.
     """
-    config = run.config
-    num_steps = run.config.train.num_steps
-    state = start.state
-    train_step = run.compile_train_step()
-    is_first = jax.process_index() == 0
-    writer = MetricsWriter(workdir, resume_step=start.step, is_writer=is_first)
-    record = GoodputRecord(
-        workdir,
-        phases,
-        first_step=start.step,
-        num_devices=run.mesh.size,
-        num_processes=jax.process_count(),
-        is_writer=is_first,
-    )
-    progress = Progress(num_steps, start_step=start.step, is_shown=is_first)
-    meter = ThroughputMeter(run.units_per_step, run.unit)
-    votes = Votes(run.mesh)
-    timer = Timer(config.checkpoint.every_minutes)
-    nonfinite_monitor = NonfiniteMonitor(config.train, workdir)
-    step = last_save = start.step
-    stops = is_time = False
-
-    def vote() -> bool:
-        """Return whether all processes should stop; record in `is_time` whether to save."""
-        nonlocal is_time
-        stop, save = votes.cast(signals.has_received, is_first and timer.is_due())
-        is_time |= save > 0
-        return stop > 0
-
-    def score() -> dict[str, float] | None:
-        """Evaluate and log; return None if a signal interrupted it."""
-        with meter.paused():
-            scores = evaluate(run, corpus, state, phases, vote)
-        if scores is not None:
-            writer.write(step, scores)
-            progress.evaluation(step, scores)
-        return scores
-
-    def save(scores: dict[str, float] | None) -> None:
-        with phases("save"), meter.paused():
-            batches_state = start.batches.get_state()
-            data_state = {"batches": batches_state, "corpus": corpus.fingerprint}
-            start.checkpoints.save(step, run.state.to_portable(state), data_state, scores)
-
+    loop = _TrainingLoop(run, corpus, start, workdir, phases, signals)
     signals.defer()
     try:
-        if lacks_evaluation(run, corpus, step, workdir):
-            stops = score() is None
-        while step < num_steps and not stops:
-            step += 1
-            with phases("data", step), meter.waiting():
-                rows = next(start.batches)
-                batch = _place(rows, run)
-            with phases("step"):
-                state, metrics = train_step(state, batch)
-                stops = vote()
-                meter.step(metrics["loss"])
-                if step % config.log.every_steps == 0 or step in (1, num_steps):
-                    logged = _logged(metrics, meter, run)
-                    writer.write(step, logged)
-                    progress.update(step, logged)
-                    record.write(step)
-                bad_step = nonfinite_monitor.first_bad_step(step, rows, metrics)
+        if lacks_evaluation(run, corpus, start.step, workdir):
+            loop.evaluate()
+        while loop.step < run.config.train.num_steps and not loop.is_stopping:
+            rows, batch = loop.next_batch()
+            bad_step = loop.run_step(rows, batch)
             if bad_step is not None:
-                with phases("restore"), meter.paused():
-                    state = roll_back(run, start, state, first_bad_step=bad_step)
-            scores = None
-            if is_evaluated(run, corpus, step) and not stops:
-                scores = score()
-                stops = scores is None
-            is_due = is_due_at(step, config.checkpoint.every_steps, num_steps)
-            # Votes are answered one step later. An answer right after a save belongs to a vote
-            # from before the save, so it is ignored.
-            is_time = is_time and step > last_save + 1
-            if saves and (is_due or is_time or stops):
-                save(scores)
-                timer.restart()
-                last_save = step
-                is_time = False
+                loop.roll_back(bad_step)
+            scores = loop.evaluate_if_due()
+            if saves:
+                loop.save_if_due(scores)
     except (Diverged, BrokenExample):
-        record.write(step, "failed")
+        loop.record.write(loop.step, "failed")
         raise
     finally:
-        with phases("save"):
-            start.checkpoints.close()
-        progress.close()
-        writer.close()
-    with phases("save"):
-        wait_for_all("saved")  # a launcher ends all processes when the first one exits
-    is_unsaved = start.checkpoints.last_failure is not None
-    record.write(step, "failed" if is_unsaved else "stopped" if stops else "finished")
-    return UNSAVED if is_unsaved else STOPPED if stops else FINISHED
+        loop.close()
+    return loop.finish()
+
+
+class _TrainingLoop:
+    """The state of a training loop; each method is one part of an iteration, in order."""
+
+    def __init__(
+        self,
+        run: Run,
+        corpus: Corpus,
+        start: Position,
+        workdir: Path,
+        phases: Phases,
+        signals: StopSignals,
+    ):
+        self._run = run
+        self._corpus = corpus
+        self._start = start
+        self._phases = phases
+        self._signals = signals
+        self._num_steps = run.config.train.num_steps
+        self._state = start.state
+        self._compiled_step = run.compile_train_step()
+        self._is_first_process = jax.process_index() == 0
+        self._writer = MetricsWriter(
+            workdir, resume_step=start.step, is_writer=self._is_first_process
+        )
+        self.record = GoodputRecord(
+            workdir,
+            phases,
+            first_step=start.step,
+            num_devices=run.mesh.size,
+            num_processes=jax.process_count(),
+            is_writer=self._is_first_process,
+        )
+        self._progress = Progress(
+            self._num_steps, start_step=start.step, is_shown=self._is_first_process
+        )
+        self._meter = ThroughputMeter(run.units_per_step, run.unit)
+        self._all_reduce = DelayedAllReduce(run.mesh)
+        self._save_timer = Timer(run.config.checkpoint.every_minutes)
+        self._nonfinite_monitor = NonfiniteMonitor(run.config.train, workdir)
+        self.step = start.step  # number of the newest step that was started
+        self.is_stopping = False  # whether all processes stop after this step
+        self._is_save_requested = False  # whether the first process's timer asks for a save
+        self._last_saved_step = start.step
+
+    def next_batch(self) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
+        """Begin the next step: read its rows of this process, and place them on the mesh."""
+        self.step += 1
+        with self._phases("data", self.step), self._meter.waiting():
+            rows = next(self._start.batches)
+            return rows, _place(rows, self._run)
+
+    def run_step(self, rows: dict[str, np.ndarray], batch: dict[str, jax.Array]) -> int | None:
+        """Start the step on the devices, and log it if that is due.
+
+        Returns:
+            The first of too many nonfinite steps in a row, or None to continue.
+        """
+        with self._phases("step"):
+            self._state, metrics = self._compiled_step(self._state, batch)
+            self.is_stopping = self._agree_to_stop()
+            self._meter.step(metrics["loss"])
+            every_steps = self._run.config.log.every_steps
+            if self.step % every_steps == 0 or self.step in (1, self._num_steps):
+                logged = _logged(metrics, self._meter, self._run)
+                self._writer.write(self.step, logged)
+                self._progress.update(self.step, logged)
+                self.record.write(self.step)
+            return self._nonfinite_monitor.first_bad_step(self.step, rows, metrics)
+
+    def roll_back(self, bad_step: int) -> None:
+        """Restore the newest checkpoint from before `bad_step`."""
+        with self._phases("restore"), self._meter.paused():
+            self._state = roll_back(self._run, self._start, self._state, first_bad_step=bad_step)
+
+    def evaluate_if_due(self) -> dict[str, float] | None:
+        """Evaluate after this step if that is due; return the scores, or None without any."""
+        if is_evaluated(self._run, self._corpus, self.step) and not self.is_stopping:
+            return self.evaluate()
+        return None
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Evaluate and log; return None, and stop the loop, if a signal interrupted it."""
+        with self._meter.paused():
+            scores = evaluate(
+                self._run, self._corpus, self._state, self._phases, self._agree_to_stop
+            )
+        if scores is None:
+            self.is_stopping = True
+            return None
+        self.is_stopping = False
+        self._writer.write(self.step, scores)
+        self._progress.evaluation(self.step, scores)
+        return scores
+
+    def save_if_due(self, scores: dict[str, float] | None) -> None:
+        """Save after this step by the number of steps, by the timer, or because the loop stops."""
+        every_steps = self._run.config.checkpoint.every_steps
+        is_due = is_due_at(self.step, every_steps, self._num_steps)
+        # The answer of the all-reduce comes one step later. An answer right after a save was asked
+        # for before the save, so it is ignored.
+        is_after_save = self.step <= self._last_saved_step + 1
+        self._is_save_requested = self._is_save_requested and not is_after_save
+        if is_due or self._is_save_requested or self.is_stopping:
+            self._save(scores)
+            self._save_timer.restart()
+            self._last_saved_step = self.step
+            self._is_save_requested = False
+
+    def close(self) -> None:
+        """Wait for the current save, and close all files."""
+        with self._phases("save"):
+            self._start.checkpoints.close()
+        self._progress.close()
+        self._writer.close()
+
+    def finish(self) -> int:
+        """Wait for the other processes, record how the loop ended, and return the exit code."""
+        with self._phases("save"):
+            wait_for_all("saved")  # a launcher ends all processes when the first one exits
+        if self._start.checkpoints.last_failure is not None:
+            self.record.write(self.step, "failed")
+            return UNSAVED
+        if self.is_stopping:
+            self.record.write(self.step, "stopped")
+            return STOPPED
+        self.record.write(self.step, "finished")
+        return FINISHED
+
+    def _save(self, scores: dict[str, float] | None) -> None:
+        with self._phases("save"), self._meter.paused():
+            batches_state = self._start.batches.get_state()
+            data_state = {"batches": batches_state, "corpus": self._corpus.fingerprint}
+            portable = self._run.state.to_portable(self._state)
+            self._start.checkpoints.save(self.step, portable, data_state, scores)
+
+    def _agree_to_stop(self) -> bool:
+        """Return whether all processes should stop; record whether they should save."""
+        is_timer_due = self._is_first_process and self._save_timer.is_due()
+        stop, save = self._all_reduce.max(self._signals.has_received, is_timer_due)
+        self._is_save_requested |= save > 0
+        return stop > 0
 
 
 def _place(batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:

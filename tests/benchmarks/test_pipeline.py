@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import pipeline
+from benchmarks import pipeline, schedule_prediction
 from benchmarks.harness import report
 from sharding.pipeline.schedules.simulate import Times, bubble_fraction, synchronous_time
 from tests.runs import CONFIG, TINY
@@ -30,7 +30,7 @@ def costs(run, **seconds):
         seconds: part name -> seconds per layer; for embedding and head, seconds in total. Parts
             that are not named take no time.
     """
-    parts = pipeline.parts_of_step(run)
+    parts = schedule_prediction.parts_of_step(run)
     return {(name, n): seconds.get(name, 0.0) * max(n, 1) for name, n in parts}
 
 
@@ -39,7 +39,7 @@ def test_prediction_is_that_of_the_clocks_where_stages_are_equal(schedule):
     run = make_runs(schedule, num_stages=2)[schedule, "none"]
     times = Times(forward=2.0, backward=5.0, input_gradient=2.5, weight_gradient=1.5)
     alone = costs(run, forward=1.0, backward=2.5, input_gradient=1.25, weight_gradient=0.75)
-    prediction = pipeline.predict(run, alone, alone)
+    prediction = schedule_prediction.predict(run, alone, alone)
     assert prediction.synchronous_s == pytest.approx(synchronous_time(run.schedule, times))
     bubble = bubble_fraction(run.schedule, times, clock=synchronous_time)
     assert prediction.bubble == pytest.approx(bubble)
@@ -48,8 +48,8 @@ def test_prediction_is_that_of_the_clocks_where_stages_are_equal(schedule):
     assert prediction.work_s == pytest.approx((1 - bubble) * prediction.synchronous_s)
     # Two devices that share one core: a step takes as long as the work of both.
     together = {part: 2 * time_s for part, time_s in alone.items()}
-    shared = pipeline.predict(run, alone, together)
-    work = sum(alone[part] for part in pipeline.parts_of_step(run))
+    shared = schedule_prediction.predict(run, alone, together)
+    work = sum(alone[part] for part in schedule_prediction.parts_of_step(run))
     assert shared.work_bound_s == pytest.approx(work)
     assert shared.synchronous_s == prediction.synchronous_s
 
@@ -57,13 +57,13 @@ def test_prediction_is_that_of_the_clocks_where_stages_are_equal(schedule):
 def test_prediction_has_embedding_head_and_update_where_they_run():
     run = make_runs("1f1b")["1f1b", "none"]
     head = costs(run, head_gradient=1.0)
-    assert pipeline.predict(run, head, head).synchronous_s == pytest.approx(8)
+    assert schedule_prediction.predict(run, head, head).synchronous_s == pytest.approx(8)
     update = costs(run, update=1.0)
-    assert pipeline.predict(run, update, update).synchronous_s == pytest.approx(1)
-    assert pipeline.predict(run, update, update).bubble == pytest.approx(0)
+    assert schedule_prediction.predict(run, update, update).synchronous_s == pytest.approx(1)
+    assert schedule_prediction.predict(run, update, update).bubble == pytest.approx(0)
     # With recomputation, the first stage embeds twice, and the last one runs its forward only as
     # part of the backward.
-    parts = pipeline.parts_of_step(make_runs("1f1b")["1f1b", "full"])
+    parts = schedule_prediction.parts_of_step(make_runs("1f1b")["1f1b", "full"])
     counts = {name: [n for n, _ in parts].count(name) for name in {n for n, _ in parts}}
     assert counts == {
         "evaluate": 3 * 8,

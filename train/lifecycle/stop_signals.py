@@ -62,10 +62,10 @@ class StopSignals:
             raise KeyboardInterrupt
 
 
-class Votes:
+class DelayedAllReduce:
     """The maximum over processes of some integers, exchanged at every step without waiting.
 
-    Every process must call `cast` equally often, and with the same number of values.
+    Every process must call `max` equally often, and with the same number of values.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh):
@@ -73,9 +73,9 @@ class Votes:
         self._pending = None
         self._by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self._max = jax.jit(lambda told: jnp.max(told, axis=0), out_shardings=everywhere)
+        self._max = jax.jit(lambda values: jnp.max(values, axis=0), out_shardings=everywhere)
 
-    def cast(self, *values: int) -> tuple[int, ...]:
+    def max(self, *values: int) -> tuple[int, ...]:
         """Return, for each value, the maximum over all processes at the previous call.
 
         This blocks until the computations that were started before the previous call are done. The
@@ -86,9 +86,9 @@ class Votes:
         """
         own = np.asarray([values], np.int32)  # one row for each of this process's devices
         shape = (self._mesh.size, len(values))
-        told = jax.make_array_from_callback(shape, self._by_device, lambda _: own)
+        by_device = jax.make_array_from_callback(shape, self._by_device, lambda _: own)
         answer = self._pending
-        self._pending = self._max(told)
+        self._pending = self._max(by_device)
         if answer is None:
             return (0,) * len(values)
         return tuple(int(value) for value in np.asarray(answer.addressable_data(0)))

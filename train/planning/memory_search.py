@@ -13,14 +13,12 @@ There are four: more microbatches, a higher ZeRO stage, more rematerialization, 
 
 Here the plan (1, 0, 3, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the device.
 
-Memory and step time of a plan are estimated from a trace of the step. Only the chosen plan is
-compiled.
+Memory and step time of a plan are estimated from a trace of the step. Only chosen plans are
+compiled; see train/planning/memory_planner.py.
 """
 
 import bisect
 import dataclasses
-import itertools
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
@@ -30,23 +28,14 @@ from sharding.memory import AUTO
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
 from train.planning.memory_budget import (
-    TOLERANCE,
     Budget,
-    compiled_bytes,
     excess,
     needs_of,
-    pressure_of,
-    size,
-    table,
 )
 from train.planning.step_time import rates_of
 from train.run.run import Run
 
 _ON_DEVICE = {"memory.placement": "device", "memory.offload_parameters_fraction": 0.0}
-#: How many plans are compiled before the search gives up.
-_MAX_COMPILED = 4
-
-_log = logging.getLogger(__name__)
 
 #: Settings of a config, such as {"train.remat": "full"}.
 Setting = Mapping[str, Any]
@@ -62,126 +51,7 @@ class Candidate:
     step_time_s: float  # predicted
 
 
-class MemoryPlanner:
-    """Builds runs that fit into memory, or explains why a run does not.
-
-    Args:
-        make: builds the run of a config, or raises ValueError.
-        budget: memory that the run may use.
-    """
-
-    def __init__(self, make: Callable[[RunConfig], Run], budget: Budget):
-        self._make = make
-        self._budget = budget
-        self.report = ""  # the chosen plan and its memory, as text
-
-    def plan(self, config: RunConfig) -> Run:
-        """Return the run of a config; with `memory.placement=auto`, of the fastest fitting plan.
-
-        Args:
-            config: the run's config.
-
-        Raises:
-            ValueError: the run exceeds the budget by more than TOLERANCE, or no plan fits. The
-                message lists settings that would fit, if there are any.
-        """
-        if config.memory.placement != AUTO:
-            run = self._make(config)
-            needs = needs_of(run, self._budget)
-            # The compiler may need less device memory than estimated, so there is a tolerance.
-            # Host memory is known exactly.
-            if excess(needs, self._budget, device_bytes=needs.device_bytes / (1 + TOLERANCE)) > 1:
-                raise ValueError(self._refusal(run, None))
-            self.report = table(needs, self._budget)
-            return run
-        search = _Search(config, self._make, self._budget)
-        for candidate in itertools.islice(search.fitting(), _MAX_COMPILED):
-            compiled = compiled_bytes(candidate.run)
-            over = excess(candidate.needs, self._budget, device_bytes=compiled)
-            if over <= 1:
-                way = self._describe(search, candidate)
-                rows = table(candidate.needs, self._budget)
-                self.report = f"plan    {way}\n{rows}"
-                return candidate.run
-            if compiled is not None:
-                search.correction = max(search.correction, compiled / candidate.needs.device_bytes)
-        raise ValueError(self._nothing_fits(search))
-
-    def check(self, run: Run) -> None:
-        """Check the memory of compiled steps.
-
-        Args:
-            run: a compiled run.
-
-        Raises:
-            ValueError: its steps exceed the budget.
-        """
-        compiled = compiled_bytes(run)
-        if compiled is None:
-            return
-        _log.info("memory  %s a device, as compiled", size(compiled))
-        if warning := pressure_of(run, self._budget):
-            _log.warning("memory  %s", warning)
-        if compiled > self._budget.device_bytes:
-            raise ValueError(self._refusal(run, compiled))
-
-    def _refusal(self, run: Run, compiled: int | None) -> str:
-        """Return the error message for a run that does not fit, with changes that would make it.
-
-        Args:
-            run: the run.
-            compiled: bytes per device of the compiled steps, if they are known.
-        """
-        needs = needs_of(run, self._budget)
-        how = ""
-        search = _Search(run.config, self._make, self._budget)
-        if compiled is not None:
-            search.correction = max(1.0, compiled / needs.device_bytes)
-            how = f": {size(compiled)} a device, as compiled"
-        found = search.single()
-        if not found:
-            found = list(itertools.islice(search.fitting(), 1))
-        if not found:
-            return self._nothing_fits(search)
-        ways = "\n".join(f"  {self._describe(search, candidate)}" for candidate in found)
-        return (
-            f"a step takes more memory than there is{how}\n{table(needs, self._budget)}\n"
-            f"Each of these would fit:\n{ways}\n"
-            "memory.placement=auto chooses the fastest that fits; memory.device_budget and "
-            "memory.host_budget set the budget"
-        )
-
-    def _nothing_fits(self, search: "_Search") -> str:
-        leanest = search.leanest
-        factor = search.correction
-        reads_images = leanest.run.config.data.reads_images
-        corrected = f"Compiled steps took {factor:.2f} times their estimate.\n" * (factor > 1)
-        is_host = leanest.needs.host_bytes > self._budget.host_bytes
-        parts = leanest.needs.host if is_host else leanest.needs.device
-        most = f"{max(parts, key=lambda k: parts[k])} {'in host memory' if is_host else ''}".strip()
-        return (
-            "no plan fits into memory; the leanest, "
-            f"{_text(leanest.setting) or 'as configured'}, takes\n"
-            f"{table(leanest.needs, self._budget)}\n{corrected}"
-            f"The largest part is: {most}. Use more devices (mesh.pipeline and mesh.model split "
-            "the model, mesh.fsdp with memory.zero_stage=3 splits its state), a smaller model, or "
-            f"a smaller {'images.size' if reads_images else 'data.sequence_length'} or "
-            "data.global_batch_size"
-        )
-
-    def _describe(self, search: "_Search", candidate: Candidate) -> str:
-        slower = candidate.step_time_s / max(search.base.step_time_s, 1e-12)
-        return (
-            f"{_text(candidate.setting)}: {size(candidate.needs.device_bytes)} a device, "
-            f"{slower:.2f} × the step time, by the rates of {search.rates.device_kind}"
-        )
-
-
-def _text(setting: Setting) -> str:
-    return " ".join(f"--config.{key}={value}" for key, value in setting.items())
-
-
-class _Search:
+class MemorySearch:
     """All plans for a config, traced on demand."""
 
     def __init__(self, config: RunConfig, make: Callable[[RunConfig], Run], budget: Budget):

@@ -3,7 +3,9 @@
 All parts are made of abstract arrays, so this computes nothing and takes no device memory.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
 from sharding.pipeline.config import AUTO
 from sharding.pipeline.layout import cut
-from sharding.pipeline.schedule import make_schedule
+from sharding.pipeline.schedule import Schedule, make_schedule
 from sharding.rules import make_rules
 from train.config.schema import RunConfig
 from train.config.shapes import microbatch
@@ -61,14 +63,68 @@ def assemble_run(
         ValueError: the model, the mesh, the rules and the data are not compatible.
     """
     hardware = hardware_of(mesh.devices.flat[0])
+    trace_mesh = _trace_mesh(config, mesh, target)
+    check_mesh(config, mesh)
+    shares_vocab = config.pipeline.share_vocab and mesh.shape["pipeline"] > 1
+    rules = make_rules(config.rules, shares_vocab=shares_vocab)
+    abstract = _abstract_model(config, vocab_size=vocab_size, num_labels=num_labels)
+    model = abstract.model
+    parts = abstract.parts
+    check_parts(config, mesh, hardware, model, parts)
+    learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
+    optimizer, frozen = _optimizer(config, mesh, model, parts, learning_rate)
+    schedule = _schedule(config, mesh)
+    work = functools.cache(partial(_work, config, mesh, model, parts))
+    layer_counts = config.pipeline.layers_per_stage
+    if layer_counts == AUTO:
+        layer_counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
+    layouts = cut(parts.num_layers, schedule.placement, layer_counts)
+    state_spec = _state_spec(config, abstract.build, optimizer, frozen)
+    state = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
+    check_axes(model, partition_specs_of(state.abstract.params), rules, mesh)
+    return Run(
+        config=config,
+        mesh=mesh,
+        trace_mesh=trace_mesh,
+        hardware=hardware,
+        target=target,
+        rules=rules,
+        build=abstract.build,
+        model_config=abstract.config,
+        model=model,
+        parts=parts,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        schedule=schedule,
+        layouts=layouts,
+        state=state,
+        frozen=frozen,
+        attention=attention_choices(config, mesh, hardware, rules, model, parts),
+        work=work,
+    )
+
+
+def _trace_mesh(config: RunConfig, mesh: jax.sharding.Mesh, target: Target | None) -> AnyMesh:
     # Devices that are only described have no memory kinds, so shardings over them would lose
     # theirs. An abstract mesh keeps them.
     is_abstract = target is not None and config.memory.placement != "device"
-    trace_mesh = mesh.abstract_mesh if is_abstract else mesh
-    check_mesh(config, mesh)
-    pipeline = config.pipeline
-    shares_vocab = pipeline.share_vocab and mesh.shape["pipeline"] > 1
-    rules = make_rules(config.rules, shares_vocab=shares_vocab)
+    return mesh.abstract_mesh if is_abstract else mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _AbstractModel:
+    """A model without values of its parameters."""
+
+    config: Any  # the model's dataclass, with all sizes
+    build: Callable[[], nnx.Module]  # initializes the model
+    model: nnx.Module
+    parts: Parts
+
+
+def _abstract_model(
+    config: RunConfig, *, vocab_size: int | None, num_labels: int | None
+) -> _AbstractModel:
+    """Return the model of a config, with the sizes that it takes from the data."""
     # Check this early if the class states its objectives: otherwise a missing size in the data of
     # another objective would be the first, less helpful, error.
     check_objective(config, config.model_class)
@@ -80,46 +136,31 @@ def assemble_run(
     model = nnx.eval_shape(build)
     offload = config.memory.offload_activations
     parts = partition(model, remat=config.train.remat, offload=offload)
-    check_parts(config, mesh, hardware, model, parts)
-    learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
-    optimizer, frozen = _optimizer(config, mesh, model, parts, learning_rate)
-    schedule = make_schedule(
-        pipeline.schedule, mesh.shape["pipeline"], config.train.num_microbatches, pipeline.chunks
+    return _AbstractModel(config=model_config, build=build, model=model, parts=parts)
+
+
+def _schedule(config: RunConfig, mesh: AnyMesh) -> Schedule:
+    """Return the pipeline schedule."""
+    pipeline = config.pipeline
+    num_microbatches = config.train.num_microbatches
+    return make_schedule(
+        pipeline.schedule, mesh.shape["pipeline"], num_microbatches, pipeline.chunks
     )
-    work = functools.cache(partial(_work, config, mesh, model, parts))
-    counts = pipeline.layers_per_stage
-    if counts == AUTO:
-        counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
-    layouts = cut(parts.num_layers, schedule.placement, counts)
-    start = StateSpec(
+
+
+def _state_spec(
+    config: RunConfig,
+    build: Callable[[], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    frozen: Any,
+) -> StateSpec:
+    """Return the contents of the training state."""
+    return StateSpec(
         build=build,
         optimizer=optimizer,
         precision=config.precision,
         tracks_spikes=config.train.skip_spikes is not None,
         frozen=frozen,
-    )
-    state = StateLayout(start, trace_mesh, rules, layouts, config.memory)
-    specs = partition_specs_of(state.abstract.params)
-    check_axes(model, specs, rules, mesh)
-    return Run(
-        config=config,
-        mesh=mesh,
-        trace_mesh=trace_mesh,
-        hardware=hardware,
-        target=target,
-        rules=rules,
-        build=build,
-        model_config=model_config,
-        model=model,
-        parts=parts,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        schedule=schedule,
-        layouts=layouts,
-        state=state,
-        frozen=frozen,
-        attention=attention_choices(config, mesh, hardware, rules, model, parts),
-        work=work,
     )
 
 

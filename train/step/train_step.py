@@ -89,9 +89,8 @@ def make_train_step(
     does a step whose gradient norm exceeds this multiple of the mean norm of the accepted steps
     before it.
 
-    In float16, the gradients belong to `loss_scale` × the mean loss until they are accumulated in
-    float32. A nonfinite step reduces the scale. There are two more metrics then: `loss_scale`, and
-    `num_stuck_in_a_row`, the nonfinite steps at which the scale could not become smaller.
+    In float16 there are two more metrics: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite
+    steps at which the scale could not become smaller.
 
     Args:
         parts: the model's functions.
@@ -109,18 +108,13 @@ def make_train_step(
     with_teacher_outputs = _with_teacher_outputs(parts, config, sharing)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        batch = _with_even_weights(batch)
-        if state.loss_scale is not None:
-            # Scale the weights, not the gradients of the loss: a head may compute its gradients in
-            # its forward pass.
-            batch = _with_scaled_weights(batch, state.loss_scale.value(config.precision))
+        batch = _with_loss_weights(batch, state, config)
         keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = with_teacher_outputs(averaged(state), _to_microbatches(batch, config))
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(parts.split(state.params), microbatches)
-        weight = sums.pop("weight")
-        weight = jnp.where(weight > 0, weight, 1)
+        weight = _nonzero(sums.pop("weight"))
         grads = parts.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
         metrics["grad_norm"] = update.norm(grads, weight)
@@ -128,11 +122,7 @@ def make_train_step(
         if state.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.value(config.precision)
         state = _next(state, grads, weight, metrics, update, config)
-        metrics["num_skipped"] = state.num_skipped
-        metrics["num_nonfinite_in_a_row"] = state.num_nonfinite_in_a_row
-        if state.loss_scale is not None:
-            metrics["num_stuck_in_a_row"] = state.loss_scale.num_stuck
-        return state, metrics
+        return state, metrics | _counters(state)
 
     return train_step
 
@@ -265,6 +255,36 @@ def detect_spike(
         num_norms=jnp.where(accepted, num_norms, spikes.num_norms),
         num_in_a_row=jnp.where(accepted, 0, spikes.num_in_a_row + jnp.where(is_spike, 1, 0)),
     )
+
+
+def _nonzero(weight: jax.Array) -> jax.Array:
+    """Return a sum of weights to divide by: 1 if there is no weight."""
+    return jnp.where(weight > 0, weight, 1)
+
+
+def _counters(state: TrainState) -> dict[str, jax.Array]:
+    """Return the metrics that count skipped and nonfinite steps, after the step."""
+    counters = {
+        "num_skipped": state.num_skipped,
+        "num_nonfinite_in_a_row": state.num_nonfinite_in_a_row,
+    }
+    if state.loss_scale is not None:
+        counters["num_stuck_in_a_row"] = state.loss_scale.num_stuck
+    return counters
+
+
+def _with_loss_weights(batch: Batch, state: TrainState, config: StepConfig) -> Batch:
+    """Even out the weights of the losses, and scale them for float16.
+
+    In float16, the gradients belong to `loss_scale` × the mean loss until they are accumulated in
+    float32. A nonfinite step reduces the scale.
+    """
+    batch = _with_even_weights(batch)
+    if state.loss_scale is None:
+        return batch
+    # Scale the weights, not the gradients of the loss: a head may compute its gradients in its
+    # forward pass.
+    return _with_scaled_weights(batch, state.loss_scale.value(config.precision))
 
 
 def _with_even_weights(batch: Batch) -> Batch:

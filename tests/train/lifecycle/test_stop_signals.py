@@ -15,7 +15,7 @@ from sharding.mesh import MeshConfig, make_mesh
 from tests.runs import ROOT, TINY
 from tests.train.test_resume import CUBE, command, finish
 from train.lifecycle.exit_codes import HUNG, STOPPED
-from train.lifecycle.stop_signals import StopSignals, Timer, Votes
+from train.lifecycle.stop_signals import DelayedAllReduce, StopSignals, Timer
 from train.reporting.metrics import read_metrics
 
 STEPS = 60
@@ -168,11 +168,11 @@ def test_process_that_hangs_is_named_and_the_others_end(overrides, tmp_path):
     assert "in phase step" in output
 
 
-def test_vote_of_one_process_is_known_a_call_later():
-    votes = Votes(make_mesh(MeshConfig(data=4, model=2), jax.devices()))
-    assert votes.cast(1, 0) == (0, 0)
-    assert votes.cast(False, 7) == (1, 0)
-    assert votes.cast(0, 0) == (0, 7)
+def test_delayed_all_reduce_returns_the_maximum_of_the_previous_call():
+    all_reduce = DelayedAllReduce(make_mesh(MeshConfig(data=4, model=2), jax.devices()))
+    assert all_reduce.max(1, 0) == (0, 0)
+    assert all_reduce.max(False, 7) == (1, 0)
+    assert all_reduce.max(0, 0) == (0, 7)
 
 
 def test_handlers_are_given_back_and_a_second_interrupt_is_not_waited_for():

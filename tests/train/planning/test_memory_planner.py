@@ -19,7 +19,8 @@ from train.config.config_files import load
 from train.config.schema import RunConfig, resolve
 from train.main import main
 from train.planning.memory_budget import Budget, budget_of, compiled_bytes, host_memory_bytes
-from train.planning.memory_search import MemoryPlanner, _Search
+from train.planning.memory_planner import MemoryPlanner
+from train.planning.memory_search import MemorySearch
 from train.planning.step_time import rates_of
 from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
@@ -119,7 +120,7 @@ def test_plan_that_is_too_large_once_compiled_is_followed_by_a_leaner_one(
         compiled.append(run.estimate_memory().device_bytes)
         return 2 * run.estimate_memory().device_bytes
 
-    monkeypatch.setattr("train.planning.memory_search.compiled_bytes", twice_the_estimate)
+    monkeypatch.setattr("train.planning.memory_planner.compiled_bytes", twice_the_estimate)
     run = planner(plain, budget).plan(with_auto(plain))
     assert len(compiled) == 2 and compiled[1] <= budget.device_bytes / 2 < compiled[0]
     assert run.estimate_memory().device_bytes == compiled[1]
@@ -197,7 +198,7 @@ def test_refusal_ends_the_command_before_anything_is_written(corpus_overrides, t
 def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatch):
     plain, _ = make_run(base(corpus_overrides))
     limit = 1.05 * plain.estimate_memory().device_bytes
-    monkeypatch.setattr("train.planning.memory_search.compiled_bytes", lambda run: 1.1 * limit)
+    monkeypatch.setattr("train.planning.memory_planner.compiled_bytes", lambda run: 1.1 * limit)
     with pytest.raises(ValueError, match="as compiled"):
         planner(plain, of_device(limit)).check(plain)
 
@@ -255,6 +256,6 @@ def test_step_time_is_that_of_the_slower_of_products_and_memory_and_of_what_is_m
 @pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("lamb", False), ("lars", False)])
 def test_host_is_offered_to_elementwise_optimizers_alone(name, is_offered, corpus_overrides):
     run, _ = make_run((*base(corpus_overrides), f"optimizer.name={name}"))
-    levers = _Search(run.config, lambda config: run, of_device(math.inf)).levers
+    levers = MemorySearch(run.config, lambda config: run, of_device(math.inf)).levers
     settings = [setting for lever in levers for setting in lever]
     assert any("memory.placement" in setting for setting in settings) == is_offered
