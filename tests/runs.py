@@ -55,6 +55,12 @@ def write_corpus(directory: Path) -> tuple[str, ...]:
     return (f"data.paths={directory}/*.txt", f"data.cache_dir={directory}/cache")
 
 
+def placed_batch(run: Run, corpus: Corpus, **changes: np.ndarray) -> dict[str, jax.Array]:
+    """Return the first training batch on the mesh, with some of its arrays replaced."""
+    batch = next(train_batches(corpus, run.config.data, run.rows)) | changes
+    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
+
+
 def arguments(workdir: Path, overrides: Sequence[str]) -> list[str]:
     """Return the command-line arguments to train with these overrides."""
     flags = [f"--config.{override}" for override in overrides]

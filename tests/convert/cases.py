@@ -1,29 +1,25 @@
-"""Tiny Hugging Face models of every family and variant, and helpers to run them and our models."""
+"""Tiny Hugging Face models of every family and variant."""
 
-import copy
 import functools
-import json
-import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import torch
 import transformers as hf
-from flax import nnx
-from safetensors.torch import load_file, save_file
 
-from convert.from_hf import load
+from tests.convert.hf_files import edit, rename_as_published
 
 hf.utils.logging.disable_progress_bar()
 
 VOCAB = 211
-LENGTH = 14
+
+
 PAD = 1
 
+
 _GPT2 = {"vocab_size": VOCAB, "n_positions": 24, "n_layer": 3, "n_head": 3, "n_embd": 39}
+
+
 _OPT = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 24,
@@ -32,6 +28,8 @@ _OPT = {
     "hidden_size": 39,
     "ffn_dim": 50,
 }
+
+
 _LLAMA = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 24,
@@ -43,6 +41,8 @@ _LLAMA = {
     "intermediate_size": 44,
     "rms_norm_eps": 1e-5,
 }
+
+
 _BERT = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 24,
@@ -51,7 +51,11 @@ _BERT = {
     "hidden_size": 39,
     "intermediate_size": 50,
 }
+
+
 _LABELS = {"id2label": {i: f"L{i}" for i in range(5)}, "label2id": {f"L{i}": i for i in range(5)}}
+
+
 _T5 = {
     "vocab_size": VOCAB,
     "num_layers": 3,
@@ -63,6 +67,8 @@ _T5 = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 11,
 }
+
+
 _VIT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
@@ -71,6 +77,8 @@ _VIT = {
     "image_size": 20,
     "patch_size": 4,
 }
+
+
 _MAE = {
     **_VIT,
     "num_attention_heads": 4,
@@ -80,6 +88,8 @@ _MAE = {
     "decoder_num_hidden_layers": 3,
     "decoder_intermediate_size": 33,
 }
+
+
 _SWIN = {
     "embed_dim": 12,
     "depths": [2, 4, 2, 2],
@@ -88,6 +98,8 @@ _SWIN = {
     "image_size": 48,
     "patch_size": 2,
 }
+
+
 #: Sizes for which the last patch, the last window and the last pair of patches are incomplete.
 _ODD_SWIN = {
     **_SWIN,
@@ -108,12 +120,15 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 12,
 }
+
+
 _LONG = {
     "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7],
     "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0],
     "factor": 2.0,
     "original_max_position_embeddings": 12,
 }
+
 
 #: Name of a case -> (name of the Hugging Face class, fields of its config).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -180,6 +195,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
 }
+
+
 CASES |= {
     "vit": ("ViTForImageClassification", {**_VIT, **_LABELS}),
     "vit_odd": (
@@ -211,6 +228,8 @@ CASES |= {
     ),
     "swinv2_base": ("Swinv2Model", _SWIN),
 }
+
+
 #: Cases whose sizes can be sharded over 2 devices.
 EVEN = {
     "gpt2_even": ("GPT2LMHeadModel", {**_GPT2, "n_head": 4, "n_embd": 40}),
@@ -223,6 +242,8 @@ EVEN = {
         {**_T5, "num_heads": 4, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
 }
+
+
 #: Cases whose head has a weight of its own. When transformers loads them, it unties the head with a
 #: warning.
 UNTIED_T5 = ("t5_v1.1", "mt5", "t5_v1.1_even")
@@ -266,178 +287,9 @@ def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:
         model.config.dtype = dtype
     model.save_pretrained(directory)
     if name.startswith("mae"):
-        edit(directory, _as_published)
+        edit(directory, rename_as_published)
     return directory
-
-
-def _as_published(tensors: dict[str, torch.Tensor]) -> None:
-    """Rename the layers of MAE's decoder as in published files; transformers writes other names."""
-    for name in [name for name in tensors if ".decoder_encoder.layer." in name]:
-        published = name.replace(".decoder_encoder.layer.", ".decoder_layers.")
-        tensors[published] = tensors.pop(name)
 
 
 def reads_images(name: str) -> bool:
     return name.startswith(("vit", "mae", "swin"))
-
-
-def inputs(name: str) -> dict[str, np.ndarray]:
-    """Return the inputs of a case.
-
-    Text models get three rows of tokens with masks: one without padding, one padded on the right,
-    and one padded on the left. Sequence classifiers read the first token of a row, so their third
-    row is padded on the right too. Vision models get normalized images, and MAE also the noise that
-    decides which patches are hidden.
-    """
-    rng = np.random.default_rng(0)
-    if reads_images(name):
-        config = make(name).config
-        shape = (3, config.image_size, config.image_size, config.num_channels)
-        images = {"images": rng.normal(size=shape).astype(np.float32)}
-        num_patches = (config.image_size // config.patch_size) ** 2
-        noise = {"noise": rng.random((3, num_patches), np.float32)}
-        return images | noise if name in ("mae", "mae_odd") else images
-    mask = np.ones((3, LENGTH), np.int32)
-    mask[1, 9:] = 0
-    if name.endswith("sequence"):
-        mask[2, 6:] = 0
-    else:
-        mask[2, :4] = 0
-    tokens = np.where(mask, rng.integers(2, VOCAB, mask.shape, dtype=np.int32), PAD)
-    batch = {"tokens": tokens, "attention_mask": mask}
-    if "t5" in name:
-        decoder_mask = np.roll(mask, 1, axis=0)[:, : LENGTH - 2]
-        decoder_tokens = rng.integers(2, VOCAB, decoder_mask.shape, dtype=np.int32)
-        batch |= {"decoder_tokens": decoder_tokens, "decoder_attention_mask": decoder_mask}
-    if name.startswith("bert"):
-        batch["token_types"] = rng.integers(0, 2, mask.shape, dtype=np.int32)
-    return batch
-
-
-def weights(name: str) -> np.ndarray:
-    """Return the weights of a case's outputs in the loss: 0 at padding and 1 elsewhere."""
-    batch = inputs(name)
-    if name.endswith("sequence") or reads_images(name):
-        return np.ones(3, np.float32)
-    return batch.get("decoder_attention_mask", batch["attention_mask"]).astype(np.float32)
-
-
-def our_outputs(model: Any, name: str) -> Any:
-    """Return logits, or the activations of a model without a head, from our model."""
-    outputs = model(**inputs(name))
-    return outputs[0] if isinstance(outputs, tuple) else outputs
-
-
-def their_images(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return the arguments of a Hugging Face vision model.
-
-    For an MAE, noise in ascending order keeps patches in order if the case has no noise of its own.
-    """
-    batch = inputs(name)
-    images = {"pixel_values": torch.from_numpy(batch["images"]).permute(0, 3, 1, 2)}
-    if not isinstance(model, hf.ViTMAEPreTrainedModel):
-        return images
-    config: Any = model.config
-    num_patches = (config.image_size // config.patch_size) ** 2
-    in_order = np.arange(num_patches, dtype=np.float32)
-    noise = batch.get("noise", np.tile(in_order, (len(batch["images"]), 1)))
-    return {**images, "noise": torch.from_numpy(noise)}
-
-
-def their_outputs(model: Any, name: str) -> torch.Tensor:
-    """Return logits, or the activations of a model without a head, from a Hugging Face model."""
-    if reads_images(name):
-        output = model(**their_images(model, name))
-        if "logits" in output:
-            return output.logits
-        activations = output.last_hidden_state
-        if not name.startswith("swin"):
-            return activations
-        # Our Swin returns [B, rows, columns, D].
-        side = round(activations.shape[1] ** 0.5)
-        return activations.reshape(len(activations), side, side, -1)
-    names = {
-        "tokens": "input_ids",
-        "decoder_tokens": "decoder_input_ids",
-        "token_types": "token_type_ids",
-    }
-    batch = {names.get(k, k): torch.from_numpy(v).long() for k, v in inputs(name).items()}
-    output = model(**batch)
-    if name == "bert_pretraining":
-        return output.prediction_logits
-    return output.logits if "logits" in output else output.last_hidden_state
-
-
-def log_loss(outputs: Any, name: str, log_softmax: Any) -> Any:
-    """Return the weighted mean of -log softmax(outputs)[target] with random targets.
-
-    Args:
-        outputs: A jax.Array or a torch.Tensor.
-        name: The case.
-        log_softmax: The function of the library of `outputs`.
-    """
-    weight = weights(name)
-    weight = weight.reshape(*weight.shape, *[1] * (outputs.ndim - 1 - weight.ndim))
-    weight = np.broadcast_to(weight, outputs.shape[:-1])
-    size = outputs.shape[-1]
-    targets = np.eye(size, dtype=np.float32)[
-        np.random.default_rng(2).integers(0, size, outputs.shape[:-1])
-    ]
-    factor = targets * weight[..., None] / weight.sum()
-    factor = torch.from_numpy(factor) if isinstance(outputs, torch.Tensor) else jnp.asarray(factor)
-    return -(log_softmax(outputs) * factor).sum()
-
-
-class Warnings(logging.Handler):
-    """A logging handler that collects messages of level WARNING or above."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def their_gradients(model: Any, directory: Path) -> dict[str, np.ndarray]:
-    """Return the gradients of a Hugging Face model by the names that weights have in its files.
-
-    A weight without a gradient has zeros.
-
-    Args:
-        model: The model, after its backward pass.
-        directory: A directory to write the files to.
-    """
-    named = copy.deepcopy(model)
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    with torch.no_grad():
-        for name, weight in named.named_parameters():
-            gradient = gradients[name]
-            weight.copy_(torch.zeros_like(weight) if gradient is None else gradient)
-    named.save_pretrained(directory)
-    tensors = load_file(directory / "model.safetensors")
-    _as_published(tensors)
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
-
-
-def parameters(path: Path, **options: Any) -> dict:
-    """Return the tree of parameters that `load` reads from a directory."""
-    return nnx.to_pure_dict(nnx.split(load(path, **options))[1])
-
-
-def edit(directory: Path, change: Callable[[dict], Any]) -> None:
-    """Apply a change to the dict of a model's tensors, and write them back."""
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    save_file(tensors, directory / "model.safetensors")
-
-
-def edit_config(directory: Path, **changes: Any) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def add(**new: torch.Tensor) -> Callable[[dict], None]:
-    """Return a change that adds tensors; `__` stands for a dot in their names."""
-    return lambda tensors: tensors.update({k.replace("__", "."): v for k, v in new.items()})

@@ -12,20 +12,20 @@ from convert import from_hf, to_hf
 from convert.from_hf import load
 from convert.names import TensorMapping
 from convert.source import read_source
-from tests.convert import cases
+from tests.convert import cases, hf_files
 
 
 def drop(name):
-    return lambda directory: cases.edit(directory, lambda t: t.pop(name))
+    return lambda directory: hf_files.edit(directory, lambda t: t.pop(name))
 
 
 def reshape(directory):
     name = "transformer.h.1.mlp.c_fc.weight"
-    cases.edit(directory, lambda t: t.update({name: t[name].T.contiguous()}))
+    hf_files.edit(directory, lambda t: t.update({name: t[name].T.contiguous()}))
 
 
 def add_layer(directory):
-    cases.edit(directory, cases.add(transformer__h__3__ln_1__bias=torch.ones(39)))
+    hf_files.edit(directory, hf_files.add(transformer__h__3__ln_1__bias=torch.ones(39)))
 
 
 def truncate(directory):
@@ -65,11 +65,13 @@ def pickle_weights(directory):
 
 def quantise(directory):
     name = "transformer.ln_f.weight"
-    cases.edit(directory, lambda t: t.update({name: t[name].to(torch.int8)}))
+    hf_files.edit(directory, lambda t: t.update({name: t[name].to(torch.int8)}))
 
 
 def untie(directory):
-    cases.edit(directory, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}))
+    hf_files.edit(
+        directory, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1})
+    )
 
 
 REFUSED = {
@@ -78,7 +80,7 @@ REFUSED = {
         r"lacks 1 tensor.*transformer\.h\.2\.ln_1\.bias",
     ),
     "extra": (
-        lambda d: cases.edit(d, cases.add(transformer__h__3__x=torch.ones(1))),
+        lambda d: hf_files.edit(d, hf_files.add(transformer__h__3__x=torch.ones(1))),
         r"unknown 1.*h\.3\.x",
     ),
     "shape": (reshape, r"h\.1\.mlp\.c_fc\.weight .*\[50, 39\].*\[39, 50\]"),
@@ -95,10 +97,10 @@ REFUSED = {
     "quantised": (quantise, r"transformer\.ln_f\.weight.* has the dtype I8"),
     "untied": (untie, r"transformer\.wte\.weight and lm_head\.weight differ"),
     "architecture": (
-        lambda d: cases.edit_config(d, architectures=["FalconForCausalLM"], model_type="falcon"),
+        lambda d: hf_files.edit_config(d, architectures=["FalconForCausalLM"], model_type="falcon"),
         r"FalconForCausalLM.*is not supported.*GPT2LMHeadModel",
     ),
-    "sizes": (lambda d: cases.edit_config(d, n_head=4), r"num_heads=4 must divide"),
+    "sizes": (lambda d: hf_files.edit_config(d, n_head=4), r"num_heads=4 must divide"),
 }
 
 
@@ -125,7 +127,7 @@ REFUSED = {
 )
 def test_values_of_another_kind_are_refused(name, changes, message, tmp_path):
     cases.save(name, tmp_path)
-    cases.edit_config(tmp_path, **changes)
+    hf_files.edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
@@ -135,7 +137,7 @@ def test_two_equal_sides_are_one(tmp_path):
     expected = read_source(tmp_path).config
     size = expected.image_size
     patch = expected.patch_size
-    cases.edit_config(tmp_path, image_size=[size, size], patch_size=[patch, patch])
+    hf_files.edit_config(tmp_path, image_size=[size, size], patch_size=[patch, patch])
     assert read_source(tmp_path).config == expected
 
 
@@ -156,8 +158,8 @@ def test_pickles_are_read_if_they_are_allowed(tmp_path):
     cases.save("gpt2", tmp_path / "plain")
     cases.save("gpt2", tmp_path / "theirs")
     pickle_weights(tmp_path / "theirs")
-    found = cases.parameters(tmp_path / "theirs", allow_pickle_weights=True)
-    jax.tree.map(np.testing.assert_array_equal, found, cases.parameters(tmp_path / "plain"))
+    found = hf_files.parameters(tmp_path / "theirs", allow_pickle_weights=True)
+    jax.tree.map(np.testing.assert_array_equal, found, hf_files.parameters(tmp_path / "plain"))
 
 
 class _Payload:
@@ -221,7 +223,7 @@ def test_to_hf_refuses_what_is_no_intact_run(spoil, tmp_path, capsys):
 def test_to_hf_refuses_values_that_a_dtype_cannot_hold(tmp_path, capsys):
     cases.save("gpt2", tmp_path / "theirs")
     name = "transformer.ln_f.weight"
-    cases.edit(tmp_path / "theirs", lambda t: t.update({name: t[name] + 1e6}))
+    hf_files.edit(tmp_path / "theirs", lambda t: t.update({name: t[name] + 1e6}))
     from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
     args = [str(tmp_path / "ours"), str(tmp_path / "back"), "--dtype=float16"]
     assert to_hf.main(args) == 2

@@ -11,7 +11,7 @@ from convert.from_hf import load
 from convert.keys import REQUIRED, Key, read, write
 from convert.registry import architectures
 from models.text.llama import LlamaConfig
-from tests.convert import cases
+from tests.convert import cases, hf_files
 
 
 def fields_of(name: str, class_name: str | None = None, /, **changes) -> dict:
@@ -81,7 +81,7 @@ def test_keys_that_change_the_computation_are_refused(name, changes, expected):
 def test_unknown_keys_pass_where_they_say_nothing_or_are_called_harmless(tmp_path):
     assert fields_of("gpt2", new_feature=False) == fields_of("gpt2")
     directory = cases.save("gpt2", tmp_path / "theirs")
-    cases.edit_config(directory, new_feature="on", other=3)
+    hf_files.edit_config(directory, new_feature="on", other=3)
     with pytest.raises(ValueError, match="new_feature='on'"):
         load(directory)
     args = [str(directory), str(tmp_path / "ours"), "--harmless=new_feature,other"]
@@ -219,6 +219,6 @@ def test_a_model_with_another_head_gets_another_architecture(tmp_path):
     assert written["architectures"] == ["BertForSequenceClassification"]
     assert len(written["id2label"]) == 5 and written["custom"] == "kept"
     np.testing.assert_array_equal(
-        cases.parameters(tmp_path / "back", harmless=["custom"])["classifier"]["kernel"],
-        cases.parameters(tmp_path / "became")["classifier"]["kernel"],
+        hf_files.parameters(tmp_path / "back", harmless=["custom"])["classifier"]["kernel"],
+        hf_files.parameters(tmp_path / "became")["classifier"]["kernel"],
     )

@@ -16,7 +16,7 @@ from convert.model_on_disk import shapes_of
 from convert.registry import architectures, find
 from convert.source import load_params, read_source
 from convert.to_hf import describe
-from tests.convert import cases
+from tests.convert import cases, hf_files
 
 
 def rename(tensors: dict, new_name) -> None:
@@ -46,15 +46,15 @@ HARMLESS = {
     ),
     "buffers": (
         "gpt2",
-        cases.add(
+        hf_files.add(
             transformer__h__0__attn__bias=torch.ones(1, 1, 9, 9, dtype=torch.uint8),
             transformer__h__1__attn__masked_bias=torch.tensor(-1e4),
         ),
     ),
-    "positions": ("bert_mlm", cases.add(bert__embeddings__position_ids=torch.arange(9)[None])),
+    "positions": ("bert_mlm", hf_files.add(bert__embeddings__position_ids=torch.arange(9)[None])),
     "frequencies": (
         "llama",
-        cases.add(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(5)),
+        hf_files.add(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(5)),
     ),
     "tied twice": ("opt", lambda t: t.update(_tied(t, "model.decoder.embed_tokens.weight"))),
     "tied under the other name": (
@@ -69,7 +69,7 @@ HARMLESS = {
     ),
     "another head": (
         "bert_mlm",
-        cases.add(
+        hf_files.add(
             bert__pooler__dense__weight=torch.ones(39, 39),
             bert__pooler__dense__bias=torch.ones(39),
             cls__seq_relationship__bias=torch.ones(2),
@@ -77,7 +77,7 @@ HARMLESS = {
     ),
     "unread bias": (
         "t5",
-        cases.add(
+        hf_files.add(
             decoder__block__0__layer__1__EncDecAttention__relative_attention_bias__weight=(
                 torch.ones(8, 3)
             )
@@ -95,23 +95,25 @@ def test_published_forms_of_names_are_read(what, tmp_path):
     case, change = HARMLESS[what]
     cases.save(case, tmp_path / "plain")
     cases.save(case, tmp_path / "changed")
-    cases.edit(tmp_path / "changed", change)
-    expected = cases.parameters(tmp_path / "plain")
-    found = cases.parameters(tmp_path / "changed")
+    hf_files.edit(tmp_path / "changed", change)
+    expected = hf_files.parameters(tmp_path / "plain")
+    found = hf_files.parameters(tmp_path / "changed")
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "bert_mlm", "roberta_mlm", "t5"])
 def test_a_config_without_architectures_is_of_the_usual_one(name, tmp_path):
     directory = cases.save(name, tmp_path / "theirs")
-    cases.edit_config(directory, architectures=None)
+    hf_files.edit_config(directory, architectures=None)
     architecture = read_source(directory).architecture
     assert architecture is not None and architecture.name == cases.CASES[name][0]
 
 
 def test_pooler_is_left_out_where_the_file_has_none(tmp_path):
     cases.save("bert_base", tmp_path / "theirs")
-    cases.edit(tmp_path / "theirs", lambda t: [t.pop(n) for n in list(t) if n.startswith("pooler")])
+    hf_files.edit(
+        tmp_path / "theirs", lambda t: [t.pop(n) for n in list(t) if n.startswith("pooler")]
+    )
     assert load(tmp_path / "theirs").pooler is None
 
 
@@ -119,9 +121,9 @@ def test_a_bert_that_holds_more_than_it_is_named_for_is_read_whole(tmp_path):
     """The first published BERTs are named BertForMaskedLM, but contain the head for pairs too."""
     whole = cases.save("bert_pretraining", tmp_path / "whole")
     named = cases.save("bert_pretraining", tmp_path / "named")
-    cases.edit_config(named, architectures=["BertForMaskedLM"])
-    expected = cases.parameters(whole)
-    found = cases.parameters(named)
+    hf_files.edit_config(named, architectures=["BertForMaskedLM"])
+    expected = hf_files.parameters(whole)
+    found = hf_files.parameters(named)
     assert "pooler" in found
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert describe(read_source(named))[0].name == "BertForPreTraining"
@@ -131,7 +133,7 @@ def test_t5_is_tied_as_its_files_say(tmp_path):
     """Transformers decides by the files too, whatever the config says."""
     cases.save("t5_v1.1", tmp_path / "untied")
     assert load(tmp_path / "untied").output_embedding is not None
-    cases.edit(tmp_path / "untied", lambda t: t.pop("lm_head.weight"))
+    hf_files.edit(tmp_path / "untied", lambda t: t.pop("lm_head.weight"))
     assert load(tmp_path / "untied").output_embedding is None
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from convert.from_hf import load
 from convert.source import read_source
-from tests.convert import cases
+from tests.convert import cases, comparison, hf_files
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def test_loaded_model_has_their_outputs_and_gradients(name, saved, tmp_path):
     params = nnx.to_pure_dict(params)
 
     def loss(params):
-        outputs = cases.our_outputs(nnx.merge(graph, params), name)
-        return cases.log_loss(
+        outputs = comparison.our_outputs(nnx.merge(graph, params), name)
+        return comparison.log_loss(
             outputs, name, functools.partial(jax.nn.log_softmax, axis=-1)
         ), outputs
 
@@ -37,9 +37,9 @@ def test_loaded_model_has_their_outputs_and_gradients(name, saved, tmp_path):
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     gradients, outputs = jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(params)
     theirs.zero_grad()
-    expected = cases.their_outputs(theirs, name)
-    cases.log_loss(expected, name, functools.partial(torch.log_softmax, dim=-1)).backward()
-    counts = cases.weights(name) > 0
+    expected = comparison.their_outputs(theirs, name)
+    comparison.log_loss(expected, name, functools.partial(torch.log_softmax, dim=-1)).backward()
+    counts = comparison.weights(name) > 0
     # 1e-4 is float32 rounding accumulated over the layers, with sums in different orders.
     np.testing.assert_allclose(
         np.asarray(outputs)[counts], expected.detach().numpy()[counts], rtol=0, atol=1e-4
@@ -54,7 +54,7 @@ def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
         ".".join(map(str, path)): value
         for path, value in nnx.traversals.flatten_mapping(gradients).items()
     }
-    expected = cases.their_gradients(theirs, tmp_path)
+    expected = comparison.their_gradients(theirs, tmp_path)
     shapes = {path: value.shape for path, value in flat.items()}
     assert source.architecture is not None
     for place in source.architecture.tensor_mappings(shapes, vocab_size=cases.VOCAB):
@@ -76,11 +76,11 @@ def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["mae", "mae_odd"])
 def test_loss_of_hidden_patches_is_theirs(name, saved):
-    batch = cases.inputs(name)
+    batch = comparison.inputs(name)
     theirs = cases.make(name)
     ours = load(saved(name))
     with torch.no_grad():
-        expected = theirs(**cases.their_images(theirs, name))
+        expected = theirs(**comparison.their_images(theirs, name))
     np.testing.assert_array_equal(ours(**batch)[1], expected.mask.numpy() > 0)
     x = ours.encoder(ours.embed(batch), batch)
     x = ours.decoder(ours.before_decoder(x, batch), batch)
@@ -95,13 +95,15 @@ def test_names_of_the_decoder_are_read_as_the_library_writes_them(saved, tmp_pat
         tmp_path / "model.safetensors"
     )
     jax.tree.map(
-        np.testing.assert_array_equal, cases.parameters(tmp_path), cases.parameters(saved("mae"))
+        np.testing.assert_array_equal,
+        hf_files.parameters(tmp_path),
+        hf_files.parameters(saved("mae")),
     )
 
 
 def test_loaded_model_can_be_jitted_with_scaled_positions(saved):
     model = load(saved("llama_llama3"))
-    tokens = cases.inputs("llama_llama3")["tokens"]
+    tokens = comparison.inputs("llama_llama3")["tokens"]
     found = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
     np.testing.assert_allclose(found, model(tokens), rtol=0, atol=1e-4)  # Float32 rounding.
 

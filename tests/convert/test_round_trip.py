@@ -21,7 +21,18 @@ from convert import from_hf, to_hf
 from convert.from_hf import load
 from convert.source import read_source
 from sharding.mesh import MeshConfig, make_mesh
-from tests.convert import cases
+from tests.convert import cases, comparison
+
+
+class Warnings(logging.Handler):
+    """A logging handler that collects messages of level WARNING or above."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def all_tensors(directory) -> dict[str, torch.Tensor]:
@@ -40,7 +51,7 @@ def read_back(directory):
     """Return (the model as transformers loads it, all warnings of transformers)."""
     config = json.loads((directory / "config.json").read_text())
     model_class = getattr(transformers, config["architectures"][0])
-    heard = cases.Warnings()
+    heard = Warnings()
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.addHandler(heard)
@@ -73,8 +84,8 @@ def test_round_trip_gives_every_tensor_back(name, tmp_path):
         assert len(complaints) == 1 and "we will NOT tie them" in complaints.pop()
     assert complaints == []
     with torch.no_grad():
-        found = cases.their_outputs(model, name)
-        assert torch.equal(found, cases.their_outputs(cases.make(name), name))
+        found = comparison.their_outputs(model, name)
+        assert torch.equal(found, comparison.their_outputs(cases.make(name), name))
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -89,8 +100,8 @@ def test_config_is_made_where_there_is_none_to_keep(name, tmp_path):
     # Without a config to keep, MAE's encoder becomes a ViT, and transformers misses its pooler.
     assert complaints == [] or name in (*cases.UNTIED_T5, "mae_base")
     with torch.no_grad():
-        found = cases.their_outputs(model, name)
-        assert torch.equal(found, cases.their_outputs(cases.make(name), name))
+        found = comparison.their_outputs(model, name)
+        assert torch.equal(found, comparison.their_outputs(cases.make(name), name))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,34 +1,29 @@
-"""Bad images, folders and labels are named and counted, and refused or left out by the config."""
+"""Broken images are named and counted, and refused or left out by the config."""
 
-import logging
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from data.array_cache import read_array, write_array
 from data.batches import train_batches, validation_batches
 from data.examples import BrokenExample
 from data.image_config import ImageConfig
-from data.images import readability
 from tests.data.corpora import take
 from tests.data.images.pictures import (
     encoded,
     folder,
     image_config,
-    load,
-    plain,
-    targets,
     values,
     write_classes,
     write_image,
 )
 
 SKIP = ImageConfig(on_broken="skip")
+
+
 NOISE = np.random.default_rng(0).integers(256, size=(60, 70, 3), dtype=np.uint8)
 
 
@@ -119,91 +114,6 @@ def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, caplog):
     )
 
 
-# Folders and classes.
-
-
-def test_folder_that_leads_back_is_refused_or_left_out(tmp_path, caplog):
-    root = tmp_path / "i"
-    write_classes(root, "ab", num_images=4)
-    (root / "a" / "up").symlink_to(root)
-    (root / "a" / "self").symlink_to(root / "a")
-    # Two links to each other's folder; following both leads back to the first folder.
-    (root / "a" / "to_b").symlink_to(root / "b")
-    (root / "b" / "to_a").symlink_to(root / "a")
-    with pytest.raises(ValueError, match=r"\d folder\(s\) in .*leads back .*on_broken='skip'"):
-        folder(tmp_path, root)
-    corpus = folder(tmp_path, root, images=SKIP)
-    assert "leads back" in caplog.text
-    # Links to other folders are followed: each class has its own images and the other class's.
-    assert len(corpus.train) + len(corpus.validation) == 16
-    for link in ("up", "self"):
-        (root / "a" / link).unlink()
-    (root / "b" / "to_a").unlink()
-    assert (
-        sorted(targets(folder(tmp_path, root, validation_fraction=0.0).train)) == [0] * 8 + [1] * 4
-    )
-
-
-def test_empty_classes_are_left_out_and_the_others_numbered_anew(tmp_path, caplog):
-    root = tmp_path / "i"
-    write_classes(root / "train", "bd", num_images=3)
-    write_classes(root / "val", "bcd", num_images=2, first=50)
-    (root / "train" / "a").mkdir()
-    (root / "train" / "c").mkdir()
-    (root / "train" / "c" / "1.png").write_text("none")
-    corpus = folder(tmp_path, root, images=SKIP)
-    assert corpus.labels == ("b", "d")
-    assert targets(corpus.train) == [0, 0, 0, 1, 1, 1]
-    assert values(corpus.validation) == [50, 51, 54, 55]
-    assert targets(corpus.validation) == [0, 0, 1, 1]
-    for said in (
-        "1 of 4 classes in",
-        "train have no images: 'a'; left out",
-        "1 of 13 images cannot be used",
-        "1 of 3 classes in",
-        "train have no images: 'c'; left out",
-        "train: 'c'; left out",
-    ):
-        assert said in caplog.text, said
-
-
-def test_too_few_classes_or_images_left_are_refused(tmp_path):
-    write_classes(tmp_path / "one", "a")
-    (tmp_path / "one" / "b").mkdir()
-    with pytest.raises(ValueError, match=r"of 2 classes in .*one only 1 has usable images"):
-        folder(tmp_path, tmp_path / "one", images=SKIP)
-    write_classes(tmp_path / "two" / "train", "ab")
-    for name in "ab":
-        (tmp_path / "two" / "val" / name).mkdir(parents=True)
-        (tmp_path / "two" / "val" / name / "1.png").write_text("none")
-    with pytest.raises(ValueError, match=r"val contains no usable images"):
-        folder(tmp_path, tmp_path / "two", images=SKIP)
-
-
-def test_names_of_any_kind(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    root = tmp_path / "i"
-    write_classes(root, ["große Katze", "犬 いぬ"], num_images=4)
-    write_image(root / "große Katze" / "犬 いぬ" / "ein Bild.png", 8)
-    (root / ".DS_Store").write_text("hidden")
-    (root / "犬 いぬ" / "._1.png").write_text("hidden")
-    (root / "犬 いぬ" / "Thumbs.db").write_text("no image")
-    write_image(root / "of no class.png", 62)
-    odd = os.fsencode(root / "犬 いぬ") + b"/\xff.png"
-    Path(os.fsdecode(odd)).write_bytes(encoded(plain(9), "png"))
-    corpus = folder(tmp_path, root, validation_fraction=0.0)
-    assert corpus.labels == ("große Katze", "犬 いぬ")
-    assert sorted(zip(targets(corpus.train), values(corpus.train), strict=True)) == [
-        *((0, value) for value in (0, 1, 2, 3, 8)),
-        *((1, value) for value in (4, 5, 6, 7, 9)),
-    ]
-    assert "1 file(s) in" in caplog.text and "Thumbs.db" in caplog.text
-    assert "1 image(s) in" in caplog.text and "hidden" not in caplog.text
-    Path(os.fsdecode(os.fsencode(root) + b"/\xff")).mkdir()
-    with pytest.raises(ValueError, match=r"contains the class b'.xff', whose name is not UTF-8; r"):
-        folder(tmp_path, root)
-
-
 def test_files_of_every_kind_give_the_pixels_they_show(tmp_path):
     grey = NOISE[:, :, 0]
     kinds = {
@@ -229,9 +139,6 @@ def test_files_of_every_kind_give_the_pixels_they_show(tmp_path):
         wanted = np.asarray(expected).astype(int)[None, :, :, None]
         # Conversions between modes round values twice.
         assert np.abs(batch["images"].astype(int) - wanted).max() <= 2
-
-
-# Changes during a run.
 
 
 def test_image_that_breaks_later_is_named(tmp_path):
@@ -271,114 +178,3 @@ def test_image_that_breaks_later_gets_no_weight(num_workers, tmp_path, caplog, c
     assert "cannot be read: FileNotFoundError" in said and "left out" in said
     names = [line for line in said.splitlines() if "left out" in line]
     assert len({line.partition(" cannot")[0][-12:] for line in names}) == 8
-
-
-# The cache.
-
-
-def test_sound_images_are_checked_once_until_they_change(tmp_path, monkeypatch):
-    write_classes(tmp_path / "i", "ab", num_images=5)
-    checked = []
-
-    def counted(content):
-        checked.append(content)
-        return problem_of(content)
-
-    problem_of = readability.problem_of
-    monkeypatch.setattr(readability, "problem_of", counted)
-    folder(tmp_path, tmp_path / "i")
-    assert len(checked) == 10
-    folder(tmp_path, tmp_path / "i")
-    assert len(checked) == 10
-    changed = tmp_path / "i" / "a" / "0.png"
-    changed.write_bytes(changed.read_bytes())
-    os.utime(changed, ns=(1, 1))
-    write_image(tmp_path / "i" / "b" / "new.png", 77)
-    folder(tmp_path, tmp_path / "i")
-    assert len(checked) == 12
-    changed.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"1 of 11 images cannot be used: .*0\.png"):
-        folder(tmp_path, tmp_path / "i")
-    assert len(checked) == 13
-    # A damaged cache is built again.
-    (cache,) = (tmp_path / "cache").glob("sound-images-*.npy")
-    cache.write_bytes(cache.read_bytes()[:50])
-    changed.unlink()
-    folder(tmp_path, tmp_path / "i")
-    kept = read_array(cache)
-    assert len(checked) == 23 and kept is not None and len(kept) == 10
-
-
-def test_those_who_start_together_check_once(tmp_path, monkeypatch):
-    write_classes(tmp_path / "i", "ab", num_images=20)
-    checked = []
-    problem_of = readability.problem_of
-    monkeypatch.setattr(
-        readability, "problem_of", lambda content: checked.append(1) or problem_of(content)
-    )
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: folder(tmp_path, tmp_path / "i"), range(4)))
-    assert len(checked) == 40
-    assert len({corpus.fingerprint for corpus in found}) == 1
-
-
-def test_array_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "a.npy"
-    write_array(path, np.arange(3))
-
-    def full(file, values):
-        Path(file).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "save", full)
-    with pytest.raises(OSError, match="No space"):
-        write_array(path, np.arange(4))
-    assert [file.name for file in tmp_path.iterdir()] == ["a.npy"]
-    np.testing.assert_array_equal(read_array(path), np.arange(3))
-    assert read_array(tmp_path / "b.npy") is None
-
-
-# TFDS.
-
-
-def test_labels_and_images_of_tfds_that_cannot_be_used(tmp_path, caplog):
-    import tensorflow_datasets as tfds
-
-    features = {
-        "image": tfds.features.Image(shape=(None, None, 1), encoding_format="png"),
-        "label": tfds.features.ClassLabel(names=["cat", "dog"]),
-    }
-    made = [(encoded(plain(i), "png"), i % 2) for i in range(12)]
-    made[3] = (b"\x89PNG broken", 1)
-    made[5] = (made[5][0], -1)
-
-    class TinyBroken(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
-        code_path = tfds.core.Path(__file__)
-
-        def _info(self):
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
-
-        def _split_generators(self, dl_manager):
-            return {"train": self._generate_examples(0), "test": self._generate_examples(10)}
-
-        def _generate_examples(self, start):
-            for i, (image, label) in enumerate(made[start:]):
-                yield i, {"image": image, "label": label}
-
-    with pytest.raises(ValueError) as caught:
-        load(tmp_path, name="tiny_broken")
-    said = str(caught.value)
-    assert "2 of 12 images cannot be used" in said and "on_broken='skip'" in said
-    assert "it is not an image in a known format" in said
-    assert "its label -1 must be one of the 2 classes 0 to 1" in said
-    corpus = load(tmp_path, SKIP, name="tiny_broken")
-    assert "2 of 12 images cannot be used" in caplog.text
-    assert sorted(values(corpus.train)) == [0, 1, 2, 4, *range(6, 12)]
-    assert targets(corpus.train) == [value % 2 for value in values(corpus.train)]
-    assert sorted(values(corpus.validation)) == [10, 11]
-    # An objective without labels does not check them.
-    with pytest.raises(ValueError, match="1 of 12 images cannot be used"):
-        load(tmp_path, name="tiny_broken", objective="image_reconstruction")

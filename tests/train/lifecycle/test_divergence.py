@@ -1,4 +1,4 @@
-"""Nonfinite steps and spikes: they are skipped and counted; too many end or roll back a run."""
+"""Nonfinite steps: they are skipped and counted; too many of them end a run or roll it back."""
 
 import dataclasses
 import logging
@@ -13,9 +13,8 @@ import pytest
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
 from data.batches import train_batches
-from sharding.analysis.communication import collectives
 from sharding.batches import place_batch
-from tests.runs import CONFIG, TINY, digest, make_run
+from tests.runs import CONFIG, TINY, digest, make_run, placed_batch
 from train import loop
 from train.config.train_config import TrainConfig
 from train.goodput import summarize
@@ -27,17 +26,14 @@ from train.lifecycle.position import find_position
 from train.lifecycle.stop_signals import StopSignals
 from train.main import main
 from train.reporting.metrics import read_metrics
-from train.state.train_state import Spikes
-from train.step.train_step import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, detect_spike
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
+
+
 ROWS = {"tokens": np.arange(6).reshape(2, 3), "weights": np.full((2, 3), np.nan, np.float32)}
+
+
 NAN = {"weights": np.full((16, 16), np.nan, np.float32)}
-
-
-def a_batch(run, corpus, **changes):
-    batch = next(train_batches(corpus, run.config.data, run.rows)) | changes
-    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
 
 
 def config(**changes) -> TrainConfig:
@@ -81,8 +77,8 @@ def test_row_of_bad_steps_is_counted_over_a_resume_and_ends_with_a_good_one(
     corpus_overrides, tmp_path
 ):
     run, corpus = make_run((*TINY, *corpus_overrides))
-    good = a_batch(run, corpus)
-    bad = a_batch(run, corpus, **NAN)
+    good = placed_batch(run, corpus)
+    bad = placed_batch(run, corpus, **NAN)
     state = run.state.initial()
     counts = []
     for step, batch in enumerate((bad, good, bad, bad, bad, good), 1):
@@ -96,107 +92,6 @@ def test_row_of_bad_steps_is_counted_over_a_resume_and_ends_with_a_good_one(
             assert restored is not None
             state = run.state.from_portable(restored[1])
     assert counts == [(1, 1), (0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
-
-
-def test_state_has_nothing_of_spikes_by_default(corpus_overrides):
-    run, _ = make_run((*TINY, *corpus_overrides))
-    assert run.state.abstract.spikes is run.state.portable.spikes is None
-
-
-def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]]:
-    """Return (grad_norm, num_skipped, mean norm) for a normal step, an outlier, a normal step."""
-    run, corpus = make_run((*TINY, *corpus_overrides, *mesh, "train.skip_spikes=2.0"))
-    usual = a_batch(run, corpus)
-    state = run.state.initial()
-    # The loss of the outlier comes from a single token, which does not occur in the text.
-    odd = np.zeros((16, 16), np.float32)
-    odd[0, 0] = 1
-    outlier = a_batch(run, corpus, weights=odd, targets=np.full((16, 16), 250, np.int32))
-    told = []
-    digests = []
-    for batch in (usual, outlier, usual):
-        state, metrics = run.compile_train_step()(state, batch)
-        spikes = state.spikes
-        assert spikes is not None
-        told.append((float(metrics["grad_norm"]), int(state.num_skipped), mean_of(spikes)))
-        digests.append(digest((state.params, state.opt_state)))
-        # As if there had been 20 steps with the norm of the first one.
-        count = jax.device_put(np.int32(MIN_NORMS), spikes.num_norms.sharding)
-        mean = (1 - SPIKE_MEAN_DECAY**MIN_NORMS) * told[0][0]
-        mean = jax.device_put(np.float32(mean), spikes.norm_mean.sharding)
-        state = dataclasses.replace(
-            state, spikes=dataclasses.replace(spikes, num_norms=count, norm_mean=mean)
-        )
-    assert digests[0] == digests[1] != digests[2]
-    return told
-
-
-def test_outlier_batch_is_skipped_alike_on_all_meshes(corpus_overrides):
-    told = outlier_steps(corpus_overrides)
-    assert [num_skipped for _, num_skipped, _ in told] == [0, 1, 1]
-    assert told[1][0] > 2 * told[0][0]
-    # float32 with another order of summation.
-    np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), told, rtol=1e-4)
-
-
-def test_looking_for_spikes_sends_nothing_more(corpus_overrides):
-    run, _ = make_run((*TINY, *corpus_overrides, *CUBE))
-    looking, _ = make_run((*TINY, *corpus_overrides, *CUBE, "train.skip_spikes=2"))
-
-    def found(run):
-        return sorted(
-            (c.kind, c.axes, c.bytes) for c in collectives(run.compile_train_step(), run.mesh)
-        )
-
-    assert found(looking) == found(run) != []
-
-
-def judged(norms, spikes: Spikes | None = None, factor: float = 3.0) -> tuple[str, Spikes]:
-    """Return a letter per norm, for an accepted or a skipped step, and the final statistics."""
-    spikes = spikes or Spikes(jnp.float32(0), jnp.int32(0), jnp.int32(0))
-    letters = ""
-    for norm in np.asarray(norms, np.float32):
-        accepted, spikes = detect_spike(spikes, norm, jnp.isfinite(norm), factor)
-        letters += "a" if accepted else "s"
-    return letters, spikes
-
-
-def mean_of(spikes: Spikes) -> float:
-    return float(spikes.norm_mean) / (1 - SPIKE_MEAN_DECAY ** int(spikes.num_norms))
-
-
-def test_nothing_is_a_spike_before_the_mean_is_known():
-    letters, _ = judged([*[1.0] * (MIN_NORMS - 1), 99.0])
-    assert letters == "a" * MIN_NORMS
-    letters, _ = judged([*[1.0] * MIN_NORMS, 3.1, 2.9])
-    assert letters == "a" * MIN_NORMS + "sa"
-
-
-def test_spike_does_not_enter_the_mean_of_the_accepted_norms():
-    norms = np.random.default_rng(0).uniform(0.5, 1.5, 40)
-    _, without = judged(norms)
-    weights = SPIKE_MEAN_DECAY ** np.arange(40)[::-1]
-    # float32, rounded 40 times.
-    assert mean_of(without) == pytest.approx(np.average(norms, weights=weights), rel=1e-5)
-    letters, spikes = judged([*norms[:30], 50.0, np.nan, np.inf, *norms[30:]])
-    assert letters == "a" * 30 + "sss" + "a" * 10
-    jax.tree.map(np.testing.assert_array_equal, spikes, without)
-
-
-def test_after_many_spikes_in_a_row_their_level_is_the_new_one():
-    letters, spikes = judged([*[1.0] * 50, *[100.0] * (MAX_SPIKES + 5)])
-    assert letters == "a" * 50 + "s" * MAX_SPIKES + "a" * 5
-    assert mean_of(spikes) == pytest.approx(100, rel=1e-5)  # float32
-    assert int(spikes.num_norms) == 5
-    # A normal norm after MAX_SPIKES spikes is not a new level.
-    letters, spikes = judged([*[1.0] * 50, *[100.0] * MAX_SPIKES, 1.0, 100.0])
-    assert letters == "a" * 50 + "s" * MAX_SPIKES + "as"
-    assert int(spikes.num_norms) == 51
-
-
-def test_bad_step_amid_spikes_is_neither_accepted_nor_one_of_them():
-    letters, spikes = judged([*[1.0] * 50, 100.0, np.nan, 100.0])
-    assert letters == "a" * 50 + "sss" and int(spikes.num_in_a_row) == 2
 
 
 # The limit of consecutive nonfinite steps.

@@ -13,10 +13,9 @@ import pytest
 
 from checkpoint.lazy import stored_arrays
 from convert.source import load_params, read_source
-from data.batches import train_batches
 from data.corpus import load_corpus
 from sharding.batches import place_batch
-from tests.runs import FLOAT64, TINY, digest, make_run
+from tests.runs import FLOAT64, TINY, digest, make_run, placed_batch
 from train.config.train_config import TrainConfig
 from train.evaluation import evaluate
 from train.lifecycle.phases import Phases
@@ -59,11 +58,6 @@ def test_average_is_its_formula(schedule):
     assert np.abs(found - params["a"]).max() > 1e-3  # the control: the average lags behind
 
 
-def a_batch(run, corpus, **changes):
-    batch = next(train_batches(corpus, run.config.data, run.rows)) | changes
-    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
-
-
 @functools.cache
 def run_of(*overrides: str):
     return make_run((*TINY, *overrides))
@@ -77,13 +71,13 @@ def test_average_of_a_run_is_that_of_its_parameters(corpus_overrides):
         expected = jax.device_get(state.params)
         assert digest(averaged(state)) == digest(state.params)
         for step in range(3):
-            state, _ = run.compile_train_step()(state, a_batch(run, corpus))
+            state, _ = run.compile_train_step()(state, placed_batch(run, corpus))
             d = decay_of("cosine", step)
             expected = jax.tree.map(lambda a, p, d=d: d * a + (1 - d) * p, expected, state.params)
         found = jax.device_get(averaged(state))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
         nan = np.full((16, 16), np.nan, np.float32)
-        state, _ = run.compile_train_step()(state, a_batch(run, corpus, weights=nan))
+        state, _ = run.compile_train_step()(state, placed_batch(run, corpus, weights=nan))
         assert int(state.num_skipped) == 1
         jax.tree.map(np.testing.assert_array_equal, averaged(state), found)
     averages = jax.tree_util.tree_leaves_with_path(found)
@@ -119,7 +113,7 @@ def test_evaluation_is_that_of_the_average(corpus_overrides):
     with jax.enable_x64(True):
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
         plain, _ = run_of(*corpus_overrides, *FLOAT64)
-        state, _ = run.compile_train_step()(run.state.initial(), a_batch(run, corpus))
+        state, _ = run.compile_train_step()(run.state.initial(), placed_batch(run, corpus))
         scores = evaluate(run, corpus, state, Phases())
 
         def of(params) -> dict | None:

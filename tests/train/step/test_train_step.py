@@ -5,18 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data.batches import train_batches
 from sharding.analysis.communication import collectives
 from sharding.analysis.memory import memory
-from sharding.batches import place_batch
-from tests.runs import TINY, make_run
+from tests.runs import TINY, make_run, placed_batch
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
-
-
-def a_batch(run, corpus, **changes):
-    batch = next(train_batches(corpus, run.config.data, run.rows)) | changes
-    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
 
 
 def microbatches(count: int) -> tuple[str, ...]:
@@ -70,7 +63,7 @@ def test_loss_is_the_mean_over_weighted_tokens_whatever_the_microbatches(corpus_
         overrides = (*TINY, *corpus_overrides, f"train.num_microbatches={count}")
         run, corpus = make_run(overrides)
         state, metrics = run.compile_train_step()(
-            run.state.initial(), a_batch(run, corpus, weights=weights)
+            run.state.initial(), placed_batch(run, corpus, weights=weights)
         )
         values.append(metrics["loss"])
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)  # float32, other order of summation
@@ -82,10 +75,10 @@ def test_step_with_non_finite_loss_changes_only_the_counters(corpus_overrides):
     before = run.state.initial()
     expected = jax.device_get((before.params, before.opt_state))
     weights = np.full((16, 16), np.nan, np.float32)
-    state, metrics = run.compile_train_step()(before, a_batch(run, corpus, weights=weights))
+    state, metrics = run.compile_train_step()(before, placed_batch(run, corpus, weights=weights))
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), expected)
     assert (int(state.step), int(state.num_skipped)) == (1, 1)
-    state, metrics = run.compile_train_step()(state, a_batch(run, corpus))
+    state, metrics = run.compile_train_step()(state, placed_batch(run, corpus))
     assert (int(state.step), int(metrics["num_skipped"])) == (2, 1)
     assert np.isfinite(metrics["loss"])
     # A skipped step does not advance the learning-rate schedule.
@@ -97,7 +90,7 @@ def test_bfloat16_compute_keeps_float32_master_weights_and_close_losses(corpus_o
     values = {}
     for compute in ("float32", "bfloat16"):
         run, corpus = make_run((*overrides, f"precision.compute={compute}"))
-        state, metrics = run.compile_train_step()(run.state.initial(), a_batch(run, corpus))
+        state, metrics = run.compile_train_step()(run.state.initial(), placed_batch(run, corpus))
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
         values[compute] = float(metrics["loss"])
     assert values["bfloat16"] != values["float32"]

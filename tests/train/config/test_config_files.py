@@ -1,0 +1,165 @@
+"""Config files, YAML, and command-line overrides."""
+
+import dataclasses
+
+import pytest
+
+from tests.runs import CONFIG
+from tests.train.config.loading import load, run_of
+from train.config.config_files import default_workdir, differences, overrides, save_yaml, shorten
+from train.config.schema import RunConfig, resolve
+
+
+def test_load_passes_the_argument_behind_the_colon():
+    assert load(CONFIG).model.num_layers == 4
+    assert load(f"{CONFIG}:medium").model.num_layers == 24
+    with pytest.raises(ValueError, match="no size 'huge'; choose from tiny, small, medium"):
+        load(f"{CONFIG}:huge")
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("none.py", None, r"none\.py: file .*none\.py does not exist"),
+        ("empty.py", "x = 1", r"empty\.py defines no function get_config\(\)"),
+        ("plain.py", "def get_config(): return 1", r"plain\.py:big: .* takes no argument"),
+        ("config.json", "{}", r"config\.json must be a \.py or a \.yaml file"),
+        ("broken.yaml", "a: [1", r"broken\.yaml is not valid YAML"),
+        ("list.yaml", "- 1", r"list\.yaml must contain sections of keys"),
+        ("flat.yaml", "num_steps: 3", r"flat\.yaml must contain sections of keys"),
+    ],
+)
+def test_file_that_is_no_config_is_refused_by_name(name, text, message, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    argument = ":big" if name == "plain.py" else ""
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load(f"{tmp_path / name}{argument}")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("eval.num_batches=7", "model.vocab_size=300"),
+        ("data.name=text", "data.paths=a/*.txt,b.jsonl"),
+        ("rules.embed=('data', 'fsdp')", "rules.colour=model", "rules.mlp=none"),
+        ("optimizer.learning_rate=1e-30", "optimizer.epsilon=1e-8", "mesh.data=-1"),
+    ],
+    ids=str,
+)
+def test_yaml_gives_back_an_equal_config(changes, tmp_path):
+    config = load(CONFIG, changes)
+    save_yaml(config, tmp_path / "config.yaml")
+    again = load(str(tmp_path / "config.yaml"))
+    assert again.to_dict() == config.to_dict()
+    assert differences(again, config, list(config)) == []
+    before = resolve(config)
+    after = resolve(again)
+    for field in dataclasses.fields(RunConfig):
+        if field.name != "source":
+            assert getattr(before, field.name) == getattr(after, field.name)
+
+
+def test_yaml_appears_whole_and_leaves_nothing_beside_it(tmp_path):
+    save_yaml(load(CONFIG), tmp_path / "config.yaml")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_replayed_yaml_takes_overrides_too(tmp_path):
+    save_yaml(load(CONFIG, ["eval.num_batches=7"]), tmp_path / "config.yaml")
+    again = load(str(tmp_path / "config.yaml"), ["eval.num_batches=none", "model.dropout=0.5"])
+    assert again.eval.num_batches is None and again.model.dropout == 0.5
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("train.num_steps=7", 7),
+        ("optimizer.learning_rate=2e-4", 2e-4),
+        ("optimizer.clip_norm=2", 2.0),
+        ("data.name=text", "text"),
+        ("data.tokenizer=123", "123"),
+        ("data.paths=a.txt", ("a.txt",)),
+        ("data.paths=a/*.txt,b/*.jsonl", ("a/*.txt", "b/*.jsonl")),
+        ("data.paths=('a.txt', 'b.txt')", ("a.txt", "b.txt")),
+        ("data.paths=", ()),
+        ("eval.num_batches=3", 3),
+        ("eval.num_batches=None", None),
+        ("eval.num_batches=none", None),
+        ("mesh.data=-1", -1),
+    ],
+)
+def test_override_takes_the_type_of_its_key(override, expected):
+    key = override.partition("=")[0]
+    section, name = key.split(".")
+    value = load(CONFIG, [override])[section][name]
+    assert value == expected and type(value) is type(expected)
+
+
+def test_later_override_wins():
+    assert load(CONFIG, ["train.seed=1", "train.seed=2"]).train.seed == 2
+
+
+def test_override_of_a_rule_adds_the_row():
+    assert run_of("rules.colour=model").rules == {"colour": "model"}
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("train.num_stpes=3", "train.num_stpes: unknown key.* nearest .* train.num_steps$"),
+        ("trian.num_steps=3", "trian.num_steps: unknown key.* nearest .* train.num_steps$"),
+        ("num_steps=3", "num_steps: unknown key.* nearest .* train.num_steps$"),
+        ("model.layers=3", "model.layers: unknown key.* nearest .* model.num_layers$"),
+        ("train.num_steps=many", "train.num_steps=many must be of type int, such as 300"),
+        ("train.num_steps=1.5", "train.num_steps=1.5 must be of type int"),
+        ("train.num_steps=True", "train.num_steps=True must be of type int"),
+        ("optimizer.clip_norm=no", "optimizer.clip_norm=no must be of type float"),
+        ("train.num_steps", "train.num_steps has no value; write .*train.num_steps=value"),
+    ],
+)
+def test_bad_override_is_refused_with_key_and_remedy(override, message):
+    with pytest.raises(ValueError, match=message):
+        load(CONFIG, [override])
+
+
+def test_overrides_reads_both_spellings_of_the_command_line():
+    arguments = ["--config.a.b=1", "--config.c.d", "2", "--config.e.f", "-3", "--config.g.h"]
+    assert overrides(arguments) == ["a.b=1", "c.d=2", "e.f=-3", "g.h"]
+    with pytest.raises(ValueError, match="unknown argument '--worlddir=x'"):
+        overrides(["--worlddir=x"])
+
+
+def test_differences_names_keys_below_the_given_ones_with_both_values():
+    old = load(CONFIG)
+    new = load(
+        CONFIG, ["model.num_layers=6", "data.paths=a.txt", "train.seed=3", "train.remat=full"]
+    )
+    assert differences(old, new, ["model", "data", "train.seed"]) == [
+        "data.paths: [] -> ['a.txt']",
+        "model.num_layers: 4 -> 6",
+        "train.seed: 0 -> 3",
+    ]
+    assert differences(old, new, ["mesh", "train.see"]) == []
+
+
+def test_shorten_makes_a_run_of_3_steps_that_resolves():
+    config = load(f"{CONFIG}:small")
+    shorten(config)
+    run = resolve(config)
+    assert (run.train.num_steps, run.log.every_steps, run.eval.num_batches) == (3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("configs/gpt2_3d.py", "runs/gpt2_3d"),
+        ("configs/llama.py:3-8b", "runs/llama_3-8b"),
+        ("somewhere/gpt2/config.yaml", "runs/gpt2"),
+        ("mine.yaml", "runs/mine"),
+        ("configs/own.py:a/b", "runs/own_a_b"),
+    ],
+)
+def test_default_workdir_is_named_after_the_config(config, expected):
+    assert str(default_workdir(config)) == expected

@@ -1,0 +1,54 @@
+"""The configs in configs/: they resolve, fit their meshes and are documented."""
+
+import importlib
+import re
+
+import jax
+import pytest
+
+from sharding.mesh import make_mesh
+from tests.runs import ROOT
+from tests.train.config.loading import run_of
+from train.run.assemble import assemble_run
+
+#: Not configs, or configs that need a checkpoint (see test_init_from.py).
+NOT_ALONE = ("__init__", "common", "sizes", "opt_finetune", "bert_classify")
+
+
+NAMES = sorted(p.stem for p in (ROOT / "configs").glob("*.py") if p.stem not in NOT_ALONE)
+
+
+def shipped() -> list[str]:
+    """Return every config, once for each of its sizes."""
+    sizes = {
+        name: getattr(importlib.import_module(f"configs.{name}"), "SIZES", ()) for name in NAMES
+    }
+    sizes["gpt2_3d"] = sizes["gpt2"]
+    return [f"{n}:{a}" if a else n for n in NAMES for a in ("", "tiny", *sizes[n])]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_config_resolves_and_fits_its_mesh(name):
+    file, _, argument = name.partition(":")
+    path = str(ROOT / "configs" / f"{file}.py") + (f":{argument}" if argument else "")
+    run = run_of(config=path)
+    # Only shapes and shardings are computed, so 175 B parameters need no memory.
+    vocab_size = None if run.data.reads_images else run.data.vocab_size
+    made = assemble_run(run, make_mesh(run.mesh, jax.devices()), vocab_size=vocab_size)
+    assert made.num_params > 0
+
+
+@pytest.mark.parametrize("name", [*NAMES, "opt_finetune", "bert_classify"])
+def test_shipped_config_says_what_it_takes(name):
+    text = importlib.import_module(f"configs.{name}").__doc__ or ""
+    assert f"python -m train.main --config=configs/{name}.py" in text
+    assert "Hardware:" in text
+    assert "TIME" not in text and "LOSS" not in text, "the measured figures are not filled in"
+
+
+def test_common_has_a_comment_for_every_field():
+    lines = (ROOT / "configs" / "common.py").read_text().splitlines()
+    fields = [i for i, line in enumerate(lines) if re.match(r"    config\.\w+\.\w+ = ", line)]
+    # A value that needs several lines has its comment inside the brackets.
+    bare = [lines[i] for i in fields if "#" not in lines[i] and not re.search(r"\($", lines[i])]
+    assert bare == [] and len(fields) > 30

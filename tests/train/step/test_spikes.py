@@ -1,0 +1,116 @@
+"""Spikes of the gradient norm: their steps are skipped, on all meshes alike."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sharding.analysis.communication import collectives
+from tests.runs import TINY, digest, make_run, placed_batch
+from train.state.train_state import Spikes
+from train.step.train_step import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, detect_spike
+
+CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
+
+
+def test_state_has_nothing_of_spikes_by_default(corpus_overrides):
+    run, _ = make_run((*TINY, *corpus_overrides))
+    assert run.state.abstract.spikes is run.state.portable.spikes is None
+
+
+def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]]:
+    """Return (grad_norm, num_skipped, mean norm) for a normal step, an outlier, a normal step."""
+    run, corpus = make_run((*TINY, *corpus_overrides, *mesh, "train.skip_spikes=2.0"))
+    usual = placed_batch(run, corpus)
+    state = run.state.initial()
+    # The loss of the outlier comes from a single token, which does not occur in the text.
+    odd = np.zeros((16, 16), np.float32)
+    odd[0, 0] = 1
+    outlier = placed_batch(run, corpus, weights=odd, targets=np.full((16, 16), 250, np.int32))
+    told = []
+    digests = []
+    for batch in (usual, outlier, usual):
+        state, metrics = run.compile_train_step()(state, batch)
+        spikes = state.spikes
+        assert spikes is not None
+        told.append((float(metrics["grad_norm"]), int(state.num_skipped), mean_of(spikes)))
+        digests.append(digest((state.params, state.opt_state)))
+        # As if there had been 20 steps with the norm of the first one.
+        count = jax.device_put(np.int32(MIN_NORMS), spikes.num_norms.sharding)
+        mean = (1 - SPIKE_MEAN_DECAY**MIN_NORMS) * told[0][0]
+        mean = jax.device_put(np.float32(mean), spikes.norm_mean.sharding)
+        state = dataclasses.replace(
+            state, spikes=dataclasses.replace(spikes, num_norms=count, norm_mean=mean)
+        )
+    assert digests[0] == digests[1] != digests[2]
+    return told
+
+
+def test_outlier_batch_is_skipped_alike_on_all_meshes(corpus_overrides):
+    told = outlier_steps(corpus_overrides)
+    assert [num_skipped for _, num_skipped, _ in told] == [0, 1, 1]
+    assert told[1][0] > 2 * told[0][0]
+    # float32 with another order of summation.
+    np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), told, rtol=1e-4)
+
+
+def test_looking_for_spikes_sends_nothing_more(corpus_overrides):
+    run, _ = make_run((*TINY, *corpus_overrides, *CUBE))
+    looking, _ = make_run((*TINY, *corpus_overrides, *CUBE, "train.skip_spikes=2"))
+
+    def found(run):
+        return sorted(
+            (c.kind, c.axes, c.bytes) for c in collectives(run.compile_train_step(), run.mesh)
+        )
+
+    assert found(looking) == found(run) != []
+
+
+def judged(norms, spikes: Spikes | None = None, factor: float = 3.0) -> tuple[str, Spikes]:
+    """Return a letter per norm, for an accepted or a skipped step, and the final statistics."""
+    spikes = spikes or Spikes(jnp.float32(0), jnp.int32(0), jnp.int32(0))
+    letters = ""
+    for norm in np.asarray(norms, np.float32):
+        accepted, spikes = detect_spike(spikes, norm, jnp.isfinite(norm), factor)
+        letters += "a" if accepted else "s"
+    return letters, spikes
+
+
+def mean_of(spikes: Spikes) -> float:
+    return float(spikes.norm_mean) / (1 - SPIKE_MEAN_DECAY ** int(spikes.num_norms))
+
+
+def test_nothing_is_a_spike_before_the_mean_is_known():
+    letters, _ = judged([*[1.0] * (MIN_NORMS - 1), 99.0])
+    assert letters == "a" * MIN_NORMS
+    letters, _ = judged([*[1.0] * MIN_NORMS, 3.1, 2.9])
+    assert letters == "a" * MIN_NORMS + "sa"
+
+
+def test_spike_does_not_enter_the_mean_of_the_accepted_norms():
+    norms = np.random.default_rng(0).uniform(0.5, 1.5, 40)
+    _, without = judged(norms)
+    weights = SPIKE_MEAN_DECAY ** np.arange(40)[::-1]
+    # float32, rounded 40 times.
+    assert mean_of(without) == pytest.approx(np.average(norms, weights=weights), rel=1e-5)
+    letters, spikes = judged([*norms[:30], 50.0, np.nan, np.inf, *norms[30:]])
+    assert letters == "a" * 30 + "sss" + "a" * 10
+    jax.tree.map(np.testing.assert_array_equal, spikes, without)
+
+
+def test_after_many_spikes_in_a_row_their_level_is_the_new_one():
+    letters, spikes = judged([*[1.0] * 50, *[100.0] * (MAX_SPIKES + 5)])
+    assert letters == "a" * 50 + "s" * MAX_SPIKES + "a" * 5
+    assert mean_of(spikes) == pytest.approx(100, rel=1e-5)  # float32
+    assert int(spikes.num_norms) == 5
+    # A normal norm after MAX_SPIKES spikes is not a new level.
+    letters, spikes = judged([*[1.0] * 50, *[100.0] * MAX_SPIKES, 1.0, 100.0])
+    assert letters == "a" * 50 + "s" * MAX_SPIKES + "as"
+    assert int(spikes.num_norms) == 51
+
+
+def test_bad_step_amid_spikes_is_neither_accepted_nor_one_of_them():
+    letters, spikes = judged([*[1.0] * 50, 100.0, np.nan, 100.0])
+    assert letters == "a" * 50 + "sss" and int(spikes.num_in_a_row) == 2
