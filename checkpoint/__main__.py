@@ -60,7 +60,7 @@ def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
         marks += [] if gap is None else [f"incomplete: {gap}"]
         values = "  ".join(f"{name} {value:.5g}" for name, value in metrics[step].items())
         with contextlib.suppress(FileNotFoundError):  # deleted just now by a running training
-            rows.append((str(step), _size(path), _saved(path), ", ".join(marks), values))
+            rows.append((str(step), _size(path), _saved_at(path), ", ".join(marks), values))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for step, size, *rest in rows:
         cells = [step.rjust(widths[0]), size.rjust(widths[1])]
@@ -81,7 +81,7 @@ def verify(directory: Path, step: int | None) -> int:
     Returns:
         The exit code: 0, or 1 if a checkpoint is damaged.
     """
-    steps = steps_in(directory) if step is None else [_chosen(directory, step)]
+    steps = steps_in(directory) if step is None else [_chosen_step(directory, step)]
     code = 0
     for number in steps:
         path = directory / str(number)
@@ -112,7 +112,7 @@ def show(directory: Path, step: int | None) -> int:
     # Imported here because it loads JAX and Orbax, which ls and verify do not need.
     from checkpoint.lazy import stored_arrays
 
-    number = _chosen(directory, step)
+    number = _chosen_step(directory, step)
     path = directory / str(number)
     try:
         arrays = stored_arrays(path)
@@ -128,30 +128,32 @@ def show(directory: Path, step: int | None) -> int:
         print(f"{name:<{width}}  {shape:<28}  {array.nbytes:>15,} bytes".rstrip())
     num_params = sum(array.size for array in arrays.values())
     num_bytes = sum(array.nbytes for array in arrays.values())
-    print(f"{len(arrays)} arrays, {num_params:,} numbers, {_in_words(num_bytes)}")
+    print(f"{len(arrays)} arrays, {num_params:,} numbers, {_format_bytes(num_bytes)}")
     print(f"data_state: {json.dumps(data_state)}")
     return 0
 
 
-def _chosen(directory: Path, step: int | None) -> int:
+def _chosen_step(directory: Path, step: int | None) -> int:
     steps = steps_in(directory)
     if step is not None and step not in steps:
-        there = ", ".join(map(str, steps))
-        raise ValueError(f"--step={step} is not a checkpoint in {directory}; choose one of {there}")
+        choices = ", ".join(map(str, steps))
+        raise ValueError(
+            f"--step={step} is not a checkpoint in {directory}; choose one of {choices}"
+        )
     return steps[-1] if step is None else step
 
 
 def _size(path: Path) -> str:
-    return _in_words(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+    return _format_bytes(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
 
 
-def _in_words(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     power = min(int(math.log2(max(num_bytes, 1)) // 10), 4)
     unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{num_bytes / 1024**power:.{min(power, 1)}f} {unit}"
 
 
-def _saved(path: Path) -> str:
+def _saved_at(path: Path) -> str:
     """Return the time when a checkpoint was completed, which is when its checksums were written."""
     last = path / CHECKSUMS_FILE
     saved = time.localtime((last if last.exists() else path).stat().st_mtime)
@@ -171,26 +173,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="ls|verify|show")
 
     def command(name: str, function: Callable[..., int], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        added.set_defaults(function=function)
-        added.add_argument("workdir", type=Path, help="directory of a run, or its checkpoints/")
-        return added
+        subparser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        subparser.set_defaults(function=function)
+        subparser.add_argument("workdir", type=Path, help="directory of a run, or its checkpoints/")
+        return subparser
 
-    lister = command("ls", ls, "list the checkpoints")
-    lister.add_argument(
+    ls_parser = command("ls", ls, "list the checkpoints")
+    ls_parser.add_argument(
         "--best_metric",
         default="eval_loss",
         help="metric that decides which checkpoint is the best (default: eval_loss)",
     )
-    lister.add_argument(
+    ls_parser.add_argument(
         "--best_is_max", action="store_true", help="large values of the metric are good"
     )
     for name, function, text, default in (
         ("verify", verify, "compare every file with its checksum", "all"),
         ("show", show, "list the arrays of a checkpoint", "the newest"),
     ):
-        added = command(name, function, text)
-        added.add_argument(
+        subparser = command(name, function, text)
+        subparser.add_argument(
             "--step", type=int, default=None, help=f"step of the checkpoint (default: {default})"
         )
     options = vars(parser.parse_args(argv))

@@ -187,11 +187,11 @@ def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[
         The content of config.json.
     """
     hf = dict(original)
-    said = read(original, keys, harmless=harmless) if original else {}
+    original_fields = read(original, keys, harmless=harmless) if original else {}
     for key in keys:
         is_new = key.write(fields)
         if original and all(
-            plain(said[name]) == plain(fields[name]) for name in key.read(original)
+            plain(original_fields[name]) == plain(fields[name]) for name in key.read(original)
         ):
             continue
         for name in key.names:

@@ -55,8 +55,8 @@ def read(path: Path, fields: Mapping[str, Any], *, harmless: Sequence[str] = ())
     if not file.is_file():
         _log.info("%s does not exist: pixels are normalized with model.image_mean", file)
         return {}
-    said = read_json(file)
-    for name, value in said.items():
+    content = read_json(file)
+    for name, value in content.items():
         # A value of None, False, 0 or empty stands for a feature that is not used.
         if name not in (*_KNOWN, *_HARMLESS, *harmless) and value:
             raise ValueError(
@@ -64,13 +64,13 @@ def read(path: Path, fields: Mapping[str, Any], *, harmless: Sequence[str] = ())
                 f"if it does not, convert with `python -m convert.from_hf --harmless={name}`"
             )
     side = fields["image_size"]
-    size = _size(file, said)
+    size = _size(file, content)
     if size not in (None, (side, side)):
         raise ValueError(
             f"{file} produces images of {size[0]} × {size[1]} pixels, but config.json has "
             f"image_size={side}; correct the value that the model was not trained with"
         )
-    return _normalisation(file, said, fields["num_channels"])
+    return _normalisation(file, content, fields["num_channels"])
 
 
 def write(source: Source, directory: Path) -> None:
@@ -87,10 +87,10 @@ def write(source: Source, directory: Path) -> None:
     if not isinstance(config, ImageInputConfig):
         return
     original = None if source.hf_files is None else source.hf_files / FILE
-    if original is not None and original.is_file() and _says(original, config):
+    if original is not None and original.is_file() and _describes(original, config):
         (directory / FILE).write_text(original.read_text())
         return
-    said = {
+    content = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
         "size": {"height": config.image_size, "width": config.image_size},
@@ -98,35 +98,35 @@ def write(source: Source, directory: Path) -> None:
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": _of_all(config.image_mean, config.num_channels),
-        "image_std": _of_all(config.image_stddev, config.num_channels),
+        "image_mean": _per_channel(config.image_mean, config.num_channels),
+        "image_std": _per_channel(config.image_stddev, config.num_channels),
     }
-    (directory / FILE).write_text(json.dumps(said, indent=2) + "\n")
+    (directory / FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _says(file: Path, config: ImageInputConfig) -> bool:
+def _describes(file: Path, config: ImageInputConfig) -> bool:
     """Return whether a file describes the image size and the normalization of a model."""
-    said = read_json(file)
+    content = read_json(file)
     channels = config.num_channels
-    normalisation = _normalisation(file, said, channels)
-    return _size(file, said) in (None, (config.image_size, config.image_size)) and all(
-        _of_all(value, channels) == _of_all(getattr(config, name), channels)
+    normalisation = _normalisation(file, content, channels)
+    return _size(file, content) in (None, (config.image_size, config.image_size)) and all(
+        _per_channel(value, channels) == _per_channel(getattr(config, name), channels)
         for name, value in normalisation.items()
     )
 
 
-def _of_all(values: Sequence[float], channels: int) -> list[float]:
+def _per_channel(values: Sequence[float], channels: int) -> list[float]:
     """Return one value per channel."""
     return list(values) * (channels if len(values) == 1 else 1)
 
 
-def _size(file: Path, said: Mapping[str, Any]) -> tuple[int, int] | None:
+def _size(file: Path, content: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the (height, width) of preprocessed images, or None if images keep their size."""
-    is_cropped = bool(said.get("do_center_crop"))
-    if not is_cropped and not said.get("do_resize", True):
+    is_cropped = bool(content.get("do_center_crop"))
+    if not is_cropped and not content.get("do_resize", True):
         return None
     key = "crop_size" if is_cropped else "size"
-    size = said.get(key)
+    size = content.get(key)
     if size is None:
         return None
     if not isinstance(size, dict):
@@ -134,31 +134,33 @@ def _size(file: Path, said: Mapping[str, Any]) -> tuple[int, int] | None:
     height, width = (size.get(name, size.get("shortest_edge")) for name in ("height", "width"))
     if not isinstance(height, int) or not isinstance(width, int):
         raise ValueError(
-            f"{file} has {key}={said[key]!r}, which is not supported; it must be a number, a "
+            f"{file} has {key}={content[key]!r}, which is not supported; it must be a number, a "
             "height and width, or a shortest_edge"
         )
     return height, width
 
 
-def _normalisation(file: Path, said: Mapping[str, Any], channels: int) -> dict[str, Any]:
+def _normalisation(file: Path, content: Mapping[str, Any], channels: int) -> dict[str, Any]:
     """Return `image_mean` and `image_stddev` in our units, for pixels from 0 to 1."""
-    factor = said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0
+    factor = content.get("rescale_factor", 1 / 255) if content.get("do_rescale", True) else 1.0
     if not is_number(factor) or not 0 < factor < math.inf:
         raise ValueError(f"{file} has rescale_factor={factor!r}, which must be a positive number")
     # The largest value of a rescaled pixel; dividing by it converts to pixels from 0 to 1.
     largest = 255 * factor
     fields = {"image_mean": (0.0,), "image_stddev": (1 / largest,)}
-    if said.get("do_normalize", True):
+    if content.get("do_normalize", True):
         for name, key in (("image_mean", "image_mean"), ("image_stddev", "image_std")):
-            fields[name] = tuple(x / largest for x in _numbers(file, said, key, channels))
+            fields[name] = tuple(x / largest for x in _numbers(file, content, key, channels))
     if min(fields["image_stddev"]) <= 0:
-        raise ValueError(f"{file} has image_std={said.get('image_std')!r}, which must be positive")
+        raise ValueError(
+            f"{file} has image_std={content.get('image_std')!r}, which must be positive"
+        )
     return fields
 
 
-def _numbers(file: Path, said: Mapping[str, Any], key: str, channels: int) -> list[Any]:
+def _numbers(file: Path, content: Mapping[str, Any], key: str, channels: int) -> list[Any]:
     """Return the value of a key as a list of one number, or of one number per channel."""
-    value = said.get(key)
+    value = content.get(key)
     numbers = value if isinstance(value, list) else [value]
     if not all(map(is_number, numbers)) or len(numbers) not in (1, channels):
         raise ValueError(

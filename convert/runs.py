@@ -133,23 +133,23 @@ class _PaddedArray(LazyArray):
         """Read a part of the padded parameter."""
         rows = index[0]
         stored = self._array.shape[0]
-        there = slice(min(rows.start, stored), min(rows.stop, stored))
-        missing = rows.stop - rows.start - (there.stop - there.start)
-        part = self._array.read((there, *index[1:]))
+        stored_rows = slice(min(rows.start, stored), min(rows.stop, stored))
+        missing = rows.stop - rows.start - (stored_rows.stop - stored_rows.start)
+        part = self._array.read((stored_rows, *index[1:]))
         return np.pad(part, [(0, missing), *[(0, 0)] * (part.ndim - 1)])
 
 
 def _open_checkpoint(
     source: Source, step: Path, shapes: Shapes, averaged: bool
 ) -> Mapping[str, LazyArray]:
-    arrays_there = stored_arrays(step)
+    state_arrays = stored_arrays(step)
     stored = {
         name.removeprefix("params."): array
-        for name, array in arrays_there.items()
+        for name, array in state_arrays.items()
         if name.startswith("params.")
     }
-    matches = {name: _AVERAGE.fullmatch(name) for name in arrays_there}
-    averages = {match[1]: arrays_there[name] for name, match in matches.items() if match}
+    matches = {name: _AVERAGE.fullmatch(name) for name in state_arrays}
+    averages = {match[1]: state_arrays[name] for name, match in matches.items() if match}
     # In a model with a teacher (MoCo), the average is the teacher and not the result of training.
     if averaged and averages and not hasattr(source.model_class, "teach"):
         _log.info("%s: parameters are their averages (train.ema_decay)", step)

@@ -29,7 +29,7 @@ from convert.tensor_files import DTYPES, ShardWriter
 from data.text.tokenizer import load_tokenizer_file
 
 #: Config fields that config.json cannot express, and that a Hugging Face model does not need.
-_OURS_ALONE = (
+_WITHOUT_COUNTERPART = (
     "vocab_multiple",
     "loss",
     "drop_path",
@@ -155,14 +155,14 @@ def _differences(
 ) -> Iterator[str]:
     """Yield the config fields of a model that reading this config.json would not reproduce."""
     wanted = dataclasses.asdict(source.config)
-    said = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
-    said |= {
+    read_back = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
+    read_back |= {
         name: wanted[name]
-        for name in (*architecture.detected_fields, *_OURS_ALONE)
+        for name in (*architecture.detected_fields, *_WITHOUT_COUNTERPART)
         if name in wanted
     }
     try:
-        back = dataclasses.asdict(source.model_class.Config(**said))
+        back = dataclasses.asdict(source.model_class.Config(**read_back))
     except ValueError as error:
         yield str(error)
         return

@@ -36,7 +36,7 @@ class NonfiniteMonitor:
     def __init__(self, config: TrainConfig, workdir: Path):
         self._config = config
         self._workdir = workdir
-        self._asked: tuple[int, Mapping[str, np.ndarray], jax.Array, jax.Array] | None = None
+        self._previous: tuple[int, Mapping[str, np.ndarray], jax.Array, jax.Array] | None = None
         self._num_rollbacks = 0
         self._row_start: int | None = None  # first step of the current row of bad steps
 
@@ -65,24 +65,24 @@ class NonfiniteMonitor:
         count = metrics["num_nonfinite_in_a_row"]
         # In float16 a nonfinite step that halved the loss scale only means that the scale was too
         # large. Only steps at the smallest scale count.
-        stuck = metrics.get("num_stuck_in_a_row", count)
-        asked = self._asked
-        self._asked = (step, rows, count, stuck)
-        if asked is None or not self._config.max_nonfinite_steps:
+        num_stuck = metrics.get("num_stuck_in_a_row", count)
+        previous = self._previous
+        self._previous = (step, rows, count, num_stuck)
+        if previous is None or not self._config.max_nonfinite_steps:
             return None
-        bad_step, bad_rows, count, stuck = asked
+        bad_step, bad_rows, count, num_stuck = previous
         num_bad = int(count)
         if num_bad == 0:
             self._row_start = None
         elif self._row_start is None:
             self._row_start = bad_step - num_bad + 1
-        if self._row_start is None or int(stuck) < self._config.max_nonfinite_steps:
+        if self._row_start is None or int(num_stuck) < self._config.max_nonfinite_steps:
             return None
         # A skipped spike within the row is part of the row, but is not counted. So the start of the
         # row is remembered, not computed from the count.
         first = self._row_start
         self._row_start = None
-        self._asked = None
+        self._previous = None
         what = (
             f"the loss or the gradients of {num_bad} steps in a row, up to step {bad_step}, were "
             f"not finite ({_save(bad_rows, bad_step, self._workdir)})"

@@ -34,7 +34,7 @@ _STDERR = 2  # the file descriptor, since sys.stderr may be replaced
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sign:
+class _Heartbeat:
     """A heartbeat: the contents of a process's file."""
 
     run_id: str
@@ -117,15 +117,15 @@ class Watchdog:
         self._on_hang = on_hang
         self._interval_s = min(timeout_s / 4, _LONGEST_INTERVAL_S)
         # A live process writes a heartbeat within this time, even if it is late.
-        self._look_s = 1.5 * self._interval_s + 1
+        self._observation_s = 1.5 * self._interval_s + 1
         self._host = socket.gethostname()
         self._write_lock = threading.Lock()
         self._beat = 0
-        self._has_ended = self._has_complained = False
+        self._has_ended = self._has_reported_write_error = False
         self._closed = threading.Event()
         # Two threads, because a hanging file system may block the one that writes.
         self._threads = [
-            threading.Thread(target=self._beat_on, name="watchdog beat", daemon=True),
+            threading.Thread(target=self._write_heartbeats, name="watchdog beat", daemon=True),
             threading.Thread(target=self._watch, name="watchdog", daemon=True),
         ]
         for thread in self._threads:
@@ -139,56 +139,56 @@ class Watchdog:
         with contextlib.suppress(OSError):
             self._path(self._process).unlink(missing_ok=True)
 
-    def _beat_on(self) -> None:
+    def _write_heartbeats(self) -> None:
         with contextlib.suppress(OSError):  # if this fails, writing fails too, and reports it
             self._directory.mkdir(parents=True, exist_ok=True)
         while not self._closed.is_set():
-            self._write_sign()
+            self._write_heartbeat()
             self._closed.wait(self._interval_s)
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval_s):
-            place = self._phases.current
-            if place.seconds <= self._limits[place.name][1]:
+            status = self._phases.current
+            if status.seconds <= self._limits[status.name][1]:
                 continue
             # In a thread of its own, because reading and writing files may hang as well.
-            reporter = threading.Thread(target=self._report, args=(place,), daemon=True)
+            reporter = threading.Thread(target=self._report, args=(status,), daemon=True)
             reporter.start()
-            reporter.join(self._look_s + _READ_LIMIT_S)
-            if self._is_still_at(place):
+            reporter.join(self._observation_s + _READ_LIMIT_S)
+            if self._is_unchanged_since(status):
                 self._on_hang()
                 return
             if not self._closed.is_set():
-                _say([f"process {self._process} has continued"])
+                _print_lines([f"process {self._process} has continued"])
 
-    def _report(self, place: PhaseStatus) -> None:
-        own = self._sign(place)
-        (key, limit_s) = self._limits[place.name]
-        waits = (
-            f"{_name(self._process, own)} has been {own} for {place.seconds:.0f} s, longer "
+    def _report(self, status: PhaseStatus) -> None:
+        own = self._heartbeat(status)
+        (key, limit_s) = self._limits[status.name]
+        timeout_message = (
+            f"{_name(self._process, own)} has been {own} for {status.seconds:.0f} s, longer "
             f"than {key}={limit_s:g}"
         )
         num_others = self._num_processes - 1
-        looks = f"; looking for {num_others} other process(es) in {self._directory}"
-        _say([waits + looks if num_others else waits])
+        search_message = f"; looking for {num_others} other process(es) in {self._directory}"
+        _print_lines([timeout_message + search_message if num_others else timeout_message])
         first = self._read_others()
-        self._closed.wait(self._look_s)
+        self._closed.wait(self._observation_s)
         second = self._read_others()
-        if not self._is_still_at(place):
+        if not self._is_unchanged_since(status):
             return
-        lines, is_own_fault = self._findings(own, first, second)
-        _say([*lines, *(["the stacks of this process:"] if is_own_fault else [])])
+        lines, is_own_fault = self._diagnose(own, first, second)
+        _print_lines([*lines, *(["the stacks of this process:"] if is_own_fault else [])])
         if is_own_fault:
             faulthandler.dump_traceback(_STDERR, all_threads=True)
         # Tell processes that look later that this one exited by itself and was not killed.
         self._has_ended = True
-        self._write_sign()
+        self._write_heartbeat()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
 
-    def _findings(
-        self, own: _Sign, first: Mapping[int, _Sign], second: Mapping[int, _Sign]
+    def _diagnose(
+        self, own: _Heartbeat, first: Mapping[int, _Heartbeat], second: Mapping[int, _Heartbeat]
     ) -> tuple[list[str], bool]:
         """Compare two readings of the heartbeats.
 
@@ -202,21 +202,21 @@ class Watchdog:
         """
         others = [index for index in range(self._num_processes) if index != self._process]
         silent = [i for i in others if i not in second]
-        gone = {i for i in second if i in first and not _lives(first[i], second[i])}
-        living = {i: sign for i, sign in second.items() if i not in gone}
-        behind = [i for i, sign in living.items() if sign.rank < own.rank]
-        ahead = [i for i, sign in living.items() if sign.rank > own.rank]
+        gone = {i for i in second if i in first and not _is_alive(first[i], second[i])}
+        alive = {i: heartbeat for i, heartbeat in second.items() if i not in gone}
+        behind = [i for i, heartbeat in alive.items() if heartbeat.rank < own.rank]
+        ahead = [i for i, heartbeat in alive.items() if heartbeat.rank > own.rank]
         lines = [f"{_name(i, second[i])} is gone: its last heartbeat was {second[i]}" for i in gone]
         lines += [
-            f"{_name(i, living[i])} is behind: {living[i]} for {living[i].seconds:.0f} s"
-            for i in sorted(behind, key=lambda i: living[i].rank)
+            f"{_name(i, alive[i])} is behind: {alive[i]} for {alive[i].seconds:.0f} s"
+            for i in sorted(behind, key=lambda i: alive[i].rank)
         ]
         lines += [f"process {i} has no heartbeat: it has ended, or never started" for i in silent]
-        lines = _shortened(lines)
+        lines = _at_most_listed(lines)
         if ahead and not behind:
             lines.append(
                 f"no process is behind this one, and {len(ahead)} ahead wait for it, such as "
-                f"{_name(ahead[0], living[ahead[0]])}, {living[ahead[0]]}"
+                f"{_name(ahead[0], alive[ahead[0]])}, {alive[ahead[0]]}"
             )
         elif not lines:
             what = "the step" if own.phase == "step" else f"phase {own.phase}"
@@ -224,65 +224,69 @@ class Watchdog:
             lines.append(f"{everyone if others else 'this process is'} {own}: {what} itself hangs")
         return lines, not behind and (bool(ahead) or not gone and not silent)
 
-    def _is_still_at(self, place: PhaseStatus) -> bool:
-        return not self._closed.is_set() and self._phases.current.changes == place.changes
+    def _is_unchanged_since(self, status: PhaseStatus) -> bool:
+        return not self._closed.is_set() and self._phases.current.changes == status.changes
 
     def _path(self, process: int) -> Path:
         return self._directory / f"{process}.json"
 
-    def _sign(self, place: PhaseStatus) -> _Sign:
-        return _Sign(
+    def _heartbeat(self, status: PhaseStatus) -> _Heartbeat:
+        return _Heartbeat(
             run_id=self._run_id,
             host=self._host,
             pid=os.getpid(),
             beat=self._beat,
-            step=place.step,
-            phase=place.name,
-            seconds=place.seconds,
+            step=status.step,
+            phase=status.name,
+            seconds=status.seconds,
             ended=self._has_ended,
         )
 
-    def _write_sign(self) -> None:
+    def _write_heartbeat(self) -> None:
         path = self._path(self._process)
         new = path.with_name(f".{path.name}.tmp")
         with self._write_lock:
             self._beat += 1
-            sign = self._sign(self._phases.current)
+            heartbeat = self._heartbeat(self._phases.current)
             try:
-                new.write_text(json.dumps(dataclasses.asdict(sign)), encoding="utf-8")
+                new.write_text(json.dumps(dataclasses.asdict(heartbeat)), encoding="utf-8")
                 os.replace(new, path)
             except OSError as error:
-                if not self._has_complained:
+                if not self._has_reported_write_error:
                     name = f"process {self._process}"
-                    _say([f"{name} cannot write its heartbeat, but keeps watching: {error}"])
-                self._has_complained = True
+                    _print_lines(
+                        [f"{name} cannot write its heartbeat, but keeps watching: {error}"]
+                    )
+                self._has_reported_write_error = True
 
-    def _read_others(self) -> dict[int, _Sign]:
+    def _read_others(self) -> dict[int, _Heartbeat]:
         """Return the heartbeats of this start's other processes that can be read."""
-        signs = {}
+        heartbeats = {}
         for index in range(self._num_processes):
             if index != self._process:
                 with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-                    sign = _Sign(**json.loads(self._path(index).read_text(encoding="utf-8")))
-                    if sign.run_id == self._run_id and sign.phase in NAMES:
-                        signs[index] = sign
-        return signs
+                    heartbeat = _Heartbeat(
+                        **json.loads(self._path(index).read_text(encoding="utf-8"))
+                    )
+                    if heartbeat.run_id == self._run_id and heartbeat.phase in NAMES:
+                        heartbeats[index] = heartbeat
+        return heartbeats
 
 
-def _name(process: int, sign: _Sign) -> str:
-    return f"process {process} on {sign.host} (pid {sign.pid})"
+def _name(process: int, heartbeat: _Heartbeat) -> str:
+    return f"process {process} on {heartbeat.host} (pid {heartbeat.pid})"
 
 
-def _lives(before: _Sign, now: _Sign) -> bool:
+def _is_alive(before: _Heartbeat, now: _Heartbeat) -> bool:
     return now.ended or now.beat != before.beat
 
 
-def _shortened(lines: Sequence[str]) -> list[str]:
+def _at_most_listed(lines: Sequence[str]) -> list[str]:
     rest = len(lines) - _MOST_LISTED
     return [*lines[:_MOST_LISTED], f"and {rest} more"] if rest > 0 else list(lines)
 
 
-def _say(lines: Sequence[str]) -> None:
+def _print_lines(lines: Sequence[str]) -> None:
     """Write lines to standard error in a single write."""
     text = "".join(f"watchdog: {line}\n" for line in lines)
     with (

@@ -27,14 +27,14 @@ class Depths:
     Attributes:
         first_layers: stack -> the number of its first layer, counted from 0 over all stacks.
         num_layers: number of layers of all stacks together.
-        ends: path of a non-stack parameter -> its depth. It is -1 if `embed` reads the parameter,
-            and the number of the stack's first layer if `before_<stack>` does. Parameters that only
-            the head reads are missing.
+        non_stack_params: path of a non-stack parameter -> its depth. It is -1 if `embed` reads the
+            parameter, and the number of the stack's first layer if `before_<stack>` does.
+            Parameters that only the head reads are missing.
     """
 
     first_layers: Mapping[str, int]
     num_layers: int
-    ends: Mapping[tuple, int]
+    non_stack_params: Mapping[tuple, int]
 
 
 def depths_of(parts: Parts, params: Tree, batch: Tree) -> Depths:
@@ -45,26 +45,26 @@ def depths_of(parts: Parts, params: Tree, batch: Tree) -> Depths:
         params: the parameters, as for models.stack.check.
         batch: a batch, as for models.stack.check.
     """
-    ends = parts.split(params)["ends"]
-    depths = dict.fromkeys(_read_by(parts.embed, ends, batch), -1)
-    types = parts.types(ends, batch)
+    non_stack_params = parts.split(params)["ends"]
+    depths = dict.fromkeys(_read_by(parts.embed, non_stack_params, batch), -1)
+    types = parts.types(non_stack_params, batch)
     first_layers = {}
     num_layers = 0
     for stack, count in parts.num_layers.items():
         if stack in parts.before:
-            for path in _read_by(parts.before[stack], ends, types[stack][0], batch):
+            for path in _read_by(parts.before[stack], non_stack_params, types[stack][0], batch):
                 depths.setdefault(path, num_layers)  # the first function that reads it counts
         first_layers[stack] = num_layers
         num_layers += count
-    return Depths(first_layers=first_layers, num_layers=num_layers, ends=depths)
+    return Depths(first_layers=first_layers, num_layers=num_layers, non_stack_params=depths)
 
 
-def _read_by(function: Callable, ends: Tree, *args: Tree) -> list[tuple]:
-    """Return the paths of the parameters in `ends` that `function(ends, *args)` depends on."""
+def _read_by(function: Callable, non_stack_params: Tree, *args: Tree) -> list[tuple]:
+    """Return the paths of the parameters that `function(non_stack_params, *args)` depends on."""
     # Dead-code elimination marks the inputs that no output depends on.
-    jaxpr = jax.make_jaxpr(function)(ends, *args).jaxpr
+    jaxpr = jax.make_jaxpr(function)(non_stack_params, *args).jaxpr
     _, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(ends)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(non_stack_params)]
     return [path for path, read in zip(paths, is_read, strict=False) if read]
 
 
@@ -97,7 +97,7 @@ def scaled_by_depth(
             layers = depths.first_layers[path[0].key] + jnp.asarray(numbers)
             factors = jnp.power(decay, num_layers - layers).astype(update.dtype)
             return update * factors.reshape(-1, *[1] * (update.ndim - 1))
-        return update * decay ** (num_layers - depths.ends.get(path, num_layers))
+        return update * decay ** (num_layers - depths.non_stack_params.get(path, num_layers))
 
     def update(updates: Tree, state: Any, params: Tree = None, **others: Any) -> tuple[Tree, Any]:
         updates, state = wrapped.update(updates, state, params, **others)

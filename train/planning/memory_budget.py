@@ -53,12 +53,12 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
     hosts = collections.Counter(exchange.words(socket.gethostname()))
     devices = mesh.local_devices
 
-    def own() -> list:
+    def local_values() -> list:
         limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
         least = min((limit for limit in limits if limit is not None), default=math.inf)
         return [least, host_memory_bytes(), len(devices), devices[0].device_kind]
 
-    device_bytes, host_bytes, num_devices, kind = exchange.on_first(own)
+    device_bytes, host_bytes, num_devices, kind = exchange.on_first(local_values)
     limit_bytes = device_bytes
     device_bytes = SHARE * device_bytes
     host_bytes = SHARE * host_bytes
@@ -109,9 +109,9 @@ def pressure_of(run: Run, budget: Budget) -> str:
 def host_memory_bytes() -> int:
     """Return the memory of this host in bytes, or the limit of this process's control group."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    own = Path("/proc/self/cgroup")
+    cgroup_file = Path("/proc/self/cgroup")
     root = Path("/sys/fs/cgroup")
-    for line in own.read_text().splitlines() if own.exists() else ():
+    for line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -158,8 +158,8 @@ def compiled_bytes(run: Run) -> int | None:
     state = run.state.abstract
     unread = _device_bytes((state.params, state.opt_state)) - _device_bytes(run.evaluated(state))
     known = None if train is None or evaluation is None else max(train, unread + evaluation)
-    told = Exchange().words(None if known is None else str(known))
-    return None if None in told else max(int(word) for word in told if word is not None)
+    answers = Exchange().words(None if known is None else str(known))
+    return None if None in answers else max(int(word) for word in answers if word is not None)
 
 
 def _device_bytes(state: Any) -> int:

@@ -21,7 +21,7 @@ from sharding.memory import in_device_memory
 from train.run.run import Run
 
 #: The layer whose outputs are the labels of a task.
-_OF_A_TASK = "classifier"
+_TASK_HEAD = "classifier"
 #: Origin of a parameter: loaded unchanged, resized to another number of patches, with labels in
 #: another order, or initialized as in a run without a checkpoint.
 _LOADED = "loaded"
@@ -50,35 +50,35 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     """
     _check_windows(run, source)
     wanted = _flat(run.state.portable.params)
-    there = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    stored = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
     keeps_head = _keeps_head(run, source, wanted)
-    order = _label_order(wanted, there, labels, run, source) if keeps_head else None
+    order = _label_order(wanted, stored, labels, run, source) if keeps_head else None
     origins = {
-        path: _origin(path, wanted, there, keeps_head=keeps_head, order=order) for path in wanted
+        path: _origin(path, wanted, stored, keeps_head=keeps_head, order=order) for path in wanted
     }
-    _check_patches(run, source, [p for p in _with(_LOADED, origins) if p in there], there)
-    _report({**origins, **{path: "left out" for path in there.keys() - wanted.keys()}})
+    _check_patches(run, source, [p for p in _paths_with(_LOADED, origins) if p in stored], stored)
+    _report({**origins, **{path: "left out" for path in stored.keys() - wanted.keys()}})
 
-    asked = {path: leaf for path, leaf in wanted.items() if origins[path] != _NEW}
+    requested = {path: leaf for path, leaf in wanted.items() if origins[path] != _NEW}
     # Load tables to resize unsharded: shards of the new table need rows from anywhere in the old.
     whole = NamedSharding(run.mesh, PartitionSpec())
-    for path in _with(_RESIZED, origins):
+    for path in _paths_with(_RESIZED, origins):
         wide = jnp.promote_types(wanted[path].dtype, jnp.float32)
-        asked[path] = jax.ShapeDtypeStruct(there[path].shape, wide, sharding=whole)
-    params = _flat(load_params(source, nnx.traversals.unflatten_mapping(asked)))
-    for path in _with(_RESIZED, origins):
+        requested[path] = jax.ShapeDtypeStruct(stored[path].shape, wide, sharding=whole)
+    params = _flat(load_params(source, nnx.traversals.unflatten_mapping(requested)))
+    for path in _paths_with(_RESIZED, origins):
         params[path] = _resized(params[path], wanted[path])
-    for path in _with(_REORDERED, origins):
+    for path in _paths_with(_REORDERED, origins):
         params[path] = _reordered(params[path], wanted[path], order)
-    if new := _with(_NEW, origins):
-        params |= _fresh(run, new)
+    if new := _paths_with(_NEW, origins):
+        params |= _newly_initialized(run, new)
     return nnx.traversals.unflatten_mapping(params)
 
 
 def _origin(
     path: Path,
     wanted: Mapping[Path, Any],
-    there: Mapping[Path, Any],
+    stored: Mapping[Path, Any],
     *,
     keeps_head: bool,
     order: np.ndarray | None,
@@ -88,30 +88,30 @@ def _origin(
     Args:
         path: the parameter.
         wanted: all parameters of the run.
-        there: all parameters of the checkpoint.
+        stored: all parameters of the checkpoint.
         keeps_head: whether the run uses the checkpoint's head.
         order: new order of the checkpoint's labels; None: unchanged.
     """
-    is_of_labels = path[0] == _OF_A_TASK
-    if not keeps_head and (is_of_labels or path not in there):
+    is_of_labels = path[0] == _TASK_HEAD
+    if not keeps_head and (is_of_labels or path not in stored):
         return _NEW
     if is_of_labels and order is not None:
         return _REORDERED
     # Position embeddings of image patches are [1, 1 + T, D]; those for text are [T, D].
     is_of_patches = path[-1].endswith("position_embedding") and wanted[path].ndim == 3
-    if is_of_patches and path in there and there[path].shape[1] != wanted[path].shape[1]:
+    if is_of_patches and path in stored and stored[path].shape[1] != wanted[path].shape[1]:
         return _RESIZED
     return _LOADED
 
 
-def _with(origin: str, origins: Mapping[Path, str]) -> list[Path]:
+def _paths_with(origin: str, origins: Mapping[Path, str]) -> list[Path]:
     return sorted(path for path, found in origins.items() if found == origin)
 
 
 def _report(origins: Mapping[Path, str]) -> None:
     """Log the parameters that are not loaded unchanged, and unused ones of the checkpoint."""
     for origin in sorted({*origins.values()} - {_LOADED}):
-        names = ", ".join(".".join(path) for path in _with(origin, origins))
+        names = ", ".join(".".join(path) for path in _paths_with(origin, origins))
         _log.info("init_from: %s: %s", origin, names)
 
 
@@ -119,7 +119,7 @@ def _keeps_head(run: Run, source: Source, wanted: Mapping[Path, Any]) -> bool:
     """Return whether the run uses the checkpoint's head; check `train.init_labels`."""
     mode = run.config.train.init_labels
     ours, theirs = (getattr(config, "head", None) for config in (run.model_config, source.config))
-    if mode != "by_name" and not any(path[0] == _OF_A_TASK for path in wanted):
+    if mode != "by_name" and not any(path[0] == _TASK_HEAD for path in wanted):
         raise ValueError(
             f"train.init_labels={mode!r} is for a classifier, but model.name="
             f"{run.config.model_name!r} with model.head={ours!r} has none; do not set it"
@@ -134,7 +134,7 @@ def _keeps_head(run: Run, source: Source, wanted: Mapping[Path, Any]) -> bool:
 
 def _label_order(
     wanted: Mapping[Path, Any],
-    there: Mapping[Path, Any],
+    stored: Mapping[Path, Any],
     labels: Sequence[object],
     run: Run,
     source: Source,
@@ -144,18 +144,18 @@ def _label_order(
     remedy = "train.init_labels=new for a"
     if is_by_name and labels and source.labels:
         known = list(source.labels)
-        own = [str(label) for label in labels]
-        if sorted(known) != sorted(own):
+        ours = [str(label) for label in labels]
+        if sorted(known) != sorted(ours):
             raise ValueError(
                 f"init_from={source.path} has a classifier for the labels {_some(known)}, but the "
-                f"data has {_some(own)}; rename the data's labels, or set "
+                f"data has {_some(ours)}; rename the data's labels, or set "
                 f"train.init_labels=by_position if they mean the same in this order, or {remedy} "
                 "new classifier"
             )
-        return np.array([known.index(label) for label in own])
-    kernel = (_OF_A_TASK, "kernel")
-    if kernel in wanted and kernel in there:
-        ours, theirs = (params[kernel].shape[-1] for params in (wanted, there))
+        return np.array([known.index(label) for label in ours])
+    kernel = (_TASK_HEAD, "kernel")
+    if kernel in wanted and kernel in stored:
+        ours, theirs = (params[kernel].shape[-1] for params in (wanted, stored))
         if ours != theirs:
             raise ValueError(
                 f"init_from={source.path} has a classifier for {theirs} labels, but the run has "
@@ -169,16 +169,16 @@ def _some(names: Sequence[str], most: int = 10) -> str:
 
 
 def _check_patches(
-    run: Run, source: Source, paths: Sequence[Path], there: Mapping[Path, Any]
+    run: Run, source: Source, paths: Sequence[Path], stored: Mapping[Path, Any]
 ) -> None:
     """Reject another image size if a parameter depends on the number of patches."""
     wanted = _flat(run.state.portable.params)
-    own, theirs = (getattr(c, "image_size", None) for c in (run.model_config, source.config))
-    others = [path for path in paths if wanted[path].shape != there[path].shape]
-    if own != theirs and others:
+    ours, theirs = (getattr(c, "image_size", None) for c in (run.model_config, source.config))
+    others = [path for path in paths if wanted[path].shape != stored[path].shape]
+    if ours != theirs and others:
         raise ValueError(
             f"init_from={source.path} was trained on images of {theirs} pixels, and its parameter "
-            f"{'.'.join(others[0])} cannot be resized for images.size={own}; set "
+            f"{'.'.join(others[0])} cannot be resized for images.size={ours}; set "
             f"images.size={theirs}"
         )
 
@@ -221,7 +221,7 @@ def _reordered(
     return jax.device_put(leaf[..., order], sharding)
 
 
-def _fresh(run: Run, paths: Sequence[Path]) -> dict[Path, jax.Array]:
+def _newly_initialized(run: Run, paths: Sequence[Path]) -> dict[Path, jax.Array]:
     """Initialize parameters as in a run without a checkpoint."""
     wanted = _flat(run.state.portable.params)
 

@@ -44,12 +44,14 @@ def _describe_stages(run: Run) -> str:
 
     now = unevenness(counts, shares)
     auto = work.balanced(len(counts), shares_vocab=shares)
-    ways = {"pipeline.layers_per_stage=auto": unevenness(auto, shares)}
+    alternatives = {"pipeline.layers_per_stage=auto": unevenness(auto, shares)}
     if can_share_vocab(run.model) and not shares:
         even = work.balanced(len(counts), shares_vocab=True)
-        ways["pipeline.share_vocab=True"] = unevenness(even, True)
+        alternatives["pipeline.share_vocab=True"] = unevenness(even, True)
     better = [
-        f"{way} would make it {value:.2f}" for way, value in ways.items() if value < now - 0.1
+        f"{alternative} would make it {value:.2f}"
+        for alternative, value in alternatives.items()
+        if value < now - 0.1
     ]
     layers = ", ".join(map(str, counts))
     return "; ".join([f"{layers} layers; the busiest computes {now:.2f} × the mean", *better])

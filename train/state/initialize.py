@@ -93,7 +93,7 @@ class StateInit:
     """Creates initial states in place.
 
     Args:
-        start: contents of the state.
+        spec: contents of the state.
         layouts: stack -> its layout.
         layout_of: the layout of every leaf of the state.
         abstract: shapes and shardings of the state for the step; see train/state/layout.py.
@@ -102,13 +102,13 @@ class StateInit:
 
     def __init__(
         self,
-        start: StateSpec,
+        spec: StateSpec,
         layouts: Mapping[str, Layout],
         layout_of: TrainState,
         abstract: TrainState,
         portable: TrainState,
     ):
-        self._start = start
+        self._spec = spec
         self._layouts = layouts
         self._layout_of = layout_of
         self._abstract = abstract
@@ -116,43 +116,43 @@ class StateInit:
 
     def from_scratch(self) -> TrainState:
         """Return the initial state with newly initialized parameters."""
-        made = self.made_at_once()
-        streamed = {name: self._streamed(name) for name in self._layouts}
-        stacks = {name: merged(made.params[name], part) for name, part in streamed.items()}
-        return self._with_moments(dataclasses.replace(made, params={**made.params, **stacks}))
+        state = self.initialize_at_once()
+        streamed = {name: self._initialize_on_host(name) for name in self._layouts}
+        stacks = {name: merged(state.params[name], part) for name, part in streamed.items()}
+        return self._with_moments(dataclasses.replace(state, params={**state.params, **stacks}))
 
-    def of(self, params: Tree) -> TrainState:
+    def from_params(self, params: Tree) -> TrainState:
         """Return the initial state for given parameters.
 
         Args:
             params: parameters in the portable layout; they are deleted.
         """
-        made = self._made_from(params)
+        state = self._initialize_from(params)
         jax.tree.map(lambda x: x.is_deleted() or x.delete(), params)
-        return self._with_moments(made)
+        return self._with_moments(state)
 
     @functools.cached_property
-    def made_at_once(self) -> Callable[[], TrainState]:
+    def initialize_at_once(self) -> Callable[[], TrainState]:
         """The jitted initial state, with None for stacks and moments in host memory."""
         params = {
-            name: jax.tree.map(is_for_host if name in self._layouts else _no, part)
+            name: jax.tree.map(is_for_host if name in self._layouts else _false, part)
             for name, part in self._abstract.params.items()
         }
-        return self._jitted(lambda: self._start.state(self._start.params()), params)
+        return self._jitted(lambda: self._spec.state(self._spec.params()), params)
 
     @functools.cached_property
-    def _made_from(self) -> Callable[[Tree], TrainState]:
+    def _initialize_from(self) -> Callable[[Tree], TrainState]:
         def make(params):
-            layers = self._start.state(jax.tree.map(to_device, params))
+            layers = self._spec.state(jax.tree.map(to_device, params))
             # Parameters that are already in host memory in the right form are not copied back.
-            as_they_are = jax.tree.map(
+            unchanged = jax.tree.map(
                 lambda x, layout: x if is_on_host(x) and layout.is_plain else None,
                 params,
                 self._layout_of.params,
             )
-            return dataclasses.replace(layers, params=merged(as_they_are, layers.params))
+            return dataclasses.replace(layers, params=merged(unchanged, layers.params))
 
-        return self._jitted(make, jax.tree.map(_no, self._abstract.params))
+        return self._jitted(make, jax.tree.map(_false, self._abstract.params))
 
     def _jitted(self, make_layers: Callable[..., TrainState], elsewhere: Tree) -> Callable:
         """Jit a function that creates the state, with None for leaves that are created elsewhere.
@@ -164,7 +164,7 @@ class StateInit:
         """
         moments = jax.tree.map(is_for_host, self._abstract.opt_state)
 
-        def left(state: TrainState) -> TrainState:
+        def without_elsewhere(state: TrainState) -> TrainState:
             def leave_out(x, is_out):
                 return None if is_out else x
 
@@ -182,11 +182,11 @@ class StateInit:
                 on_device = jax.tree.map(in_device_memory, shardings_of(self._portable))
                 layers = jax.lax.with_sharding_constraint(layers, on_device)
             slots = jax.tree.map(lambda x, layout: layout.to_slots(x), layers, self._layout_of)
-            return left(slots)
+            return without_elsewhere(slots)
 
         # An argument can only be donated if the result has the same form.
         is_plain = all(layout.is_plain for layout in self._layouts.values())
-        out_shardings = left(shardings_of(self._abstract))
+        out_shardings = without_elsewhere(shardings_of(self._abstract))
         return jax.jit(make, out_shardings=out_shardings, donate_argnums=(0,) * is_plain)
 
     def _with_moments(self, state: TrainState) -> TrainState:
@@ -199,13 +199,13 @@ class StateInit:
             return zeros_of(target) if is_for_host(target) else None
 
         targets = self._abstract.opt_state
-        params = self._start.trained(state.params)
+        params = self._spec.trained(state.params)
         without = with_average(targets, lambda average: jax.tree.map(lambda _: None, average))
         moments = merged(state.opt_state, jax.tree.map(zeros, without))
         average = with_average(targets, lambda average: jax.tree.map(copied, params, average))
         return dataclasses.replace(state, opt_state=merged(moments, average))
 
-    def _streamed(self, stack: str) -> Tree:
+    def _initialize_on_host(self, stack: str) -> Tree:
         """Create a stack's parameters in host memory, with None for parameters on the device.
 
         Every stage initializes one layer at a time and copies it to its slot. The computation runs
@@ -219,8 +219,8 @@ class StateInit:
 
         def layers(numbers: jax.Array) -> Tree:
             with only_layers(jnp.maximum(numbers, 0)):
-                made = self._start.params()[stack]
-            for leaf in jax.tree.leaves(made):
+                params = self._spec.params()[stack]
+            for leaf in jax.tree.leaves(params):
                 if len(leaf) != len(numbers):
                     raise ValueError(
                         f"the model made {len(leaf)} layers of {stack!r} instead of "
@@ -232,7 +232,7 @@ class StateInit:
                 used = numbers.reshape(-1, *[1] * (x.ndim - 1)) >= 0
                 return jnp.where(used, x, jnp.zeros((), x.dtype)) if is_for_host(target) else None
 
-            return jax.tree.map(of_slot, made, targets)
+            return jax.tree.map(of_slot, params, targets)
 
         def put(filled: Tree, layers: Tree, slot: jax.Array) -> Tree:
             def written(x: jax.Array, layer: jax.Array) -> jax.Array:
@@ -260,5 +260,5 @@ class StateInit:
         return filled
 
 
-def _no(_: Any) -> bool:
+def _false(_: Any) -> bool:
     return False

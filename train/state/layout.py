@@ -42,7 +42,7 @@ class StateLayout:
     """The layout of a run's state in its two forms, and conversions between them.
 
     Args:
-        start: contents of the state.
+        state_spec: contents of the state.
         mesh: the mesh.
         rules: sharding rules.
         layouts: stack -> its layout.
@@ -51,7 +51,7 @@ class StateLayout:
     Attributes:
         abstract: the state in the step, as ShapeDtypeStructs with shardings.
         portable: the state in a checkpoint, likewise.
-        moved: a bool per parameter, None for frozen ones: whether its master weights or its
+        is_offloaded: a bool per parameter, None for frozen ones: whether its master weights or its
             optimizer state are in host memory.
 
     Raises:
@@ -61,16 +61,16 @@ class StateLayout:
 
     def __init__(
         self,
-        start: StateSpec,
+        state_spec: StateSpec,
         mesh: AnyMesh,
         rules: Rules,
         layouts: Mapping[str, Layout],
         memory: MemoryConfig = ON_DEVICE,
     ):
-        self._start = start
+        self._spec = state_spec
         self._mesh = mesh
         self._layouts = layouts
-        layers = jax.eval_shape(lambda: start.state(start.params()))
+        layers = jax.eval_shape(lambda: state_spec.state(state_spec.params()))
         layout_of_param = jax.tree_util.tree_map_with_path(
             lambda path, _: layouts.get(path[0].key, _PLAIN), layers.params
         )
@@ -80,15 +80,15 @@ class StateLayout:
         self._check_optimizer(layers, layout_of_param)
         slots = jax.eval_shape(self._to_slots, layers)
         specs = partition_specs(
-            slots.params, logical_axes(nnx.eval_shape(start.build)), rules, mesh
+            slots.params, logical_axes(nnx.eval_shape(state_spec.build)), rules, mesh
         )
         if memory.zero_stage:
             of_layers = jax.tree_util.tree_map_with_path(
                 lambda path, _: path[0].key in layouts, slots.params
             )
             specs = split_over_data(specs, slots.params, of_layers, mesh)
-        kinds, moved = self._memory_kinds(slots, specs, memory)
-        self.moved = start.trained(moved)
+        kinds, is_offloaded = self._memory_kinds(slots, specs, memory)
+        self.is_offloaded = state_spec.trained(is_offloaded)
         specs = self._per_leaf(
             slots,
             lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),
@@ -109,12 +109,14 @@ class StateLayout:
             params: initial parameters, laid out as in `portable`; they are deleted. By default the
                 model initializes them.
         """
-        return self.state_init.from_scratch() if params is None else self.state_init.of(params)
+        if params is None:
+            return self.state_init.from_scratch()
+        return self.state_init.from_params(params)
 
     @functools.cached_property
     def state_init(self) -> StateInit:
         """Create the initial state."""
-        return StateInit(self._start, self._layouts, self._layout_of, self.abstract, self.portable)
+        return StateInit(self._spec, self._layouts, self._layout_of, self.abstract, self.portable)
 
     def to_portable(self, state: TrainState) -> TrainState:
         """Convert a state to the form of a checkpoint.
@@ -175,10 +177,10 @@ class StateLayout:
             num_nonfinite_in_a_row=of_other(state.num_nonfinite_in_a_row),
             params=jax.tree.map(of_param, state.params, *like_params),
             opt_state=optax.tree_utils.tree_map_params(
-                self._start.optimizer,
+                self._spec.optimizer,
                 of_param,
                 state.opt_state,
-                *map(self._start.trained, like_params),
+                *map(self._spec.trained, like_params),
                 transform_non_params=of_other,
             ),
             spikes=jax.tree.map(of_other, state.spikes),
@@ -209,10 +211,10 @@ class StateLayout:
         if layout.is_plain:
             return spec
         parts = list(axes_by_dim(spec, len(leaf.shape)))
-        moved = parts[0]
+        layer_axes = parts[0]
         parts[0] = ()
         for dim in range(1, len(parts)):
-            axes = (*parts[dim], *moved)
+            axes = (*parts[dim], *layer_axes)
             if leaf.shape[dim] % math.prod(self._mesh.shape[axis] for axis in axes) == 0:
                 parts[dim] = axes
                 break
@@ -229,7 +231,7 @@ class StateLayout:
             memory: the fractions of the state that are in host memory.
 
         Returns:
-            The memory kind of every leaf ("" is the device's default), and `moved`.
+            The memory kind of every leaf ("" is the device's default), and `is_offloaded`.
         """
         leaves, structure = jax.tree.flatten(slots.params)
         are_large = largest(leaves, memory.optimizer_fraction)
@@ -247,13 +249,13 @@ class StateLayout:
                 f"{sizes} no parameter of a stack can be read from the host one layer at a time, "
                 "because all are replicated; set memory.zero_stage to 1, 2 or 3"
             )
-        moved = jax.tree.map(lambda a, b: a or b, offloaded, streams)
+        is_offloaded = jax.tree.map(lambda a, b: a or b, offloaded, streams)
 
         def kind(on_host):
             return HOST_KIND if on_host else ""
 
         kinds = self._per_leaf(slots, lambda _, on_host: kind(on_host), lambda _: "", offloaded)
-        return dataclasses.replace(kinds, params=jax.tree.map(kind, moved)), moved
+        return dataclasses.replace(kinds, params=jax.tree.map(kind, is_offloaded)), is_offloaded
 
     def _on_mesh(self, leaf, spec: PartitionSpec, kind: str) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, spec, memory_kind=kind or None)

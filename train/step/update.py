@@ -89,10 +89,10 @@ class Update:
         self._layouts = layouts
         self._mesh = mesh
         params = state.abstract.params
-        moved = state.moved
-        self._trained = jax.tree.map(lambda _: True, moved)
-        self._stays = jax.tree.map(lambda moved: not moved, moved)
-        self._groups = self._grouped(params, moved)
+        is_offloaded = state.is_offloaded
+        self._trained = jax.tree.map(lambda _: True, is_offloaded)
+        self._stays_on_device = jax.tree.map(lambda leaf: not leaf, is_offloaded)
+        self._groups = self._grouped(params, is_offloaded)
         self._numbers = jax.tree_util.tree_map_with_path(self._number, params)
 
     def norm(self, grads: Tree, weight: jax.Array) -> jax.Array:
@@ -132,21 +132,23 @@ class Update:
             grads: sums of gradients.
             outcome: scalars of this step.
         """
-        stays = self._stays
+        stays_on_device = self._stays_on_device
         new_params, new_state = self._updated(
-            _chosen(grads, stays),
-            self._chosen_state(opt_state, stays),
-            _chosen(params, stays),
-            _chosen(self._numbers, stays),
+            _chosen(grads, stays_on_device),
+            self._chosen_state(opt_state, stays_on_device),
+            _chosen(params, stays_on_device),
+            _chosen(self._numbers, stays_on_device),
             outcome,
         )
         for group in self._groups:
-            of_group, state_of_group = self._moved_group(group, params, opt_state, grads, outcome)
+            of_group, state_of_group = self._update_offloaded(
+                group, params, opt_state, grads, outcome
+            )
             new_params = merged(new_params, of_group)
             new_state = merged(new_state, state_of_group)
         return merged(new_params, params), new_state
 
-    def _moved_group(
+    def _update_offloaded(
         self, group: _Group, params: Tree, opt_state: Tree, grads: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
         """Return (params, opt_state) of a group after its update, with None for other leaves."""
@@ -284,13 +286,13 @@ class Update:
         )
         return run(carry, arrays, changing, constants)
 
-    def _grouped(self, params: Tree, moved: Tree) -> list[_Group]:
+    def _grouped(self, params: Tree, is_offloaded: Tree) -> list[_Group]:
         """Group the parameters in host memory: each stack's together, every other one alone."""
         leaves = dict(jax.tree_util.tree_leaves_with_path(params))
-        paths = [path for path, is_moved in jax.tree_util.tree_leaves_with_path(moved) if is_moved]
+        paths = [path for path, leaf in jax.tree_util.tree_leaves_with_path(is_offloaded) if leaf]
 
         def marked(chosen: Collection[tuple]) -> Tree:
-            return jax.tree_util.tree_map_with_path(lambda path, _: path in chosen, moved)
+            return jax.tree_util.tree_map_with_path(lambda path, _: path in chosen, is_offloaded)
 
         groups = []
         num_stages = self._mesh.shape["pipeline"]

@@ -27,8 +27,10 @@ def depths(corpus_overrides, config: str, overrides=TINY) -> Depths:
 
 
 def names(found: Depths, depth: int) -> set[str]:
-    ends = found.ends.items()
-    return {".".join(key.key for key in path) for path, number in ends if number == depth}
+    non_stack_params = found.non_stack_params.items()
+    return {
+        ".".join(key.key for key in path) for path, number in non_stack_params if number == depth
+    }
 
 
 def test_embedding_is_what_embed_reads(corpus_overrides):
@@ -53,7 +55,7 @@ def test_what_leads_to_a_stack_has_the_depth_of_its_first_layer(corpus_overrides
         "embedding_norm.scale",
         "embedding_norm.bias",
     }
-    assert set(found.ends.values()) == {-1, 1, 3} and found.num_layers == 4
+    assert set(found.non_stack_params.values()) == {-1, 1, 3} and found.num_layers == 4
 
 
 def test_update_is_times_the_power_of_its_layer():
@@ -61,7 +63,9 @@ def test_update_is_times_the_power_of_its_layer():
     found = Depths(
         first_layers={"encoder": 0, "decoder": 2},
         num_layers=5,
-        ends={(jax.tree_util.DictKey(name),): layer for name, layer in (("table", -1), ("in", 2))},
+        non_stack_params={
+            (jax.tree_util.DictKey(name),): layer for name, layer in (("table", -1), ("in", 2))
+        },
     )
     slots = {"encoder": np.array([0, -1, 1]), "decoder": np.array([2, 1, 0])}
     ones = {name: jnp.ones((3, 2)) for name in slots} | {

@@ -59,7 +59,7 @@ def test_given_parameters_go_to_host_memory_as_they_are(mesh, corpus_overrides):
 @pytest.mark.parametrize("mesh", ["data=8, ZeRO 3", "2x2x2, fsdp", "chunks"])
 def test_no_device_has_more_than_its_shards_when_the_state_is_made(mesh, corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *MESHES[mesh], "model.embed_dim=128"))
-    compiled = run.state.state_init.made_at_once.lower().compile()
+    compiled = run.state.state_init.initialize_at_once.lower().compile()
     leaves = jax.tree.leaves(run.state.abstract)
     shards = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
     made = memory(compiled).in_all
@@ -74,7 +74,7 @@ def test_device_has_nothing_of_a_hosted_stack_when_the_state_is_made(corpus_over
     """Layers are created one at a time; see only_layers in models/stack.py."""
     run, _ = make_run((*TINY, *corpus_overrides, *HOSTED))
     with jax.set_mesh(run.mesh):
-        program = open_jaxpr(run.state.state_init.made_at_once.trace().jaxpr, ())
+        program = open_jaxpr(run.state.state_init.initialize_at_once.trace().jaxpr, ())
     found = estimate(program, (), run.mesh.shape, platform="cpu")
     ends = {name: x for name, x in run.state.abstract.params.items() if name != "decoder"}
     assert found.device_bytes <= 2 * sum(map(num_bytes, jax.tree.leaves(ends)))
