@@ -130,7 +130,7 @@ def test_imports_between_siblings_sees_cycles_through_subfolders():
     }
 
 
-def test_every_room_has_its_rule():
+def test_every_top_level_folder_has_a_rule():
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert rooms - set(OUTSIDE) <= set(MAY_IMPORT)
 
@@ -153,5 +153,5 @@ def test_every_room_has_its_rule():
         ("import tests.runs", "train", ["tests.runs"]),
     ],
 )
-def test_violations_finds_what_is_forbidden_and_nothing_else(source, package, expected):
+def test_violations_finds_exactly_the_forbidden_imports(source, package, expected):
     assert violations(source, package) == expected

@@ -12,7 +12,7 @@ from train.config.schema import resolve
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_runs_are_of_configs_as_they_are(name):
+def test_runs_use_the_configs_unchanged(name):
     """Each run ends with an evaluation of all held-out digits; no best step is selected."""
     for training in EXPERIMENTS[name]:
         config = resolve(load(str(ROOT / "configs" / f"{training.config}.py"), training.overrides))
@@ -20,13 +20,13 @@ def test_runs_are_of_configs_as_they_are(name):
     assert config.data.objective == "image_classification"
 
 
-def test_table_has_the_accuracies_of_all_seeds():
+def test_table_shows_the_accuracy_of_every_seed():
     result = {"accuracies": [0.95, 0.9714], "seconds": [50.0, 70.0]}
     rows = as_text({"ViT": result}).splitlines()
     assert rows[2:] == ["| ViT | 95.0, 97.1 | 96.1 % | 60 |"]
 
 
-def test_figures_of_other_experiments_stay(tmp_path, monkeypatch):
+def test_writing_results_keeps_other_experiments(tmp_path, monkeypatch):
     accuracies = iter([[0.9], [0.8], [0.7]])
 
     def found(*_):
@@ -44,7 +44,7 @@ def test_figures_of_other_experiments_stay(tmp_path, monkeypatch):
     assert f"--only=ResMLP --out={out}" in figures["ResMLP"]["command"]
 
 
-def test_file_that_holds_no_figures_is_refused_before_a_run(tmp_path, capsys):
+def test_invalid_results_file_is_rejected_before_a_run(tmp_path, capsys):
     out = tmp_path / "figures.json"
     out.write_text("figures")
     assert main(["--only=Swin", f"--out={out}"]) == 2
@@ -52,7 +52,7 @@ def test_file_that_holds_no_figures_is_refused_before_a_run(tmp_path, capsys):
     assert out.read_text() == "figures"
 
 
-def test_docs_have_the_figures_that_are_kept():
+def test_docs_show_the_stored_results():
     results = json.loads((ROOT / "benchmarks" / "results" / "cpu_digits.json").read_text())
     assert list(results) == list(EXPERIMENTS)
     assert as_text(results) in (ROOT / "docs" / "vision.md").read_text()

@@ -16,7 +16,7 @@ def test_docs_show_the_results():
     assert estimates.with_tables(text) == text
 
 
-def test_tables_need_their_places_in_the_docs():
+def test_writing_tables_requires_markers_in_the_docs():
     with pytest.raises(ValueError, match="cpu estimates"):
         estimates.with_tables("no tables here")
 
@@ -49,7 +49,7 @@ def test_results_are_within_their_bounds(found):
     assert gpu_estimates.out_of_bounds(found["cases"]) == []
 
 
-def test_what_is_out_of_bounds_is_in_bold():
+def test_results_out_of_bounds_are_bold():
     figures = {"model": 2**30, "estimated": 9, "compiled": 10, "ratio": 0.9, "gpus": 1}
     assert gpu_estimates.tables({"gpt2, one GPU": figures}).count("**0.90**") == 1
     assert gpu_estimates.out_of_bounds({"gpt2, one GPU": figures}) == ["gpt2, one GPU"]

@@ -35,7 +35,7 @@ def costs(run, **seconds):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
-def test_prediction_is_that_of_the_clocks_where_stages_are_equal(schedule):
+def test_prediction_equals_the_simulated_time_for_equal_stages(schedule):
     run = make_runs(schedule, num_stages=2)[schedule, "none"]
     times = Times(forward=2.0, backward=5.0, input_gradient=2.5, weight_gradient=1.5)
     alone = costs(run, forward=1.0, backward=2.5, input_gradient=1.25, weight_gradient=0.75)
@@ -54,7 +54,7 @@ def test_prediction_is_that_of_the_clocks_where_stages_are_equal(schedule):
     assert shared.synchronous_s == prediction.synchronous_s
 
 
-def test_prediction_has_embedding_head_and_update_where_they_run():
+def test_prediction_counts_embedding_head_and_update_on_their_stages():
     run = make_runs("1f1b")["1f1b", "none"]
     head = costs(run, head_gradient=1.0)
     assert schedule_prediction.predict(run, head, head).synchronous_s == pytest.approx(8)
@@ -76,7 +76,7 @@ def test_prediction_has_embedding_head_and_update_where_they_run():
     }
 
 
-def test_figures_are_complete_and_agree_with_the_compiled_steps(capsys, monkeypatch):
+def test_json_is_complete_and_agrees_with_the_compiled_steps(capsys, monkeypatch):
     # "full" alone covers every part, and halves the duration of this test.
     monkeypatch.setattr(pipeline, "REMAT", ("full",))
     args = ["--stages=2", "--microbatches=4", "--steps=1", "--rounds=2", "--json"]
@@ -136,7 +136,7 @@ def test_figures_are_complete_and_agree_with_the_compiled_steps(capsys, monkeypa
         (["--config.model.num_head=2"], "model.num_heads"),
     ],
 )
-def test_bad_input_is_one_sentence(capsys, args, message):
+def test_bad_input_is_reported_in_one_sentence(capsys, args, message):
     assert pipeline.main([*ARGS, "--stages=2", "--schedules=1f1b", *args]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -3,6 +3,6 @@
 from benchmarks import predictions
 
 
-def test_docs_have_the_table_of_the_results():
+def test_docs_show_the_table_of_results():
     text = predictions._DOCS.read_text(encoding="utf-8")
     assert predictions.with_table(text) == text

@@ -44,7 +44,7 @@ def test_json_has_the_promised_keys_on_a_2x2x2_mesh(capsys):
     assert all(row["bytes"] > 0 and row["loop_depth"] >= 0 for row in ours["collectives"])
 
 
-def test_peer_does_the_same_work_from_the_same_weights(capsys):
+def test_peer_has_the_same_parameters_flops_and_first_loss(capsys):
     torch = pytest.importorskip("torch")
     num_threads = torch.get_num_threads()
     try:
@@ -70,13 +70,13 @@ def test_peer_does_the_same_work_from_the_same_weights(capsys):
         (["--steps=0"], "--steps=0"),
     ],
 )
-def test_bad_input_is_one_sentence(capsys, args, message):
+def test_bad_input_is_reported_in_one_sentence(capsys, args, message):
     assert step.main([*ARGS, *args]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_interleave_takes_turns_and_ratio_is_of_speeds():
+def test_interleave_alternates_and_ratio_compares_speeds():
     calls = []
 
     def contender(name):

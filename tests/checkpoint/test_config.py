@@ -17,7 +17,7 @@ from checkpoint.config import CheckpointConfig
         ("keep_best", -1),
     ],
 )
-def test_config_names_the_key_that_is_wrong(key, value):
+def test_config_error_names_the_key(key, value):
     with pytest.raises(ValueError, match=rf"checkpoint\.{key}={value} .*choose"):
         fields: dict[str, Any] = {"every_steps": 10, "max_to_keep": 2, key: value}
         CheckpointConfig(**fields)

@@ -29,7 +29,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_restore_passes_over_a_damaged_file_whichever_it_is(
+def test_restore_skips_a_checkpoint_with_any_damaged_file(
     two_steps, tmp_path, open_checkpoints, caplog, damage
 ):
     wanted = abstract(make_state(0))
@@ -52,7 +52,7 @@ def test_restore_passes_over_a_damaged_file_whichever_it_is(
             assert name.relative_to("2").as_posix() in warning.getMessage()
 
 
-def test_restore_notices_a_checksum_list_cut_between_two_lines(damaged_copy, open_checkpoints):
+def test_restore_detects_a_checksum_list_truncated_between_lines(damaged_copy, open_checkpoints):
     directory = damaged_copy()
     sums = directory / "2" / "checksums.sha256"
     lines = sums.read_text().splitlines(keepends=True)
@@ -61,9 +61,7 @@ def test_restore_notices_a_checksum_list_cut_between_two_lines(damaged_copy, ope
 
 
 @pytest.mark.parametrize("unfinished", ["", "state", "checksums.sha256"])
-def test_restore_passes_over_a_checkpoint_that_was_never_finished(
-    damaged_copy, open_checkpoints, caplog, unfinished
-):
+def test_restore_skips_an_unfinished_checkpoint(damaged_copy, open_checkpoints, caplog, unfinished):
     """Other tools may leave an empty directory, a state without checksums, or only checksums."""
     directory = damaged_copy()
     (directory / "3").mkdir()
@@ -81,7 +79,7 @@ def test_checksums_can_be_checked_by_coreutils(two_steps):
     subprocess.run(command, cwd=two_steps / "2", check=True, capture_output=True)
 
 
-def test_restore_with_all_damaged_is_an_error_that_names_the_directory(
+def test_restore_with_all_damaged_raises_an_error_with_the_directory(
     damaged_copy, open_checkpoints
 ):
     directory = damaged_copy()
@@ -93,7 +91,7 @@ def test_restore_with_all_damaged_is_an_error_that_names_the_directory(
             checkpoints.restore(abstract(make_state(0)))
 
 
-def test_a_damaged_checkpoint_goes_when_another_is_complete(
+def test_damaged_checkpoint_is_deleted_once_another_is_complete(
     damaged_copy, open_checkpoints, monkeypatch
 ):
     """It is kept until then, because a file that cannot be read now may be readable later."""
@@ -118,7 +116,7 @@ def test_a_damaged_checkpoint_goes_when_another_is_complete(
     assert sorted(path.name for path in directory.iterdir()) == ["1", "3"]
 
 
-def test_tidy_removes_what_a_killed_process_left(damaged_copy, open_checkpoints):
+def test_tidy_removes_leftovers_of_a_killed_process(damaged_copy, open_checkpoints):
     directory = damaged_copy()
     for name in ("3.orbax-checkpoint-tmp-1", "1.orbax-checkpoint-tmp-deleted-4"):
         shutil.copytree(directory / "1", directory / name)
@@ -126,7 +124,7 @@ def test_tidy_removes_what_a_killed_process_left(damaged_copy, open_checkpoints)
     assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]
 
 
-def test_save_replaces_a_damaged_checkpoint_that_was_passed_over(damaged_copy, open_checkpoints):
+def test_save_replaces_a_skipped_damaged_checkpoint(damaged_copy, open_checkpoints):
     directory = damaged_copy()
     flip_a_bit(directory / "2" / "data_state" / "metadata")
     checkpoints = open_checkpoints(directory)

@@ -46,7 +46,7 @@ def errors(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
 
 
-def test_a_full_disk_is_reported_and_the_next_save_is_tried_afresh(
+def test_full_disk_is_reported_and_the_next_save_can_succeed(
     small_disk, tmp_path, caplog, capfd, monkeypatch
 ):
     directory = (small_disk or tmp_path) / "checkpoints"
@@ -92,7 +92,7 @@ def test_save_and_close_report_a_failure_and_do_not_raise_it(tmp_path, monkeypat
     assert checkpoints.all_steps() == [1] and os.listdir(tmp_path) == ["1"]
 
 
-def test_a_save_that_cannot_start_is_reported(tmp_path, caplog):
+def test_save_that_cannot_start_is_reported(tmp_path, caplog):
     """A file replaces the directory, because root can write regardless of permissions."""
     directory = tmp_path / "checkpoints"
     checkpoints = Checkpoints(directory, CONFIG)
@@ -109,7 +109,7 @@ def test_a_save_that_cannot_start_is_reported(tmp_path, caplog):
     assert checkpoints.all_steps() == [2] and checkpoints.num_failed_saves == 1
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_stays(tmp_path, monkeypatch, caplog):
+def test_old_checkpoint_that_cannot_be_deleted_is_kept(tmp_path, monkeypatch, caplog):
     def fail(path, **_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -139,7 +139,7 @@ class Wrong(LazyArray):
 @pytest.mark.parametrize(
     "state, data_state", [({"x": Wrong()}, {}), (SMALL, {"position": object()})]
 )
-def test_errors_of_a_program_are_raised(tmp_path, state, data_state):
+def test_programming_errors_are_raised(tmp_path, state, data_state):
     checkpoints = Checkpoints(tmp_path, CONFIG)
     with pytest.raises(TypeError):
         checkpoints.save(1, state, data_state)
@@ -189,7 +189,7 @@ assert checkpoints.last_failure is None
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_all_processes_go_on_when_one_cannot_write(tmp_path, broken):
+def test_all_processes_continue_when_one_cannot_write(tmp_path, broken):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

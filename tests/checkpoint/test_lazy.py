@@ -44,7 +44,7 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(), (5,), (100, 7), (3, 10, 12), (2, 3, 30, 5)])
-def test_lazy_arrays_are_saved_in_parts_that_are_read_once(shape, dtype, tmp_path, small_chunks):
+def test_lazy_arrays_are_saved_in_parts_each_read_once(shape, dtype, tmp_path, small_chunks):
     values = np.random.default_rng(0).normal(size=shape).astype(dtype)
     array = Recorded(values)
     save(tmp_path, {"params": {"x": array}})
@@ -55,7 +55,7 @@ def test_lazy_arrays_are_saved_in_parts_that_are_read_once(shape, dtype, tmp_pat
     np.testing.assert_array_equal(stored.read(index), values[index])
 
 
-def test_lazy_arrays_are_restored_as_others_are(tmp_path, small_chunks):
+def test_lazy_arrays_are_restored_like_other_arrays(tmp_path, small_chunks):
     values = np.random.default_rng(0).normal(size=(3, 10, 12)).astype(np.float32)
     save(tmp_path, {"params": {"x": Recorded(values), "y": jnp.ones(3)}})
     sharding = SingleDeviceSharding(jax.devices()[2])
@@ -85,7 +85,7 @@ def test_failure_to_read_leaves_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("make", [jnp.asarray, Recorded])
-def test_layers_of_large_stacks_lie_apart(make, tmp_path, small_chunks):
+def test_layers_of_large_stacks_are_stored_in_separate_chunks(make, tmp_path, small_chunks):
     """One layer can be read without the others; other arrays are divided along any dimension."""
     values = {
         "stack": np.ones((4, 6, 8), np.float32),

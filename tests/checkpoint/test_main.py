@@ -57,7 +57,7 @@ def test_ls_marks_the_newest_and_the_best(run_directory, capsys):
     assert re.search(r"10 .* best", capsys.readouterr().out)
 
 
-def test_ls_names_what_is_incomplete(copy, capsys):
+def test_ls_shows_incomplete_checkpoints(copy, capsys):
     directory = copy / "checkpoints"
     (directory / "10" / "state" / "_METADATA").unlink()
     (directory / "20" / "checksums.sha256").write_text("")
@@ -72,7 +72,7 @@ def test_ls_names_what_is_incomplete(copy, capsys):
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
-def test_what_a_run_deletes_meanwhile_is_no_error(copy, capsys, monkeypatch, command):
+def test_checkpoints_deleted_during_a_command_are_not_an_error(copy, capsys, monkeypatch, command):
     directory = copy / "checkpoints"
     (step, *others) = steps_in(directory)
 
@@ -117,7 +117,7 @@ def test_show_lists_the_arrays(run_directory, capsys):
 
 
 @pytest.mark.parametrize("name", ["state/_METADATA", "state/manifest.ocdbt", "data_state/metadata"])
-def test_show_of_a_damaged_checkpoint_is_one_sentence(copy, capsys, name):
+def test_show_reports_a_damaged_checkpoint_in_one_sentence(copy, capsys, name):
     (copy / "checkpoints" / "100" / name).write_bytes(b"garbage")
     assert main(["show", str(copy)]) == 2
     captured = capsys.readouterr()
@@ -133,14 +133,14 @@ def test_show_of_a_damaged_checkpoint_is_one_sentence(copy, capsys, name):
         (["show", "{}", "--step=7"], "--step=7"),
     ],
 )
-def test_errors_are_one_sentence(run_directory, capsys, arguments, message):
+def test_errors_are_reported_in_one_sentence(run_directory, capsys, arguments, message):
     assert main([argument.format(run_directory) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.startswith("error: ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show"])
-def test_no_device_is_asked_for(run_directory, command):
+def test_commands_do_not_initialize_devices(run_directory, command):
     program = (
         "import sys; from checkpoint.__main__ import main; code = main(sys.argv[1:])\n"
         "if 'jax' in sys.modules:\n"

@@ -82,7 +82,7 @@ def test_save_is_asynchronous_and_arrays_may_be_donated(tmp_path, open_checkpoin
     assert_same_bits(restored, {name: values + i for i, name in enumerate("abcd")})
 
 
-def test_only_the_newest_stay_and_none_is_saved_twice(tmp_path, open_checkpoints):
+def test_only_the_newest_are_kept_and_none_is_saved_twice(tmp_path, open_checkpoints):
     checkpoints = open_checkpoints(tmp_path)
     assert [checkpoints.save(step, make_state(step), {}) for step in (10, 20, 30, 40)] == [True] * 4
     assert not checkpoints.save(40, make_state(0), {})
@@ -117,7 +117,7 @@ def with_bias() -> State:
         (with_bias, r"params.norm.bias is missing in the checkpoint and float32\[8\] in this run"),
     ],
 )
-def test_restore_into_another_model_is_an_error(
+def test_restore_into_another_model_raises_an_error(
     two_steps, open_checkpoints, caplog, wanted, message
 ):
     with pytest.raises(ValueError, match=message) as error:

@@ -51,7 +51,7 @@ def start_python(program: str, *arguments: str) -> subprocess.Popen:
     )
 
 
-def test_a_kill_in_the_middle_of_a_save_leaves_an_intact_checkpoint(tmp_path, open_checkpoints):
+def test_kill_during_a_save_leaves_an_intact_checkpoint(tmp_path, open_checkpoints):
     one_device = SingleDeviceSharding(jax.devices()[0])
     wanted = {
         f"w{i}": jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=one_device)
@@ -122,7 +122,7 @@ print("restored")
 """
 
 
-def test_two_processes_agree_on_what_is_damaged(tmp_path, open_checkpoints):
+def test_two_processes_agree_on_damaged_checkpoints(tmp_path, open_checkpoints):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -51,7 +51,7 @@ LOSSES = {10: 3.0, 20: 1.0, 30: None, 40: NAN, 50: 2.0, 60: 2.5, 70: None}
         ({"keep_best": 1, "best_is_max": True}, [10, 60, 70]),
     ],
 )
-def test_the_best_stay_beside_the_newest(tmp_path, options, steps):
+def test_best_checkpoints_are_kept_in_addition_to_the_newest(tmp_path, options, steps):
     config = CheckpointConfig(**({"every_steps": 1, "max_to_keep": 2} | options))
     checkpoints = Checkpoints(tmp_path, config)
     save_all(checkpoints, LOSSES)
@@ -59,7 +59,7 @@ def test_the_best_stay_beside_the_newest(tmp_path, options, steps):
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == steps
 
 
-def test_the_best_are_known_after_a_restart(tmp_path):
+def test_best_checkpoints_are_known_after_a_restart(tmp_path):
     config = CheckpointConfig(every_steps=1, max_to_keep=1, keep_best=1)
     losses = {10: 2.0, 20: 1.0, 30: 3.0, 40: 4.0}
     for step, loss in losses.items():
@@ -78,7 +78,7 @@ def test_damaged_metrics_are_none(tmp_path, text):
     assert checkpoints.all_steps() == [20, 30]
 
 
-def test_an_unknown_best_metric_is_an_error_that_names_those_there_are(tmp_path):
+def test_unknown_best_metric_raises_an_error_with_the_known_ones(tmp_path):
     def config(keep_best):
         return CheckpointConfig(
             every_steps=1, max_to_keep=2, keep_best=keep_best, best_metric="eval_los"
@@ -93,7 +93,7 @@ def test_an_unknown_best_metric_is_an_error_that_names_those_there_are(tmp_path)
     save_all(Checkpoints(tmp_path, config(0)), {10: 1.0})
 
 
-def test_the_newest_are_so_by_step_whatever_a_clock_says(tmp_path):
+def test_newest_checkpoints_are_determined_by_step_not_by_time(tmp_path):
     config = CheckpointConfig(every_steps=1, max_to_keep=2)
     save_all(Checkpoints(tmp_path, config), {9: None, 10: None})
     for step, age in (("9", 0), ("10", 10**9)):

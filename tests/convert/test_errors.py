@@ -125,14 +125,14 @@ REFUSED = {
         ),
     ],
 )
-def test_values_of_another_kind_are_refused(name, changes, message, tmp_path):
+def test_values_of_wrong_types_are_rejected(name, changes, message, tmp_path):
     cases.save(name, tmp_path)
     hf_files.edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
 
-def test_two_equal_sides_are_one(tmp_path):
+def test_equal_height_and_width_are_read_as_one_size(tmp_path):
     cases.save("vit", tmp_path)
     expected = read_source(tmp_path).config
     size = expected.image_size
@@ -142,7 +142,7 @@ def test_two_equal_sides_are_one(tmp_path):
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_wrong_is_said_and_nothing_is_left_behind(what, tmp_path, capsys):
+def test_errors_are_reported_and_leave_no_files(what, tmp_path, capsys):
     spoil, expected = REFUSED[what]
     cases.save("gpt2", tmp_path / "theirs")
     spoil(tmp_path / "theirs")
@@ -154,7 +154,7 @@ def test_what_is_wrong_is_said_and_nothing_is_left_behind(what, tmp_path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_pickles_are_read_if_they_are_allowed(tmp_path):
+def test_pickles_are_read_if_allowed(tmp_path):
     cases.save("gpt2", tmp_path / "plain")
     cases.save("gpt2", tmp_path / "theirs")
     pickle_weights(tmp_path / "theirs")
@@ -167,7 +167,7 @@ class _Payload:
         return (open, ("payload_ran", "w"))
 
 
-def test_pickles_that_run_code_are_refused_even_then(tmp_path, monkeypatch):
+def test_pickles_that_run_code_are_rejected_even_if_allowed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cases.save("gpt2", tmp_path / "theirs")
     (tmp_path / "theirs" / "model.safetensors").unlink()
@@ -177,7 +177,7 @@ def test_pickles_that_run_code_are_refused_even_then(tmp_path, monkeypatch):
     assert not (tmp_path / "payload_ran").exists()
 
 
-def test_an_unlayable_mesh_is_refused_before_anything_is_written(tmp_path, capsys):
+def test_mesh_that_does_not_fit_is_rejected_before_writing(tmp_path, capsys):
     cases.save("gpt2", tmp_path / "theirs")
     args = [str(tmp_path / "theirs"), str(tmp_path / "ours"), "--config.mesh.model=2"]
     assert from_hf.main(args) == 2
@@ -185,7 +185,7 @@ def test_an_unlayable_mesh_is_refused_before_anything_is_written(tmp_path, capsy
     assert not (tmp_path / "ours").exists()
 
 
-def test_what_is_there_is_not_overwritten(tmp_path, capsys):
+def test_existing_directories_are_not_overwritten(tmp_path, capsys):
     cases.save("gpt2", tmp_path / "theirs")
     before = sorted((tmp_path / "theirs").iterdir())
     assert from_hf.main([str(tmp_path / "theirs")] * 2) == 2
@@ -194,7 +194,7 @@ def test_what_is_there_is_not_overwritten(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("spoil", ["state", "config.yaml", "name", "none"])
-def test_to_hf_refuses_what_is_no_intact_run(spoil, tmp_path, capsys):
+def test_to_hf_rejects_anything_but_an_intact_run(spoil, tmp_path, capsys):
     cases.save("gpt2", tmp_path / "theirs")
     run = tmp_path / "ours"
     from_hf.convert(tmp_path / "theirs", run)
@@ -220,7 +220,7 @@ def test_to_hf_refuses_what_is_no_intact_run(spoil, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
 
 
-def test_to_hf_refuses_values_that_a_dtype_cannot_hold(tmp_path, capsys):
+def test_to_hf_rejects_values_that_overflow_the_dtype(tmp_path, capsys):
     cases.save("gpt2", tmp_path / "theirs")
     name = "transformer.ln_f.weight"
     hf_files.edit(tmp_path / "theirs", lambda t: t.update({name: t[name] + 1e6}))
@@ -231,7 +231,7 @@ def test_to_hf_refuses_values_that_a_dtype_cannot_hold(tmp_path, capsys):
     assert not (tmp_path / "back").exists()
 
 
-def test_a_failure_in_the_middle_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+def test_failed_conversion_leaves_no_files(tmp_path, monkeypatch, capsys):
     def fail(self, theirs, index):
         if "mlp" in self.ours:
             raise OSError("the disk is gone")

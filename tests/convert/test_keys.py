@@ -78,7 +78,7 @@ def test_keys_that_change_the_computation_are_refused(name, changes, expected):
         fields_of(name, **changes)
 
 
-def test_unknown_keys_pass_where_they_say_nothing_or_are_called_harmless(tmp_path):
+def test_unknown_keys_are_accepted_if_empty_or_declared_harmless(tmp_path):
     assert fields_of("gpt2", new_feature=False) == fields_of("gpt2")
     directory = cases.save("gpt2", tmp_path / "theirs")
     hf_files.edit_config(directory, new_feature="on", other=3)
@@ -159,13 +159,13 @@ def test_rope_is_read_in_old_and_new_forms(changes, theta, scaling):
         ),
     ],
 )
-def test_absent_keys_mean_what_the_library_takes_them_for(name, changes, expected):
+def test_absent_keys_have_the_library_defaults(name, changes, expected):
     fields = fields_of(name, **changes)
     assert {key: fields[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_defaults_are_those_of_the_library(name):
+def test_defaults_equal_the_library_defaults(name):
     """A config.json may omit keys that have defaults, except the sizes that we require."""
     class_name = cases.CASES[name][0]
     config = json.loads(getattr(transformers, class_name).config_class().to_json_string(False))
@@ -194,7 +194,7 @@ def test_write_changes_only_what_our_config_changed():
     assert (plain["rope_theta"], plain["rope_scaling"]) == (3.0, None)
 
 
-def test_models_that_no_architecture_can_express_are_refused(tmp_path, capsys):
+def test_models_without_a_matching_architecture_are_rejected(tmp_path, capsys):
     cases.save("llama", tmp_path / "theirs")
     from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
     config = (tmp_path / "ours" / "config.yaml").read_text()
@@ -205,7 +205,7 @@ def test_models_that_no_architecture_can_express_are_refused(tmp_path, capsys):
     assert "LlamaForCausalLM, cannot have model.out_bias=True" in capsys.readouterr().err
 
 
-def test_a_model_with_another_head_gets_another_architecture(tmp_path):
+def test_model_with_another_head_gets_another_architecture(tmp_path):
     """This is the case after fine-tuning: hf/ describes the model that training started from."""
     cases.save("bert_mlm", tmp_path / "began_with")
     cases.save("bert_sequence", tmp_path / "became")

@@ -102,14 +102,14 @@ def test_published_forms_of_names_are_read(what, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "bert_mlm", "roberta_mlm", "t5"])
-def test_a_config_without_architectures_is_of_the_usual_one(name, tmp_path):
+def test_config_without_architectures_gets_the_default_one(name, tmp_path):
     directory = cases.save(name, tmp_path / "theirs")
     hf_files.edit_config(directory, architectures=None)
     architecture = read_source(directory).architecture
     assert architecture is not None and architecture.name == cases.CASES[name][0]
 
 
-def test_pooler_is_left_out_where_the_file_has_none(tmp_path):
+def test_pooler_is_left_out_if_the_file_has_none(tmp_path):
     cases.save("bert_base", tmp_path / "theirs")
     hf_files.edit(
         tmp_path / "theirs", lambda t: [t.pop(n) for n in list(t) if n.startswith("pooler")]
@@ -117,7 +117,7 @@ def test_pooler_is_left_out_where_the_file_has_none(tmp_path):
     assert load(tmp_path / "theirs").pooler is None
 
 
-def test_a_bert_that_holds_more_than_it_is_named_for_is_read_whole(tmp_path):
+def test_bert_with_additional_heads_is_read_completely(tmp_path):
     """The first published BERTs are named BertForMaskedLM, but contain the head for pairs too."""
     whole = cases.save("bert_pretraining", tmp_path / "whole")
     named = cases.save("bert_pretraining", tmp_path / "named")
@@ -129,7 +129,7 @@ def test_a_bert_that_holds_more_than_it_is_named_for_is_read_whole(tmp_path):
     assert describe(read_source(named))[0].name == "BertForPreTraining"
 
 
-def test_t5_is_tied_as_its_files_say(tmp_path):
+def test_t5_head_is_tied_according_to_its_files(tmp_path):
     """Transformers decides by the files too, whatever the config says."""
     cases.save("t5_v1.1", tmp_path / "untied")
     assert load(tmp_path / "untied").output_embedding is not None
@@ -137,7 +137,7 @@ def test_t5_is_tied_as_its_files_say(tmp_path):
     assert load(tmp_path / "untied").output_embedding is None
 
 
-def test_parameters_can_be_read_in_part_and_with_another_padding(tmp_path):
+def test_parameters_can_be_read_partially_and_with_another_padding(tmp_path):
     """A run needs this if it has another head, or another padding of the vocabulary."""
     cases.save("bert_mlm", tmp_path / "theirs")
     from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
@@ -182,7 +182,7 @@ def known_parameters() -> dict[type, set[str]]:
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_every_row_is_of_a_parameter_that_some_model_has(name):
+def test_every_row_matches_a_parameter_of_some_model(name):
     """A typo in a row would go unnoticed: the row would pass for one of another variant."""
     architecture = architectures()[name]
     # Both stacks of LLaMA have the same rows.

@@ -21,7 +21,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_loaded_model_has_their_outputs_and_gradients(name, saved, tmp_path):
+def test_loaded_model_has_the_outputs_and_gradients_of_transformers(name, saved, tmp_path):
     theirs = cases.make(name)
     ours = load(saved(name))
     graph, params = nnx.split(ours)
@@ -75,7 +75,7 @@ def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mae", "mae_odd"])
-def test_loss_of_hidden_patches_is_theirs(name, saved):
+def test_loss_of_hidden_patches_equals_transformers(name, saved):
     batch = comparison.inputs(name)
     theirs = cases.make(name)
     ours = load(saved(name))
@@ -89,7 +89,7 @@ def test_loss_of_hidden_patches_is_theirs(name, saved):
     np.testing.assert_allclose(loss / weight, expected.loss.numpy(), rtol=1e-5)
 
 
-def test_names_of_the_decoder_are_read_as_the_library_writes_them(saved, tmp_path):
+def test_decoder_names_written_by_the_library_are_read(saved, tmp_path):
     cases.make("mae").save_pretrained(tmp_path)
     assert "decoder.decoder_encoder.layer.2.output.dense.bias" in load_file(
         tmp_path / "model.safetensors"

@@ -49,7 +49,7 @@ def assert_same_pixels(directory, config):
     ],
     ids=str,
 )
-def test_pixels_are_normalised_as_the_processor_does(said, tmp_path):
+def test_pixels_are_normalised_like_by_the_processor(said, tmp_path):
     cropped = "do_center_crop" in said
     said = {"image_processor_type": f"{'DeiT' if cropped else 'ViT'}ImageProcessor", **said}
     directory = saved(tmp_path / "theirs", said)
@@ -63,7 +63,7 @@ def test_pixels_are_normalised_as_the_processor_does(said, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["vit", "vit_odd", "swin", "swinv2_odd"])
-def test_processor_is_written_for_a_model_that_had_none(name, tmp_path):
+def test_processor_is_written_for_a_model_without_one(name, tmp_path):
     from_hf.convert(cases.save(name, tmp_path / "theirs"), tmp_path / "ours")
     file = tmp_path / "ours" / "config.yaml"
     text = file.read_text()
@@ -77,7 +77,7 @@ def test_processor_is_written_for_a_model_that_had_none(name, tmp_path):
     assert set(again.image_mean) == {0.25} and set(again.image_stddev) == {0.5}
 
 
-def test_processor_follows_a_run_that_chose_other_pixels(tmp_path):
+def test_processor_describes_the_normalisation_of_the_run(tmp_path):
     from_hf.convert(saved(tmp_path / "theirs", {**COLOURS, **SIZE}), tmp_path / "ours")
     file = tmp_path / "ours" / "config.yaml"
     file.write_text(file.read_text().replace("- 0.1\n", "- 0.7\n"))
@@ -108,7 +108,7 @@ def test_processor_follows_a_run_that_chose_other_pixels(tmp_path):
     ],
     ids=str,
 )
-def test_what_cannot_be_had_is_refused(said, message, tmp_path, capsys):
+def test_unsupported_processors_are_rejected(said, message, tmp_path, capsys):
     directory = saved(tmp_path / "theirs", said)
     assert from_hf.main([str(directory), str(tmp_path / "ours")]) == 2
     error = capsys.readouterr().err
@@ -118,13 +118,13 @@ def test_what_cannot_be_had_is_refused(said, message, tmp_path, capsys):
     assert not (tmp_path / "ours").exists()
 
 
-def test_unknown_key_that_is_known_to_be_harmless_is_passed_over(tmp_path):
+def test_unknown_key_declared_harmless_is_ignored(tmp_path):
     directory = saved(tmp_path / "theirs", {**COLOURS, **SIZE, "do_pad": True})
     args = [str(directory), str(tmp_path / "ours"), "--harmless=do_pad"]
     assert from_hf.main(args) == 0
 
 
-def test_models_of_text_have_none(tmp_path):
+def test_text_models_have_no_preprocessor(tmp_path):
     from_hf.convert(saved(tmp_path / "theirs", {"do_pad": True}, "gpt2"), tmp_path / "ours")
     to_hf.convert(tmp_path / "ours", tmp_path / "back")
     assert not (tmp_path / "back" / FILE).exists()

@@ -70,7 +70,7 @@ def read_back(directory):
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_round_trip_gives_every_tensor_back(name, tmp_path):
+def test_round_trip_preserves_every_tensor(name, tmp_path):
     cases.save(name, tmp_path / "theirs")
     from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
     to_hf.convert(tmp_path / "ours", tmp_path / "back")
@@ -89,7 +89,7 @@ def test_round_trip_gives_every_tensor_back(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_config_is_made_where_there_is_none_to_keep(name, tmp_path):
+def test_config_is_created_if_there_is_none_to_keep(name, tmp_path):
     cases.save(name, tmp_path / "theirs")
     from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
     for file in (tmp_path / "ours" / "hf").iterdir():
@@ -133,7 +133,7 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path):
     assert_same_bits(all_tensors(tmp_path / "back"), tensors)
 
 
-def test_from_hf_writes_a_run_that_its_own_files_describe(tmp_path):
+def test_from_hf_writes_a_run_described_by_its_own_files(tmp_path):
     directory = cases.save("mistral", tmp_path / "theirs")
     (directory / "tokenizer.json").write_text("{}")
     args = [str(directory), str(tmp_path / "ours"), "--config.mesh.fsdp=2", "--config.mesh.model=2"]
@@ -150,7 +150,7 @@ def test_from_hf_writes_a_run_that_its_own_files_describe(tmp_path):
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
 
 
-def test_to_hf_reads_what_training_saved(tmp_path):
+def test_to_hf_reads_checkpoints_of_training(tmp_path):
     """Float32 weights next to an optimizer state, in chunks that follow the shards of a mesh."""
     directory = cases.save("llama", tmp_path / "theirs", torch.bfloat16)
     from_hf.convert(directory, tmp_path / "run")
@@ -169,7 +169,7 @@ def test_to_hf_reads_what_training_saved(tmp_path):
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_to_hf_writes_the_average_unless_asked_for_the_weights_themselves(tmp_path):
+def test_to_hf_writes_the_average_by_default(tmp_path):
     directory = cases.save("gpt2", tmp_path / "theirs")
     from_hf.convert(directory, tmp_path / "run")
     params = nnx.to_pure_dict(nnx.split(load(directory))[1])
@@ -201,7 +201,7 @@ def test_load_on_a_mesh_equals_load_on_one_device(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, spread, alone)
 
 
-def test_load_takes_a_mesh_of_some_of_our_axes(tmp_path):
+def test_load_accepts_a_mesh_with_some_of_the_axes(tmp_path):
     directory = cases.save("gpt2_even", tmp_path / "theirs")
     axis_types = (jax.sharding.AxisType.Auto,)
     with jax.set_mesh(jax.make_mesh((4,), ("model",), axis_types, devices=jax.devices()[:4])):
@@ -209,7 +209,7 @@ def test_load_takes_a_mesh_of_some_of_our_axes(tmp_path):
     assert table.sharding.shard_shape(table.shape) == (table.shape[0] // 4, table.shape[1])
 
 
-def test_tokenizer_goes_along(tmp_path):
+def test_tokenizer_is_copied(tmp_path):
     directory = cases.save("gpt2", tmp_path / "theirs")
     text = "a tokenizer and its vocab, carried along"
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))

@@ -9,7 +9,7 @@ from convert.tensor_files import DTYPES, ShardWriter, open_tensors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_library_reads_the_files_that_are_written(dtype, tmp_path):
+def test_library_reads_written_files(dtype, tmp_path):
     shapes = {"a": (3, 5), "b": (0, 2), "c.d": (), "e": (7,)}
     rng = np.random.default_rng(0)
     values = {name: rng.normal(size=shape).astype(DTYPES[dtype]) for name, shape in shapes.items()}

@@ -19,7 +19,7 @@ from tests.data.corpora import documents, jsonl_config
     weights=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     start=st.integers(0, 10**12),
 )
-def test_shares_hold_at_every_prefix_to_less_than_one_element(weights, start):
+def test_shares_of_every_prefix_are_exact_to_one_element(weights, start):
     shares = [Fraction(weight, sum(weights)) for weight in weights]
     blend = Blend(shares)
     counts = [0] * len(shares)
@@ -67,7 +67,7 @@ def alone(directory, source, **changes):
 
 
 @pytest.mark.parametrize("objective", ["causal_lm", "masked_lm"])
-def test_mixture_takes_from_each_source_in_that_sources_own_order(objective, tmp_path):
+def test_mixture_keeps_the_order_of_each_source(objective, tmp_path):
     config = mixture_config(tmp_path, objective=objective)
     corpus = load_text(config)
     singles = [alone(tmp_path, i, objective=objective) for i in range(2)]
@@ -84,7 +84,7 @@ def test_mixture_takes_from_each_source_in_that_sources_own_order(objective, tmp
         assert row == next(orders[blend[element][0]])
 
 
-def test_mixture_validates_on_its_sources_one_after_another(tmp_path):
+def test_mixture_validates_on_its_sources_in_sequence(tmp_path):
     config = mixture_config(tmp_path, objective="masked_lm")
     singles = [load_text(alone(tmp_path, i, objective="masked_lm")) for i in range(2)]
     expected = [part.validation[i] for part in singles for i in range(len(part.validation))]
@@ -133,6 +133,6 @@ def test_mixture_trains_one_tokenizer_from_all_sources(tmp_path):
         (("0.1234567 a", "1 b"), r"a common denominator of at most 100,000; round them"),
     ],
 )
-def test_mixtures_refuse(mixture, message, tmp_path):
+def test_invalid_mixtures_are_rejected(mixture, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         mixture_config(tmp_path, mixture=mixture)

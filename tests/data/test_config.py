@@ -68,7 +68,7 @@ GOOD = DataConfig(sequence_length=8, global_batch_size=2)
         ),
     ],
 )
-def test_data_config_refuses(changes, message):
+def test_invalid_data_configs_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(GOOD, **changes)
 

@@ -26,7 +26,7 @@ def test_every_objective_is_documented(objective):
     assert f"| `{objective}`" in TEXT
 
 
-def test_training_commands_set_fields_that_there_are():
+def test_training_commands_set_existing_fields():
     known = {field.name for field in fields(DataConfig)}
     found = {
         match[1]

@@ -50,7 +50,7 @@ IMAGES = DataConfig(name="digits", objective="image_classification", global_batc
         ({"num_workers": -1}, r"images\.num_workers=-1 must be at least 0"),
     ],
 )
-def test_image_config_refuses(changes, message):
+def test_invalid_image_configs_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         ImageConfig(**changes)
 
@@ -72,12 +72,12 @@ def test_image_config_refuses(changes, message):
         ({}, {"repeats": 4}, r"repeats=4 leaves fewer than two .*=6; repeat them at most 3"),
     ],
 )
-def test_sections_that_do_not_fit_are_refused(data, images, message):
+def test_incompatible_sections_are_rejected(data, images, message):
     with pytest.raises(ValueError, match=message):
         load_corpus(dataclasses.replace(IMAGES, **data), ImageConfig(**images))
 
 
-def test_images_are_refused_where_texts_are_read():
+def test_images_section_is_rejected_for_text():
     text = DataConfig(global_batch_size=5)
     check_images(text, ImageConfig())
     with pytest.raises(ValueError, match=r"images\.size=9 is read only for images, .*'causal_lm'"):
@@ -99,6 +99,6 @@ def test_images_are_refused_where_texts_are_read():
         ({"objective": "causal_lm"}, r"'causal_lm' reads texts, but data\.name='digits' has none"),
     ],
 )
-def test_data_config_refuses_what_is_not_for_images(changes, message):
+def test_data_config_rejects_settings_that_are_not_for_images(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(IMAGES, **changes)

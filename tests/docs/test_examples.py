@@ -14,7 +14,7 @@ SHORT = (
 )
 
 
-def test_own_model_and_corpus_train_on_2x2x2_as_on_one_device(tmp_path):
+def test_own_model_and_corpus_have_equal_losses_on_2x2x2_and_one_device(tmp_path):
     short = (*SHORT, f"data.cache_dir={tmp_path}", "optimizer.learning_rate=0.01")
     run, corpus = make_run(short, EXAMPLE)
     assert run.mesh.size == 8
@@ -47,7 +47,7 @@ def test_shard_a_tensor_splits_both_dims():
     assert {shard.data.shape for shard in y.addressable_shards} == {(8, 4)}
 
 
-def test_printed_model_is_the_one_that_runs():
+def test_printed_model_equals_the_executed_example():
     code = (ROOT / "docs" / "examples" / "gated_mean.py").read_text()
     printed = (ROOT / "docs" / "own_parts.md").read_text()
     assert code[code.index("import dataclasses") :].rstrip() in printed

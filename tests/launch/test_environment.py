@@ -25,14 +25,14 @@ def test_compiler_variables_for_gpus_keep_the_users():
         environment.compiler_variables("tpu", user)
 
 
-def test_gpu_variables_share_out_what_is_visible():
+def test_gpu_variables_distribute_the_visible_gpus():
     user = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert environment.gpu_variables(1, 2, 2, user) == {"CUDA_VISIBLE_DEVICES": "6,7"}
     with pytest.raises(ValueError, match="needs 6 GPUs, but CUDA_VISIBLE_DEVICES lists 4"):
         environment.gpu_variables(0, 3, 2, user)
 
 
-def test_compiler_flags_for_cpus_are_those_that_a_process_sets_itself():
+def test_compiler_flags_for_cpus_equal_those_set_by_the_process():
     # The flags are defined twice, because importing `startup` would load JAX into the launcher.
     assert environment.CPU_XLA_FLAGS == startup.CPU_XLA_FLAGS
 

@@ -91,12 +91,12 @@ def test_run_succeeds_and_numbers_the_lines_of_all_but_process_0(tmp_path):
     assert errors == ["10%", "100% of 0", "50%", "[1] 100% of 1", "[2] 100% of 2"]
 
 
-def test_run_passes_on_a_last_line_without_an_end(tmp_path):
+def test_run_prints_a_last_line_without_a_newline(tmp_path):
     done = launch(tmp_path, 'sys.stdout.write(f"end {rank}")', "--processes=2")
     assert sorted(done.stdout.splitlines()) == ["[1] end 1", "end 0"]
 
 
-def test_run_gives_the_terminal_to_process_0_alone(tmp_path):
+def test_run_gives_the_terminal_only_to_process_0(tmp_path):
     ours, theirs = os.openpty()
     script = "print(rank, sys.stdout.isatty())"
     done = subprocess.run(
@@ -170,14 +170,14 @@ def test_run_stops_the_others_when_one_fails(tmp_path):
     wait_until_gone(read_pids(tmp_path, ["helper", "leader"]))
 
 
-def test_run_says_which_signal_killed_a_process(tmp_path):
+def test_run_reports_the_signal_that_killed_a_process(tmp_path):
     script = "os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(600)"
     done = launch(tmp_path, script, "--processes=2")
     assert done.returncode == 128 + signal.SIGKILL
     assert "process 0 killed by SIGKILL; stopping the 1 still running" in done.stderr
 
 
-def test_run_kills_what_ignores_sigterm_after_the_grace_time(tmp_path):
+def test_run_kills_processes_that_ignore_sigterm_after_the_grace_time(tmp_path):
     script = f"""
     ready = {str(tmp_path / "ready")!r}
     if rank == 0:
@@ -195,7 +195,7 @@ def test_run_kills_what_ignores_sigterm_after_the_grace_time(tmp_path):
     assert 1 < time.monotonic() - start < 30
 
 
-def test_run_ends_what_a_finished_process_leaves_behind(tmp_path):
+def test_run_ends_children_of_a_finished_process(tmp_path):
     script = f"""
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open({str(tmp_path / "helper")!r}, "w") as file:
@@ -230,14 +230,14 @@ def test_run_stops_all_processes_when_the_launcher_is_stopped(tmp_path, number):
     wait_until_gone(pids)
 
 
-def test_run_waits_for_all_that_stop_and_says_so(tmp_path):
+def test_run_reports_that_it_waits_for_stopping_processes(tmp_path):
     script = "time.sleep(2 * rank); print('saved'); sys.exit(75)"
     done = launch(tmp_path, script, "--processes=2", "--grace_s=0")
     assert done.returncode == 75
     assert "[1] saved" in done.stdout and "launch.local" not in done.stderr
 
 
-def test_run_starts_all_again_after_a_failure_and_only_then(tmp_path):
+def test_run_restarts_all_processes_only_after_a_failure(tmp_path):
     script = f"""
     path = f"{str(tmp_path)}/starts{{rank}}"
     with open(path, "a") as file:
@@ -292,7 +292,7 @@ def test_run_stops_all_processes_when_nobody_reads_the_output(tmp_path):
         (["--processes=2", "--", "no_such_program"], "cannot start 'no_such_program'"),
     ],
 )
-def test_main_bad_arguments_give_one_sentence(options, message, capsys):
+def test_main_reports_bad_arguments_in_one_sentence(options, message, capsys):
     with pytest.raises(SystemExit) as stop:
         local.main(options)
     assert stop.value.code == 2

@@ -101,7 +101,7 @@ def undisturbed(cluster, corpus, tmp_path_factory):
     return losses
 
 
-def test_requeued_job_goes_on_with_the_same_losses(cluster, corpus, undisturbed, tmp_path):
+def test_requeued_job_continues_with_the_same_losses(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     job = submit(cluster, corpus, workdir)
     wait_for_step(workdir, 5)
@@ -112,7 +112,7 @@ def test_requeued_job_goes_on_with_the_same_losses(cluster, corpus, undisturbed,
     assert steps(workdir) == undisturbed
 
 
-def test_job_killed_in_mid_step_starts_again_by_itself(cluster, corpus, undisturbed, tmp_path):
+def test_job_killed_during_a_step_restarts_automatically(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     job = submit(cluster, corpus, workdir)
     wait_for_step(workdir, 30)
@@ -122,7 +122,9 @@ def test_job_killed_in_mid_step_starts_again_by_itself(cluster, corpus, undistur
     assert steps(workdir) == undisturbed
 
 
-def test_step_daemon_killed_with_its_process_is_no_end(cluster, corpus, undisturbed, tmp_path):
+def test_step_daemon_killed_with_its_process_does_not_end_the_job(
+    cluster, corpus, undisturbed, tmp_path
+):
     workdir = tmp_path / "run"
     job = submit(cluster, corpus, workdir)
     wait_for_step(workdir, 30)
@@ -135,7 +137,7 @@ def test_step_daemon_killed_with_its_process_is_no_end(cluster, corpus, undistur
     assert steps(workdir) == undisturbed
 
 
-def test_time_limit_saves_and_queues_the_job_again(cluster, corpus, undisturbed, tmp_path):
+def test_time_limit_saves_and_requeues_the_job(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     slow = ("eval.every_steps=1", "checkpoint.every_steps=1")
     job = submit(cluster, corpus, workdir, "--time=60", changes=slow)

@@ -53,7 +53,7 @@ def ids(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_flops_are_those_traced_less_the_masked_half(name):
+def test_forward_flops_equal_the_traced_ones_without_the_masked_half(name):
     cls, config, num_causal = MODELS[name]
     model = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
@@ -67,7 +67,7 @@ def test_forward_flops_are_those_traced_less_the_masked_half(name):
     assert train_flops(model, shapes, num_params=0) == 3 * model.forward_flops(shapes)
 
 
-def test_pretraining_counts_both_heads():
+def test_pretraining_flops_count_both_heads():
     model = nnx.eval_shape(
         lambda: Bert(BertConfig(**OF_BERT, head="pretraining"), rngs=nnx.Rngs(0))
     )
@@ -80,7 +80,7 @@ def test_pretraining_counts_both_heads():
 
 
 @pytest.mark.parametrize("window", [1, 4, 16, 100])
-def test_attention_in_a_window_counts_the_band(window):
+def test_window_attention_flops_count_the_band(window):
     length = 16
     seen = min(window, 16)
     # The band is a parallelogram minus a triangle; products on the diagonals count half.
@@ -89,7 +89,7 @@ def test_attention_in_a_window_counts_the_band(window):
     assert flops == int(4 * 3 * 5 * band / length)
 
 
-def test_without_a_formula_every_parameter_is_a_multiply_add_of_each_token():
+def test_flops_without_a_formula_count_a_multiply_add_per_parameter_and_token():
     shapes = {"tokens": ids(2, 5), "decoder_tokens": ids(2, 3), "targets": ids(2, 3)}
     assert num_tokens(shapes) == 16
     assert train_flops(object(), shapes, num_params=10) == 6 * 10 * 16

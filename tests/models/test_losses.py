@@ -61,7 +61,7 @@ def test_chunked_vocab_loss_equals_plain_with_gradients(chunk_tokens):
             np.testing.assert_allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_chunked_vocab_loss_gives_padding_and_weightless_tokens_no_gradient():
+def test_chunked_vocab_loss_has_zero_gradient_at_padding_and_zero_weights():
     with jax.enable_x64(True):
         x, table, targets, weights = draw()
         x_grad, table_grad = jax.grad(
@@ -73,7 +73,7 @@ def test_chunked_vocab_loss_gives_padding_and_weightless_tokens_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_chunked_vocab_loss_never_holds_all_logits(dtype):
+def test_chunked_vocab_loss_never_stores_all_logits(dtype):
     num_tokens = 4096
     vocab = 512
     embed = 16
@@ -95,12 +95,12 @@ def test_chunked_vocab_loss_never_holds_all_logits(dtype):
     assert not has_array(compiled(256), (257, vocab), jnp.float32)
 
 
-def test_cross_entropy_of_equal_logits_is_log_of_their_number():
+def test_cross_entropy_of_equal_logits_is_the_log_of_the_vocab_size():
     losses = cross_entropy(jnp.zeros((3, 10)), jnp.arange(3, dtype=jnp.int32))
     np.testing.assert_allclose(losses, np.log(10), rtol=1e-6)  # float32
 
 
-def test_make_token_loss_names_the_path_that_leads_nowhere():
+def test_make_token_loss_error_names_the_invalid_path():
     assert make_token_loss("models.losses:cross_entropy") is cross_entropy
     with pytest.raises(ValueError, match="model.loss='models.losses:nothing'"):
         make_token_loss("models.losses:nothing")
@@ -141,7 +141,7 @@ def on_stages(function, sizes, *arrays):
 # With 29 tokens, the last part ends with padding; with 13, at least one part is only padding.
 @pytest.mark.parametrize("vocab", [VOCAB, 13])
 @pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
-def test_chunked_vocab_loss_of_a_shared_vocab_equals_the_whole(sizes, vocab, chunk_tokens):
+def test_chunked_vocab_loss_of_a_shared_vocab_equals_the_unshared_one(sizes, vocab, chunk_tokens):
     with jax.enable_x64(True):
         x, table, targets, weights = draw()
         targets = targets % vocab
@@ -164,7 +164,7 @@ def test_chunked_vocab_loss_of_a_shared_vocab_equals_the_whole(sizes, vocab, chu
 
 
 @pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
-def test_cross_entropy_of_a_shared_vocab_survives_large_logits(sizes):
+def test_cross_entropy_of_a_shared_vocab_is_stable_for_large_logits(sizes):
     """The maximum is taken over all parts, so that no part's exponentials overflow or vanish."""
     with jax.enable_x64(True):
         x, table, targets, weights = draw()
@@ -181,7 +181,7 @@ def test_cross_entropy_of_a_shared_vocab_survives_large_logits(sizes):
 
 
 @pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
-def test_chunked_vocab_loss_of_a_shared_vocab_refuses_other_losses(sizes):
+def test_chunked_vocab_loss_of_a_shared_vocab_rejects_other_losses(sizes):
     def loss(table, x, targets, weights):
         return chunked_vocab_loss(
             x, table, targets, weights, vocab_size=VOCAB, token_loss=squared_error
@@ -198,7 +198,7 @@ def test_chunked_vocab_loss_of_a_shared_vocab_refuses_other_losses(sizes):
 
 
 @pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
-def test_lookup_in_a_shared_table_equals_the_whole(sizes):
+def test_lookup_in_a_shared_table_equals_the_unshared_one(sizes):
     with jax.enable_x64(True):
         _, table, _, _ = draw()
         ids = jnp.asarray(np.random.default_rng(1).integers(PADDED_VOCAB, size=(6, 10)), jnp.int32)

@@ -68,7 +68,7 @@ def test_stacks_are_found_in_the_order_in_which_they_run(make):
     "schedule, chunks, stages", [("1f1b", 1, 1), ("interleaved_1f1b", 2, 2), ("zbv", 2, 2)]
 )
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, stages, remat):
+def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, stages, remat):
     with jax.enable_x64(True):
         model = EncoderDecoder(rngs=nnx.Rngs(0))
         # As in training, the parts come from an abstract model.
@@ -119,7 +119,7 @@ def test_two_stacks_in_a_pipeline_equal_one_after_the_other(schedule, chunks, st
 
 
 @pytest.mark.parametrize("stacks", [("encoder",), ()])
-def test_stacks_in_no_order_are_refused(stacks):
+def test_stacks_without_an_order_are_rejected(stacks):
     class Unordered(EncoderDecoder):
         pass
 
@@ -168,13 +168,13 @@ def inputs_of(model):
         ("head", lambda h: (*h[:2], {"loss": h[0]}), "'loss' has a name that the step itself"),
     ],
 )
-def test_check_refuses_functions_that_do_not_fit(method, change, message):
+def test_check_rejects_incompatible_functions(method, change, message):
     model = Misfit(**{method: change})
     with pytest.raises(ValueError, match=message):
         check(partition(model, remat="none"), *inputs_of(model))
 
 
-def test_check_refuses_a_block_that_changes_its_dtype():
+def test_check_rejects_a_block_that_changes_its_dtype():
     class Narrow(Encode):
         def __call__(self, x, batch, keys):
             return jax.tree.map(lambda leaf: leaf.astype("bfloat16"), x)
@@ -185,12 +185,12 @@ def test_check_refuses_a_block_that_changes_its_dtype():
         check(partition(model, remat="none"), *inputs_of(model))
 
 
-def test_check_takes_sums_that_are_plain_numbers():
+def test_check_accepts_sums_that_are_plain_numbers():
     model = Misfit(head=lambda sums: (sums[0], 3, {"rows": 2}))
     check(partition(model, remat="none"), *inputs_of(model))
 
 
-def test_can_share_vocab_is_said_by_the_class_of_embed_and_head():
+def test_can_share_vocab_is_declared_by_the_model_class():
     class Says:
         can_share_vocab = True
 

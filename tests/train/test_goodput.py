@@ -61,7 +61,7 @@ def lost(summary):
     return {cause: seconds for cause, seconds in summary.lost_s.items() if seconds}
 
 
-def test_a_start_writes_what_it_did(tmp_path, world):
+def test_each_start_writes_its_record(tmp_path, world):
     phases, record = begin(tmp_path, world)
     with phases("compile"):
         world.pass_(7)
@@ -85,7 +85,7 @@ def test_a_start_writes_what_it_did(tmp_path, world):
     assert [path.name for path in (tmp_path / "goodput").iterdir()] == ["0001.json"]
 
 
-def test_summary_of_a_run_that_was_killed_and_resumed(tmp_path, world):
+def test_summary_covers_a_killed_and_resumed_run(tmp_path, world):
     phases, record = begin(tmp_path, world)
     train(world, phases, range(1, 8))
     record.write(7)
@@ -117,7 +117,7 @@ def test_summary_of_a_run_that_was_killed_and_resumed(tmp_path, world):
     assert len(summary.starts) == 2
 
 
-def test_steps_recomputed_are_those_done_so_far(tmp_path, world):
+def test_recomputed_steps_are_those_done_before(tmp_path, world):
     phases, record = begin(tmp_path, world)
     train(world, phases, range(1, 10))
     record.write(9)
@@ -129,7 +129,7 @@ def test_steps_recomputed_are_those_done_so_far(tmp_path, world):
         assert (entry["recomputed_steps"], entry["recomputed_s"]) == (steps, seconds)
 
 
-def test_steps_recomputed_are_told_by_the_furthest_start(tmp_path, world):
+def test_recomputed_steps_follow_from_the_furthest_start(tmp_path, world):
     for first, last in ((0, 9), (0, 3)):
         phases, record = begin(tmp_path, world, first_step=first)
         record.write(last)
@@ -151,7 +151,7 @@ def test_setting_the_time_of_day_changes_no_duration(tmp_path, world, jump_s):
     assert lost(summary) == {"startup": 5, "data": 2}
 
 
-def test_down_is_never_negative(tmp_path, world):
+def test_downtime_is_never_negative(tmp_path, world):
     _, record = begin(tmp_path, world)
     record.write(0)
     world.time_of_day -= 10_000
@@ -162,7 +162,7 @@ def test_down_is_never_negative(tmp_path, world):
     assert summary.total_s == 10
 
 
-def test_a_run_that_had_finished_was_not_down(tmp_path, world):
+def test_finished_run_has_no_downtime(tmp_path, world):
     for ended in ("finished", "stopped", "failed"):
         _, record = begin(tmp_path, world)
         record.write(0, ended)
@@ -184,7 +184,7 @@ def test_a_run_that_had_finished_was_not_down(tmp_path, world):
         ("notes.txt", "a note"),
     ],
 )
-def test_what_is_no_start_is_passed_over_with_a_warning(tmp_path, world, caplog, name, text):
+def test_invalid_record_is_skipped_with_a_warning(tmp_path, world, caplog, name, text):
     _, record = begin(tmp_path, world)
     record.write(3)
     (tmp_path / "goodput" / name).write_text(text)
@@ -216,7 +216,7 @@ def test_what_is_no_start_is_passed_over_with_a_warning(tmp_path, world, caplog,
         {"colour": "blue"},
     ],
 )
-def test_a_file_with_values_that_cannot_be_is_passed_over(tmp_path, world, caplog, change):
+def test_file_with_impossible_values_is_skipped(tmp_path, world, caplog, change):
     for _ in range(2):
         _, record = begin(tmp_path, world)
         record.write(3)
@@ -235,7 +235,7 @@ def test_a_phase_of_another_version_counts_as_other(tmp_path, world):
     assert summarize(tmp_path).lost_s["other"] == 12.5
 
 
-def test_a_write_that_is_cut_off_leaves_the_last_one(tmp_path, world, monkeypatch, caplog):
+def test_interrupted_write_leaves_the_previous_record(tmp_path, world, monkeypatch, caplog):
     _, record = begin(tmp_path, world)
     record.write(3)
 
@@ -252,7 +252,7 @@ def test_a_write_that_is_cut_off_leaves_the_last_one(tmp_path, world, monkeypatc
     assert summarize(tmp_path).starts[0].last_step == 6
 
 
-def test_the_rest_of_a_write_that_was_cut_off_is_no_start(tmp_path, world, caplog):
+def test_leftover_of_an_interrupted_write_is_not_a_start(tmp_path, world, caplog):
     _, record = begin(tmp_path, world)
     record.write(3)
     (tmp_path / "goodput" / ".0002.json.tmp").write_text('{"started_at": 17')
@@ -266,13 +266,13 @@ def test_only_the_first_process_writes(tmp_path, world):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_end_that_is_unknown_is_refused(tmp_path, world):
+def test_unknown_end_is_rejected(tmp_path, world):
     _, record = begin(tmp_path, world)
     with pytest.raises(ValueError, match="ended='done' is unknown"):
         record.write(3, "done")
 
 
-def test_main_prints_a_line_per_cause_and_per_start(tmp_path, world, capsys):
+def test_main_prints_one_line_per_cause_and_per_start(tmp_path, world, capsys):
     phases, record = begin(tmp_path, world)
     train(world, phases, range(1, 5))
     record.write(4)
@@ -293,7 +293,7 @@ def test_main_prints_a_line_per_cause_and_per_start(tmp_path, world, capsys):
     assert rows["0002"][2:] == "49.0 4 to 8 0 8 device(s) of 2 process(es), finished".split()
 
 
-def test_main_says_in_one_sentence_what_it_cannot_read(tmp_path, capsys):
+def test_main_reports_unreadable_files_in_one_sentence(tmp_path, capsys):
     assert goodput.main([str(tmp_path / "nowhere")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -91,7 +91,7 @@ def torch_step(model, optimizer, batch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_losses_of_30_steps_are_those_of_torch(name, tmp_path):
+def test_losses_of_30_steps_equal_torch(name, tmp_path):
     class_name, settings, changes = MODELS[name]
     model = save_model(tmp_path / "model", class_name, **settings).train()
     overrides = (

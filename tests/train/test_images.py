@@ -96,7 +96,7 @@ def test_run_on_images_is_logged_evaluated_and_resumed(config, tmp_path, capsys)
     ]
 
 
-def test_run_of_a_model_without_published_files_is_loaded(config, tmp_path):
+def test_run_of_a_model_without_published_files_can_be_loaded(config, tmp_path):
     of_resmlp = str(ROOT / "configs" / "resmlp.py"), config[1]
     tiny = ("train.num_steps=1", "model.embed_dim=8", "model.mlp_dim=8", "model.num_layers=1")
     assert run_main(tmp_path, of_resmlp, *tiny) == 0
@@ -111,7 +111,7 @@ def test_losses_do_not_depend_on_the_mesh(config):
     assert losses(*make_run(many, file), 3) == pytest.approx(one, rel=1e-5)  # float32
 
 
-def test_other_images_are_another_run(config, tmp_path, capsys):
+def test_resuming_with_other_images_is_rejected(config, tmp_path, capsys):
     short = ("train.num_steps=2",)
     assert run_main(tmp_path, config, *short) == 0
     assert run_main(tmp_path, config, *short, "images.flip=True") == 2
@@ -133,7 +133,7 @@ def test_other_images_are_another_run(config, tmp_path, capsys):
         (("checkpoint.keep_best=1", "checkpoint.best_metric=eval_perplexity"), "is not a metric"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(overrides, message, config, tmp_path, capsys):
+def test_incompatible_image_settings_are_rejected(overrides, message, config, tmp_path, capsys):
     assert run_main(tmp_path, config, *overrides) == 2
     assert message in refusal(capsys)
 
@@ -172,7 +172,7 @@ def breaking(monkeypatch, image):
     monkeypatch.setattr(FolderImages, "read", read_and_break)
 
 
-def test_image_that_breaks_in_a_run_ends_it_and_the_next_start_goes_on(
+def test_image_that_breaks_in_a_run_ends_it_and_the_next_start_resumes(
     config, tmp_path, capsys, monkeypatch
 ):
     overrides, image = folder_of_images(tmp_path)
@@ -210,7 +210,7 @@ def test_context_is_refused_for_images(config, tmp_path, capsys):
     assert "mesh.context=2 splits sequences of tokens, but data.objective=" in refusal(capsys)
 
 
-def test_model_must_take_the_images_as_they_are(config):
+def test_model_must_accept_the_size_of_the_images(config):
     file, cache = config
     run = resolve(load(file, cache))
     model = run.model_config(num_labels=10)

@@ -39,7 +39,7 @@ def trained(corpus_overrides, tmp_path_factory):
     return workdir, overrides
 
 
-def test_run_leaves_metrics_config_checkpoints_and_tensorboard(trained):
+def test_run_writes_metrics_config_checkpoints_and_tensorboard(trained):
     workdir, _ = trained
     entries = read_metrics(workdir / "metrics.jsonl")
     steps = [entry for entry in entries if "loss" in entry]
@@ -63,7 +63,7 @@ def test_saved_config_replays_the_run(trained, tmp_path):
     assert (tmp_path / "config.yaml").read_text() == (workdir / "config.yaml").read_text()
 
 
-def test_eval_mode_gives_the_last_evaluation_again(trained, capsys):
+def test_eval_mode_repeats_the_last_evaluation(trained, capsys):
     workdir, overrides = trained
     assert run_main(workdir, overrides, "--mode=eval") == 0
     last = read_metrics(workdir / "metrics.jsonl")[-1]
@@ -71,7 +71,7 @@ def test_eval_mode_gives_the_last_evaluation_again(trained, capsys):
     assert float(printed[printed.index("eval_loss") + 1]) == pytest.approx(last["eval_loss"], 1e-5)
 
 
-def test_fast_dev_run_takes_three_steps_and_leaves_the_workdir_alone(trained, capsys):
+def test_fast_dev_run_trains_three_steps_and_does_not_use_the_workdir(trained, capsys):
     workdir, overrides = trained
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
     assert run_main(workdir, (*overrides, "model.num_layers=2"), "--fast_dev_run") == 0
@@ -80,7 +80,7 @@ def test_fast_dev_run_takes_three_steps_and_leaves_the_workdir_alone(trained, ca
     assert [f"step {i}/3" in printed for i in (1, 2, 3, 4)] == [True, True, True, False]
 
 
-def test_finished_run_says_so_and_changes_nothing(trained, capsys):
+def test_finished_run_reports_it_and_changes_nothing(trained, capsys):
     workdir, overrides = trained
     before = (workdir / "metrics.jsonl").read_text()
     assert run_main(workdir, overrides) == 0
@@ -88,7 +88,9 @@ def test_finished_run_says_so_and_changes_nothing(trained, capsys):
     assert (workdir / "metrics.jsonl").read_text() == before
 
 
-def test_empty_validation_split_is_said_and_trained_without(corpus_overrides, tmp_path, capsys):
+def test_run_trains_with_an_empty_validation_split_and_a_warning(
+    corpus_overrides, tmp_path, capsys
+):
     overrides = (*TINY, *corpus_overrides, "data.validation_fraction=0", "train.num_steps=2")
     assert run_main(tmp_path, overrides) == 0
     assert "validation split is empty" in capsys.readouterr().err
@@ -97,7 +99,7 @@ def test_empty_validation_split_is_said_and_trained_without(corpus_overrides, tm
     assert "no validation data" in error_line(capsys)
 
 
-def test_evaluation_of_what_is_not_there_or_another_run_is_refused(trained, tmp_path, capsys):
+def test_evaluation_without_a_matching_checkpoint_is_rejected(trained, tmp_path, capsys):
     workdir, overrides = trained
     assert run_main(tmp_path / "nothing", overrides, "--mode=eval") == 2
     assert "has no checkpoint" in error_line(capsys)
@@ -106,7 +108,7 @@ def test_evaluation_of_what_is_not_there_or_another_run_is_refused(trained, tmp_
     assert "data.sequence_length: 16 -> 8" in error_line(capsys)
 
 
-def test_longer_run_goes_on_and_another_model_is_refused(trained, tmp_path, capsys):
+def test_longer_run_resumes_and_another_model_is_rejected(trained, tmp_path, capsys):
     workdir, overrides = trained
     changed = (*overrides, "model.num_layers=2", "data.sequence_length=8")
     assert run_main(workdir, changed) == 2
@@ -114,7 +116,7 @@ def test_longer_run_goes_on_and_another_model_is_refused(trained, tmp_path, caps
     assert "model.num_layers: 4 -> 2" in message and "data.sequence_length: 16 -> 8" in message
 
 
-def test_run_goes_on_whose_config_was_saved_before_a_key_was_known(trained, tmp_path, capsys):
+def test_run_resumes_from_a_config_without_newer_keys(trained, tmp_path, capsys):
     workdir, overrides = trained
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
@@ -125,7 +127,7 @@ def test_run_goes_on_whose_config_was_saved_before_a_key_was_known(trained, tmp_
     assert "data.objective" in error_line(capsys)
 
 
-def test_damaged_checkpoint_is_passed_over(corpus_overrides, tmp_path, capsys):
+def test_damaged_checkpoint_is_skipped(corpus_overrides, tmp_path, capsys):
     overrides = (*TINY, *corpus_overrides, "train.num_steps=4", "checkpoint.every_steps=2")
     assert run_main(tmp_path, overrides) == 0
     before = [m["loss"] for m in read_metrics(tmp_path / "metrics.jsonl") if "loss" in m]
@@ -203,7 +205,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_without_traceback(case, corpus_overrides, tmp_path, capsys):
+def test_bad_input_is_reported_in_one_sentence_without_traceback(
+    case, corpus_overrides, tmp_path, capsys
+):
     overrides, expected = BAD[case]
     assert run_main(tmp_path / "run", (*TINY, *corpus_overrides, *overrides)) == 2
     assert expected in error_line(capsys)
@@ -223,7 +227,7 @@ def test_broken_files_are_named(corpus_overrides, tmp_path, capsys):
     assert "nowhere.py" in error_line(capsys)
 
 
-def test_every_checkpoint_damaged_is_one_sentence(corpus_overrides, tmp_path, capsys):
+def test_all_checkpoints_damaged_is_reported_in_one_sentence(corpus_overrides, tmp_path, capsys):
     overrides = (*TINY, *corpus_overrides, "train.num_steps=2")
     assert run_main(tmp_path, overrides) == 0
     for path in (tmp_path / "checkpoints").rglob("d/*"):
@@ -233,7 +237,7 @@ def test_every_checkpoint_damaged_is_one_sentence(corpus_overrides, tmp_path, ca
     assert "are damaged" in error_line(capsys)
 
 
-def test_run_does_not_go_on_with_other_text(tmp_path, capsys):
+def test_resuming_with_other_text_is_rejected(tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()
     overrides = (*TINY, *write_corpus(text), "train.num_steps=2")

@@ -31,7 +31,7 @@ class Overflows(GPT2):
         return super().head(x_BTD * factor * factor, batch)
 
 
-def test_rounding_goes_to_the_neighbours_and_loses_nothing_on_average():
+def test_stochastic_rounding_is_unbiased_between_neighbours():
     step = 2.0**-7  # spacing of bfloat16 between 1 and 2
     x = jnp.full(100_000, 1 + step / 4, jnp.float32)
     for sign in (1, -1):
@@ -46,7 +46,7 @@ def test_rounding_goes_to_the_neighbours_and_loses_nothing_on_average():
     np.testing.assert_array_equal(bits[0], bits[1])
 
 
-def test_rounding_is_that_of_the_layer_wherever_it_lies():
+def test_rounding_depends_on_the_layer_not_on_its_slot():
     layers = jax.random.normal(jax.random.key(0), (5, 7, 3))
     plain = Layout(num_layers=5, chunks=(((0, 5),),))
     uneven = Layout(num_layers=5, chunks=(((0, 2), (4, 1)), ((2, 2), (5, 0))))
@@ -87,7 +87,7 @@ def test_bfloat16_master_weights_learn_from_updates_too_small_for_them(
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
-def test_narrow_computation_follows_the_wide_one(compute, corpus_overrides):
+def test_low_precision_losses_follow_float32(compute, corpus_overrides):
     base = (*TINY, *corpus_overrides)
     found = losses(*make_run((*base, f"precision.compute={compute}")), 8)
     # Products are rounded to 11 and to 8 bits, and Adam's first steps amplify the errors.
@@ -96,7 +96,7 @@ def test_narrow_computation_follows_the_wide_one(compute, corpus_overrides):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_float16_is_alike_on_every_mesh(mesh, corpus_overrides):
+def test_float16_losses_are_equal_on_every_mesh(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides, *FLOAT16)
     found = losses(*make_run((*base, *MESHES[mesh])), 10)
     np.testing.assert_allclose(found, reference_losses(base, 10), rtol=2e-3)
@@ -107,7 +107,7 @@ def values(workdir, *names: str) -> list[tuple]:
     return [tuple(line[name] for name in names) for line in lines if "loss" in line]
 
 
-def test_float16_survives_overflows_and_goes_on_alike_after_a_stop(corpus_overrides, tmp_path):
+def test_float16_recovers_from_overflows_and_resumes_exactly(corpus_overrides, tmp_path):
     overrides = (
         *TINY,
         *corpus_overrides,
@@ -140,7 +140,7 @@ def test_float16_survives_overflows_and_goes_on_alike_after_a_stop(corpus_overri
     )
 
 
-def test_loss_scale_falls_waits_and_grows():
+def test_loss_scale_decreases_waits_and_increases():
     config = PrecisionConfig(
         compute="float16",
         params="float32",
@@ -162,7 +162,9 @@ def test_loss_scale_falls_waits_and_grows():
     )
 
 
-def test_too_many_bad_steps_at_the_smallest_scale_end_the_run(corpus_overrides, tmp_path, capsys):
+def test_too_many_nonfinite_steps_at_the_smallest_scale_end_the_run(
+    corpus_overrides, tmp_path, capsys
+):
     overrides = (
         *TINY,
         *corpus_overrides,
@@ -176,7 +178,7 @@ def test_too_many_bad_steps_at_the_smallest_scale_end_the_run(corpus_overrides, 
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gradients_are_sent_in_the_dtype_of_choice(stage, corpus_overrides):
+def test_gradients_are_reduced_in_the_configured_dtype(stage, corpus_overrides):
     base = (*TINY, *corpus_overrides, "mesh.data=4", f"memory.zero_stage={stage}")
     run, corpus = make_run((*base, "precision.reduce=bfloat16"))
     found = losses(run, corpus, 10)

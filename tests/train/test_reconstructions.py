@@ -39,7 +39,7 @@ def test_reconstructions_of_a_run_are_drawn(tmp_path, capsys):
         main([str(workdir), "--num_images=0"])
 
 
-def test_what_reconstructs_nothing_is_refused(tmp_path):
+def test_model_without_reconstructions_is_rejected(tmp_path):
     with pytest.raises(SystemExit, match=r"config\.yaml does not exist; give the workdir"):
         main([str(tmp_path)])
     config_files.save_yaml(config_files.load(f"{ROOT}/configs/vit.py"), tmp_path / "config.yaml")

@@ -77,7 +77,7 @@ def trajectory(workdir: Path) -> dict[int, tuple]:
     return steps
 
 
-def test_killed_run_logs_the_same_to_the_bit(corpus_overrides, tmp_path):
+def test_killed_run_logs_equal_values_to_the_bit(corpus_overrides, tmp_path):
     overrides = (*KILLED, *corpus_overrides)
     finish(tmp_path / "undisturbed", overrides)
     killed = tmp_path / "killed"
@@ -116,7 +116,7 @@ def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tm
             np.testing.assert_allclose(continued, expected, rtol=tolerance, atol=0)
 
 
-def test_examples_are_those_of_an_undisturbed_run_on_8_then_4_then_8_devices(
+def test_examples_equal_an_undisturbed_run_on_8_then_4_then_8_devices(
     corpus_overrides, tmp_path, monkeypatch
 ):
     base = (*TINY, *corpus_overrides)
@@ -149,7 +149,7 @@ CHUNKS = (
 )
 
 
-def test_checkpoint_of_uneven_stages_and_chunks_has_no_trace_of_them(corpus_overrides, tmp_path):
+def test_checkpoint_does_not_depend_on_stages_and_chunks(corpus_overrides, tmp_path):
     base = (*TINY, *corpus_overrides, *FLOAT64)
     with jax.enable_x64(True):
         expected = train(base, tmp_path / "whole", 12)

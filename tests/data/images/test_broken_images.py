@@ -53,7 +53,7 @@ def write_broken(path):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_file_is_refused_or_left_out(name, tmp_path, caplog):
+def test_broken_file_is_rejected_or_left_out(name, tmp_path, caplog):
     write_classes(tmp_path / "i", "ab", num_images=4)
     write_broken(tmp_path / "i" / "a" / name)
     with pytest.raises(ValueError) as caught:
@@ -68,7 +68,7 @@ def test_broken_file_is_refused_or_left_out(name, tmp_path, caplog):
     assert said.partition(";")[0] in caplog.text and "left out" in caplog.text
 
 
-def test_many_broken_files_are_counted_and_three_named(tmp_path):
+def test_many_broken_files_are_counted_and_three_are_named(tmp_path):
     write_classes(tmp_path / "i", "ab", num_images=6)
     for name in BROKEN:
         write_broken(tmp_path / "i" / "b" / name)
@@ -90,7 +90,7 @@ def refusing(function, path):
     return call
 
 
-def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, caplog):
+def test_files_without_read_permission_are_named(tmp_path, monkeypatch, caplog):
     root = tmp_path / "i"
     write_classes(root, "ab", num_images=4)
     write_image(root / "a" / "deep" / "9.png", 9)
@@ -114,7 +114,7 @@ def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, caplog):
     )
 
 
-def test_files_of_every_kind_give_the_pixels_they_show(tmp_path):
+def test_every_image_format_gives_the_expected_pixels(tmp_path):
     grey = NOISE[:, :, 0]
     kinds = {
         "grey.png": Image.fromarray(grey),
@@ -152,7 +152,7 @@ def test_image_that_breaks_later_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_image_that_breaks_later_gets_no_weight(num_workers, tmp_path, caplog, capfd):
+def test_image_that_breaks_later_has_zero_weight(num_workers, tmp_path, caplog, capfd):
     write_classes(tmp_path / "i", "ab")
     images = ImageConfig(mixup=0.5, on_broken="skip", num_workers=num_workers)
     config = image_config(tmp_path, global_batch_size=4)

@@ -21,7 +21,7 @@ from tests.data.images.pictures import (
 SKIP = ImageConfig(on_broken="skip")
 
 
-def test_folder_that_leads_back_is_refused_or_left_out(tmp_path, caplog):
+def test_folder_cycle_is_rejected_or_left_out(tmp_path, caplog):
     root = tmp_path / "i"
     write_classes(root, "ab", num_images=4)
     (root / "a" / "up").symlink_to(root)
@@ -43,7 +43,7 @@ def test_folder_that_leads_back_is_refused_or_left_out(tmp_path, caplog):
     )
 
 
-def test_empty_classes_are_left_out_and_the_others_numbered_anew(tmp_path, caplog):
+def test_empty_classes_are_left_out_and_the_others_renumbered(tmp_path, caplog):
     root = tmp_path / "i"
     write_classes(root / "train", "bd", num_images=3)
     write_classes(root / "val", "bcd", num_images=2, first=50)
@@ -66,7 +66,7 @@ def test_empty_classes_are_left_out_and_the_others_numbered_anew(tmp_path, caplo
         assert said in caplog.text, said
 
 
-def test_too_few_classes_or_images_left_are_refused(tmp_path):
+def test_too_few_remaining_classes_or_images_are_rejected(tmp_path):
     write_classes(tmp_path / "one", "a")
     (tmp_path / "one" / "b").mkdir()
     with pytest.raises(ValueError, match=r"of 2 classes in .*one only 1 has usable images"):
@@ -79,7 +79,7 @@ def test_too_few_classes_or_images_left_are_refused(tmp_path):
         folder(tmp_path, tmp_path / "two", images=SKIP)
 
 
-def test_names_of_any_kind(tmp_path, caplog):
+def test_unusual_file_and_class_names_are_supported(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     root = tmp_path / "i"
     write_classes(root, ["große Katze", "犬 いぬ"], num_images=4)
@@ -103,7 +103,7 @@ def test_names_of_any_kind(tmp_path, caplog):
         folder(tmp_path, root)
 
 
-def test_labels_and_images_of_tfds_that_cannot_be_used(tmp_path, caplog):
+def test_unusable_tfds_labels_and_images_are_rejected(tmp_path, caplog):
     import tensorflow_datasets as tfds
 
     features = {

@@ -61,7 +61,7 @@ def case(request, tmp_path):
     return request.param, config, images, load(tmp_path, images, **changes)
 
 
-def test_batches_have_the_shapes_that_the_config_tells(case):
+def test_batches_have_the_shapes_given_by_the_config(case):
     name, config, images, corpus = case
     shapes = batch_shapes(config, images)
     assert shapes.keys() == KEYS[name]
@@ -121,7 +121,7 @@ def test_any_number_of_workers_reads_the_same_batches(num_workers, tmp_path):
     assert_rows(take(train_batches(workers, config, rows), 5), expected, rows)
 
 
-def test_validation_gives_each_image_once_and_then_rows_of_no_weight(case):
+def test_validation_yields_each_image_once_then_rows_of_zero_weight(case):
     name, config, _, corpus = case
     length = len(corpus.validation)
     batches = list(validation_batches(corpus, config, range(6)))
@@ -137,7 +137,7 @@ def test_validation_gives_each_image_once_and_then_rows_of_no_weight(case):
         np.testing.assert_array_equal(rows["other_targets"], rows["targets"])
 
 
-def test_evaluations_hang_on_the_row_alone(case, tmp_path):
+def test_evaluation_images_depend_only_on_the_row(case, tmp_path):
     _, config, images, corpus = case
     again = load(tmp_path, images, name=config.name, objective=config.objective, seed=99)
     for index in range(3):
@@ -145,7 +145,7 @@ def test_evaluations_hang_on_the_row_alone(case, tmp_path):
             np.testing.assert_array_equal(value, again.validation[index][key])
 
 
-def test_each_epoch_and_seed_changes_images_otherwise(case, tmp_path):
+def test_augmentation_differs_between_epochs_and_seeds(case, tmp_path):
     name, config, images, corpus = case
     few = take(train_batches(corpus, config, range(6)), 40)
     other = load(tmp_path, images, name=config.name, objective=config.objective, seed=8)
@@ -191,7 +191,7 @@ def test_train_stream_visits_each_image_once_an_epoch_with_its_label(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [range(6), [3], [4, 1]], ids=str)
-def test_pairs_of_a_batch_are_mixed_by_one_share(rows, tmp_path):
+def test_both_images_of_a_pair_are_mixed_by_the_same_share(rows, tmp_path):
     config = image_config(tmp_path)
     images = ImageConfig(size=8, mixup=0.5)
     mixed = take(train_batches(load(tmp_path, images), config, rows), 6)
@@ -211,7 +211,7 @@ def test_pairs_of_a_batch_are_mixed_by_one_share(rows, tmp_path):
             assert batch["other_targets"][place] == plain["targets"][other]
 
 
-def test_cutmix_shares_are_those_of_the_pixels(tmp_path):
+def test_cutmix_shares_equal_the_fractions_of_pixels(tmp_path):
     batches = take(
         train_batches(
             load(tmp_path, ImageConfig(size=8, cutmix=1.0)), image_config(tmp_path), range(6)
@@ -225,7 +225,7 @@ def test_cutmix_shares_are_those_of_the_pixels(tmp_path):
             assert own == pytest.approx(row["target_shares"])
 
 
-def test_repeated_images_are_in_one_batch_and_never_mixed_with_themselves(tmp_path):
+def test_repeated_images_share_a_batch_and_are_not_mixed_with_themselves(tmp_path):
     config = image_config(tmp_path, global_batch_size=12)
     corpus = load(tmp_path, ImageConfig(size=8, repeats=3), global_batch_size=12)
     batches = take(train_batches(corpus, config, range(12)), 15)
@@ -242,7 +242,7 @@ def test_repeated_images_are_in_one_batch_and_never_mixed_with_themselves(tmp_pa
     assert sorted(np.unique(values_of(batch), return_counts=True)[1]) == [3, 3, 4]
 
 
-def test_train_fraction_takes_the_same_part_of_each_class_and_smaller_lies_in_larger(tmp_path):
+def test_train_fraction_is_equal_per_class_and_smaller_is_a_subset_of_larger(tmp_path):
     found = {}
     for fraction in (0.1, 0.5, 1.0):
         corpus = load(tmp_path, ImageConfig(size=8, train_fraction=fraction))
@@ -260,7 +260,7 @@ def test_train_fraction_takes_the_same_part_of_each_class_and_smaller_lies_in_la
 
 
 @pytest.mark.parametrize("num_ahead", [1, 3])
-def test_large_batches_are_read_less_far_ahead(num_ahead, tmp_path, monkeypatch):
+def test_large_batches_are_prefetched_less(num_ahead, tmp_path, monkeypatch):
     assert [batches_ahead(size) for size in (0, 2**27, 2**28, 2**30, 2**40)] == [8, 8, 4, 1, 1]
     read = []
     train_rows = Images.train_rows

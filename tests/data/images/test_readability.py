@@ -19,7 +19,7 @@ from tests.data.images.pictures import (
 SKIP = ImageConfig(on_broken="skip")
 
 
-def test_sound_images_are_checked_once_until_they_change(tmp_path, monkeypatch):
+def test_intact_images_are_checked_once_until_they_change(tmp_path, monkeypatch):
     write_classes(tmp_path / "i", "ab", num_images=5)
     checked = []
 
@@ -52,7 +52,7 @@ def test_sound_images_are_checked_once_until_they_change(tmp_path, monkeypatch):
     assert len(checked) == 23 and kept is not None and len(kept) == 10
 
 
-def test_those_who_start_together_check_once(tmp_path, monkeypatch):
+def test_concurrent_processes_check_images_once(tmp_path, monkeypatch):
     write_classes(tmp_path / "i", "ab", num_images=20)
     checked = []
     problem_of = readability.problem_of
@@ -65,7 +65,7 @@ def test_those_who_start_together_check_once(tmp_path, monkeypatch):
     assert len({corpus.fingerprint for corpus in found}) == 1
 
 
-def test_array_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_write_of_an_array_leaves_no_file(tmp_path, monkeypatch):
     path = tmp_path / "a.npy"
     write_array(path, np.arange(3))
 

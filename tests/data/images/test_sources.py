@@ -38,7 +38,7 @@ def test_folder_of_splits_has_its_classes_in_the_order_of_their_names(validation
     assert two.fingerprint == corpus.fingerprint and values(two.train) == values(corpus.train)
 
 
-def test_folder_of_classes_gives_up_a_part_of_each(tmp_path):
+def test_folder_of_classes_holds_out_a_part_of_each(tmp_path):
     write_classes(tmp_path / "i", "abc", num_images=20)
     write_image(tmp_path / "i" / "b" / "deeper" / "one.JPG", 60)
     (tmp_path / "i" / "b" / "notes.txt").write_text("no image")
@@ -70,7 +70,7 @@ def test_class_called_train_is_a_class(tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["image_reconstruction", "image_contrast"])
-def test_images_without_labels_may_lie_anywhere(objective, tmp_path):
+def test_images_without_labels_may_be_in_any_folder(objective, tmp_path):
     for i in range(6):
         write_image(tmp_path / "i" / f"{i}.png", i)
     write_image(tmp_path / "i" / "deep" / "er" / "6.bmp", 6)
@@ -79,7 +79,7 @@ def test_images_without_labels_may_lie_anywhere(objective, tmp_path):
     assert sorted(values(corpus.train) + values(corpus.validation)) == list(range(7))
 
 
-def test_small_class_keeps_an_image_to_train_on(tmp_path):
+def test_small_class_keeps_a_training_image(tmp_path):
     write_classes(tmp_path / "i", "a", num_images=6)
     write_classes(tmp_path / "i", "b", num_images=1, first=50)
     corpus = folder(tmp_path, tmp_path / "i", validation_fraction=0.9, global_batch_size=2)
@@ -199,7 +199,7 @@ def test_bad_own_images_are_refused(name, message, tmp_path):
         own(tmp_path, name)
 
 
-def test_own_images_without_the_broken_ones(tmp_path):
+def test_own_images_are_loaded_without_broken_ones(tmp_path):
     name = "tests.data.images.pictures:one_broken"
     corpus = load(tmp_path, ImageConfig(on_broken="skip"), name=name)
     assert corpus.labels == (0, 1) and values(corpus.train) == list(range(9))
@@ -214,7 +214,7 @@ def test_own_images_without_the_broken_ones(tmp_path):
     np.testing.assert_array_equal(values_of(workers), values_of(here))
 
 
-def test_label_does_not_matter_where_none_is_learnt(tmp_path):
+def test_labels_are_ignored_if_the_objective_does_not_use_them(tmp_path):
     corpus = own(tmp_path, "single_class", objective="image_reconstruction")
     assert corpus.labels == () and len(corpus.train) == 2
 
@@ -222,7 +222,7 @@ def test_label_does_not_matter_where_none_is_learnt(tmp_path):
 # TFDS.
 
 
-def test_digits_are_scikit_learns_with_every_fifth_held_out(tmp_path):
+def test_digits_equal_scikit_learns_with_every_fifth_held_out(tmp_path):
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
@@ -284,7 +284,7 @@ def test_tfds_set_is_built_from_arrays_and_evaluated_on_its_test_split(tmp_path)
         load(tmp_path, name="tiny_pictures", label_field="breed")
 
 
-def test_tfds_set_without_a_held_out_split_gives_up_a_part_of_each_class(tmp_path):
+def test_tfds_set_without_a_test_split_holds_out_a_part_of_each_class(tmp_path):
     import tensorflow_datasets as tfds
 
     features = {
@@ -297,7 +297,7 @@ def test_tfds_set_without_a_held_out_split_gives_up_a_part_of_each_class(tmp_pat
     assert sorted(values(corpus.train) + values(corpus.validation)) == list(range(20))
 
 
-def test_tfds_set_of_another_kind_is_refused(tmp_path):
+def test_unsuitable_tfds_set_is_rejected(tmp_path):
     import tensorflow_datasets as tfds
 
     image = {"image": tfds.features.Image(shape=(None, None, 1))}

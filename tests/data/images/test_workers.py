@@ -64,7 +64,7 @@ def ends(pids, within_s: float = 10.0) -> bool:
     return not any(map(is_running, pids))
 
 
-def test_answers_come_in_the_order_of_the_questions():
+def test_results_are_returned_in_the_order_of_requests():
     pool = workers(3)
     assert pool.map("one", "add", range(12)) == list(range(1, 13))
     assert pool.map("ten", "add", [5]) == [15]
@@ -75,7 +75,7 @@ def test_answers_come_in_the_order_of_the_questions():
 
 
 @pytest.mark.parametrize("num_rows, count", [(64, 16), (64, 3), (7, 2), (5, 16), (1, 1), (256, 2)])
-def test_all_workers_get_a_share_of_even_size(num_rows, count):
+def test_all_workers_get_an_even_number_of_rows(num_rows, count):
     shares = workers(count).shares(range(num_rows))
     assert [row for share in shares for row in share] == list(range(num_rows))
     assert all(len(share) % 2 == 0 for share in shares[:-1])
@@ -84,7 +84,7 @@ def test_all_workers_get_a_share_of_even_size(num_rows, count):
     assert max(map(len, shares)) <= 16
 
 
-def test_workers_have_no_jax_and_end_with_what_holds_them():
+def test_workers_do_not_import_jax_and_exit_with_their_pool():
     pool = workers()
     answers = pool.map("one", "process", ["?"] * 8)
     pids = {pid for pid, _ in answers}
@@ -96,7 +96,7 @@ def test_workers_have_no_jax_and_end_with_what_holds_them():
     assert ends(pids)
 
 
-def test_what_reads_images_imports_neither_jax_nor_grain():
+def test_image_reading_modules_import_neither_jax_nor_grain():
     modules = (
         "data.images.image_corpus, data.images.folder, data.images.own, data.images.tfds_images"
     )
@@ -108,7 +108,7 @@ def test_what_reads_images_imports_neither_jax_nor_grain():
     assert done.returncode == 0, done.stderr
 
 
-def test_error_of_a_worker_is_raised_here():
+def test_worker_error_is_raised_in_the_parent():
     pool = workers(1)
     with pytest.raises(ValueError, match="this was not right") as caught:
         pool.map("one", "fail", ["this"])
@@ -118,7 +118,7 @@ def test_error_of_a_worker_is_raised_here():
     assert pool.map("one", "add", [1]) == [2], "it goes on after an error"
 
 
-def test_killed_worker_is_told_of_and_nothing_waits_for_it():
+def test_killed_worker_is_reported_without_waiting():
     pool = workers(1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"images\.num_workers=1 ended unexpectedly"):
@@ -144,7 +144,7 @@ PROGRAM = """
     ["", "raise SystemExit(3)", "os._exit(3)", "time.sleep(100)"],
     ids=["end", "exit", "exit at once", "kill"],
 )
-def test_workers_end_however_the_program_does(end):
+def test_workers_exit_however_the_program_ends(end):
     program = textwrap.dedent(PROGRAM).format(root=str(ROOT), end=end)
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True

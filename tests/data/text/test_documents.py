@@ -66,7 +66,7 @@ def test_python_stdlib_needs_no_tensorflow_and_is_built_once(stdlib_config, capl
     assert f"python_stdlib/{version}" in again.key
 
 
-def test_tfds_set_without_validation_gives_up_the_end_of_train(tmp_path):
+def test_tfds_set_without_validation_holds_out_the_end_of_train(tmp_path):
     import tensorflow_datasets as tfds
 
     class TinyProse(tfds.core.GeneratorBasedBuilder):
@@ -105,7 +105,7 @@ def test_tfds_set_without_validation_gives_up_the_end_of_train(tmp_path):
         ("mnist", r"data\.text_field='text' is not a text feature .*\['image', 'label'\]"),
     ],
 )
-def test_tfds_refuses_unknown_names_before_any_download(name, message, tmp_path):
+def test_tfds_rejects_unknown_names_before_any_download(name, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         open_documents(user_config(name, tmp_path))
 
@@ -124,7 +124,7 @@ def test_text_files_keep_every_byte_in_parts_at_line_ends(tmp_path):
     assert max(len(part.encode()) for part in documents) <= 2 * TEXT_PART_BYTES + 3
 
 
-def test_text_files_split_by_content_and_stay_split(tmp_path):
+def test_text_files_are_split_by_content_and_the_split_is_stable(tmp_path):
     lines = [json.dumps({"text": f"document {i}"}) for i in range(400)]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(lines))
@@ -144,7 +144,7 @@ def test_text_files_split_by_content_and_stay_split(tmp_path):
     assert find_corpus(config).key != key
 
 
-def test_text_files_of_two_documents_still_give_two_splits(tmp_path):
+def test_two_text_documents_give_two_splits(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     documents = open_documents(text_config(tmp_path / "a.jsonl", validation_fraction=0.01))
     assert {split: len(texts) for split, texts in documents.items()} == {
@@ -175,7 +175,7 @@ def test_jsonl_reads_the_named_field_and_skips_blank_lines(tmp_path):
         ("a.jsonl", b"[1]\n", ValueError, r"line 1 has no fields"),
     ],
 )
-def test_text_files_refuse(file, content, error, message, tmp_path):
+def test_invalid_text_files_are_rejected(file, content, error, message, tmp_path):
     (tmp_path / file).write_bytes(content)
     with pytest.raises(error, match=message):
         list(open_documents(text_config(tmp_path / "a.*"))["train"])
@@ -202,7 +202,7 @@ def user_module(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_import_path_gives_the_users_documents(user_module, tmp_path):
+def test_import_path_yields_the_users_documents(user_module, tmp_path):
     name = user_module(
         "user_corpus_good",
         "class Own:\n"
@@ -218,7 +218,7 @@ def test_import_path_gives_the_users_documents(user_module, tmp_path):
     }
 
 
-def test_import_path_key_follows_the_documents(user_module, tmp_path):
+def test_import_path_key_changes_with_the_documents(user_module, tmp_path):
     source = "def corpus():\n    return {'train': [%r], 'validation': []}\n"
     keys = []
     for text in ("a", "a", "b"):
@@ -258,7 +258,7 @@ def test_import_path_key_follows_the_documents(user_module, tmp_path):
         ),
     ],
 )
-def test_import_path_refuses(source, attribute, message, user_module, tmp_path):
+def test_invalid_import_paths_are_rejected(source, attribute, message, user_module, tmp_path):
     name = user_module("user_corpus_bad", source)
     with pytest.raises(ValueError, match=rf"data\.name='user_corpus_bad:{attribute}'.*{message}"):
         open_documents(user_config(f"{name}:{attribute}", tmp_path))

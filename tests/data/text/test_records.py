@@ -54,7 +54,7 @@ def test_labels_are_found_and_numbered_in_order(labels, expected, tmp_path):
             assert row["targets"].dtype == np.int32 and row["weights"] == 1
 
 
-def test_long_texts_are_cut_short(tmp_path):
+def test_long_texts_are_truncated(tmp_path):
     records = [{"text": "x" * 99, "label": i % 2} for i in range(8)]
     config = jsonl_config(tmp_path, records, objective="classification", validation_fraction=0.0)
     row = load_text(config).train[0]
@@ -71,7 +71,7 @@ def test_bpe_of_records_is_trained_with_special_tokens(tmp_path):
     assert len(tokenizer.encode_batch(["answer"])[0]) < 4 > len(tokenizer.encode_batch(["ion"])[0])
 
 
-def test_fingerprint_follows_what_is_read_and_the_tokenizer(tmp_path):
+def test_fingerprint_depends_on_the_data_and_the_tokenizer(tmp_path):
     def fingerprint(records, **changes):
         # No validation split, because the hash of a line decides its split.
         changes = {"objective": "seq2seq", "validation_fraction": 0.0, **changes}
@@ -127,13 +127,13 @@ GOOD = labelled(["a", "b"], 4)
         ("classification", GOOD[::2], r"at least two labels in the train split, .*but has 'a';"),
     ],
 )
-def test_records_refuse(objective, records, message, tmp_path):
+def test_invalid_records_are_rejected(objective, records, message, tmp_path):
     config = jsonl_config(tmp_path, records, objective=objective, validation_fraction=0.0)
     with pytest.raises(ValueError, match=message):
         load_text(config)
 
 
-def test_label_that_is_only_held_out_is_refused(tmp_path):
+def test_label_that_occurs_only_in_validation_is_rejected(tmp_path):
     records = labelled(["a", "b"], 40) + [{"text": f"rare {i}", "label": "c"} for i in range(40)]
     config = jsonl_config(tmp_path, records, objective="classification")
     splits = {}

@@ -83,7 +83,7 @@ def test_windows_are_the_concatenated_documents(config, corpus):
     assert len(corpus.train) == (len(tokens_of(corpus.train)) - 1) // 16
 
 
-def test_large_vocabulary_is_kept_whole(tmp_path):
+def test_large_token_ids_are_stored_exactly(tmp_path):
     import tokenizers
 
     vocab = {"</s>": 0, "[UNK]": 1, "high": 70_000}
@@ -98,7 +98,7 @@ def test_large_vocabulary_is_kept_whole(tmp_path):
     assert windows[0]["tokens"][:4].tolist() == [0, 70_000, 70_000, 0]
 
 
-def test_train_batch_has_the_promised_shapes(config, corpus):
+def test_train_batch_has_the_documented_shapes(config, corpus):
     batch = next(train_batches(corpus, config, [4, 1]))
     assert {key: (value.shape, value.dtype) for key, value in batch.items()} == {
         "tokens": ((2, 16), np.int32),
@@ -125,7 +125,7 @@ def test_train_stream_visits_each_window_once_an_epoch_in_a_new_order(config, co
     np.testing.assert_array_equal(index, np.arange(len(index)))
 
 
-def test_train_order_depends_on_the_seed_alone(config, corpus):
+def test_train_order_depends_only_on_the_seed(config, corpus):
     first = take(train_batches(corpus, config, range(6)), 5)
     many_threads = dataclasses.replace(config, num_threads=5)
     assert_batches_equal(first, take(train_batches(corpus, many_threads, range(6)), 5))
@@ -143,7 +143,7 @@ def test_train_order_depends_on_the_seed_alone(config, corpus):
     ],
 )
 @pytest.mark.parametrize("make", [train_batches, validation_batches])
-def test_processes_supply_the_rows_of_one_stream(make, partition, config, corpus):
+def test_processes_read_the_rows_of_one_stream(make, partition, config, corpus):
     # 30 steps of 6 rows are more than two epochs of the train split.
     count = 30 if make is train_batches else len(list(make(corpus, config, range(6))))
     assert make is validation_batches or count * 6 > 2 * len(corpus.train)
@@ -224,7 +224,7 @@ def cache_files(config):
     return sorted(p for p in Path(config.cache_dir).rglob("*") if p.suffix != ".lock")
 
 
-def test_cache_is_used_again_and_renewed_when_the_corpus_changes(tmp_path):
+def test_cache_is_reused_and_rebuilt_when_the_corpus_changes(tmp_path):
     config = write_config(tmp_path)
     first = load_text(config)
     times = {file: file.stat().st_mtime_ns for file in cache_files(config)}
@@ -236,7 +236,7 @@ def test_cache_is_used_again_and_renewed_when_the_corpus_changes(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "no meta", "broken meta", "left over"])
-def test_damaged_cache_is_built_again(damage, tmp_path):
+def test_damaged_cache_is_rebuilt(damage, tmp_path):
     config = write_config(tmp_path)
     fingerprint = load_text(config).fingerprint
     (store,) = [path for path in cache_files(config) if path.is_dir()]
@@ -305,7 +305,7 @@ def test_processes_that_start_together_build_one_cache(tmp_path, monkeypatch):
     assert not [name for name in names if name.endswith(".tmp")]
 
 
-def test_import_leaves_out_what_is_slow():
+def test_import_does_not_load_slow_modules():
     code = (
         "import sys, data.text.text_corpus; slow = {'tensorflow_datasets', 'tensorflow', 'torch'}; "
         "assert not slow & set(sys.modules), slow & set(sys.modules)"

@@ -110,7 +110,7 @@ def test_missing_file_is_refused(ending, tmp_path):
         open_token_file(path)
 
 
-def test_writer_writes_the_format_to_the_byte(tmp_path):
+def test_writer_reproduces_the_format_exactly(tmp_path):
     documents = [np.array([5, 6, 7]), np.array([8], np.uint32), np.array([9, 300])]
     write_token_file(str(tmp_path / "new" / "w"), documents, np.dtype(np.uint16))
     assert (tmp_path / "new" / "w.bin").read_bytes() == BIN
@@ -126,7 +126,7 @@ def megatron_config(directory, *paths, **changes):
     return jsonl_config(directory, ["unread"], **{**fields, **changes})
 
 
-def test_token_files_train_as_they_are(tmp_path):
+def test_token_files_are_trained_on_unchanged(tmp_path):
     path = write(tmp_path, content=struct.pack("<6H", 5, 6, 256, 256, 9, 200))
     corpus = load_text(megatron_config(tmp_path, path, path + ".idx"))
     # Documents end with one end-of-document token, whether or not they have one in the file.
@@ -137,7 +137,7 @@ def test_token_files_train_as_they_are(tmp_path):
     assert tokens_of(held.validation).tolist() == [256, 9, 200, 256]
 
 
-def test_ids_that_the_tokenizer_lacks_are_refused(tmp_path):
+def test_ids_outside_the_tokenizer_are_rejected(tmp_path):
     message = r"data\.name='megatron': the token id 300 must be .* less than the tokenizer's 257"
     with pytest.raises(ValueError, match=message):
         load_text(megatron_config(tmp_path, write(tmp_path)))
@@ -149,7 +149,7 @@ def run(capsys, *arguments):
     return code, captured.out + captured.err
 
 
-def test_command_line_writes_shows_and_reads(tmp_path, capsys):
+def test_command_line_writes_shows_and_reads_files(tmp_path, capsys):
     texts = [f"document {i} — é" for i in range(12)]
     config = jsonl_config(tmp_path, texts)
     arguments = [
@@ -191,7 +191,7 @@ def test_command_line_writes_shows_and_reads(tmp_path, capsys):
         ),
     ],
 )
-def test_command_line_says_what_is_wrong(arguments, message, tmp_path, monkeypatch, capsys):
+def test_command_line_reports_errors(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path)
     code, out = run(capsys, *arguments)

@@ -31,7 +31,7 @@ def bpe(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_tokenizer_gives_back_its_text(kind, bpe):
+def test_tokenizer_round_trip_preserves_text(kind, bpe):
     tokenizer = ByteTokenizer() if kind == "bytes" else bpe
     encoded = tokenizer.encode_batch(TEXTS)
     assert [tokenizer.decode(ids) for ids in encoded] == TEXTS
@@ -50,12 +50,12 @@ def test_byte_tokenizer_is_utf8():
     assert tokenizer.decode([65, 256, 66]) == "A<|endoftext|>B"
 
 
-def test_bpe_has_the_size_asked_for_and_merges(bpe):
+def test_bpe_has_the_requested_size_and_merges(bpe):
     assert bpe.vocab_size == 300
     assert len(bpe.encode_batch(["def function_7(argument)"])[0]) < 12
 
 
-def test_bpe_is_trained_once_and_the_same_each_time(tmp_path):
+def test_bpe_is_trained_once_and_deterministically(tmp_path):
     documents = [f"word{i % 7} other{i % 5} third{i % 3}" for i in range(100)]
     load_bpe(lambda: documents, tmp_path / "one.json", 280)
     load_bpe(lambda: documents[::-1], tmp_path / "two.json", 280)
@@ -83,7 +83,7 @@ def test_tokenizer_file_neither_truncates_nor_pads():
     assert [len(ids) for ids in encoded] == [4, 1]
 
 
-def test_tokenizer_file_size_covers_ids_with_holes():
+def test_tokenizer_file_size_covers_ids_with_gaps():
     content = json.loads(word_level("</s>"))
     content["model"]["vocab"]["b"] = 99
     assert FileTokenizer(json.dumps(content), "x").vocab_size == 100
@@ -102,7 +102,7 @@ def test_tokenizer_file_size_covers_ids_with_holes():
         ),
     ],
 )
-def test_tokenizer_file_refuses(content, error, message, tmp_path):
+def test_invalid_tokenizer_files_are_rejected(content, error, message, tmp_path):
     file = tmp_path / "t.json"
     if content is not None:
         file.write_bytes(content)
@@ -110,7 +110,7 @@ def test_tokenizer_file_refuses(content, error, message, tmp_path):
         load_tokenizer_file(str(file))
 
 
-def test_special_tokens_leave_the_ids_of_text_alone(bpe, tmp_path):
+def test_special_tokens_do_not_change_the_ids_of_text(bpe, tmp_path):
     plain = ByteTokenizer()
     special = ByteTokenizer(has_special_tokens=True)
     assert special.encode_batch(TEXTS)[1].tolist() == plain.encode_batch(TEXTS)[1].tolist()

@@ -84,7 +84,7 @@ def test_attend_stays_finite_for_large_logits():
     assert all(np.all(np.isfinite(x)) for x in (y, *vjp(dy)))
 
 
-def test_attend_passes_nan_on():
+def test_attend_propagates_nan():
     """A non-finite activation must reach the loss, so that the step is skipped."""
     q, k, v, _ = (jnp.asarray(x) for x in draw(130, 130, np.float32))
     y = attention.attend(q, k.at[0, 3].set(jnp.nan), v, is_causal=True)
@@ -157,7 +157,7 @@ GENERAL = {
 
 @pytest.mark.parametrize("length", [9, 300])
 @pytest.mark.parametrize("case", GENERAL)
-def test_attend_in_general_equals_reference_with_gradients(case, length):
+def test_attend_with_options_equals_reference_with_gradients(case, length):
     """6 heads share 2 key-value heads; 300 queries make three blocks."""
     options = dict(GENERAL[case])
     rng = np.random.default_rng(0)
@@ -228,13 +228,13 @@ def test_attend_implementations_agree():
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
-def test_attend_with_a_window_needs_causality():
+def test_attend_with_a_window_requires_causality():
     q, k, v, _ = draw(4, 4)
     with pytest.raises(ValueError, match="window=3 needs is_causal=True"):
         attention.attend(*map(jnp.asarray, (q, k, v)), is_causal=False, window=3)
 
 
-def test_attend_of_a_query_that_sees_no_key_is_the_mean_with_gradients():
+def test_attend_returns_the_mean_for_queries_that_see_no_key():
     """As in `jax.nn.dot_product_attention`. Such rows are padding, of which the keys have none."""
     rng = np.random.default_rng(0)
     q, k, v, dy = jnp.asarray(rng.standard_normal((4, 1, 4, 2, 8)), jnp.float32)

@@ -104,7 +104,7 @@ PACKED = {
 
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("case", CASES)
-def test_attend_gives_documents_to_the_kernel(monkeypatch, case, packed):
+def test_attend_passes_documents_to_the_kernel(monkeypatch, case, packed):
     cudnn_stand_in.install(monkeypatch)
     ids = jnp.asarray(PACKED[packed])
     length = ids.shape[1]
@@ -112,7 +112,7 @@ def test_attend_gives_documents_to_the_kernel(monkeypatch, case, packed):
     check(arrays, segments=(ids, ids), **CASES[case])
 
 
-def test_attend_gives_documents_of_another_sequence_to_the_kernel(monkeypatch):
+def test_attend_passes_documents_of_another_sequence_to_the_kernel(monkeypatch):
     cudnn_stand_in.install(monkeypatch)
     q_ids = jnp.asarray(np.where(np.arange(9) < np.array([[9], [4], [1]]), 1, 0))
     k_ids = jnp.asarray(np.where(np.arange(14) < np.array([[3], [13], [7]]), 1, 0))
@@ -122,7 +122,7 @@ def test_attend_gives_documents_of_another_sequence_to_the_kernel(monkeypatch):
     )
 
 
-def test_attend_gives_queries_that_see_no_key_zero(monkeypatch):
+def test_attend_returns_zero_for_queries_that_see_no_key(monkeypatch):
     """Such queries are padding, of which the keys have none; no result may become NaN."""
     cudnn_stand_in.install(monkeypatch)
     ids = [jnp.asarray(rows, jnp.int32) for rows in ([[1, 1, 0, 0]] * 3, [[1, 1, 1, 1]] * 3)]
@@ -171,7 +171,7 @@ def test_choose_depends_on_the_hardware_of_the_trace(device, dtype, head_dim, ke
     assert (choice.scores_bytes > 0) == (kernel == "plain")
 
 
-def test_choose_is_plain_where_the_config_asks_for_it():
+def test_choose_is_plain_if_configured():
     with hardware.use(H100), attention.use("plain"):
         choice = attention.choose(*arrays_of("bfloat16"), None, None)
     assert (choice.kernel, choice.why) == ("plain", "model.attention=plain")

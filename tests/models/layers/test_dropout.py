@@ -52,7 +52,7 @@ def example_keys(seed: int, examples: range) -> jax.Array:
     return fold(jax.random.key(seed), jnp.arange(examples.start, examples.stop))
 
 
-def test_dropout_mask_depends_on_seed_example_layer_and_site_alone():
+def test_dropout_mask_depends_only_on_seed_example_layer_and_site():
     masks = draw_masks(example_keys(0, range(6)), range(4))
     # Masks do not depend on the other examples in the batch or on the other layers of a stage.
     np.testing.assert_array_equal(draw_masks(example_keys(0, range(4, 6)), range(4)), masks[4:6])
@@ -63,7 +63,7 @@ def test_dropout_mask_depends_on_seed_example_layer_and_site_alone():
     assert len(rows) == 2 * 6 * 4 * 2
 
 
-def test_dropout_keeps_the_mean_by_scaling_what_it_keeps():
+def test_dropout_preserves_the_mean_by_scaling_kept_elements():
     x = jax.random.normal(jax.random.key(1), (8, 50, 100))
     y = dropout(x, 0.25, example_keys(0, range(8)))
     kept = np.asarray(y != 0)

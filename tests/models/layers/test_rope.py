@@ -66,7 +66,7 @@ def test_rotation_equals_transformers(name, length):
         np.testing.assert_allclose(found, expected, atol=5e-5)
 
 
-def test_products_depend_on_the_distance_alone():
+def test_products_depend_only_on_the_distance():
     with jax.enable_x64(True):
         q, k = jnp.asarray(np.random.default_rng(0).standard_normal((2, 1, 1, 1, HEAD_DIM)))
         turn = rope_frequencies(HEAD_DIM, THETA, None, num_positions=9, max_positions=9)

@@ -183,7 +183,7 @@ def test_loss_and_every_gradient_equal_hugging_faces():
         )
 
 
-def test_padding_of_the_vocab_gets_no_gradient_and_no_probability():
+def test_vocab_padding_has_zero_gradient_and_probability():
     (loss, _), grads = loss_and_gradients()
     table = grads["token_embedding"]
     assert table.shape == (256, EMBED)
@@ -227,7 +227,7 @@ def test_positions_matter():
         ("xl", 1_557_611_200),
     ],
 )
-def test_parameter_count_is_the_published_one_plus_padding(size, published):
+def test_parameter_count_equals_the_published_one_plus_padding(size, published):
     num_layers, num_heads, embed_dim, positions, _ = gpt2_config.SIZES[size]
     config = GPT2Config(
         vocab_size=50257,
@@ -249,7 +249,7 @@ def test_padded_vocab_size_is_the_next_multiple(vocab, multiple, padded):
     assert padded_vocab(vocab, multiple) == padded
 
 
-def test_initial_deviations_are_gpt2s():
+def test_initial_standard_deviations_are_gpt2s():
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(build(CONFIG))[1]))()
     layers = params["decoder"]["layers"]
     residual = 0.02 / np.sqrt(2 * LAYERS)
@@ -295,7 +295,7 @@ def test_flops_equal_a_count_by_hand():
     ],
     ids=str,
 )
-def test_config_refuses_by_name_and_value(changes, message):
+def test_config_errors_contain_name_and_value(changes, message):
     fields = {
         "vocab_size": VOCAB,
         "max_positions": POSITIONS,

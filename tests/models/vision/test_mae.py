@@ -56,7 +56,7 @@ def hidden(inputs: dict, **changes) -> np.ndarray:
     return np.abs(gradient[:, 1:]).max(axis=-1) > 0
 
 
-def test_as_many_patches_of_each_image_are_hidden_all_of_them_equally_often():
+def test_equally_many_patches_are_hidden_per_image_with_uniform_probability():
     inputs = batch(600)
     is_hidden = hidden(inputs)
     assert (is_hidden.sum(axis=1) == NUM_PATCHES - NUM_KEPT).all()
@@ -66,7 +66,7 @@ def test_as_many_patches_of_each_image_are_hidden_all_of_them_equally_often():
     assert len(np.unique(is_hidden, axis=0)) > 590
 
 
-def test_what_is_hidden_hangs_on_the_seed_alone():
+def test_hidden_patches_depend_only_on_the_seed():
     inputs = batch(6)
     other = {**inputs, "images": inputs["images"][::-1], "weights": np.full(6, 0.5, np.float32)}
     np.testing.assert_array_equal(hidden(inputs), hidden(other))
@@ -76,7 +76,7 @@ def test_what_is_hidden_hangs_on_the_seed_alone():
     assert (hidden(inputs) != hidden(seeds)).any(axis=1).all()
 
 
-def test_patches_with_the_least_noise_are_kept_and_of_equal_ones_the_first():
+def test_patches_with_the_least_noise_are_kept_with_ties_in_order():
     noise = np.random.default_rng(0).random((3, NUM_PATCHES), np.float32)
     noise[1] = 0.5
     is_hidden = hidden(batch(3, noise=noise))
@@ -85,7 +85,7 @@ def test_patches_with_the_least_noise_are_kept_and_of_equal_ones_the_first():
     np.testing.assert_array_equal(np.flatnonzero(~is_hidden[1]), np.arange(NUM_KEPT))
 
 
-def test_encoder_sees_what_the_head_does_not_ask_for():
+def test_encoder_gets_the_patches_that_the_head_does_not_predict():
     mae = model()
     inputs = batch(2)
     pixels = jnp.asarray(inputs["images"] / 127.5 - 1, jnp.float32)
@@ -95,7 +95,7 @@ def test_encoder_sees_what_the_head_does_not_ask_for():
     assert mae.embed(inputs).shape == (2, 1 + NUM_KEPT, 8)
 
 
-def test_decoder_sees_patches_in_the_order_of_the_image():
+def test_decoder_gets_patches_in_image_order():
     noise = np.random.default_rng(2).random((3, NUM_PATCHES), np.float32)
     mae = model()
     inputs = batch(3, noise=noise)
@@ -155,7 +155,7 @@ def test_hidden_pixels_change_no_prediction():
 
 
 @pytest.mark.parametrize("shape", [(11, 11), (8, 14)], ids=str)
-def test_forward_flops_are_those_of_the_traced_products(shape):
+def test_forward_flops_equal_those_of_the_traced_products(shape):
     images = jnp.zeros((3, *shape, 3), jnp.uint8)
     resizing = 0
     if shape == (8, 14):  # positions are resized once per batch, from 5 × 5 to 4 × 7 patches
@@ -164,7 +164,7 @@ def test_forward_flops_are_those_of_the_traced_products(shape):
     assert model().forward_flops({"images": images}) == flops - resizing
 
 
-def test_encoder_is_a_vit_with_the_same_names_and_shapes():
+def test_encoder_has_the_names_and_shapes_of_a_vit():
     mae = nnx.to_pure_dict(nnx.split(model())[1])
     vit = nnx.to_pure_dict(nnx.split(ViT(CONFIG.encoder, rngs=nnx.Rngs(0)))[1])
     shapes = functools.partial(jax.tree.map, lambda leaf: leaf.shape)
@@ -174,7 +174,7 @@ def test_encoder_is_a_vit_with_the_same_names_and_shapes():
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_reconstructions_keep_what_is_seen_and_show_what_is_predicted(normalise):
+def test_reconstructions_show_visible_and_predicted_patches(normalise):
     mae = model(normalise_targets=normalise)
     images = batch(2)["images"]
     predictions, is_hidden = mae(images)
@@ -209,12 +209,12 @@ def test_reconstructions_keep_what_is_seen_and_show_what_is_predicted(normalise)
         ({"patch_size": 1, "num_channels": 1}, "model.normalise_targets=True needs patches of"),
     ],
 )
-def test_config_that_cannot_be_is_refused(changes, message):
+def test_invalid_config_is_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         MAEConfig(**{**vars(CONFIG), **changes})
 
 
-def test_kernels_begin_with_the_spread_of_xavier():
+def test_kernels_have_xavier_initialization():
     """As in the code of MAE and of MoCo v3: sqrt(2 / (input features + output features))."""
     sizes = {"embed_dim": 96, "num_heads": 4, "mlp_dim": 200}
     sizes |= {"decoder_embed_dim": 48, "decoder_num_heads": 4, "decoder_mlp_dim": 120}

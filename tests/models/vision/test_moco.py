@@ -59,7 +59,7 @@ def theirs(projector, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def test_loss_is_that_of_the_paper_over_the_images_that_count(parts):
+def test_loss_equals_the_papers_over_weighted_images(parts):
     model, x_BVTD, batch = parts
     counts = np.asarray(batch["weights"]) > 0
     with jax.enable_x64(True):
@@ -90,7 +90,7 @@ def test_keys_are_normalised_projections_of_each_view(parts):
         np.testing.assert_allclose(keys[:, view], expected, rtol=0, atol=1e-12)
 
 
-def test_what_fills_a_batch_changes_neither_loss_nor_gradients(parts):
+def test_padding_of_a_batch_changes_neither_loss_nor_gradients(parts):
     model, _, batch = parts
     graph, params = nnx.split(model)
 
@@ -104,7 +104,7 @@ def test_what_fills_a_batch_changes_neither_loss_nor_gradients(parts):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_views_are_encoded_alike_and_dropped_apart():
+def test_views_share_the_encoder_but_not_the_dropout():
     config = MoCoConfig(**SIZES, drop_path=0.9, dropout=0.5)
     model = MoCo(config, rngs=nnx.Rngs(0))
     random = np.random.default_rng(0)
@@ -117,7 +117,7 @@ def test_views_are_encoded_alike_and_dropped_apart():
     assert all(np.any(x[i, 0] != x[i, 1]) for i in range(NUM_IMAGES))
 
 
-def test_flops_are_those_of_the_traced_products(parts):
+def test_flops_equal_those_of_the_traced_products(parts):
     model, x_BVTD, batch = parts
 
     def teacher_outputs(batch):
@@ -130,7 +130,7 @@ def test_flops_are_those_of_the_traced_products(parts):
     assert model.forward_flops(batch) == traced_flops(loss, batch)
 
 
-def test_a_step_takes_its_keys_from_the_average():
+def test_step_computes_keys_with_the_average():
     """After a step, the teacher differs from the model; compute the next loss from both by hand."""
     with jax.enable_x64(True):
         config = str(ROOT / "configs" / "moco.py")
@@ -170,12 +170,12 @@ def test_a_step_takes_its_keys_from_the_average():
         ("data.objective=image_classification", "choose image_contrast"),
     ],
 )
-def test_what_does_not_fit_is_refused(override, message):
+def test_incompatible_settings_are_rejected(override, message):
     with pytest.raises(ValueError, match=message):
         make_run((*SHARED, *MODELS["MoCo v3"][1], override), str(ROOT / "configs" / "moco.py"))
 
 
-def test_the_average_teaches_from_wherever_it_lies():
+def test_teacher_can_be_in_device_or_host_memory():
     """In host memory, or sharded over replicas and stages, losses equal those on one device."""
     split = ("mesh.pipeline=2", "mesh.data=2", "memory.zero_stage=2", "memory.placement=host")
     np.testing.assert_allclose(

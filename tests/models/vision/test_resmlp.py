@@ -64,7 +64,7 @@ def _at(tree: Any, layer: int) -> Any:
     return jax.tree.map(lambda x: x[layer], tree)
 
 
-def test_logits_and_gradients_are_those_of_the_papers_formulas():
+def test_logits_and_gradients_equal_the_papers_formulas():
     graph, params = random_params()
     directions = np.random.default_rng(2).normal(size=(4, 5))
     theirs = jax.tree.map(lambda x: torch.tensor(x, requires_grad=True), params)
@@ -88,7 +88,7 @@ def test_logits_and_gradients_are_those_of_the_papers_formulas():
             assert np.abs(gradient).max() > 1e-3
 
 
-def test_patches_of_no_other_number_are_told():
+def test_other_numbers_of_patches_are_rejected():
     model = ResMLP(CONFIG, rngs=nnx.Rngs(0))
     message = "images of 12 × 11 pixels do not fit model.image_size=11: each patch has weights of"
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -110,7 +110,7 @@ def test_every_layer_drops_branches_at_the_same_rate():
 @pytest.mark.parametrize(
     ("size", "millions"), [("s12", 15), ("s24", 30), ("s36", 45), ("b24", 129)]
 )
-def test_published_sizes_have_their_published_numbers_of_parameters(size, millions):
+def test_published_sizes_have_the_published_parameter_counts(size, millions):
     config: Any = get_config(size)
     fields = config.model.to_dict() | {
         "image_size": 224,

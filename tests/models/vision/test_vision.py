@@ -38,7 +38,7 @@ def test_pixels_are_normalised_by_mean_and_stddev():
     np.testing.assert_array_equal(config.normalised(floating, jnp.float32), floating)
 
 
-def test_patches_are_those_of_a_convolution():
+def test_patches_equal_those_of_a_convolution():
     images = np.random.default_rng(0).normal(size=(2, 7, 9, 3)).astype(np.float32)
     unfolded = torch.nn.functional.unfold(
         torch.from_numpy(images).permute(0, 3, 1, 2), kernel_size=2, stride=2
@@ -50,7 +50,7 @@ def test_patches_are_those_of_a_convolution():
 
 
 @pytest.mark.parametrize("grid", [(3, 3), (5, 7), (2, 9), (8, 4)], ids=str)
-def test_resized_positions_are_those_of_bicubic_interpolation(grid):
+def test_resized_positions_equal_bicubic_interpolation(grid):
     table = np.random.default_rng(0).normal(size=(25, 6)).astype(np.float32)
     square = torch.from_numpy(table).reshape(1, 5, 5, 6).permute(0, 3, 1, 2)
     expected = torch.nn.functional.interpolate(
@@ -63,7 +63,7 @@ def test_resized_positions_are_those_of_bicubic_interpolation(grid):
     )
 
 
-def test_sincos_positions_are_those_of_masked_autoencoders():
+def test_sincos_positions_equal_those_of_masked_autoencoders():
     rows_first = modeling_vit_mae.build_2d_sinusoidal_position_embedding(5, 5, 16).numpy()
     # Published weights have columns first.
     expected = np.roll(rows_first, 8, axis=1)
@@ -71,7 +71,7 @@ def test_sincos_positions_are_those_of_masked_autoencoders():
     np.testing.assert_allclose(sincos_positions(5, 5, 16), expected, rtol=0, atol=1e-6)
 
 
-def test_label_loss_is_the_cross_entropy_of_soft_targets():
+def test_label_loss_equals_cross_entropy_with_soft_targets():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4, 7)).astype(np.float32)
     batch = {
@@ -96,7 +96,7 @@ def test_label_loss_is_the_cross_entropy_of_soft_targets():
         assert weight == 3
 
 
-def test_accuracy_counts_what_is_among_the_first_and_ties_go_to_the_first_label():
+def test_accuracy_counts_top_k_with_ties_in_label_order():
     logits = np.zeros((3, 8), np.float32)
     logits[1] = np.arange(8)
     batch = {"targets": np.array([0, 3, 4]), "weights": np.ones(3, np.float32)}
@@ -105,7 +105,7 @@ def test_accuracy_counts_what_is_among_the_first_and_ties_go_to_the_first_label(
     assert "top5_accuracy" not in label_loss(jnp.asarray(logits[:, :5]), batch, smoothing=0.0)[2]
 
 
-def test_logits_that_are_no_numbers_are_never_right():
+def test_nan_logits_are_never_correct():
     logits = np.zeros((3, 8), np.float32)
     logits[0] = np.nan
     logits[1, 2] = np.nan  # the right label's logit
@@ -127,21 +127,21 @@ def test_drop_path_drops_whole_examples_and_keeps_the_mean():
     np.testing.assert_array_equal(drop_path(x, 0.3, None), x)
 
 
-def test_rate_of_stochastic_depth_grows_to_the_last_branch():
+def test_stochastic_depth_rate_increases_up_to_the_last_branch():
     assert [float(drop_path_rate(0.2, jnp.int32(i), 5)) for i in (0, 2, 4)] == pytest.approx(
         [0.0, 0.1, 0.2]
     )
     assert drop_path_rate(0.0, jnp.int32(3), 5) == 0.0
 
 
-def test_windows_are_joined_to_what_they_were_cut_from():
+def test_merge_windows_inverts_partition_windows():
     x = np.random.default_rng(0).normal(size=(2, 7, 9, 3)).astype(np.float32)
     windows = partition_windows(jnp.asarray(x), 4, 2)
     assert windows.shape == (2 * 2 * 3, 16, 3)
     np.testing.assert_array_equal(merge_windows(windows, 7, 9, 2), x)
 
 
-def test_regions_tell_apart_what_a_shift_brought_together():
+def test_regions_distinguish_patches_joined_by_a_shift():
     rows, columns = np.mgrid[:8, :8].astype(np.float32)
     places = jnp.asarray(np.stack([rows, columns], axis=-1))[None]
     windows = np.asarray(partition_windows(places, 4, 2))
@@ -200,21 +200,21 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_flops_are_those_of_the_traced_products(name):
+def test_forward_flops_equal_those_of_the_traced_products(name):
     model = MODELS[name]()
     batch = {"images": jnp.zeros((3, 11, 11, 1), jnp.uint8)}
     assert model.forward_flops(batch) == traced_flops(model, batch["images"])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_images_of_a_batch_do_not_see_each_other(name):
+def test_images_of_a_batch_are_independent(name):
     model: Any = drawn(MODELS[name]())
     images = np.random.default_rng(0).normal(size=(2, 11, 11, 1)).astype(np.float32)
     gradient = jax.grad(lambda images: model(images)[0].sum())(jnp.asarray(images))
     assert np.abs(gradient[0]).max() > 0 and not np.asarray(gradient[1]).any()
 
 
-def test_blocks_of_swin_2_begin_as_the_identity():
+def test_swin_2_blocks_are_initially_the_identity():
     model: Any = Swin(SWIN_2, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 11, 11, 8)), jnp.float32)
     y = model.stage0(x, {"layer": jnp.int32(0)})
@@ -245,6 +245,6 @@ def test_blocks_of_swin_2_begin_as_the_identity():
         (RESMLP, {"head": "tokens"}, "model.head='tokens' is unknown; choose labels, none"),
     ],
 )
-def test_config_that_cannot_be_is_refused(config, changes, message):
+def test_invalid_config_is_rejected(config, changes, message):
     with pytest.raises(ValueError, match=message):
         type(config)(**{**vars(config), **changes})

@@ -10,7 +10,7 @@ from train.config.config_files import default_workdir, differences, overrides, s
 from train.config.schema import RunConfig, resolve
 
 
-def test_load_passes_the_argument_behind_the_colon():
+def test_load_passes_the_argument_after_the_colon():
     assert load(CONFIG).model.num_layers == 4
     assert load(f"{CONFIG}:medium").model.num_layers == 24
     with pytest.raises(ValueError, match="no size 'huge'; choose from tiny, small, medium"):
@@ -29,7 +29,7 @@ def test_load_passes_the_argument_behind_the_colon():
         ("flat.yaml", "num_steps: 3", r"flat\.yaml must contain sections of keys"),
     ],
 )
-def test_file_that_is_no_config_is_refused_by_name(name, text, message, tmp_path):
+def test_invalid_config_file_is_rejected_by_name(name, text, message, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
     argument = ":big" if name == "plain.py" else ""
@@ -48,7 +48,7 @@ def test_file_that_is_no_config_is_refused_by_name(name, text, message, tmp_path
     ],
     ids=str,
 )
-def test_yaml_gives_back_an_equal_config(changes, tmp_path):
+def test_yaml_round_trip_gives_an_equal_config(changes, tmp_path):
     config = load(CONFIG, changes)
     save_yaml(config, tmp_path / "config.yaml")
     again = load(str(tmp_path / "config.yaml"))
@@ -61,7 +61,7 @@ def test_yaml_gives_back_an_equal_config(changes, tmp_path):
             assert getattr(before, field.name) == getattr(after, field.name)
 
 
-def test_yaml_appears_whole_and_leaves_nothing_beside_it(tmp_path):
+def test_yaml_is_written_atomically_without_leftovers(tmp_path):
     save_yaml(load(CONFIG), tmp_path / "config.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
@@ -90,7 +90,7 @@ def test_replayed_yaml_takes_overrides_too(tmp_path):
         ("mesh.data=-1", -1),
     ],
 )
-def test_override_takes_the_type_of_its_key(override, expected):
+def test_override_is_converted_to_the_type_of_its_key(override, expected):
     key = override.partition("=")[0]
     section, name = key.split(".")
     value = load(CONFIG, [override])[section][name]

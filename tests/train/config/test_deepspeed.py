@@ -71,7 +71,7 @@ def translated(tree: dict, tmp_path, *own: str):
     return resolve(load(CONFIG, [*found, *own]))
 
 
-def test_file_of_the_tutorials_is_understood(tmp_path, caplog):
+def test_tutorial_file_is_translated(tmp_path, caplog):
     ours = load(CONFIG)
     with caplog.at_level("INFO", logger="train"):
         run = translated(ZERO3, tmp_path, "mesh.data=2")
@@ -90,7 +90,7 @@ def test_file_of_the_tutorials_is_understood(tmp_path, caplog):
     assert "left to XLA: wall_clock_breakdown, zero_optimization.contiguous" in caplog.text
 
 
-def test_command_line_wins_and_what_is_not_there_stays(tmp_path):
+def test_command_line_overrides_and_absent_keys_keep_their_values(tmp_path):
     ours = load(CONFIG)
     run = translated(
         {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2}},
@@ -198,14 +198,14 @@ def test_schedulers(scheduler, schedule, final, tmp_path):
         ({"prescale_gradients": True}, ["prescale_gradients=True is not supported"]),
     ],
 )
-def test_what_has_no_counterpart_is_listed_and_refused(tree, messages, tmp_path):
+def test_keys_without_counterpart_are_listed_and_rejected(tree, messages, tmp_path):
     with pytest.raises(ValueError) as caught:
         translated(tree, tmp_path)
     for message in messages:
         assert message in str(caught.value)
 
 
-def test_file_that_is_none_is_refused(tmp_path):
+def test_invalid_file_is_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match="the file does not exist"):
         read(str(tmp_path / "none.json"), load(CONFIG))
     path = tmp_path / "ds.json"
@@ -217,7 +217,7 @@ def test_file_that_is_none_is_refused(tmp_path):
         read(str(path), load(CONFIG))
 
 
-def test_run_trains_by_a_file(corpus_overrides, tmp_path, capsys):
+def test_run_trains_with_a_deepspeed_file(corpus_overrides, tmp_path, capsys):
     tree = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_batch_size": 16}
     flags = [f"--config.{override}" for override in (*TINY, *corpus_overrides, "mesh.data=2")]
     where = [f"--config={CONFIG}", f"--workdir={tmp_path}/run"]

@@ -104,7 +104,7 @@ def edited(section: str, key: str, value: object) -> Any:
         ("pipeline", "schedule", "zigzag", r"pipeline\.schedule='zigzag' is unknown"),
     ],
 )
-def test_bad_value_in_a_file_is_refused_with_its_key(section, key, value, message):
+def test_bad_value_in_a_file_is_rejected_with_its_key(section, key, value, message):
     with pytest.raises(ValueError, match=message):
         resolve(edited(section, key, value))
 
@@ -113,7 +113,7 @@ def test_bad_value_in_a_file_is_refused_with_its_key(section, key, value, messag
     "key, value",
     [("depths", 2), ("depths", (2, "x")), ("depths", (2, 2.0)), ("image_mean", 0.5)],
 )
-def test_values_of_another_kind_in_a_list_are_refused(key, value):
+def test_list_values_of_wrong_types_are_rejected(key, value):
     config = load(str(ROOT / "configs" / "swin.py"))
     with config.unlocked(), config.ignore_type():
         config.model[key] = value
@@ -145,7 +145,7 @@ def test_missing_key_is_refused_by_name():
         resolve(config)
 
 
-def test_file_without_a_model_says_which_there_are():
+def test_file_without_a_model_lists_the_models():
     config = load(CONFIG)
     with config.unlocked():
         del config.model
@@ -167,7 +167,7 @@ def test_users_own_model_by_import_path(users_config):
         run_of("model.name=users_model:Nut", config=users_config)
 
 
-def test_model_takes_from_the_data_what_its_config_leaves_open():
+def test_model_takes_unset_sizes_from_the_data():
     model = run_of("data.sequence_length=64").model_config(vocab_size=300)
     assert (model.vocab_size, model.max_positions) == (300, 64)
     given = ("model.vocab_size=512", "model.max_positions=256", "data.sequence_length=64")
@@ -197,7 +197,7 @@ def test_model_config_without_a_size_names_the_missing_key():
         resolve(config).model_config(vocab_size=300)
 
 
-def test_batch_that_mesh_and_microbatches_do_not_divide_names_the_next_that_fits():
+def test_indivisible_batch_size_error_names_the_next_that_fits():
     sizes = ("data.global_batch_size=20", "mesh.data=2", "mesh.fsdp=2", "train.num_microbatches=3")
     with pytest.raises(ValueError) as caught:
         run_of(*sizes)
@@ -218,7 +218,7 @@ def test_context_that_does_not_divide_the_sequence_is_refused():
         run_of("mesh.context=3")
 
 
-def test_attention_of_a_config_is_the_runs_and_not_the_models():
+def test_attention_belongs_to_the_run_not_to_the_model():
     config = load(f"{ROOT}/configs/gpt2.py", ("model.attention=plain",))
     resolved = resolve(config)
     assert resolved.attention == "plain"

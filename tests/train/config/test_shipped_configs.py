@@ -39,7 +39,7 @@ def test_shipped_config_resolves_and_fits_its_mesh(name):
 
 
 @pytest.mark.parametrize("name", [*NAMES, "opt_finetune", "bert_classify"])
-def test_shipped_config_says_what_it_takes(name):
+def test_shipped_config_documents_hardware_and_command(name):
     text = importlib.import_module(f"configs.{name}").__doc__ or ""
     assert f"python -m train.main --config=configs/{name}.py" in text
     assert "Hardware:" in text

@@ -65,7 +65,7 @@ def ask(nonfinite_monitor: NonfiniteMonitor, *counts: int) -> list[int | None]:
         ({"skip_spikes": math.inf}, r"train\.skip_spikes=inf must be more than 1"),
     ],
 )
-def test_config_that_means_nothing_is_refused(changes, message):
+def test_invalid_settings_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         config(**changes)
 
@@ -73,7 +73,7 @@ def test_config_that_means_nothing_is_refused(changes, message):
 # The compiled step.
 
 
-def test_row_of_bad_steps_is_counted_over_a_resume_and_ends_with_a_good_one(
+def test_consecutive_bad_steps_are_counted_across_a_resume_until_a_good_one(
     corpus_overrides, tmp_path
 ):
     run, corpus = make_run((*TINY, *corpus_overrides))
@@ -97,7 +97,7 @@ def test_row_of_bad_steps_is_counted_over_a_resume_and_ends_with_a_good_one(
 # The limit of consecutive nonfinite steps.
 
 
-def test_patience_ends_one_step_after_too_many_in_a_row(tmp_path):
+def test_monitor_raises_one_step_after_too_many_in_a_row(tmp_path):
     assert (
         ask(NonfiniteMonitor(config(max_nonfinite_steps=3), tmp_path), 1, 2, 0, 1, 2, 3)
         == [None] * 6
@@ -118,7 +118,7 @@ def test_patience_ends_one_step_after_too_many_in_a_row(tmp_path):
             np.testing.assert_array_equal(saved[name], rows, strict=True)
 
 
-def test_patience_judges_the_rows_of_the_bad_step_not_of_the_newest(tmp_path):
+def test_monitor_saves_the_rows_of_the_bad_step_not_the_newest(tmp_path):
     nonfinite_monitor = NonfiniteMonitor(config(max_nonfinite_steps=1), tmp_path)
     bad, good = ({"num_nonfinite_in_a_row": jnp.int32(count)} for count in (1, 0))
     nonfinite_monitor.first_bad_step(7, {"tokens": np.array([7])}, bad)
@@ -127,12 +127,12 @@ def test_patience_judges_the_rows_of_the_bad_step_not_of_the_newest(tmp_path):
     assert np.load(tmp_path / "nonfinite_step_7.npz")["tokens"] == [7]
 
 
-def test_patience_without_a_limit_never_ends(tmp_path):
+def test_monitor_without_a_limit_never_raises(tmp_path):
     counts = range(1, 100)
     assert set(ask(NonfiniteMonitor(config(max_nonfinite_steps=0), tmp_path), *counts)) == {None}
 
 
-def test_spike_that_is_skipped_within_a_row_is_part_of_it(tmp_path):
+def test_skipped_spike_between_bad_steps_continues_the_row(tmp_path):
     nonfinite_monitor = NonfiniteMonitor(
         config(max_nonfinite_steps=3, on_nonfinite="rollback"), tmp_path
     )
@@ -141,7 +141,7 @@ def test_spike_that_is_skipped_within_a_row_is_part_of_it(tmp_path):
     assert ask(nonfinite_monitor, 0, 1, 2, 2, 3, 4)[-1] == 2
 
 
-def test_patience_begins_anew_after_a_rollback_and_allows_few(tmp_path, caplog):
+def test_monitor_restarts_counting_after_a_rollback_and_limits_rollbacks(tmp_path, caplog):
     nonfinite_monitor = NonfiniteMonitor(
         config(max_nonfinite_steps=2, on_nonfinite="rollback"), tmp_path
     )
@@ -155,13 +155,13 @@ def test_patience_begins_anew_after_a_rollback_and_allows_few(tmp_path, caplog):
         ask(nonfinite_monitor, 1, 2, 3)
 
 
-def test_rows_that_cannot_be_saved_do_not_hide_why(tmp_path):
+def test_error_is_reported_even_if_the_rows_cannot_be_saved(tmp_path):
     nonfinite_monitor = NonfiniteMonitor(config(max_nonfinite_steps=1), tmp_path / "gone")
     with pytest.raises(Diverged, match=r"were not finite \(its batch could not be saved: .*gone"):
         ask(nonfinite_monitor, 1, 2)
 
 
-def test_each_process_saves_rows_of_its_own(tmp_path, monkeypatch):
+def test_each_process_saves_its_own_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(divergence, "wait_for_all", lambda what: None)
@@ -202,7 +202,7 @@ def logged(workdir: Path, name: str) -> dict[int, float]:
     return {m["step"]: m[name] for m in read_metrics(workdir / "metrics.jsonl") if name in m}
 
 
-def test_row_of_bad_steps_that_a_resume_is_in_stops_the_run_with_the_batch(
+def test_consecutive_bad_steps_across_a_resume_stop_the_run_and_save_the_batch(
     corpus_overrides, tmp_path
 ):
     overrides = (*TINY, *corpus_overrides, "train.max_nonfinite_steps=4")
@@ -216,7 +216,7 @@ def test_row_of_bad_steps_that_a_resume_is_in_stops_the_run_with_the_batch(
         assert np.isnan(saved["weights"]).all() and saved["tokens"].shape == (16, 16)
 
 
-def test_rollback_goes_on_after_the_bad_batches_from_before_them(
+def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
     corpus_overrides, tmp_path, caplog
 ):
     overrides = (*TINY, *corpus_overrides, "checkpoint.every_steps=2", "train.num_steps=12")
@@ -246,7 +246,7 @@ def test_rollback_goes_on_after_the_bad_batches_from_before_them(
     assert digest(restored.state.params) == digest(state.params)
 
 
-def test_rollback_without_an_older_checkpoint_says_so(corpus_overrides, tmp_path):
+def test_rollback_without_an_older_checkpoint_raises_an_error(corpus_overrides, tmp_path):
     changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
     with pytest.raises(
         Diverged, match="cannot roll back: no checkpoint is older than step 2; lower"
@@ -254,7 +254,7 @@ def test_rollback_without_an_older_checkpoint_says_so(corpus_overrides, tmp_path
         train(tmp_path, (*TINY, *corpus_overrides, *changes, "checkpoint.every_steps=2"), {3, 4})
 
 
-def test_diverged_run_ends_with_its_own_code_and_one_sentence(corpus_overrides, tmp_path, capsys):
+def test_diverged_run_exits_with_its_own_code_and_one_sentence(corpus_overrides, tmp_path, capsys):
     changes = ("optimizer.learning_rate=1e30", "train.max_nonfinite_steps=2")
     flags = [f"--config.{each}" for each in (*TINY, *corpus_overrides, *changes)]
     assert main([f"--config={CONFIG}", f"--workdir={tmp_path}", *flags]) == DIVERGED
@@ -266,7 +266,7 @@ def test_diverged_run_ends_with_its_own_code_and_one_sentence(corpus_overrides, 
 
 @pytest.mark.parametrize("now", [(), ("train.skip_spikes=3",)], ids=["off", "on"])
 @pytest.mark.parametrize("before", ["older", "off", "on"])
-def test_checkpoint_goes_on_whatever_it_knows_of_counters(before, now, corpus_overrides, tmp_path):
+def test_checkpoint_resumes_with_any_set_of_counters(before, now, corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides)
     run, corpus = make_run((*overrides, "train.skip_spikes=2") if before == "on" else overrides)
     state = run.state.to_portable(run.state.initial())

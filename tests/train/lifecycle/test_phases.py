@@ -59,7 +59,7 @@ def test_nested_blocks_count_no_second_twice(phases, clock):
     assert spent(phases) == {"startup": 3, "step": 3, "data": 30, "save": 100}
 
 
-def test_current_follows_blocks_in_and_out(phases, clock):
+def test_current_follows_nested_blocks(phases, clock):
     seen = []
 
     def look():
@@ -88,7 +88,7 @@ def test_current_follows_blocks_in_and_out(phases, clock):
     assert changes == sorted(set(changes))
 
 
-def test_time_between_steps_is_no_startup(phases, clock):
+def test_time_between_steps_does_not_count_as_startup(phases, clock):
     with phases("data", 1):
         clock.pass_(1)
     clock.pass_(10)
@@ -107,7 +107,7 @@ def test_an_exception_leaves_the_phase(phases, clock):
     assert spent(phases) == {"startup": 3, "step": 5}
 
 
-def test_steps_that_are_done_again_count_as_recomputed(phases, clock):
+def test_repeated_steps_count_as_recomputed(phases, clock):
     phases.count_as_recomputed(range(3, 5))
     for step in (3, 4, 5):
         with phases("step", step):
@@ -119,7 +119,7 @@ def test_steps_that_are_done_again_count_as_recomputed(phases, clock):
     assert spent(phases) == {"startup": 3, RECOMPUTED: 22, "save": 300, "step": 1, "data": 10}
 
 
-def test_an_unknown_phase_is_refused_by_name(phases):
+def test_unknown_phase_is_rejected_by_name(phases):
     with pytest.raises(ValueError, match="phase 'steps' is unknown; choose startup, compile"):
         with phases("steps"):
             pass
@@ -152,7 +152,7 @@ print(Phases().current.seconds)
     assert 1 <= float(process.stdout) <= time.monotonic() - begin_s + 0.02
 
 
-def test_another_thread_reads_what_belongs_together():
+def test_another_thread_reads_a_consistent_state():
     phases = Phases(age_s=0)
     wrong = []
     is_done = threading.Event()

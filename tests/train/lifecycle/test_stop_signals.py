@@ -72,7 +72,7 @@ def processes(launcher: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in children]
 
 
-def test_signals_save_once_and_the_next_start_goes_on(overrides, undisturbed, tmp_path):
+def test_signals_save_once_and_the_next_start_resumes(overrides, undisturbed, tmp_path):
     process = start(command(tmp_path, overrides))
     wait_for_step(process, tmp_path, 5)
     deadline = time.monotonic() + 300
@@ -90,7 +90,7 @@ def test_signals_save_once_and_the_next_start_goes_on(overrides, undisturbed, tm
     assert entries(tmp_path) == undisturbed
 
 
-def test_signal_before_the_first_step_ends_the_process_at_once(overrides, tmp_path):
+def test_signal_before_the_first_step_ends_the_process_immediately(overrides, tmp_path):
     process = start(command(tmp_path, overrides))
     assert process.stdout
     while "model   GPT2" not in process.stdout.readline():
@@ -124,7 +124,7 @@ def check_equal(workdir: Path, undisturbed: list[tuple]) -> None:
         np.testing.assert_allclose(*values, rtol=1e-4)
 
 
-def test_all_start_again_when_the_coordinator_is_killed(overrides, undisturbed, tmp_path):
+def test_all_processes_restart_when_the_coordinator_is_killed(overrides, undisturbed, tmp_path):
     launcher = start(of_two(tmp_path, overrides, "--max_restarts=1"))
     wait_for_step(launcher, tmp_path, 25)
     os.kill(processes(launcher)[0], signal.SIGKILL)
@@ -148,7 +148,7 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
-def test_process_that_hangs_is_named_and_the_others_end(overrides, tmp_path):
+def test_hanging_process_is_named_and_the_others_exit(overrides, tmp_path):
     """A process that starts after the others by more than failure_timeout_s does not hang."""
     launch = of_two(tmp_path, (*overrides, "train.num_steps=100000"), "--grace_s=2")
     program = launch.index("train.main")
@@ -175,7 +175,7 @@ def test_delayed_all_reduce_returns_the_maximum_of_the_previous_call():
     assert all_reduce.max(0, 0) == (0, 7)
 
 
-def test_handlers_are_given_back_and_a_second_interrupt_is_not_waited_for():
+def test_handlers_are_restored_and_a_second_interrupt_ends_immediately():
     before = signal.getsignal(signal.SIGINT)
     with StopSignals() as signals:
         assert signal.getsignal(signal.SIGINT) == before

@@ -112,7 +112,7 @@ def write_sign(directory, process, **changes):
     (directory / f"{process}.json").write_text(json.dumps(sign | changes))
 
 
-def test_a_killed_process_and_a_slow_one_are_named_by_the_one_that_waits(tmp_path, start):
+def test_waiting_process_names_killed_and_slow_processes(tmp_path, start):
     # Long enough to be killed before it notices that it hangs.
     killed = start(tmp_path, 2, 3, "data", timeout_s=4 * LONG_S)
     wait_for((tmp_path / "2.json").exists)
@@ -165,7 +165,7 @@ def test_a_single_process_shows_its_stack(tmp_path, start):
     assert "in wait_in_vain" in report
 
 
-def test_files_of_another_start_are_not_looked_at(tmp_path, watch, capfd):
+def test_files_of_another_start_are_ignored(tmp_path, watch, capfd):
     directory = tmp_path / "signs"
     write_sign(directory, 1, run_id="an earlier run", phase="data")
     write_sign(directory, 2, run_id="an earlier run")
@@ -178,7 +178,7 @@ def test_files_of_another_start_are_not_looked_at(tmp_path, watch, capfd):
     assert "n1" not in report and "process 2" not in report
 
 
-def test_a_broken_file_is_no_sign(tmp_path, watch, capfd):
+def test_broken_file_is_no_heartbeat(tmp_path, watch, capfd):
     (tmp_path / "signs").mkdir()
     for index, text in enumerate(("", "{", "[]", '{"step": 3}'), start=1):
         (tmp_path / "signs" / f"{index}.json").write_text(text)
@@ -206,7 +206,7 @@ def test_the_report_of_thousands_of_processes_is_short(tmp_path, watch, capfd):
     assert "and 979 more\n" in report
 
 
-def test_the_furthest_behind_is_named_first(tmp_path, watch, capfd):
+def test_process_furthest_behind_is_named_first(tmp_path, watch, capfd):
     directory = tmp_path / "signs"
     write_sign(directory, 1, step=17, phase="data", ended=True)
     write_sign(directory, 2, step=16, phase="data", seconds=340.2, ended=True)
@@ -224,7 +224,7 @@ def test_the_furthest_behind_is_named_first(tmp_path, watch, capfd):
 
 
 @pytest.mark.parametrize("is_removed_later", [False, True])
-def test_a_watchdog_that_cannot_write_says_so_once_and_watches(
+def test_watchdog_that_cannot_write_reports_it_once_and_keeps_watching(
     tmp_path, watch, capfd, is_removed_later
 ):
     directory = tmp_path / "signs"
@@ -243,7 +243,7 @@ def test_a_watchdog_that_cannot_write_says_so_once_and_watches(
 
 
 @pytest.mark.parametrize("name", ["1.json", ".0.json.tmp"])
-def test_a_file_system_that_hangs_holds_nothing_up(tmp_path, watch, capfd, monkeypatch, name):
+def test_hanging_file_system_does_not_delay_the_watchdog(tmp_path, watch, capfd, monkeypatch, name):
     monkeypatch.setattr(watchdog, "_READ_LIMIT_S", 1.0)
     (tmp_path / "signs").mkdir()
     # Opening a named pipe blocks until the other end is opened.
@@ -259,7 +259,7 @@ def test_a_file_system_that_hangs_holds_nothing_up(tmp_path, watch, capfd, monke
 
 
 @pytest.mark.parametrize("phase", UNWATCHED)
-def test_phases_that_may_take_long_are_not_watched(watch, phase, capfd):
+def test_unwatched_phases_may_take_arbitrarily_long(watch, phase, capfd):
     phases = Phases()
     with phases(phase):
         watch(phases, timeout_s=0.2)
@@ -267,7 +267,7 @@ def test_phases_that_may_take_long_are_not_watched(watch, phase, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_save_may_take_as_long_as_its_own_limit_says(watch, capfd):
+def test_save_has_its_own_timeout(watch, capfd):
     phases = Phases()
     with phases("save"):
         watch(phases, timeout_s=0.2, save_timeout_s=3)
@@ -277,7 +277,7 @@ def test_a_save_may_take_as_long_as_its_own_limit_says(watch, capfd):
     assert "longer than checkpoint.timeout_s=3" in capfd.readouterr().err
 
 
-def test_a_process_that_goes_on_is_left_alone(watch, capfd):
+def test_process_that_continues_is_not_ended(watch, capfd):
     phases = Phases()
     watch(phases, timeout_s=2)
     end_s = time.monotonic() + 5
@@ -288,7 +288,7 @@ def test_a_process_that_goes_on_is_left_alone(watch, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_step_that_ends_while_it_is_looked_at_does_not_end_the_process(watch, capfd):
+def test_step_that_completes_during_the_report_does_not_end_the_process(watch, capfd):
     phases = Phases()
     seen = []
 
@@ -319,7 +319,7 @@ def test_close_stops_watching_and_leaves_no_file(tmp_path, watch):
         assert not watch.hangs.wait(3)
 
 
-def test_the_file_says_where_the_process_is(tmp_path, watch):
+def test_heartbeat_file_contains_step_and_phase(tmp_path, watch):
     path = tmp_path / "signs" / "0.json"
     phases = Phases()
     with phases("startup", 16):

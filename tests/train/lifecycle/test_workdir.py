@@ -32,7 +32,9 @@ def holder(tmp_path):
         process.kill()
 
 
-def test_second_run_waits_and_is_told_who_is_there(holder, corpus_overrides, tmp_path, capsys):
+def test_second_run_waits_and_its_error_names_the_holder(
+    holder, corpus_overrides, tmp_path, capsys
+):
     overrides = (*TINY, *corpus_overrides, "train.start_timeout_s=1")
     arguments = [f"--config.{override}" for override in overrides]
     before = sorted(tmp_path.rglob("*"))
@@ -44,7 +46,7 @@ def test_second_run_waits_and_is_told_who_is_there(holder, corpus_overrides, tmp
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_run_goes_on_as_soon_as_the_other_is_gone(holder, tmp_path, caplog):
+def test_run_starts_as_soon_as_the_lock_is_released(holder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         holder.kill()  # its lock file stays
         with lock(tmp_path, timeout_s=60) as first:
@@ -55,7 +57,7 @@ def test_run_goes_on_as_soon_as_the_other_is_gone(holder, tmp_path, caplog):
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_of_many_one_at_a_time_holds_it(tmp_path):
+def test_only_one_process_at_a_time_holds_the_lock(tmp_path):
     """Several processes increment a counter without atomicity; the lock makes the sum right."""
     counter = tmp_path / "counter"
     counter.write_text("0")
@@ -76,7 +78,7 @@ for _ in range(5):
     assert counter.read_text() == "15"
 
 
-def test_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, caplog):
+def test_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
     def flock(*_):
         raise OSError(38, "Function not implemented")
 
@@ -103,7 +105,7 @@ def of_two(tmp_path, overrides, workdir: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_workdir_that_is_not_one_for_all_is_refused_by_all(corpus_overrides, tmp_path):
+def test_workdir_that_is_not_shared_is_rejected_by_all_processes(corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "mesh.data=2")
     done = of_two(tmp_path, overrides, f"{tmp_path}/run_$ID")
     assert done.returncode == REFUSED, done.stderr
@@ -112,7 +114,7 @@ def test_workdir_that_is_not_one_for_all_is_refused_by_all(corpus_overrides, tmp
     assert "choose a directory on a file system that all hosts share" in done.stderr
 
 
-def test_text_that_one_process_lacks_is_named_by_all(corpus_overrides, tmp_path):
+def test_missing_text_of_one_process_is_reported_by_all(corpus_overrides, tmp_path):
     paths, *others = corpus_overrides
     there = paths.removeprefix("data.paths=").removesuffix("/*.txt")
     (tmp_path / "text_0").symlink_to(there)
@@ -126,7 +128,7 @@ def test_text_that_one_process_lacks_is_named_by_all(corpus_overrides, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def test_process_with_another_config_is_named_by_all(corpus_overrides, tmp_path):
+def test_process_with_another_config_is_reported_by_all(corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "mesh.data=2", "log.every_steps=1$ID")
     done = of_two(tmp_path, overrides, f"{tmp_path}/run")
     assert done.returncode == REFUSED, done.stderr
@@ -149,5 +151,5 @@ def test_exchange_of_one_process_raises_what_its_action_does():
     "error, may",
     [(None, False), (ValueError(), False), (FileNotFoundError(), False), (TimeoutError(), True)],
 )
-def test_what_may_pass(error, may):
+def test_may_pass_is_true_for_temporary_errors_only(error, may):
     assert may_pass(error) == may

@@ -26,7 +26,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_losses_equal_those_of_plain_attention_on_one_device(monkeypatch, model, mesh):
+def test_losses_equal_plain_attention_on_one_device(monkeypatch, model, mesh):
     expected = measured.losses_on(model, ())
     cudnn_stand_in.install(monkeypatch)
     found = measured.losses_on.__wrapped__(model, mesh)

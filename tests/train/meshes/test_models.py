@@ -25,7 +25,7 @@ def combinations():
 
 
 @pytest.mark.parametrize(("model", "mesh"), list(combinations()))
-def test_losses_equal_those_of_one_device(model, mesh):
+def test_losses_equal_one_device(model, mesh):
     assert measured.deviation(model, mesh) <= TOLERANCE
     assert len(set(measured.losses_on(model, ()))) == measured.NUM_STEPS  # the model learns
 

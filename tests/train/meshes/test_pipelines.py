@@ -106,7 +106,7 @@ def test_memory_does_not_grow_with_microbatches(schedule, remat, corpus_override
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_remat_costs_one_forward_of_the_stage_in_every_tick(schedule, corpus_overrides):
+def test_remat_adds_one_forward_pass_of_the_stage_per_tick(schedule, corpus_overrides):
     def compiled(remat):
         overrides = (*TINY, *corpus_overrides, *microbatches(8), "mesh.pipeline=4")
         pipeline = (f"pipeline.schedule={schedule}", f"pipeline.remat={remat}")
@@ -131,7 +131,7 @@ def test_remat_costs_one_forward_of_the_stage_in_every_tick(schedule, corpus_ove
     assert products["full"] - products["none"] == len(full.schedule.ticks) * forward
 
 
-def test_the_program_does_not_grow_with_the_layers(corpus_overrides):
+def test_program_size_does_not_grow_with_the_layers(corpus_overrides):
     """Compiling 48 layers takes as long as compiling 12."""
 
     def instructions(num_layers):

@@ -39,7 +39,7 @@ def decay_of(schedule: str, step: int) -> float:
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_average_is_its_formula(schedule):
+def test_average_equals_its_formula(schedule):
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
         optimizer = optax.chain(optax.sgd(0.5), average_params(0.6, schedule, 20))
@@ -63,7 +63,7 @@ def run_of(*overrides: str):
     return make_run((*TINY, *overrides))
 
 
-def test_average_of_a_run_is_that_of_its_parameters(corpus_overrides):
+def test_average_of_a_run_equals_the_average_of_its_parameters(corpus_overrides):
     """Include the initial average, a skipped step, and frozen parameters."""
     with jax.enable_x64(True):
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
@@ -89,7 +89,7 @@ def test_average_of_a_run_is_that_of_its_parameters(corpus_overrides):
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["own", "given"])
-def test_average_begins_as_the_parameters_in_host_memory_too(given, corpus_overrides):
+def test_average_is_initialized_to_the_parameters_in_host_memory_too(given, corpus_overrides):
     where = (*UNEVEN, *HOSTED, "precision.params=bfloat16", "precision.compute=bfloat16")
     run, _ = run_of(*corpus_overrides, *EMA, FROZEN, *where)
     params = None
@@ -109,7 +109,7 @@ def test_average_begins_as_the_parameters_in_host_memory_too(given, corpus_overr
     assert (digest(state.params) == digest(seeds)) != given
 
 
-def test_evaluation_is_that_of_the_average(corpus_overrides):
+def test_evaluation_uses_the_average(corpus_overrides):
     with jax.enable_x64(True):
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
         plain, _ = run_of(*corpus_overrides, *FLOAT64)

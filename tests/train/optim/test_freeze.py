@@ -35,7 +35,7 @@ def test_pattern_marks_what_it_matches():
         (("table", "decoder.*"), "optimizer.frozen=table,decoder.* matches all 3 parameters"),
     ],
 )
-def test_pattern_of_nothing_or_everything_is_refused(patterns, message):
+def test_pattern_that_matches_nothing_or_everything_is_rejected(patterns, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         frozen_params(PARAMS, patterns)
 
@@ -55,7 +55,7 @@ def a_step(run, corpus):
     return before, *run.compile_train_step()(state, batch)
 
 
-def test_frozen_parameters_stay_and_have_no_moments(corpus_overrides):
+def test_frozen_parameters_do_not_change_and_have_no_moments(corpus_overrides):
     run, corpus = run_of(*corpus_overrides, MLP)
     before, state, _ = a_step(run, corpus)
     of_mlp = [leaf.size for leaf in jax.tree.leaves(before["decoder"]["layers"]["mlp"])]
@@ -68,7 +68,7 @@ def test_frozen_parameters_stay_and_have_no_moments(corpus_overrides):
     assert any(".mu" in name for name in moments) and not any("['mlp']" in name for name in moments)
 
 
-def test_norm_is_that_of_what_is_trained(corpus_overrides):
+def test_gradient_norm_covers_trained_parameters_only(corpus_overrides):
     """Two halves of the parameters are frozen in turn; their squared norms sum to the total."""
     rest = "token_embedding,position_embedding,*norm*,*.attention.*"
     norms = [
@@ -104,7 +104,7 @@ def test_gradients_of_frozen_parameters_are_not_computed(schedule, corpus_overri
     )
 
 
-def test_run_does_not_go_on_with_others_frozen_or_another_average(corpus_overrides, tmp_path):
+def test_resuming_with_other_frozen_parameters_or_average_is_rejected(corpus_overrides, tmp_path):
     run, corpus = run_of(*corpus_overrides, MLP)
     write_run_files(tmp_path, run, corpus)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)

@@ -33,7 +33,7 @@ def names(found: Depths, depth: int) -> set[str]:
     }
 
 
-def test_embedding_is_what_embed_reads(corpus_overrides):
+def test_embedding_parameters_are_those_read_by_embed(corpus_overrides):
     of_gpt2 = depths(corpus_overrides, "gpt2")
     assert names(of_gpt2, -1) == {"token_embedding", "position_embedding"}
     assert (of_gpt2.first_layers, of_gpt2.num_layers) == ({"decoder": 0}, 4)
@@ -43,7 +43,7 @@ def test_embedding_is_what_embed_reads(corpus_overrides):
     assert (of_t5.first_layers, of_t5.num_layers) == ({"encoder": 0, "decoder": 2}, 5)
 
 
-def test_what_leads_to_a_stack_has_the_depth_of_its_first_layer(corpus_overrides):
+def test_parameters_before_a_stack_have_the_depth_of_its_first_layer(corpus_overrides):
     sizes = ("model.depths=(2,4,2)", "model.num_heads=(2,2,2)", "data.global_batch_size=16")
     found = depths(corpus_overrides[1:], "swin", sizes)
     merging = {"norm.scale", "norm.bias", "reduction.kernel"}
@@ -58,7 +58,7 @@ def test_what_leads_to_a_stack_has_the_depth_of_its_first_layer(corpus_overrides
     assert set(found.non_stack_params.values()) == {-1, 1, 3} and found.num_layers == 4
 
 
-def test_update_is_times_the_power_of_its_layer():
+def test_update_is_scaled_by_the_power_of_its_layer():
     """As in `param_groups_lrd`: with 5 layers, factors 0.5^(5 + 1 - i); the embedding has i = 0."""
     found = Depths(
         first_layers={"encoder": 0, "decoder": 2},

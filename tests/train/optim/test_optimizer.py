@@ -40,14 +40,14 @@ def rate(step: int, num_steps: int = 24, **changes) -> float:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_warmup_rises_by_equal_parts_to_the_peak(schedule):
+def test_warmup_rises_linearly_to_the_peak(schedule):
     # float32 has a relative error of about 1e-7.
     rates = [rate(step, schedule=schedule) for step in range(5)]
     np.testing.assert_allclose(rates, [0.005, 0.01, 0.015, 0.02, 0.02], rtol=1e-6)
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
-def test_first_update_is_at_the_peak_where_there_is_nothing_to_warm_up(warmup):
+def test_first_update_uses_the_peak_rate_without_warmup(warmup):
     assert rate(0, warmup_steps=warmup) == pytest.approx(0.02)
 
 
@@ -55,7 +55,7 @@ def test_first_update_is_at_the_peak_where_there_is_nothing_to_warm_up(warmup):
     "schedule, middle, end",
     [("cosine", 0.011, 0.002), ("linear", 0.011, 0.002), ("constant", 0.02, 0.02)],
 )
-def test_rate_falls_to_its_final_fraction(schedule, middle, end):
+def test_learning_rate_decays_to_its_final_fraction(schedule, middle, end):
     # The peak is at update 4, the end at update 23, the last of 24: halfway is between 13 and 14.
     around = (rate(13, schedule=schedule) + rate(14, schedule=schedule)) / 2
     assert around == pytest.approx(middle)
@@ -63,7 +63,7 @@ def test_rate_falls_to_its_final_fraction(schedule, middle, end):
     assert rate(1000, schedule=schedule) == pytest.approx(end)
 
 
-def test_warmup_longer_than_the_run_is_no_error():
+def test_warmup_may_be_longer_than_the_run():
     assert rate(2, num_steps=3) == pytest.approx(0.015)
 
 
@@ -72,7 +72,7 @@ def adafactor(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradie
     return optax.adafactor(schedule, min_dim_size_to_factor=8)
 
 
-def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
+def test_optimizer_with_factored_state_works_on_a_mesh():
     overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
     config = resolve(load(CONFIG, overrides))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
@@ -81,7 +81,7 @@ def test_optimizer_with_factored_state_takes_its_place_on_a_mesh():
     assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
 
 
-def test_decay_mask_of_gpt2_is_its_matrices_and_embeddings():
+def test_decay_mask_of_gpt2_selects_matrices_and_embeddings():
     config = resolve(load(CONFIG))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
     mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state.abstract.params))
@@ -104,7 +104,7 @@ def not_decayed_of(model: Any) -> set[str]:
     return {name for name in names if not name.endswith((".bias", ".scale"))}
 
 
-def test_no_decay_of_tokens_positions_and_scales_in_models_of_images():
+def test_image_models_do_not_decay_tokens_positions_and_scales():
     """Match `no_weight_decay` and `no_weight_decay_keywords` of the models' published code."""
     vit: dict[str, Any] = {
         name: 4 for name in ("image_size", "num_layers", "num_heads", "embed_dim", "mlp_dim")
@@ -129,7 +129,7 @@ def test_no_decay_of_tokens_positions_and_scales_in_models_of_images():
     assert not_decayed_of(second) == {f"{block}.{name}" for block in blocks for name in of_block}
 
 
-def test_run_does_not_decay_what_its_model_names():
+def test_run_does_not_decay_parameters_named_by_the_model():
     config = resolve(load(str(ROOT / "configs" / "vit.py"), ["optimizer.warmup_steps=0"]))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), num_labels=10)
     params = run.state.initial().params
@@ -217,7 +217,7 @@ def lars(name, w, g, memory, rate, step):
 
 
 @pytest.mark.parametrize("formula", [lamb, lars])
-def test_optimizer_is_its_published_formula_tensor_by_tensor(formula):
+def test_optimizer_equals_its_published_formula_for_every_tensor(formula):
     """Each layer of a stack counts as a separate tensor, and padding stays zero."""
     schedule: Any = make_learning_rate(BASE, 6)
     rng = np.random.default_rng(0)
@@ -271,7 +271,7 @@ def test_sgd_equals_pytorchs(momentum):
     assert (momentum > 0) == bool(jax.tree.leaves(optax.tree.get(state, "trace", ())))
 
 
-def test_clip_norm_0_switches_clipping_off():
+def test_clip_norm_0_disables_clipping():
     grads = {"kernel": jnp.full((2, 2), 100.0)}
 
     def update(clip_norm: float) -> Any:
@@ -292,7 +292,7 @@ def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
 @pytest.mark.parametrize(
     "name", ["adamv", "no_such_module:f", "optax:no_such", "json", f"{__name__}:BASE"]
 )
-def test_name_of_no_optimizer_is_refused(name):
+def test_unknown_optimizer_is_rejected(name):
     config = dataclasses.replace(BASE, name=name)
     with pytest.raises(
         ValueError,

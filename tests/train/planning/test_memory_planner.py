@@ -55,7 +55,7 @@ OTHERS = {"gpt2, bfloat16"}
         if name not in OTHERS
     ],
 )
-def test_estimate_is_near_what_is_compiled(name):
+def test_estimate_is_close_to_the_compiled_memory(name):
     # The estimate does not include copies for layouts and the effects of scheduling.
     assert estimates.measure(estimates.make_run(name))["ratio"] == pytest.approx(1, abs=0.15)
 
@@ -91,7 +91,7 @@ MESHES = {
 @pytest.mark.parametrize(
     "mesh", ["one device", pytest.param("data=4", marks=pytest.mark.slow), "2x2x2"]
 )
-def test_auto_fits_an_eighth_and_losses_are_those_of_plain_training(mesh, corpus_overrides):
+def test_auto_fits_an_eighth_of_the_memory_with_equal_losses(mesh, corpus_overrides):
     with jax.enable_x64(True):
         plain, corpus = make_run((*base(corpus_overrides), *FLOAT64, *MESHES[mesh]))
         budget = of_device(plain.estimate_memory().device_bytes / 8)
@@ -103,13 +103,13 @@ def test_auto_fits_an_eighth_and_losses_are_those_of_plain_training(mesh, corpus
         )
 
 
-def test_auto_changes_nothing_that_fits(corpus_overrides):
+def test_auto_keeps_a_config_that_fits(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     run = planner(plain, of_device(4 * plain.estimate_memory().device_bytes)).plan(with_auto(plain))
     assert run.config == plain.config
 
 
-def test_plan_that_is_too_large_once_compiled_is_followed_by_a_leaner_one(
+def test_plan_too_large_after_compilation_is_followed_by_a_leaner_one(
     corpus_overrides, monkeypatch
 ):
     plain, _ = make_run(base(corpus_overrides))
@@ -128,7 +128,7 @@ def test_plan_that_is_too_large_once_compiled_is_followed_by_a_leaner_one(
     assert run.config.memory.placement == "device"
 
 
-def test_refusal_names_changes_that_fit(corpus_overrides):
+def test_error_lists_changes_that_fit(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     budget = of_device(plain.estimate_memory().device_bytes / 2)
     with pytest.raises(ValueError, match="a step takes more memory than there is") as raised:
@@ -140,7 +140,7 @@ def test_refusal_names_changes_that_fit(corpus_overrides):
         assert changed.estimate_memory().device_bytes <= budget.device_bytes
 
 
-def test_what_no_plan_makes_fit_is_refused_with_the_leanest(corpus_overrides):
+def test_run_that_no_plan_fits_is_rejected_with_the_leanest_plan(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     budget = of_device(plain.estimate_memory().device_bytes / 1000)
     for config in (plain.config, with_auto(plain)):
@@ -163,7 +163,7 @@ def test_host_memory_has_a_budget_too(corpus_overrides):
     assert planner(plain, budget).plan(with_auto(plain)).estimate_memory().host_bytes < host
 
 
-def test_run_under_auto_saves_its_plan_and_goes_on_with_it(corpus_overrides, tmp_path):
+def test_run_with_auto_saves_its_plan_and_resumes_with_it(corpus_overrides, tmp_path):
     plain, _ = make_run(base(corpus_overrides))
     budget_gib = plain.estimate_memory().device_bytes / 8 / 2**30
     overrides = (
@@ -188,7 +188,7 @@ def test_run_under_auto_saves_its_plan_and_goes_on_with_it(corpus_overrides, tmp
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
-def test_refusal_ends_the_command_before_anything_is_written(corpus_overrides, tmp_path, capsys):
+def test_run_that_does_not_fit_is_rejected_before_writing(corpus_overrides, tmp_path, capsys):
     overrides = (*base(corpus_overrides), "memory.device_budget=0.000001")
     assert main(arguments(tmp_path / "run", overrides)) == 2
     assert "error: no plan fits into memory" in capsys.readouterr().err
@@ -203,7 +203,7 @@ def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatc
         planner(plain, of_device(limit)).check(plain)
 
 
-def test_compiled_bytes_are_those_of_the_larger_step(corpus_overrides):
+def test_compiled_bytes_equal_those_of_the_larger_step(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     train, evaluation = (
         memory(step).in_all for step in (plain.compile_train_step(), plain.compile_eval_step())
@@ -214,7 +214,7 @@ def test_compiled_bytes_are_those_of_the_larger_step(corpus_overrides):
     assert compiled_bytes(hosted) is None  # CPUs do not tell device and host memory apart
 
 
-def test_budget_is_what_the_config_says_or_nine_tenths_of_what_there_is(monkeypatch):
+def test_budget_is_configured_or_nine_tenths_of_the_memory(monkeypatch):
     mesh = make_mesh(MeshConfig(data=2), jax.devices())
     found = budget_of(MemoryConfig(device_budget=2.0, host_budget=0.5), mesh)
     assert (found.device_bytes, found.host_bytes) == (2 * 2**30, 2**29)
@@ -237,12 +237,12 @@ def test_budget_is_what_the_config_says_or_nine_tenths_of_what_there_is(monkeypa
         ),
     ],
 )
-def test_budgets_that_are_none_are_refused(overrides, message):
+def test_invalid_budgets_are_rejected(overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve(load(CONFIG, overrides))
 
 
-def test_step_time_is_that_of_the_slower_of_products_and_memory_and_of_what_is_moved():
+def test_step_time_adds_transfers_to_the_slower_of_compute_and_memory():
     rates = rates_of("NVIDIA H100 80GB HBM3", "bfloat16")
     assert rates.flops_per_s == 0.5 * 989.5e12 and rates.memory_bytes_per_s == 3.35e12
     work = StepCost(host_bytes=63_000_000_000, network_bytes=450_000_000)
@@ -254,7 +254,7 @@ def test_step_time_is_that_of_the_slower_of_products_and_memory_and_of_what_is_m
 
 
 @pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("lamb", False), ("lars", False)])
-def test_host_is_offered_to_elementwise_optimizers_alone(name, is_offered, corpus_overrides):
+def test_host_memory_is_offered_only_to_elementwise_optimizers(name, is_offered, corpus_overrides):
     run, _ = make_run((*base(corpus_overrides), f"optimizer.name={name}"))
     levers = MemorySearch(run.config, lambda config: run, of_device(math.inf)).levers
     settings = [setting for lever in levers for setting in lever]

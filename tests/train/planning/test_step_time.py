@@ -16,7 +16,7 @@ def test_machine_of_knows_every_target(name):
     assert machine.memory_bytes_per_s == pytest.approx(described, rel=0.05)
 
 
-def test_machine_of_takes_float32_where_a_gpu_has_no_bfloat16():
+def test_machine_of_uses_float32_for_gpus_without_bfloat16():
     volta, hopper = (machine_of(parse_target(f"{name}:1x8")) for name in ("v100", "h100"))
     assert volta.peak_flops_per_s("bf16") == volta.peak_flops_per_s("f32") == 15.7e12
     assert hopper.peak_flops_per_s("bf16") == 989.5e12

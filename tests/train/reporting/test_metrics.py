@@ -39,7 +39,7 @@ def lines_of(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_log_config_names_the_key_that_is_wrong():
+def test_log_config_error_names_the_key():
     with pytest.raises(ValueError, match=r"log\.every_steps=0 must be at least 1; choose"):
         LogConfig(every_steps=0)
 
@@ -87,7 +87,7 @@ def test_resuming_logs_each_step_once(tmp_path, torn):
     assert sorted(os.listdir(killed)) == ["metrics.jsonl", "tensorboard"]
 
 
-def test_beginning_anew_drops_all_lines(tmp_path):
+def test_starting_from_scratch_drops_all_lines(tmp_path):
     log_steps(tmp_path, range(1, 5), resume_step=0)
     log_steps(tmp_path, range(1, 3), resume_step=0)
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
@@ -112,7 +112,7 @@ def test_only_the_writer_writes(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_kill_loses_no_line_and_needs_neither_tensorflow_nor_torch(tmp_path):
+def test_kill_loses_no_line_and_neither_tensorflow_nor_torch_is_needed(tmp_path):
     program = f"""
 import sys
 for name in ("tensorflow", "torch"):
@@ -170,7 +170,7 @@ METRICS = dict(
 )
 
 
-def test_progress_in_a_file_is_one_aligned_line_a_step():
+def test_progress_in_a_file_is_one_aligned_line_per_step():
     lines = show(False, **METRICS).splitlines()
     assert len(lines) == 3 and "\x1b" not in "".join(lines)
     assert re.sub(" +", " ", lines[1]) == (
@@ -188,7 +188,7 @@ def test_progress_on_a_terminal_is_a_live_bar():
     assert "eval_loss 6.2500" in text
 
 
-def test_progress_leaves_out_what_is_not_known_and_can_be_silent(capsys):
+def test_progress_leaves_out_unknown_values_and_can_be_silent(capsys):
     assert "MFU" not in show(False, loss=1.0)
     with closing(Progress(10, is_shown=False)) as progress:
         progress.update(1, METRICS)
@@ -230,7 +230,7 @@ def test_peak_flops_of_a_device_kind(kind, dtype, tflops_per_s):
     assert peak == (None if tflops_per_s is None else tflops_per_s * 1e12)
 
 
-def test_mfu_is_the_share_of_all_devices_peak():
+def test_mfu_is_the_fraction_of_all_devices_peak():
     assert mfu(4e12, num_devices=8, peak_flops_per_s=1e12) == 0.5
     assert mfu(4e12, num_devices=8, peak_flops_per_s=None) is None
 
@@ -283,7 +283,7 @@ def test_throughput_waits_for_the_steps_it_counts():
     assert step_time_s is not None and step_time_s >= 0.05
 
 
-def test_plot_draws_runs_and_says_what_is_missing(tmp_path, capsys):
+def test_plot_draws_runs_and_reports_missing_metrics(tmp_path, capsys):
     for name in ("a", "b"):
         log_steps(tmp_path / name, range(1, 6), resume_step=0)
     writer = MetricsWriter(tmp_path / "a", resume_step=5)

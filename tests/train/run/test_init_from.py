@@ -58,7 +58,7 @@ def opt(tmp_path_factory):
     return directory, save_model(directory, "OPTForCausalLM", **OPT)
 
 
-def test_converted_model_is_started_from_and_is_no_run(opt, text, tmp_path, capsys):
+def test_run_can_start_from_a_converted_model_but_not_resume_it(opt, text, tmp_path, capsys):
     from_hf(opt[0], tmp_path / "converted")
     overrides = (*text[1], *SHORT, f"init_from={tmp_path / 'converted'}")
     assert run_main(tmp_path / "converted", overrides, config=FINETUNE) == 2
@@ -88,7 +88,7 @@ def losses_of(workdir):
     return [entry["loss"] for entry in read_metrics(workdir / "metrics.jsonl") if "loss" in entry]
 
 
-def test_evaluation_of_a_checkpoint_is_that_of_transformers(opt, text, tmp_path, capsys):
+def test_evaluation_of_a_checkpoint_equals_transformers(opt, text, tmp_path, capsys):
     directory, model = opt
     overrides = (*text[1], *SHORT, f"init_from={directory}", "data.validation_fraction=0.3")
     assert run_main(tmp_path, overrides, "--mode=eval", config=FINETUNE) == 0
@@ -112,7 +112,7 @@ def test_evaluation_of_a_checkpoint_is_that_of_transformers(opt, text, tmp_path,
     assert found == pytest.approx(total / weight, rel=1e-5)
 
 
-def test_finetuning_is_the_same_on_any_mesh_and_goes_on(opt, text, tmp_path):
+def test_finetuning_is_equal_on_any_mesh_and_resumes(opt, text, tmp_path):
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}", "train.num_microbatches=2")
     mesh = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
     assert run_main(tmp_path / "one", overrides, config=FINETUNE) == 0
@@ -158,7 +158,7 @@ def run_from(directory, text, labels, *overrides):
     return assemble_run(resolved, make_mesh(resolved.mesh, jax.devices()), **sizes), source
 
 
-def test_classifier_is_new_where_the_checkpoint_has_one_of_another_task(text, tmp_path):
+def test_classifier_is_new_if_the_checkpoint_has_another_task(text, tmp_path):
     save_model(tmp_path, "BertForPreTraining", **BERT)
     for num_labels in (2, 3):
         run, source = run_from(tmp_path, text, num_labels)
@@ -187,7 +187,7 @@ def test_labels_of_a_published_classifier_keep_their_meaning(text, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def test_classifier_of_another_task_is_drawn_anew_when_asked_for(text, tmp_path):
+def test_classifier_of_another_task_is_reinitialized_on_request(text, tmp_path):
     save_model(tmp_path, "BertForSequenceClassification", **BERT)
     theirs = nnx.to_pure_dict(nnx.split(load_model(tmp_path))[1])
     for num_labels in (2, 3):
@@ -207,7 +207,7 @@ def test_classifier_of_another_task_is_drawn_anew_when_asked_for(text, tmp_path)
             start_params(run, source, "abc")
 
 
-def test_labels_of_what_has_no_classifier_are_refused(bert, opt, text):
+def test_init_labels_without_a_classifier_is_rejected(bert, opt, text):
     run, source = run_from(bert, text, 2, "train.init_labels=by_position")
     with pytest.raises(ValueError, match="has no classifier for model.head='sequence'; do not set"):
         start_params(run, source, ("colon", "none"))
@@ -238,7 +238,7 @@ def test_classifier_trains_from_published_weights(bert, text, tmp_path):
     np.testing.assert_allclose(load_model(tmp_path)(jax.numpy.asarray(tokens)), logits, atol=1e-5)
 
 
-def test_run_from_nothing_goes_to_hugging_face_with_its_tokenizer(text, tmp_path, caplog):
+def test_run_from_scratch_is_exported_with_its_tokenizer(text, tmp_path, caplog):
     sizes = ("model.num_layers=2", "model.embed_dim=16", "model.num_heads=2")
     overrides = (*text[1], *SHORT, *sizes, "data.vocab_size=300", "mesh.pipeline=2")
     config = str(ROOT / "configs" / "gpt2.py")
@@ -256,7 +256,7 @@ def test_run_from_nothing_goes_to_hugging_face_with_its_tokenizer(text, tmp_path
     assert run_main(tmp_path / "again", again, config=config) == 0
 
 
-def test_any_config_of_the_model_takes_its_sizes_from_the_checkpoint(opt, text, tmp_path, capsys):
+def test_every_config_of_the_model_takes_its_sizes_from_the_checkpoint(opt, text, tmp_path, capsys):
     config = str(ROOT / "configs" / "opt.py")
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}")
     assert run_main(tmp_path / "run", overrides, "--fast_dev_run", config=config) == 0
@@ -265,7 +265,7 @@ def test_any_config_of_the_model_takes_its_sizes_from_the_checkpoint(opt, text, 
     assert "--config.model.embed_dim=8, but the checkpoint init_from=" in error_line(capsys)
 
 
-def test_configs_for_a_checkpoint_say_that_they_need_one(text, tmp_path, capsys):
+def test_configs_that_need_a_checkpoint_report_it(text, tmp_path, capsys):
     for config in (FINETUNE, CLASSIFY):
         assert run_main(tmp_path / "run", (*text[1], *SHORT), config=config) == 2
         assert "config.init_from" in error_line(capsys)
@@ -289,7 +289,9 @@ def test_padding_of_another_tokenizer_is_refused(text, tmp_path, capsys):
         ("data.objective=masked_lm", "data.objective='masked_lm' does not match"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_sentence(change, message, opt, text, tmp_path, capsys):
+def test_incompatible_checkpoint_is_rejected_in_one_sentence(
+    change, message, opt, text, tmp_path, capsys
+):
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}", change)
     assert run_main(tmp_path / "run", overrides, config=FINETUNE) == 2
     assert message in error_line(capsys)

@@ -107,7 +107,7 @@ def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_encoder_of_a_pretraining_is_started_from(pretrained, cache, caplog):
+def test_run_can_start_from_a_pretrained_encoder(pretrained, cache, caplog):
     caplog.set_level(logging.INFO, "train")
     own = ("model.pool=mean", "model.drop_path=0.25", "mesh.fsdp=2", "mesh.model=2")
     run, params, theirs = run_from(pretrained, VIT, cache, *own)
@@ -123,7 +123,7 @@ def test_encoder_of_a_pretraining_is_started_from(pretrained, cache, caplog):
     assert "mask_token" in left_out and " encoder." not in left_out
 
 
-def test_finetuning_a_pretraining_trains_at_another_size(pretrained, cache, tmp_path, capsys):
+def test_finetuning_works_at_another_image_size(pretrained, cache, tmp_path, capsys):
     overrides = (cache, *SHORT, f"init_from={pretrained}", "model.pool=mean", "images.size=12")
     assert run_main(tmp_path / "one", overrides, config=VIT) == 0
     assert "resized: position_embedding" in capsys.readouterr().err
@@ -139,7 +139,7 @@ def test_finetuning_a_pretraining_trains_at_another_size(pretrained, cache, tmp_
     assert "train.init_labels: 'by_name' -> 'new'" in error_line(capsys)
 
 
-def test_published_pretraining_is_finetuned_and_goes_to_hugging_face(cache, tmp_path):
+def test_published_pretraining_is_finetuned_and_exported(cache, tmp_path):
     theirs = save(tmp_path / "mae", "ViTMAEForPreTraining", **TINY_VIT, decoder_hidden_size=16)
     preprocessor = transformers.ViTImageProcessor(
         size={"height": 8, "width": 8}, image_mean=[0.3], image_std=[0.2]
@@ -171,7 +171,7 @@ def test_published_pretraining_is_finetuned_and_goes_to_hugging_face(cache, tmp_
     ],
     ids=str,
 )
-def test_positions_are_resized_as_torch_resizes_them(overrides, cache, tmp_path):
+def test_resized_positions_equal_torch(overrides, cache, tmp_path):
     theirs = save(tmp_path, "ViTForImageClassification", **TINY_VIT, num_labels=10)
     _, params, _ = run_from(tmp_path, VIT, cache, "images.size=14", *overrides)
     table = theirs.vit.embeddings.position_embeddings.detach()
@@ -185,13 +185,13 @@ def test_positions_are_resized_as_torch_resizes_them(overrides, cache, tmp_path)
     np.testing.assert_array_equal(found[:, 0], jnp.asarray(table[:, 0].numpy(), found.dtype))
 
 
-def test_patches_of_the_same_number_leave_positions_as_they_are(cache, tmp_path):
+def test_equal_number_of_patches_keeps_positions_unchanged(cache, tmp_path):
     save(tmp_path, "ViTForImageClassification", **{**TINY_VIT, "image_size": 9}, num_labels=10)
     _, params, theirs = run_from(tmp_path, VIT, cache)  # 8 pixels and the same number of patches
     assert_same(params, theirs)
 
 
-def test_pixels_are_normalised_as_the_checkpoint_says_if_it_does(cache, tmp_path):
+def test_pixels_are_normalised_as_stated_by_the_checkpoint(cache, tmp_path):
     own = tmp_path / "own.py"
     own.write_text(
         "from configs import vit\n\n\ndef get_config():\n    config = vit.get_config()\n"
@@ -214,7 +214,7 @@ def test_pixels_are_normalised_as_the_checkpoint_says_if_it_does(cache, tmp_path
         normalisation("model.image_mean=(0.75,)")
 
 
-def test_weights_across_patches_are_of_one_image_size(cache, tmp_path):
+def test_weights_across_patches_require_the_same_image_size(cache, tmp_path):
     overrides = (cache, "train.num_steps=1", "checkpoint.every_steps=1", "eval.every_steps=0")
     flags = [f"--config.{override}" for override in overrides]
     resmlp = str(ROOT / "configs" / "resmlp.py")
@@ -224,7 +224,7 @@ def test_weights_across_patches_are_of_one_image_size(cache, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SwinForImageClassification", "Swinv2ForImageClassification"])
-def test_windows_without_positions_are_refused(name, cache, tmp_path):
+def test_window_size_without_positions_is_rejected(name, cache, tmp_path):
     save(tmp_path, name, **TINY_SWIN, num_labels=10)
     _, params, theirs = run_from(tmp_path, SWIN, cache, "images.size=24")  # the same windows
     assert_same(params, theirs)
@@ -232,7 +232,7 @@ def test_windows_without_positions_are_refused(name, cache, tmp_path):
         run_from(tmp_path, SWIN, cache, "images.size=8")
 
 
-def test_windows_may_change_where_positions_are_measured_by_others(cache, tmp_path):
+def test_window_size_may_change_if_positions_are_relative_to_the_pretraining(cache, tmp_path):
     measured = {"pretrained_window_sizes": [4, 4]}
     save(tmp_path, "Swinv2ForImageClassification", **TINY_SWIN, **measured, num_labels=10)
     run, params, theirs = run_from(tmp_path, SWIN, cache, "images.size=8")
@@ -240,7 +240,7 @@ def test_windows_may_change_where_positions_are_measured_by_others(cache, tmp_pa
     assert_same(params, theirs)
 
 
-def test_pool_is_that_of_a_classifier_which_is_taken(pretrained, cache, tmp_path):
+def test_pool_is_taken_with_the_classifier(pretrained, cache, tmp_path):
     overrides = (cache, *SHORT, f"init_from={pretrained}", "model.pool=mean")
     assert run_main(tmp_path, overrides, config=VIT) == 0
     assert run_from(tmp_path, VIT, cache)[0].model_config.pool == "mean"
@@ -254,7 +254,7 @@ def test_pool_is_that_of_a_classifier_which_is_taken(pretrained, cache, tmp_path
         run_from(tmp_path, VIT, cache, "model.pool=class_token")
 
 
-def test_what_is_no_encoder_of_the_model_is_refused(pretrained, cache):
+def test_checkpoint_without_the_models_encoder_is_rejected(pretrained, cache):
     with pytest.raises(
         ValueError, match=r"model\.name='swin', but init_from=.* contains a mae; use"
     ):

@@ -51,14 +51,14 @@ def test_traced_flops_of_scans_are_counted_by_their_length():
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap])
-def test_traced_flops_look_into_calls(wrap):
+def test_traced_flops_include_calls(wrap):
     def function(x, w):
         return wrap(lambda x: jax.jit(jnp.matmul)(x, w))(x) @ w
 
     assert traced_flops(function, struct(3, 5), struct(5, 5)) == 2 * (2 * 3 * 5 * 5)
 
 
-def test_traced_flops_look_into_functions_with_their_own_derivative():
+def test_traced_flops_include_functions_with_custom_derivatives():
     @jax.custom_vjp
     def product(x, w):
         return x @ w
@@ -76,7 +76,7 @@ def test_traced_flops_look_into_functions_with_their_own_derivative():
     assert traced_flops(gradients, struct(3, 5), struct(5, 5)) == count
 
 
-def test_traced_flops_of_a_backward_are_twice_the_forward_and_recomputation_is_one_more():
+def test_traced_flops_of_backward_are_twice_forward_plus_recomputation():
     def loss(x, w):
         return jnp.tanh(jnp.tanh(x @ w) @ w).sum()
 
@@ -142,7 +142,7 @@ def balanced(vocab: int, num_chunks: int, *, recomputes: bool, shares_vocab: boo
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocab", [8, 256, 512, 4096])
-def test_balanced_give_the_busiest_stage_the_least_of_all_cuts(vocab, num_chunks, recomputes):
+def test_balanced_minimizes_the_load_of_the_busiest_stage(vocab, num_chunks, recomputes):
     for shares_vocab in (False, True):
         flags = {"recomputes": recomputes, "shares_vocab": shares_vocab}
         counts = balanced(vocab, num_chunks, **flags)
@@ -152,7 +152,7 @@ def test_balanced_give_the_busiest_stage_the_least_of_all_cuts(vocab, num_chunks
         assert busiest(counts, vocab, **flags) == best
 
 
-def test_balanced_give_the_stage_of_a_large_head_fewer():
+def test_balanced_gives_fewer_layers_to_the_stage_of_a_large_head():
     flags = {"recomputes": True, "shares_vocab": False}
     # The head costs as much as 1 to 2 layers.
     assert 1 < head_flops(512) / layer_flops(recomputes=True) < 2
@@ -162,12 +162,12 @@ def test_balanced_give_the_stage_of_a_large_head_fewer():
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 6])
-def test_balanced_with_shared_ends_are_even(num_chunks):
+def test_balanced_is_even_with_a_shared_vocab(num_chunks):
     counts = balanced(2**14, num_chunks, recomputes=True, shares_vocab=True)
     assert counts == [LAYERS // num_chunks] * num_chunks
 
 
-def test_layer_flops_of_the_formula_are_those_traced():
+def test_layer_flops_of_the_formula_equal_the_traced_ones():
     """The other tests rely on the formula above."""
     parts, params, batch = gpt2(8)
     layer = jax.tree.map(lambda p: struct(*p.shape[1:]), parts.split(params)["layers"]["decoder"])
@@ -184,7 +184,7 @@ def test_layer_flops_of_the_formula_are_those_traced():
     assert found == layer_flops(recomputes=False)
 
 
-def test_work_of_chunks_counts_recomputation_where_it_runs():
+def test_work_of_chunks_counts_recomputation_on_its_stage():
     work = count_work(*gpt2(8), recomputes=True)
     alone, shared = (work.of_chunks([3, 3], shares_vocab=s) for s in (False, True))
     once, twice = (layer_flops(recomputes=r) for r in (False, True))
@@ -192,7 +192,7 @@ def test_work_of_chunks_counts_recomputation_where_it_runs():
     assert shared == [3 * twice + head_flops(8) / 2] * 2
 
 
-def test_work_of_chunks_counts_the_ends_where_they_are():
+def test_work_of_chunks_counts_embedding_and_head_on_their_stages():
     work = count_work(*gpt2(512), recomputes=False)
     alone, shared = (work.of_chunks([4, 2], shares_vocab=s) for s in (False, True))
     layer = layer_flops(recomputes=False)

@@ -34,7 +34,7 @@ MESHES = {
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_parameters_in_host_memory_begin_as_those_of_one_device(mesh, placement, corpus_overrides):
+def test_initial_parameters_in_host_memory_equal_one_device(mesh, placement, corpus_overrides):
     base = (*TINY, *corpus_overrides)
     run, _ = make_run((*base, *MESHES[mesh], *PLACEMENTS[placement]))
     state = run.state.initial()
@@ -44,7 +44,7 @@ def test_parameters_in_host_memory_begin_as_those_of_one_device(mesh, placement,
 
 
 @pytest.mark.parametrize("mesh", ["one device", "2x2x2, fsdp", "uneven"])
-def test_given_parameters_go_to_host_memory_as_they_are(mesh, corpus_overrides):
+def test_given_parameters_are_moved_to_host_memory_unchanged(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides, *MESHES[mesh])
     plain, _ = make_run((*base, "train.seed=1"))
     hosted, _ = make_run((*base, *HOSTED))
@@ -57,7 +57,7 @@ def test_given_parameters_go_to_host_memory_as_they_are(mesh, corpus_overrides):
 
 
 @pytest.mark.parametrize("mesh", ["data=8, ZeRO 3", "2x2x2, fsdp", "chunks"])
-def test_no_device_has_more_than_its_shards_when_the_state_is_made(mesh, corpus_overrides):
+def test_initialization_uses_only_the_shards_of_each_device(mesh, corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *MESHES[mesh], "model.embed_dim=128"))
     compiled = run.state.state_init.initialize_at_once.lower().compile()
     leaves = jax.tree.leaves(run.state.abstract)
@@ -70,7 +70,7 @@ def test_no_device_has_more_than_its_shards_when_the_state_is_made(mesh, corpus_
             assert not has_array(compiled, leaf.shape, leaf.dtype)
 
 
-def test_device_has_nothing_of_a_hosted_stack_when_the_state_is_made(corpus_overrides):
+def test_initialization_keeps_offloaded_stacks_out_of_device_memory(corpus_overrides):
     """Layers are created one at a time; see only_layers in models/stack.py."""
     run, _ = make_run((*TINY, *corpus_overrides, *HOSTED))
     with jax.set_mesh(run.mesh):

@@ -106,7 +106,7 @@ def as_restored(run, portable: TrainState) -> TrainState:
 
 
 @pytest.mark.parametrize("name", ["even", "uneven", "zbv"])
-def test_state_goes_to_portable_and_back_to_the_bit(name, corpus_overrides):
+def test_portable_round_trip_is_exact(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
     state = some_state(run)
     slot_of_layer = run.layouts["decoder"].slot_of_layer
@@ -130,7 +130,7 @@ def test_state_goes_to_portable_and_back_to_the_bit(name, corpus_overrides):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, after)))
 
 
-def test_state_becomes_portable_without_compiling_anew(corpus_overrides, compilations):
+def test_state_becomes_portable_without_recompilation(corpus_overrides, compilations):
     """Every save of a run converts the state."""
     # No other test has this width, so the first conversion has to be compiled.
     run = run_of(corpus_overrides, "uneven", "model.embed_dim=80")[0]
@@ -142,7 +142,7 @@ def test_state_becomes_portable_without_compiling_anew(corpus_overrides, compila
     assert len(compilations) == count
 
 
-def test_state_comes_back_from_where_to_portable_left_it(corpus_overrides):
+def test_from_portable_accepts_the_shardings_of_to_portable(corpus_overrides):
     run = run_of(corpus_overrides, "uneven")[0]
     state = some_state(run)
     wanted = digest(state)
@@ -150,7 +150,7 @@ def test_state_comes_back_from_where_to_portable_left_it(corpus_overrides):
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_portable_initial_state_has_the_bits_of_one_device(name, corpus_overrides):
+def test_portable_initial_state_equals_one_device_to_the_bit(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
     initial = run.state.initial()
     portable = run.state.to_portable(initial)
@@ -167,7 +167,7 @@ def test_portable_initial_state_has_the_bits_of_one_device(name, corpus_override
             assert leaf.sharding.memory_kind != "pinned_host", path
 
 
-def test_counters_that_a_checkpoint_lacks_begin_at_zero(corpus_overrides):
+def test_counters_missing_in_a_checkpoint_start_at_zero(corpus_overrides):
     state_layout = run_of(corpus_overrides, "uneven")[0].state
     portable = state_layout.to_portable(state_layout.initial())
     lacking = dataclasses.replace(portable, num_nonfinite_in_a_row=None)
@@ -183,7 +183,7 @@ def digest_of_one_device(corpus_overrides: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_portable_arrays_are_split_over_devices_other_than_by_layers(name, corpus_overrides):
+def test_portable_arrays_are_not_split_by_layers(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
     num_stages = run.mesh.shape["pipeline"]
     in_slots = of_stack(run.state.abstract)
@@ -199,7 +199,7 @@ def test_portable_arrays_are_split_over_devices_other_than_by_layers(name, corpu
         assert len(parts) == np.prod(leaf.shape) // np.prod(shard) >= num_stages, path
 
 
-def test_portable_array_that_no_dim_lets_split_is_whole(corpus_overrides):
+def test_portable_array_without_a_divisible_dim_is_replicated(corpus_overrides):
     overrides = ("mesh.pipeline=4", "pipeline.layers_per_stage=2,1,1,0", "model.embed_dim=6")
     run, _ = make_run((*TINY, *corpus_overrides, "model.num_heads=1", *overrides))
     of_norm = [leaf for path, leaf in of_stack(run.state.portable).items() if "norm" in path]
@@ -233,7 +233,7 @@ def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrid
         assert np.all(moved), path
 
 
-def test_an_optimizer_with_other_shapes_is_refused_where_layers_change_places(corpus_overrides):
+def test_optimizer_with_other_shapes_is_rejected_if_layers_are_permuted(corpus_overrides):
     base = (*TINY, *corpus_overrides, "optimizer.name=tests.runs:factored")
     with pytest.raises(
         ValueError,

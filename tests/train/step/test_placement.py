@@ -60,7 +60,7 @@ def combinations():
 
 
 @pytest.mark.parametrize(("placement", "mesh", "stage", "level"), list(combinations()))
-def test_losses_equal_those_of_one_device(placement, mesh, stage, level, corpus_overrides):
+def test_losses_equal_one_device(placement, mesh, stage, level, corpus_overrides):
     with jax.enable_x64(True):
         base = (*TINY, *corpus_overrides, *FLOAT64)
         changes = (*PLACEMENTS[placement], *MESHES[mesh], *LEVELS[level])
@@ -76,7 +76,7 @@ def kinds(state) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("placement", ["optimizer", "half the parameters", "all"])
-def test_state_lies_where_it_was_asked_to_before_and_after_a_step(placement, corpus_overrides):
+def test_state_is_in_the_configured_memory_before_and_after_a_step(placement, corpus_overrides):
     run, corpus = make_run((*TINY, *corpus_overrides, "mesh.fsdp=2", *PLACEMENTS[placement]))
     abstract = kinds(run.state.abstract)
     state = run.state.initial()
@@ -133,7 +133,7 @@ def test_device_gets_one_layer_at_a_time(corpus_overrides):
         assert up == (1 if placement == "optimizer" else 3)
 
 
-def test_several_stacks_stages_and_skipped_steps_go_with_it(corpus_overrides):
+def test_offloading_supports_several_stacks_stages_and_skipped_steps(corpus_overrides):
     """T5's two stacks, on uneven stages that share the vocab, with everything in host memory."""
     shape = ("model.num_layers=2", "model.num_decoder_layers=2", "model.head_dim=6")
     tiny = (
@@ -153,7 +153,7 @@ def test_several_stacks_stages_and_skipped_steps_go_with_it(corpus_overrides):
         np.testing.assert_allclose(found, plain, rtol=1e-9, atol=0)
 
 
-def test_step_holds_no_more_than_its_copy_of_the_parameters(corpus_overrides):
+def test_offloaded_step_needs_at_most_one_more_copy_of_the_parameters(corpus_overrides):
     """State that the update does not change in place would be copied as a whole."""
     base = (*TINY, *corpus_overrides, "model.embed_dim=64")
 
@@ -168,7 +168,7 @@ def test_step_holds_no_more_than_its_copy_of_the_parameters(corpus_overrides):
     assert hosted - plain <= copy
 
 
-def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp_path):
+def test_run_resumes_with_equal_losses_on_another_placement_and_mesh(corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "eval.every_steps=10", "checkpoint.every_steps=5")
     assert main(arguments(tmp_path / "plain", (*overrides, "train.num_steps=10"))) == 0
     parts = (
@@ -218,6 +218,6 @@ def test_run_goes_on_alike_with_another_placement_and_mesh(corpus_overrides, tmp
         ((HOSTED, "optimizer.name=lamb"), "may not be element-wise; set optimizer.name"),
     ],
 )
-def test_what_cannot_be_placed_so_is_refused(overrides, message, corpus_overrides):
+def test_unsupported_placements_are_rejected(overrides, message, corpus_overrides):
     with pytest.raises(ValueError, match=re.escape(message)):
         make_run((*TINY, *corpus_overrides, *overrides))

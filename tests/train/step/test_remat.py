@@ -53,7 +53,7 @@ def combinations():
 
 
 @pytest.mark.parametrize(("level", "mesh"), list(combinations()))
-def test_losses_equal_one_device_that_keeps_everything(level, mesh, corpus_overrides):
+def test_losses_equal_one_device_without_remat(level, mesh, corpus_overrides):
     with jax.enable_x64(True):
         base = (*TINY, *corpus_overrides, *FLOAT64)
         found = losses(*make_run((*base, *MESHES[mesh], *LEVELS[level])), 4)
@@ -72,7 +72,7 @@ def buffers(run) -> dict[bool, set[tuple]]:
     return found
 
 
-def test_named_activations_lie_where_they_were_asked_to(corpus_overrides):
+def test_named_activations_are_in_the_configured_memory(corpus_overrides):
     base = (*TINY, *corpus_overrides, "pipeline.remat=none", "train.remat=full")
     # [slots of the buffer, layers, batch, sequence, mlp]; two microbatches of 8.
     mlp = (1, 4, 8, 16, 128)

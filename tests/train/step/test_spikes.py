@@ -15,7 +15,7 @@ from train.step.train_step import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, detec
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 
 
-def test_state_has_nothing_of_spikes_by_default(corpus_overrides):
+def test_state_has_no_spike_statistics_by_default(corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides))
     assert run.state.abstract.spikes is run.state.portable.spikes is None
 
@@ -48,7 +48,7 @@ def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]
     return told
 
 
-def test_outlier_batch_is_skipped_alike_on_all_meshes(corpus_overrides):
+def test_outlier_batch_is_skipped_on_all_meshes(corpus_overrides):
     told = outlier_steps(corpus_overrides)
     assert [num_skipped for _, num_skipped, _ in told] == [0, 1, 1]
     assert told[1][0] > 2 * told[0][0]
@@ -56,7 +56,7 @@ def test_outlier_batch_is_skipped_alike_on_all_meshes(corpus_overrides):
     np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), told, rtol=1e-4)
 
 
-def test_looking_for_spikes_sends_nothing_more(corpus_overrides):
+def test_spike_detection_adds_no_communication(corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *CUBE))
     looking, _ = make_run((*TINY, *corpus_overrides, *CUBE, "train.skip_spikes=2"))
 
@@ -82,14 +82,14 @@ def mean_of(spikes: Spikes) -> float:
     return float(spikes.norm_mean) / (1 - SPIKE_MEAN_DECAY ** int(spikes.num_norms))
 
 
-def test_nothing_is_a_spike_before_the_mean_is_known():
+def test_no_step_is_a_spike_before_the_mean_is_known():
     letters, _ = judged([*[1.0] * (MIN_NORMS - 1), 99.0])
     assert letters == "a" * MIN_NORMS
     letters, _ = judged([*[1.0] * MIN_NORMS, 3.1, 2.9])
     assert letters == "a" * MIN_NORMS + "sa"
 
 
-def test_spike_does_not_enter_the_mean_of_the_accepted_norms():
+def test_spike_is_excluded_from_the_mean_of_accepted_norms():
     norms = np.random.default_rng(0).uniform(0.5, 1.5, 40)
     _, without = judged(norms)
     weights = SPIKE_MEAN_DECAY ** np.arange(40)[::-1]
@@ -100,7 +100,7 @@ def test_spike_does_not_enter_the_mean_of_the_accepted_norms():
     jax.tree.map(np.testing.assert_array_equal, spikes, without)
 
 
-def test_after_many_spikes_in_a_row_their_level_is_the_new_one():
+def test_many_consecutive_spikes_become_the_new_level():
     letters, spikes = judged([*[1.0] * 50, *[100.0] * (MAX_SPIKES + 5)])
     assert letters == "a" * 50 + "s" * MAX_SPIKES + "a" * 5
     assert mean_of(spikes) == pytest.approx(100, rel=1e-5)  # float32
@@ -111,6 +111,6 @@ def test_after_many_spikes_in_a_row_their_level_is_the_new_one():
     assert int(spikes.num_norms) == 51
 
 
-def test_bad_step_amid_spikes_is_neither_accepted_nor_one_of_them():
+def test_nonfinite_step_between_spikes_is_neither_accepted_nor_a_spike():
     letters, spikes = judged([*[1.0] * 50, 100.0, np.nan, 100.0])
     assert letters == "a" * 50 + "sss" and int(spikes.num_in_a_row) == 2

@@ -42,7 +42,7 @@ def test_pipeline_loop_sends_once_each_way(corpus_overrides):
     ] * 2
 
 
-def test_1f1b_memory_is_that_of_the_stages_and_gpipe_grows(corpus_overrides):
+def test_1f1b_memory_is_bounded_by_the_stages_and_gpipe_grows(corpus_overrides):
     def temporaries(schedule, count):
         overrides = (*TINY, *corpus_overrides, *CUBE, *microbatches(count))
         run, _ = make_run((*overrides, f"pipeline.schedule={schedule}", "model.embed_dim=64"))
@@ -54,7 +54,7 @@ def test_1f1b_memory_is_that_of_the_stages_and_gpipe_grows(corpus_overrides):
     assert temporaries("gpipe", 32) > 1.15 * temporaries("gpipe", 8)
 
 
-def test_loss_is_the_mean_over_weighted_tokens_whatever_the_microbatches(corpus_overrides):
+def test_loss_is_the_weighted_mean_for_any_number_of_microbatches(corpus_overrides):
     weights = np.zeros((16, 16), np.float32)
     weights[3, :5] = 1.0
     weights[12, 7] = 0.5
@@ -98,7 +98,7 @@ def test_bfloat16_compute_keeps_float32_master_weights_and_close_losses(corpus_o
     assert values["bfloat16"] == pytest.approx(values["float32"], rel=2**-8)
 
 
-def test_parameters_and_optimizer_state_are_split_as_the_mesh_says(corpus_overrides):
+def test_parameters_and_optimizer_state_are_split_over_the_mesh(corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, "mesh.fsdp=2", "mesh.model=2", "mesh.pipeline=2"))
     state = run.state.initial()
     kernel = state.params["decoder"]["layers"]["mlp"]["up"]["kernel"]

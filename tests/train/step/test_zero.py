@@ -53,7 +53,7 @@ def num_bytes(tree) -> int:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_and_optimizer_state_lie_in_eighths(stage, corpus_overrides):
+def test_parameters_and_optimizer_state_are_split_into_eighths(stage, corpus_overrides):
     run = a_run(corpus_overrides, "mesh.data=8", f"memory.zero_stage={stage}")
     whole = 4 * run.num_params
     state = run.state.abstract
@@ -83,7 +83,7 @@ def bytes_by_kind(run) -> dict[tuple, int]:
     return dict(found)
 
 
-def test_collectives_over_data_are_those_of_the_stage(corpus_overrides):
+def test_collectives_over_data_match_the_zero_stage(corpus_overrides):
     data = ("data",)
 
     def found(stage, *overrides):
@@ -122,7 +122,7 @@ def test_collectives_over_data_are_those_of_the_stage(corpus_overrides):
 
 @pytest.mark.parametrize("zero", ["memory.zero_stage=0", "memory.zero_stage=3"])
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
-def test_parameters_are_put_together_over_replicas_alone(axis, zero, corpus_overrides):
+def test_parameters_are_gathered_over_replicas_only(axis, zero, corpus_overrides):
     """A gather over replicas keeps the split over `model`, so that no device gets a whole layer."""
     sizes = ("mesh.pipeline=2", f"mesh.{axis}=2", "mesh.model=2")
     run = a_run(corpus_overrides, *sizes, zero)
@@ -132,7 +132,7 @@ def test_parameters_are_put_together_over_replicas_alone(axis, zero, corpus_over
     assert {axes for kind, axes in kinds if kind == "reduce-scatter"} <= {(axis,)}
 
 
-def test_no_device_holds_all_gradients_in_stage_3(corpus_overrides):
+def test_no_device_stores_all_gradients_in_stage_3(corpus_overrides):
     def temporaries(stage):
         layers = ("model.num_layers=16", "model.embed_dim=64")
         run = a_run(corpus_overrides, "mesh.data=8", f"memory.zero_stage={stage}", *layers)

@@ -55,7 +55,7 @@ def test_half_of_the_images_are_mirrored():
     assert abs(sum(mirrored) - 200) < 40  # Four standard errors.
 
 
-def test_probabilities_of_each_view_are_its_own():
+def test_each_view_has_its_own_probabilities():
     config = ImageConfig(size=20, channels=3, blur=(1.0, 0.0), solarize=(0.0, 1.0))
     plain = np.asarray(noise().resize((20, 20), Image.Resampling.BICUBIC))
     first, second = (augment(noise(), config, rng(), view).astype(int) for view in (0, 1))
@@ -63,7 +63,7 @@ def test_probabilities_of_each_view_are_its_own():
     assert first.std() < plain.std() and not np.array_equal(first, plain)
 
 
-def test_changes_come_as_often_as_configured():
+def test_changes_are_applied_with_the_configured_probabilities():
     flat = Image.new("RGB", (20, 20), (200, 100, 50))
     cases: list[tuple[dict[str, Any], float]] = [
         ({"grayscale": 0.3}, 0.3),

@@ -7,7 +7,7 @@ from data.images.transforms.colors import jitter, shift_hue, solarized, without_
 from tests.data.images.transforms.noise import NOISE, assert_same, noise, rng
 
 
-def test_jitter_of_one_kind_is_pillows_enhancer():
+def test_jitter_of_one_kind_equals_pillows_enhancer():
     for which, kind in enumerate((ImageEnhance.Brightness, ImageEnhance.Contrast)):
         strength = tuple(0.4 if i == which else 0.0 for i in range(4))
         random = rng(5)
@@ -16,7 +16,7 @@ def test_jitter_of_one_kind_is_pillows_enhancer():
         assert_same(jitter(noise(), strength, rng(5)), kind(noise()).enhance(factor))
 
 
-def test_hue_turns_round_the_circle():
+def test_hue_shift_is_periodic():
     red = Image.new("RGB", (2, 2), (255, 0, 0))
     assert np.asarray(shift_hue(red, 1 / 3))[0, 0].argmax() == 1
     assert np.asarray(shift_hue(red, -1 / 3))[0, 0].argmax() == 2

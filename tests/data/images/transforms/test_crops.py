@@ -11,7 +11,7 @@ from tests.data.images.pictures import encoded
 from tests.data.images.transforms.noise import NOISE, assert_same, noise, rng
 
 
-def test_random_boxes_have_the_areas_and_ratios_that_are_asked_for():
+def test_random_boxes_have_the_requested_areas_and_ratios():
     width = 640
     height = 480
     scale = (0.08, 1.0)
@@ -37,21 +37,21 @@ def test_random_boxes_have_the_areas_and_ratios_that_are_asked_for():
     assert abs(((top + bottom) / 2).mean() - height / 2) < 6
 
 
-def test_image_that_no_box_fits_gives_its_largest_central_one():
+def test_image_that_fits_no_box_gives_the_largest_central_one():
     assert random_box(1000, 10, (0.5, 1.0), (3 / 4, 4 / 3), rng()) == (493, 0, 506, 10)
     assert random_box(10, 1000, (0.5, 1.0), (3 / 4, 4 / 3), rng()) == (0, 493, 10, 506)
     assert random_box(10, 10, (1.0, 1.0), (1.0, 1.0), rng()) == (0, 0, 10, 10)
     assert random_box(1, 50, (1.0, 1.0), (3.0, 4.0), rng()) == (0, 24, 1, 25), "of one pixel"
 
 
-def test_crop_is_pillows_resize_of_the_box():
+def test_crop_equals_pillows_resize_of_the_box():
     expected = noise().crop((5, 10, 45, 34)).resize((16, 16), Image.Resampling.BICUBIC)
     found = np.asarray(crop(noise(), (5, 10, 45, 34), 16, 3)).astype(int)
     # At the edges of the box, resizing may use pixels outside it, which a cropped image lacks.
     assert_same(found[2:-2, 2:-2], np.asarray(expected).astype(int)[2:-2, 2:-2])
 
 
-def test_central_crop_takes_the_middle_of_the_resized_image():
+def test_central_crop_takes_the_center_of_the_resized_image():
     ramp = np.tile(np.arange(200, dtype=np.uint8), (100, 1))
     found = np.asarray(central_crop(Image.fromarray(ramp), 80, 1, 0.8))
     # An image of 100 x 200 keeps its size, and the central 80 x 80 are cropped.
@@ -59,7 +59,7 @@ def test_central_crop_takes_the_middle_of_the_resized_image():
     assert central_crop(noise(), 224, 3, 0.875).size == (224, 224)
 
 
-def test_central_crop_is_the_middle_of_the_whole_image_resized():
+def test_central_crop_equals_the_center_of_the_resized_image():
     """The result is the same up to rounding, although only the middle is computed."""
     for size in ((300, 200), (257, 911), (64, 63)):
         image = Image.fromarray(rng().integers(0, 256, (*size, 3), np.uint8))
@@ -75,7 +75,7 @@ def test_central_crop_is_the_middle_of_the_whole_image_resized():
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.7, 0.875, 1.0])
 @pytest.mark.parametrize("width, height", [(8, 8), (12, 10), (3, 5), (1, 30), (200, 100)])
-def test_any_part_is_the_middle_of_images_of_any_size(width, height, part):
+def test_central_part_is_centered_for_any_image_size(width, height, part):
     # Values increase from the first column, 0, to the last one, 250.
     ramp = np.tile(np.linspace(0, 250, width), (height, 1))
     found = np.asarray(central_crop(Image.fromarray(ramp.round().astype(np.uint8)), 8, 1, part))
@@ -88,7 +88,7 @@ def test_any_part_is_the_middle_of_images_of_any_size(width, height, part):
     assert np.abs(found.astype(float) - expected[None]).max() < (25 if width > 1 else 1)
 
 
-def test_large_jpeg_is_decoded_small_and_looks_the_same():
+def test_large_jpeg_is_decoded_at_reduced_size_with_similar_pixels():
     smooth = Image.fromarray(NOISE[:8, :10]).resize((1000, 800), Image.Resampling.BICUBIC)
     stream = io.BytesIO()
     smooth.save(stream, "jpeg", quality=95)
@@ -102,7 +102,7 @@ def test_large_jpeg_is_decoded_small_and_looks_the_same():
 
 
 @pytest.mark.parametrize("channels, mode", [(1, "L"), (3, "RGB")])
-def test_images_of_every_kind_are_brought_to_the_channels(channels, mode):
+def test_all_image_modes_are_converted_to_the_channels(channels, mode):
     palette = noise().quantize(16)
     palette.info["transparency"] = bytes(16)
     deep = Image.fromarray((NOISE[:, :, 0].astype(np.uint16) << 8) + 17)
@@ -120,12 +120,12 @@ def test_images_of_every_kind_are_brought_to_the_channels(channels, mode):
     [NOISE, NOISE[:, :, 0], NOISE[:, :, :1], noise(), encoded(NOISE, "png"), encoded(NOISE, "bmp")],
     ids=["array", "two dims", "one channel", "PIL", "png", "bmp"],
 )
-def test_open_image_takes_arrays_images_and_bytes(image):
+def test_open_image_accepts_arrays_images_and_bytes(image):
     expected = NOISE if np.size(image) != NOISE[:, :, 0].size else NOISE[:, :, 0]
     assert_same(open_image(image), expected)
 
 
 @pytest.mark.parametrize("image", ["a.png", NOISE / 255, NOISE[None], NOISE[:, :0], 7])
-def test_open_image_refuses_what_is_none(image):
+def test_open_image_rejects_other_values(image):
     with pytest.raises(ValueError, match=r"must be uint8\[height, width, channels\]"):
         open_image(image)

@@ -43,7 +43,7 @@ def test_cutmix_pastes_a_box_of_its_share():
     assert 0.5 < np.mean(shares) < 0.75 and min(shares) < 0.1 and max(shares) > 0.99
 
 
-def test_pairs_are_mixed_as_often_as_configured_by_either_kind():
+def test_mixup_and_cutmix_are_applied_with_the_configured_probabilities():
     config = ImageConfig(mixup=0.8, cutmix=1.0, mixing_probability=0.6, cutmix_share=0.25)
     random = rng()
     mixes = [draw_mix(config, random) for _ in range(2000)]

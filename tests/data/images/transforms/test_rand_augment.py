@@ -29,7 +29,7 @@ def test_rand_augment_operation_at_half_strength(name):
 
 
 @pytest.mark.parametrize("name, axis", [("translate_x", 1), ("translate_y", 0)])
-def test_rand_augment_translates_by_a_part_of_the_side(name, axis):
+def test_rand_augment_translates_by_a_fraction_of_the_side(name, axis):
     # 0.45 of 40 pixels are 18: a shift by whole pixels needs no interpolation.
     image = Image.fromarray(NOISE[:, :40])
     moved = np.asarray(OPERATIONS[name](image, 1.0, 1.0)).astype(int)
@@ -58,7 +58,7 @@ def test_rand_augment_keeps_mode_and_size_at_every_strength(name, mode):
             assert changed.mode == mode and changed.size == (50, 40)
 
 
-def test_rand_augment_does_half_of_what_it_draws(monkeypatch):
+def test_rand_augment_applies_half_of_the_drawn_operations(monkeypatch):
     done = []
     for name in OPERATIONS:
         monkeypatch.setitem(

@@ -32,7 +32,7 @@ def split_tokens(directory, split, **changes):
     return tokens_of(corpus.train if split == "train" else corpus.validation)[1:]
 
 
-def test_masked_rows_are_the_stream_between_cls_and_sep(tmp_path):
+def test_masked_rows_contain_the_stream_between_cls_and_sep(tmp_path):
     corpus = load_text(masked_config(tmp_path))
     stream = split_tokens(tmp_path, "train")
     assert len(corpus.train) == len(stream) // 30 > 50
@@ -42,7 +42,7 @@ def test_masked_rows_are_the_stream_between_cls_and_sep(tmp_path):
         np.testing.assert_array_equal(targets[1:-1], stream[30 * i : 30 * i + 30])
 
 
-def test_masking_hides_the_promised_parts_and_targets_restore_them(tmp_path):
+def test_masking_hides_the_documented_fractions_and_targets_restore_them(tmp_path):
     corpus = load_text(masked_config(tmp_path, sequence_length=200))
     counts = np.zeros(3)
     for epoch in range(40):
@@ -67,7 +67,7 @@ def test_masking_hides_the_promised_parts_and_targets_restore_them(tmp_path):
         assert abs(count - share * total) < 5 * np.sqrt(total * share * (1 - share))
 
 
-def test_every_token_is_as_likely_to_be_chosen(tmp_path):
+def test_all_tokens_are_chosen_with_equal_probability(tmp_path):
     corpus = load_text(masked_config(tmp_path))
     num_draws = 2000
     share = 4 / 28
@@ -117,7 +117,7 @@ def test_whole_words_are_never_split(kind, tmp_path):
     assert abs(np.mean(shares) - 0.15) < 0.02  # A word is at most 12 of 62 tokens.
 
 
-def test_whole_words_need_a_vocabulary_that_marks_them(tmp_path):
+def test_whole_words_require_a_vocabulary_that_marks_them(tmp_path):
     import tokenizers
 
     vocab = {"</s>": 0, "<s>": 1, "<mask>": 2, "a": 3, "[UNK]": 4}
@@ -152,7 +152,7 @@ def test_evaluation_can_choose_each_token_exactly_once(tmp_path):
     np.testing.assert_array_equal(targets[chosen == 1], stream[stream < 256])
 
 
-def test_masks_differ_between_epochs_and_seeds_and_not_between_evaluations(tmp_path):
+def test_masks_differ_between_epochs_and_seeds_but_not_between_evaluations(tmp_path):
     config = masked_config(tmp_path)
     corpus = load_text(config)
     length = len(corpus.train)
@@ -213,7 +213,7 @@ def isolated(row, *, ends_before):
 
 
 @pytest.mark.parametrize("objective", ["causal_lm", "masked_lm"])
-def test_isolated_documents_have_segments_and_positions_of_their_own(objective, tmp_path):
+def test_isolated_documents_have_their_own_segments_and_positions(objective, tmp_path):
     plain = masked_config(tmp_path, objective=objective, sequence_length=40)
     config = masked_config(
         tmp_path, objective=objective, sequence_length=40, isolate_documents=True

@@ -37,7 +37,7 @@ def texts_of(row):
     return ids[1:cut], ids[cut + 1 : -1]
 
 
-def test_labels_are_true_and_balanced(tmp_path):
+def test_labels_are_correct_and_balanced(tmp_path):
     corpus = load_text(pairs_config(tmp_path))
     labels = []
     for k in range(10):
@@ -77,7 +77,7 @@ def test_pairs_have_types_and_padding(tmp_path):
 
 
 @pytest.mark.parametrize("make", [word_piece, byte_level])
-def test_pairs_are_joined_as_the_models_tokenizers_do(make, tmp_path):
+def test_pairs_are_joined_like_by_the_models_tokenizers(make, tmp_path):
     path = make(tmp_path)
     reference = tokenizers.Tokenizer.from_file(path)
     reference.enable_truncation(24, strategy="longest_first")

@@ -48,7 +48,7 @@ def case(request, tmp_path):
     return request.param, config, load_text(config)
 
 
-def test_batches_have_the_shapes_that_the_config_tells(case):
+def test_batches_have_the_shapes_given_by_the_config(case):
     name, config, corpus = case
     shapes = batch_shapes(config, ImageConfig())
     assert shapes.keys() == KEYS[name]
@@ -80,7 +80,7 @@ def test_batches_do_not_depend_on_processes_or_restarts(case):
         assert_rows(take(resumed, 25), whole[15:], rows[:2])
 
 
-def test_validation_gives_each_row_once_and_then_rows_of_no_weight(case):
+def test_validation_yields_each_row_once_then_rows_of_zero_weight(case):
     name, config, corpus = case
     length = len(corpus.validation)
     batches = list(validation_batches(corpus, config, range(6)))

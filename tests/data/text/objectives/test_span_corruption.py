@@ -77,14 +77,14 @@ def test_text_is_restored_exactly(fraction, mean, length, extra, num_tokens, see
     assert pieces == stream[1 : 1 + len(pieces)].tolist()
 
 
-def test_lengths_are_those_of_t5():
+def test_lengths_equal_those_of_t5():
     # t5.data.preprocessors.random_spans_helper(512, 0.15, 3, 1, 1) returns (568, 114).
     config = dataclasses.replace(CONFIG, sequence_length=512)
     assert (piece_length(config), target_length(config)) == (568, 114)
     assert span_counts(568, config) == (85, 28)
 
 
-def test_spans_and_kept_parts_vary_and_leave_out_the_promised_part(tmp_path):
+def test_spans_vary_and_mask_the_documented_fraction(tmp_path):
     corpus = load_text(jsonl_config(tmp_path, documents(), **spans()))
     num_noise, num_spans = span_counts(piece_length(CONFIG), CONFIG)
     rows = [corpus.train.example(i, (0, i)) for i in range(len(corpus.train))]
@@ -100,7 +100,7 @@ def spans(**changes):
     return {"objective": "span_corruption", "sequence_length": 64, **changes}
 
 
-def test_tokenizer_file_as_t5s_starts_the_decoder_with_padding(tmp_path):
+def test_tokenizer_file_like_t5s_starts_the_decoder_with_padding(tmp_path):
     path = sentence_piece(tmp_path)
     corpus = load_text(jsonl_config(tmp_path, documents(), **spans(tokenizer=path)))
     assert corpus.tokenizer.special_ids["pad"] == 0
@@ -125,7 +125,7 @@ def test_tokenizer_file_as_t5s_starts_the_decoder_with_padding(tmp_path):
         ),
     ],
 )
-def test_spans_that_do_not_fit_are_refused(changes, message, tmp_path):
+def test_spans_that_exceed_the_sequence_are_rejected(changes, message, tmp_path):
     path = sentence_piece(tmp_path)
     config = jsonl_config(tmp_path, documents(), **spans(tokenizer=path, **changes))
     with pytest.raises(ValueError, match=message):
