@@ -5,6 +5,11 @@ A safetensors file consists of
     8 bytes   the length of the header (little-endian)
     header    JSON: name of a tensor -> dtype, shape, and first and last byte of its values
     values    the bytes of all tensors, without gaps
+
+The package `safetensors` is not used here, because models may be larger than memory. Its
+`safe_open` copies what it reads, and keeps one mapping of the file open, so every page that was
+read counts as memory of this process. Its `save_file` needs all tensors of a file at once; here
+each tensor is read and written before the next one.
 """
 
 import json

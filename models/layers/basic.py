@@ -3,6 +3,11 @@
 Every layer computes in the dtype of its parameters, so the place where parameters are cast decides
 the precision. A parameter's `out_sharding` metadata holds the names of its logical axes.
 
+Flax's layers are not used here. Its `Dropout` draws the masks of a batch from one key, so they
+would depend on the division into microbatches. Its `Embed` and `BatchNorm` cannot sum over mesh
+axes that a pipeline stage handles by hand, and `BatchNorm` keeps running averages. Its
+`LinearGeneral` does not flatten the batch dims (see `Linear`). Its norms round in another order.
+
 B batch, T seq, D embed, V vocab.
 """
 

@@ -3,6 +3,10 @@
 They are sent through the key-value service that `jax.distributed` started, so a thread can exchange
 them while the devices compute. A device collective in such a thread would mix with the collectives
 of the training step, in a different order on every process.
+
+`jax.experimental.multihost_utils` is not used here, because `broadcast_one_to_all`,
+`process_allgather` and `sync_global_devices` are such collectives. They exchange arrays of equal
+shapes, not error messages, and do not tell which process failed to answer.
 """
 
 import itertools
