@@ -118,6 +118,6 @@ def predict(
 
 
 def update_of(run: Run) -> Part:
-    """Return the part of a step that the optimizer's update is, and the layers of a stage."""
+    """Return the optimizer update of a stage's parameters, as a part."""
     (layout,) = run.layouts.values()
     return "update", len(layout.layer_of_slot) // run.schedule.num_stages
