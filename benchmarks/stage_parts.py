@@ -16,6 +16,7 @@ executor, through sharding/pipeline/runtime/layers.py:
     update            optimizer update of a stage's parameters      step
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from benchmarks.step import random_batch
 from sharding.analysis.flops import matmul_flops
 from sharding.pipeline.runtime.gather import GatherMode, Shards, Sharing
 from sharding.pipeline.runtime.layers import Layers
+from sharding.pipeline.runtime.rows import Slots
 from sharding.pipeline.runtime.trees import add, wide, zeros
 from train.run.run import Run
 
@@ -153,7 +155,7 @@ class StageParts:
         depths = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
         first = jax.tree.map(lambda x: x[0], params)
         make_layers = self._make_layers(num_layers, splits=splits)
-        kept = self._copied(make_layers(first).buffers(depths))
+        kept = self._copied(make_layers(first).residuals(depths))
         carry = (zeros(wide(params)), kept)
         # Fill the buffers that this part reads, so that it does not compute with zeros.
         before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
@@ -181,15 +183,15 @@ class StageParts:
         layers = self._make_layers(num_layers, splits=splits)
 
         def slots(m):
-            return dict.fromkeys(("saved", "for_weights", "handed"), m % 2)
+            return Slots(saved=m % 2, for_weights=m % 2, handed=m % 2)
 
         def evaluate(carry, m, microbatch, params, x):
             return carry, layers(params).evaluate(chunk, x, microbatch)
 
         def forward(carry, m, microbatch, params, x):
             grads, kept = carry
-            y, saved = layers(params).forward(chunk, x, microbatch, kept, slots(m))
-            return (grads, kept | saved), y
+            y, kept = layers(params).forward(chunk, x, microbatch, kept, slots(m))
+            return (grads, kept), y
 
         def backward(carry, m, microbatch, params, dx):
             grads, kept = carry
@@ -201,7 +203,7 @@ class StageParts:
             grads, kept = carry
             args = (chunk, dx, microbatch, kept, slots(m), grads)
             dx, grads, handed = layers(params).input_gradient(*args)
-            return (grads, kept | {"handed": handed}), dx
+            return (grads, dataclasses.replace(kept, handed=handed)), dx
 
         def weight_gradient(carry, m, microbatch, params, x):
             grads, kept = carry

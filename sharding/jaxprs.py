@@ -14,10 +14,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, jaxprs_in_params
+
+#: A `JaxprEqn`. As jax declares it, the types of its variables have neither shape nor memory space.
+Equation = Any
 
 
-def walk(equations: Iterable[JaxprEqn], times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+def walk(equations: Iterable[Equation], times: int = 1) -> Iterator[tuple[Equation, int]]:
     """Yield equations and, after each of them, all equations of the jaxprs that it contains.
 
     Args:
@@ -35,7 +38,7 @@ def walk(equations: Iterable[JaxprEqn], times: int = 1) -> Iterator[tuple[JaxprE
             yield from walk(jaxpr.eqns, inner_times)
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+def inner_jaxprs(eqn: Equation) -> list[Jaxpr]:
     """Return the jaxprs that an equation contains, such as the body of a loop or the branches."""
     return list(jaxprs_in_params(eqn.params))
 

@@ -30,31 +30,16 @@ import jax
 
 from benchmarks.harness import report
 from sharding.distributed import startup
-from tests.faults.campaign import Results, no_small_disk, restart_overhead, run_all, say, summary
+from tests.faults.campaign import Results, no_small_disk, run_all, summary
 from tests.faults.kinds import DISK_FULL, KINDS
+from tests.faults.restart_overhead import restart_overhead
 from tests.faults.runs import MESH, NUM_STEPS, OVERRIDES, prepare
+from tests.faults.start import say
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, 1 if a promise was broken, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", allow_abbrev=False)
-    parser.add_argument(
-        "--kills",
-        type=int,
-        default=100,
-        help="number of kills at random moments; other faults are added in proportion",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
-    parser.add_argument(
-        "--kinds", default=",".join(KINDS), help="kinds of faults, separated by commas"
-    )
-    parser.add_argument(
-        "--overhead",
-        action="store_true",
-        help="also measure starts with a cold and a warm compilation cache; takes minutes",
-    )
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     kinds = [name for name in args.kinds.split(",") if name]
     unknown = [name for name in kinds if name not in KINDS]
     if args.kills < 1 or unknown:
@@ -96,6 +81,27 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     shutil.rmtree(scratch)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", allow_abbrev=False)
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=100,
+        help="number of kills at random moments; other faults are added in proportion",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="kinds of faults, separated by commas"
+    )
+    parser.add_argument(
+        "--overhead",
+        action="store_true",
+        help="also measure starts with a cold and a warm compilation cache; takes minutes",
+    )
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    return parser
 
 
 def as_text(figures: dict[str, Any]) -> str:

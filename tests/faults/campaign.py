@@ -19,13 +19,13 @@ from typing import Any
 
 from checkpoint.layout import steps_in
 from tests.faults.kinds import DISK_FULL, KINDS, Hit, draw
-from tests.faults.runs import DisturbedRun, Reference, Setting, compare, load, trajectory
-from tests.faults.start import Broken, Missed
+from tests.faults.results import compare, load, trajectory
+from tests.faults.runs import DisturbedRun, Reference, Setting
+from tests.faults.start import Broken, Missed, say
 from train.lifecycle.exit_codes import FINISHED
 
 FAULTS_PER_RUN = 5
 TMPFS_BYTES = 64 * 2**20
-NUM_OVERHEAD_ROUNDS = 3
 
 
 @dataclass(kw_only=True)
@@ -110,7 +110,7 @@ def campaign(setting: Setting, names: Sequence[str], rng: random.Random, results
     Raises:
         Broken: the undisturbed runs fail or differ, or faults miss too often.
     """
-    reference = make_reference(setting, results)
+    reference = make_reference(setting)
     pending = collections.deque(names)
     num_missed = 0
     while pending and num_missed <= len(names):
@@ -215,7 +215,7 @@ def no_small_disk(scratch: Path) -> str | None:
     return None
 
 
-def make_reference(setting: Setting, results: Results) -> Reference:
+def make_reference(setting: Setting) -> Reference:
     """Train the undisturbed run twice, and check that both agree.
 
     The first run keeps all checkpoints, for the digests. The second has a warm compilation cache,
@@ -223,7 +223,6 @@ def make_reference(setting: Setting, results: Results) -> Reference:
 
     Args:
         setting: the setting of the runs.
-        results: not used.
 
     Returns:
         The reference for all disturbed runs.
@@ -261,39 +260,6 @@ def make_reference(setting: Setting, results: Results) -> Reference:
         start_s=start.first_step_s,
         save_s=save_s,
     )
-
-
-def restart_overhead(setting: Setting) -> dict[str, dict[str, float | None]]:
-    """Measure the time from the start of a process to its first step.
-
-    The run starts from scratch each time, so no checkpoint is restored.
-
-    Args:
-        setting: the setting of the runs.
-
-    Returns:
-        State of the compilation cache, "cold" or "warm" -> median, min and max in seconds.
-    """
-    times_s: dict[str, list[float]] = {"cold": [], "warm": []}
-    for i in range(NUM_OVERHEAD_ROUNDS):
-        shutil.rmtree(setting.cache / "xla", ignore_errors=True)
-        for cache, found_s in times_s.items():
-            directory = setting.scratch / f"overhead_{cache}_{i}"
-            directory.mkdir()
-            empty = Reference(trajectory={}, digests={}, start_s=0.0, save_s=0.0)
-            start = DisturbedRun(setting, empty, directory).start()
-            try:
-                start.wait_for_step(2)  # by then, the compiled step is in the cache
-            finally:
-                start.kill()
-            assert start.first_step_s is not None
-            found_s.append(start.first_step_s)
-            say(f"first step after {start.first_step_s:.1f} s, {cache} compilation cache")
-            shutil.rmtree(directory)
-    return {
-        cache: {"median": _median(found_s), "min": min(found_s), "max": max(found_s)}
-        for cache, found_s in times_s.items()
-    }
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -344,8 +310,3 @@ def summary(results: Results) -> dict[str, Any]:
 
 def _describe(hit: Hit) -> str:
     return hit.kind + (f", all gone after {hit.noticed_s:.1f} s" if hit.noticed_s else "")
-
-
-def say(text: str) -> None:
-    """Print a line and flush it."""
-    print(text, flush=True)

@@ -1,25 +1,17 @@
 """Small runs to disturb: how they are started, and the checks of the files they leave behind."""
 
-import hashlib
 import json
 import os
 import random
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
-
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage
-from checkpoint.config import CheckpointConfig
-from checkpoint.layout import STATE, TMP_SUFFIX, steps_in
-from checkpoint.manager import Checkpoints
+from checkpoint.layout import TMP_SUFFIX, steps_in
 from sharding.mesh import MeshConfig
+from tests.faults.results import compare, load, trajectory
 from tests.faults.start import ROOT, Attempt, Broken
 from train import goodput
 from train.lifecycle.exit_codes import FINISHED
@@ -57,8 +49,6 @@ SAVE_TIMEOUT_S = 30
 #: The launcher's time between SIGTERM and SIGKILL.
 GRACE_S = 10
 
-#: Logged values that differ between identical runs.
-_TIMES = ("step_time_s", "data_wait_s", "tokens_per_s", "images_per_s", "mfu")
 CLOCK_SEED = "TAIBAI_FAULTS_CLOCK_SEED"
 #: A sitecustomize.py, which Python runs at its start. It replaces time.time by a clock that runs at
 #: the right speed, but on one call in ten jumps to a random offset of up to 28 hours either way.
@@ -308,73 +298,6 @@ class DisturbedRun:
 
 def _is_list(file: Path) -> bool:
     return file.name == CHECKSUMS_FILE
-
-
-def trajectory(workdir: Path) -> dict[int, tuple]:
-    """Return step -> everything that was logged for it, except times, in the order of the log."""
-    steps: dict[int, tuple] = {}
-    for line in (workdir / METRICS_FILE).read_text().splitlines():
-        entry = json.loads(line)
-        kept = tuple(sorted(item for item in entry.items() if item[0] not in _TIMES))
-        steps[entry["step"]] = (*steps.get(entry["step"], ()), kept)
-    return steps
-
-
-def compare(found: Mapping[int, tuple], expected: Mapping[int, tuple]) -> None:
-    """Check that two trajectories are equal.
-
-    Args:
-        found: the trajectory of a disturbed run.
-        expected: the trajectory of the undisturbed run.
-
-    Raises:
-        Broken: they differ; the message names the first step at which they do.
-    """
-    for step in sorted(found.keys() | expected.keys()):
-        if found.get(step) != expected.get(step):
-            raise Broken(
-                f"step {step} differs from the undisturbed run: logged {found.get(step)}, "
-                f"expected {expected.get(step)}"
-            )
-
-
-def load(path: Path, scratch: Path) -> str:
-    """Restore a checkpoint as a run does, and return a digest of its arrays and data state.
-
-    Args:
-        path: the checkpoint, `<step>/`.
-        scratch: a directory that this function may overwrite.
-
-    Returns:
-        A SHA-256 digest in hexadecimal.
-
-    Raises:
-        Broken: the checkpoint does not load.
-    """
-    # Checkpoints.restore takes the newest checkpoint of a directory, so use one with only this.
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    (scratch / path.name).symlink_to(path.absolute())
-    checkpoints = Checkpoints(scratch, CheckpointConfig(every_steps=0, max_to_keep=1))
-    try:
-        handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, enable_pinned_host_transfer=False)
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
-            handler.metadata(epath.Path(path / STATE)).tree,
-            is_leaf=lambda leaf: hasattr(leaf, "shape"),
-        )
-        restored = checkpoints.restore(abstract)
-        assert restored is not None
-    except Exception as error:
-        raise Broken(f"{path} passes verification but does not load: {error}") from error
-    finally:
-        checkpoints.close()
-    _, state, data_state = restored
-    digest = hashlib.sha256(json.dumps(data_state, sort_keys=True).encode())
-    for name, leaf in jax.tree_util.tree_leaves_with_path(state):
-        digest.update(str(name).encode() + np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
 
 
 def _environment() -> dict[str, str]:

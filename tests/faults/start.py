@@ -208,3 +208,8 @@ def is_alive(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state not in "ZX"
     return False
+
+
+def say(text: str) -> None:
+    """Print a line and flush it."""
+    print(text, flush=True)

@@ -8,7 +8,8 @@ import pytest
 from tests.faults.__main__ import as_text
 from tests.faults.campaign import Results, campaign, summary
 from tests.faults.kinds import IN_START, KINDS, delete, draw, flip_byte, truncate
-from tests.faults.runs import OVERRIDES, compare, prepare
+from tests.faults.results import compare
+from tests.faults.runs import OVERRIDES, prepare
 from tests.faults.start import Broken
 
 #: Overrides of a run on one device, which compiles in seconds.

@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sharding.pipeline.runtime.trees import branch
 from sharding.pipeline.schedules.table import BACKWARD, FORWARD, WEIGHT_GRADIENT
 
 Tree = Any
-Array = np.ndarray | jax.Array
+#: A table of an `ExecutionPlan`, numpy int32[ticks, stages]; within a tick a scalar of it, int32[].
+Array = Any
 
 #: Named scope of the loop over ticks. XLA keeps scope names, so sharding/analysis/cost/ can find
 #: the loop in a compiled program, and the parts of it that run only in some ticks.
