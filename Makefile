@@ -1,7 +1,9 @@
 # make train: trains a model; CONFIG, WORKDIR and ARGS are optional, for example
 #   make train CONFIG=configs/gpt2_3d.py WORKDIR=runs/gpt2_3d ARGS="--config.train.num_steps=50"
-# make test: runs the tests
-# make test-compiler: runs the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
+# make test: runs the quick tests, at least one per feature (10 minutes on 2 cores)
+# make test-all: runs the quick tests, then the thorough ones, then those that compile for GPUs (an hour)
+# make test-thorough | test-compiler: only the thorough ones | only those that compile for GPUs; the latter installs
+#   XLA's GPU compiler (3 GB) and needs no GPU
 # make lint: runs ruff, codespell and the type checker
 # make setup | setup-test | setup-compiler: only install the dependencies for these, into .venv
 PYTHON ?= python3
@@ -12,7 +14,7 @@ ARGS ?=
 REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup setup-test setup-compiler train test test-compiler lint
+.PHONY: setup setup-test setup-compiler train test test-all test-thorough test-compiler lint
 setup: .venv/$(REQUIREMENTS).stamp
 setup-test: .venv/requirements-test.txt.stamp
 setup-compiler: .venv/requirements-compiler.txt.stamp
@@ -39,10 +41,19 @@ train: setup
 	.venv/bin/python -m train.main --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
 
 test: setup-test
-	.venv/bin/python -m pytest $(ARGS)
+	@echo "Not run here: thorough tests (make test-thorough), tests/gpu (make test-compiler), campaigns (-m slow)"
+	.venv/bin/python -m pytest -m "not (thorough or gpu_compiler or slow)" $(ARGS)
+
+test-thorough: setup-test
+	.venv/bin/python -m pytest -m "thorough and not slow" $(ARGS)
 
 test-compiler: setup-test setup-compiler
 	.venv/bin/python -m pytest tests/gpu $(ARGS)
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-thorough
+	$(MAKE) test-compiler
 
 lint: setup-test
 	.venv/bin/ruff check .

@@ -21,8 +21,10 @@ def process_rows(sharding: NamedSharding, global_batch_size: int) -> list[int]:
     Processes whose devices differ only along other axes (pipeline, context, expert, model) hold the
     same rows.
     """
-    held: Any = sharding.addressable_devices_indices_map((global_batch_size,))
-    return sorted({row for (rows,) in held.values() for row in range(global_batch_size)[rows]})
+    rows_of_device: Any = sharding.addressable_devices_indices_map((global_batch_size,))
+    return sorted(
+        {row for (rows,) in rows_of_device.values() for row in range(global_batch_size)[rows]}
+    )
 
 
 def place_batch(

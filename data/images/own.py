@@ -147,8 +147,8 @@ def _label(label: Any) -> Any:
 def _digest(item: Any) -> bytes:
     image, label = item
     content = image if isinstance(image, bytes) else _content(open_image(image))
-    told = f"{_label(label)!r} {len(content)}\0".encode()
-    return hashlib.sha256(told + content).digest()
+    header = f"{_label(label)!r} {len(content)}\0".encode()
+    return hashlib.sha256(header + content).digest()
 
 
 def _content(image: Image.Image) -> bytes:

@@ -164,6 +164,6 @@ def _key(path: str) -> int:
         status = os.stat(path)
     except OSError:
         return _NO_FILE
-    told = f"\0{status.st_size}\0{status.st_mtime_ns}".encode()
-    content = os.fsencode(os.path.abspath(path)) + told
+    version = f"\0{status.st_size}\0{status.st_mtime_ns}".encode()
+    content = os.fsencode(os.path.abspath(path)) + version
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")

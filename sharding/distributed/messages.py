@@ -82,22 +82,22 @@ class Exchange:
         """
         self._round += 1
         if self._process > 0:
-            told = json.loads(self._get(self._key(0), 2 * self._timeout_s, 0))
-            if "problem" in told:
-                raise OSError(told["problem"])
-            return told["result"]
+            answer = json.loads(self._get(self._key(0), 2 * self._timeout_s, 0))
+            if "problem" in answer:
+                raise OSError(answer["problem"])
+            return answer["result"]
         # Sent if `action` raises anything other than an OSError.
-        told: dict[str, Any] = {"problem": "process 0 failed (see its log)"}
+        answer: dict[str, Any] = {"problem": "process 0 failed (see its log)"}
         try:
             result = action()
-            told = {"result": result}
+            answer = {"result": result}
             return result
         except OSError as error:
-            told = {"problem": str(error)}
+            answer = {"problem": str(error)}
             raise
         finally:
             if self._num_processes > 1:
-                self._client.key_value_set(self._key(0), json.dumps(told))
+                self._client.key_value_set(self._key(0), json.dumps(answer))
                 self._told.append(self._key(0))
 
     def words(self, word: str | None) -> list[str | None]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from sharding.estimate.labels import TEMPORARIES
 from sharding.estimate.operations import Value
 from sharding.estimate.packing import Lifetime
-from sharding.estimate.storage import Buffer, Held
+from sharding.estimate.storage import Buffer, Storage
 
 
 class Allocator:
@@ -29,12 +29,14 @@ class Allocator:
         self.at_peak: dict[bool, list[Buffer]] = {False: [], True: []}
         self._buffers: list[Buffer] = []  # all buffers ever allocated
 
-    def allocate(self, value: Value, label: str = TEMPORARIES, place: Buffer | None = None) -> Held:
+    def allocate(
+        self, value: Value, label: str = TEMPORARIES, place: Buffer | None = None
+    ) -> Storage:
         """Return a new array in memory; it reuses the buffer `place` if that is free."""
         size = self.size(value)
         if place is not None and place.num_holders == 0:
             if (place.num_bytes, place.on_host) == (size, value.on_host):
-                return self.hold(Held((place,), is_made=True, label=label))
+                return self.retain(Storage((place,), is_made=True, label=label))
         buffer = Buffer(size, value.on_host, label, start=len(self._buffers))
         self._buffers.append(buffer)
         live = self._live[value.on_host]
@@ -44,17 +46,17 @@ class Allocator:
         if self._total[where] > self._peak[where]:
             self._peak[where] = self._total[where]
             self.at_peak[where] = list(live)
-        return self.hold(Held((buffer,), is_made=True, label=label))
+        return self.retain(Storage((buffer,), is_made=True, label=label))
 
-    def hold(self, held: Held) -> Held:
+    def retain(self, storage: Storage) -> Storage:
         """Add one reference to the buffers of a value, and return the value's storage."""
-        for buffer in held.buffers:
+        for buffer in storage.buffers:
             buffer.num_holders += 1
-        return held
+        return storage
 
-    def release(self, held: Held) -> None:
+    def release(self, storage: Storage) -> None:
         """Drop one reference to the buffers of a value, and free those without references."""
-        for buffer in held.buffers:
+        for buffer in storage.buffers:
             buffer.num_holders -= 1
             if buffer.num_holders == 0 and not buffer.num_loops:
                 del self._live[buffer.on_host][buffer]

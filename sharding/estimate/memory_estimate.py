@@ -93,9 +93,9 @@ def estimate(
     run = Interpreter(mesh_shape, platform)
     inputs = []
     for value, label in zip(program.inputs, labels, strict=True):
-        held = run.memory.allocate(value, label)
-        held.buffers[0].is_input = True
-        inputs.append(held)
+        storage = run.memory.allocate(value, label)
+        storage.buffers[0].is_input = True
+        inputs.append(storage)
     run.program(program, inputs, len(program.outputs), is_whole=True)
     at_peak = {on_host: collections.Counter() for on_host in (False, True)}
     for on_host, buffers in run.memory.at_peak.items():

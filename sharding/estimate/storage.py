@@ -26,7 +26,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Held:
+class Storage:
     """The storage of a value: an array in memory, or buffers that it can be computed from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Frame:
     """The values of a program during its run: their storage, and how often they are still read."""
 
     def __init__(self, program: Program):
-        self.held: dict[Value, Held] = {}
+        self.storage: dict[Value, Storage] = {}
         self.places: dict[Value, Buffer] = {}  # buffers that a loop's carry goes back to
         self.own_inputs: set[Buffer] = set()
         self.num_uses = collections.Counter(v for op in program.operations for v in op.inputs)
@@ -73,8 +73,8 @@ class Frame:
                 pairs = zip(op.inputs, op.outputs, strict=True)
                 self.is_early.update(v for v, output in pairs if output in self.is_early)
 
-    def __getitem__(self, value: Value) -> Held:
-        return self.held.get(value, Held())  # literals and constants take no memory
+    def __getitem__(self, value: Value) -> Storage:
+        return self.storage.get(value, Storage())  # literals and constants take no memory
 
     def place(self, program: Program, places: Mapping[Value, Buffer]) -> None:
         """Set the buffers of outputs, and of all values that are views of these outputs."""

@@ -19,7 +19,7 @@ from train.lifecycle.exit_codes import FINISHED
 
 ROOT = Path(__file__).parents[2]
 #: Longest time to wait for anything. Whatever takes longer counts as hung.
-PATIENCE_S = 300.0
+LONGEST_WAIT_S = 300.0
 
 
 class Broken(Exception):
@@ -105,9 +105,9 @@ class Attempt:
 
         Raises:
             Missed: the run finished first.
-            Broken: it exited with an error, or the condition did not hold within PATIENCE_S.
+            Broken: it exited with an error, or the condition did not hold within LONGEST_WAIT_S.
         """
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + LONGEST_WAIT_S
         while True:
             code = self.look()
             if condition():
@@ -117,7 +117,9 @@ class Attempt:
             if code is not None:
                 raise Broken(f"it exited with code {code}, before {what}:\n{self.tail()}")
             if time.monotonic() > deadline_s:
-                raise Broken(f"still no sign of {what} after {PATIENCE_S:.0f} s:\n{self.tail()}")
+                raise Broken(
+                    f"still no sign of {what} after {LONGEST_WAIT_S:.0f} s:\n{self.tail()}"
+                )
             time.sleep(0.002)
 
     def wait_for_step(self, num_new: int) -> None:
@@ -132,7 +134,7 @@ class Attempt:
         while self.look() is None and time.monotonic() < deadline_s:
             time.sleep(min(0.002, seconds))
 
-    def end(self, bound_s: float = PATIENCE_S) -> int:
+    def end(self, bound_s: float = LONGEST_WAIT_S) -> int:
         """Wait until the process exits, and return its exit code.
 
         Args:

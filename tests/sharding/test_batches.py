@@ -38,8 +38,8 @@ def test_processes_along_data_hold_different_rows():
 
 
 def test_processes_along_data_and_fsdp_share_the_rows_out():
-    held = [rows_of(range(i, i + 2), 16, data=2, fsdp=4) for i in range(0, 8, 2)]
-    assert held == [list(range(i, i + 4)) for i in range(0, 16, 4)]
+    rows = [rows_of(range(i, i + 2), 16, data=2, fsdp=4) for i in range(0, 8, 2)]
+    assert rows == [list(range(i, i + 4)) for i in range(0, 16, 4)]
 
 
 @pytest.mark.parametrize("axis", ["pipeline", "context", "expert", "model"])

@@ -57,20 +57,20 @@ class PackedActivations:
 
         return jax.tree.map(flat, self.type)
 
-    def unpack(self, parcel: Tree, like: Tree) -> Tree:
+    def unpack(self, packed: Tree, like: Tree) -> Tree:
         """Convert a packed value back to activations of the type `like`.
 
-        If `parcel` was packed from another type, the result is meaningless.
+        If `packed` was packed from another type, the result is meaningless.
         """
         if self.are_alike:
-            return parcel
+            return packed
         starts: dict[str, int] = collections.defaultdict(int)
 
         def take(leaf: jax.ShapeDtypeStruct) -> jax.Array:
             name = leaf.dtype.name
             start = starts[name]
             starts[name] = starts[name] + math.prod(leaf.shape)
-            return _whole(parcel[name][start : starts[name]].reshape(leaf.shape))
+            return _whole(packed[name][start : starts[name]].reshape(leaf.shape))
 
         return jax.tree.map(take, like)
 

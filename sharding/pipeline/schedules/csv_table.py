@@ -67,12 +67,12 @@ def read_csv(path: str | Path) -> Schedule:
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
     """Write a table such that `read_csv` restores its stages, chunks, microbatches and ticks."""
-    held = schedule.chunks()
+    chunks = schedule.chunks()
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         for stage in range(schedule.num_stages):
             writer.writerow(
-                ";".join(f"{held[stage][op.chunk]}{op.kind}{op.microbatch}" for op in row[stage])
+                ";".join(f"{chunks[stage][op.chunk]}{op.kind}{op.microbatch}" for op in row[stage])
                 for row in schedule.ticks
             )
 

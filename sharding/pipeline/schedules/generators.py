@@ -204,13 +204,13 @@ def _with_weight_gradients(schedule: Schedule, *, full: range, limit: int) -> Sc
         limit: largest number of chunk activations that a stage may hold.
     """
     waiting: list[list[Op]] = [[] for _ in range(schedule.num_stages)]  # I done, W pending
-    held = [0] * schedule.num_stages  # activations in flight, per stage
+    in_flight = [0] * schedule.num_stages  # activations in flight, per stage
     last_forward = max(tick for key, tick in schedule.when().items() if key[0] == FORWARD)
 
     def weight_gradient(stage: int) -> tuple[Op, ...]:
         if not waiting[stage]:
             return ()
-        held[stage] -= 1
+        in_flight[stage] -= 1
         return (waiting[stage].pop(0)._replace(kind=WEIGHT_GRADIENT),)
 
     ticks: list[tuple[tuple[Op, ...], ...]] = []
@@ -220,9 +220,9 @@ def _with_weight_gradients(schedule: Schedule, *, full: range, limit: int) -> Sc
         cells = []
         for stage, cell in enumerate(row):
             waiting[stage] += [op for op in cell if op.kind == INPUT_GRADIENT]
-            held[stage] += sum(op.kind == FORWARD for op in cell)
+            in_flight[stage] += sum(op.kind == FORWARD for op in cell)
             arriving = sum(op.kind == FORWARD for op in next_row[stage])
-            if len(cell) < room or held[stage] + arriving > limit:
+            if len(cell) < room or in_flight[stage] + arriving > limit:
                 cell = (*cell, *weight_gradient(stage))
             cells.append(cell)
         ticks.append(tuple(cells))

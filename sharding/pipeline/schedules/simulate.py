@@ -103,7 +103,7 @@ def free_running_spans(schedule: Schedule, times: Times) -> list[Span]:
 
     A send delays the receiver, not the sender.
     """
-    held = schedule.chunks()
+    chunks = schedule.chunks()
     ran = schedule.when()
     placement = schedule.placement
     finish: dict[Key, float] = {}
@@ -111,7 +111,7 @@ def free_running_spans(schedule: Schedule, times: Times) -> list[Span]:
     spans = []
     for _, stage, cell in schedule.cells():
         for op in cell:
-            key = (op.kind, op.microbatch, held[stage][op.chunk])
+            key = (op.kind, op.microbatch, chunks[stage][op.chunk])
             start = stage_free[stage]
             for need in needs(key, ran, len(placement)):
                 crosses = placement[need[2]] != stage
@@ -143,7 +143,7 @@ def _tick_times(schedule: Schedule, times: Times) -> list[float]:
     with the cell's B, I or W, the input gradient's send with its W. The part of a send that does
     not fit lengthens the tick. Two sends of a cell do not slow each other down.
     """
-    held = schedule.chunks()
+    chunks = schedule.chunks()
     placement = schedule.placement
     lasts = []
     for row in schedule.ticks:
@@ -153,7 +153,7 @@ def _tick_times(schedule: Schedule, times: Times) -> list[float]:
             for op in cell:
                 end += times.of(op.kind) / schedule.num_chunks
                 to = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: -1, WEIGHT_GRADIENT: 0}[op.kind]
-                receiver = held[stage][op.chunk] + to
+                receiver = chunks[stage][op.chunk] + to
                 inside = 0 <= receiver < len(placement)
                 send = times.send if inside and placement[receiver] != stage else 0.0
                 tick_time = max(tick_time, end + send)

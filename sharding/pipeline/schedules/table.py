@@ -85,10 +85,10 @@ class Schedule:
 
     def chunks(self) -> list[list[int]]:
         """Return the virtual stages of each stage, in layer order."""
-        held: list[list[int]] = [[] for _ in range(self.num_stages)]
+        chunks: list[list[int]] = [[] for _ in range(self.num_stages)]
         for virtual, stage in enumerate(self.placement):
-            held[stage].append(virtual)
-        return held
+            chunks[stage].append(virtual)
+        return chunks
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
         """Return the virtual stage of a stage's chunk."""
@@ -216,7 +216,7 @@ def _check_cells(schedule: Schedule) -> dict[Key, int]:
     Returns:
         (kind, microbatch, virtual stage) -> tick.
     """
-    held = schedule.chunks()
+    chunks = schedule.chunks()
     ran: dict[Key, int] = {}
     for tick, row in enumerate(schedule.ticks):
         if len(row) != schedule.num_stages:
@@ -235,7 +235,7 @@ def _check_cells(schedule: Schedule) -> dict[Key, int]:
                     f"{place}: {op.kind}{op.microbatch} of chunk {op.chunk} is not an operation of "
                     f"{schedule.num_microbatches} microbatches and {schedule.num_chunks} chunks"
                 )
-            key = (op.kind, op.microbatch, held[stage][op.chunk])
+            key = (op.kind, op.microbatch, chunks[stage][op.chunk])
             if key in ran:
                 raise ValueError(
                     f"{schedule.name}: {_label(schedule, key)} runs twice: in ticks {ran[key]} "

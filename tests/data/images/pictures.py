@@ -46,8 +46,8 @@ def uneven_images():
 
 
 def lacking_classes():
-    held = [(plain(3), "a"), (plain(4), "c")]
-    return {"train": [(plain(1), "a"), (plain(2), "b")], "validation": held}
+    validation = [(plain(3), "a"), (plain(4), "c")]
+    return {"train": [(plain(1), "a"), (plain(2), "b")], "validation": validation}
 
 
 def wrong_labels():

@@ -47,11 +47,11 @@ def test_folder_of_classes_holds_out_a_part_of_each(tmp_path):
     corpus = folder(tmp_path, tmp_path / "i", validation_fraction=0.2)
     assert np.bincount(targets(corpus.validation)).tolist() == [4, 4, 4]
     assert np.bincount(targets(corpus.train)).tolist() == [16, 17, 16]
-    held = values(corpus.validation)
+    validation = values(corpus.validation)
     trained = values(corpus.train)
-    assert sorted(held + trained) == list(range(61))
+    assert sorted(validation + trained) == list(range(61))
     more = folder(tmp_path, tmp_path / "i", validation_fraction=0.4)
-    assert set(held) < set(values(more.validation))
+    assert set(validation) < set(values(more.validation))
     assert more.fingerprint != corpus.fingerprint
     assert not len(folder(tmp_path, tmp_path / "i", validation_fraction=0.0).validation)
     # A copy of the folder has the same fingerprint.

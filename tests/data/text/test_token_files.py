@@ -132,9 +132,9 @@ def test_token_files_are_trained_on_unchanged(tmp_path):
     # Documents end with one end-of-document token, whether or not they have one in the file.
     document = [5, 6, 256, 256, 9, 200, 256]
     assert tokens_of(corpus.train).tolist() == [256, *document, *document]
-    held = load_text(megatron_config(tmp_path, path, validation_fraction=0.5))
-    assert tokens_of(held.train).tolist() == [256, 5, 6, 256, 256]
-    assert tokens_of(held.validation).tolist() == [256, 9, 200, 256]
+    corpus = load_text(megatron_config(tmp_path, path, validation_fraction=0.5))
+    assert tokens_of(corpus.train).tolist() == [256, 5, 6, 256, 256]
+    assert tokens_of(corpus.validation).tolist() == [256, 9, 200, 256]
 
 
 def test_ids_outside_the_tokenizer_are_rejected(tmp_path):

@@ -25,13 +25,13 @@ def answers(*present: Process, timeout_s: float = 20.0) -> list[str | None]:
     """Run a handshake, and return each process's error message, or None."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    told: list[str | None] = [None] * len(present)
+    replies: list[str | None] = [None] * len(present)
 
     def call(number: int) -> None:
         try:
             perform_handshake(present[number], coordinator, timeout_s)
         except (ValueError, OSError) as error:
-            told[number] = str(error)
+            replies[number] = str(error)
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(len(present))]
     for thread in threads:
@@ -39,7 +39,7 @@ def answers(*present: Process, timeout_s: float = 20.0) -> list[str | None]:
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()
-    return told
+    return replies
 
 
 def test_those_that_fit_each_other_go_on():
@@ -48,10 +48,10 @@ def test_those_that_fit_each_other_go_on():
 
 def test_missing_processes_are_named_to_those_that_came():
     since = time.monotonic()
-    told = answers(process(0), process(2), timeout_s=1.0)
+    replies = answers(process(0), process(2), timeout_s=1.0)
     assert time.monotonic() - since < 20
     message = "1 of 3 processes are missing after 1 s: 1; the others are on n0, n2"
-    assert all(error is not None and error.startswith(message) for error in told)
+    assert all(error is not None and error.startswith(message) for error in replies)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_missing_processes_are_named_to_those_that_came():
     ids=["world size", "version", "package"],
 )
 def test_a_process_that_does_not_fit_is_named_to_all(other, message):
-    told = answers(process(0, 2), other)
-    assert all(error is not None and error.startswith(message) for error in told)
+    replies = answers(process(0, 2), other)
+    assert all(error is not None and error.startswith(message) for error in replies)
 
 
 def test_software_holds_the_code_that_is_loaded(tmp_path, monkeypatch):
@@ -94,15 +94,17 @@ def test_software_holds_the_code_that_is_loaded(tmp_path, monkeypatch):
 
 
 def test_two_processes_with_one_id_are_named():
-    told = answers(process(0), process(1, pid=7), process(1, pid=8))
+    replies = answers(process(0), process(1, pid=7), process(1, pid=8))
     assert all(
-        re.match(r"process 1 was started twice, on n1 \(pid [78]\) and", str(e)) for e in told
+        re.match(r"process 1 was started twice, on n1 \(pid [78]\) and", str(e)) for e in replies
     )
 
 
 def test_coordinator_that_is_not_there_is_named():
-    (told,) = answers(process(1), timeout_s=0.5)
-    assert re.match(r"process 1 on n1 could not reach process 0 at 127.0.0.1:\d+ within", str(told))
+    (replies,) = answers(process(1), timeout_s=0.5)
+    assert re.match(
+        r"process 1 on n1 could not reach process 0 at 127.0.0.1:\d+ within", str(replies)
+    )
 
 
 def test_port_in_use_is_named():

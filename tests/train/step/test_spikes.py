@@ -29,31 +29,31 @@ def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]
     odd = np.zeros((16, 16), np.float32)
     odd[0, 0] = 1
     outlier = placed_batch(run, corpus, weights=odd, targets=np.full((16, 16), 250, np.int32))
-    told = []
+    steps = []
     digests = []
     for batch in (usual, outlier, usual):
         state, metrics = run.compile_train_step()(state, batch)
         spikes = state.spikes
         assert spikes is not None
-        told.append((float(metrics["grad_norm"]), int(state.num_skipped), mean_of(spikes)))
+        steps.append((float(metrics["grad_norm"]), int(state.num_skipped), mean_of(spikes)))
         digests.append(digest((state.params, state.opt_state)))
         # As if there had been 20 steps with the norm of the first one.
         count = jax.device_put(np.int32(MIN_NORMS), spikes.num_norms.sharding)
-        mean = (1 - SPIKE_MEAN_DECAY**MIN_NORMS) * told[0][0]
+        mean = (1 - SPIKE_MEAN_DECAY**MIN_NORMS) * steps[0][0]
         mean = jax.device_put(np.float32(mean), spikes.norm_mean.sharding)
         state = dataclasses.replace(
             state, spikes=dataclasses.replace(spikes, num_norms=count, norm_mean=mean)
         )
     assert digests[0] == digests[1] != digests[2]
-    return told
+    return steps
 
 
 def test_outlier_batch_is_skipped_on_all_meshes(corpus_overrides):
-    told = outlier_steps(corpus_overrides)
-    assert [num_skipped for _, num_skipped, _ in told] == [0, 1, 1]
-    assert told[1][0] > 2 * told[0][0]
+    steps = outlier_steps(corpus_overrides)
+    assert [num_skipped for _, num_skipped, _ in steps] == [0, 1, 1]
+    assert steps[1][0] > 2 * steps[0][0]
     # float32 with another order of summation.
-    np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), told, rtol=1e-4)
+    np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), steps, rtol=1e-4)
 
 
 def test_spike_detection_adds_no_communication(corpus_overrides):

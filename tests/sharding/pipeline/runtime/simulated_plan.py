@@ -17,7 +17,7 @@ NOTHING = "nothing"  # the value that an idle stage sends
 
 
 @dataclasses.dataclass
-class Held:
+class StoredValue:
     """The value in a slot, and the times of its write and last read."""
 
     name: object
@@ -30,7 +30,7 @@ class Simulation:
 
     Attributes:
         log: kind -> [(microbatch, virtual stage, tick)] of all operations that ran.
-        held: (buffer, stage) -> all values that were ever written to a slot.
+        stored: (buffer, stage) -> all values that were ever written to a slot.
     """
 
     def __init__(self, plan: ExecutionPlan, schedule: Schedule, *, remat: str, shares_vocab: bool):
@@ -43,8 +43,8 @@ class Simulation:
         self.shares_vocab = shares_vocab
         self.keeps = self.trains and not self.recomputes
         self.splits = any(op.kind == "W" for _, _, cell in schedule.cells() for op in cell)
-        self.slots: dict[tuple[str, int, int], Held] = {}
-        self.held: dict[tuple[str, int], list[Held]] = defaultdict(list)
+        self.slots: dict[tuple[str, int, int], StoredValue] = {}
+        self.stored: dict[tuple[str, int], list[StoredValue]] = defaultdict(list)
         self.log: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self.head: list[int] = []
         self.embedded: list[int] = []
@@ -159,8 +159,8 @@ class Simulation:
         }
         if cell["microbatch"] < 0:
             return -1, -1
-        held = [v for v, s in enumerate(self.placement) if s == stage]
-        v = held[cell["chunk"]]
+        own = [v for v, s in enumerate(self.placement) if s == stage]
+        v = own[cell["chunk"]]
         assert (cell["is_first"], cell["is_last"]) == (v == 0, v == self.last)
         self.log[kind].append((cell["microbatch"], v, self.tick))
         return cell["microbatch"], v
@@ -174,24 +174,24 @@ class Simulation:
 
     def write(self, buffer: str, stage: int, slot: int, name) -> None:
         assert 0 <= slot < self.plan.depths[buffer], (buffer, slot)
-        held = Held(name, (self.tick, self.phase))
-        self.slots[buffer, stage, slot] = held
-        self.held[buffer, stage].append(held)
+        stored = StoredValue(name, (self.tick, self.phase))
+        self.slots[buffer, stage, slot] = stored
+        self.stored[buffer, stage].append(stored)
 
     def read(self, buffer: str, stage: int, kind: str, wanted) -> None:
         slots = self.plan.table.operations[kind].slots
         slot = int(getattr(slots, buffer)[self.tick, stage])
-        held = self.slots.get((buffer, stage, slot))
+        stored = self.slots.get((buffer, stage, slot))
         where = f"{kind} on stage {stage} in tick {self.tick}: {buffer}[{slot}]"
-        assert held is not None and held.name == wanted, where
-        held.last_read = self.tick, self.phase
+        assert stored is not None and stored.name == wanted, where
+        stored.last_read = self.tick, self.phase
 
     def most_held(self, buffer: str) -> int:
         """Return the largest number of a stage's values that are needed in one phase."""
         times = [(tick, phase) for tick in range(self.num_ticks) for phase in range(5)]
         most = 0
         for stage in self.stages:
-            of_stage = self.held.get((buffer, stage), [])
+            of_stage = self.stored.get((buffer, stage), [])
             for time in times:
                 most = max(most, sum(h.written <= time <= h.last_read for h in of_stage))
         return most
@@ -222,10 +222,12 @@ def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulat
     assert [sorted(ops) for ops in found] == wanted
     # Every stored value is read, and every slot is needed by some stage.
     assert all(
-        held.last_read >= held.written for of_stage in ran.held.values() for held in of_stage
+        stored.last_read >= stored.written
+        for of_stage in ran.stored.values()
+        for stored in of_stage
     )
     assert plan.depths == {buffer: ran.most_held(buffer) for buffer in plan.depths}
-    assert {buffer for buffer, _ in ran.held} == {b for b, depth in plan.depths.items() if depth}
+    assert {buffer for buffer, _ in ran.stored} == {b for b, depth in plan.depths.items() if depth}
     # If all stages share embedding and head, these run once per microbatch.
     microbatches = list(range(schedule.num_microbatches)) if shares_vocab else []
     assert sorted(ran.embedded) == sorted(ran.head) == microbatches

@@ -104,7 +104,7 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
 
 @pytest.mark.parametrize("share_vocab", [False, True])
 @pytest.mark.parametrize("schedule, mesh", [("1f1b", "pipeline=4"), *[("zbv", m) for m in MESHES]])
-def test_what_is_taught_is_that_of_each_example(schedule, mesh, share_vocab):
+def test_teacher_outputs_are_those_of_each_example(schedule, mesh, share_vocab):
     """The outputs of `teach` are sharded like the batch, and equal plain evaluation."""
     with jax.enable_x64(True):
         devices = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices())
