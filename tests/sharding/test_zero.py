@@ -63,7 +63,7 @@ def test_largest_come_first_until_the_fraction_is_reached(stage, fraction, expec
         ({"zero_stage": 4}, r"memory\.zero_stage=4 is unknown; choose 0, 1, 2 or 3"),
         (
             {"zero_stage": 3, "shard_parameters_fraction": 1.5},
-            r"memory\.shard_parameters_fraction=1\.5 must be between 0 and 1",
+            r"memory\.shard_parameters_fraction=1\.5 must be from 0 to 1",
         ),
         (
             {"zero_stage": 2, "shard_parameters_fraction": 0.5},

@@ -45,12 +45,12 @@ class Slots:
     buffers.py explains the buffers.
     """
 
-    input: Array | None = None
-    cotangent: Array | None = None
-    saved: Array | None = None
-    for_weights: Array | None = None
-    handed: Array | None = None
-    head_input: Array | None = None
+    input: Array = None
+    cotangent: Array = None
+    saved: Array = None
+    for_weights: Array = None
+    handed: Array = None
+    head_input: Array = None
 
 
 @partial(

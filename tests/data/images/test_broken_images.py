@@ -172,7 +172,9 @@ def test_image_that_breaks_later_has_zero_weight(num_workers, tmp_path, caplog, 
                 np.testing.assert_array_equal(batch[key][row], before[key][row])
             if not batch["weights"][row ^ 1]:
                 assert batch["target_shares"][row] == 1 and batch["targets"][row] == 1
-    for batch, before in zip(validation_batches(corpus, config, range(4)), whole_batches, strict=True):
+    for batch, before in zip(
+        validation_batches(corpus, config, range(4)), whole_batches, strict=True
+    ):
         np.testing.assert_array_equal(batch["weights"], before["weights"] * before["targets"])
     said = caplog.text + capfd.readouterr().err
     assert "cannot be read: FileNotFoundError" in said and "left out" in said
