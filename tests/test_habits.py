@@ -1,6 +1,7 @@
-"""Habits of the code that no linter checks: simple assignments, flat literals, plain English."""
+"""Habits of the code that no linter checks: assignments, literals, sizes, first lines, English."""
 
 import ast
+import collections
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import pytest
 from tests import prose
 
 ROOT = Path(__file__).parents[1]
+MAX_MODULES = 14  # of a folder, not counting __init__.py
+MAX_LINES = 350  # of a file
+MAX_FUNCTION_LINES = 60
+#: Tables of settings, one file per model, may be long.
+TABLES = "configs"
 
 
 def violations(source: str) -> Iterator[tuple[int, str]]:
@@ -52,6 +58,41 @@ def test_code_has_no_violations():
                 f"{file.relative_to(ROOT)}:{line} {rule}" for line, rule in violations(source)
             ]
     assert found == []
+
+
+def modules() -> Iterator[tuple[Path, str]]:
+    """Yield (path, source) of every Python file, without the tables of settings."""
+    for file in prose.files_of([ROOT]):
+        path = file.relative_to(ROOT)
+        if path.suffix == ".py" and path.parts[0] != TABLES:
+            yield path, file.read_text(encoding="utf-8")
+
+
+def test_folders_files_and_functions_are_small():
+    found = []
+    num_modules = collections.Counter()
+    for path, source in modules():
+        num_modules[path.parent] += path.name != "__init__.py"
+        if source.count("\n") > MAX_LINES:
+            found.append(f"{path} has more than {MAX_LINES} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES:
+                    found.append(f"{path}: {node.name} has more than {MAX_FUNCTION_LINES} lines")
+    for folder, count in num_modules.items():
+        if count > MAX_MODULES:
+            found.append(f"{folder}/ has more than {MAX_MODULES} modules")
+    assert found == []
+
+
+def test_first_line_of_every_file_says_what_it_is_for():
+    bare = [
+        str(path)
+        for path, source in modules()
+        if source and not ast.get_docstring(ast.parse(source))
+    ]
+    assert bare == []
 
 
 @pytest.mark.parametrize(
