@@ -56,7 +56,32 @@ def log_handlers():
     logging.root.handlers[:] = before
 
 
+def case_of(item: pytest.Item) -> str | None:
+    """Return the id of a parametrized test's case; None if it has no parameters."""
+    return (
+        item.callspec.id
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else None
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the long tests first, so that no worker is left with them at the end."""
-    long = ("slurm", "stopping", "resume", "parity", "main", "step")
-    items.sort(key=lambda item: not item.path.stem.endswith(long))
+    """Apply `thorough(but=ids)`, and run the longest tests first.
+
+    `but` names the cases of a parametrized test that stay in the quick tier. If the longest tests
+    ran last, one worker would still be busy when the others have finished.
+    """
+    for item in items:
+        for marker in [mark for mark in item.own_markers if mark.name == "thorough"]:
+            if case_of(item) in marker.kwargs.get("but", ()):
+                item.own_markers.remove(marker)
+    longest = (
+        "test_slurm",
+        "test_stop_signals",
+        "test_resume",
+        "test_parity",
+        "test_models",
+        "test_executor",
+    )
+    items.sort(key=lambda item: item.path.stem not in longest)
