@@ -308,10 +308,10 @@ def _check(run: Run) -> None:
             "pipeline.share_vocab=True is not supported: this benchmark assumes that embedding and "
             "head each run on one stage; set pipeline.share_vocab=False"
         )
-    if len(run.parts.num_layers) > 1 or run.parts.before:
+    if len(run.functions.num_layers) > 1 or run.functions.before:
         raise ValueError(
-            f"{type(run.model).__name__} has the stacks {', '.join(run.parts.num_layers)}; this "
-            "benchmark supports only models with one stack and without before_<stack>"
+            f"{type(run.model).__name__} has the stacks {', '.join(run.functions.num_layers)}; "
+            "this benchmark supports only models with one stack and without before_<stack>"
         )
     if jax.process_count() > 1:
         raise ValueError(

@@ -56,13 +56,13 @@ class StageParts:
         self._run = run
         self._mesh = Mesh(np.array(on), ("stage",))
         self._num_microbatches = count = run.config.train.num_microbatches
-        (self._stack,) = run.parts.num_layers
-        self._shapes = run.parts.split(run.state.portable.params)
+        (self._stack,) = run.functions.num_layers
+        self._shapes = run.functions.split(run.state.portable.params)
         self._dtype = run.config.precision.compute
         microbatches = _microbatches(run)
         ends = jax.tree.map(lambda p: _random(p.shape, self._dtype), self._shapes["ends"])
         self._microbatch = jax.tree.map(lambda x: x[0], microbatches)
-        self._x = jax.eval_shape(run.parts.embed, ends, self._microbatch)
+        self._x = jax.eval_shape(run.functions.embed, ends, self._microbatch)
         # One per microbatch: activations, or cotangents where a part needs these.
         xs = jax.tree.map(lambda x: _random((count, *x.shape), x.dtype, stddev=1.0), self._x)
         self._inputs = self._copied((microbatches, xs))
@@ -115,7 +115,7 @@ class StageParts:
             (compiled, carry, fixed): `compiled(carry, *fixed)` computes the part for all
             microbatches, and returns the new carry and the outputs.
         """
-        model = self._run.parts
+        model = self._run.functions
 
         def embed(carry, m, microbatch, ends, x):
             return carry, model.embed(ends, microbatch)
@@ -165,7 +165,7 @@ class StageParts:
 
     def _make_layers(self, num_layers: int, *, splits: bool) -> Callable[[Tree], Layers]:
         """Return a function from the parameters of `num_layers` layers to these layers."""
-        block = self._run.parts.blocks[self._stack]
+        block = self._run.functions.blocks[self._stack]
         here = (jnp.int32(0), self._x, self._microbatch)
         numbers = np.arange(num_layers)[None]
 
@@ -221,7 +221,7 @@ class StageParts:
         optimizer = self._run.optimizer
         dtype = self._run.config.precision.params
         layers = {self._stack: self._layers(num_layers)}
-        params = self._run.parts.join({"ends": self._ends, "layers": layers})
+        params = self._run.functions.join({"ends": self._ends, "layers": layers})
         # The update donates its arguments, and other parts read these arrays, so copy them.
         params = jax.tree.map(lambda p: jnp.array(p, dtype, copy=True), params)
         grads = jax.tree.map(jnp.copy, params)

@@ -1,4 +1,4 @@
-"""Stacks of identical blocks, and the split of a model into embed, stacks and head.
+"""What a model consists of: embed, stacks of identical blocks, and head.
 
     batch --embed--> x --stack of blocks--> x --head--> (loss_sum, weight_sum, metrics)
 
@@ -39,17 +39,13 @@ A class can declare further properties:
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-from sharding.jaxprs import walk
 
 Tree = Any
 
@@ -60,19 +56,6 @@ REMAT_POLICIES: dict[str, Callable] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-
-#: Names of metrics that the step computes itself; see train/step/train_step.py.
-RESERVED_METRICS = {
-    "loss",
-    "weight",
-    "grad_norm",
-    "learning_rate",
-    "loss_scale",
-    "num_skipped",
-    "num_nonfinite_in_a_row",
-    "num_stuck_in_a_row",
-}
-
 
 _only_layers: ContextVar[jax.Array | None] = ContextVar("only_layers", default=None)
 
@@ -115,14 +98,14 @@ class Stack(nnx.Module):
     def __call__(self, x: Any, batch: Tree) -> Any:
         """Apply all blocks to `x`."""
         graph, layers = nnx.split(self.layers)
-        return run_layers(_block(graph, None, first_site=1), layers, x, batch)
+        return run_layers(block_function(graph, None, first_site=1), layers, x, batch)
 
 
 def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:
     """Apply blocks to `x`, one after another.
 
     Args:
-        block: function as returned by `_block`.
+        block: function as returned by `block_function`.
         layers: parameters of the blocks, stacked along a leading layers dim.
         x: activations.
         batch: dict of arrays [B, ...].
@@ -133,204 +116,6 @@ def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:
 
     numbers = jnp.arange(len(jax.tree.leaves(layers)[0]), dtype=jnp.int32)
     return jax.lax.scan(body, x, (layers, numbers))[0]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-    """A model as pure functions of its parameters; see `Model` in sharding/pipeline.
-
-    The model's parameters are a tree of arrays, `params`. `split` separates them into `ends`
-    (everything except the stacks) and `layers` (stack -> its parameters, with a leading layers
-    dim). `join` is its inverse.
-    """
-
-    embed: Callable[[Tree, Tree], Tree]
-    blocks: Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]
-    before: Mapping[str, Callable[[Tree, Tree, Tree], Tree]]
-    head: Callable[[Tree, Tree, Tree], tuple[jax.Array, jax.Array, dict]]
-    num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
-    teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
-
-    def with_teacher_outputs(self, ends: Tree, x: Tree, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the types of the batch that the head receives, teacher outputs included.
-
-        Args:
-            ends: non-stack parameters.
-            x: output type of the last stack.
-            batch: types of the batch, without teacher outputs.
-        """
-        if self.teach is None:
-            return batch
-        return batch | jax.eval_shape(self.teach, ends, x, batch)
-
-    def types(self, ends: Tree, batch: Tree) -> dict[str, tuple[Tree, Tree]]:
-        """Return, per stack, the types of the activations before it and of its blocks.
-
-        Args:
-            ends: non-stack parameters, as arrays or ShapeDtypeStructs.
-            batch: arrays [B, ...] or ShapeDtypeStructs.
-
-        Returns:
-            stack -> (type of the input of `before_<stack>`, type of the activations in the stack).
-            The two are equal for a stack without `before_<stack>`.
-        """
-        types = {}
-        x = jax.eval_shape(self.embed, ends, batch)
-        for name in self.num_layers:
-            given = x
-            if name in self.before:
-                x = jax.eval_shape(self.before[name], ends, given, batch)
-            types[name] = (given, x)
-        return types
-
-    def split(self, params: dict[str, Tree]) -> dict[str, Tree]:
-        """Split the model's parameters into `ends` and `layers`."""
-        ends = {name: value for name, value in params.items() if name not in self.num_layers}
-        return {"ends": ends, "layers": {name: params[name]["layers"] for name in self.num_layers}}
-
-    def join(self, parts: dict[str, Tree]) -> dict[str, Tree]:
-        """Merge `ends` and `layers` into the model's parameters, as the inverse of `split`."""
-        stacks = {name: {"layers": layers} for name, layers in parts["layers"].items()}
-        return {**parts["ends"], **stacks}
-
-
-def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Parts:
-    """Return a model's functions.
-
-    Args:
-        model: the model, which may be abstract and is not modified.
-        remat: values of a block's forward pass that are saved for its backward pass: a key of
-            REMAT_POLICIES, or names of activations, separated by commas.
-        offload: names of activations that are saved as well, but in host memory.
-
-    Raises:
-        ValueError: if the model has no Stack, has several Stacks without an order, lacks `embed` or
-            `head`, or has state other than parameters.
-    """
-    name = type(model).__name__
-    stacks = _stacks(model)
-    for method in ("embed", "head"):
-        if not callable(getattr(model, method, None)):
-            raise ValueError(
-                f"{name} has no method {method!r}; models/stack.py describes what a model needs"
-            )
-    for path, variable in nnx.to_flat_state(nnx.split(model)[1]):
-        if not isinstance(variable, nnx.Param):
-            raise ValueError(
-                f"{name}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a model may "
-                "only hold nnx.Param; for dropout use models.layers.basic.dropout"
-            )
-    without_stacks: Any = nnx.merge(*nnx.split(model))
-    for stack in stacks:
-        setattr(without_stacks, stack, None)
-    ends_graph = nnx.split(without_stacks)[0]
-    blocks = {}
-    first_site = 1
-    policy = _policy(remat, offload)
-    for key, stack in stacks.items():
-        blocks[key] = _block(nnx.split(stack.layers)[0], policy, first_site=first_site)
-        first_site += stack.num_layers
-
-    def before(key: str):
-        return lambda ends, x, batch: getattr(nnx.merge(ends_graph, ends), f"before_{key}")(
-            x, batch
-        )
-
-    return Parts(
-        embed=lambda ends, batch: nnx.merge(ends_graph, ends).embed(batch),
-        blocks=blocks,
-        before={key: before(key) for key in stacks if hasattr(model, f"before_{key}")},
-        head=lambda ends, x, batch: nnx.merge(ends_graph, ends).head(x, batch),
-        num_layers={key: stack.num_layers for key, stack in stacks.items()},
-        teach=(
-            (lambda ends, x, batch: nnx.merge(ends_graph, ends).teach(x, batch))
-            if hasattr(model, "teach")
-            else None
-        ),
-    )
-
-
-def _stacks(model: Any) -> dict[str, Stack]:
-    """Return the model's stacks in the order in which they run."""
-    name = type(model).__name__
-    found = {key: value for key, value in vars(model).items() if isinstance(value, Stack)}
-    if not found:
-        raise ValueError(f"{name} has no attribute of type models.stack.Stack; add one")
-    # The order of assignment is lost: NNX sorts attributes when it merges a module.
-    order = getattr(model, "stacks", tuple(found) if len(found) == 1 else ())
-    unnamed = sorted(found.keys() - set(order))
-    if unnamed:
-        raise ValueError(
-            f"{name} has the stacks {', '.join(sorted(found))}, and {', '.join(unnamed)} not in "
-            f"{name}.stacks={order}; list all of them there, in the order in which they run"
-        )
-    return {key: found[key] for key in order if key in found}
-
-
-def check(parts: Parts, params: Tree, batch: Tree) -> None:
-    """Check that the model's functions fit together.
-
-    Args:
-        parts: the model's functions.
-        params: its parameters, in the dtype that it computes in; may be ShapeDtypeStructs.
-        batch: a batch as the model receives it; may be ShapeDtypeStructs.
-
-    Raises:
-        ValueError: if activations are not floating or change their type within a stack, if a result
-            of `head` is not a scalar, or if the name of a metric is reserved.
-    """
-    cut = parts.split(params)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    _check_floating("embed", jax.eval_shape(parts.embed, cut["ends"], batch))
-    x = None
-    for stack, (_, x) in parts.types(cut["ends"], batch).items():
-        if stack in parts.before:
-            _check_floating(f"before_{stack}", x)
-        layer = one_layer(cut["layers"][stack])
-        y = jax.eval_shape(parts.blocks[stack], layer, x, batch, number)
-        if _shapes(y) != _shapes(x):
-            raise ValueError(
-                f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
-                "a block must keep their structure, shapes and dtypes"
-            )
-    batch = parts.with_teacher_outputs(cut["ends"], x, batch)
-    loss, weight, metrics = jax.eval_shape(parts.head, cut["ends"], x, batch)
-    for name, value in {"loss": loss, "weight": weight, **metrics}.items():
-        if value.shape:
-            raise ValueError(
-                f"head's {name} has the shape {value.shape}; it must be a scalar, a sum over tokens"
-            )
-    for name in sorted(RESERVED_METRICS & metrics.keys()):
-        raise ValueError(f"head's metric {name!r} has a name that the step itself uses; rename it")
-
-
-def _check_floating(function: str, x: Tree) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"{function} returns {leaf.dtype}{list(leaf.shape)} at "
-                f"x{jax.tree_util.keystr(path)}; activations must be floating, so put other arrays "
-                "into the batch"
-            )
-
-
-def can_share_vocab(model: Any) -> bool:
-    """Return whether the class that defines the model's `embed` and `head` can share the vocab."""
-    for cls in type(model).__mro__:
-        if "can_share_vocab" in vars(cls):
-            return cls.can_share_vocab
-        if {"embed", "head"} & vars(cls).keys():
-            return False
-    return False
-
-
-def _shapes(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
-
-
-def one_layer(layers: Tree) -> Tree:
-    """Return the parameters of one layer of a stack as ShapeDtypeStructs."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
 
 def logical_axes(model: nnx.Module) -> Tree:
@@ -347,7 +132,7 @@ def logical_axes(model: nnx.Module) -> Tree:
     return nnx.traversals.unflatten_mapping(axes)
 
 
-def _policy(remat: str, offload: Sequence[str]) -> Callable | None:
+def checkpoint_policy(remat: str, offload: Sequence[str]) -> Callable | None:
     """Return a policy for `jax.checkpoint`, or None if everything is to be saved."""
     if remat == "none" and not offload:
         return None
@@ -367,32 +152,7 @@ def _policy(remat: str, offload: Sequence[str]) -> Callable | None:
     return policy
 
 
-def named_activations(model: Any, params: Tree, batch: Tree) -> set[str]:
-    """Return the names that the model's blocks give to activations.
-
-    Args:
-        model: the model.
-        params: as for `check`.
-        batch: as for `check`.
-    """
-    parts = partition(model, remat="none")
-    cut = parts.split(params)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-
-    def differentiate(block, params, x, batch, number):
-        return jax.vjp(lambda params, x: block(params, x, batch, number), params, x)
-
-    found: set[str] = set()
-    for stack, (_, x) in parts.types(cut["ends"], batch).items():
-        block = parts.blocks[stack]
-        args = (one_layer(cut["layers"][stack]), x, batch, number)
-        jaxpr = jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr
-        names = (eqn for eqn, _ in walk(jaxpr.eqns) if eqn.primitive.name == "name")
-        found.update(eqn.params["name"] for eqn in names)
-    return found
-
-
-def _block(graph, policy: Callable | None, *, first_site: int):
+def block_function(graph, policy: Callable | None, *, first_site: int):
     """Return `block(params, x, batch, number)`, which applies one layer of a stack.
 
     Args:

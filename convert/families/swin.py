@@ -12,7 +12,8 @@ from convert.architecture import Architecture
 from convert.families.vit import IMAGE_KEYS, NORMS, patches, side
 from convert.keys import NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
-from models.vision.swin import MAX_STAGES, Swin
+from models.vision.swin import Swin
+from models.vision.swin_config import MAX_STAGES
 
 #: Linear layer of a block here -> its name in the Hugging Face model.
 _LINEARS = {

@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from models.functions import can_share_vocab, check, partition
 from models.layers.basic import Linear
-from models.stack import Stack, can_share_vocab, check, partition, run_layers
+from models.stack import Stack, run_layers
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import cut
@@ -57,11 +58,11 @@ class EncoderDecoder(nnx.Module):
 @pytest.mark.parametrize("make", [nnx.eval_shape, lambda build: build()], ids=["abstract", "real"])
 def test_stacks_are_found_in_the_order_in_which_they_run(make):
     model = make(lambda: EncoderDecoder(rngs=nnx.Rngs(0)))
-    parts = partition(model, remat="none")
-    assert list(parts.num_layers.items()) == [("encoder", 2), ("decoder", 3)]
-    assert list(parts.before) == ["decoder"]
+    functions = partition(model, remat="none")
+    assert list(functions.num_layers.items()) == [("encoder", 2), ("decoder", 3)]
+    assert list(functions.before) == ["decoder"]
     params = nnx.to_pure_dict(nnx.split(model)[1])
-    assert parts.join(parts.split(params)).keys() == params.keys()
+    assert functions.join(functions.split(params)).keys() == params.keys()
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,12 @@ def test_stacks_are_found_in_the_order_in_which_they_run(make):
 def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, stages, remat):
     with jax.enable_x64(True):
         model = EncoderDecoder(rngs=nnx.Rngs(0))
-        # As in training, the parts come from an abstract model.
-        parts = partition(nnx.eval_shape(lambda: EncoderDecoder(rngs=nnx.Rngs(0))), remat="none")
+        # As in training, the functions come from an abstract model.
+        functions = partition(
+            nnx.eval_shape(lambda: EncoderDecoder(rngs=nnx.Rngs(0))), remat="none"
+        )
         params = jax.tree.map(
-            lambda x: x.astype("float64"), parts.split(nnx.to_pure_dict(nnx.split(model)[1]))
+            lambda x: x.astype("float64"), functions.split(nnx.to_pure_dict(nnx.split(model)[1]))
         )
         rng = np.random.default_rng(0)
         shape = (MICROBATCHES, BATCH)
@@ -83,16 +86,16 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
 
         def plain(params):
             flat = {name: jnp.asarray(a.reshape(-1, *a.shape[2:])) for name, a in batch.items()}
-            x = parts.embed(params["ends"], flat)
-            x = run_layers(parts.blocks["encoder"], params["layers"]["encoder"], x, flat)
-            x = parts.before["decoder"](params["ends"], x, flat)
-            x = run_layers(parts.blocks["decoder"], params["layers"]["decoder"], x, flat)
-            return parts.head(params["ends"], x, flat)[0]
+            x = functions.embed(params["ends"], flat)
+            x = run_layers(functions.blocks["encoder"], params["layers"]["encoder"], x, flat)
+            x = functions.before["decoder"](params["ends"], x, flat)
+            x = run_layers(functions.blocks["decoder"], params["layers"]["decoder"], x, flat)
+            return functions.head(params["ends"], x, flat)[0]
 
         expected_loss, expected = jax.value_and_grad(plain)(params)
         mesh = make_mesh(MeshConfig(pipeline=stages), jax.devices())
         table = make_schedule(schedule, stages, MICROBATCHES, chunks)
-        layouts = cut(parts.num_layers, table.placement)
+        layouts = cut(functions.num_layers, table.placement)
         slots = {
             name: jax.tree.map(layouts[name].to_slots, layers)
             for name, layers in params["layers"].items()
@@ -102,7 +105,7 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
             "layers": jax.tree.map(lambda _: PartitionSpec("pipeline"), slots),
         }
         config = PipelineConfig(remat=remat)
-        run = make_loss_and_grad(parts, table, layouts, Sharing(mesh=mesh, specs=specs), config)
+        run = make_loss_and_grad(functions, table, layouts, Sharing(mesh=mesh, specs=specs), config)
         with jax.set_mesh(mesh):
             sums, grads = jax.jit(run)({"ends": params["ends"], "layers": slots}, batch)
         layers = {

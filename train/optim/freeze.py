@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from models.stack import Parts
+from models.functions import ModelFunctions
 
 Tree = Any
 
@@ -43,16 +43,16 @@ def frozen_params(params: Tree, patterns: Sequence[str]) -> Tree:
     return jax.tree.unflatten(structure, are_frozen)
 
 
-def with_frozen_params(parts: Parts, frozen: Tree) -> Parts:
+def with_frozen_params(functions: ModelFunctions, frozen: Tree) -> ModelFunctions:
     """Stop the gradients of frozen parameters in all functions of a model.
 
     XLA then removes their computation from the step.
 
     Args:
-        parts: the model's functions.
+        functions: the model's functions.
         frozen: a bool per parameter.
     """
-    marks = parts.split(frozen)
+    marks = functions.split(frozen)
 
     def stop_gradients(params: Tree, marks: Tree) -> Tree:
         def stop(x, is_frozen):
@@ -67,9 +67,9 @@ def with_frozen_params(parts: Parts, frozen: Tree) -> Parts:
         return lambda params, *args: block(stop_gradients(params, marks["layers"][stack]), *args)
 
     return dataclasses.replace(
-        parts,
-        embed=of_non_stack_params(parts.embed),
-        blocks={stack: of_layer(stack, block) for stack, block in parts.blocks.items()},
-        before={stack: of_non_stack_params(before) for stack, before in parts.before.items()},
-        head=of_non_stack_params(parts.head),
+        functions,
+        embed=of_non_stack_params(functions.embed),
+        blocks={stack: of_layer(stack, block) for stack, block in functions.blocks.items()},
+        before={stack: of_non_stack_params(before) for stack, before in functions.before.items()},
+        head=of_non_stack_params(functions.head),
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from models.stack import Parts
+from models.functions import ModelFunctions
 
 Tree = Any
 
@@ -37,22 +37,22 @@ class Depths:
     non_stack_params: Mapping[tuple, int]
 
 
-def depths_of(parts: Parts, params: Tree, batch: Tree) -> Depths:
+def depths_of(functions: ModelFunctions, params: Tree, batch: Tree) -> Depths:
     """Find the depths of a model's parameters by tracing which function reads which of them.
 
     Args:
-        parts: the model's functions.
+        functions: the model's functions.
         params: the parameters, as for models.stack.check.
         batch: a batch, as for models.stack.check.
     """
-    non_stack_params = parts.split(params)["ends"]
-    depths = dict.fromkeys(_read_by(parts.embed, non_stack_params, batch), -1)
-    types = parts.types(non_stack_params, batch)
+    non_stack_params = functions.split(params)["ends"]
+    depths = dict.fromkeys(_read_by(functions.embed, non_stack_params, batch), -1)
+    types = functions.types(non_stack_params, batch)
     first_layers = {}
     num_layers = 0
-    for stack, count in parts.num_layers.items():
-        if stack in parts.before:
-            for path in _read_by(parts.before[stack], non_stack_params, types[stack][0], batch):
+    for stack, count in functions.num_layers.items():
+        if stack in functions.before:
+            for path in _read_by(functions.before[stack], non_stack_params, types[stack][0], batch):
                 depths.setdefault(path, num_layers)  # the first function that reads it counts
         first_layers[stack] = num_layers
         num_layers += count

@@ -13,7 +13,7 @@ import jax
 import optax
 from flax import nnx
 
-from models.stack import Parts, partition
+from models.functions import ModelFunctions, partition
 from sharding.analysis.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
@@ -69,16 +69,16 @@ def assemble_run(
     rules = make_rules(config.rules, shares_vocab=shares_vocab)
     abstract = _abstract_model(config, vocab_size=vocab_size, num_labels=num_labels)
     model = abstract.model
-    parts = abstract.parts
-    check_parts(config, mesh, hardware, model, parts)
+    functions = abstract.functions
+    check_parts(config, mesh, hardware, model, functions)
     learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
-    optimizer, frozen = _optimizer(config, mesh, model, parts, learning_rate)
+    optimizer, frozen = _optimizer(config, mesh, model, functions, learning_rate)
     schedule = _schedule(config, mesh)
-    work = functools.cache(partial(_work, config, mesh, model, parts))
+    work = functools.cache(partial(_work, config, mesh, model, functions))
     layer_counts = config.pipeline.layers_per_stage
     if layer_counts == AUTO:
         layer_counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
-    layouts = cut(parts.num_layers, schedule.placement, layer_counts)
+    layouts = cut(functions.num_layers, schedule.placement, layer_counts)
     state_spec = _state_spec(config, abstract.build, optimizer, frozen)
     state = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
     check_axes(model, partition_specs_of(state.abstract.params), rules, mesh)
@@ -92,14 +92,14 @@ def assemble_run(
         build=abstract.build,
         model_config=abstract.config,
         model=model,
-        parts=parts,
+        functions=functions,
         optimizer=optimizer,
         learning_rate=learning_rate,
         schedule=schedule,
         layouts=layouts,
         state=state,
         frozen=frozen,
-        attention=attention_choices(config, mesh, hardware, rules, model, parts),
+        attention=attention_choices(config, mesh, hardware, rules, model, functions),
         work=work,
     )
 
@@ -118,7 +118,7 @@ class _AbstractModel:
     config: Any  # the model's dataclass, with all sizes
     build: Callable[[], nnx.Module]  # initializes the model
     model: nnx.Module
-    parts: Parts
+    functions: ModelFunctions
 
 
 def _abstract_model(
@@ -135,8 +135,8 @@ def _abstract_model(
 
     model = nnx.eval_shape(build)
     offload = config.memory.offload_activations
-    parts = partition(model, remat=config.train.remat, offload=offload)
-    return _AbstractModel(config=model_config, build=build, model=model, parts=parts)
+    functions = partition(model, remat=config.train.remat, offload=offload)
+    return _AbstractModel(config=model_config, build=build, model=model, functions=functions)
 
 
 def _schedule(config: RunConfig, mesh: AnyMesh) -> Schedule:
@@ -168,7 +168,7 @@ def _optimizer(
     config: RunConfig,
     mesh: AnyMesh,
     model: nnx.Module,
-    parts: Parts,
+    functions: ModelFunctions,
     learning_rate: optax.Schedule,
 ) -> tuple[optax.GradientTransformation, Any]:
     """Return the optimizer, and a bool per parameter, whether it is frozen, or None."""
@@ -182,16 +182,18 @@ def _optimizer(
         config.optimizer,
         learning_rate,
         clips=False,
-        stacks=parts.num_layers,
+        stacks=functions.num_layers,
         not_decayed=getattr(model, "not_decayed", ()),
-        depths=None if config.optimizer.layer_decay == 1 else depths_of(parts, *arguments),
+        depths=None if config.optimizer.layer_decay == 1 else depths_of(functions, *arguments),
         average=average,
     )
     patterns = config.optimizer.frozen
     return optimizer, frozen_params(arguments[0], patterns) if patterns else None
 
 
-def _work(config: RunConfig, mesh: AnyMesh, model: nnx.Module, parts: Parts) -> LayerCosts:
+def _work(
+    config: RunConfig, mesh: AnyMesh, model: nnx.Module, functions: ModelFunctions
+) -> LayerCosts:
     """Return the FLOPs of a microbatch of one replica."""
     recomputes = config.pipeline.remat == "full"
-    return count_work(parts, *microbatch(config, mesh, model), recomputes=recomputes)
+    return count_work(functions, *microbatch(config, mesh, model), recomputes=recomputes)

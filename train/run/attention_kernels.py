@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.functions import ModelFunctions, one_layer
 from models.layers import attention
 from models.layers.attention import Choice
-from models.stack import Parts, one_layer
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.mesh import AnyMesh, use_mesh
@@ -24,7 +24,7 @@ def attention_choices(
     device: Hardware,
     rules: Rules,
     model: nnx.Module,
-    parts: Parts,
+    functions: ModelFunctions,
 ) -> tuple[Choice, ...]:
     """Return the kernels of all attention in the model's stacks; () if there is none.
 
@@ -34,14 +34,14 @@ def attention_choices(
         device: the devices of the mesh.
         rules: sharding rules.
         model: the model; it may be abstract.
-        parts: the model's functions.
+        functions: the model's functions.
 
     Raises:
         ValueError: plain attention would need more than MAX_SCORES_BYTES for its scores, and
             `model.attention` does not ask for it.
     """
     params, batch = microbatch(config, mesh, model)
-    cut = parts.split(params)
+    cut = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     # The microbatch belongs to one replica already, so its batch axis must not be split again.
     of_example = {**rules, "batch": ()}
@@ -51,8 +51,10 @@ def attention_choices(
         use_mesh(mesh),
         axis_rules(of_example),
     ):
-        for stack, (_, x) in parts.types(cut["ends"], batch).items():
-            jax.eval_shape(parts.blocks[stack], one_layer(cut["layers"][stack]), x, batch, number)
+        for stack, (_, x) in functions.types(cut["ends"], batch).items():
+            jax.eval_shape(
+                functions.blocks[stack], one_layer(cut["layers"][stack]), x, batch, number
+            )
     for choice in found:
         is_asked_for = config.attention == "plain"
         if choice.kernel != "plain" or is_asked_for or choice.scores_bytes <= MAX_SCORES_BYTES:

@@ -10,7 +10,8 @@ from flax import nnx
 from data.examples import Corpus
 from data.shapes import batch_shapes
 from data.text.text_corpus import TextCorpus
-from models.stack import REMAT_POLICIES, Parts, can_share_vocab, check, named_activations
+from models.functions import ModelFunctions, can_share_vocab, check, named_activations
+from models.stack import REMAT_POLICIES
 from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh
@@ -60,7 +61,7 @@ def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
 
 
 def check_parts(
-    config: RunConfig, mesh: AnyMesh, device: Hardware, model: nnx.Module, parts: Parts
+    config: RunConfig, mesh: AnyMesh, device: Hardware, model: nnx.Module, functions: ModelFunctions
 ) -> None:
     """Reject a model that is inconsistent, or that does not match its batch or pipeline.
 
@@ -69,7 +70,7 @@ def check_parts(
         mesh: the mesh.
         device: the devices of the mesh.
         model: the model; it may be abstract.
-        parts: the model's functions.
+        functions: the model's functions.
 
     Raises:
         ValueError: the reason.
@@ -82,10 +83,10 @@ def check_parts(
             "pipeline.share_vocab=False"
         )
     check_objective(config, model)
-    _check_whole_batch(config, model, parts)
+    _check_whole_batch(config, model, functions)
     arguments = microbatch(config, mesh, model)
     try:
-        check(parts, *arguments)
+        check(functions, *arguments)
     except KeyError as error:
         raise ValueError(
             f"{name} reads {error} from the batch, but "
@@ -96,10 +97,10 @@ def check_parts(
         _check_names(config, model, arguments)
 
 
-def _check_whole_batch(config: RunConfig, model: nnx.Module, parts: Parts) -> None:
+def _check_whole_batch(config: RunConfig, model: nnx.Module, functions: ModelFunctions) -> None:
     name = type(model).__name__
     num_parts = config.train.num_microbatches
-    if parts.teach is not None and config.train.ema_decay is None:
+    if functions.teach is not None and config.train.ema_decay is None:
         raise ValueError(
             f"train.ema_decay=None: {name} learns from an average of its parameters; choose for "
             "example 0.99"

@@ -14,8 +14,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
 from models.flops import num_tokens, train_flops
+from models.functions import ModelFunctions, named_activations
 from models.layers.attention import Choice
-from models.stack import Parts, named_activations
 from sharding.analysis.targets import Target
 from sharding.batches import batch_sharding, process_rows
 from sharding.estimate.jaxpr import open_jaxpr
@@ -65,7 +65,7 @@ class Run:
     build: Callable[[], nnx.Module]  # initializes the model
     model_config: Any  # the model's dataclass, with all sizes
     model: nnx.Module  # abstract
-    parts: Parts  # the model's functions
+    functions: ModelFunctions  # the model's functions
     optimizer: optax.GradientTransformation  # without clipping, which the step does
     learning_rate: optax.Schedule
     schedule: Schedule  # pipeline schedule
@@ -182,7 +182,9 @@ class Run:
             self.config.train.seed,
         )
         return make_train_step(
-            self.parts if self.frozen is None else with_frozen_params(self.parts, self.frozen),
+            self.functions
+            if self.frozen is None
+            else with_frozen_params(self.functions, self.frozen),
             update,
             self.learning_rate,
             self._step_config(),
@@ -195,7 +197,9 @@ class Run:
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compile `eval_step(params, teacher, batch)`; `evaluated` returns the first two. Once."""
         specs = partition_specs_of(self.state.abstract.params)
-        step = make_eval_step(self.parts, self._step_config(), self.trace_mesh, self.rules, specs)
+        step = make_eval_step(
+            self.functions, self._step_config(), self.trace_mesh, self.rules, specs
+        )
         with use_mesh(self.trace_mesh):
             arguments = (*self.evaluated(self.state.abstract), self._abstract_batch())
             traced = jax.jit(step).trace(*arguments)
@@ -203,7 +207,7 @@ class Run:
 
     def evaluated(self, state: TrainState) -> tuple[Any, Any]:
         """Return the parameters to evaluate, and the teacher's; see state/averaged.py."""
-        return evaluated(state, teaches=self.parts.teach is not None)
+        return evaluated(state, teaches=self.functions.teach is not None)
 
     def compile(self) -> None:
         """Compile both steps.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from models.flops import traced_flops
-from models.stack import Parts, one_layer
+from models.functions import ModelFunctions, one_layer
 from sharding.pipeline.layout import balanced_cut
 
 Tree = Any
@@ -65,35 +65,41 @@ class LayerCosts:
 
 
 def count_work(
-    parts: Parts, params: Tree, batch: dict[str, jax.ShapeDtypeStruct], *, recomputes: bool
+    functions: ModelFunctions,
+    params: Tree,
+    batch: dict[str, jax.ShapeDtypeStruct],
+    *,
+    recomputes: bool,
 ) -> LayerCosts:
     """Count the matrix products of a model's functions by tracing them.
 
     Args:
-        parts: the model's functions.
+        functions: the model's functions.
         params: the model's parameters in the compute dtype; ShapeDtypeStructs suffice.
         batch: one microbatch; ShapeDtypeStructs suffice.
         recomputes: the backward pass of a chunk runs its forward pass again.
     """
-    cut = parts.split(params)
-    types = parts.types(cut["ends"], batch)
+    cut = functions.split(params)
+    types = functions.types(cut["ends"], batch)
     layers: list[int] = []
     recomputed: list[int] = []
-    for name, num_layers in parts.num_layers.items():
+    for name, num_layers in functions.num_layers.items():
         layer = one_layer(cut["layers"][name])
         (_, x) = types[name]
-        block = parts.blocks[name]
+        block = functions.blocks[name]
         arguments = (layer, x, batch, jax.ShapeDtypeStruct((), jnp.int32))
         layers += [traced_flops(_with_backward(block, 2), *arguments, x)] * num_layers
         recomputed += [recomputes * traced_flops(block, *arguments)] * num_layers
     (embedded, _) = [*types.values()][0]
     (_, x) = [*types.values()][-1]
-    head = jax.grad(lambda ends, x, batch: parts.head(ends, x, batch)[0], argnums=(0, 1))
+    head = jax.grad(lambda ends, x, batch: functions.head(ends, x, batch)[0], argnums=(0, 1))
     return LayerCosts(
         layers=tuple(layers),
         recomputed=tuple(recomputed),
-        embed=traced_flops(_with_backward(parts.embed, 1), cut["ends"], batch, embedded),
-        head=traced_flops(head, cut["ends"], x, parts.with_teacher_outputs(cut["ends"], x, batch)),
+        embed=traced_flops(_with_backward(functions.embed, 1), cut["ends"], batch, embedded),
+        head=traced_flops(
+            head, cut["ends"], x, functions.with_teacher_outputs(cut["ends"], x, batch)
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 import jax
 
 from data.examples import Corpus
-from models.stack import can_share_vocab
+from models.functions import can_share_vocab
 from train.run.run import Run
 
 
@@ -18,7 +18,7 @@ def describe(run: Run, corpus: Corpus) -> str:
     frozen = f" ({run.num_frozen:,} frozen)" if run.num_frozen else ""
     lines = [
         f"model   {type(run.model).__name__}, {run.num_params:,} parameters{frozen}, "
-        f"{sum(run.parts.num_layers.values())} layers, {_describe_flops(run)}",
+        f"{sum(run.functions.num_layers.values())} layers, {_describe_flops(run)}",
         f"mesh    {mesh} on {run.mesh.size} {run.hardware.device_kind} device(s), "
         f"{jax.process_count()} process(es)",
         *(f"attention {choice}" for choice in run.attention),

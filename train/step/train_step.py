@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.stack import Parts
+from models.functions import ModelFunctions
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.memory import MemoryConfig
@@ -66,7 +66,7 @@ class StepConfig:
 
 
 def make_train_step(
-    parts: Parts,
+    functions: ModelFunctions,
     update: Update,
     learning_rate: optax.Schedule,
     config: StepConfig,
@@ -93,7 +93,7 @@ def make_train_step(
     steps at which the scale could not become smaller.
 
     Args:
-        parts: the model's functions.
+        functions: the model's functions.
         update: the optimizer update.
         learning_rate: schedule, for the metric.
         config: all other settings of the step.
@@ -101,11 +101,11 @@ def make_train_step(
         rules: sharding rules.
         specs: the PartitionSpec of every parameter.
     """
-    sharing = _sharing(parts.split(specs), mesh, config)
+    sharing = _sharing(functions.split(specs), mesh, config)
     loss_and_grad = make_loss_and_grad(
-        parts, config.schedule, config.layouts, sharing, config.pipeline
+        functions, config.schedule, config.layouts, sharing, config.pipeline
     )
-    with_teacher_outputs = _with_teacher_outputs(parts, config, sharing)
+    with_teacher_outputs = _with_teacher_outputs(functions, config, sharing)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_loss_weights(batch, state, config)
@@ -113,9 +113,9 @@ def make_train_step(
         with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = with_teacher_outputs(averaged(state), _to_microbatches(batch, config))
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
-            sums, grads = loss_and_grad(parts.split(state.params), microbatches)
+            sums, grads = loss_and_grad(functions.split(state.params), microbatches)
         weight = _nonzero(sums.pop("weight"))
-        grads = parts.join(grads)
+        grads = functions.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
         metrics["grad_norm"] = update.norm(grads, weight)
         metrics["learning_rate"] = learning_rate(state.step - state.num_skipped)
@@ -128,7 +128,7 @@ def make_train_step(
 
 
 def make_eval_step(
-    parts: Parts,
+    functions: ModelFunctions,
     config: StepConfig,
     mesh: AnyMesh,
     rules: Rules,
@@ -140,37 +140,37 @@ def make_eval_step(
     `weight` and the head's metrics.
 
     Args:
-        parts: the model's functions.
+        functions: the model's functions.
         config: settings of the step.
         mesh: the mesh.
         rules: sharding rules.
         specs: the PartitionSpec of every parameter.
     """
-    sharing = _sharing(parts.split(specs), mesh, config)
+    sharing = _sharing(functions.split(specs), mesh, config)
     forwards = _forwards(config.schedule)
-    evaluate = make_evaluate(parts, forwards, config.layouts, sharing, config.pipeline)
-    with_teacher_outputs = _with_teacher_outputs(parts, config, sharing)
+    evaluate = make_evaluate(functions, forwards, config.layouts, sharing, config.pipeline)
+    with_teacher_outputs = _with_teacher_outputs(functions, config, sharing)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = _to_microbatches(_with_even_weights(batch), config)
-            return evaluate(parts.split(params), with_teacher_outputs(teacher, microbatches))
+            return evaluate(functions.split(params), with_teacher_outputs(teacher, microbatches))
 
     return eval_step
 
 
 def _with_teacher_outputs(
-    parts: Parts, config: StepConfig, sharing: Sharing
+    functions: ModelFunctions, config: StepConfig, sharing: Sharing
 ) -> Callable[[Tree | None, Batch], Batch]:
     """Return `f(teacher, microbatches)`, which adds the outputs of `teach` to the microbatches."""
-    if parts.teach is None:
+    if functions.teach is None:
         return lambda teacher, microbatches: microbatches
     forwards = _forwards(config.schedule)
-    teach = make_teach(parts, forwards, config.layouts, sharing, config.pipeline)
+    teach = make_teach(functions, forwards, config.layouts, sharing, config.pipeline)
 
     def with_teacher_outputs(teacher: Tree | None, microbatches: Batch) -> Batch:
         assert teacher is not None
-        return microbatches | teach(parts.split(teacher), microbatches)
+        return microbatches | teach(functions.split(teacher), microbatches)
 
     return with_teacher_outputs
 

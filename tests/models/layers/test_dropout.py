@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.functions import partition
 from models.layers.basic import dropout
-from models.stack import Stack, partition
+from models.stack import Stack
 from models.text.gpt2 import GPT2, GPT2Config
 
 

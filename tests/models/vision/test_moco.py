@@ -26,7 +26,7 @@ NUM_IMAGES = 5
 
 
 @pytest.fixture(scope="module")
-def parts():
+def functions():
     """Return a model, its activations for two views, and a batch whose third row is padding."""
     with jax.enable_x64(True):
         model = MoCo(MoCoConfig(**SIZES), rngs=nnx.Rngs(0))
@@ -59,8 +59,8 @@ def theirs(projector, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def test_loss_equals_the_papers_over_weighted_images(parts):
-    model, x_BVTD, batch = parts
+def test_loss_equals_the_papers_over_weighted_images(functions):
+    model, x_BVTD, batch = functions
     counts = np.asarray(batch["weights"]) > 0
     with jax.enable_x64(True):
         loss, weight, metrics = model.head(x_BVTD, batch)
@@ -79,8 +79,8 @@ def test_loss_equals_the_papers_over_weighted_images(parts):
     assert metrics["contrast_accuracy"] == hits.item()
 
 
-def test_keys_are_normalised_projections_of_each_view(parts):
-    model, x_BVTD, batch = parts
+def test_keys_are_normalised_projections_of_each_view(functions):
+    model, x_BVTD, batch = functions
     counts = np.asarray(batch["weights"]) > 0
     with jax.enable_x64(True):
         keys = np.asarray(model.teach(x_BVTD, batch)["keys"])[counts]
@@ -90,8 +90,8 @@ def test_keys_are_normalised_projections_of_each_view(parts):
         np.testing.assert_allclose(keys[:, view], expected, rtol=0, atol=1e-12)
 
 
-def test_padding_of_a_batch_changes_neither_loss_nor_gradients(parts):
-    model, _, batch = parts
+def test_padding_of_a_batch_changes_neither_loss_nor_gradients(functions):
+    model, _, batch = functions
     graph, params = nnx.split(model)
 
     def loss(params, batch):
@@ -117,8 +117,8 @@ def test_views_share_the_encoder_but_not_the_dropout():
     assert all(np.any(x[i, 0] != x[i, 1]) for i in range(NUM_IMAGES))
 
 
-def test_flops_equal_those_of_the_traced_products(parts):
-    model, x_BVTD, batch = parts
+def test_flops_equal_those_of_the_traced_products(functions):
+    model, x_BVTD, batch = functions
 
     def teacher_outputs(batch):
         return model.teach(model.encoder(model.embed(batch), batch), batch)

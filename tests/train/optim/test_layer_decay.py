@@ -23,7 +23,7 @@ T5 = (
 def depths(corpus_overrides, config: str, overrides=TINY) -> Depths:
     file = str(ROOT / "configs" / f"{config}.py")
     run, _ = make_run((*overrides, *corpus_overrides), file)
-    return depths_of(run.parts, *microbatch(run.config, run.mesh, run.model))
+    return depths_of(run.functions, *microbatch(run.config, run.mesh, run.model))
 
 
 def names(found: Depths, depth: int) -> set[str]:

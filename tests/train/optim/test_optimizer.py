@@ -11,7 +11,8 @@ import pytest
 import torch
 from flax import nnx
 
-from models.vision.swin import Swin, SwinConfig
+from models.vision.swin import Swin
+from models.vision.swin_config import SwinConfig
 from models.vision.vit import ViT, ViTConfig
 from sharding.mesh import make_mesh
 from tests.runs import CONFIG, ROOT

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from models.flops import traced_flops
-from models.stack import partition
+from models.functions import partition
 from models.text.gpt2 import GPT2, GPT2Config
 from train.run.stage_balance import count_work
 
@@ -169,11 +169,13 @@ def test_balanced_is_even_with_a_shared_vocab(num_chunks):
 
 def test_layer_flops_of_the_formula_equal_the_traced_ones():
     """The other tests rely on the formula above."""
-    parts, params, batch = gpt2(8)
-    layer = jax.tree.map(lambda p: struct(*p.shape[1:]), parts.split(params)["layers"]["decoder"])
+    functions, params, batch = gpt2(8)
+    layer = jax.tree.map(
+        lambda p: struct(*p.shape[1:]), functions.split(params)["layers"]["decoder"]
+    )
     x = struct(B, T, D)
     number = struct(dtype=jnp.int32)
-    block = parts.blocks["decoder"]
+    block = functions.blocks["decoder"]
 
     def backward(layer, x, batch, number, dy):
         return jax.vjp(lambda layer, x: block(layer, x, batch, number), layer, x)[1](dy)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.stack import partition
+from models.functions import partition
 from models.text.gpt2 import GPT2, GPT2Config
 from tests.runs import ROOT
 from tests.sharding.pipeline.runtime.blocks import (
@@ -34,14 +34,14 @@ def gpt2_block(remat: str, *, uses_dropout: bool, length: int = T) -> Example:
         vocab_size=40, max_positions=length, num_layers=2, num_heads=N, embed_dim=D, dropout=0.2
     )
     model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
-    parts = partition(model, remat=remat)
-    layers = parts.split(nnx.to_pure_dict(nnx.split(model)[1]))["layers"]["decoder"]
+    functions = partition(model, remat=remat)
+    layers = functions.split(nnx.to_pure_dict(nnx.split(model)[1]))["layers"]["decoder"]
     # Not the initial values: zero biases and small kernels would hide wrong gradients.
     params = jax.tree.map(lambda p: 0.3 * draw(*p.shape[1:]), layers)
     batch = {"weights": draw(B, length)}
     if uses_dropout:
         batch["dropout_keys"] = jax.random.split(jax.random.key(0), B)
-    block = parts.blocks["decoder"]
+    block = functions.blocks["decoder"]
     return Example(
         lambda p, x, side: block(p, x, *side), params, draw(B, length, D), (batch, jnp.int32(1))
     )
@@ -64,7 +64,7 @@ def test_gpt2_block_equals_jax_vjp_and_saves_activations_alone(remat, uses_dropo
                 or array.shape[:4] in head_rows
                 or (array.shape[0] == rows)
             ), array.shape
-        # Random bits are saved only as masks; recomputed parts draw them again.
+        # Random bits are saved only as masks; recomputed functions draw them again.
         masks = 2 if uses_dropout and remat == "none" else 0
         assert [a.dtype.name for a in saved].count("bool") == masks
         assert {a.dtype.name for a in (*saved, *handed)} <= {"bool", "float64"}
