@@ -76,6 +76,7 @@ def test_prediction_counts_embedding_head_and_update_on_their_stages():
     }
 
 
+@pytest.mark.thorough
 def test_json_is_complete_and_agrees_with_the_compiled_steps(capsys, monkeypatch):
     # "full" alone covers every part, and halves the duration of this test.
     monkeypatch.setattr(pipeline, "REMAT", ("full",))

@@ -24,6 +24,7 @@ def run(capsys, *args):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.thorough
 def test_json_has_the_promised_keys_on_a_2x2x2_mesh(capsys):
     mesh = ("data", "model", "pipeline")
     figures = run(capsys, *(f"--config.mesh.{axis}=2" for axis in mesh))

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import SingleDeviceSharding
 
 from tests.checkpoint.states import make_state
@@ -51,6 +52,7 @@ def start_python(program: str, *arguments: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.thorough
 def test_kill_during_a_save_leaves_an_intact_checkpoint(tmp_path, open_checkpoints):
     one_device = SingleDeviceSharding(jax.devices()[0])
     wanted = {

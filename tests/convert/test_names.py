@@ -181,6 +181,7 @@ def known_parameters() -> dict[type, set[str]]:
     return found
 
 
+@pytest.mark.thorough(but=["GPT2Model", "OPTForCausalLM", "OPTModel"])
 @pytest.mark.parametrize("name", architectures())
 def test_every_row_matches_a_parameter_of_some_model(name):
     """A typo in a row would go unnoticed: the row would pass for one of another variant."""

@@ -62,6 +62,7 @@ def test_pixels_are_normalised_like_by_the_processor(said, tmp_path):
     assert (tmp_path / "back" / FILE).read_text() == (directory / FILE).read_text()
 
 
+@pytest.mark.thorough(but=["vit", "vit_odd"])
 @pytest.mark.parametrize("name", ["vit", "vit_odd", "swin", "swinv2_odd"])
 def test_processor_is_written_for_a_model_without_one(name, tmp_path):
     from_hf.convert(cases.save(name, tmp_path / "theirs"), tmp_path / "ours")

@@ -69,6 +69,7 @@ def read_back(directory):
     return model.eval(), [*messages, *(f"{k}: {v}" for k, v in info.items() if v)]
 
 
+@pytest.mark.thorough(but=["gpt2", "gpt2_base", "opt"])
 @pytest.mark.parametrize("name", cases.CASES)
 def test_round_trip_preserves_every_tensor(name, tmp_path):
     cases.save(name, tmp_path / "theirs")
@@ -88,6 +89,7 @@ def test_round_trip_preserves_every_tensor(name, tmp_path):
         assert torch.equal(found, comparison.their_outputs(cases.make(name), name))
 
 
+@pytest.mark.thorough(but=["gpt2", "gpt2_base", "opt"])
 @pytest.mark.parametrize("name", cases.CASES)
 def test_config_is_created_if_there_is_none_to_keep(name, tmp_path):
     cases.save(name, tmp_path / "theirs")
@@ -104,6 +106,7 @@ def test_config_is_created_if_there_is_none_to_keep(name, tmp_path):
         assert torch.equal(found, comparison.their_outputs(cases.make(name), name))
 
 
+@pytest.mark.thorough(but=["gpt2-dtype0", "gpt2-dtype1"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5_v1.1"])
 def test_round_trip_of_narrow_dtypes_in_shards_is_exact(name, dtype, tmp_path):

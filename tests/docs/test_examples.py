@@ -1,6 +1,7 @@
 """Tests that the documentation's examples run, and that the docs print the code that runs."""
 
 import numpy as np
+import pytest
 
 from docs.examples import shard_a_tensor
 from tests.runs import ROOT, losses, make_run
@@ -24,6 +25,7 @@ def test_own_model_and_corpus_have_equal_losses_on_2x2x2_and_one_device(tmp_path
     assert expected[-1] < expected[0] - 0.3
 
 
+@pytest.mark.thorough
 def test_own_loss_and_optimizer_change_the_training(tmp_path):
     base = (
         *SHORT,

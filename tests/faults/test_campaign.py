@@ -16,6 +16,7 @@ from tests.faults.start import Broken
 SMALL = [o for o in OVERRIDES if not o.startswith(("mesh.", "model.num_layers"))]
 
 
+@pytest.mark.thorough
 def test_disturbed_run_ends_as_the_undisturbed_one(tmp_path):
     setting = prepare(tmp_path, [*SMALL, "model.num_layers=1"], num_steps=60)
     results = Results()

@@ -112,6 +112,7 @@ def test_requeued_job_continues_with_the_same_losses(cluster, corpus, undisturbe
     assert steps(workdir) == undisturbed
 
 
+@pytest.mark.thorough
 def test_job_killed_during_a_step_restarts_automatically(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     job = submit(cluster, corpus, workdir)
@@ -122,6 +123,7 @@ def test_job_killed_during_a_step_restarts_automatically(cluster, corpus, undist
     assert steps(workdir) == undisturbed
 
 
+@pytest.mark.thorough
 def test_step_daemon_killed_with_its_process_does_not_end_the_job(
     cluster, corpus, undisturbed, tmp_path
 ):
@@ -137,6 +139,7 @@ def test_step_daemon_killed_with_its_process_does_not_end_the_job(
     assert steps(workdir) == undisturbed
 
 
+@pytest.mark.thorough
 def test_time_limit_saves_and_requeues_the_job(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     slow = ("eval.every_steps=1", "checkpoint.every_steps=1")

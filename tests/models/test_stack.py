@@ -65,6 +65,7 @@ def test_stacks_are_found_in_the_order_in_which_they_run(make):
     assert functions.join(functions.split(params)).keys() == params.keys()
 
 
+@pytest.mark.thorough(but=["full-interleaved_1f1b-2-2", "none-1f1b-1-1"])
 @pytest.mark.parametrize(
     "schedule, chunks, stages", [("1f1b", 1, 1), ("interleaved_1f1b", 2, 2), ("zbv", 2, 2)]
 )

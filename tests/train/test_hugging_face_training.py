@@ -90,6 +90,7 @@ def torch_step(model, optimizer, batch):
     return float(loss.detach())
 
 
+@pytest.mark.thorough(but=["gpt2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_of_30_steps_equal_torch(name, tmp_path):
     class_name, settings, changes = MODELS[name]

@@ -54,6 +54,7 @@ def by_hand(run, state):
     }
 
 
+@pytest.mark.thorough(but=["2x2x2"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_image_counts_once(mesh, tmp_path):
     with jax.enable_x64(True):

@@ -96,6 +96,7 @@ def test_run_on_images_is_logged_evaluated_and_resumed(config, tmp_path, capsys)
     ]
 
 
+@pytest.mark.thorough
 def test_run_of_a_model_without_published_files_can_be_loaded(config, tmp_path):
     of_resmlp = str(ROOT / "configs" / "resmlp.py"), config[1]
     tiny = ("train.num_steps=1", "model.embed_dim=8", "model.mlp_dim=8", "model.num_layers=1")
@@ -172,6 +173,7 @@ def breaking(monkeypatch, image):
     monkeypatch.setattr(FolderImages, "read", read_and_break)
 
 
+@pytest.mark.thorough
 def test_image_that_breaks_in_a_run_ends_it_and_the_next_start_resumes(
     config, tmp_path, capsys, monkeypatch
 ):

@@ -52,6 +52,7 @@ def test_run_writes_metrics_config_checkpoints_and_tensorboard(trained):
     assert list((workdir / "tensorboard").iterdir())
 
 
+@pytest.mark.thorough
 def test_saved_config_replays_the_run(trained, tmp_path):
     workdir, _ = trained
     assert run_main(tmp_path, (), config=workdir / "config.yaml") == 0
@@ -71,6 +72,7 @@ def test_eval_mode_repeats_the_last_evaluation(trained, capsys):
     assert float(printed[printed.index("eval_loss") + 1]) == pytest.approx(last["eval_loss"], 1e-5)
 
 
+@pytest.mark.thorough
 def test_fast_dev_run_trains_three_steps_and_does_not_use_the_workdir(trained, capsys):
     workdir, overrides = trained
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
@@ -80,6 +82,7 @@ def test_fast_dev_run_trains_three_steps_and_does_not_use_the_workdir(trained, c
     assert [f"step {i}/3" in printed for i in (1, 2, 3, 4)] == [True, True, True, False]
 
 
+@pytest.mark.thorough
 def test_finished_run_reports_it_and_changes_nothing(trained, capsys):
     workdir, overrides = trained
     before = (workdir / "metrics.jsonl").read_text()
@@ -88,6 +91,7 @@ def test_finished_run_reports_it_and_changes_nothing(trained, capsys):
     assert (workdir / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.thorough
 def test_run_trains_with_an_empty_validation_split_and_a_warning(
     corpus_overrides, tmp_path, capsys
 ):
@@ -116,6 +120,7 @@ def test_longer_run_resumes_and_another_model_is_rejected(trained, tmp_path, cap
     assert "model.num_layers: 4 -> 2" in message and "data.sequence_length: 16 -> 8" in message
 
 
+@pytest.mark.thorough
 def test_run_resumes_from_a_config_without_newer_keys(trained, tmp_path, capsys):
     workdir, overrides = trained
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
@@ -237,6 +242,7 @@ def test_all_checkpoints_damaged_is_reported_in_one_sentence(corpus_overrides, t
     assert "are damaged" in error_line(capsys)
 
 
+@pytest.mark.thorough
 def test_resuming_with_other_text_is_rejected(tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()

@@ -64,6 +64,7 @@ def test_rounding_depends_on_the_layer_not_on_its_slot():
     assert (of_stack != of_table).any() and (of_stack != rounded(plain, 4)[0]).any()
 
 
+@pytest.mark.thorough
 def test_bfloat16_master_weights_learn_from_updates_too_small_for_them(
     corpus_overrides, monkeypatch
 ):
@@ -86,6 +87,7 @@ def test_bfloat16_master_weights_learn_from_updates_too_small_for_them(
     assert to_nearest < 0.9 * wide
 
 
+@pytest.mark.thorough(but=["bfloat16"])
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
 def test_low_precision_losses_follow_float32(compute, corpus_overrides):
     base = (*TINY, *corpus_overrides)
@@ -95,6 +97,7 @@ def test_low_precision_losses_follow_float32(compute, corpus_overrides):
     np.testing.assert_allclose(found, reference_losses(base, 8), rtol=tolerance)
 
 
+@pytest.mark.thorough(but=["data=4, ZeRO 3"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_float16_losses_are_equal_on_every_mesh(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides, *FLOAT16)
@@ -107,6 +110,7 @@ def values(workdir, *names: str) -> list[tuple]:
     return [tuple(line[name] for name in names) for line in lines if "loss" in line]
 
 
+@pytest.mark.thorough
 def test_float16_recovers_from_overflows_and_resumes_exactly(corpus_overrides, tmp_path):
     overrides = (
         *TINY,
@@ -177,6 +181,7 @@ def test_too_many_nonfinite_steps_at_the_smallest_scale_end_the_run(
     assert "of 2 steps in a row" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_are_reduced_in_the_configured_dtype(stage, corpus_overrides):
     base = (*TINY, *corpus_overrides, "mesh.data=4", f"memory.zero_stage={stage}")

@@ -10,6 +10,7 @@ from train.main import main as train
 from train.reconstructions import main
 
 
+@pytest.mark.thorough
 def test_reconstructions_of_a_run_are_drawn(tmp_path, capsys):
     overrides = (
         f"data.cache_dir={tmp_path}/cache",

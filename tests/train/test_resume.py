@@ -77,6 +77,7 @@ def trajectory(workdir: Path) -> dict[int, tuple]:
     return steps
 
 
+@pytest.mark.thorough
 def test_killed_run_logs_equal_values_to_the_bit(corpus_overrides, tmp_path):
     overrides = (*KILLED, *corpus_overrides)
     finish(tmp_path / "undisturbed", overrides)
@@ -104,6 +105,7 @@ def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> 
     return [m["loss"] for m in read_metrics(workdir / "metrics.jsonl") if "loss" in m]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("x64", [True, False], ids=["float64", "float32"])
 def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tmp_path):
     base = (*TINY, *corpus_overrides, *(FLOAT64 if x64 else ()))
@@ -149,6 +151,7 @@ CHUNKS = (
 )
 
 
+@pytest.mark.thorough
 def test_checkpoint_does_not_depend_on_stages_and_chunks(corpus_overrides, tmp_path):
     base = (*TINY, *corpus_overrides, *FLOAT64)
     with jax.enable_x64(True):
@@ -160,6 +163,7 @@ def test_checkpoint_does_not_depend_on_stages_and_chunks(corpus_overrides, tmp_p
     np.testing.assert_allclose(continued, expected, rtol=1e-9, atol=0)
 
 
+@pytest.mark.thorough
 def test_chunks_resume_to_the_bit(corpus_overrides, tmp_path):
     base = (*TINY, *corpus_overrides, *CHUNKS)
     expected = train(base, tmp_path / "whole", 6)

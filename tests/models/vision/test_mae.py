@@ -56,6 +56,7 @@ def hidden(inputs: dict, **changes) -> np.ndarray:
     return np.abs(gradient[:, 1:]).max(axis=-1) > 0
 
 
+@pytest.mark.thorough
 def test_equally_many_patches_are_hidden_per_image_with_uniform_probability():
     inputs = batch(600)
     is_hidden = hidden(inputs)
@@ -66,6 +67,7 @@ def test_equally_many_patches_are_hidden_per_image_with_uniform_probability():
     assert len(np.unique(is_hidden, axis=0)) > 590
 
 
+@pytest.mark.thorough
 def test_hidden_patches_depend_only_on_the_seed():
     inputs = batch(6)
     other = {**inputs, "images": inputs["images"][::-1], "weights": np.full(6, 0.5, np.float32)}
@@ -114,6 +116,7 @@ def test_decoder_gets_patches_in_image_order():
     )
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("normalise", [True, False])
 def test_loss_is_the_mean_over_hidden_patches_of_each_image(normalise):
     noise = np.random.default_rng(3).random((4, NUM_PATCHES))
@@ -144,6 +147,7 @@ def test_loss_is_the_mean_over_hidden_patches_of_each_image(normalise):
     np.testing.assert_allclose(float(loss), float(expected), rtol=1e-12)
 
 
+@pytest.mark.thorough
 def test_hidden_pixels_change_no_prediction():
     mae = model()
     inputs = batch(2)

@@ -90,6 +90,7 @@ def test_keys_are_normalised_projections_of_each_view(functions):
         np.testing.assert_allclose(keys[:, view], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_padding_of_a_batch_changes_neither_loss_nor_gradients(functions):
     model, _, batch = functions
     graph, params = nnx.split(model)
@@ -130,6 +131,7 @@ def test_flops_equal_those_of_the_traced_products(functions):
     assert model.forward_flops(batch) == traced_flops(loss, batch)
 
 
+@pytest.mark.thorough
 def test_step_computes_keys_with_the_average():
     """After a step, the teacher differs from the model; compute the next loss from both by hand."""
     with jax.enable_x64(True):

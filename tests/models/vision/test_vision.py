@@ -207,6 +207,7 @@ def test_forward_flops_equal_those_of_the_traced_products(name):
     assert model.forward_flops(batch) == traced_flops(model, batch["images"])
 
 
+@pytest.mark.thorough(but=["ViT", "ResMLP"])
 @pytest.mark.parametrize("name", MODELS)
 def test_images_of_a_batch_are_independent(name):
     model: Any = drawn(MODELS[name]())

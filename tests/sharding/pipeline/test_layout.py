@@ -62,6 +62,7 @@ def test_layout_puts_every_layer_where_the_cut_says(example):
         assert layout.layer_of_slot[layout.slot_of_layer].tolist() == list(range(size))
 
 
+@pytest.mark.thorough
 @given(cuts(), st.sampled_from([(), (3,)]), st.sampled_from(["float32", "int32", "bool"]))
 @settings(properties, max_examples=25)  # each example compiles
 def test_to_layers_undoes_to_slots_and_padding_is_zero(example, shape, dtype):

@@ -217,6 +217,7 @@ def test_invalid_file_is_rejected(tmp_path):
         read(str(path), load(CONFIG))
 
 
+@pytest.mark.thorough
 def test_run_trains_with_a_deepspeed_file(corpus_overrides, tmp_path, capsys):
     tree = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_batch_size": 16}
     flags = [f"--config.{override}" for override in (*TINY, *corpus_overrides, "mesh.data=2")]

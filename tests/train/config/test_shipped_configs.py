@@ -26,6 +26,7 @@ def shipped() -> list[str]:
     return [f"{n}:{a}" if a else n for n in NAMES for a in ("", "tiny", *sizes[n])]
 
 
+@pytest.mark.thorough(but=["bert", "bert:tiny", "bert:mini"])
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_config_resolves_and_fits_its_mesh(name):
     file, _, argument = name.partition(":")

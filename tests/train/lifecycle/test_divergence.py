@@ -202,6 +202,7 @@ def logged(workdir: Path, name: str) -> dict[int, float]:
     return {m["step"]: m[name] for m in read_metrics(workdir / "metrics.jsonl") if name in m}
 
 
+@pytest.mark.thorough
 def test_consecutive_bad_steps_across_a_resume_stop_the_run_and_save_the_batch(
     corpus_overrides, tmp_path
 ):
@@ -254,6 +255,7 @@ def test_rollback_without_an_older_checkpoint_raises_an_error(corpus_overrides, 
         train(tmp_path, (*TINY, *corpus_overrides, *changes, "checkpoint.every_steps=2"), {3, 4})
 
 
+@pytest.mark.thorough
 def test_diverged_run_exits_with_its_own_code_and_one_sentence(corpus_overrides, tmp_path, capsys):
     changes = ("optimizer.learning_rate=1e30", "train.max_nonfinite_steps=2")
     flags = [f"--config.{each}" for each in (*TINY, *corpus_overrides, *changes)]
@@ -264,6 +266,7 @@ def test_diverged_run_exits_with_its_own_code_and_one_sentence(corpus_overrides,
     assert [start.ended for start in summarize(tmp_path).starts] == ["failed"]
 
 
+@pytest.mark.thorough(but=["older-off"])
 @pytest.mark.parametrize("now", [(), ("train.skip_spikes=3",)], ids=["off", "on"])
 @pytest.mark.parametrize("before", ["older", "off", "on"])
 def test_checkpoint_resumes_with_any_set_of_counters(before, now, corpus_overrides, tmp_path):

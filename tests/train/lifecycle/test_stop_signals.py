@@ -101,6 +101,7 @@ def test_signal_before_the_first_step_ends_the_process_immediately(overrides, tm
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
+@pytest.mark.thorough
 def test_signal_to_one_process_stops_all_after_the_same_step(overrides, undisturbed, tmp_path):
     launcher = start(of_two(tmp_path, overrides))
     wait_for_step(launcher, tmp_path, 5)
@@ -124,6 +125,7 @@ def check_equal(workdir: Path, undisturbed: list[tuple]) -> None:
         np.testing.assert_allclose(*values, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_all_processes_restart_when_the_coordinator_is_killed(overrides, undisturbed, tmp_path):
     launcher = start(of_two(tmp_path, overrides, "--max_restarts=1"))
     wait_for_step(launcher, tmp_path, 25)
@@ -148,6 +150,7 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.thorough
 def test_hanging_process_is_named_and_the_others_exit(overrides, tmp_path):
     """A process that starts after the others by more than failure_timeout_s does not hang."""
     launch = of_two(tmp_path, (*overrides, "train.num_steps=100000"), "--grace_s=2")

@@ -128,6 +128,7 @@ def test_missing_text_of_one_process_is_reported_by_all(corpus_overrides, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_process_with_another_config_is_reported_by_all(corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "mesh.data=2", "log.every_steps=1$ID")
     done = of_two(tmp_path, overrides, f"{tmp_path}/run")

@@ -45,6 +45,7 @@ FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-4
 
 
+@pytest.mark.thorough(but=["2x2x2"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_equal_one_device_float64(mesh, corpus_overrides):
     with jax.enable_x64(True):
@@ -57,6 +58,7 @@ def test_losses_equal_one_device_float64(mesh, corpus_overrides):
         assert expected[-1] < 0.9 * expected[0]
 
 
+@pytest.mark.thorough(but=["data=8", "pipeline=4 gpipe"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_initial_parameters_equal_one_device_to_the_bit(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides)
@@ -64,6 +66,7 @@ def test_initial_parameters_equal_one_device_to_the_bit(mesh, corpus_overrides):
     assert digest(run.state.initial().params) == reference_digest(base)
 
 
+@pytest.mark.thorough(but=["vocab over fsdp"])
 @pytest.mark.parametrize(
     "mesh",
     [pytest.param(mesh, marks=[pytest.mark.slow] * (mesh not in IN_FLOAT32)) for mesh in MESHES],
@@ -89,12 +92,14 @@ def launch(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_two_processes_start_from_the_same_bits(corpus_overrides):
     base = (*TINY, *corpus_overrides)
     printed = launch("-m", "tests.print_digest", *base, *MESHES["2x2x2"])
     assert f"digest {reference_digest(base)}\n" in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_two_processes_equal_one_device(precision, corpus_overrides, tmp_path):
     base = (*TINY, *corpus_overrides, *(FLOAT64 if precision == "float64" else ()))

@@ -69,6 +69,7 @@ def check(case, corpus_overrides, *, x64: bool) -> None:
         np.testing.assert_allclose(found, reference_losses(base, num_steps), rtol=tolerance, atol=0)
 
 
+@pytest.mark.thorough(but=["('zero_bubble', 'full', 'pipeline=4', 0)"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_losses_equal_one_device(case, corpus_overrides):
     check(case, corpus_overrides, x64=True)
@@ -86,6 +87,7 @@ def microbatches(count: int) -> tuple[str, ...]:
     return (f"train.num_microbatches={count}", f"data.global_batch_size={2 * count}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule, remat", [("1f1b", "none"), ("zero_bubble", "full")])
 def test_memory_does_not_grow_with_microbatches(schedule, remat, corpus_overrides):
     def temporaries(count):
@@ -105,6 +107,7 @@ def test_memory_does_not_grow_with_microbatches(schedule, remat, corpus_override
     assert temporaries(32) <= 1.1 * temporaries(8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_remat_adds_one_forward_pass_of_the_stage_per_tick(schedule, corpus_overrides):
     def compiled(remat):
@@ -131,6 +134,7 @@ def test_remat_adds_one_forward_pass_of_the_stage_per_tick(schedule, corpus_over
     assert products["full"] - products["none"] == len(full.schedule.ticks) * forward
 
 
+@pytest.mark.thorough
 def test_program_size_does_not_grow_with_the_layers(corpus_overrides):
     """Compiling 48 layers takes as long as compiling 12."""
 

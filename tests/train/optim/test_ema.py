@@ -63,6 +63,7 @@ def run_of(*overrides: str):
     return make_run((*TINY, *overrides))
 
 
+@pytest.mark.thorough
 def test_average_of_a_run_equals_the_average_of_its_parameters(corpus_overrides):
     """Include the initial average, a skipped step, and frozen parameters."""
     with jax.enable_x64(True):
@@ -88,6 +89,7 @@ def test_average_of_a_run_equals_the_average_of_its_parameters(corpus_overrides)
         assert (average != param).any() != is_frozen, name
 
 
+@pytest.mark.thorough(but=["own"])
 @pytest.mark.parametrize("given", [False, True], ids=["own", "given"])
 def test_average_is_initialized_to_the_parameters_in_host_memory_too(given, corpus_overrides):
     where = (*UNEVEN, *HOSTED, "precision.params=bfloat16", "precision.compute=bfloat16")
@@ -140,6 +142,7 @@ def steps(run, start: Position, count: int, *, save_after: int = 0) -> tuple[lis
     return losses, run.state.to_portable(state)
 
 
+@pytest.mark.thorough
 def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_path):
     features = (*EMA, FROZEN, "optimizer.name=lamb", "optimizer.layer_decay=0.7")
     base = (*TINY, *corpus_overrides, *FLOAT64, *features)

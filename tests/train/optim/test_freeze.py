@@ -55,6 +55,7 @@ def a_step(run, corpus):
     return before, *run.compile_train_step()(state, batch)
 
 
+@pytest.mark.thorough
 def test_frozen_parameters_do_not_change_and_have_no_moments(corpus_overrides):
     run, corpus = run_of(*corpus_overrides, MLP)
     before, state, _ = a_step(run, corpus)
@@ -68,6 +69,7 @@ def test_frozen_parameters_do_not_change_and_have_no_moments(corpus_overrides):
     assert any(".mu" in name for name in moments) and not any("['mlp']" in name for name in moments)
 
 
+@pytest.mark.thorough
 def test_gradient_norm_covers_trained_parameters_only(corpus_overrides):
     """Two halves of the parameters are frozen in turn; their squared norms sum to the total."""
     rest = "token_embedding,position_embedding,*norm*,*.attention.*"
@@ -80,6 +82,7 @@ def test_gradient_norm_covers_trained_parameters_only(corpus_overrides):
     assert min(norms) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["zero_bubble", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_gradients_of_frozen_parameters_are_not_computed(schedule, corpus_overrides):
     mesh = ("mesh.pipeline=2", "mesh.data=2", f"pipeline.schedule={schedule}")

@@ -130,6 +130,7 @@ def test_image_models_do_not_decay_tokens_positions_and_scales():
     assert not_decayed_of(second) == {f"{block}.{name}" for block in blocks for name in of_block}
 
 
+@pytest.mark.thorough
 def test_run_does_not_decay_parameters_named_by_the_model():
     config = resolve(load(str(ROOT / "configs" / "vit.py"), ["optimizer.warmup_steps=0"]))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), num_labels=10)

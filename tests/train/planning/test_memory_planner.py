@@ -47,6 +47,7 @@ CHOSEN = {
 OTHERS = {"gpt2, bfloat16"}
 
 
+@pytest.mark.thorough(but=["gpt2"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -88,6 +89,7 @@ MESHES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", ["one device", pytest.param("data=4", marks=pytest.mark.slow), "2x2x2"]
 )
@@ -103,12 +105,14 @@ def test_auto_fits_an_eighth_of_the_memory_with_equal_losses(mesh, corpus_overri
         )
 
 
+@pytest.mark.thorough
 def test_auto_keeps_a_config_that_fits(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     run = planner(plain, of_device(4 * plain.estimate_memory().device_bytes)).plan(with_auto(plain))
     assert run.config == plain.config
 
 
+@pytest.mark.thorough
 def test_plan_too_large_after_compilation_is_followed_by_a_leaner_one(
     corpus_overrides, monkeypatch
 ):
@@ -140,6 +144,7 @@ def test_error_lists_changes_that_fit(corpus_overrides):
         assert changed.estimate_memory().device_bytes <= budget.device_bytes
 
 
+@pytest.mark.thorough
 def test_run_that_no_plan_fits_is_rejected_with_the_leanest_plan(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     budget = of_device(plain.estimate_memory().device_bytes / 1000)
@@ -150,6 +155,7 @@ def test_run_that_no_plan_fits_is_rejected_with_the_leanest_plan(corpus_override
         assert "Use more devices" in str(raised.value)
 
 
+@pytest.mark.thorough
 def test_host_memory_has_a_budget_too(corpus_overrides):
     plain, _ = make_run((*base(corpus_overrides), "memory.placement=host"))
     host = plain.estimate_memory().host_bytes
@@ -163,6 +169,7 @@ def test_host_memory_has_a_budget_too(corpus_overrides):
     assert planner(plain, budget).plan(with_auto(plain)).estimate_memory().host_bytes < host
 
 
+@pytest.mark.thorough
 def test_run_with_auto_saves_its_plan_and_resumes_with_it(corpus_overrides, tmp_path):
     plain, _ = make_run(base(corpus_overrides))
     budget_gib = plain.estimate_memory().device_bytes / 8 / 2**30
@@ -188,6 +195,7 @@ def test_run_with_auto_saves_its_plan_and_resumes_with_it(corpus_overrides, tmp_
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.thorough
 def test_run_that_does_not_fit_is_rejected_before_writing(corpus_overrides, tmp_path, capsys):
     overrides = (*base(corpus_overrides), "memory.device_budget=0.000001")
     assert main(arguments(tmp_path / "run", overrides)) == 2
@@ -195,6 +203,7 @@ def test_run_that_does_not_fit_is_rejected_before_writing(corpus_overrides, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatch):
     plain, _ = make_run(base(corpus_overrides))
     limit = 1.05 * plain.estimate_memory().device_bytes

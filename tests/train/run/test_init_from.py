@@ -88,6 +88,7 @@ def losses_of(workdir):
     return [entry["loss"] for entry in read_metrics(workdir / "metrics.jsonl") if "loss" in entry]
 
 
+@pytest.mark.thorough
 def test_evaluation_of_a_checkpoint_equals_transformers(opt, text, tmp_path, capsys):
     directory, model = opt
     overrides = (*text[1], *SHORT, f"init_from={directory}", "data.validation_fraction=0.3")
@@ -112,6 +113,7 @@ def test_evaluation_of_a_checkpoint_equals_transformers(opt, text, tmp_path, cap
     assert found == pytest.approx(total / weight, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_finetuning_is_equal_on_any_mesh_and_resumes(opt, text, tmp_path):
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}", "train.num_microbatches=2")
     mesh = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
@@ -126,6 +128,7 @@ def test_finetuning_is_equal_on_any_mesh_and_resumes(opt, text, tmp_path):
     assert len(losses_of(tmp_path / "one")) == 5
 
 
+@pytest.mark.thorough
 def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     overrides = (f"data.paths={text[0]}/labelled.jsonl", *SHORT, f"init_from={bert}")
     config = load(CLASSIFY, (*overrides, "mesh.fsdp=2"))
@@ -158,6 +161,7 @@ def run_from(directory, text, labels, *overrides):
     return assemble_run(resolved, make_mesh(resolved.mesh, jax.devices()), **sizes), source
 
 
+@pytest.mark.thorough
 def test_classifier_is_new_if_the_checkpoint_has_another_task(text, tmp_path):
     save_model(tmp_path, "BertForPreTraining", **BERT)
     for num_labels in (2, 3):
@@ -221,6 +225,7 @@ def test_init_labels_without_a_classifier_is_rejected(bert, opt, text):
         start_params(run, source)
 
 
+@pytest.mark.thorough
 def test_classifier_trains_from_published_weights(bert, text, tmp_path):
     where = (f"data.paths={text[0]}/labelled.jsonl", f"data.cache_dir={text[0]}/cache")
     overrides = (*where, *SHORT, f"init_from={bert}", "mesh.fsdp=2", "mesh.model=2")
@@ -238,6 +243,7 @@ def test_classifier_trains_from_published_weights(bert, text, tmp_path):
     np.testing.assert_allclose(load_model(tmp_path)(jax.numpy.asarray(tokens)), logits, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_run_from_scratch_is_exported_with_its_tokenizer(text, tmp_path, caplog):
     sizes = ("model.num_layers=2", "model.embed_dim=16", "model.num_heads=2")
     overrides = (*text[1], *SHORT, *sizes, "data.vocab_size=300", "mesh.pipeline=2")
@@ -298,6 +304,7 @@ def test_incompatible_checkpoint_is_rejected_in_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_example_of_the_docs_trains(opt):
     """Run the ten lines of Python in docs/models.md unchanged."""
     text = (ROOT / "docs" / "models.md").read_text()

@@ -123,6 +123,7 @@ def test_run_can_start_from_a_pretrained_encoder(pretrained, cache, caplog):
     assert "mask_token" in left_out and " encoder." not in left_out
 
 
+@pytest.mark.thorough
 def test_finetuning_works_at_another_image_size(pretrained, cache, tmp_path, capsys):
     overrides = (cache, *SHORT, f"init_from={pretrained}", "model.pool=mean", "images.size=12")
     assert run_main(tmp_path / "one", overrides, config=VIT) == 0
@@ -161,6 +162,7 @@ def test_published_pretraining_is_finetuned_and_exported(cache, tmp_path):
     np.testing.assert_allclose(load_model(tmp_path / "run")(images), logits, atol=1e-5)
 
 
+@pytest.mark.thorough(but=["()"])
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -191,6 +193,7 @@ def test_equal_number_of_patches_keeps_positions_unchanged(cache, tmp_path):
     assert_same(params, theirs)
 
 
+@pytest.mark.thorough
 def test_pixels_are_normalised_as_stated_by_the_checkpoint(cache, tmp_path):
     own = tmp_path / "own.py"
     own.write_text(
@@ -214,6 +217,7 @@ def test_pixels_are_normalised_as_stated_by_the_checkpoint(cache, tmp_path):
         normalisation("model.image_mean=(0.75,)")
 
 
+@pytest.mark.thorough
 def test_weights_across_patches_require_the_same_image_size(cache, tmp_path):
     overrides = (cache, "train.num_steps=1", "checkpoint.every_steps=1", "eval.every_steps=0")
     flags = [f"--config.{override}" for override in overrides]
@@ -223,6 +227,7 @@ def test_weights_across_patches_require_the_same_image_size(cache, tmp_path):
         run_from(tmp_path, resmlp, cache, "images.size=12")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["SwinForImageClassification", "Swinv2ForImageClassification"])
 def test_window_size_without_positions_is_rejected(name, cache, tmp_path):
     save(tmp_path, name, **TINY_SWIN, num_labels=10)
@@ -240,6 +245,7 @@ def test_window_size_may_change_if_positions_are_relative_to_the_pretraining(cac
     assert_same(params, theirs)
 
 
+@pytest.mark.thorough
 def test_pool_is_taken_with_the_classifier(pretrained, cache, tmp_path):
     overrides = (cache, *SHORT, f"init_from={pretrained}", "model.pool=mean")
     assert run_main(tmp_path, overrides, config=VIT) == 0

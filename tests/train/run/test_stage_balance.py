@@ -139,6 +139,7 @@ def balanced(vocab: int, num_chunks: int, *, recomputes: bool, shares_vocab: boo
     return work.balanced(num_chunks, shares_vocab=shares_vocab)
 
 
+@pytest.mark.thorough(but=["8-4-True", "256-1-False", "256-1-True"])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocab", [8, 256, 512, 4096])

@@ -149,6 +149,7 @@ def test_from_portable_accepts_the_shardings_of_to_portable(corpus_overrides):
     assert digest(run.state.from_portable(run.state.to_portable(state))) == wanted
 
 
+@pytest.mark.thorough(but=["uneven"])
 @pytest.mark.parametrize("name", CHANGED)
 def test_portable_initial_state_equals_one_device_to_the_bit(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
@@ -211,6 +212,7 @@ def test_portable_array_without_a_divisible_dim_is_replicated(corpus_overrides):
         assert leaf.sharding.shard_shape(leaf.shape) == (*leaf.shape[:-1], 6)
 
 
+@pytest.mark.thorough
 def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrides):
     overrides = ("mesh.pipeline=2", "pipeline.layers_per_stage=3,1", "optimizer.weight_decay=0.5")
     run, corpus = make_run((*TINY, *corpus_overrides, *overrides))

@@ -59,6 +59,7 @@ def combinations():
                     yield pytest.param(placement, mesh, stage, level, marks=marks)
 
 
+@pytest.mark.thorough(but=["all-one device-0-nothing kept"])
 @pytest.mark.parametrize(("placement", "mesh", "stage", "level"), list(combinations()))
 def test_losses_equal_one_device(placement, mesh, stage, level, corpus_overrides):
     with jax.enable_x64(True):
@@ -75,6 +76,7 @@ def kinds(state) -> dict[str, str]:
     return {jax.tree_util.keystr(path): leaf.sharding.memory_kind for path, leaf in leaves}
 
 
+@pytest.mark.thorough(but=["all"])
 @pytest.mark.parametrize("placement", ["optimizer", "half the parameters", "all"])
 def test_state_is_in_the_configured_memory_before_and_after_a_step(placement, corpus_overrides):
     run, corpus = make_run((*TINY, *corpus_overrides, "mesh.fsdp=2", *PLACEMENTS[placement]))
@@ -133,6 +135,7 @@ def test_device_gets_one_layer_at_a_time(corpus_overrides):
         assert up == (1 if placement == "optimizer" else 3)
 
 
+@pytest.mark.thorough
 def test_offloading_supports_several_stacks_stages_and_skipped_steps(corpus_overrides):
     """T5's two stacks, on uneven stages that share the vocab, with everything in host memory."""
     shape = ("model.num_layers=2", "model.num_decoder_layers=2", "model.head_dim=6")
@@ -153,6 +156,7 @@ def test_offloading_supports_several_stacks_stages_and_skipped_steps(corpus_over
         np.testing.assert_allclose(found, plain, rtol=1e-9, atol=0)
 
 
+@pytest.mark.thorough
 def test_offloaded_step_needs_at_most_one_more_copy_of_the_parameters(corpus_overrides):
     """State that the update does not change in place would be copied as a whole."""
     base = (*TINY, *corpus_overrides, "model.embed_dim=64")
@@ -168,6 +172,7 @@ def test_offloaded_step_needs_at_most_one_more_copy_of_the_parameters(corpus_ove
     assert hosted - plain <= copy
 
 
+@pytest.mark.thorough
 def test_run_resumes_with_equal_losses_on_another_placement_and_mesh(corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "eval.every_steps=10", "checkpoint.every_steps=5")
     assert main(arguments(tmp_path / "plain", (*overrides, "train.num_steps=10"))) == 0

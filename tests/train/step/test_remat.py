@@ -52,6 +52,7 @@ def combinations():
             yield pytest.param(level, mesh, marks=[pytest.mark.slow] * is_slow)
 
 
+@pytest.mark.thorough(but=["everything, some on the host-one device"])
 @pytest.mark.parametrize(("level", "mesh"), list(combinations()))
 def test_losses_equal_one_device_without_remat(level, mesh, corpus_overrides):
     with jax.enable_x64(True):
@@ -86,6 +87,7 @@ def test_named_activations_are_in_the_configured_memory(corpus_overrides):
     assert mlp not in moved[False] and block_input in moved[False]
 
 
+@pytest.mark.thorough
 def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
     """Measured as FLOPs of the compiled step; its memory changes the other way round."""
     base = (*TINY, *corpus_overrides, "pipeline.remat=none", "model.dropout=0.0")

@@ -48,6 +48,7 @@ def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]
     return steps
 
 
+@pytest.mark.thorough
 def test_outlier_batch_is_skipped_on_all_meshes(corpus_overrides):
     steps = outlier_steps(corpus_overrides)
     assert [num_skipped for _, num_skipped, _ in steps] == [0, 1, 1]
@@ -56,6 +57,7 @@ def test_outlier_batch_is_skipped_on_all_meshes(corpus_overrides):
     np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), steps, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_spike_detection_adds_no_communication(corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *CUBE))
     looking, _ = make_run((*TINY, *corpus_overrides, *CUBE, "train.skip_spikes=2"))

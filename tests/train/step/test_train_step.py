@@ -17,6 +17,7 @@ def microbatches(count: int) -> tuple[str, ...]:
     return (f"train.num_microbatches={count}", f"data.global_batch_size={4 * count}")
 
 
+@pytest.mark.thorough(but=["2x2x2"])
 @pytest.mark.parametrize("mesh", [CUBE, ("mesh.data=4", "mesh.model=2")], ids=["2x2x2", "4x2"])
 def test_nothing_crosses_data_inside_the_microbatch_loop(mesh, corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *mesh, "train.num_microbatches=4"))
@@ -42,6 +43,7 @@ def test_pipeline_loop_sends_once_each_way(corpus_overrides):
     ] * 2
 
 
+@pytest.mark.thorough
 def test_1f1b_memory_is_bounded_by_the_stages_and_gpipe_grows(corpus_overrides):
     def temporaries(schedule, count):
         overrides = (*TINY, *corpus_overrides, *CUBE, *microbatches(count))
@@ -54,6 +56,7 @@ def test_1f1b_memory_is_bounded_by_the_stages_and_gpipe_grows(corpus_overrides):
     assert temporaries("gpipe", 32) > 1.15 * temporaries("gpipe", 8)
 
 
+@pytest.mark.thorough
 def test_loss_is_the_weighted_mean_for_any_number_of_microbatches(corpus_overrides):
     weights = np.zeros((16, 16), np.float32)
     weights[3, :5] = 1.0
@@ -85,6 +88,7 @@ def test_step_with_non_finite_loss_changes_only_the_counters(corpus_overrides):
     assert float(metrics["learning_rate"]) == pytest.approx(0.01 / 5)
 
 
+@pytest.mark.thorough
 def test_bfloat16_compute_keeps_float32_master_weights_and_close_losses(corpus_overrides):
     overrides = (*TINY, *corpus_overrides, *CUBE)
     values = {}

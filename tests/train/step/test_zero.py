@@ -29,6 +29,7 @@ def combinations():
             yield pytest.param(mesh, stage, marks=[pytest.mark.slow] * is_slow)
 
 
+@pytest.mark.thorough(but=["data=2 fsdp=2-3"])
 @pytest.mark.parametrize(("mesh", "stage"), list(combinations()))
 def test_losses_equal_one_device(mesh, stage, corpus_overrides):
     with jax.enable_x64(True):
@@ -83,6 +84,7 @@ def bytes_by_kind(run) -> dict[tuple, int]:
     return dict(found)
 
 
+@pytest.mark.thorough
 def test_collectives_over_data_match_the_zero_stage(corpus_overrides):
     data = ("data",)
 
@@ -120,6 +122,7 @@ def test_collectives_over_data_match_the_zero_stage(corpus_overrides):
     assert part["all-gather", data, False] == ends + 4 * (layer - in_loop)
 
 
+@pytest.mark.thorough(but=["data-memory.zero_stage=0"])
 @pytest.mark.parametrize("zero", ["memory.zero_stage=0", "memory.zero_stage=3"])
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_parameters_are_gathered_over_replicas_only(axis, zero, corpus_overrides):
@@ -132,6 +135,7 @@ def test_parameters_are_gathered_over_replicas_only(axis, zero, corpus_overrides
     assert {axes for kind, axes in kinds if kind == "reduce-scatter"} <= {(axis,)}
 
 
+@pytest.mark.thorough
 def test_no_device_stores_all_gradients_in_stage_3(corpus_overrides):
     def temporaries(stage):
         layers = ("model.num_layers=16", "model.embed_dim=64")

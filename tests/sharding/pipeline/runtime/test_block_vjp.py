@@ -270,6 +270,7 @@ def pieces(w, scale, bias):
 NAMES = sorted(pieces(0, 0, 0))
 
 
+@pytest.mark.thorough
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=5), st.booleans())
 @settings(properties, max_examples=12)  # each example compiles
 def test_blocks_of_random_pieces_equal_jax_vjp(names, shares_weights):

@@ -83,6 +83,7 @@ def combinations():
         yield pytest.param(*values, marks=[pytest.mark.slow] * (sum(numbers) % 2))
 
 
+@pytest.mark.thorough(but=["one device-gpipe-full-fewer"])
 @pytest.mark.parametrize(("mesh", "schedule", "remat", "amount"), list(combinations()))
 def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
     """Fewer microbatches than stages, as many, and more."""
@@ -102,6 +103,7 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
         check(Net(), table, devices, config, counts, MemoryConfig(zero_stage=stage))
 
 
+@pytest.mark.thorough(but=["zbv-one device-False", "zbv-one device-True"])
 @pytest.mark.parametrize("share_vocab", [False, True])
 @pytest.mark.parametrize("schedule, mesh", [("1f1b", "pipeline=4"), *[("zbv", m) for m in MESHES]])
 def test_teacher_outputs_are_those_of_each_example(schedule, mesh, share_vocab):
@@ -129,6 +131,7 @@ def test_teacher_outputs_are_those_of_each_example(schedule, mesh, share_vocab):
             np.testing.assert_allclose(teacher_outputs["total"][index], expected, rtol=1e-13)
 
 
+@pytest.mark.thorough(but=["EncoderDecoder-1f1b-1-{}-full", "EncoderDecoder-1f1b-1-{}-none"])
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(
     "schedule, chunks, sizes",
@@ -150,6 +153,7 @@ def test_several_stacks_run_in_one_pipeline(net, schedule, chunks, sizes, remat)
         check(net, table, mesh, PipelineConfig(remat=remat), zero=zero)
 
 
+@pytest.mark.thorough
 def test_a_stack_may_lie_between_two_stages_or_all_on_one():
     with jax.enable_x64(True):
         mesh = make_mesh(MeshConfig(pipeline=4), jax.devices())
@@ -195,6 +199,7 @@ def compiled(
         return jax.jit(run).lower(*placed).compile(), mesh
 
 
+@pytest.mark.thorough(but=["gpipe-2-full", "zbv-4-none"])
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(
     "schedule, num_permutes", [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 2), ("zbv", 4)]
@@ -217,6 +222,7 @@ def test_permutes_are_those_of_the_table_and_nothing_else_crosses_stages_in_the_
     assert reduced and all(c.kind == "all-reduce" for c in reduced)
 
 
+@pytest.mark.thorough(but=["gpipe-full"])
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_memory_does_not_grow_with_microbatches_but_for_gpipe(schedule, remat):

@@ -6,6 +6,7 @@ from sharding.analysis.loop_tasks import tasks_of_loop
 from tests.sharding.pipeline.runtime.test_executor import compiled
 
 
+@pytest.mark.thorough(but=["1f1b-2-none"])
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("schedule, num_works", [("1f1b", 2), ("zero_bubble", 3)])
 def test_no_send_of_a_tick_waits_for_later_work_nor_later_work_for_a_send(
