@@ -197,6 +197,7 @@ def test_image_that_breaks_in_a_run_ends_it_and_the_next_start_resumes(
     assert not [name for name in names if name.endswith((".tmp", ".new", ".tmp.npy"))]
 
 
+@pytest.mark.thorough
 def test_image_that_breaks_in_a_run_is_skipped(config, tmp_path, capsys, monkeypatch):
     overrides, image = folder_of_images(tmp_path)
     breaking(monkeypatch, image)

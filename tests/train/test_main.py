@@ -132,6 +132,7 @@ def test_run_resumes_from_a_config_without_newer_keys(trained, tmp_path, capsys)
     assert "data.objective" in error_line(capsys)
 
 
+@pytest.mark.thorough
 def test_damaged_checkpoint_is_skipped(corpus_overrides, tmp_path, capsys):
     overrides = (*TINY, *corpus_overrides, "train.num_steps=4", "checkpoint.every_steps=2")
     assert run_main(tmp_path, overrides) == 0
@@ -232,6 +233,7 @@ def test_broken_files_are_named(corpus_overrides, tmp_path, capsys):
     assert "nowhere.py" in error_line(capsys)
 
 
+@pytest.mark.thorough
 def test_all_checkpoints_damaged_is_reported_in_one_sentence(corpus_overrides, tmp_path, capsys):
     overrides = (*TINY, *corpus_overrides, "train.num_steps=2")
     assert run_main(tmp_path, overrides) == 0

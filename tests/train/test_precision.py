@@ -166,6 +166,7 @@ def test_loss_scale_decreases_waits_and_increases():
     )
 
 
+@pytest.mark.thorough
 def test_too_many_nonfinite_steps_at_the_smallest_scale_end_the_run(
     corpus_overrides, tmp_path, capsys
 ):

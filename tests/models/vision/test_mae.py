@@ -218,6 +218,7 @@ def test_invalid_config_is_rejected(changes, message):
         MAEConfig(**{**vars(CONFIG), **changes})
 
 
+@pytest.mark.thorough
 def test_kernels_have_xavier_initialization():
     """As in the code of MAE and of MoCo v3: sqrt(2 / (input features + output features))."""
     sizes = {"embed_dim": 96, "num_heads": 4, "mlp_dim": 200}

@@ -177,6 +177,7 @@ def test_incompatible_settings_are_rejected(override, message):
         make_run((*SHARED, *MODELS["MoCo v3"][1], override), str(ROOT / "configs" / "moco.py"))
 
 
+@pytest.mark.thorough
 def test_teacher_can_be_in_device_or_host_memory():
     """In host memory, or sharded over replicas and stages, losses equal those on one device."""
     split = ("mesh.pipeline=2", "mesh.data=2", "memory.zero_stage=2", "memory.placement=host")

@@ -114,6 +114,7 @@ def test_port_in_use_is_named():
             perform_handshake(process(0), f"127.0.0.1:{port}", 1.0)
 
 
+@pytest.mark.thorough
 def test_strangers_at_the_port_are_passed_over():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

@@ -73,6 +73,7 @@ def test_invalid_settings_are_rejected(changes, message):
 # The compiled step.
 
 
+@pytest.mark.thorough
 def test_consecutive_bad_steps_are_counted_across_a_resume_until_a_good_one(
     corpus_overrides, tmp_path
 ):

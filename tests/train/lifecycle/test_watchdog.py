@@ -148,6 +148,7 @@ def test_waiting_process_names_killed_and_slow_processes(tmp_path, start):
     assert json.loads((tmp_path / "1.json").read_text())["ended"] is True
 
 
+@pytest.mark.thorough
 def test_processes_at_the_same_place_show_their_stacks(tmp_path, start):
     processes = [start(tmp_path, index, 2, "step") for index in range(2)]
     for process in processes:
@@ -277,6 +278,7 @@ def test_save_has_its_own_timeout(watch, capfd):
     assert "longer than checkpoint.timeout_s=3" in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_process_that_continues_is_not_ended(watch, capfd):
     phases = Phases()
     watch(phases, timeout_s=2)
@@ -288,6 +290,7 @@ def test_process_that_continues_is_not_ended(watch, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.thorough
 def test_step_that_completes_during_the_report_does_not_end_the_process(watch, capfd):
     phases = Phases()
     seen = []

@@ -114,6 +114,7 @@ def test_workdir_that_is_not_shared_is_rejected_by_all_processes(corpus_override
     assert "choose a directory on a file system that all hosts share" in done.stderr
 
 
+@pytest.mark.thorough
 def test_missing_text_of_one_process_is_reported_by_all(corpus_overrides, tmp_path):
     paths, *others = corpus_overrides
     there = paths.removeprefix("data.paths=").removesuffix("/*.txt")

@@ -191,6 +191,7 @@ def test_labels_of_a_published_classifier_keep_their_meaning(text, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.thorough
 def test_classifier_of_another_task_is_reinitialized_on_request(text, tmp_path):
     save_model(tmp_path, "BertForSequenceClassification", **BERT)
     theirs = nnx.to_pure_dict(nnx.split(load_model(tmp_path))[1])
@@ -262,6 +263,7 @@ def test_run_from_scratch_is_exported_with_its_tokenizer(text, tmp_path, caplog)
     assert run_main(tmp_path / "again", again, config=config) == 0
 
 
+@pytest.mark.thorough
 def test_every_config_of_the_model_takes_its_sizes_from_the_checkpoint(opt, text, tmp_path, capsys):
     config = str(ROOT / "configs" / "opt.py")
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}")

@@ -107,6 +107,7 @@ def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.thorough
 def test_run_can_start_from_a_pretrained_encoder(pretrained, cache, caplog):
     caplog.set_level(logging.INFO, "train")
     own = ("model.pool=mean", "model.drop_path=0.25", "mesh.fsdp=2", "mesh.model=2")
