@@ -101,6 +101,14 @@ def undisturbed(cluster, corpus, tmp_path_factory):
     return losses
 
 
+def test_job_trains_one_run_on_two_nodes(cluster, corpus, tmp_path):
+    workdir = tmp_path / "run"
+    log = finish(submit(cluster, corpus, workdir, changes=("train.num_steps=3",)), workdir)
+    assert "on 8 cpu device(s), 2 process(es)" in log
+    assert [step for step, _ in steps(workdir)] == [1, 2, 3]
+
+
+@pytest.mark.thorough
 def test_requeued_job_continues_with_the_same_losses(cluster, corpus, undisturbed, tmp_path):
     workdir = tmp_path / "run"
     job = submit(cluster, corpus, workdir)

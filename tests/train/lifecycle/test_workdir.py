@@ -105,6 +105,7 @@ def of_two(tmp_path, overrides, workdir: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.thorough
 def test_workdir_that_is_not_shared_is_rejected_by_all_processes(corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "mesh.data=2")
     done = of_two(tmp_path, overrides, f"{tmp_path}/run_$ID")

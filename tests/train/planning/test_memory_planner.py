@@ -132,6 +132,7 @@ def test_plan_too_large_after_compilation_is_followed_by_a_leaner_one(
     assert run.config.memory.placement == "device"
 
 
+@pytest.mark.thorough
 def test_error_lists_changes_that_fit(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     budget = of_device(plain.estimate_memory().device_bytes / 2)
