@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from convert.source import load_params, read_source
 from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig
 from sharding.rules import make_rules, partition_specs, shardings
+from untrusted.files import copy_file, write_text
 
 #: Files of a Hugging Face model that are kept in addition to its config.json.
 KEPT_FILES = (
@@ -55,6 +55,7 @@ def load(
     dtype: str = "float32",
     harmless: Sequence[str] = (),
     allow_pickle_weights: bool = False,
+    allow_import: Sequence[str] = (),
 ) -> Any:
     """Load a model from disk onto the current mesh, ready to be called.
 
@@ -68,6 +69,7 @@ def load(
         dtype: The dtype of the parameters and the computation: float32, bfloat16 or float64.
         harmless: Unknown keys of config.json to ignore.
         allow_pickle_weights: Whether to open `.bin` files.
+        allow_import: Import paths, packages and modules that a run's `config.yaml` may import from.
 
     Returns:
         The model.
@@ -75,7 +77,12 @@ def load(
     Raises:
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh.
     """
-    source = read_source(path, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
+    source = read_source(
+        path,
+        harmless=harmless,
+        allow_pickle_weights=allow_pickle_weights,
+        allow_import=allow_import,
+    )
     model = source.abstract()
     graph, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
@@ -134,7 +141,7 @@ def convert(
         for name in preprocessor.FIELDS - source.fields.keys():
             fields.pop(name, None)  # Left out, so that the config of a run decides.
         section = {"name": source.model, **plain(fields)}
-        (directory / CONFIG_FILE).write_text(yaml.safe_dump({"model": section}, sort_keys=False))
+        write_text(directory / CONFIG_FILE, yaml.safe_dump({"model": section}, sort_keys=False))
         keep_hf_files(source, directory)
         num_params = sum(array.size for array in arrays.values())
     _log.info("%s: %s parameters of a %s", dst, f"{num_params:,}", source.model_class.__name__)
@@ -152,11 +159,25 @@ def keep_hf_files(source: Source, workdir: Path) -> None:
     target = workdir / HF_FILES
     target.mkdir(parents=True, exist_ok=True)
     if source.hf_config is not None:
-        (target / "config.json").write_text(json.dumps(source.hf_config, indent=2) + "\n")
-        (target / DTYPES_FILE).write_text(json.dumps(dict(source.dtypes), indent=1) + "\n")
-    for name in (*KEPT_FILES, preprocessor.FILE):
-        if (source.hf_files / name).exists():
-            shutil.copyfile(source.hf_files / name, target / name)
+        write_text(target / "config.json", json.dumps(source.hf_config, indent=2) + "\n")
+        write_text(target / DTYPES_FILE, json.dumps(dict(source.dtypes), indent=1) + "\n")
+    copy_hf_files(source.hf_files, target, (*KEPT_FILES, preprocessor.FILE))
+
+
+def copy_hf_files(directory: Path, target: Path, names: Sequence[str] = KEPT_FILES) -> None:
+    """Copy files of a Hugging Face model that are next to its weights.
+
+    Args:
+        directory: The directory of the model; a file in it must not be a link that leads outside.
+        target: The directory to write to.
+        names: The files to copy, some of which may be absent.
+
+    Raises:
+        ValueError: A file is not a regular file, or a link that leads outside of `directory`.
+    """
+    for name in names:
+        if (directory / name).is_symlink() or (directory / name).exists():
+            copy_file(directory / name, target / name, within=directory)
 
 
 def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,19 @@ from convert.keys import read
 from convert.model_on_disk import Shapes, Source, check_known, shapes_of
 from convert.names import TensorMapping, match
 from convert.registry import find
-from convert.tensor_files import Tensor, open_tensors, read_json, same_values
+from convert.tensor_files import Tensor, open_tensors, same_values
 from fields.types import check_types
 from models.vision.common import ImageInputConfig
+from untrusted.documents import read_json
+from untrusted.files import check_link
+from untrusted.schema import check_fields
+
+#: Types of the keys of config.json that every architecture may have.
+_CONFIG_TYPES = {
+    "architectures": list[str] | None,
+    "model_type": str | None,
+    "id2label": dict[str, Any] | None,
+}
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +49,8 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         ValueError: The architecture or a key of config.json is not supported, or tensors are
             missing, unknown or of the wrong shape.
     """
-    hf = read_json(path / "config.json")
+    hf = read_json(path / "config.json", within=path)
+    check_fields(hf, _CONFIG_TYPES, path / "config.json")
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=(*architecture.harmless, *harmless))
     check_types(architecture.model_class.Config, fields, "config.json gives model", tuples=True)
@@ -48,7 +60,9 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         fields |= architecture.detect(tensors, hf)
     if issubclass(architecture.model_class.Config, ImageInputConfig):
         fields |= preprocessor.read(path, fields, harmless=harmless)
+    _check_depth(fields, tensors, path)
     tokenizer = path / "tokenizer.json"
+    check_link(tokenizer, path)
     source = Source(
         path=path,
         model=architecture.model,
@@ -81,6 +95,17 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
 
     dtypes = {name: tensor.dtype.name for name, tensor in by_name.items()}
     return dataclasses.replace(source, open=open_arrays, dtypes=dtypes)
+
+
+def _check_depth(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Check that the model has no more layers than there are tensors, before listing its layers."""
+    depths = {name: value for name, value in fields.items() if name.endswith(("layers", "depths"))}
+    num_layers = sum(sum(value) if isinstance(value, tuple) else value for value in depths.values())
+    if num_layers > len(tensors):
+        raise ValueError(
+            f"{path / 'config.json'} has {num_layers:,} layers, but the files have only "
+            f"{len(tensors):,} tensors; weights and config.json must be of the same model"
+        )
 
 
 def _tensors_of(

@@ -167,7 +167,14 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
             )
     fields: dict[str, Any] = {}
     for key in keys:
-        fields |= key.read(hf)
+        try:
+            fields |= key.read(hf)
+        except (TypeError, AttributeError, KeyError, OverflowError) as error:
+            found = ", ".join(f"{name}={hf[name]!r}" for name in key.names if name in hf)
+            raise ValueError(
+                f"config.json has {found or f'no {key.names[0]!r}'}, which cannot be read "
+                f"({type(error).__name__}: {error}); correct it"
+            ) from None
     return fields
 
 

@@ -1,7 +1,6 @@
 """The description of a model on disk, whose parameters are read lazily."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from flax import nnx
 
 from checkpoint.lazy import LazyArray
 from convert.architecture import Architecture
+from untrusted.documents import read_json
 
 Tree = Any
 Shapes = Mapping[str, tuple[int, ...]]
@@ -55,7 +55,7 @@ class Source:
         """The names of a classifier's labels, in order; empty if the labels have no names."""
         file = None if self.hf_files is None else self.hf_files / LABELS_FILE
         if file is not None and file.exists():
-            names = [str(label) for label in json.loads(file.read_text())]
+            names = [str(label) for label in read_json(file, list, within=file.parent)]
         else:
             by_id = (self.hf_config or {}).get("id2label") or {}
             names = [str(by_id[i]) for i in sorted(by_id, key=int)]

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from convert.model_on_disk import Source
-from convert.tensor_files import read_json
 from data.checks import is_number
 from models.vision.common import ImageInputConfig
+from untrusted.documents import read_json
+from untrusted.files import copy_file, write_text
 
 FILE = "preprocessor_config.json"
 #: The config fields that the file determines.
@@ -55,7 +56,7 @@ def read(path: Path, fields: Mapping[str, Any], *, harmless: Sequence[str] = ())
     if not file.is_file():
         _log.info("%s does not exist: pixels are normalized with model.image_mean", file)
         return {}
-    content = read_json(file)
+    content = read_json(file, within=file.parent)
     for name, value in content.items():
         # A value of None, False, 0 or empty stands for a feature that is not used.
         if name not in (*_KNOWN, *_HARMLESS, *harmless) and value:
@@ -88,7 +89,7 @@ def write(source: Source, directory: Path) -> None:
         return
     original = None if source.hf_files is None else source.hf_files / FILE
     if original is not None and original.is_file() and _describes(original, config):
-        (directory / FILE).write_text(original.read_text())
+        copy_file(original, directory / FILE, within=original.parent)
         return
     content = {
         "image_processor_type": "ViTImageProcessor",
@@ -101,12 +102,12 @@ def write(source: Source, directory: Path) -> None:
         "image_mean": _per_channel(config.image_mean, config.num_channels),
         "image_std": _per_channel(config.image_stddev, config.num_channels),
     }
-    (directory / FILE).write_text(json.dumps(content, indent=2) + "\n")
+    write_text(directory / FILE, json.dumps(content, indent=2) + "\n")
 
 
 def _describes(file: Path, config: ImageInputConfig) -> bool:
     """Return whether a file describes the image size and the normalization of a model."""
-    content = read_json(file)
+    content = read_json(file, within=file.parent)
     channels = config.num_channels
     normalisation = _normalisation(file, content, channels)
     return _size(file, content) in (None, (config.image_size, config.image_size)) and all(

@@ -2,13 +2,12 @@
 
 import dataclasses
 import logging
-import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import yaml
 from flax import nnx
 
 from checkpoint.checksums import find_damage
@@ -16,9 +15,11 @@ from checkpoint.layout import steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
 from convert.model_on_disk import Shapes, Source, check_known
 from convert.registry import find
-from convert.tensor_files import read_json
-from models.registry import MODELS
+from models.registry import find_model
 from models.stack import logical_axes
+from untrusted.documents import read_json, read_yaml
+from untrusted.imports import check_imports
+from untrusted.schema import check_fields
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -61,33 +62,41 @@ def newest_checkpoint(path: Path) -> Path:
     )
 
 
-def open_run(path: Path, step: Path, *, averaged: bool = True) -> Source:
+def open_run(
+    path: Path, step: Path, *, averaged: bool = True, allow_import: Sequence[str] = ()
+) -> Source:
     """Open a checkpoint of a run.
 
     Args:
         path: The path that the user gave: the directory of the run or of the checkpoint.
         step: The directory of the checkpoint.
         averaged: Whether to use the averages of the parameters, if the run kept such averages.
+        allow_import: Import paths, packages and modules that config.yaml may import from.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: The run has no valid config.yaml, or its model class cannot be imported.
+        ValueError: The run has no valid config.yaml, or its model class may not or cannot be
+            imported.
     """
     workdir = step.parent.parent
-    try:
-        fields = dict(yaml.safe_load((workdir / CONFIG_FILE).read_text())["model"])
-        name = fields.pop("name")
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        raise ValueError(f"{workdir / CONFIG_FILE} is missing or has no section 'model'") from None
-    model_class = _model_class(name)
+    file = workdir / CONFIG_FILE
+    if not file.exists():
+        raise ValueError(f"{file} is missing, but it names the model of {step}")
+    config = read_yaml(file, within=workdir)
+    check_fields(config, {"model": dict[str, Any]}, file)
+    fields = config["model"]
+    check_fields(fields, {"name": str}, f"{file}: model")
+    check_imports({"model": fields}, file, allow_import)
+    name = fields.pop("name")
+    model_class = find_model(name)
     if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
         # For this model, `attention` is the run's choice of a kernel, not part of the model.
         fields.pop("attention", None)
     files = workdir / HF_FILES
     has_config = (files / "config.json").exists()
-    hf = read_json(files / "config.json") if has_config else None
+    hf = read_json(files / "config.json", within=workdir) if has_config else None
     dtypes = files / DTYPES_FILE
     tokenizer = files / "tokenizer.json"
     source = Source(
@@ -100,19 +109,9 @@ def open_run(path: Path, step: Path, *, averaged: bool = True) -> Source:
         hf_config=hf,
         tokenizer=tokenizer if tokenizer.exists() else None,
         open=lambda shapes: _open_checkpoint(source, step, shapes, averaged),
-        dtypes=read_json(dtypes) if dtypes.exists() else {},
+        dtypes=read_json(dtypes, within=workdir) if dtypes.exists() else {},
     )
     return source
-
-
-def _model_class(name: str) -> type:
-    try:
-        return pkgutil.resolve_name(MODELS.get(name, name))
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ValueError(
-            f"config.yaml has model.name={name!r}, which is neither {', '.join(MODELS)} nor an "
-            f"import path 'package.module:Class': {error}"
-        ) from None
 
 
 class _PaddedArray(LazyArray):

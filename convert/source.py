@@ -21,6 +21,7 @@ def read_source(
     harmless: Sequence[str] = (),
     allow_pickle_weights: bool = False,
     averaged: bool = True,
+    allow_import: Sequence[str] = (),
 ) -> Source:
     """Open a model on disk.
 
@@ -32,6 +33,7 @@ def read_source(
         harmless: Unknown keys of config.json to ignore.
         allow_pickle_weights: Whether to open `.bin` files.
         averaged: Whether to use the averages of the parameters, if the run kept such averages.
+        allow_import: Import paths, packages and modules that a run's `config.yaml` may import from.
 
     Returns:
         The model.
@@ -43,7 +45,7 @@ def read_source(
     path = Path(path)
     if (path / "config.json").is_file():
         return open_huggingface(path, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
-    return open_run(path, newest_checkpoint(path), averaged=averaged)
+    return open_run(path, newest_checkpoint(path), averaged=averaged, allow_import=allow_import)
 
 
 def load_params(source: Source, abstract: Tree) -> Tree:

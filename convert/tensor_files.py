@@ -18,10 +18,14 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
+
+from untrusted.documents import parse_json, read_json
+from untrusted.files import open_new, open_regular, write_text
+from untrusted.schema import check_fields
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -35,6 +39,8 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+#: The largest header that is read: that of 200,000 tensors.
+_MAX_HEADER_BYTES = 32 * 2**20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -94,27 +100,6 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
     return tensors
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object.
-
-    Args:
-        file: The path of the file.
-
-    Returns:
-        The object.
-
-    Raises:
-        ValueError: The content of the file is not a JSON object.
-    """
-    try:
-        content = json.loads(file.read_text())
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: it does not contain a JSON object")
-    return content
-
-
 def same_values(a: Tensor, b: Tensor, block_rows: int = 1024) -> bool:
     """Return whether two tensors have the same dtype, shape and bits.
 
@@ -172,7 +157,7 @@ class ShardWriter:
         for number, shard in enumerate(self._shards, 1):
             file = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
             weight_map |= {name: file for name, _, _ in shard}
-            with open(self._directory / file, "wb") as stream:
+            with open_new(self._directory / file) as stream:
                 stream.write(_header(shard))
                 for name, dtype, shape in shard:
                     values = read(name)
@@ -180,7 +165,7 @@ class ShardWriter:
                     stream.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
         if count > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            (self._directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+            write_text(self._directory / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
 def _header(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
@@ -199,13 +184,18 @@ def _header(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
 def _files(directory: Path, index: str, single: str) -> list[Path]:
     if not (directory / index).exists():
         return [directory / single]
-    weight_map = read_json(directory / index).get("weight_map")
-    if not isinstance(weight_map, Mapping) or not weight_map:
-        raise ValueError(f"{directory / index} has no 'weight_map' of tensors to files")
-    files = [directory / name for name in sorted(set(weight_map.values()))]
+    content = read_json(directory / index, within=directory)
+    check_fields(content, {"weight_map": dict[str, str]}, directory / index)
+    names = set(content["weight_map"].values())
+    if not names:
+        raise ValueError(f"{directory / index} is damaged: its 'weight_map' lists no tensors")
+    wrong = sorted(name for name in names if Path(name).name != name)
+    if wrong:
+        raise ValueError(
+            f"{directory / index} lists {wrong[0]!r}, but every file must be a name in {directory}"
+        )
+    files = [directory / name for name in sorted(names)]
     for file in files:
-        if file.resolve().parent != directory.resolve() and file.parent != directory:
-            raise ValueError(f"{directory / index} lists the file {file.name} outside {directory}")
         if not file.exists():
             raise ValueError(f"{file} is missing, but {directory / index} lists it")
     return files
@@ -236,21 +226,42 @@ _Entry = tuple[str, str, tuple[int, ...], tuple[int, int]]
 
 def _read_header(file: Path) -> tuple[list[_Entry], int]:
     """Return (name, dtype, shape, offsets) of each tensor, and the offset of the values."""
-    with open(file, "rb") as stream:
+    with open_regular(file, within=file.parent) as stream:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < length <= file.stat().st_size - 8:
             raise ValueError(f"{file} is damaged: it ends before the end of its header")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(
+                f"{file} has a header of {length:,} bytes, but at most {_MAX_HEADER_BYTES:,} can "
+                "be read; save the model in several files"
+            )
         text = stream.read(length)
-    try:
-        entries = [
-            (name, entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"]))
-            for name, entry in json.loads(text).items()
-            if name != "__metadata__"
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{file} is damaged: its header does not list tensors") from None
+    header = parse_json(text, f"the header of {file}")
+    entries = [
+        _entry(name, entry, file) for name, entry in header.items() if name != "__metadata__"
+    ]
     return entries, 8 + length
+
+
+def _entry(name: str, entry: object, file: Path) -> _Entry:
+    """Check the entry of a tensor in a header; return its name, dtype, shape and offsets."""
+    fields = entry if isinstance(entry, Mapping) else {}
+    dtype = fields.get("dtype")
+    shape = fields.get("shape")
+    offsets = fields.get("data_offsets")
+    if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)) or (
+        len(offsets) != 2 or offsets[0] > offsets[1]
+    ):
+        raise ValueError(
+            f"{file} is damaged: its header describes the tensor {name[:80]!r} as "
+            f"{str(entry)[:80]}, which is not a dtype, a shape and two offsets"
+        )
+    return name, dtype, tuple(shape), (offsets[0], offsets[1])
+
+
+def _are_sizes(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _mapper(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int):
@@ -277,6 +288,7 @@ def _opaque(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor
 def _open_pickle(file: Path) -> Iterator[Tensor]:
     import torch
 
+    open_regular(file, within=file.parent).close()
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from checkpoint.lazy import blocks
 from convert import preprocessor
 from convert.architecture import Architecture
 from convert.directories import new_directory
-from convert.from_hf import KEPT_FILES
+from convert.from_hf import copy_hf_files
 from convert.keys import plain, read, write
 from convert.model_on_disk import Source, shapes_of
 from convert.names import TensorMapping
@@ -27,6 +26,8 @@ from convert.runs import newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
 from data.text.tokenizer import load_tokenizer_file
+from untrusted.files import write_text
+from untrusted.imports import add_allow_import
 
 #: Config fields that config.json cannot express, and that a Hugging Face model does not need.
 _WITHOUT_COUNTERPART = (
@@ -52,6 +53,7 @@ def convert(
     dtype: str | None = None,
     max_shard_bytes: int = 2**30,
     averaged: bool = True,
+    allow_import: Sequence[str] = (),
 ) -> None:
     """Write the parameters of a run as a Hugging Face model.
 
@@ -66,6 +68,8 @@ def convert(
             original model, if the run was imported, and float32 otherwise.
         max_shard_bytes: The maximum size of a file in bytes, unless it contains a single tensor.
         averaged: Whether to write the averages of the parameters, if the run kept such averages.
+        allow_import: Import paths, packages and modules that the run's `config.yaml` may import
+            from.
 
     Raises:
         ValueError: There is no intact checkpoint, no Hugging Face architecture can express this
@@ -74,7 +78,7 @@ def convert(
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"--dtype={dtype} is unknown; choose {', '.join(_DTYPES)}")
     step = newest_checkpoint(checkpoint)
-    source = read_source(step, averaged=averaged)
+    source = read_source(step, averaged=averaged, allow_import=allow_import)
     with new_directory(dst) as directory:
         architecture, hf = describe(source)
         hf, default = _with_dtype({**hf, **_token_ids(source), **_labels(source)}, dtype)
@@ -98,11 +102,10 @@ def convert(
                 tensor_mappings[name], arrays[tensor_mappings[name].ours], dtype_of[name]
             )
         )
-        (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+        write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
         preprocessor.write(source, directory)
-        for name in KEPT_FILES:
-            if source.hf_files is not None and (source.hf_files / name).exists():
-                shutil.copyfile(source.hf_files / name, directory / name)
+        if source.hf_files is not None:
+            copy_hf_files(source.hf_files, directory)
     _log.info("%s: %s of %s", dst, architecture.name, step)
 
 
@@ -242,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--raw", action="store_true", help="write the weights themselves, not their averages"
     )
+    add_allow_import(parser)
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # An accelerator would only be used for its memory.
     logging.basicConfig(format="%(message)s", force=True)
@@ -253,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dtype=args.dtype,
             max_shard_bytes=args.max_shard_bytes,
             averaged=not args.raw,
+            allow_import=args.allow_import,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -9,15 +9,15 @@ N tokens, C tokens in a chunk, D embed, V vocab.
 """
 
 import functools
-import pkgutil
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from sharding import hardware
 from sharding.logical import axes_by_hand, constrain, max_over, offset, sum_over
+from untrusted.imports import import_object
 
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -56,13 +56,7 @@ def make_token_loss(name: str) -> TokenLoss:
     """
     if name == "cross_entropy":
         return cross_entropy
-    try:
-        loss: Any = pkgutil.resolve_name(name)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ValueError(
-            f"model.loss={name!r} is neither 'cross_entropy' nor an import path "
-            f"'package.module:function': {error}"
-        ) from None
+    loss = import_object(name, "model.loss", ["cross_entropy"])
     if not callable(loss):
         raise ValueError(
             f"model.loss={name!r} is not a function; it must be (logits, targets) -> losses"

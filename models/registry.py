@@ -1,5 +1,10 @@
 """Maps the model names used in configs to classes."""
 
+import dataclasses
+from typing import Any
+
+from untrusted.imports import import_object
+
 #: `model.name` -> import path of the class.
 MODELS = {
     "gpt2": "models.text.gpt2:GPT2",
@@ -13,3 +18,18 @@ MODELS = {
     "mae": "models.vision.mae:MAE",
     "moco": "models.vision.moco:MoCo",
 }
+
+
+def find_model(name: str) -> Any:
+    """Return the model class for `model.name`.
+
+    Args:
+        name: A key of MODELS, or an import path `package.module:Class`.
+
+    Raises:
+        ValueError: There is no such class, or it has no dataclass `Config`.
+    """
+    model_class = import_object(MODELS.get(name, name), "model.name", list(MODELS))
+    if not dataclasses.is_dataclass(getattr(model_class, "Config", None)):
+        raise ValueError(f"model.name={name!r}: the class must have a dataclass `Config`")
+    return model_class

@@ -19,21 +19,41 @@ ROOT = Path(__file__).parents[1]
 #: room -> the other rooms, or single modules of them, that its files may import.
 MAY_IMPORT = {
     "fields": (),
-    "sharding": ("fields",),
-    "data": ("fields",),
-    "checkpoint": ("sharding", "fields"),
+    "untrusted": (),
+    "sharding": ("fields", "untrusted"),
+    "data": ("fields", "untrusted"),
+    "checkpoint": ("sharding", "fields", "untrusted"),
     "models": (
         "sharding.logical",
         "sharding.ops",
         "sharding.hardware",
         "sharding.jaxprs",
         "fields",
+        "untrusted",
     ),
-    "convert": ("models", "data", "checkpoint", "sharding", "fields"),
-    "train": ("convert", "models", "data", "checkpoint", "sharding", "fields"),
+    "convert": ("models", "data", "checkpoint", "sharding", "fields", "untrusted"),
+    "train": ("convert", "models", "data", "checkpoint", "sharding", "fields", "untrusted"),
     "configs": ("train.config.defaults",),
-    "launch": ("train", "convert", "models", "data", "checkpoint", "sharding", "fields"),
-    "benchmarks": ("train", "convert", "models", "data", "checkpoint", "sharding", "fields"),
+    "launch": (
+        "train",
+        "convert",
+        "models",
+        "data",
+        "checkpoint",
+        "sharding",
+        "fields",
+        "untrusted",
+    ),
+    "benchmarks": (
+        "train",
+        "convert",
+        "models",
+        "data",
+        "checkpoint",
+        "sharding",
+        "fields",
+        "untrusted",
+    ),
 }
 #: Folders that may import all rooms, and that no room may import.
 OUTSIDE = ("docs", "tests")

@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 
-from convert.source import Source, read_source
+from convert.source import Source
 from data.corpus import load_corpus
 from data.examples import Corpus
 from sharding.distributed import startup
 from sharding.distributed.messages import Exchange
 from sharding.memory import AUTO
 from train.config import config_files, deepspeed
-from train.config.checkpoint_config import inherit_config
+from train.config.checkpoint_config import take_init_from
 from train.config.schema import RunConfig, resolve
 from train.lifecycle import workdir
 from train.planning.memory_budget import budget_of
@@ -43,6 +43,7 @@ class RunOptions:
         deepspeed: path of a DeepSpeed JSON, or None.
         is_evaluation: whether `--mode=eval` is given.
         is_dry_run: whether `--fast_dev_run` is given: 3 steps, and `workdir` is not used.
+        allow_import: packages and modules that a `config.yaml` may import from.
     """
 
     config: str
@@ -51,6 +52,7 @@ class RunOptions:
     deepspeed: str | None = None
     is_evaluation: bool = False
     is_dry_run: bool = False
+    allow_import: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,10 +111,11 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
     DeepSpeed JSON, the command line.
     """
     overrides = options.overrides
-    given: Any = config_files.load(options.config, overrides)
+    load = partial(config_files.load, options.config, allow_import=options.allow_import)
+    given: Any = load(overrides)
     if options.deepspeed is not None:
         overrides = [*deepspeed.read(options.deepspeed, given), *overrides]
-        given = config_files.load(options.config, overrides)
+        given = load(overrides)
     if options.is_evaluation and not (
         given.get("init_from") or workdir.has_checkpoint(options.workdir)
     ):
@@ -122,9 +125,7 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
         )
     if options.is_dry_run:
         config_files.shorten(given)
-    source = read_source(given.init_from) if given.get("init_from") else None
-    if source is not None:
-        inherit_config(given, source, overrides)
+    source = take_init_from(given, overrides, allow_import=options.allow_import)
     return resolve(given), source
 
 

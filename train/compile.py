@@ -14,13 +14,13 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from convert.source import read_source
 from data.text.text_corpus import load_fixed_tokenizer
 from sharding.analysis.cost.picture import draw
 from sharding.analysis.cost.prediction import Prediction, format_prediction, predict
@@ -32,7 +32,7 @@ from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from sharding.pipeline.runtime.buffers import make_execution_plan
 from train.config import config_files
-from train.config.checkpoint_config import inherit_config
+from train.config.checkpoint_config import take_init_from
 from train.config.schema import RunConfig, resolve
 from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.planning.memory_budget import Budget, pressure_of, size, target_budget
@@ -41,6 +41,7 @@ from train.planning.step_time import machine_of
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.assemble import assemble_run
 from train.run.run import Run
+from untrusted.imports import add_allow_import
 
 #: Number of labels to assume if only the data would tell: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
@@ -178,13 +179,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parser.add_argument("--out", type=Path, help="directory for HLO, report, trace and picture")
+    add_allow_import(parser)
     args, others = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", force=True)
     # Compiling needs no device, and a CUDA plugin without a driver would fail to find one.
     jax.config.update("jax_platforms", "cpu")
     try:
         overrides = config_files.overrides(others)
-        step = compile_step(args.config, parse_target(args.target), overrides)
+        target = parse_target(args.target)
+        step = compile_step(args.config, target, overrides, allow_import=args.allow_import)
         if args.out is not None:
             write_files(step, args.out)
     except (ValueError, OSError) as error:
@@ -197,21 +200,23 @@ def main(argv: list[str] | None = None) -> int:
     return FINISHED
 
 
-def compile_step(path: str, target: Target, overrides: list[str]) -> CompiledStep:
+def compile_step(
+    path: str, target: Target, overrides: list[str], *, allow_import: Sequence[str] = ()
+) -> CompiledStep:
     """Compile the training step of a config.
 
     Args:
         path: config file, as for `--config`.
         target: the GPUs to compile for.
         overrides: `section.key=value`.
+        allow_import: packages and modules that a `config.yaml` may import from.
 
     Raises:
         ValueError: the config, the mesh or the target is not valid.
         OSError: a file is missing.
     """
-    given: Any = config_files.load(path, overrides)
-    if given.get("init_from"):
-        inherit_config(given, read_source(given.init_from), overrides)
+    given: Any = config_files.load(path, overrides, allow_import=allow_import)
+    take_init_from(given, overrides, allow_import=allow_import)
     if given.data.name in _READ_FROM_PATHS and not given.data.paths:
         given.data.paths = ("not_read",)  # required by the config, but no data is read here
     config = resolve(given)

@@ -34,6 +34,7 @@ from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
 from train.run.run import Run
+from untrusted.imports import add_allow_import
 
 _LOGGED_FOLDERS = ("checkpoint", "data", "models", "sharding", "train")
 
@@ -92,6 +93,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
     parser.add_argument(
         "--fast_dev_run", action="store_true", help="try 3 steps; does not use the workdir"
     )
+    add_allow_import(parser)
     args, others = parser.parse_known_args(argv)
     if args.mode == "eval" and args.fast_dev_run:
         parser.error("--fast_dev_run is for training; use --config.eval.num_batches=N instead")
@@ -103,6 +105,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
             deepspeed=args.deepspeed,
             is_evaluation=args.mode == "eval",
             is_dry_run=args.fast_dev_run,
+            allow_import=args.allow_import,
         )
 
 

@@ -5,6 +5,7 @@ python -m train.reconstructions runs/mae [--out=reconstructions.png] [--num_imag
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -17,23 +18,27 @@ from data.images.image_corpus import Images
 from train.config import config_files
 from train.config.schema import resolve
 from train.plot import save
+from untrusted.imports import add_allow_import
 
 _TITLES = ("image", "what is seen", "reconstruction")
 
 
-def draw_reconstructions(workdir: Path, out: Path, *, num_images: int) -> None:
+def draw_reconstructions(
+    workdir: Path, out: Path, *, num_images: int, allow_import: Sequence[str] = ()
+) -> None:
     """Draw the first validation images, one per row: image, visible patches, reconstruction.
 
     Args:
         workdir: workdir of a run; its newest intact checkpoint is used.
         out: image file to write.
         num_images: number of rows; fewer if there are fewer images.
+        allow_import: packages and modules that the run's `config.yaml` may import from.
 
     Raises:
         ValueError: there is no such run, its model does not reconstruct images, or `out` cannot be
             written as an image.
     """
-    rows = _rows(workdir, num_images)
+    rows = _rows(workdir, num_images, allow_import)
     size = (1.2 * len(_TITLES), 1.2 * len(rows) + 0.3)
     figure, axes = plt.subplots(
         len(rows), len(_TITLES), figsize=size, dpi=150, layout="constrained", squeeze=False
@@ -48,12 +53,14 @@ def draw_reconstructions(workdir: Path, out: Path, *, num_images: int) -> None:
     save(figure, out)
 
 
-def _rows(workdir: Path, num_images: int) -> list[tuple[np.ndarray, ...]]:
+def _rows(
+    workdir: Path, num_images: int, allow_import: Sequence[str]
+) -> list[tuple[np.ndarray, ...]]:
     """Return (image, visible patches, reconstruction) of each image, floats from 0 to 1."""
     file = workdir / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the workdir of a run")
-    config = resolve(config_files.load(str(file)))
+    config = resolve(config_files.load(str(file), allow_import=allow_import))
     if not hasattr(config.model_class, "reconstructions"):
         raise ValueError(
             f"{file} has model.name={config.model_name!r}, which does not reconstruct images; give "
@@ -66,7 +73,7 @@ def _rows(workdir: Path, num_images: int) -> list[tuple[np.ndarray, ...]]:
     if not len(validation):
         raise ValueError(f"{file}: the data has no validation images to draw")
     images = validation.evaluation_rows(range(min(num_images, len(validation))))["images"]
-    seen, reconstructed = load(workdir).reconstructions(images)
+    seen, reconstructed = load(workdir, allow_import=allow_import).reconstructions(images)
     return list(zip(images / 255, np.asarray(seen), np.asarray(reconstructed), strict=True))
 
 
@@ -78,9 +85,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--out", type=Path, default=Path("reconstructions.png"), help="image file to write"
     )
     parser.add_argument("--num_images", type=int, default=8, help="number of rows")
+    add_allow_import(parser)
     args = parser.parse_args(arguments)
     try:
-        draw_reconstructions(args.workdir, args.out, num_images=args.num_images)
+        draw_reconstructions(
+            args.workdir, args.out, num_images=args.num_images, allow_import=args.allow_import
+        )
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     print(f"wrote {args.out}")

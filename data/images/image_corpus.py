@@ -30,8 +30,8 @@ from data.images.sources import ImageDataset, ImageSource, hold_out
 from data.images.transforms.augment import augment, central
 from data.images.transforms.mixing import draw_mix
 from data.images.workers import Workers
-from data.own import is_own
 from data.shapes import batch_shapes
+from untrusted.imports import is_import_path
 
 # Appended to the random key of a row to make the key of its mask.
 _MASK = 1
@@ -289,7 +289,7 @@ def _find(config: DataConfig, images: ImageConfig) -> ImageDataset:
         from data.images.folder import find_image_folder
 
         return find_image_folder(config, images)
-    if is_own(config.name):
+    if is_import_path(config.name):
         from data.images.own import find_own_images
 
         return find_own_images(config, images)

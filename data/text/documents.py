@@ -11,9 +11,10 @@ from typing import Any
 
 from data import tfds_sets
 from data.config import DataConfig
-from data.own import SPLITS, call_own, is_own
+from data.own import SPLITS, call_own
 from data.text import text_files, tfds_text, token_files
 from data.text.chained import ConcatDocuments
+from untrusted.imports import is_import_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ def find_corpus(config: DataConfig) -> Documents:
         found = _find_text_files(config)
     elif config.name == "megatron":
         found = _find_token_files(config)
-    elif is_own(config.name):
+    elif is_import_path(config.name):
         found = _find_user_corpus(config.name)
     else:
         found = _find_tfds(config)

@@ -11,9 +11,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from convert import preprocessor
-from convert.source import Source
+from convert.source import Source, read_source
 from data.config import IMAGE_OBJECTIVES
-from train.config.schema import find_model
+from models.registry import find_model
+from untrusted.imports import import_paths
 
 #: Keys of `model` that the run sets, whatever the checkpoint was trained with.
 OF_THE_RUN = (
@@ -34,6 +35,32 @@ _OF_THE_DATA = ("image_size", "num_labels")
 _OF_A_HEAD = ("pool",)
 #: Value of `data.tokenizer` that stands for the checkpoint's tokenizer.
 INIT_FROM = "init_from"
+
+
+def take_init_from(
+    config: Any, overrides: Sequence[str], *, allow_import: Sequence[str] = ()
+) -> Source | None:
+    """Open the checkpoint that a config starts from, and copy its model settings into the config.
+
+    Args:
+        config: a ConfigDict, changed in place; see `inherit_config`.
+        overrides: `section.key=value` from the command line.
+        allow_import: packages and modules that the checkpoint's config may import from. It may also
+            import what `config` itself imports.
+
+    Returns:
+        The checkpoint, or None if `init_from` is not set.
+
+    Raises:
+        ValueError: see `inherit_config` and `convert.source.read_source`.
+    """
+    path = config.get("init_from")
+    if not path:
+        return None
+    own = [import_path for _, import_path in import_paths(config.to_dict())]
+    source = read_source(path, allow_import=[*allow_import, *own])
+    inherit_config(config, source, overrides)
+    return source
 
 
 def inherit_config(config: Any, source: Source, overrides: Sequence[str]) -> None:

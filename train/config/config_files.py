@@ -12,36 +12,63 @@ from ml_collections import ConfigDict
 
 from convert.runs import CONFIG_FILE
 from train.config.schema import nearest
+from untrusted.documents import read_yaml
+from untrusted.files import write_text
+from untrusted.imports import check_imports
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> Any:
+def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str] = ()) -> Any:
     """Load a config file and apply overrides.
 
     Args:
         path: `file.py`, `file.py:argument` (the argument is passed to its `get_config`), or
             `config.yaml`.
         overrides: strings `section.key=value`.
+        allow_import: import paths, packages and modules that a `config.yaml` may import from. It
+            may also import what an override names.
 
     Returns:
         A ConfigDict.
 
     Raises:
-        ValueError: the file is not a config, or an override is not valid for it.
+        ValueError: the file is not a config, an override is not valid for it, or a `config.yaml`
+            would import code that is not allowed.
         FileNotFoundError: the file does not exist.
     """
     file, _, argument = path.partition(":")
     if not Path(file).is_file():
         raise FileNotFoundError(f"--config={path}: file {file} does not exist")
-    if file.endswith((".yaml", ".yml")):
-        config = _load_yaml(file)
-    else:
-        config = _load_python(file, argument)
+    is_data = file.endswith((".yaml", ".yml"))
+    config = load_data(Path(file)) if is_data else _load_python(file, argument)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"--config.{override} has no value; write --config.{key}=value")
         _set(config, key, text)
+    if is_data:
+        given = [override.partition("=")[2] for override in overrides]
+        check_imports(config.to_dict(), Path(file), [*allow_import, *given])
     return config
+
+
+def load_data(file: Path) -> ConfigDict:
+    """Load a YAML file with a config, and import nothing.
+
+    Args:
+        file: the file, such as the `config.yaml` of a run.
+
+    Raises:
+        ValueError: the file is not a config.
+        OSError: the file cannot be read.
+    """
+    tree = read_yaml(file)
+    for name, value in tree.items():
+        if not isinstance(value, dict) and name != "init_from":
+            raise ValueError(
+                f"{file} must contain sections of keys, like a run's config.yaml, but {name} is "
+                f"{value!r}"
+            )
+    return ConfigDict(_tuples(tree))
 
 
 def default_workdir(path: str) -> Path:
@@ -94,9 +121,7 @@ def shorten(config: Any) -> None:
 
 def save_yaml(config: ConfigDict, path: Path) -> None:
     """Write the config atomically to a file that `load` can read."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(yaml.safe_dump(_plain(config.to_dict()), sort_keys=False))
-    temporary.replace(path)
+    write_text(path, yaml.safe_dump(_plain(config.to_dict()), sort_keys=False))
 
 
 def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> list[str]:
@@ -131,18 +156,6 @@ def _load_python(file: str, argument: str) -> ConfigDict:
     if argument and not inspect.signature(get_config).parameters:
         raise ValueError(f"--config={file}:{argument}: its get_config() takes no argument")
     return get_config(argument) if argument else get_config()
-
-
-def _load_yaml(file: str) -> ConfigDict:
-    try:
-        tree = yaml.safe_load(Path(file).read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config={file} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict) or not all(
-        isinstance(value, dict) or name == "init_from" for name, value in tree.items()
-    ):
-        raise ValueError(f"--config={file} must contain sections of keys, like a run's config.yaml")
-    return ConfigDict(_tuples(tree))
 
 
 def _set(config: Any, key: str, text: str) -> None:

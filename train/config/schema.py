@@ -7,7 +7,6 @@ from the data if the config does not set them.
 
 import dataclasses
 import difflib
-import pkgutil
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from fields.field import field
 from fields.section import Section
 from fields.types import check_types
 from models.layers.attention import check_choice
-from models.registry import MODELS
+from models.registry import MODELS, find_model
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline.config import PipelineConfig
@@ -240,28 +239,6 @@ def _check_keys(
         if is_required and key not in (*values, *are_open):
             raise ValueError(f"config.{name}.{key} is missing")
     return are_open
-
-
-def find_model(name: str) -> Any:
-    """Return the model class for `model.name`.
-
-    Args:
-        name: a key of MODELS, or an import path `package.module:Class`.
-
-    Raises:
-        ValueError: there is no such class, or it has no dataclass `Config`.
-    """
-    path = MODELS.get(name, name)
-    try:
-        model_class = pkgutil.resolve_name(path)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ValueError(
-            f"model.name={name!r} is neither one of {', '.join(MODELS)} nor an import path "
-            f"'package.module:Class': {error}"
-        ) from None
-    if not dataclasses.is_dataclass(getattr(model_class, "Config", None)):
-        raise ValueError(f"model.name={name!r}: the class must have a dataclass `Config`")
-    return model_class
 
 
 def nearest(key: str, known: Sequence[str]) -> str:

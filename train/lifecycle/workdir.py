@@ -18,8 +18,8 @@ from data.examples import Corpus
 from data.text.text_corpus import TextCorpus
 from sharding.distributed.messages import Exchange
 from sharding.memory import MemoryConfig
-from train.config.config_files import differences, load, save_yaml
-from train.config.schema import SECTIONS, resolve
+from train.config.config_files import differences, load_data, save_yaml
+from train.config.schema import SECTIONS
 from train.run.run import Run
 
 #: Sections and keys that a run must share with the checkpoints that it resumes from.
@@ -62,7 +62,7 @@ def check(workdir: Path, run: Run) -> None:
     path = workdir / CONFIG_FILE
     if not path.exists() or not has_checkpoint(workdir):
         return
-    saved = load(str(path))
+    saved = load_data(path)
     if "train" not in saved:
         raise ValueError(
             f"{workdir} is a converted model, not a run; start from it with "
@@ -130,7 +130,7 @@ def write_run_files(
 def planned_memory(workdir: Path) -> MemoryConfig:
     """Return the memory settings that a run with memory.placement=auto chose; else the default."""
     path = workdir / CONFIG_FILE
-    return resolve(load(str(path))).memory if path.exists() else MemoryConfig()
+    return MemoryConfig(**load_data(path).get("memory", {})) if path.exists() else MemoryConfig()
 
 
 def has_checkpoint(workdir: Path) -> bool:

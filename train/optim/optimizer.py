@@ -1,7 +1,6 @@
 """Optimizers and learning-rate schedules, built from optax transformations."""
 
 import dataclasses
-import pkgutil
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from fields.field import field
 from fields.section import Section
 from train.optim.layer_decay import Depths, scaled_by_depth
 from train.optim.trust_ratio import scale_by_layers_trust_ratio
+from untrusted.imports import import_object
 
 OPTIMIZERS = ("adamw", "lamb", "lars", "sgd")
 #: Optimizers that treat every element independently, so that slices of an array can be updated one
@@ -212,13 +212,10 @@ def _named(
 
 
 def _imported(config: OptimizerConfig, schedule: optax.Schedule) -> Any:
-    try:
-        make: Any = pkgutil.resolve_name(config.name)
-        if not callable(make):
-            raise ValueError(f"the path leads to a {type(make).__name__}, not a function")
-    except (ValueError, ImportError, AttributeError) as error:
+    make = import_object(config.name, "optimizer.name", OPTIMIZERS)
+    if not callable(make):
         raise ValueError(
-            f"optimizer.name={config.name!r} is neither one of {', '.join(OPTIMIZERS)} nor an "
-            f"import path 'package.module:function': {error}"
-        ) from None
+            f"optimizer.name={config.name!r} is of type {type(make).__name__}, but must be a "
+            "function of the config and the schedule that returns an optimizer"
+        )
     return make(config, schedule)

@@ -163,7 +163,9 @@ def test_users_own_model_by_import_path(users_config):
         ValueError, match=r"model\.name='users_model:Bare': .* must have a dataclass"
     ):
         run_of("model.name=users_model:Bare", config=users_config)
-    with pytest.raises(ValueError, match=r"model\.name='users_model:Nut' is neither one of"):
+    with pytest.raises(
+        ValueError, match=r"model\.name='users_model:Nut': .* nearest names are \['Net'\]"
+    ):
         run_of("model.name=users_model:Nut", config=users_config)
 
 

@@ -1,0 +1,85 @@
+"""JSON and YAML from strangers: limits, types and syntax errors."""
+
+import pytest
+
+from untrusted.documents import MAX_VALUES, parse_json, parse_yaml, read_json, read_yaml
+from untrusted.schema import check_fields, is_of
+
+
+def test_json_and_yaml_are_read(tmp_path):
+    (tmp_path / "a.json").write_text('\ufeff{"a": [1, 2.5, "x", null]}')
+    assert read_json(tmp_path / "a.json") == {"a": [1, 2.5, "x", None]}
+    assert parse_json("[1]", "here", list) == [1]
+    (tmp_path / "a.yaml").write_text("a: {b: [1, 2.5, x, null]}")
+    assert read_yaml(tmp_path / "a.yaml") == {"a": {"b": [1, 2.5, "x", None]}}
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", "is damaged: it is not valid JSON"),
+        (b"\xff\xfe{}", "is damaged: it is not valid JSON"),
+        (b"[" * 100_000, "is damaged: it is not valid JSON .*too many nested brackets"),
+        (b'{"a": NaN}', "is damaged: it is not valid JSON .*NaN is not a number"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is damaged: it is not valid JSON"),
+        (b"[1]", "is damaged: it does not contain a JSON object"),
+        (b"3", "is damaged: it does not contain a JSON object"),
+        (b"[" + b"[]," * MAX_VALUES + b"0]", "is too large: it has more than 2,000,000 values"),
+    ],
+)
+def test_bad_json_is_refused_by_name(content, message):
+    with pytest.raises(ValueError, match=f"^a.json {message}"):
+        parse_json(content, "a.json")
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (BOMB, r"is not valid YAML: line 2 has an alias, \*a"),
+        ("[" * 500 + "]" * 500, "is not valid YAML: more than 100 nested values"),
+        ("a: [1", "is not valid YAML"),
+        ("a: 2001-99-99", "is not valid YAML"),
+        ("a: !!python/object/apply:os.abort []", "is not valid YAML: could not determine"),
+        ("- 1", "must contain sections of keys, not a list"),
+        ("", "must contain sections of keys, not a NoneType"),
+        ("1: 2", "has the key 1, but keys must be strings"),
+        ("a: {[1, 2]: 3}", "is not valid YAML"),
+    ],
+)
+def test_bad_yaml_is_refused_by_name(content, message):
+    with pytest.raises(ValueError, match=f"^a.yaml {message}"):
+        parse_yaml(content.encode(), "a.yaml")
+
+
+def test_types_are_checked_with_the_types_of_items():
+    assert is_of({"a": [1, 2]}, dict[str, list[int]])
+    assert is_of(None, str | None)
+    assert is_of(1, float)
+    assert not is_of(True, int)
+    assert not is_of({"a": [1, "2"]}, dict[str, list[int]])
+    assert not is_of([1.5], list[int])
+
+
+def test_wrong_fields_are_named():
+    check_fields({"a": "x", "other": 1}, {"a": str, "b": int | None}, "f.json")
+    with pytest.raises(ValueError, match=r"^f.json is damaged: it has no 'a'$"):
+        check_fields({}, {"a": str}, "f.json")
+    with pytest.raises(
+        ValueError, match=r"^f.json: a is \[1\], but must be of type dict"
+    ):
+        check_fields({"a": [1]}, {"a": dict[str, str]}, "f.json")
+
+
+def test_json_of_the_largest_size_takes_little_memory():
+    tracemalloc = pytest.importorskip("tracemalloc")
+    content = b"[" + b"{}," * (MAX_VALUES // 2 - 1) + b"0]"
+    tracemalloc.start()
+    parse_json(content, "a.json", list)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 400e6

@@ -1,0 +1,144 @@
+"""Parses JSON and YAML that may come from a stranger, with limited memory and time.
+
+Python's parsers turn a few bytes into large objects: an empty list, `[],` in a file, takes 64 bytes
+in memory, and 300 bytes of YAML aliases expand to gigabytes. Both files and values are limited
+here, and every problem is a ValueError of one sentence that names the file:
+
+    too large         more bytes, or more values, than any real file has
+    not JSON or YAML  syntax errors, invalid UTF-8, NaN in JSON, too many nested brackets
+    YAML aliases      `*name` and `<<`, which files written by this project never contain
+    another type      a list where an object is expected
+"""
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from untrusted.files import MAX_BYTES, read_bytes
+
+T = TypeVar("T")
+
+#: Maximum number of values and brackets in a document. Each takes at most about 250 bytes.
+MAX_VALUES = 2_000_000
+#: Maximum number of lists and objects in each other.
+MAX_DEPTH = 100
+#: Maximum size of a YAML file; the parser reads about 100 KB per second.
+MAX_YAML_BYTES = 256 * 2**10
+
+_KINDS: dict[type, str] = {dict: "object", list: "list"}
+
+
+def parse_json(content: bytes | str, where: object, kind: type[T] = dict) -> T:
+    """Parse JSON.
+
+    Args:
+        content: The JSON text; bytes must be UTF-8.
+        where: The file or place that the text comes from, for messages.
+        kind: The type that the value must have: dict or list.
+
+    Raises:
+        ValueError: The text is not JSON of this type, or has too many values.
+    """
+    opening, comma = (b"[{", b",") if isinstance(content, bytes) else ("[{", ",")
+    num_values = sum(content.count(mark) for mark in (opening[:1], opening[1:], comma))  # type: ignore
+    if num_values > MAX_VALUES:
+        raise ValueError(f"{where} is too large: it has more than {MAX_VALUES:,} values")
+    try:
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is damaged: it is not valid JSON ({_reason(error)})") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} is damaged: it does not contain a JSON {_KINDS[kind]}")
+    return value
+
+
+def read_json(
+    path: Path, kind: type[T] = dict, *, within: Path | None = None, max_bytes: int = MAX_BYTES
+) -> T:
+    """Read a JSON file.
+
+    Args:
+        path: The path of the file.
+        kind: The type that the value must have: dict or list.
+        within: A directory that the file must be in, also if `path` is a link.
+        max_bytes: The maximum size of the file.
+
+    Raises:
+        ValueError: See `parse_json` and `untrusted.files.read_bytes`.
+        OSError: The file cannot be read.
+    """
+    return parse_json(read_bytes(path, within=within, max_bytes=max_bytes), path, kind)
+
+
+def parse_yaml(content: bytes, where: object) -> dict[str, Any]:
+    """Parse YAML that contains a mapping with strings as keys.
+
+    Args:
+        content: The YAML text.
+        where: The file or place that the text comes from, for messages.
+
+    Raises:
+        ValueError: The text is not such YAML, or has aliases or too many nested values.
+    """
+    try:
+        value = yaml.load(content, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{where} is not valid YAML: {_reason(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must contain sections of keys, not a {type(value).__name__}")
+    _check_keys(value, where)
+    return value
+
+
+def read_yaml(path: Path, *, within: Path | None = None) -> dict[str, Any]:
+    """Read a YAML file that contains a mapping with strings as keys.
+
+    Args:
+        path: The path of the file.
+        within: A directory that the file must be in, also if `path` is a link.
+
+    Raises:
+        ValueError: See `parse_yaml` and `untrusted.files.read_bytes`.
+        OSError: The file cannot be read.
+    """
+    return parse_yaml(read_bytes(path, within=within, max_bytes=MAX_YAML_BYTES), path)
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses aliases, and collections nested too deeply."""
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1} has an alias, *{event.anchor}")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {MAX_DEPTH} nested values")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _check_keys(mapping: dict[Any, Any], where: object) -> None:
+    for key, value in mapping.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{where} has the key {key!r}, but keys must be strings")
+        if isinstance(value, dict):
+            _check_keys(value, where)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "too many nested brackets"
+    return " ".join(str(error).split())[:200]

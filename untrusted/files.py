@@ -1,0 +1,210 @@
+"""Opens and writes files in directories that may come from a stranger.
+
+A received directory may contain symbolic links to private files, named pipes that block whoever
+opens them, or sparse files that claim to have gigabytes. The functions here refuse all three:
+
+    reading    the file must be a regular file, of limited size, and inside its directory
+    writing    a symbolic link in the place of the new file is replaced, never followed
+
+A model in the cache of the Hugging Face hub is a directory of links; links into the cache's `blobs`
+are allowed:
+
+    models--gpt2/snapshots/1f2e3d/config.json -> models--gpt2/blobs/a9b8c7
+"""
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, BinaryIO
+
+#: Maximum size of a file that is read as a whole, unless the caller allows more.
+MAX_BYTES = 16 * 2**20
+
+
+def check_link(path: Path, directory: Path) -> None:
+    """Check that a path in a directory does not leave that directory through a symbolic link.
+
+    Args:
+        path: A path in the directory; nothing needs to exist there.
+        directory: The directory; it may itself be a link, because the user named it.
+
+    Raises:
+        ValueError: A link in `path` leads out of `directory`, or in a circle.
+    """
+    try:
+        real = path.resolve(strict=False)
+        base = directory.resolve(strict=False)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be resolved: {error}; remove the link") from None
+    roots = [base]
+    if base.parent.name == "snapshots":
+        roots.append(base.parent.parent / "blobs")
+    if not any(real.is_relative_to(root) for root in roots):
+        raise ValueError(
+            f"{path} is a link to {real}, outside {directory}; if you trust it, replace the link "
+            "by a copy of the file, otherwise delete it"
+        )
+
+
+def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
+    """Open a regular file for reading, without blocking.
+
+    Args:
+        path: The path of the file.
+        within: A directory that the file must be in, also if `path` is a link.
+
+    Returns:
+        The file, opened in binary mode.
+
+    Raises:
+        ValueError: There is something other than a regular file at `path`, such as a named pipe,
+            or the file is not in `within`.
+        OSError: The file cannot be opened.
+    """
+    if within is not None:
+        check_link(path, within)
+    # Without O_NONBLOCK, opening a named pipe waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(descriptor, path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, *, within: Path | None = None, max_bytes: int = MAX_BYTES) -> bytes:
+    """Read a small regular file.
+
+    Args:
+        path: The path of the file.
+        within: A directory that the file must be in, also if `path` is a link.
+        max_bytes: The maximum size of the file.
+
+    Raises:
+        ValueError: See `open_regular`; or the file is too large.
+        OSError: The file cannot be read.
+    """
+    with open_regular(path, within=within) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(max_bytes + 1) if size <= max_bytes else b""
+    if size > max_bytes or len(content) > max_bytes:
+        raise ValueError(
+            f"{path} is too large: it has {max(size, len(content)):,} bytes, but at most "
+            f"{max_bytes:,} are allowed for such a file"
+        )
+    return content
+
+
+def read_text(path: Path, *, within: Path | None = None, max_bytes: int = MAX_BYTES) -> str:
+    """Read a small regular file of UTF-8 text; see `read_bytes`.
+
+    Raises:
+        ValueError: See `read_bytes`; or the content is not UTF-8.
+        OSError: The file cannot be read.
+    """
+    content = read_bytes(path, within=within, max_bytes=max_bytes)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: byte {error.start} is not UTF-8") from None
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Create a file for writing; whatever was at `path`, such as a link, is removed first.
+
+    Raises:
+        OSError: The file cannot be created.
+    """
+    path.unlink(missing_ok=True)
+    # O_EXCL also refuses a link that somebody put there in the meantime.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def open_in_place(path: Path, flags: int) -> int:
+    """Open a regular file without following a link, and create it if it does not exist.
+
+    Args:
+        path: The path of the file.
+        flags: The flags of `os.open`, such as `os.O_WRONLY | os.O_APPEND`.
+
+    Returns:
+        The file descriptor.
+
+    Raises:
+        ValueError: There is a link or something other than a regular file at `path`.
+        OSError: The file cannot be opened.
+    """
+    try:
+        descriptor = os.open(
+            path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # A named pipe that nobody reads.
+            raise ValueError(f"{path} is not a regular file; replace it by one") from None
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(
+            f"{path} is a symbolic link, which is not followed; delete it, or choose another "
+            "directory"
+        ) from None
+    try:
+        _check_regular(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def write_with(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write a file atomically: it appears complete, or not at all.
+
+    Args:
+        path: The path of the file; a link there is replaced, not followed.
+        write: Writes the content to the given file.
+
+    Raises:
+        OSError: The file cannot be written; nothing is left behind.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open_new(temporary) as file:
+            write(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file atomically; see `write_with`."""
+    write_with(path, lambda file: _write_all(file, text.encode("utf-8")))
+
+
+def copy_file(source: Path, target: Path, *, within: Path | None = None) -> None:
+    """Copy a regular file atomically.
+
+    Args:
+        source: The file to copy.
+        target: The path of the copy.
+        within: A directory that the source must be in, also if it is a link.
+
+    Raises:
+        ValueError: See `open_regular`.
+        OSError: The file cannot be copied; nothing is left behind.
+    """
+    with open_regular(source, within=within) as original:
+        write_with(target, lambda file: shutil.copyfileobj(original, file))
+
+
+def _write_all(file: IO[bytes], content: bytes) -> None:
+    file.write(content)
+
+
+def _check_regular(descriptor: int, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise ValueError(f"{path} is not a regular file; replace it by one")
