@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from untrusted.files import open_regular, read_text
+
 CHECKSUMS_FILE = "checksums.sha256"
 
 
@@ -94,7 +96,7 @@ def _read_list(directory: Path) -> dict[str, str]:
         ValueError: the list is missing or damaged; the message is a complete sentence.
     """
     try:
-        head, *lines = (directory / CHECKSUMS_FILE).read_text().splitlines()
+        head, *lines = read_text(directory / CHECKSUMS_FILE, within=directory).splitlines()
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError):
         raise ValueError(f"{CHECKSUMS_FILE} is missing or cannot be read") from None
@@ -110,7 +112,7 @@ def _digests(directory: Path, names: Sequence[str]) -> list[str | None]:
 
     def digest(name: str) -> str | None:
         try:
-            with open(directory / name, "rb") as file:
+            with open_regular(directory / name, within=directory) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         except (OSError, ValueError):
             return None

@@ -5,7 +5,6 @@ checkpoint is complete or absent, whenever the process is killed; see checkpoint
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from checkpoint.config import CheckpointConfig
 from checkpoint.layout import STATE, TMP_SUFFIX, best_steps, read_metrics, steps_in
 from checkpoint.save_errors import WRITE_ERRORS, reason_of
 from checkpoint.state_files import StateFiles
+from untrusted.files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,4 @@ class CheckpointDirectory:
 
 def _write_file(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(path, text, reaches_disk=True)

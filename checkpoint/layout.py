@@ -8,11 +8,12 @@ A checkpoint is a directory named by its step:
     300/checksums.sha256       checksums of all files above; written last
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from untrusted.documents import read_json
 
 STATE = "state"
 DATA_STATE = "data_state/metadata"
@@ -38,7 +39,7 @@ def read_data_state(step: Path) -> dict[str, Any]:
     Args:
         step: the directory of the checkpoint.
     """
-    return json.loads((step / DATA_STATE).read_text())
+    return read_json(step / DATA_STATE, within=step)
 
 
 def read_metrics(step: Path) -> dict[str, float]:
@@ -51,7 +52,7 @@ def read_metrics(step: Path) -> dict[str, float]:
         The metrics, empty if the state was not evaluated or the file is damaged.
     """
     try:
-        metrics = json.loads((step / METRICS).read_text())
+        metrics = read_json(step / METRICS, within=step, allows_nan=True)
         return {str(name): float(value) for name, value in metrics.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

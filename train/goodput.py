@@ -10,7 +10,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import re
 import sys
 import time
@@ -20,6 +19,8 @@ from datetime import datetime
 from pathlib import Path
 
 from train.lifecycle.phases import NAMES, RECOMPUTED, Phases
+from untrusted.documents import read_json
+from untrusted.files import write_text
 
 GOODPUT_DIRECTORY = "goodput"
 #: How a start can end; None if it was killed or is still running.
@@ -173,10 +174,8 @@ class GoodputRecord:
     def _write(self) -> None:
         entry = dataclasses.asdict(self._start)
         path = self._directory / f"{entry.pop('number'):04d}.json"
-        new = path.with_name(f".{path.name}.tmp")
         try:
-            new.write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
-            os.replace(new, path)
+            write_text(path, json.dumps(entry, indent=2) + "\n")
         except OSError as error:
             if not self._has_warned:
                 _log.warning("%s cannot be written; the run continues without it: %s", path, error)
@@ -265,7 +264,7 @@ def _read(path: Path) -> Attempt:
     match = _FILE_NAME.fullmatch(path.name)
     if match is None:
         raise ValueError("its name is not a number")
-    return Attempt(number=int(match[1]), **json.loads(path.read_text(encoding="utf-8")))
+    return Attempt(number=int(match[1]), **read_json(path))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

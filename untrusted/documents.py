@@ -30,13 +30,16 @@ MAX_YAML_BYTES = 256 * 2**10
 _KINDS: dict[type, str] = {dict: "object", list: "list"}
 
 
-def parse_json(content: bytes | str, where: object, kind: type[T] = dict) -> T:
+def parse_json(
+    content: bytes | str, where: object, kind: type[T] = dict, *, allows_nan: bool = False
+) -> T:
     """Parse JSON.
 
     Args:
         content: The JSON text; bytes must be UTF-8.
         where: The file or place that the text comes from, for messages.
         kind: The type that the value must have: dict or list.
+        allows_nan: Whether NaN and Infinity are numbers, as in files that Python's json wrote.
 
     Raises:
         ValueError: The text is not JSON of this type, or has too many values.
@@ -47,7 +50,7 @@ def parse_json(content: bytes | str, where: object, kind: type[T] = dict) -> T:
         raise ValueError(f"{where} is too large: it has more than {MAX_VALUES:,} values")
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=float if allows_nan else _refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is damaged: it is not valid JSON ({_reason(error)})") from None
     if not isinstance(value, kind):
@@ -56,7 +59,12 @@ def parse_json(content: bytes | str, where: object, kind: type[T] = dict) -> T:
 
 
 def read_json(
-    path: Path, kind: type[T] = dict, *, within: Path | None = None, max_bytes: int = MAX_BYTES
+    path: Path,
+    kind: type[T] = dict,
+    *,
+    within: Path | None = None,
+    max_bytes: int = MAX_BYTES,
+    allows_nan: bool = False,
 ) -> T:
     """Read a JSON file.
 
@@ -65,12 +73,14 @@ def read_json(
         kind: The type that the value must have: dict or list.
         within: A directory that the file must be in, also if `path` is a link.
         max_bytes: The maximum size of the file.
+        allows_nan: Whether NaN and Infinity are numbers, as in files that Python's json wrote.
 
     Raises:
         ValueError: See `parse_json` and `untrusted.files.read_bytes`.
         OSError: The file cannot be read.
     """
-    return parse_json(read_bytes(path, within=within, max_bytes=max_bytes), path, kind)
+    content = read_bytes(path, within=within, max_bytes=max_bytes)
+    return parse_json(content, path, kind, allows_nan=allows_nan)
 
 
 def parse_yaml(content: bytes, where: object) -> dict[str, Any]:

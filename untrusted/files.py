@@ -18,7 +18,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 #: Maximum size of a file that is read as a whole, unless the caller allows more.
 MAX_BYTES = 16 * 2**20
@@ -47,6 +47,22 @@ def check_link(path: Path, directory: Path) -> None:
             f"{path} is a link to {real}, outside {directory}; if you trust it, replace the link "
             "by a copy of the file, otherwise delete it"
         )
+
+
+def check_links(directory: Path) -> None:
+    """Check that neither a directory nor its immediate subfolders have links that lead outside.
+
+    Args:
+        directory: The directory, which need not exist.
+
+    Raises:
+        ValueError: A link leads out of the directory; the message names it.
+    """
+    if not directory.is_dir():
+        return
+    for path in [*directory.iterdir(), *directory.glob("*/*")]:
+        if path.is_symlink():
+            check_link(path, directory)
 
 
 def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
@@ -119,7 +135,7 @@ def open_new(path: Path) -> BinaryIO:
     Raises:
         OSError: The file cannot be created.
     """
-    path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # Not the target, if it is a link.
     # O_EXCL also refuses a link that somebody put there in the meantime.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
@@ -160,29 +176,35 @@ def open_in_place(path: Path, flags: int) -> int:
     return descriptor
 
 
-def write_with(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_with(
+    path: Path, write: Callable[[BinaryIO], object], *, reaches_disk: bool = False
+) -> None:
     """Write a file atomically: it appears complete, or not at all.
 
     Args:
         path: The path of the file; a link there is replaced, not followed.
         write: Writes the content to the given file.
+        reaches_disk: Whether to wait until the content is on the disk.
 
     Raises:
         OSError: The file cannot be written; nothing is left behind.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open_new(temporary) as file:
             write(file)
+            if reaches_disk:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, reaches_disk: bool = False) -> None:
     """Write a UTF-8 text file atomically; see `write_with`."""
-    write_with(path, lambda file: _write_all(file, text.encode("utf-8")))
+    write_with(path, lambda file: file.write(text.encode("utf-8")), reaches_disk=reaches_disk)
 
 
 def copy_file(source: Path, target: Path, *, within: Path | None = None) -> None:
@@ -199,10 +221,6 @@ def copy_file(source: Path, target: Path, *, within: Path | None = None) -> None
     """
     with open_regular(source, within=within) as original:
         write_with(target, lambda file: shutil.copyfileobj(original, file))
-
-
-def _write_all(file: IO[bytes], content: bytes) -> None:
-    file.write(content)
 
 
 def _check_regular(descriptor: int, path: Path) -> None:

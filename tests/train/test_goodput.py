@@ -243,7 +243,7 @@ def test_interrupted_write_leaves_the_previous_record(tmp_path, world, monkeypat
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(goodput.os, "replace", fail)
+        patch.setattr("os.replace", fail)
         record.write(4)
         record.write(5)
     assert len(re.findall("no space left", caplog.text)) == 1

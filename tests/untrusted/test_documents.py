@@ -69,9 +69,7 @@ def test_wrong_fields_are_named():
     check_fields({"a": "x", "other": 1}, {"a": str, "b": int | None}, "f.json")
     with pytest.raises(ValueError, match=r"^f.json is damaged: it has no 'a'$"):
         check_fields({}, {"a": str}, "f.json")
-    with pytest.raises(
-        ValueError, match=r"^f.json: a is \[1\], but must be of type dict"
-    ):
+    with pytest.raises(ValueError, match=r"^f.json: a is \[1\], but must be of type dict"):
         check_fields({"a": [1]}, {"a": dict[str, str]}, "f.json")
 
 

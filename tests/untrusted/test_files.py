@@ -79,7 +79,7 @@ def test_large_files_are_refused_without_reading_them(tmp_path):
 
 def test_writing_replaces_links_and_leaves_their_targets(secret, tmp_path):
     received = tmp_path / "received"
-    for name in ("config.yaml", "config.yaml.tmp"):
+    for name in ("config.yaml", ".config.yaml.tmp"):
         (received / name).symlink_to(secret)
     write_text(received / "config.yaml", "new")
     assert secret.read_text() == "private"

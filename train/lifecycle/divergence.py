@@ -14,6 +14,7 @@ import numpy as np
 
 from train.config.train_config import TrainConfig
 from train.lifecycle.stop_signals import wait_for_all
+from untrusted.files import write_with
 
 #: Rollbacks per start of a run, with train.on_nonfinite="rollback". A run that needs more will not
 #: recover.
@@ -105,8 +106,7 @@ def _save(rows: Mapping[str, np.ndarray], step: int, workdir: Path) -> str:
     process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
     path = workdir / f"nonfinite_step_{step}{process}.npz"
     try:
-        with open(path, "wb") as file:
-            np.savez(file, allow_pickle=False, **rows)
+        write_with(path, lambda file: np.savez(file, allow_pickle=False, **rows))
     except OSError as error:
         return f"its batch could not be saved: {error}"
     return f"its batch is in {path}"

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from train.lifecycle.exit_codes import HUNG
 from train.lifecycle.phases import NAMES, Phases, PhaseStatus
+from untrusted.documents import read_json
+from untrusted.files import write_text
 
 #: Phases that may take arbitrarily long.
 UNWATCHED = ("startup", "compile", "restore")
@@ -244,13 +246,11 @@ class Watchdog:
 
     def _write_heartbeat(self) -> None:
         path = self._path(self._process)
-        new = path.with_name(f".{path.name}.tmp")
         with self._write_lock:
             self._beat += 1
             heartbeat = self._heartbeat(self._phases.current)
             try:
-                new.write_text(json.dumps(dataclasses.asdict(heartbeat)), encoding="utf-8")
-                os.replace(new, path)
+                write_text(path, json.dumps(dataclasses.asdict(heartbeat)))
             except OSError as error:
                 if not self._has_reported_write_error:
                     name = f"process {self._process}"
@@ -264,10 +264,8 @@ class Watchdog:
         heartbeats = {}
         for index in range(self._num_processes):
             if index != self._process:
-                with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-                    heartbeat = _Heartbeat(
-                        **json.loads(self._path(index).read_text(encoding="utf-8"))
-                    )
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    heartbeat = _Heartbeat(**read_json(self._path(index)))
                     if heartbeat.run_id == self._run_id and heartbeat.phase in NAMES:
                         heartbeats[index] = heartbeat
         return heartbeats

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -21,6 +20,7 @@ from sharding.memory import MemoryConfig
 from train.config.config_files import differences, load_data, save_yaml
 from train.config.schema import SECTIONS
 from train.run.run import Run
+from untrusted.files import check_links, copy_file, write_text
 
 #: Sections and keys that a run must share with the checkpoints that it resumes from.
 FIXED = (
@@ -56,9 +56,10 @@ def check(workdir: Path, run: Run) -> None:
         run: the run that wants to use it.
 
     Raises:
-        ValueError: it has checkpoints of another model or other data; the message lists the keys
-            that differ.
+        ValueError: it has checkpoints of another model or other data, and the message lists the
+            keys that differ; or it has a link that leads outside.
     """
+    check_links(workdir)
     path = workdir / CONFIG_FILE
     if not path.exists() or not has_checkpoint(workdir):
         return
@@ -118,13 +119,13 @@ def write_run_files(
     hf = workdir / HF_FILES
     hf.mkdir(parents=True, exist_ok=True)
     save_yaml(resolved(run), workdir / CONFIG_FILE)
-    (workdir / "memory.txt").write_text(report + "\n")
+    write_text(workdir / "memory.txt", report + "\n")
     if source is not None:
         keep_hf_files(source, workdir)
     elif isinstance(corpus, TextCorpus) and Path(corpus.tokenizer.source).is_file():
-        shutil.copyfile(corpus.tokenizer.source, hf / "tokenizer.json")
+        copy_file(Path(corpus.tokenizer.source), hf / "tokenizer.json")
     if corpus.labels:
-        (hf / LABELS_FILE).write_text(json.dumps(corpus.labels) + "\n")
+        write_text(hf / LABELS_FILE, json.dumps(corpus.labels) + "\n")
 
 
 def planned_memory(workdir: Path) -> MemoryConfig:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from sharding.distributed.messages import Exchange
+from untrusted.files import open_in_place
 
 #: Exists while a run trains.
 LOCK_FILE = "lock"
@@ -78,7 +79,8 @@ def _lock_file(path: Path, timeout_s: float) -> Iterator[str]:
     deadline_s = time.monotonic() + timeout_s
     has_warned = False
     while True:
-        with open(path, "a+", encoding="utf-8") as file:
+        descriptor = open_in_place(path, os.O_RDWR | os.O_APPEND)
+        with os.fdopen(descriptor, "a+", encoding="utf-8") as file:
             holder = ""
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,6 +29,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fields.field import field
 from fields.section import Section
+from untrusted.documents import parse_json
+from untrusted.files import open_in_place, open_regular, write_text
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -112,7 +114,8 @@ class _Appender:
         self._path = path
         self._pending = b""
         self._has_warned = False
-        self._file = open(path, "ab", buffering=0)
+        descriptor = open_in_place(path, os.O_WRONLY | os.O_APPEND)
+        self._file = os.fdopen(descriptor, "ab", buffering=0)
 
     def append(self, content: bytes) -> None:
         self._pending += content
@@ -141,11 +144,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         One dict per line, with NaN and infinities as floats.
     """
     objects = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-                objects.append({name: _from_json(value) for name, value in entry.items()})
+    with open_regular(Path(path)) as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                entry = parse_json(line, path)
+                if isinstance(entry.get("step"), int):
+                    objects.append({name: _from_json(value) for name, value in entry.items()})
     return objects
 
 
@@ -153,15 +157,9 @@ def _drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
-    # Write a new file and replace the old one atomically, so that a kill here loses nothing.
-    new = path.with_name(path.name + ".new")
-    with open(new, "w", encoding="utf-8") as file:
-        for entry in kept:
-            line = {name: _to_json(value) for name, value in entry.items()}
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    lines = [{name: _to_json(value) for name, value in entry.items()} for entry in kept]
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    write_text(path, text, reaches_disk=True)  # atomically, so that a kill here loses nothing
 
 
 def _open_event_file(directory: Path, resume_step: int) -> _Appender:
