@@ -20,9 +20,10 @@ from data.checks import listed
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.listing import ENDINGS, Listing, list_images, subfolders
-from data.images.readability import leave_out, sound_files
+from data.images.readability import MAX_IMAGE_BYTES, leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split
 from data.images.transforms.crops import open_image
+from untrusted.files import read_bytes
 
 # Names of folders that are splits rather than classes; upper and lower case are equivalent.
 _TRAIN = "train"
@@ -52,7 +53,7 @@ class FolderImages(ImageSource):
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Return an image, not decoded yet, and the number of its class."""
-        content = Path(self.place(index)).read_bytes()
+        content = read_bytes(Path(self.place(index)), max_bytes=MAX_IMAGE_BYTES)
         return open_image(content), int(self._labels[index])
 
     def place(self, index: int) -> str:

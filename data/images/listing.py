@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.checks import listed
 from data.image_config import ImageConfig
 from data.images.readability import leave_out
 
@@ -84,7 +85,8 @@ class Listing:
 def list_images(root: Path, images: ImageConfig) -> Listing:
     """List the images in a folder and its subfolders. Hidden files and folders are ignored.
 
-    Symbolic links to folders are followed.
+    Symbolic links are followed, but every image is listed once: a link to something that is listed
+    anyway is left out, with a log message.
 
     Args:
         root: The folder.
@@ -94,41 +96,96 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
         The listing.
 
     Raises:
-        ValueError: A folder cannot be read, or links back to a folder that contains it, and
+        ValueError: A folder cannot be read, or links back to a folder that contains `root`, and
             `images.on_broken` is 'refuse'.
     """
-    files = []
-    others = []
-    problems = []
-    # Path of a folder -> (device, inode) of the folder and of all folders that contain it. A folder
-    # whose own identity is in this set is a cycle.
-    above = {str(root): {_identity(str(root))}}
-
-    def refuse(error: OSError) -> None:
-        problems.append(f"{error.filename} ({error.strerror})")
-
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
-        outer = above.pop(folder)
-        entered = []
-        for name in sorted(_shown(folders)):
-            path = os.path.join(folder, name)
-            own = _identity(path)
-            if own in outer:
-                problems.append(f"{path} (it leads back to a folder that contains it)")
-            else:
-                entered.append(name)
-                above[path] = outer | {own}
-        folders[:] = entered
-        below = os.path.relpath(folder, root)
-        prefix = "" if below == "." else below + os.sep
-        for name in _shown(names):
-            (files if name.lower().endswith(ENDINGS) else others).append(prefix + name)
+    walk = _Walk(root)
+    problems = walk.problems
     leave_out(problems, f"folder(s) in {root} cannot be read", "fix or remove them", images)
+    files = [name for name in walk.files if name.lower().endswith(ENDINGS)]
+    others = [name for name in walk.files if not name.lower().endswith(ENDINGS)]
     if others:
         some = ", ".join(sorted(others)[:3])
         logger.info("%d file(s) in %s have no image suffix: %s", len(others), root, some)
+    if walk.repeated:
+        some = listed(sorted(walk.repeated))
+        logger.info(
+            "%d link(s) in %s lead to images that are listed anyway: %s",
+            len(walk.repeated),
+            root,
+            some,
+        )
     encoded = np.array([os.fsencode(file) for file in sorted(files)], np.bytes_)
     return Listing(root=root, files=encoded, folders=subfolders(root))
+
+
+class _Walk:
+    """A walk through a folder and its subfolders, which visits every file and folder once.
+
+    Attributes:
+        files: The paths of the files, relative to the folder.
+        repeated: The relative paths of links to what the walk finds anyway.
+        problems: Descriptions of folders that cannot be entered.
+    """
+
+    def __init__(self, root: Path):
+        self.files: list[str] = []
+        self.repeated: list[str] = []
+        self.problems: list[str] = []
+        self._root = str(root)
+        self._real_root = os.path.realpath(root)
+        # (device, inode) of the folders entered, and of the files that links outside lead to.
+        self._seen = {_identity(self._real_root)}
+        waiting = [""]
+        while waiting:
+            waiting += self._enter(waiting.pop())
+
+    def _enter(self, prefix: str) -> list[str]:
+        """Visit a folder; return its subfolders.
+
+        Args:
+            prefix: The relative path of the folder, empty or with a slash at its end.
+        """
+        try:
+            with os.scandir(os.path.join(self._root, prefix)) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError as error:
+            self.problems.append(f"{error.filename} ({error.strerror})")
+            return []
+        folders = []
+        for entry in entries:
+            name = prefix + entry.name
+            if entry.name.startswith(".") or not self._is_new(entry, name):
+                continue
+            if entry.is_dir():
+                folders.append(name + os.sep)
+            else:
+                self.files.append(name)
+        return folders
+
+    def _is_new(self, entry: os.DirEntry[str], name: str) -> bool:
+        """Return whether to visit an entry, and note why not."""
+        is_folder = entry.is_dir()
+        if entry.is_symlink():
+            real = os.path.realpath(entry.path)
+            if is_folder and os.path.commonpath([real, self._real_root]) == real:
+                self.problems.append(f"{entry.path} (it leads back to a folder that contains it)")
+                return False
+            if os.path.exists(real) and self._is_listed(real):
+                self.repeated.append(name)
+                return False
+        if is_folder or (entry.is_symlink() and entry.is_file()):
+            identity = _identity(entry.path)
+            if identity in self._seen:
+                self.repeated.append(name)
+                return False
+            self._seen.add(identity)
+        return True
+
+    def _is_listed(self, real: str) -> bool:
+        """Return whether a path without links is in the folder, and not hidden there."""
+        relative = os.path.relpath(real, self._real_root)
+        return not any(part.startswith(".") for part in relative.split(os.sep))
 
 
 def subfolders(root: Path) -> tuple[str, ...]:

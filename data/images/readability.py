@@ -19,7 +19,10 @@ from data.checks import listed
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.transforms.crops import open_image
+from untrusted.files import read_bytes
 
+#: The largest image file that is read.
+MAX_IMAGE_BYTES = 2**28
 # Number of files that a thread checks at a time.
 _CHUNK = 256
 # The cache key of a file that does not exist.
@@ -151,11 +154,13 @@ def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) ->
 
 def _problem_of_file(path: str) -> str | None:
     if os.path.exists(path) and not os.path.isfile(path):
-        return "it is not a regular file"  # Reading from a pipe could block forever.
+        return "it is not a regular file"
     try:
-        return problem_of(Path(path).read_bytes())
+        return problem_of(read_bytes(Path(path), max_bytes=MAX_IMAGE_BYTES))
     except OSError as error:
         return f"{type(error).__name__}: {error.strerror}"
+    except ValueError as error:
+        return str(error)
 
 
 def _key(path: str) -> int:

@@ -17,8 +17,12 @@ _STEPS = {"LAB": "RGB", "La": "LA"}
 _NUM_TRIES = 10
 
 
+#: The formats of Pillow that are opened. Some others start programs, such as Ghostscript for EPS.
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+
+
 def open_image(image: Any) -> Image.Image:
-    """Open an image. Encoded bytes are not decoded yet.
+    """Open an image. Encoded bytes, in one of FORMATS, are not decoded yet.
 
     Args:
         image: Encoded bytes, an array uint8[height, width] or uint8[height, width, channels] with
@@ -34,7 +38,7 @@ def open_image(image: Any) -> Image.Image:
         image.load()
         return image.copy()  # Threads share the image, and `Image.draft` would modify it.
     if isinstance(image, bytes):
-        return Image.open(io.BytesIO(image))
+        return Image.open(io.BytesIO(image), formats=FORMATS)
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.size:
         if image.ndim == 3 and image.shape[2] == 1:
             image = image[:, :, 0]

@@ -82,10 +82,10 @@ def test_many_broken_files_are_counted_and_three_are_named(tmp_path):
 def refusing(function, path):
     """Wrap a function such that it lacks permission for `path`, which root would always have."""
 
-    def call(given):
+    def call(given, *args, **kwargs):
         if str(given) == str(path):
             raise PermissionError(13, "Permission denied", str(given))
-        return function(given)
+        return function(given, *args, **kwargs)
 
     return call
 
@@ -96,7 +96,7 @@ def test_files_without_read_permission_are_named(tmp_path, monkeypatch, caplog):
     write_image(root / "a" / "deep" / "9.png", 9)
     with monkeypatch.context() as patch:
         file = root / "a" / "0.png"
-        patch.setattr(Path, "read_bytes", refusing(Path.read_bytes, file))
+        patch.setattr(os, "open", refusing(os.open, file))
         with pytest.raises(
             ValueError, match=r"1 of 9 images .*0\.png \(PermissionError: Permission"
         ):
@@ -180,3 +180,16 @@ def test_image_that_breaks_later_has_zero_weight(num_workers, tmp_path, caplog, 
     assert "cannot be read: FileNotFoundError" in said and "left out" in said
     names = [line for line in said.splitlines() if "left out" in line]
     assert len({line.partition(" cannot")[0][-12:] for line in names}) == 8
+
+
+def test_image_that_would_start_a_program_is_not_an_image(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a program was started")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    monkeypatch.setattr("subprocess.check_call", refuse)
+    write_classes(tmp_path / "i", "ab", num_images=2)
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    (tmp_path / "i" / "a" / "photo.jpg").write_bytes(eps)
+    with pytest.raises(ValueError, match=r"photo\.jpg \(it is not an image in a known format\)"):
+        folder(tmp_path, tmp_path / "i")

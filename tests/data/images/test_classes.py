@@ -26,21 +26,29 @@ def test_folder_cycle_is_rejected_or_left_out(tmp_path, caplog):
     write_classes(root, "ab", num_images=4)
     (root / "a" / "up").symlink_to(root)
     (root / "a" / "self").symlink_to(root / "a")
-    # Two links to each other's folder; following both leads back to the first folder.
-    (root / "a" / "to_b").symlink_to(root / "b")
-    (root / "b" / "to_a").symlink_to(root / "a")
     with pytest.raises(ValueError, match=r"\d folder\(s\) in .*leads back .*on_broken='skip'"):
         folder(tmp_path, root)
     corpus = folder(tmp_path, root, images=SKIP)
     assert "leads back" in caplog.text
-    # Links to other folders are followed: each class has its own images and the other class's.
-    assert len(corpus.train) + len(corpus.validation) == 16
-    for link in ("up", "self"):
-        (root / "a" / link).unlink()
-    (root / "b" / "to_a").unlink()
-    assert (
-        sorted(targets(folder(tmp_path, root, validation_fraction=0.0).train)) == [0] * 8 + [1] * 4
-    )
+    assert len(corpus.train) + len(corpus.validation) == 8
+
+
+def test_links_do_not_multiply_images(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    root = tmp_path / "i"
+    write_classes(root, "ab", num_images=4)
+    write_classes(tmp_path / "elsewhere", "c", num_images=2, first=50)
+    # Links to each other's folder, to a file, and twice to a folder and a file outside.
+    (root / "a" / "to_b").symlink_to(root / "b")
+    (root / "b" / "to_a").symlink_to(root / "a")
+    first = min((root / "a").glob("*.png"))
+    (root / "b" / "again.png").symlink_to(first)
+    for number in range(3):
+        (root / "a" / f"outside{number}").symlink_to(tmp_path / "elsewhere" / "c")
+    found = folder(tmp_path, root, validation_fraction=0.0).train
+    assert sorted(targets(found)) == [0] * 6 + [1] * 4
+    assert "5 link(s) in" in caplog.text
+    assert "lead to images that are listed anyway: a/outside1, a/outside2, a/to_b" in caplog.text
 
 
 def test_empty_classes_are_left_out_and_the_others_renumbered(tmp_path, caplog):
