@@ -52,9 +52,13 @@ def parse_json(
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
         value = json.loads(text, parse_constant=float if allows_nan else _refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is damaged: it is not valid JSON ({_reason(error)})") from None
+        raise ValueError(
+            f"{where} is not valid JSON ({_reason(error)}); it is damaged or has another format"
+        ) from None
     if not isinstance(value, kind):
-        raise ValueError(f"{where} is damaged: it does not contain a JSON {_KINDS[kind]}")
+        raise ValueError(
+            f"{where} must contain a JSON {_KINDS[kind]}; it is damaged or has another format"
+        )
     return value
 
 

@@ -126,7 +126,9 @@ def read_text(path: Path, *, within: Path | None = None, max_bytes: int = MAX_BY
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is damaged: byte {error.start} is not UTF-8") from None
+        raise ValueError(
+            f"{path} cannot be read: it is not text (byte {error.start} is not UTF-8)"
+        ) from None
 
 
 def open_new(path: Path) -> BinaryIO:

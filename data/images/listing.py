@@ -140,25 +140,21 @@ class _Walk:
         while waiting:
             waiting += self._enter(waiting.pop())
 
-    def _enter(self, prefix: str) -> list[str]:
-        """Visit a folder; return its subfolders.
-
-        Args:
-            prefix: The relative path of the folder, empty or with a slash at its end.
-        """
+    def _enter(self, folder: str) -> list[str]:
+        """Visit a folder by its relative path, and return its subfolders."""
         try:
-            with os.scandir(os.path.join(self._root, prefix)) as found:
+            with os.scandir(os.path.join(self._root, folder) if folder else self._root) as found:
                 entries = sorted(found, key=lambda entry: entry.name)
         except OSError as error:
             self.problems.append(f"{error.filename} ({error.strerror})")
             return []
         folders = []
         for entry in entries:
-            name = prefix + entry.name
+            name = os.path.join(folder, entry.name)
             if entry.name.startswith(".") or not self._is_new(entry, name):
                 continue
             if entry.is_dir():
-                folders.append(name + os.sep)
+                folders.append(name)
             else:
                 self.files.append(name)
         return folders

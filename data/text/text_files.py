@@ -5,11 +5,13 @@ One pass over the files finds the byte span of each document. Only the spans sta
 
 import glob
 import hashlib
-import json
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from untrusted.documents import parse_json
+from untrusted.files import open_regular
 
 # A .txt file is cut into documents of about this size. This bounds memory, and lets a single file
 # provide both a train and a validation split.
@@ -78,7 +80,7 @@ class DocumentSpans:
         """
         file_number, start, stop, line = self[index]
         file = files[file_number]
-        with open(file, "rb") as stream:
+        with open_regular(file) as stream:
             stream.seek(start)
             content = stream.read(stop - start)
         return _decode(content, file, start), file, line
@@ -202,7 +204,7 @@ def _require_documents(files: list[Path], fraction: float, num_train: int, num_h
 def _spans_of(file: Path) -> Iterator[tuple[int, int, int, bytes]]:
     """Yield (first byte, end byte, line number, bytes) of each document that is not blank."""
     try:
-        with open(file, "rb") as stream:
+        with open_regular(file) as stream:
             start = 3 if stream.read(3) == b"\xef\xbb\xbf" else 0  # Skip a byte order mark.
             stream.seek(start)
             line = 1
@@ -258,17 +260,10 @@ def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict
     Raises:
         ValueError: The line is not a JSON object, or the field is missing or not a string.
     """
-    try:
-        record = json.loads(content)
-    except ValueError as error:
+    record = parse_json(content, f"data.paths: {file} line {line}", allows_nan=True)
+    if not isinstance(record.get(text_field), str):
         raise ValueError(
-            f"data.paths: {file} line {line} is not valid JSON ({error}); "
-            "each line must be one JSON object"
-        ) from error
-    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        has = f"the fields {sorted(record)}" if isinstance(record, dict) else "no fields"
-        raise ValueError(
-            f"data.paths: {file} line {line} has {has}, but no string in "
+            f"data.paths: {file} line {line} has the fields {sorted(record)}, but no string in "
             f"data.text_field={text_field!r}; set data.text_field to the field that contains the "
             "text"
         )

@@ -22,6 +22,7 @@ import jax
 from jax.experimental import topologies
 
 from sharding.mesh import AnyMesh
+from untrusted.files import read_text
 
 _FOLDER = Path(__file__).parent / "gpu_targets"
 #: Kinds of GPUs whose descriptions come with Taibai.
@@ -184,7 +185,7 @@ def parse_target(text: str) -> Target:
         )
     return Target(
         name=text,
-        description=path.read_text(encoding="utf-8"),
+        description=read_text(path),
         num_hosts=num_hosts,
         gpus_per_host=gpus_per_host,
     )

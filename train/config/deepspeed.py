@@ -12,13 +12,14 @@ A key with the value "auto" is ignored, so that Taibai's config decides.
 Source: DeepSpeed's documentation of its configuration JSON.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from train.config.schema import nearest
+from untrusted.documents import parse_json
+from untrusted.files import read_bytes
 
 AUTO = "auto"
 
@@ -161,14 +162,9 @@ def read(path: str, config: Any) -> list[str]:
         ValueError: some keys cannot be translated; the message lists all of them.
         FileNotFoundError: the file does not exist.
     """
-    if not Path(path).is_file():
+    if not Path(path).exists():
         raise FileNotFoundError(f"--deepspeed={path}: the file does not exist")
-    try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--deepspeed={path} is not valid JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"--deepspeed={path} must contain a JSON object")
+    tree = parse_json(read_bytes(Path(path)), f"--deepspeed={path}")
     translation = _Translation(tree, config)
     if translation.problems:
         raise ValueError(f"--deepspeed={path}: {'; '.join(translation.problems)}")

@@ -17,6 +17,7 @@ import re
 from pathlib import Path
 
 from sharding.pipeline.schedules.table import Op, Schedule
+from untrusted.files import read_text
 
 _OP = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -80,10 +81,9 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 def _read_rows(path: Path) -> list[list[list[tuple[str, int, int]]]]:
     """Return rows × columns × (kind, microbatch, virtual stage)."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ValueError(f"the schedule table {path} cannot be read: {reason}") from None
+        text = read_text(path).removeprefix("\ufeff")
+    except OSError as error:
+        raise ValueError(f"the schedule table {path} cannot be read: {error.strerror}") from None
     lines = csv.reader(text.splitlines())
     return [
         [

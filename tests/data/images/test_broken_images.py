@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest

@@ -172,7 +172,7 @@ def test_jsonl_reads_the_named_field_and_skips_blank_lines(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"te', ValueError, r"a\.jsonl line 2 is not valid JSON"),
         ("a.jsonl", b'\n\n{"t": 1}\n', ValueError, r"line 3 has the fields \['t'\].*text_field"),
         ("a.jsonl", b'{"text": 1}\n', ValueError, r"line 1 has .*data\.text_field='text'"),
-        ("a.jsonl", b"[1]\n", ValueError, r"line 1 has no fields"),
+        ("a.jsonl", b"[1]\n", ValueError, r"line 1 must contain a JSON object"),
     ],
 )
 def test_invalid_text_files_are_rejected(file, content, error, message, tmp_path):
