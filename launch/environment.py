@@ -1,25 +1,26 @@
 """Environment variables of a training process: XLA and NCCL settings, and distributed start-up.
 
-`launch.local` sets these variables for the processes that it starts. A batch script sets the XLA
-and NCCL settings with
+`launch.local` sets these variables for the processes that it starts. A batch script starts
 
-    eval "$(python -m launch.environment --platform=gpu)"
+    python -m launch.environment -- python -m train.main ...
 
-and needs no variables for distributed start-up: under srun, `train.main` reads SLURM's own.
-Variables that the user has already set always take precedence. XLA_FLAGS is merged flag by flag.
+which sets the XLA and NCCL settings and then becomes the given command. It needs no variables for
+distributed start-up: under srun, `train.main` reads SLURM's own. Variables that the user has
+already set always take precedence. XLA_FLAGS is merged flag by flag.
 """
 
 import argparse
 import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 # Read by `train.main`. Set either all of the first three or none of them.
-COORDINATOR = "TAIBAI_COORDINATOR"  # host:port of process 0
+COORDINATOR = "TAIBAI_COORDINATOR"  # host:port of process 0, or unix:PATH of its socket
 NUM_PROCESSES = "TAIBAI_NUM_PROCESSES"
 PROCESS_ID = "TAIBAI_PROCESS_ID"
 DEVICES_PER_PROCESS = "TAIBAI_DEVICES_PER_PROCESS"  # CPU devices to simulate in each process
+SECRET = "TAIBAI_SECRET"  # the secret with which processes recognize each other
 
 # Simulated devices share the CPU cores, so one of them can reach a collective minutes after
 # another. By default XLA assumes a deadlock after 40 s and aborts; these flags allow 5 minutes.
@@ -115,6 +116,7 @@ def merge_xla_flags(flags: Mapping[str, str], user: str) -> str:
 def process_variables(
     *,
     coordinator: str,
+    secret: str,
     num_processes: int,
     process_id: int,
     devices_per_process: int | None,
@@ -122,13 +124,15 @@ def process_variables(
     """Return the variables that `train.main` needs to connect its process to the others.
 
     Args:
-        coordinator: 'host:port' on which process 0 will listen.
+        coordinator: 'host:port' or 'unix:PATH' on which process 0 will listen.
+        secret: the run's secret.
         num_processes: number of processes of the run.
         process_id: number of this process, from 0.
         devices_per_process: CPU devices to simulate in each process; None on accelerators.
     """
     variables = {
         COORDINATOR: coordinator,
+        SECRET: secret,
         NUM_PROCESSES: str(num_processes),
         PROCESS_ID: str(process_id),
     }
@@ -175,13 +179,19 @@ def gpu_variables(
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + devices_per_process])}
 
 
-def main() -> None:
-    """Print shell commands that set the variables for XLA and NCCL."""
-    parser = argparse.ArgumentParser(prog="python -m launch.environment", description=main.__doc__)
+def main() -> NoReturn:
+    """Set the variables for XLA and NCCL, and become the given command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.environment",
+        usage="%(prog)s [--platform=cpu|gpu] -- COMMAND ...",
+        description=main.__doc__,
+        allow_abbrev=False,
+    )
     parser.add_argument("--platform", choices=PLATFORMS, default=detect_platform(os.environ))
-    platform = parser.parse_args().platform
-    for name, value in compiler_variables(platform, os.environ).items():
-        print(f"export {name}={shlex.quote(value)}")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    os.environ.update(compiler_variables(options.platform, os.environ))
+    os.execvp(options.command[0], options.command)
 
 
 if __name__ == "__main__":

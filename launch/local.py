@@ -18,11 +18,13 @@ import contextlib
 import math
 import os
 import queue
+import secrets
 import shutil
 import signal
-import socket
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from launch import environment
@@ -112,15 +114,20 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def free_port() -> int:
-    """Return a TCP port that is free on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """Create a directory that only this user can enter, and remove it at the end.
+
+    Yields:
+        The directory. Its path is short, because that of a socket may have at most 107 bytes.
+    """
+    base = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="taibai-", dir=base if len(base) < 60 else "/tmp") as d:
+        yield Path(d)
 
 
 def environments(
-    num_processes: int, devices_per_process: int, user: Mapping[str, str]
+    num_processes: int, devices_per_process: int, user: Mapping[str, str], directory: Path
 ) -> list[dict[str, str]]:
     """Return the complete environment of each process.
 
@@ -128,17 +135,19 @@ def environments(
         num_processes: number of processes.
         devices_per_process: number of devices of each process.
         user: the launcher's own environment; its XLA and NCCL settings override the defaults.
+        directory: a directory that only the user can enter, for the socket of process 0.
 
     Raises:
         ValueError: the processes need more GPUs than there are.
     """
     platform = environment.detect_platform(user)
     shared = {**user, **environment.compiler_variables(platform, user)}
-    coordinator = f"127.0.0.1:{free_port()}"
+    secret = secrets.token_hex(32)
     result = []
     for process_id in range(num_processes):
         variables = environment.process_variables(
-            coordinator=coordinator,
+            coordinator=f"unix:{directory / 'coordinator'}",
+            secret=secret,
             num_processes=num_processes,
             process_id=process_id,
             devices_per_process=devices_per_process if platform == "cpu" else None,
@@ -195,16 +204,19 @@ def main(argv: Sequence[str]) -> int:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: events.put((None, -number)))
     for restarts_left in reversed(range(options.max_restarts + 1)):
-        try:  # at every start, because the coordinator needs a free port
-            variables = environments(options.processes, options.devices_per_process, os.environ)
-        except ValueError as error:
-            print(f"launch.local: {error}", file=sys.stderr)
-            return 2
-        processes = Processes(command, variables, events)
-        try:
-            code, has_failed = run(processes, options.grace_s)
-        finally:
-            processes.stop(options.grace_s)
+        with private_directory() as directory:
+            try:
+                variables = environments(
+                    options.processes, options.devices_per_process, os.environ, directory
+                )
+            except ValueError as error:
+                print(f"launch.local: {error}", file=sys.stderr)
+                return 2
+            processes = Processes(command, variables, events)
+            try:
+                code, has_failed = run(processes, options.grace_s)
+            finally:
+                processes.stop(options.grace_s)
         if not has_failed or not restarts_left:
             break
         print(f"launch.local: restarting ({restarts_left} left)", file=sys.stderr, flush=True)

@@ -2,12 +2,13 @@
 
 `jax.distributed` itself waits silently for a process that never starts, accepts processes that
 disagree on their number, and aborts all of them in the end. In this handshake, process 0 listens on
-the coordinator's address. Every other process sends one line of JSON about itself, and all of them
-get the same answer:
+the coordinator's address. Every other process describes itself, and all of them get the same
+answer. Each side proves that it knows the run's secret, by a code (HMAC) of its message and of two
+random numbers, one from each side:
 
-    process 1  -- {"process_id": 1, "num_processes": 3, "host": "n1", "software": ...} -> process 0
-    process 2  -- {"process_id": 2, "num_processes": 3, "host": "n2", "software": ...} -> process 0
-    process 0  -- {"error": null}, or {"error": "process 2 on n2 has jax 0.12.0, ..."} -> all
+    process 0  -- {"nonce": a} --------------------------------------------------> process 1
+    process 1  -- {"nonce": b, "process": {"process_id": 1, ...}, "proof": ...} -> process 0
+    process 0  -- {"answer": null or "process 2 has jax 0.12.0, ...", "proof"} --> all
 """
 
 import contextlib
@@ -15,22 +16,31 @@ import hashlib
 import json
 import os
 import platform
+import queue
 import resource
+import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from sharding.distributed.channel import Channel, connect, listen
+from sharding.distributed.secret import SECRET, is_proof, proof
+from untrusted.documents import parse_json
+from untrusted.schema import check_fields
+
 #: Packages of which all processes must have the same version.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 #: Top-level folders of the project's own code.
-ROOMS = ("checkpoint", "convert", "data", "fields", "models", "sharding", "train")
+ROOMS = ("checkpoint", "convert", "data", "fields", "models", "sharding", "train", "untrusted")
 _RETRY_S = 0.2
 _OPEN_FILES = 512
-_READ_S = 5.0  # a process introduces itself right after connecting
+_INTRODUCTION_S = 5.0  # a process introduces itself right after connecting
+_MAX_STRANGERS = 256  # connections at a time, in addition to those of the run's processes
 _IS_MISSING = " processes are missing after "
 
 
@@ -63,16 +73,39 @@ class Process:
     pid: int = field(default_factory=os.getpid)
     software: Mapping[str, str] = field(default_factory=software)
 
+    def to_json(self) -> str:
+        """Return this description as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Process":
+        """Read a description.
+
+        Raises:
+            ValueError: The text is not the JSON of a process.
+        """
+        values = parse_json(text, "a process")
+        kinds = {"process_id": int, "num_processes": int, "host": str, "pid": int}
+        check_fields(values, {**kinds, "software": dict[str, str]}, "a process")
+        process = cls(**{name: values[name] for name in (*kinds, "software")})
+        if not 0 < process.process_id < process.num_processes:
+            raise ValueError(
+                f"process_id={process.process_id} must be at least 1 and less than "
+                f"num_processes={process.num_processes}"
+            )
+        return process
+
     def __str__(self) -> str:
         return f"process {self.process_id} on {self.host}"
 
 
-def perform_handshake(own: Process, coordinator: str, timeout_s: float) -> None:
+def perform_handshake(own: Process, coordinator: str, secret: bytes, timeout_s: float) -> None:
     """Wait until all processes are present, and check that they are compatible.
 
     Args:
         own: this process; the one with id 0 listens.
-        coordinator: host:port of process 0.
+        coordinator: address of process 0, host:port or unix:PATH.
+        secret: the run's secret, see sharding/distributed/secret.py.
         timeout_s: seconds to wait for other processes; hosts may start slowly.
 
     Raises:
@@ -80,11 +113,9 @@ def perform_handshake(own: Process, coordinator: str, timeout_s: float) -> None:
             and names the incompatible ones.
         OSError: processes are missing, or process 0 cannot listen or cannot be reached.
     """
-    deadline = time.monotonic() + timeout_s
-    if own.process_id == 0:
-        error = _listen(own, coordinator, deadline, timeout_s)
-    else:
-        error = _report(own, coordinator, deadline, timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    run = _listen if own.process_id == 0 else _report
+    error = run(own, coordinator, secret, deadline_s, timeout_s)
     if error:
         # Another start may help if processes are missing, but not if they are incompatible.
         raise TimeoutError(error) if _IS_MISSING in error else ValueError(error)
@@ -118,62 +149,170 @@ def problem(other: Process, present: Mapping[int, Process]) -> str | None:
     return f"{other} has {theirs}, and {first} has {ours}; install the same on all hosts"
 
 
-def _listen(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
+def _listen(
+    own: Process, coordinator: str, secret: bytes, deadline_s: float, timeout_s: float
+) -> str | None:
     """Collect all processes as process 0, answer them, and return the problem or None."""
-    port = int(coordinator.rpartition(":")[2])
-    connections = []
-    present = {0: own}
     _allow_connections(own.num_processes)
+    present = {0: own}
+    error = None
     with contextlib.ExitStack() as stack:
         try:
-            server = stack.enter_context(socket.create_server(("", port), backlog=4096))
-        except OSError as error:
+            server = stack.enter_context(listen(coordinator))
+        except OSError as failure:
+            port = coordinator.rpartition(":")[2]
             raise ConnectionError(
-                f"process 0 on {own.host} cannot listen on port {port} ({error.strerror}), where "
+                f"process 0 on {own.host} cannot listen on port {port} ({failure.strerror}), where "
                 "the other processes expect it; is another run using that port?"
             ) from None
-        error = None
+        reception = stack.enter_context(contextlib.closing(_Reception(server, secret, own)))
         while len(present) < own.num_processes and error is None:
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
-                connection = stack.enter_context(server.accept()[0])
-            except TimeoutError:
-                error = _missing(present, timeout_s)
+                other = reception.next_process(deadline_s)
+            except queue.Empty:
+                error = _missing(present, timeout_s, reception.num_strangers)
                 break
-            try:
-                connection.settimeout(_READ_S)
-                other = Process(**json.loads(_read_line(connection)))
-            except (OSError, ValueError, TypeError):
-                connection.close()  # a port scanner, or a process that died meanwhile
-                continue
-            connections.append(connection)
             error = problem(other, present)
             present.setdefault(other.process_id, other)
-        for connection in connections:
+        reception.answer(error)
+    return error
+
+
+class _Reception:
+    """Process 0's reception: it talks with everybody who connects, each in a thread of its own.
+
+    A stranger who sends nothing, or one byte at a time, keeps nobody waiting.
+
+    Attributes:
+        num_strangers: Connections that did not prove that they know the secret.
+    """
+
+    def __init__(self, server: socket.socket, secret: bytes, own: Process):
+        self.num_strangers = 0
+        self._server = server
+        self._secret = secret
+        self._free = threading.Semaphore(own.num_processes + _MAX_STRANGERS)
+        self._known: queue.SimpleQueue[tuple[Process, _Peer]] = queue.SimpleQueue()
+        self._peers: list[_Peer] = []
+        self._is_closed = False
+        threading.Thread(target=self._accept, daemon=True, name="handshake").start()
+
+    def next_process(self, deadline_s: float) -> Process:
+        """Return the next process that has introduced itself.
+
+        Raises:
+            queue.Empty: There is none before the deadline.
+        """
+        process, peer = self._known.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+        self._peers.append(peer)
+        return process
+
+    def answer(self, error: str | None) -> None:
+        """Send the result of the handshake to all processes that `next_process` returned."""
+        for peer in self._peers:
             with contextlib.suppress(OSError):
-                connection.sendall(json.dumps({"error": error}).encode() + b"\n")
-        return error
+                peer.channel.deadline_s = time.monotonic() + _INTRODUCTION_S
+                text = json.dumps(error)
+                code = proof(self._secret, "answer", *peer.nonces, text)
+                peer.channel.send({"answer": text, "proof": code})
+
+    def close(self) -> None:
+        """Accept no more connections, and close those of known processes."""
+        self._is_closed = True
+        for peer in self._peers:
+            peer.channel.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            self._server.settimeout(_RETRY_S)
+            try:
+                connection = self._server.accept()[0]
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # closed
+            if not self._free.acquire(blocking=False):
+                connection.close()  # a process of this run tries again
+                continue
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        """Let one peer introduce itself, and remember it if it knows the secret."""
+        channel = Channel(connection, time.monotonic() + _INTRODUCTION_S)
+        try:
+            own_nonce = secrets.token_hex(16)
+            channel.send({"nonce": own_nonce})
+            message = channel.receive()
+            check_fields(message, {"nonce": str, "process": str, "proof": str}, "a message")
+            nonces = (own_nonce, message["nonce"])
+            if not is_proof(message["proof"], self._secret, "process", *nonces, message["process"]):
+                raise ValueError("it does not know the secret")
+            process = Process.from_json(message["process"])
+        except (OSError, ValueError):
+            self.num_strangers += 1
+            channel.close()
+        else:
+            self._known.put((process, _Peer(channel=channel, nonces=nonces)))
+        finally:
+            self._free.release()
 
 
-def _report(own: Process, coordinator: str, deadline: float, timeout_s: float) -> str | None:
+@dataclass(frozen=True, kw_only=True)
+class _Peer:
+    """A process that has introduced itself.
+
+    Attributes:
+        channel: The channel to it.
+        nonces: Random numbers of both sides, without which a recorded message could be replayed.
+    """
+
+    channel: Channel
+    nonces: tuple[str, str]
+
+
+def _report(
+    own: Process, coordinator: str, secret: bytes, deadline_s: float, timeout_s: float
+) -> str | None:
     """Report to process 0, and return its answer: the problem, or None."""
-    host, _, port = coordinator.rpartition(":")
     while True:
-        left = deadline - time.monotonic()
+        left_s = deadline_s - time.monotonic()
         try:
             # Process 0 answers once all have connected; it waits no longer than this process.
-            with socket.create_connection((host, int(port)), timeout=max(left, 0.01)) as connection:
-                connection.settimeout(max(left, 0) + 5)
-                connection.sendall(json.dumps(asdict(own)).encode() + b"\n")
-                return json.loads(_read_line(connection))["error"]
-        except (OSError, ValueError, KeyError) as error:
-            if left <= 0:
+            return _introduce(own, coordinator, secret, deadline_s + _INTRODUCTION_S)
+        except (OSError, ValueError) as error:
+            if left_s <= 0:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise ConnectionError(
                     f"{own} could not reach process 0 at {coordinator} within {timeout_s:.0f} s "
-                    f"({reason}); is process 0 running there, and can the hosts reach each other?"
+                    f"({reason}); is process 0 running there, can the hosts reach each other, and "
+                    f"is {SECRET} the same for all?"
                 ) from None
         time.sleep(_RETRY_S)
+
+
+def _introduce(own: Process, coordinator: str, secret: bytes, deadline_s: float) -> str | None:
+    """Introduce this process to process 0, and return its answer.
+
+    Raises:
+        OSError: Process 0 cannot be reached or closes the connection.
+        ValueError: Who answers does not know the secret.
+    """
+    timeout_s = max(deadline_s - _INTRODUCTION_S - time.monotonic(), 0.01)
+    channel = Channel(connect(coordinator, timeout_s), deadline_s)
+    try:
+        hello = channel.receive()
+        check_fields(hello, {"nonce": str}, "a message")
+        nonces = (hello["nonce"], secrets.token_hex(16))
+        text = own.to_json()
+        code = proof(secret, "process", *nonces, text)
+        channel.send({"nonce": nonces[1], "process": text, "proof": code})
+        message = channel.receive()
+        check_fields(message, {"answer": str, "proof": str}, "a message")
+        if not is_proof(message["proof"], secret, "answer", *nonces, message["answer"]):
+            raise ValueError("who answers there has another secret")
+        return json.loads(message["answer"])
+    finally:
+        channel.close()
 
 
 def _allow_connections(count: int) -> None:
@@ -186,7 +325,7 @@ def _allow_connections(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _missing(present: Mapping[int, Process], timeout_s: float) -> str:
+def _missing(present: Mapping[int, Process], timeout_s: float, num_strangers: int) -> str:
     num = present[0].num_processes
     missing = [str(i) for i in range(num) if i not in present]
     listed = ", ".join(missing[:20]) + (" and more" if len(missing) > 20 else "")
@@ -194,9 +333,5 @@ def _missing(present: Mapping[int, Process], timeout_s: float) -> str:
     return (
         f"{len(missing)} of {num}{_IS_MISSING}{timeout_s:.0f} s: {listed}; the "
         f"others are on {hosts}; look at the output of the missing processes"
+        + (f" ({num_strangers} connections lacked the secret, {SECRET})" if num_strangers else "")
     )
-
-
-def _read_line(connection: socket.socket) -> str:
-    with connection.makefile("r", encoding="utf-8") as file:
-        return file.readline(2**20)

@@ -2,12 +2,14 @@
 
 A process learns from its environment how it was started. `python -m launch.local` sets
 
-    TAIBAI_COORDINATOR         host:port of process 0
+    TAIBAI_COORDINATOR         address of process 0: host:port, or unix:PATH on one machine
     TAIBAI_NUM_PROCESSES       number of processes
     TAIBAI_PROCESS_ID          0 .. TAIBAI_NUM_PROCESSES - 1
     TAIBAI_DEVICES_PER_PROCESS CPU devices that each process simulates
+    TAIBAI_SECRET              the secret with which processes recognize each other
 
-Under SLURM's `srun`, SLURM's own variables contain the same information.
+Under SLURM's `srun`, SLURM's own variables contain the same information, except for the secret;
+`launch/train.sbatch` sets it.
 """
 
 import contextlib
@@ -22,7 +24,9 @@ from typing import Any
 
 import jax
 
+from sharding.distributed.channel import bind_address
 from sharding.distributed.handshake import Process, perform_handshake
+from sharding.distributed.secret import run_secret
 from sharding.mesh import MeshConfig, make_mesh
 
 #: Longer timeouts: with simulated devices on few, busy cores, a collective can take longer than
@@ -111,7 +115,7 @@ def _has_nvidia_gpu() -> bool:
 class DistributedEnv:
     """How this process was started, if it is one of several."""
 
-    coordinator: str  # host:port
+    coordinator: str  # host:port or unix:PATH
     num_processes: int
     process_id: int
     local_device_ids: list[int] | None  # None: all devices that are visible to the process
@@ -145,12 +149,13 @@ def read_distributed_env(env: Mapping[str, str]) -> DistributedEnv | None:
 
 def _join(start: DistributedEnv, start_timeout_s: float, failure_timeout_s: float) -> None:
     own = Process(process_id=start.process_id, num_processes=start.num_processes)
-    perform_handshake(own, start.coordinator, start_timeout_s)
+    perform_handshake(own, start.coordinator, run_secret(os.environ), start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # The preemption service would catch SIGTERM, which the run itself handles.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=start.coordinator,
+        coordinator_bind_address=bind_address(start.coordinator),
         num_processes=start.num_processes,
         process_id=start.process_id,
         local_device_ids=start.local_device_ids,

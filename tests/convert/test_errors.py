@@ -92,7 +92,10 @@ REFUSED = {
     "outside": (leave_directory, r"must be a name in"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"contains neither"),
     "no config": (lambda d: (d / "config.json").unlink(), r"neither a config\.json"),
-    "config no JSON": (lambda d: (d / "config.json").write_text("{"), r"config\.json is not valid JSON"),
+    "config no JSON": (
+        lambda d: (d / "config.json").write_text("{"),
+        r"config\.json is not valid JSON",
+    ),
     "pickle": (pickle_weights, r"is a pickle.*--allow_pickle_weights"),
     "quantised": (quantise, r"transformer\.ln_f\.weight.* has the dtype I8"),
     "untied": (untie, r"transformer\.wte\.weight and lm_head\.weight differ"),

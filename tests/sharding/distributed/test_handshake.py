@@ -1,16 +1,21 @@
 """The handshake before processes join, with threads in place of processes."""
 
+import contextlib
+import json
 import re
 import socket
 import sys
 import threading
 import time
 import types
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from sharding.distributed.handshake import Process, _own_version, perform_handshake, software
+from sharding.distributed.secret import run_secret
 from sharding.distributed.startup import DistributedEnv, read_distributed_env
 
 SOFTWARE = {"python": "3.11.7", "jax": "0.10.2"}
@@ -21,15 +26,25 @@ def process(number: int, count: int = 3, **changes) -> Process:
     return replace(own, **changes)
 
 
-def answers(*present: Process, timeout_s: float = 20.0) -> list[str | None]:
-    """Run a handshake, and return each process's error message, or None."""
+def free_address() -> str:
+    """Return an address of the loopback interface with a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def answers(
+    *present: Process,
+    timeout_s: float = 20.0,
+    coordinator: str | None = None,
+    secrets: Sequence[bytes] = (b"the run's",) * 9,
+) -> list[str | None]:
+    """Run a handshake, and return each process's error message, or None."""
+    coordinator = coordinator or free_address()
     replies: list[str | None] = [None] * len(present)
 
     def call(number: int) -> None:
         try:
-            perform_handshake(present[number], coordinator, timeout_s)
+            perform_handshake(present[number], coordinator, secrets[number], timeout_s)
         except (ValueError, OSError) as error:
             replies[number] = str(error)
 
@@ -44,6 +59,23 @@ def answers(*present: Process, timeout_s: float = 20.0) -> list[str | None]:
 
 def test_those_that_fit_each_other_go_on():
     assert answers(*(process(number) for number in range(3))) == [None] * 3
+
+
+def test_processes_on_one_machine_meet_at_a_socket_in_a_folder(tmp_path):
+    coordinator = f"unix:{tmp_path}/socket"
+    present = [process(number) for number in range(3)]
+    assert answers(*present, coordinator=coordinator) == [None] * 3
+    assert answers(*present, coordinator=coordinator) == [None] * 3  # the old socket is replaced
+
+
+def test_processes_with_another_secret_do_not_join():
+    replies = answers(process(0, 2), process(1, 2), timeout_s=1.0, secrets=(b"one", b"other"))
+    assert re.match(
+        r"1 of 2 processes are missing after 1 s: 1; .* \(\d+ connections lacked the secret, "
+        r"TAIBAI_SECRET\)",
+        str(replies[0]),
+    )
+    assert re.match(r"process 1 .* and is TAIBAI_SECRET the same for all\?", str(replies[1]))
 
 
 def test_missing_processes_are_named_to_those_that_came():
@@ -111,25 +143,65 @@ def test_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConnectionError, match=f"process 0 on n0 cannot listen on port {port} "):
-            perform_handshake(process(0), f"127.0.0.1:{port}", 1.0)
+            perform_handshake(process(0), f"127.0.0.1:{port}", b"x", 1.0)
 
 
-@pytest.mark.thorough
 def test_strangers_at_the_port_are_passed_over():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    coordinator = free_address()
+    port = int(coordinator.rpartition(":")[2])
     first = threading.Thread(
-        target=perform_handshake, args=(process(0, 2), f"127.0.0.1:{port}", 20.0)
+        target=perform_handshake, args=(process(0, 2), coordinator, b"the run's", 20.0)
     )
     first.start()
-    for content in (b"GET / HTTP/1.1\r\n", b"[1]\n", b'{"process_id": "x"}\n', b""):
-        with connect(port) as stranger:
-            stranger.sendall(content)
-    silent = connect(port)  # stays connected and sends nothing
-    perform_handshake(process(1, 2), f"127.0.0.1:{port}", 20.0)
+    claim = json.dumps({"nonce": "0", "process": process(1, 2).to_json(), "proof": "0" * 64})
+    wrong_types = json.dumps({"nonce": 0, "process": [], "proof": None})
+    nested = "[" * 60_000
+    for content in ("GET / HTTP/1.1\r\n", "[1]", claim, wrong_types, nested, "x" * 200_000, ""):
+        with connect(port) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(content.encode() + b"\n")
+    silent = [connect(port) for _ in range(20)]  # stay connected and send nothing
+    since = time.monotonic()
+    perform_handshake(process(1, 2), coordinator, b"the run's", 20.0)
+    assert time.monotonic() - since < 4, "a stranger kept the processes waiting"
     first.join(timeout=30)
     assert not first.is_alive()
-    silent.close()
+    for connection in silent:
+        connection.close()
+
+
+def test_slow_stranger_does_not_delay_the_deadline():
+    coordinator = free_address()
+    replies = []
+
+    def listen():
+        with pytest.raises(TimeoutError) as error:
+            perform_handshake(process(0, 2), coordinator, b"the run's", 3.0)
+        replies.append((time.monotonic(), str(error.value)))
+
+    since = time.monotonic()
+    first = threading.Thread(target=listen)
+    first.start()
+    with connect(int(coordinator.rpartition(":")[2])) as stranger, contextlib.suppress(OSError):
+        for _ in range(40):
+            stranger.sendall(b"x")
+            time.sleep(0.1)
+    first.join(timeout=30)
+    ((ended, message),) = replies
+    assert ended - since < 6 and message.startswith("1 of 2 processes are missing after 3 s: 1")
+
+
+def test_secret_file_is_created_once_and_must_be_private(tmp_path):
+    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: run_secret(env), range(8)))
+    assert len(found) == 1 and len(found.pop()) == 64
+    path = tmp_path / "taibai" / "secret"
+    assert [file.name for file in path.parent.iterdir()] == ["secret"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert run_secret({**env, "TAIBAI_SECRET": "own"}) == b"own"
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="taibai/secret must be a file .* only you can read"):
+        run_secret(env)
 
 
 def connect(port: int) -> socket.socket:
