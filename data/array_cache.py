@@ -1,12 +1,14 @@
 """Arrays in the cache directory, computed once by whichever process gets there first."""
 
 import contextlib
-import os
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
 import numpy as np
+
+from untrusted.cached import read_cached, write_cached
 
 
 @contextlib.contextmanager
@@ -32,10 +34,10 @@ def read_array(path: Path) -> np.ndarray | None:
     Returns:
         The array, or None if the file does not exist or is damaged.
     """
-    try:
-        return np.load(path)
-    except (OSError, ValueError, EOFError):
+    content = read_cached(path)
+    if content is None:
         return None
+    return np.load(io.BytesIO(content), allow_pickle=False)
 
 
 def write_array(path: Path, values: np.ndarray) -> None:
@@ -48,10 +50,6 @@ def write_array(path: Path, values: np.ndarray) -> None:
     Raises:
         OSError: The file cannot be written; nothing is left behind.
     """
-    new = path.with_suffix(".tmp.npy")
-    try:
-        np.save(new, values)
-        os.replace(new, path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    content = io.BytesIO()
+    np.save(content, values, allow_pickle=False)
+    write_cached(path, content.getvalue())

@@ -9,6 +9,7 @@ from data.blend import parse_mixture
 from data.checks import require
 from fields.field import field
 from fields.section import Section
+from untrusted.files import make_private_directory
 
 #: The training objectives; docs/data.md describes them.
 STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
@@ -313,7 +314,7 @@ def make_cache(config: DataConfig) -> None:
         ValueError: The directory cannot be created.
     """
     try:
-        config.cache_path.mkdir(parents=True, exist_ok=True)
+        make_private_directory(config.cache_path)
     except OSError as error:
         raise ValueError(
             f"data.cache_dir={config.cache_dir!r}: {config.cache_path} cannot be created "

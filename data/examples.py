@@ -76,6 +76,27 @@ class Examples(abc.ABC):
             raise IndexError(f"example {index} of {len(self)}")
 
 
+class CheckedExamples(Examples):
+    """The rows of a source, after a check before each of them.
+
+    Args:
+        rows: The source.
+        check: Raises an error if the source has turned out to be damaged.
+    """
+
+    def __init__(self, rows: Examples, check: Callable[[], None]):
+        self.rows = rows
+        self._check_source = check
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Return row `index` of the source; see `Examples.example`."""
+        self._check_source()
+        return self.rows.example(index, key)
+
+
 class ConcatExamples(Examples):
     """The concatenation of several sources.
 

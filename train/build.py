@@ -15,6 +15,7 @@ from data.examples import Corpus
 from sharding.distributed import startup
 from sharding.distributed.messages import Exchange
 from sharding.memory import AUTO
+from train.compilation_cache import use_compilation_cache
 from train.config import config_files, deepspeed
 from train.config.checkpoint_config import take_init_from
 from train.config.schema import RunConfig, resolve
@@ -136,7 +137,7 @@ def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:
         _log.info("workdir %s", options.workdir)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     if config.train.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(config.data.cache_path / "xla"))
+        use_compilation_cache(config.data.cache_path / "xla")
     mesh = startup.start(
         config.mesh,
         start_timeout_s=config.train.start_timeout_s,

@@ -228,3 +228,22 @@ def copy_file(source: Path, target: Path, *, within: Path | None = None) -> None
 def _check_regular(descriptor: int, path: Path) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise ValueError(f"{path} is not a regular file; replace it by one")
+
+
+def make_private_directory(path: Path) -> None:
+    """Create a directory, such as a cache, that only this user may enter.
+
+    Args:
+        path: The directory; if it exists, its permissions are left as they are.
+
+    Raises:
+        OSError: The directory cannot be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def others_may_write(path: Path) -> bool:
+    """Return whether users other than this one own a directory or may write to it."""
+    status = path.stat()
+    return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & 0o022)

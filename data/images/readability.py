@@ -72,7 +72,7 @@ def sound_files(paths: Sequence[str], config: DataConfig, images: ImageConfig) -
     keys = np.array([_key(path) for path in paths], np.uint64)
     folder = os.fsencode(os.path.commonpath(map(os.path.abspath, paths)))
     name = hashlib.sha256(folder).hexdigest()
-    cache = config.cache_path / f"sound-images-{name[:16]}.npy"
+    cache = config.cache_path / f"sound-images-{name[:16]}.array"
     # If several processes start together, the lock lets one of them check the files.
     with locked(cache):
         known = read_array(cache)

@@ -125,7 +125,7 @@ def _read_labels(source: TfdsImages, config: DataConfig, key: str) -> np.ndarray
     each start. If several processes start together, one of them reads the images.
     """
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    cache = config.cache_path / f"labels-{name}.npy"
+    cache = config.cache_path / f"labels-{name}.array"
     with locked(cache):
         labels = read_array(cache)
         if labels is None or len(labels) != len(source):

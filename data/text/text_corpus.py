@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from data.blend import parse_mixture
 from data.config import RECORD_OBJECTIVES, DataConfig, make_cache
-from data.examples import ConcatExamples, Corpus, Label
+from data.examples import CheckedExamples, ConcatExamples, Corpus, Label
 from data.mixture import sources
 from data.text.chained import ConcatDocuments
 from data.text.documents import find_corpus
@@ -100,6 +100,9 @@ def _make_corpus(store: TokenStore, config: DataConfig, tokenizer: Tokenizer) ->
             f"tokens for one sequence, but the train split of data.name={config.name!r} has only "
             f"{len(store.splits['train'])}; reduce data.sequence_length or add text"
         )
+    if store.damage is not None:
+        train = CheckedExamples(train, store.damage.check)
+        validation = CheckedExamples(validation, store.damage.check)
     return TextCorpus(
         tokenizer=tokenizer, train=train, validation=validation, fingerprint=store.fingerprint
     )

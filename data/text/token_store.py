@@ -3,6 +3,10 @@
 With E for the end-of-document token, a split with the documents "ab" and "cde" is stored as
 
     E a b E c d e E
+
+The directory also contains a digest of all tokens, which is compared when the store is opened. If
+the store is large, a thread does so while the run starts to train; if it finds damage, the run ends
+and the next one tokenizes again.
 """
 
 import functools
@@ -11,7 +15,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +24,12 @@ from typing import Any
 import filelock
 import numpy as np
 
+from data.examples import BrokenExample
 from data.text.documents import Documents
 from data.text.tokenizer import Tokenizer
+from untrusted.documents import read_json
+from untrusted.files import open_regular, write_text
+from untrusted.schema import check_fields
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +39,9 @@ _REVISION = 1
 # threads of the tokenizer busy, and few enough to keep memory small.
 _BATCH_CHARACTERS = 2**22
 _BATCH_DOCUMENTS = 4096
+# Larger stores are verified by a thread. About a second's work.
+_VERIFIED_AT_ONCE = 2**30
+_META_TYPES = {"dtype": str, "num_tokens": dict[str, int], "fingerprint": str}
 # Number of tokens that `document_ends` searches at once.
 _SEARCHED_TOKENS = 2**24
 
@@ -42,10 +54,32 @@ class TokenStore:
         splits: Split -> uint16 or uint32 [number of tokens]: an end-of-document token, then every
             document followed by another one.
         fingerprint: A hash of all tokens; the same on every machine that tokenized this corpus.
+        damage: What the thread that verifies the tokens has found; None if they are verified.
     """
 
     splits: dict[str, np.ndarray]
     fingerprint: str
+    damage: "Damage | None" = None
+
+
+class Damage:
+    """What the verification of a store has found so far.
+
+    Attributes:
+        message: What is damaged; None as long as no damage was found.
+    """
+
+    def __init__(self):
+        self.message: str | None = None
+
+    def check(self) -> None:
+        """Raise an error if damage was found.
+
+        Raises:
+            BrokenExample: The tokens differ from those that were written.
+        """
+        if self.message is not None:
+            raise BrokenExample(self.message)
 
 
 def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> TokenStore:
@@ -122,7 +156,7 @@ def _build(corpus: Documents, tokenizer: Tokenizer, directory: Path) -> None:
             num_tokens[split] = stream.tell() // dtype.itemsize
         digest.update(split.encode())
     meta = {"dtype": str(dtype), "num_tokens": num_tokens, "fingerprint": digest.hexdigest()}
-    (directory / "meta.json").write_text(json.dumps(meta))
+    write_text(directory / "meta.json", json.dumps(meta))
 
 
 def _token_chunks(
@@ -167,19 +201,55 @@ def _checked_ids(tokenizer: Tokenizer, documents: list[np.ndarray]) -> list[np.n
 def _open(directory: Path) -> TokenStore | None:
     """Open the store in a directory; return None if it is absent or damaged."""
     try:
-        meta = json.loads((directory / "meta.json").read_text())
+        meta = read_json(directory / "meta.json")
+        check_fields(meta, _META_TYPES, directory / "meta.json")
         splits = {}
         for split, num_tokens in meta["num_tokens"].items():
-            tokens = np.memmap(directory / f"{split}.bin", np.dtype(meta["dtype"]), mode="r")
+            path = directory / f"{split}.bin"
+            open_regular(path, within=directory).close()
+            tokens = np.memmap(path, np.dtype(meta["dtype"]), mode="r")
             if len(tokens) != num_tokens:
                 logger.warning(
                     "%s has %d of %d tokens: tokenizing again", directory, len(tokens), num_tokens
                 )
                 return None
             splits[split] = tokens
-        return TokenStore(splits=splits, fingerprint=meta["fingerprint"])
+        fingerprint = meta["fingerprint"]
+        if sum(tokens.nbytes for tokens in splits.values()) > _VERIFIED_AT_ONCE:
+            damage = Damage()
+            arguments = (splits, meta["dtype"], fingerprint, directory, damage)
+            threading.Thread(target=_verify_later, args=arguments, daemon=True).start()
+            return TokenStore(splits=splits, fingerprint=fingerprint, damage=damage)
+        if _fingerprint(splits, meta["dtype"]) != fingerprint:
+            logger.warning("%s is damaged (its SHA-256 differs): tokenizing again", directory)
+            return None
+        return TokenStore(splits=splits, fingerprint=fingerprint)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         logger.warning("%s is damaged (%s): tokenizing again", directory, error)
         return None
+
+
+def _fingerprint(splits: Mapping[str, np.ndarray], dtype: str) -> str:
+    """Return the hash that `_build` computed for these tokens."""
+    digest = hashlib.sha256(dtype.encode())
+    for split, tokens in splits.items():
+        # In chunks, so that other threads run in between.
+        for first in range(0, len(tokens), _SEARCHED_TOKENS):
+            digest.update(tokens[first : first + _SEARCHED_TOKENS])
+        digest.update(split.encode())
+    return digest.hexdigest()
+
+
+def _verify_later(
+    splits: Mapping[str, np.ndarray], dtype: str, fingerprint: str, directory: Path, damage: Damage
+) -> None:
+    """Compare the tokens with their digest; if they differ, let the next run tokenize again."""
+    if _fingerprint(splits, dtype) == fingerprint:
+        return
+    (directory / "meta.json").unlink(missing_ok=True)
+    damage.message = (
+        f"the cached tokens in {directory} are damaged (their SHA-256 differs); start again to "
+        "tokenize the corpus again"
+    )

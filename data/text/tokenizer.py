@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +17,11 @@ from data.text.special_tokens import (
     find_sentinel_ids,
     find_special_ids,
 )
+from untrusted.cached import read_cached, write_cached
+from untrusted.files import read_text
+
+# The largest tokenizer.json that is read; those of large vocabularies have 35 MB.
+_MAX_FILE_BYTES = 2**28
 
 logger = logging.getLogger(__name__)
 
@@ -224,13 +228,13 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
-        content = file.read_text(encoding="utf-8")
+        content = read_text(file, max_bytes=_MAX_FILE_BYTES)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"data.tokenizer={path!r}: there is no file {file}; set it to the path of a "
             "tokenizer.json, or to 'bpe' or 'bytes'"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"data.tokenizer={path!r} cannot be read as a tokenizer.json: {error}; "
             "replace the file, or set data.tokenizer to 'bpe' or 'bytes'"
@@ -260,16 +264,16 @@ def load_bpe(
         The tokenizer.
     """
     special_tokens = [END_OF_TEXT, *(ADDED if has_special_tokens else ())]
-    if not file.exists():
+    content = read_cached(file, plain=True)
+    if content is None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{file}.lock"):
-            if not file.exists():
+            content = read_cached(file, plain=True)
+            if content is None:
                 logger.info("Training a BPE tokenizer of %d tokens", vocab_size)
-                temporary = file.with_suffix(".tmp")
-                content = _train_bpe(open_documents(), vocab_size, special_tokens)
-                temporary.write_text(content, encoding="utf-8")
-                os.replace(temporary, file)
-    return FileTokenizer(file.read_text(encoding="utf-8"), str(file))
+                content = _train_bpe(open_documents(), vocab_size, special_tokens).encode()
+                write_cached(file, content, plain=True)
+    return FileTokenizer(content.decode(), str(file))
 
 
 def _train_bpe(documents: Sequence[str], vocab_size: int, special_tokens: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ def test_intact_images_are_checked_once_until_they_change(tmp_path, monkeypatch)
         folder(tmp_path, tmp_path / "i")
     assert len(checked) == 13
     # A damaged cache is built again.
-    (cache,) = (tmp_path / "cache").glob("sound-images-*.npy")
+    (cache,) = (tmp_path / "cache").glob("sound-images-*.array")
     cache.write_bytes(cache.read_bytes()[:50])
     changed.unlink()
     folder(tmp_path, tmp_path / "i")
@@ -69,11 +68,10 @@ def test_failed_write_of_an_array_leaves_no_file(tmp_path, monkeypatch):
     path = tmp_path / "a.npy"
     write_array(path, np.arange(3))
 
-    def full(file, values):
-        Path(file).write_bytes(b"half")
+    def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         write_array(path, np.arange(4))
     assert [file.name for file in tmp_path.iterdir()] == ["a.npy"]

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 from data.batches import train_batches, validation_batches
 from data.config import DataConfig
+from data.examples import BrokenExample
+from data.text import token_store
 from data.text.text_corpus import load_text
 from tests.data.corpora import tokens_of
 
@@ -235,13 +238,19 @@ def test_cache_is_reused_and_rebuilt_when_the_corpus_changes(tmp_path):
     assert changed.fingerprint != first.fingerprint
 
 
-@pytest.mark.parametrize("damage", ["truncate", "no meta", "broken meta", "left over"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "other token", "no meta", "broken meta", "left over"]
+)
 def test_damaged_cache_is_rebuilt(damage, tmp_path):
     config = write_config(tmp_path)
     fingerprint = load_text(config).fingerprint
     (store,) = [path for path in cache_files(config) if path.is_dir()]
     if damage == "truncate":
         (store / "train.bin").write_bytes((store / "train.bin").read_bytes()[:-2])
+    elif damage == "other token":
+        content = bytearray((store / "train.bin").read_bytes())
+        content[7] ^= 1
+        (store / "train.bin").write_bytes(content)
     elif damage == "no meta":
         (store / "meta.json").unlink()
     elif damage == "broken meta":
@@ -252,6 +261,32 @@ def test_damaged_cache_is_rebuilt(damage, tmp_path):
     assert corpus.fingerprint == fingerprint
     expected = reference_tokens(split_documents(config)["train"])
     np.testing.assert_array_equal(tokens_of(corpus.train), expected)
+
+
+def test_damage_of_a_large_cache_is_found_while_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_store, "_VERIFIED_AT_ONCE", 0)
+    config = write_config(tmp_path)
+    load_text(config)
+    (store,) = [path for path in cache_files(config) if path.is_dir()]
+    content = bytearray((store / "train.bin").read_bytes())
+    content[7] ^= 1
+    (store / "train.bin").write_bytes(content)
+    corpus = load_text(config)
+    deadline = time.monotonic() + 60
+    with pytest.raises(BrokenExample, match=r"cached tokens in .* are damaged .*start again"):
+        while time.monotonic() < deadline:
+            corpus.train[0]
+    assert load_text(config).train[0] is not None
+
+
+def test_damaged_tokenizer_is_trained_again(tmp_path, caplog):
+    config = write_config(tmp_path, tokenizer="bpe", vocab_size=300)
+    fingerprint = load_text(config).tokenizer.fingerprint
+    (file,) = Path(config.cache_dir).glob("bpe-*.json")
+    for damaged in (file.read_text()[:-20], file.read_text().replace('"a"', '"b"', 1), ""):
+        file.write_text(damaged)
+        assert load_text(config).tokenizer.fingerprint == fingerprint
+    assert caplog.text.count("damaged (its SHA-256 differs), it is made anew") >= 3
 
 
 COUNTED_CORPUS = """

@@ -1,0 +1,70 @@
+"""Cache files with digests, and the cache of compiled programs."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import compilation_cache
+
+from train.compilation_cache import VerifiedCache, use_compilation_cache
+from untrusted.cached import read_cached, write_cached
+from untrusted.files import make_private_directory
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_damaged_files_are_not_read(plain, tmp_path, caplog):
+    path = tmp_path / "file"
+    assert read_cached(path, plain=plain) is None
+    write_cached(path, b"content", plain=plain)
+    assert read_cached(path, plain=plain) == b"content"
+    assert path.read_bytes().endswith(b"content") and (path.read_bytes() == b"content") == plain
+    for damage in (lambda b: b[:-1], lambda b: b[:-1] + b"T", lambda b: b""):
+        write_cached(path, b"content", plain=plain)
+        path.write_bytes(damage(path.read_bytes()))
+        assert read_cached(path, plain=plain) is None
+    assert caplog.text.count("is damaged") == 3
+
+
+def test_directory_is_created_for_the_user_alone(tmp_path):
+    make_private_directory(tmp_path / "a" / "cache")
+    assert (tmp_path / "a" / "cache").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def own_cache(monkeypatch):
+    """Undo the installation of the verified cache."""
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr(compilation_cache, "get_file_cache", compilation_cache.get_file_cache)
+    compilation_cache.reset_cache()
+    yield
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def compile_program() -> int:
+    jax.clear_caches()
+    return int(jax.jit(lambda x: jnp.sort(x * 3 + 1)[2])(jnp.arange(5)))
+
+
+def test_damaged_programs_are_compiled_and_written_again(own_cache, tmp_path, caplog):
+    use_compilation_cache(tmp_path / "xla")
+    assert compile_program() == 7
+    programs = sorted((tmp_path / "xla").iterdir())
+    assert programs
+    for program in programs:
+        program.write_bytes(program.read_bytes()[:-100])
+    assert compile_program() == 7
+    assert "is damaged (its SHA-256 differs)" in caplog.text
+    cache = VerifiedCache(tmp_path / "xla")
+    assert all(cache.get(program.stem) is not None for program in programs)
+
+
+def test_directory_that_others_may_write_to_is_not_used(own_cache, tmp_path, caplog):
+    (tmp_path / "xla").mkdir()
+    (tmp_path / "xla").chmod(0o777)
+    before = jax.config.jax_compilation_cache_dir
+    with caplog.at_level(logging.WARNING):
+        use_compilation_cache(tmp_path / "xla")
+    assert jax.config.jax_compilation_cache_dir == before
+    assert "others may write to it and cached programs are code" in caplog.text

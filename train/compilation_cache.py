@@ -1,0 +1,66 @@
+"""The cache of compiled programs, whose entries are verified before they are loaded.
+
+A cached program is code. JAX's own cache trusts its files, and keeps a truncated one forever. Here
+an entry carries a digest, a damaged entry is compiled and written anew, and the directory is used
+only if nobody else can write to it.
+"""
+
+import logging
+from pathlib import Path
+
+import jax
+from jax._src import compilation_cache
+from jax._src.compilation_cache_interface import CacheInterface
+
+from untrusted.cached import read_cached, write_cached
+from untrusted.files import make_private_directory, others_may_write
+
+_log = logging.getLogger(__name__)
+
+
+class VerifiedCache(CacheInterface):
+    """Compiled programs in files that carry digests.
+
+    Args:
+        directory: The directory of the cache.
+    """
+
+    def __init__(self, directory: Path):
+        self._path = directory  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def get(self, key: str) -> bytes | None:
+        """Return the program of a key, or None if it is absent or damaged."""
+        return read_cached(self._file(key))
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store the program of a key."""
+        write_cached(self._file(key), value)
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{key}.program"
+
+
+def use_compilation_cache(directory: Path) -> None:
+    """Keep compiled programs in a directory, so that the next start does not compile them again.
+
+    The run goes on without a cache, with a warning, if the directory cannot be created or others
+    may write to it.
+
+    Args:
+        directory: The directory, which is created for this user alone.
+    """
+    try:
+        make_private_directory(directory)
+        is_shared = others_may_write(directory)
+    except OSError as error:
+        _log.warning("%s cannot be used, compiled programs are not cached: %s", directory, error)
+        return
+    if is_shared:
+        _log.warning(
+            "%s is not used, because others may write to it and cached programs are code; "
+            "chmod go-w it, or set data.cache_dir",
+            directory,
+        )
+        return
+    compilation_cache.get_file_cache = lambda path: (VerifiedCache(Path(path)), path)
+    jax.config.update("jax_compilation_cache_dir", str(directory))

@@ -1,0 +1,71 @@
+"""Cache files with the SHA-256 of their content, so that a damaged one is noticed and made anew.
+
+Most files contain the digest and then the content. A file that others read too, such as a
+tokenizer.json, is left as it is; its digest is in a second file next to it, with the suffix
+`.sha256`.
+"""
+
+import hashlib
+import logging
+from pathlib import Path
+
+from untrusted.files import open_regular, write_with
+
+_DIGEST_BYTES = 32
+
+_log = logging.getLogger(__name__)
+
+
+def write_cached(path: Path, content: bytes, *, plain: bool = False) -> None:
+    """Write a cache file atomically.
+
+    Args:
+        path: The path of the file.
+        content: Its content.
+        plain: Whether the digest is in a file of its own.
+
+    Raises:
+        OSError: The file cannot be written; nothing is left behind.
+    """
+    digest = hashlib.sha256(content).digest()
+    if not plain:
+        write_with(path, lambda file: file.write(digest + content))
+        return
+    write_with(path, lambda file: file.write(content))
+    write_with(_digest_file(path), lambda file: file.write(digest))
+
+
+def read_cached(path: Path, *, plain: bool = False) -> bytes | None:
+    """Read a cache file.
+
+    Args:
+        path: The path of the file.
+        plain: Whether the digest is in a file of its own.
+
+    Returns:
+        The content, or None if there is no such file or it is damaged, which is logged.
+    """
+    try:
+        content = _read(path)
+        if plain:
+            digest = _read(_digest_file(path))
+        else:
+            digest, content = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _log.warning("%s cannot be read, it is made anew: %s", path, error)
+        return None
+    if hashlib.sha256(content).digest() != digest:
+        _log.warning("%s is damaged (its SHA-256 differs), it is made anew", path)
+        return None
+    return content
+
+
+def _read(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
