@@ -11,7 +11,7 @@ from pathlib import Path
 
 from checkpoint.checksums import write_checksums
 from checkpoint.config import CheckpointConfig
-from checkpoint.layout import STATE, TMP_SUFFIX, best_steps, read_metrics, steps_in
+from checkpoint.layout import DIVERGED_SUFFIX, STATE, TMP_SUFFIX, best_steps, read_metrics, steps_in
 from checkpoint.save_errors import WRITE_ERRORS, reason_of
 from checkpoint.state_files import StateFiles
 from untrusted.files import write_text
@@ -95,18 +95,22 @@ class CheckpointDirectory:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(reason_of(error)) from error
 
-    def drop_old(self, scores: Mapping[int, float | None]) -> list[tuple[int, float | None]]:
+    def drop_old(
+        self, scores: Mapping[int, float | None], proven: int | None
+    ) -> list[tuple[int, float | None]]:
         """Delete checkpoints that need not be kept.
 
         Args:
             scores: value of best_metric or None, by step.
+            proven: step of a checkpoint that is kept in any case, or None.
 
         Returns:
             The scores of the remaining checkpoints, as pairs `(step, score)`.
         """
         config = self._config
         best = best_steps(scores, num_best=config.keep_best, best_is_max=config.best_is_max)
-        kept = {*sorted(scores)[-config.max_to_keep :], *best}
+        kept = {*sorted(scores)[-config.max_to_keep :], *best, *([proven] if proven else [])}
+        kept &= scores.keys()
         for step in scores.keys() - kept:
             try:
                 self._delete(step)
@@ -115,6 +119,13 @@ class CheckpointDirectory:
                 logger.warning("Checkpoint %s cannot be deleted: %s.", path, reason_of(error))
                 kept |= {step} if path.exists() else set()
         return [(step, scores[step]) for step in sorted(kept)]
+
+    def set_aside(self, steps: Collection[int]) -> None:
+        """Rename checkpoints, so that no start resumes from them."""
+        for step in steps:
+            aside = self.path / f"{step}{DIVERGED_SUFFIX}"
+            shutil.rmtree(aside, ignore_errors=True)  # left by an earlier divergence
+            (self.path / str(step)).rename(aside)
 
     def remove_half_written(self) -> None:
         """Remove directories that are half-written or half-deleted."""

@@ -19,6 +19,9 @@ STATE = "state"
 DATA_STATE = "data_state/metadata"
 METRICS = "metrics/metrics"
 
+#: End of the name of a checkpoint whose parameters led to nonfinite steps.
+DIVERGED_SUFFIX = ".diverged"
+
 #: Part of the name of every directory that is being written or deleted.
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 

@@ -91,6 +91,8 @@ class Checkpoints:
         state: Any,
         data_state: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
+        *,
+        proven: int | None = None,
     ) -> bool:
         """Copy the state and save it in the background.
 
@@ -106,6 +108,8 @@ class Checkpoints:
                 on all processes; the first process writes it.
             metrics: metrics of an evaluation of `state`, or None if it was not evaluated. A
                 checkpoint without metrics is never among the best.
+            proven: step of the newest checkpoint whose parameters later steps have used without a
+                problem. It is kept, because those of this save may turn out to be ruined.
 
         Returns:
             Whether the save was started: False if `step` already has a checkpoint or the
@@ -130,7 +134,9 @@ class Checkpoints:
             self._fail(self._save_error(step, error))
             return False
         written = self._state_files.start_writing(path, state)
-        self._being_saved = self._writer.submit(self._write, step, path, written, texts, score)
+        self._being_saved = self._writer.submit(
+            self._write, step, path, written, texts, score, proven
+        )
         return True
 
     def restore(
@@ -204,6 +210,25 @@ class Checkpoints:
         """The failure of the newest save, or None if it succeeded; valid after `close`."""
         return self._failure
 
+    def set_aside(self, from_step: int) -> None:
+        """Set checkpoints aside whose parameters led to nonfinite steps.
+
+        They are renamed to `<step>.diverged`, so that neither a rollback nor the next start
+        resumes from them.
+
+        Args:
+            from_step: the first of the steps.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        self._finish()
+        ruined = [step for step in self.all_steps() if step >= from_step]
+        self._exchange.on_first(lambda: self._directory.set_aside(ruined))
+        for step in ruined:
+            logger.warning("Checkpoint %s led to nonfinite steps; it is set aside.", step)
+            del self._scores[step]
+
     def tidy(self) -> None:
         """Remove directories that a killed process left half-written or half-deleted.
 
@@ -244,7 +269,13 @@ class Checkpoints:
         return None if metrics is None else metrics.get(name)
 
     def _write(
-        self, step: int, path: Path, written: Sequence[Any], texts: dict[str, str], score: Any
+        self,
+        step: int,
+        path: Path,
+        written: Sequence[Any],
+        texts: dict[str, str],
+        score: Any,
+        proven: int | None,
     ) -> list[tuple[int, float | None]]:
         """Complete a save; runs in the writer thread of each process.
 
@@ -254,6 +285,7 @@ class Checkpoints:
             written: futures of Orbax's writes on this process.
             texts: contents of the JSON files by name.
             score: value of best_metric, or None.
+            proven: step of a checkpoint to keep in any case, or None.
 
         Returns:
             The score of each checkpoint that is kept, as pairs `(step, score)`.
@@ -271,7 +303,7 @@ class Checkpoints:
             def commit() -> list[tuple[int, float | None]]:
                 self._directory.commit(step, path, texts, damaged=self._skipped, problem=problem)
                 kept = {number: self._scores[number] for number in self.all_steps()}
-                return self._directory.drop_old({**kept, step: score})
+                return self._directory.drop_old({**kept, step: score}, proven)
 
             return self._exchange.on_first(commit)
         except OSError as failed:

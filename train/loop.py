@@ -5,6 +5,7 @@ the devices: the agreement to stop and the divergence check read results of the 
 logged steps wait for their own metrics.
 """
 
+import logging
 from pathlib import Path
 
 import jax
@@ -23,6 +24,8 @@ from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
 from train.run.run import Run
+
+_log = logging.getLogger(__name__)
 
 
 def train(
@@ -65,12 +68,15 @@ def train(
             rows, batch = loop.next_batch()
             bad_step = loop.run_step(rows, batch)
             if bad_step is not None:
+                loop.set_checkpoints_aside(bad_step)
                 loop.roll_back(bad_step)
             scores = loop.evaluate_if_due()
             if saves:
                 loop.save_if_due(scores)
-    except (Diverged, BrokenExample):
+    except (Diverged, BrokenExample) as error:
         loop.record.write(loop.step, "failed")
+        if isinstance(error, Diverged) and error.first_bad_step is not None and saves:
+            loop.set_checkpoints_aside(error.first_bad_step)
         raise
     finally:
         loop.close()
@@ -119,7 +125,9 @@ class _TrainingLoop:
         self.step = start.step  # number of the newest step that was started
         self.is_stopping = False  # whether all processes stop after this step
         self._is_save_requested = False  # whether the first process's timer asks for a save
+        self._is_save_due = False  # whether to save as soon as a step is sound
         self._last_saved_step = start.step
+        self._metrics: dict[str, jax.Array] = {}  # of the newest step
 
     def next_batch(self) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
         """Begin the next step: read its rows of this process, and place them on the mesh."""
@@ -136,6 +144,7 @@ class _TrainingLoop:
         """
         with self._phases("step"):
             self._state, metrics = self._compiled_step(self._state, batch)
+            self._metrics = metrics
             self.is_stopping = self._agree_to_stop()
             self._meter.step(metrics["loss"])
             every_steps = self._run.config.log.every_steps
@@ -145,6 +154,13 @@ class _TrainingLoop:
                 self._progress.update(self.step, logged)
                 self.record.write(self.step)
             return self._nonfinite_monitor.first_bad_step(self.step, rows, metrics)
+
+    def set_checkpoints_aside(self, bad_step: int) -> None:
+        """Set those checkpoints aside that may have led to `bad_step`, the first of a row."""
+        with self._phases("save"):
+            # The step before it computed the parameters that failed.
+            self._start.checkpoints.set_aside(bad_step - 1)
+            self._last_saved_step = self._start.checkpoints.latest_step() or 0
 
     def roll_back(self, bad_step: int) -> None:
         """Restore the newest checkpoint from before `bad_step`."""
@@ -172,18 +188,32 @@ class _TrainingLoop:
         return scores
 
     def save_if_due(self, scores: dict[str, float] | None) -> None:
-        """Save after this step by the number of steps, by the timer, or because the loop stops."""
+        """Save after this step by the number of steps, by the timer, or because the loop stops.
+
+        The state after a skipped step is not saved: what the steps before did to its parameters may
+        be why it was skipped. The save follows after the next step that is not skipped.
+
+        Raises:
+            Diverged: the last step was skipped, so the run ends without a checkpoint of it.
+        """
         every_steps = self._run.config.checkpoint.every_steps
         is_due = is_due_at(self.step, every_steps, self._num_steps)
         # The answer of the all-reduce comes one step later. An answer right after a save was asked
         # for before the save, so it is ignored.
         is_after_save = self.step <= self._last_saved_step + 1
         self._is_save_requested = self._is_save_requested and not is_after_save
-        if is_due or self._is_save_requested or self.is_stopping:
-            self._save(scores)
-            self._save_timer.restart()
-            self._last_saved_step = self.step
-            self._is_save_requested = False
+        self._is_save_due |= is_due or self._is_save_requested or self.is_stopping
+        if not self._is_save_due:
+            return
+        num_skipped = self._num_skipped_in_a_row()
+        if num_skipped:
+            self._refuse_to_save(num_skipped)
+            return
+        self._save(scores)
+        self._save_timer.restart()
+        self._last_saved_step = self.step
+        self._is_save_due = False
+        self._is_save_requested = False
 
     def close(self) -> None:
         """Wait for the current save, and close all files."""
@@ -205,12 +235,41 @@ class _TrainingLoop:
         self.record.write(self.step, "finished")
         return FINISHED
 
+    def _num_skipped_in_a_row(self) -> int:
+        """Return how many of the newest steps were skipped; waits for this step."""
+        state = self._state
+        is_last = self.is_stopping or self.step == self._num_steps
+        if is_last and "num_stuck_in_a_row" in self._metrics:
+            # In float16 a step is skipped now and then, because its loss scale was too large. If
+            # this is the last one, a save cannot wait for the next.
+            count = int(self._metrics["num_stuck_in_a_row"])
+        else:
+            count = int(state.num_nonfinite_in_a_row)
+        return count if state.spikes is None else count + int(state.spikes.num_in_a_row)
+
+    def _refuse_to_save(self, num_skipped: int) -> None:
+        """Say that this step is not saved, or end the run if it is the last one.
+
+        Raises:
+            Diverged: it is the last step.
+        """
+        what = f"step {self.step} is not saved, because the last {num_skipped} step(s) were skipped"
+        if self.step == self._num_steps:
+            raise Diverged(
+                f"{what}; the next start resumes from step {self._last_saved_step}; lower "
+                "optimizer.learning_rate, or look for bad examples"
+            )
+        _log.warning("%s", what)
+
     def _save(self, scores: dict[str, float] | None) -> None:
         with self._phases("save"), self._meter.paused():
             batches_state = self._start.batches.get_state()
             data_state = {"batches": batches_state, "corpus": self._corpus.fingerprint}
             portable = self._run.state.to_portable(self._state)
-            self._start.checkpoints.save(self.step, portable, data_state, scores)
+            # The steps since the last save have used its parameters, and this one was not skipped.
+            self._start.checkpoints.save(
+                self.step, portable, data_state, scores, proven=self._last_saved_step
+            )
 
     def _agree_to_stop(self) -> bool:
         """Return whether all processes should stop; record whether they should save."""

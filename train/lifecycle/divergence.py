@@ -24,7 +24,15 @@ _log = logging.getLogger(__name__)
 
 
 class Diverged(RuntimeError):
-    """Too many consecutive steps were not finite; a restart with this config would fail again."""
+    """Too many consecutive steps were not finite; a restart with this config would fail again.
+
+    Attributes:
+        first_bad_step: the first of these steps, or None if it is not known.
+    """
+
+    def __init__(self, message: str, first_bad_step: int | None = None):
+        super().__init__(message)
+        self.first_bad_step = first_bad_step
 
 
 class NonfiniteMonitor:
@@ -94,7 +102,8 @@ class NonfiniteMonitor:
             raise Diverged(
                 f"{what}{after}; look for bad examples in that batch, lower "
                 "optimizer.learning_rate, or set a wider precision.compute; the next start "
-                "resumes from the last checkpoint"
+                f"resumes from the last checkpoint before step {first - 1}",
+                first,
             )
         self._num_rollbacks += 1
         _log.warning("%s; rollback %d of %d", what, self._num_rollbacks, MAX_ROLLBACKS)

@@ -111,7 +111,7 @@ def test_monitor_raises_one_step_after_too_many_in_a_row(tmp_path):
         "the loss or the gradients of 3 steps in a row, up to step 4, were not finite "
         f"(its batch is in {path}); look for bad examples in that batch, lower "
         "optimizer.learning_rate, or set a wider precision.compute; the next start resumes "
-        "from the last checkpoint"
+        "from the last checkpoint before step 1"
     )
     with np.load(path, allow_pickle=False) as saved:
         assert sorted(saved) == sorted(ROWS)
@@ -204,13 +204,11 @@ def logged(workdir: Path, name: str) -> dict[int, float]:
 
 
 @pytest.mark.thorough
-def test_consecutive_bad_steps_across_a_resume_stop_the_run_and_save_the_batch(
-    corpus_overrides, tmp_path
-):
+def test_too_many_bad_steps_in_a_row_stop_the_run_and_save_the_batch(corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "train.max_nonfinite_steps=4")
     bad_steps = {1, 2, 3, 5, 6, 7, 8, 9}
-    assert train(tmp_path, (*overrides, "train.num_steps=6"), bad_steps) == FINISHED
-    assert logged(tmp_path, "num_nonfinite_in_a_row") == dict(enumerate((1, 2, 3, 0, 1, 2), 1))
+    assert train(tmp_path, (*overrides, "train.num_steps=4"), bad_steps) == FINISHED
+    assert logged(tmp_path, "num_nonfinite_in_a_row") == dict(enumerate((1, 2, 3, 0), 1))
     with pytest.raises(Diverged, match="of 4 steps in a row, up to step 8, were not"):
         train(tmp_path, overrides, bad_steps)
     with np.load(tmp_path / "nonfinite_step_8.npz", allow_pickle=False) as saved:
@@ -246,6 +244,37 @@ def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
     restored = find_position(*make_run(overrides), tmp_path)
     assert (restored.step, int(restored.state.step)) == (12, 12)
     assert digest(restored.state.params) == digest(state.params)
+
+
+def names(workdir: Path) -> list[str]:
+    return sorted(path.name for path in (workdir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("max_to_keep", [1, 3])
+def test_ruined_parameters_are_set_aside_and_displace_no_good_ones(
+    max_to_keep, corpus_overrides, tmp_path, caplog
+):
+    changes = ("checkpoint.every_steps=3", f"checkpoint.max_to_keep={max_to_keep}")
+    overrides = (*TINY, *corpus_overrides, *changes, "train.max_nonfinite_steps=8")
+    # As if step 6, whose own loss and gradients are finite, had ruined the parameters.
+    with pytest.raises(Diverged, match="resumes from the last checkpoint before step 6"):
+        train(tmp_path, (*overrides, "train.num_steps=40"), set(range(7, 41)))
+    assert names(tmp_path) == ["3", "6.diverged"]
+    assert "step 9 is not saved, because the last 3 step(s) were skipped" in caplog.text
+    assert find_position(*make_run(overrides), tmp_path).step == 3
+
+
+def test_save_follows_after_the_next_good_step(corpus_overrides, tmp_path):
+    overrides = (*TINY, *corpus_overrides, "checkpoint.every_steps=3", "train.num_steps=8")
+    assert train(tmp_path, overrides, {3, 4, 6}) == FINISHED
+    assert names(tmp_path) == ["5", "7", "8"]
+
+
+def test_run_does_not_end_with_a_skipped_step(corpus_overrides, tmp_path):
+    overrides = (*TINY, *corpus_overrides, "checkpoint.every_steps=3", "train.num_steps=8")
+    with pytest.raises(Diverged, match="step 8 is not saved, .* resumes from step 6; lower"):
+        train(tmp_path, overrides, {7, 8})
+    assert names(tmp_path) == ["3", "6"]
 
 
 def test_rollback_without_an_older_checkpoint_raises_an_error(corpus_overrides, tmp_path):
