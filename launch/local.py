@@ -187,7 +187,9 @@ def run(processes: Processes, grace_s: float) -> tuple[int, bool]:
         with contextlib.suppress(OSError):  # stop the processes even if stderr is closed
             print(f"{start}launch.local: {what}{rest}", file=sys.stderr, flush=True)
         processes.stop(grace_s)
-        if who is None and set(processes.codes.values()) == {STOPPED}:
+        # A process that had not yet started to handle SIGTERM was killed by it.
+        codes = set(processes.codes.values())
+        if who is None and STOPPED in codes and codes <= {STOPPED, -signal.SIGTERM}:
             return STOPPED, False
         return code if code > 0 else 128 - code, who is not None and code not in FINAL
     return max(processes.codes.values()), False

@@ -10,6 +10,7 @@ to wait for:
 """
 
 import contextlib
+import ctypes
 import os
 import queue
 import signal
@@ -26,6 +27,16 @@ Event = tuple[int | None, int]
 
 # Returns to the start of the terminal's line and clears it.
 _CLEAR_LINE = b"\r\x1b[K"
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """Let the kernel kill this new process when the launcher dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Processes:
@@ -112,6 +123,7 @@ class Processes:
             stderr=stderr,
             # In its own process group, so that stopping it also stops the helpers that it starts.
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         self.running[process_id] = process
         pumps = [

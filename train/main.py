@@ -33,6 +33,7 @@ from train.lifecycle.stop_signals import SIGNALS, StopSignals
 from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
+from train.reporting.output import protect_output
 from train.run.run import Run
 from untrusted.imports import add_allow_import
 
@@ -213,8 +214,11 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    protect_output()
+    stop_signals = StopSignals()
+    stop_signals.watch_start()
     try:
-        exit_code = main(signals=StopSignals())
+        exit_code = main(signals=stop_signals)
     except Exception:
         traceback.print_exc()
         exit_code = FAILED

@@ -230,6 +230,22 @@ def test_run_stops_all_processes_when_the_launcher_is_stopped(tmp_path, number):
     wait_until_gone(pids)
 
 
+def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
+    script = f"""
+    with open(f"{str(tmp_path)}/leader{{rank}}", "w") as file:
+        file.write(f"{{os.getpid()}}\\n")
+    time.sleep(600)
+    """
+    with subprocess.Popen(
+        command(tmp_path, script, "--processes=2"), cwd=REPOSITORY, env=variables()
+    ) as launcher:
+        pids = read_pids(tmp_path, ["leader0", "leader1"])
+        launcher.kill()
+    since = time.monotonic()
+    wait_until_gone(pids)
+    assert time.monotonic() - since < 5
+
+
 def test_run_reports_that_it_waits_for_stopping_processes(tmp_path):
     script = "time.sleep(2 * rank); print('saved'); sys.exit(75)"
     done = launch(tmp_path, script, "--processes=2", "--grace_s=0")

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -50,6 +52,17 @@ def test_run_writes_metrics_config_checkpoints_and_tensorboard(trained):
     assert [entry["step"] for entry in evaluations] == [3, 6]
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "4", "6"]
     assert list((workdir / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("overrides, code", [((), 0), (("mesh.data=3",), 2)])
+def test_exit_code_does_not_depend_on_a_full_log(overrides, code, corpus_overrides, tmp_path):
+    arguments = [
+        f"--config.{o}" for o in (*TINY, *corpus_overrides, "train.num_steps=2", *overrides)
+    ]
+    command = [sys.executable, "-m", "train.main", f"--config={CONFIG}", f"--workdir={tmp_path}"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, *arguments], stdout=full, stderr=full, timeout=200)
+    assert done.returncode == code
 
 
 @pytest.mark.thorough

@@ -5,7 +5,9 @@ process tells the others in a small collective whether it wants to stop, and all
 of the previous step's collective. No process has to wait for an answer.
 """
 
+import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -17,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+
+from train.lifecycle.exit_codes import STOPPED
 
 #: Sent by SLURM and Kubernetes; often chosen with sbatch's --signal; Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -35,6 +39,29 @@ class StopSignals:
     def __init__(self):
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._is_deferred = False
+
+    def watch_start(self) -> None:
+        """Until `defer`, let SIGTERM and SIGUSR1 end the process at once with the code STOPPED.
+
+        Python runs signal handlers only between two instructions of the main thread, which may be
+        compiling for minutes. So a thread waits for the signals.
+        """
+        receiving, sending = os.pipe()
+        os.set_blocking(sending, False)
+        signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+        for name in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(name, lambda number, frame: None)
+
+        def wait() -> None:
+            while number := os.read(receiving, 1):
+                if not self._is_deferred and number[0] in (signal.SIGTERM, signal.SIGUSR1):
+                    name = signal.Signals(number[0]).name
+                    with contextlib.suppress(OSError):
+                        os.write(2, f"{name}: stopping before the first step\n".encode())
+                    os._exit(STOPPED)
+
+        threading.Thread(target=wait, daemon=True, name="signals").start()
 
     def __enter__(self) -> "StopSignals":
         return self
@@ -50,6 +77,7 @@ class StopSignals:
 
     def defer(self) -> None:
         """From now on, records signals instead of ending the process."""
+        self._is_deferred = True
         if threading.current_thread() is threading.main_thread():  # only it may set handlers
             self._before = {name: signal.signal(name, self._on_signal) for name in SIGNALS}
 
