@@ -1,28 +1,11 @@
 """Arrays in the cache directory, computed once by whichever process gets there first."""
 
-import contextlib
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
-import filelock
 import numpy as np
 
 from untrusted.cached import read_cached, write_cached
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a cached array, so that one process or thread at a time runs the block.
-
-    Args:
-        path: Path of the array; the lock file is next to it, with `.lock` appended.
-
-    Yields:
-        Nothing.
-    """
-    with filelock.FileLock(f"{path}.lock"):
-        yield
 
 
 def read_array(path: Path) -> np.ndarray | None:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import filelock
 import numpy as np
+
+from data.locks import locked
 
 # Data sets that ship with the project: name -> import path of the builder.
 _OWN = {
@@ -57,7 +58,7 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
         return builder
     # The lock is not stored in data_dir, which may be shared and read-only for this user.
     lock_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
-    with filelock.FileLock(cache_path / f"tfds-{lock_name}.lock"):
+    with locked(cache_path / f"tfds-{lock_name}"):
         builder = _make_builder(name, data_dir)
         if not _is_prepared(builder):
             _prepare(builder, name)

@@ -21,7 +21,7 @@ import jax
 
 from data.examples import BrokenExample
 from sharding.distributed import startup
-from sharding.distributed.messages import Exchange, may_pass
+from sharding.distributed.messages import Exchange, may_pass, sentence_of
 from train import evaluation, loop
 from train.build import LONGEST_START_S, RunOptions, build_run
 from train.config import config_files, reference
@@ -181,7 +181,7 @@ def refusing_bad_input() -> Iterator[None]:
         if os.environ.get("TAIBAI_TRACEBACK"):
             raise
         hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
-        print(f"error: {error}\n{hint}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}\n{hint}", file=sys.stderr)
         raise Refused(FAILED if may_pass(error) else REFUSED) from error
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.array_cache import locked, read_array, write_array
+from data.array_cache import read_array, write_array
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.readability import find_problems, problem_of, report
 from data.images.sources import ImageDataset, ImageSource, NumberedNames, Split
 from data.images.transforms.crops import open_image
+from data.locks import locked
 from data.tfds_sets import builder_key, open_builder, open_split
 
 # Stored in place of the label of an image that cannot be read.

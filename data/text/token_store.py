@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
 import numpy as np
 
 from data.examples import BrokenExample
+from data.locks import locked
 from data.text.documents import Documents
 from data.text.tokenizer import Tokenizer
 from untrusted.documents import read_json
@@ -106,7 +106,7 @@ def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> 
     if store is not None:
         return store
     directory.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{final}.lock"):
+    with locked(final):
         store = _open(final)
         if store is None:
             # If these directories exist, a build was killed or the files are damaged.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import filelock
 import numpy as np
 import tokenizers
 
+from data.locks import locked
 from data.text.special_tokens import (
     ADDED,
     END_OF_TEXT,
@@ -267,7 +267,7 @@ def load_bpe(
     content = read_cached(file, plain=True)
     if content is None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{file}.lock"):
+        with locked(file):
             content = read_cached(file, plain=True)
             if content is None:
                 logger.info("Training a BPE tokenizer of %d tokens", vocab_size)

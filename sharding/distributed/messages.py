@@ -9,6 +9,7 @@ of the training step, in a different order on every process.
 shapes, not error messages, and do not tell which process failed to answer.
 """
 
+import errno
 import itertools
 import json
 import time
@@ -28,9 +29,48 @@ T = TypeVar("T")
 _numbers = itertools.count()
 
 
+#: Errors of the file system that only the user can resolve.
+_LASTING = {
+    errno.EACCES: "you have no permission",
+    errno.EDQUOT: "your quota is used up",
+    errno.EEXIST: "there is a file of this name",
+    errno.EISDIR: "it is a directory",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ENOENT: "it does not exist",
+    errno.ENOSPC: "the disk is full",
+    errno.ENOTDIR: "a part of the path is a file",
+    errno.EPERM: "it is not permitted",
+    errno.EROFS: "the file system is read-only",
+}
+
+
+class LastingError(OSError):
+    """An error of the file system on another process that only the user can resolve."""
+
+
 def may_pass(error: Exception | None) -> bool:
     """Return whether a restart may help: a file system or another process failed."""
-    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    lasting = (FileNotFoundError, LastingError)
+    return (
+        isinstance(error, OSError)
+        and not isinstance(error, lasting)
+        and error.errno not in _LASTING
+    )
+
+
+def sentence_of(error: Exception) -> str:
+    """Return an error as a sentence; one of the file system names the file and the remedy."""
+    if not isinstance(error, OSError) or error.errno not in _LASTING or error.filename is None:
+        return str(error)
+    what = _LASTING[error.errno]
+    return (
+        f"{error.filename} cannot be used: {what} ({error.strerror}); make it usable, or choose "
+        "another path"
+    )
+
+
+#: Kind of an error in a message -> type.
+_ERRORS = {"value": ValueError, "os": OSError, "lasting": LastingError}
 
 
 class Exchange:
@@ -78,22 +118,27 @@ class Exchange:
             action: its result must be serializable as JSON.
 
         Raises:
-            OSError: on all processes, if `action` failed or process 0 does not answer.
+            ValueError: on all processes, if `action` raised one.
+            OSError: on all processes, if `action` raised one, or process 0 does not answer.
         """
         self._round += 1
         if self._process > 0:
             answer = json.loads(self._get(self._key(0), 2 * self._timeout_s, 0))
             if "problem" in answer:
-                raise OSError(answer["problem"])
+                raise _ERRORS[answer["kind"]](answer["problem"])
             return answer["result"]
-        # Sent if `action` raises anything other than an OSError.
-        answer: dict[str, Any] = {"problem": "process 0 failed (see its log)"}
+        # Sent if `action` raises anything other than an OSError or ValueError.
+        answer: dict[str, Any] = {
+            "problem": "process 0 failed (see its log)",
+            "kind": "os",
+        }
         try:
             result = action()
             answer = {"result": result}
             return result
-        except OSError as error:
-            answer = {"problem": str(error)}
+        except (OSError, ValueError) as error:
+            lasting = "value" if isinstance(error, ValueError) else "lasting"
+            answer = {"problem": str(error), "kind": "os" if may_pass(error) else lasting}
             raise
         finally:
             if self._num_processes > 1:
@@ -149,7 +194,7 @@ class Exchange:
         except (ValueError, OSError) as error:
             result = None
             failed = error
-        problem = self.agree(None if failed is None else str(failed))
+        problem = self.agree(None if failed is None else sentence_of(failed))
         if problem is None:
             return cast(T, result)
         is_passing = self.agree("it may" if may_pass(failed) else None) is not None

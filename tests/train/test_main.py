@@ -1,6 +1,8 @@
 """The command line of train.main: the files of a run, and error messages for bad input."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 import yaml
 
 from tests.runs import CONFIG, TINY, write_corpus
+from train.lifecycle.exit_codes import REFUSED
 from train.main import main
 from train.reporting.metrics import read_metrics
 
@@ -63,6 +66,26 @@ def test_exit_code_does_not_depend_on_a_full_log(overrides, code, corpus_overrid
     with open("/dev/full", "w") as full:
         done = subprocess.run([*command, *arguments], stdout=full, stderr=full, timeout=200)
     assert done.returncode == code
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "read-only", "full"])
+def test_unusable_workdir_is_refused(kind, corpus_overrides, tmp_path, capsys, monkeypatch):
+    workdir = tmp_path / "run"
+    if kind == "file":
+        workdir.write_text("x")
+    elif kind == "below a file":
+        (tmp_path / "run").write_text("x")
+        workdir = tmp_path / "run" / "here"
+    else:
+        number = errno.EROFS if kind == "read-only" else errno.ENOSPC
+
+        def refuse(path, *_):
+            raise OSError(number, os.strerror(number), str(path))
+
+        monkeypatch.setattr("train.lifecycle.workdir_lock.open_in_place", refuse)
+    assert run_main(workdir, (*TINY, *corpus_overrides)) == REFUSED
+    error = error_line(capsys)
+    assert str(workdir) in error and "cannot be used" in error and "choose another path" in error
 
 
 @pytest.mark.thorough
