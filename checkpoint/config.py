@@ -32,8 +32,8 @@ class CheckpointConfig(Section, section="checkpoint"):
     )
     max_to_keep: int = field(
         3,
-        "How many of the newest checkpoints to keep. With 1, there is no older one if it is "
-        "damaged.",
+        "How many of the newest checkpoints to keep. With 1, also the one before is "
+        "kept until the next save has shown that it was good.",
         ge=1,
         remedy="choose 2 or more to have another one if the newest is damaged",
         required=True,

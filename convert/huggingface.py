@@ -49,8 +49,7 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         ValueError: The architecture or a key of config.json is not supported, or tensors are
             missing, unknown or of the wrong shape.
     """
-    hf = read_json(path / "config.json", within=path)
-    check_fields(hf, _CONFIG_TYPES, path / "config.json")
+    hf = _read_config(path)
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=(*architecture.harmless, *harmless))
     check_types(architecture.model_class.Config, fields, "config.json gives model", tuples=True)
@@ -62,7 +61,6 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         fields |= preprocessor.read(path, fields, harmless=harmless)
     _check_depth(fields, tensors, path)
     tokenizer = path / "tokenizer.json"
-    check_link(tokenizer, path)
     source = Source(
         path=path,
         model=architecture.model,
@@ -95,6 +93,14 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
 
     dtypes = {name: tensor.dtype.name for name, tensor in by_name.items()}
     return dataclasses.replace(source, open=open_arrays, dtypes=dtypes)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Read config.json, and check that the directory has no tokenizer of somewhere else."""
+    check_link(path / "tokenizer.json", path)
+    hf = read_json(path / "config.json", within=path)
+    check_fields(hf, _CONFIG_TYPES, path / "config.json")
+    return hf
 
 
 def _check_depth(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:

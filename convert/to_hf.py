@@ -82,31 +82,43 @@ def convert(
     with new_directory(dst) as directory:
         architecture, hf = describe(source)
         hf, default = _with_dtype({**hf, **_token_ids(source), **_labels(source)}, dtype)
-        shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
-        arrays = source.open(shapes)
-        tensor_mappings = {
-            place.theirs: place
-            for place in architecture.tensor_mappings(
-                shapes, vocab_size=getattr(source.config, "vocab_size", None)
-            )
-        }
-        dtypes = {} if dtype is not None else source.dtypes
-        tensors = [
-            (name, _DTYPES[dtypes.get(name, default)], place.their_shape)
-            for name, place in tensor_mappings.items()
-        ]
-        dtype_of = {name: dtype for name, dtype, _ in tensors}
-        writer = ShardWriter(directory, tensors, max_shard_bytes=max_shard_bytes)
-        writer.write(
-            lambda name: _tensor(
-                tensor_mappings[name], arrays[tensor_mappings[name].ours], dtype_of[name]
-            )
-        )
+        _write_tensors(source, architecture, directory, dtype, default, max_shard_bytes)
         write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
         preprocessor.write(source, directory)
         if source.hf_files is not None:
             copy_hf_files(source.hf_files, directory)
     _log.info("%s: %s of %s", dst, architecture.name, step)
+
+
+def _write_tensors(
+    source: Source,
+    architecture: Architecture,
+    directory: Path,
+    dtype: str | None,
+    default: str,
+    max_shard_bytes: int,
+) -> None:
+    """Write the safetensors files; tensors whose dtype is not known have the dtype `default`."""
+    shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    arrays = source.open(shapes)
+    tensor_mappings = {
+        place.theirs: place
+        for place in architecture.tensor_mappings(
+            shapes, vocab_size=getattr(source.config, "vocab_size", None)
+        )
+    }
+    dtypes = {} if dtype is not None else source.dtypes
+    tensors = [
+        (name, _DTYPES[dtypes.get(name, default)], place.their_shape)
+        for name, place in tensor_mappings.items()
+    ]
+    dtype_of = {name: dtype for name, dtype, _ in tensors}
+    writer = ShardWriter(directory, tensors, max_shard_bytes=max_shard_bytes)
+    writer.write(
+        lambda name: _tensor(
+            tensor_mappings[name], arrays[tensor_mappings[name].ours], dtype_of[name]
+        )
+    )
 
 
 def describe(source: Source) -> tuple[Architecture, dict[str, Any]]:

@@ -21,6 +21,7 @@ FOLDERS = (
     "checkpoint",
     "sharding",
     "fields",
+    "untrusted",
 )
 
 _WIDTH = 960

@@ -62,5 +62,9 @@ def use_compilation_cache(directory: Path) -> None:
             directory,
         )
         return
-    compilation_cache.get_file_cache = lambda path: (VerifiedCache(Path(path)), path)
+    compilation_cache.get_file_cache = _get_verified_cache
     jax.config.update("jax_compilation_cache_dir", str(directory))
+
+
+def _get_verified_cache(path: str) -> tuple[CacheInterface, str]:
+    return VerifiedCache(Path(path)), path

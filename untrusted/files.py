@@ -17,6 +17,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,7 +66,7 @@ def check_links(directory: Path) -> None:
             check_link(path, directory)
 
 
-def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
+def open_regular(path: Path, *, within: Path | None = None) -> BufferedReader:
     """Open a regular file for reading, without blocking.
 
     Args:

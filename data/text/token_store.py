@@ -237,7 +237,7 @@ def _fingerprint(splits: Mapping[str, np.ndarray], dtype: str) -> str:
     for split, tokens in splits.items():
         # In chunks, so that other threads run in between.
         for first in range(0, len(tokens), _SEARCHED_TOKENS):
-            digest.update(tokens[first : first + _SEARCHED_TOKENS])
+            digest.update(tokens[first : first + _SEARCHED_TOKENS].data)
         digest.update(split.encode())
     return digest.hexdigest()
 

@@ -1,6 +1,7 @@
 """Cache files with digests, and the cache of compiled programs."""
 
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from jax._src import compilation_cache
 from train.compilation_cache import VerifiedCache, use_compilation_cache
 from untrusted.cached import read_cached, write_cached
 from untrusted.files import make_private_directory
+
+CONFIG: Any = jax.config
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -34,7 +37,7 @@ def test_directory_is_created_for_the_user_alone(tmp_path):
 @pytest.fixture
 def own_cache(monkeypatch):
     """Undo the installation of the verified cache."""
-    before = jax.config.jax_compilation_cache_dir
+    before = CONFIG.jax_compilation_cache_dir
     monkeypatch.setattr(compilation_cache, "get_file_cache", compilation_cache.get_file_cache)
     compilation_cache.reset_cache()
     yield
@@ -63,8 +66,8 @@ def test_damaged_programs_are_compiled_and_written_again(own_cache, tmp_path, ca
 def test_directory_that_others_may_write_to_is_not_used(own_cache, tmp_path, caplog):
     (tmp_path / "xla").mkdir()
     (tmp_path / "xla").chmod(0o777)
-    before = jax.config.jax_compilation_cache_dir
+    before = CONFIG.jax_compilation_cache_dir
     with caplog.at_level(logging.WARNING):
         use_compilation_cache(tmp_path / "xla")
-    assert jax.config.jax_compilation_cache_dir == before
+    assert CONFIG.jax_compilation_cache_dir == before
     assert "others may write to it and cached programs are code" in caplog.text

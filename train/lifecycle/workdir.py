@@ -131,7 +131,8 @@ def write_run_files(
 def planned_memory(workdir: Path) -> MemoryConfig:
     """Return the memory settings that a run with memory.placement=auto chose; else the default."""
     path = workdir / CONFIG_FILE
-    return MemoryConfig(**load_data(path).get("memory", {})) if path.exists() else MemoryConfig()
+    saved = load_data(path).to_dict() if path.exists() else {}
+    return MemoryConfig(**saved.get("memory", {}))
 
 
 def has_checkpoint(workdir: Path) -> bool:
