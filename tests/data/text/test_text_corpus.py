@@ -264,9 +264,9 @@ def test_damaged_cache_is_rebuilt(damage, tmp_path):
 
 
 def test_damage_of_a_large_cache_is_found_while_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_store, "_VERIFIED_AT_ONCE", 0)
     config = write_config(tmp_path)
     load_text(config)
+    monkeypatch.setattr(token_store, "_VERIFIED_AT_ONCE", 0)
     (store,) = [path for path in cache_files(config) if path.is_dir()]
     content = bytearray((store / "train.bin").read_bytes())
     content[7] ^= 1
