@@ -195,7 +195,8 @@ class _Reception:
         self._known: queue.SimpleQueue[tuple[Process, _Peer]] = queue.SimpleQueue()
         self._peers: list[_Peer] = []
         self._is_closed = False
-        threading.Thread(target=self._accept, daemon=True, name="handshake").start()
+        self._acceptor = threading.Thread(target=self._accept, daemon=True, name="handshake")
+        self._acceptor.start()
 
     def next_process(self, deadline_s: float) -> Process:
         """Return the next process that has introduced itself.
@@ -221,6 +222,8 @@ class _Reception:
         self._is_closed = True
         for peer in self._peers:
             peer.channel.close()
+        # The port is in use as long as this thread waits for connections, and JAX needs it next.
+        self._acceptor.join()
 
     def _accept(self) -> None:
         while not self._is_closed:

@@ -169,6 +169,22 @@ def test_strangers_at_the_port_are_passed_over():
         connection.close()
 
 
+def test_port_is_free_right_after_the_handshake():
+    for _ in range(10):
+        coordinator = free_address()
+        other = threading.Thread(
+            target=perform_handshake, args=(process(1, 2), coordinator, b"the run's", 20.0)
+        )
+        other.start()
+        perform_handshake(process(0, 2), coordinator, b"the run's", 20.0)
+        # As JAX does, but without the options that let two servers share a port.
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", int(coordinator.rpartition(":")[2])))
+            server.listen()
+        other.join()
+
+
 def test_slow_stranger_does_not_delay_the_deadline():
     coordinator = free_address()
     replies = []
