@@ -85,8 +85,8 @@ def find_corpus(config: DataConfig) -> Documents:
 def _find_text_files(config: DataConfig) -> Documents:
     files = text_files.find_files(config.paths)
     key = (
-        f"text {text_files.TEXT_PART_BYTES} {config.text_field} {config.validation_fraction} "
-        f"{text_files.files_key(files)}"
+        f"text {text_files.REVISION} {text_files.TEXT_PART_BYTES} {config.text_field} "
+        f"{config.validation_fraction} {text_files.files_key(files)}"
     )
     return Documents(
         key=key,

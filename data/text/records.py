@@ -7,7 +7,8 @@ from typing import Any
 
 from data.config import DataConfig
 from data.examples import Label
-from data.text.text_files import DocumentSpans, find_files, record_of_json, split_files
+from data.text.spans import DocumentSpans
+from data.text.text_files import find_files, record_of_json, split_files
 
 
 class Records(Sequence[dict[str, Any]]):

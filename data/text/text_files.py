@@ -5,14 +5,24 @@ One pass over the files finds the byte span of each document. Only the spans sta
 
 import glob
 import hashlib
+import logging
 from array import array
 from collections.abc import Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from data.text.hold_out import TOLERANCE, held_out_shares
+from data.text.spans import DocumentSpans, version_of
 from untrusted.documents import parse_json
 from untrusted.files import open_regular
 
+logger = logging.getLogger(__name__)
+
+# Increase this when files are divided in another way: they are then tokenized again.
+REVISION = 2
 # A .txt file is cut into documents of about this size. This bounds memory, and lets a single file
 # provide both a train and a validation split.
 TEXT_PART_BYTES = 32 * 1024
@@ -41,55 +51,6 @@ class FileDocuments(Sequence[str]):
         if not _is_jsonl(file):
             return content
         return record_of_json(content, file, line, self._text_field)[self._text_field]
-
-
-class DocumentSpans:
-    """A compact list of span tuples.
-
-    A tuple takes 32 bytes (four int64), because a corpus can have 10^8 documents.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = array("q")
-
-    def append(self, span: tuple[int, int, int, int]) -> None:
-        """Append one (file number, first byte, end byte, line number)."""
-        self._numbers.extend(span)
-
-    def __len__(self) -> int:
-        return len(self._numbers) // 4
-
-    def __getitem__(self, index: int) -> tuple[int, int, int, int]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        first = index % len(self) * 4
-        return tuple(self._numbers[first : first + 4])  # pyright: ignore[reportReturnType]
-
-    def read(self, index: int, files: list[Path]) -> tuple[str, Path, int]:
-        """Read one document.
-
-        Args:
-            index: The number of the document.
-            files: The files that the spans refer to.
-
-        Returns:
-            The content of the document, its file, and its line number.
-
-        Raises:
-            ValueError: The bytes are not UTF-8.
-        """
-        file_number, start, stop, line = self[index]
-        file = files[file_number]
-        with open_regular(file) as stream:
-            stream.seek(start)
-            content = stream.read(stop - start)
-        return _decode(content, file, start), file, line
-
-    def pop(self, index: int) -> tuple[int, int, int, int]:
-        """Remove and return one span."""
-        span = self[index]
-        del self._numbers[index * 4 : index * 4 + 4]
-        return span
 
 
 def find_files(patterns: tuple[str, ...]) -> list[Path]:
@@ -157,12 +118,13 @@ def open_text_files(
 def split_files(files: list[Path], validation_fraction: float) -> dict[str, DocumentSpans]:
     """Find the spans of the documents of the files, in two splits.
 
-    A hash of its bytes decides whether a document is held out. Therefore duplicates are in the same
-    split, and adding files moves no document from one split to the other.
+    A hash of its content decides whether a document is held out; see data/text/hold_out.py.
+    Therefore duplicates are in the same split, and adding files to a large corpus moves no document
+    to the other split.
 
     Args:
         files: The .txt and .jsonl files.
-        validation_fraction: The fraction of documents to hold out.
+        validation_fraction: The fraction of the text to hold out.
 
     Returns:
         Split -> the spans of its documents.
@@ -170,23 +132,74 @@ def split_files(files: list[Path], validation_fraction: float) -> dict[str, Docu
     Raises:
         ValueError: The files contain too few documents for the splits, or a file cannot be read.
     """
-    train = DocumentSpans()
-    validation = DocumentSpans()
-    # The document with the smallest hash is held out if no other one is.
-    nearest_hash = 2**64
-    nearest_index = 0
+    versions: list[tuple[int, int]] = []
+    numbers = array("q")
+    hashed = array("Q")
     for file_number, file in enumerate(files):
-        for start, stop, line, content in _spans_of(file):
-            hashed = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
-            held_out = hashed < validation_fraction * 2**64
-            if not held_out and hashed < nearest_hash:
-                nearest_hash = hashed
-                nearest_index = len(train)
-            (validation if held_out else train).append((file_number, start, stop, line))
-    if validation_fraction and not len(validation) and len(train) > 1:
-        validation.append(train.pop(nearest_index))
-    _require_documents(files, validation_fraction, len(train), len(validation))
-    return {"train": train, "validation": validation}
+        for start, stop, line, content in _spans_of(file, versions):
+            numbers.extend((file_number, start, stop, line))
+            unix = content.replace(b"\r\n", b"\n")
+            hashed.append(int.from_bytes(hashlib.blake2b(unix, digest_size=8).digest(), "big"))
+    spans = np.frombuffer(numbers, np.int64).reshape(-1, 4)
+    hashes = np.frombuffer(hashed, np.uint64)
+    may_cut = np.array([not _is_jsonl(file) for file in files])[spans[:, 0]]
+    sizes = spans[:, 2] - spans[:, 1]
+    shares = held_out_shares(sizes, hashes, may_cut, validation_fraction)
+    spans, is_held = _cut_at_boundary(spans, shares, files)
+    splits = {
+        "train": DocumentSpans(spans[~is_held], versions),
+        "validation": DocumentSpans(spans[is_held], versions),
+    }
+    _require_documents(files, validation_fraction, *map(len, splits.values()))
+    held = splits["validation"].num_bytes
+    total = held + splits["train"].num_bytes
+    logger.info(
+        "Held out for validation: %d of %d documents, %.1f %% of %s bytes of text",
+        len(splits["validation"]),
+        len(spans),
+        100 * held / total,
+        f"{total:,}",
+    )
+    return splits
+
+
+def _cut_at_boundary(
+    spans: np.ndarray, shares: np.ndarray, files: list[Path]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the spans, with one of a .txt file cut in two, and whether each is held out."""
+    cut = np.flatnonzero((shares > 0) & (shares < 1))
+    if not len(cut):
+        return spans, shares == 1
+    number = int(cut[0])
+    file_number, start, stop, line = spans[number].tolist()
+    with open_regular(files[file_number]) as stream:
+        stream.seek(start)
+        content = stream.read(stop - start)
+    middle = _end_of_line(content, round(float(shares[number]) * len(content)))
+    is_held = shares == 1
+    if not 0 < middle < len(content):
+        is_held[number] = middle > 0
+        return spans, is_held
+    lines = content[:middle].count(b"\n")
+    parts = [
+        (file_number, start, start + middle, line),
+        (file_number, start + middle, stop, line + lines),
+    ]
+    spans = np.concatenate([spans[:number], np.array(parts, np.int64), spans[number + 1 :]])
+    return spans, np.concatenate([is_held[:number], [True, False], is_held[number + 1 :]])
+
+
+def _end_of_line(content: bytes, position: int) -> int:
+    """Return the position after the line end nearest to a position, or after a character."""
+    before = content.rfind(b"\n", 0, position) + 1
+    after = content.find(b"\n", position) + 1 or len(content)
+    nearest = before if position - before <= after - position else after
+    if abs(nearest - position) <= TOLERANCE * len(content):
+        return nearest
+    # The continuation bytes of a UTF-8 character are 10xxxxxx.
+    while position < len(content) and content[position] & 0xC0 == 0x80:
+        position += 1
+    return position
 
 
 def _require_documents(files: list[Path], fraction: float, num_train: int, num_held: int) -> None:
@@ -201,10 +214,16 @@ def _require_documents(files: list[Path], fraction: float, num_train: int, num_h
         )
 
 
-def _spans_of(file: Path) -> Iterator[tuple[int, int, int, bytes]]:
-    """Yield (first byte, end byte, line number, bytes) of each document that is not blank."""
+def _spans_of(file: Path, versions: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, bytes]]:
+    """Yield (first byte, end byte, line number, bytes) of each document that is not blank.
+
+    Args:
+        file: The file.
+        versions: The version of the file is appended to this list.
+    """
     try:
         with open_regular(file) as stream:
+            versions.append(version_of(stream))
             start = 3 if stream.read(3) == b"\xef\xbb\xbf" else 0  # Skip a byte order mark.
             stream.seek(start)
             line = 1
@@ -217,32 +236,30 @@ def _spans_of(file: Path) -> Iterator[tuple[int, int, int, bytes]]:
         raise ValueError(f"data.paths: {file} cannot be read: {error.strerror}") from error
 
 
-def _read_document(stream, file: Path) -> bytes:
-    """Read the next line of a .jsonl file, or the next part of a .txt file; b'' at its end."""
+def _read_document(stream: BufferedReader, file: Path) -> bytes:
+    """Read the next line of a .jsonl file, or the next part of a .txt file; b'' at its end.
+
+    A part of a .txt file ends at the first line end after TEXT_PART_BYTES. It is counted as if line
+    ends were those of Unix, so that the parts do not depend on them. A text without line ends is
+    cut after twice as many bytes, or a few more for a whole character.
+    """
     if _is_jsonl(file):
         return stream.readline()
-    content = stream.read(TEXT_PART_BYTES)
-    if len(content) == TEXT_PART_BYTES:
-        content += stream.readline(TEXT_PART_BYTES)
-        # A text without line ends may be cut anywhere except inside a UTF-8 character, whose
-        # continuation bytes are 10xxxxxx.
-        while (following := stream.peek(1)[:1]) and following[0] & 0xC0 == 0x80:
-            content += stream.read(1)
-    return content
+    lines = []
+    left = 2 * TEXT_PART_BYTES
+    while left > TEXT_PART_BYTES - 1 and (line := stream.readline(left)):
+        lines.append(line)
+        left -= len(line) - line.endswith(b"\r\n")
+        if len(line) > left and not line.endswith(b"\n"):
+            # The continuation bytes of a UTF-8 character are 10xxxxxx.
+            while (following := stream.peek(1)[:1]) and following[0] & 0xC0 == 0x80:
+                lines.append(stream.read(1))
+            break
+    return b"".join(lines)
 
 
 def _is_jsonl(file: Path) -> bool:
     return file.suffix == ".jsonl"
-
-
-def _decode(content: bytes, file: Path, start: int) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data.paths: {file} is not UTF-8 text (byte {start + error.start} is "
-            f"0x{content[error.start]:02x}); convert it to UTF-8"
-        ) from error
 
 
 def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig
+from data.examples import BrokenExample
 from data.text.documents import find_corpus, open_documents
 from data.text.text_files import TEXT_PART_BYTES
 
@@ -125,16 +126,16 @@ def test_text_files_keep_every_byte_in_parts_at_line_ends(tmp_path):
 
 
 def test_text_files_are_split_by_content_and_the_split_is_stable(tmp_path):
-    lines = [json.dumps({"text": f"document {i}"}) for i in range(400)]
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(4000)]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(lines))
     config = text_config(tmp_path / "*.jsonl", validation_fraction=0.2)
     before = {split: list(texts) for split, texts in open_documents(config).items()}
     key = find_corpus(config).key
     assert sorted(before["train"] + before["validation"]) == sorted(
-        f"document {i}" for i in range(400)
+        f"document {i}" for i in range(4000)
     )
-    assert 0.1 < len(before["validation"]) / 400 < 0.3  # 0.2 by hash; five sigma are 0.1.
+    assert 0.19 < len(before["validation"]) / 4000 < 0.21
     # Adding text, even a copy of the old text, moves no document to the other split.
     (tmp_path / "0.jsonl").write_text("\n".join([*lines, '{"text": "new"}']))
     after = open_documents(config)
@@ -182,9 +183,66 @@ def test_invalid_text_files_are_rejected(file, content, error, message, tmp_path
 
 
 def test_one_small_document_cannot_be_split(tmp_path):
-    (tmp_path / "a.txt").write_text("alone")
+    (tmp_path / "a.jsonl").write_text('{"text": "alone"}')
     with pytest.raises(ValueError, match=r"data\.validation_fraction=0\.5 leaves .* but both need"):
-        open_documents(text_config(tmp_path / "a.txt", validation_fraction=0.5))
+        open_documents(text_config(tmp_path / "a.jsonl", validation_fraction=0.5))
+
+
+def texts_of(config) -> dict[str, str]:
+    return {split: "".join(texts) for split, texts in open_documents(config).items()}
+
+
+@pytest.mark.parametrize("num_bytes", [300, 5_000, 77_000, 400_000])
+@pytest.mark.parametrize("kind", ["prose", "one line", "files"])
+def test_share_of_small_text_is_right_within_one_percent(kind, num_bytes, tmp_path, caplog):
+    random = np.random.default_rng(num_bytes)
+    words = ["word", "naïve", "数学", "a", "longer-word"]
+    text = " ".join(random.choice(words, size=num_bytes // 6))
+    if kind != "one line":
+        text = text.replace(" a ", "\n")
+    parts = [text] if kind != "files" else [text[i::3] for i in range(3)]
+    for i, part in enumerate(parts):
+        (tmp_path / f"{i}.txt").write_text(part, encoding="utf-8")
+    for fraction in (0.05, 0.2):
+        with caplog.at_level(logging.INFO):
+            found = texts_of(text_config(tmp_path / "*.txt", validation_fraction=fraction))
+        sizes = {split: len(text.encode()) for split, text in found.items()}
+        assert sum(sizes.values()) == sum(len(part.encode()) for part in parts)
+        share = sizes["validation"] / sum(sizes.values())
+        assert abs(share - fraction) <= 0.01 + 3 / sum(sizes.values())
+        assert f"{100 * share:.1f} % of {sum(sizes.values()):,} bytes of text" in caplog.text
+
+
+def test_line_ends_change_neither_text_nor_split(tmp_path):
+    lines = "".join(f"line {i} with {'x' * (i % 97)}\n" for i in range(5_000))
+    found = []
+    for end in ("\n", "\r\n"):
+        folder = tmp_path / str(len(end))
+        folder.mkdir()
+        (folder / "a.txt").write_bytes(lines.replace("\n", end).encode())
+        records = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300))
+        (folder / "b.jsonl").write_bytes(records.replace("\n", end).encode())
+        documents = open_documents(text_config(folder / "*", validation_fraction=0.05))
+        found.append({split: list(texts) for split, texts in documents.items()})
+    assert found[0] == found[1]
+    assert "".join(sorted(found[0]["train"] + found[0]["validation"])).count("\r") == 0
+
+
+@pytest.mark.parametrize("change", ["truncated", "swapped", "removed"])
+def test_file_that_changes_while_it_is_read_is_noticed(change, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(50)))
+    documents = open_documents(text_config(file))["train"]
+    assert documents[3]
+    if change == "truncated":
+        file.write_text(file.read_text()[:-200])
+    elif change == "swapped":
+        file.write_text(file.read_text().replace("document 1", "document 2"))
+    else:
+        file.unlink()
+    message = "cannot be read: No such file" if change == "removed" else "has changed since"
+    with pytest.raises(BrokenExample, match=rf"data\.paths: .*a\.jsonl {message}"):
+        documents[3]
 
 
 @pytest.fixture
