@@ -1,9 +1,13 @@
 """Loads and saves config files, and applies command-line overrides to them."""
 
 import ast
+import contextlib
+import dataclasses
 import importlib.util
 import inspect
-from collections.abc import Mapping, Sequence
+import traceback
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,12 @@ import yaml
 from ml_collections import ConfigDict
 
 from convert.runs import CONFIG_FILE
+from models.registry import find_model
+from train.config.defaults import default_config
 from train.config.schema import nearest
 from untrusted.documents import read_yaml
 from untrusted.files import write_text
-from untrusted.imports import check_imports
+from untrusted.imports import check_imports, is_import_path
 
 
 def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str] = ()) -> Any:
@@ -39,15 +45,44 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
     if not Path(file).is_file():
         raise FileNotFoundError(f"--config={path}: file {file} does not exist")
     is_data = file.endswith((".yaml", ".yml"))
-    config = load_data(Path(file)) if is_data else _load_python(file, argument)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ValueError(f"--config.{override} has no value; write --config.{key}=value")
-        _set(config, key, text)
+    config = completed(load_data(Path(file)).to_dict()) if is_data else _load_python(file, argument)
+    given = [_Override(override) for override in overrides]
+    # Names come first: the model's name decides which other keys there are.
+    names = [each for each in given if each.key.endswith(".name") or is_import_path(each.text)]
+    for each in names:
+        _set(config, each.key, each.text)
     if is_data:
-        given = [override.partition("=")[2] for override in overrides]
-        check_imports(config.to_dict(), Path(file), [*allow_import, *given])
+        allowed = [*allow_import, *(each.text for each in names)]
+        check_imports(config.to_dict(), Path(file), allowed)
+    for each in given:
+        if each not in names:
+            _set(config, each.key, each.text)
+    return config
+
+
+class _Override:
+    """An override `section.key=value` of the command line."""
+
+    def __init__(self, override: str):
+        self.key, equals, self.text = override.partition("=")
+        if not equals:
+            raise ValueError(f"--config.{override} has no value; write --config.{self.key}=value")
+
+
+def completed(tree: Mapping[str, Any]) -> ConfigDict:
+    """Return a config in which missing keys have their defaults.
+
+    Args:
+        tree: Some sections with some of their keys.
+    """
+    config = default_config()
+    with config.unlocked(), config.ignore_type():
+        for name, section in tree.items():
+            if isinstance(section, Mapping) and isinstance(config.get(name), ConfigDict):
+                for key, value in section.items():
+                    config[name][key] = value
+            else:
+                config[name] = section
     return config
 
 
@@ -149,13 +184,40 @@ def _load_python(file: str, argument: str) -> ConfigDict:
     if spec is None or spec.loader is None:
         raise ValueError(f"--config={file} must be a .py or a .yaml file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _naming_line(file):
+        spec.loader.exec_module(module)
     get_config = getattr(module, "get_config", None)
-    if get_config is None:
+    if not callable(get_config):
         raise ValueError(f"--config={file} defines no function get_config()")
     if argument and not inspect.signature(get_config).parameters:
         raise ValueError(f"--config={file}:{argument}: its get_config() takes no argument")
-    return get_config(argument) if argument else get_config()
+    with _naming_line(file):
+        config = get_config(argument) if argument else get_config()
+    if isinstance(config, Mapping) and not isinstance(config, ConfigDict):
+        return completed(config)
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            f"--config={file}: get_config() returned {config!r}, but must return a ConfigDict or a "
+            "dict; does it end without a return?"
+        )
+    return config
+
+
+@contextlib.contextmanager
+def _naming_line(file: str) -> Iterator[None]:
+    """Report any error of a config file in one sentence, with the line of the file."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SyntaxError):
+            line, what = error.lineno, error.msg
+        else:
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == file]
+            line, what = (lines or [None])[-1], str(error)
+        where = file if line is None else f"{file}, line {line}"
+        name = type(error).__name__
+        raise ValueError(f"--config={where}: {name}: {' '.join(what.split())}") from error
 
 
 def _set(config: Any, key: str, text: str) -> None:
@@ -173,7 +235,12 @@ def _set(config: Any, key: str, text: str) -> None:
         config.rules[name] = _parse(text)
         return
     if key not in keys:
-        raise ValueError(f"--config.{key}: unknown key{nearest(key, keys)}")
+        fields = _model_fields(config)
+        if section != "model" or name not in fields:
+            known = [*keys, *(f"model.{field}" for field in fields)]
+            raise ValueError(f"--config.{key}: unknown key{nearest(key, known)}")
+        with config.unlocked(), config.ignore_type():
+            config.model[name] = default_of(fields[name])
     default = config[section][name]
     value = _parse(text)
     if isinstance(default, str):
@@ -191,6 +258,21 @@ def _set(config: Any, key: str, text: str) -> None:
         raise ValueError(f"--config.{key}={text} must be of type {kind}, such as {default!r}")
     with config.ignore_type():
         config[section][name] = value
+
+
+def _model_fields(config: ConfigDict) -> dict[str, dataclasses.Field]:
+    """Return the fields of the model's own dataclass by name; none if the model is not known."""
+    name = config.get("model", {}).get("name")
+    fields = dataclasses.fields(find_model(name).Config) if name else ()
+    return {field.name: field for field in fields}
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """Return a value of the type of a field, or None: its default, or an example."""
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    origin = typing.get_origin(field.type) or field.type
+    return origin() if origin in (int, float, str, bool, tuple) else None
 
 
 def _parse(text: str) -> Any:

@@ -1,13 +1,16 @@
 """Config files, YAML, and command-line overrides."""
 
 import dataclasses
+import re
 
 import pytest
+import yaml
 
 from tests.runs import CONFIG
 from tests.train.config.loading import load, run_of
 from train.config.config_files import default_workdir, differences, overrides, save_yaml, shorten
 from train.config.schema import RunConfig, resolve
+from train.main import main
 
 
 def test_load_passes_the_argument_after_the_colon():
@@ -163,3 +166,56 @@ def test_shorten_makes_a_run_of_3_steps_that_resolves():
 )
 def test_default_workdir_is_named_after_the_config(config, expected):
     assert str(default_workdir(config)) == expected
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("x = (\n", r"broken\.py, line 1: SyntaxError: '\(' was never closed"),
+        ("\nimport no_such_module\n", r"broken\.py, line 2: ModuleNotFoundError: No module named"),
+        (
+            "def get_config():\n    x = 1\n    return x / 0\n",
+            r"broken\.py, line 3: ZeroDivisionError: division by zero",
+        ),
+        ("def get_config():\n    pass\n", r"get_config\(\) returned None, but must return .* dict"),
+        ("def get_config():\n    return 'x'\n", r"get_config\(\) returned 'x', but must return"),
+        ("get_config = 3\n", r"broken\.py defines no function get_config"),
+        ("raise SystemExit('no')\n", r"broken\.py, line 1: SystemExit: no"),
+        ("def get_config(): return {'model': 3}\n", r"config\.model=3 must be a section of keys"),
+    ],
+)
+def test_broken_config_file_is_one_sentence_and_exit_code_2(content, message, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(content)
+    assert main([f"--config={tmp_path / 'broken.py'}", f"--workdir={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and re.search(message, error)
+
+
+@pytest.mark.parametrize("kind", ["py", "yaml"])
+def test_partial_config_takes_defaults_and_overrides(kind, tmp_path):
+    tree = {"model": {"name": "gpt2", "num_layers": 2}, "train": {"num_steps": 7}}
+    file = tmp_path / f"config.{kind}"
+    file.write_text(f"def get_config(): return {tree!r}" if kind == "py" else yaml.safe_dump(tree))
+    overrides = [
+        "model.num_heads=2",
+        "model.embed_dim=8",
+        "model.mlp_dim=16",
+        "model.dropout=0",
+        "mesh.data=2",
+    ]
+    config = resolve(load(str(file), overrides))
+    assert config.train.num_steps == 7 and config.mesh.data == 2
+    assert config.model_config(vocab_size=50).num_heads == 2
+
+
+@pytest.mark.parametrize(
+    "config, override, field, value",
+    [
+        ("gpt2", "activation=relu", "activation", "relu"),
+        ("swin", "mlp_ratio=2", "mlp_ratio", 2.0),
+        ("llama", "sliding_window=4", "sliding_window", 4),
+    ],
+)
+def test_every_field_of_a_model_can_be_set(config, override, field, value):
+    loaded = resolve(load(f"configs/{config}.py", [f"model.{override}"]))
+    assert loaded.model_fields[field] == value and type(loaded.model_fields[field]) is type(value)
