@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from checkpoint.layout import STATE
 from checkpoint.structure import leaf_name
 
 #: Larger arrays are stored in chunks of at most this size. Reading any element of a chunk reads
@@ -154,7 +155,7 @@ def stored_arrays(directory: str | Path) -> Mapping[str, StoredArray]:
     Returns:
         The arrays by name, such as `params.decoder.layers.norm.scale`.
     """
-    state = Path(directory).absolute() / "state"
+    state = Path(directory).absolute() / STATE
     # With pinned host transfer enabled, Orbax would initialize JAX's devices.
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, enable_pinned_host_transfer=False)
     tree = handler.metadata(epath.Path(state)).tree

@@ -191,12 +191,12 @@ def tensor_mappings(
     found: list[TensorMapping] = []
     # (name, first layer) -> the number of layers mapped so far. With it, the numbers of a second
     # stack of the same name continue after the first stack.
-    first: dict[tuple[str, int], int] = {}
+    num_mapped: dict[tuple[str, int], int] = {}
     for row in used:
         shape = shapes[row.ours]
         is_stacked = "{layer}" in row.theirs
         name = row.theirs, row.first
-        start = first.get(name, 0)
+        start = num_mapped.get(name, 0)
         layers = range(shape[0]) if is_stacked else (None,)
         for layer in layers:
             number = 0 if layer is None else row.first + row.step * (start + layer)
@@ -213,7 +213,7 @@ def tensor_mappings(
                     vocab_size=vocab_size,
                 )
             )
-        first[name] = start + len(layers)
+        num_mapped[name] = start + len(layers)
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from checkpoint.checksums import find_damage
-from checkpoint.layout import steps_in
+from checkpoint.layout import STATE, steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
 from convert.model_on_disk import Shapes, Source, check_known
 from convert.registry import find
@@ -45,7 +45,7 @@ def newest_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: There is no intact checkpoint.
     """
-    if path.name.isdigit() and (path / "state").is_dir():
+    if path.name.isdigit() and (path / STATE).is_dir():
         candidates = [path]
     else:
         directory = path / CHECKPOINTS

@@ -12,7 +12,7 @@ def check_types(
     values: dict[str, Any],
     name: str,
     *,
-    but: Collection[str] = (),
+    exclude: Collection[str] = (),
     tuples: bool = False,
 ) -> None:
     """Check values against the annotated field types of a dataclass.
@@ -24,14 +24,14 @@ def check_types(
         section: The dataclass.
         values: Field name -> value. Modified in place: ints of float fields become floats.
         name: Name of the section in messages, such as "model".
-        but: Names of fields that are not checked.
+        exclude: Names of fields that are not checked.
         tuples: Whether to check fields of type `tuple[X, ...]` too.
 
     Raises:
         ValueError: A value has the wrong type; the message names the key, the value and the type.
     """
     for field in dataclasses.fields(section):
-        if field.name not in values or field.name in but:
+        if field.name not in values or field.name in exclude:
             continue
         value = values[field.name]
         of = field.type

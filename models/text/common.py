@@ -151,12 +151,12 @@ def padded_vocab(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def check_sizes(config: Any, *, but: Collection[str] = ()) -> None:
+def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
     """Check the fields of a model's config that are counts, sizes or rates.
 
     Args:
         config: a dataclass.
-        but: fields to skip, whose names only look like one of these.
+        exclude: fields to skip, whose names only look like one of these.
 
     Raises:
         ValueError: if `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is
@@ -166,7 +166,7 @@ def check_sizes(config: Any, *, but: Collection[str] = ()) -> None:
     for field in dataclasses.fields(config):
         name = field.name
         value: Any = getattr(config, name)
-        if value is None or name in but:
+        if value is None or name in exclude:
             continue
         kind = name.removeprefix("decoder_")
         is_size = kind.endswith(("_dim", "_size", "_multiple")) or kind.startswith(("num_", "max_"))

@@ -39,7 +39,7 @@ class SwinConfig(ImageInputConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(self, but=("num_heads",))
+        check_sizes(self, exclude=("num_heads",))
         check_patch_size(self)
         check_activation(self.activation)
         if self.head not in HEADS:

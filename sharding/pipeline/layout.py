@@ -1,9 +1,10 @@
 """Assigns layers to pipeline stages, and converts between layers and parameter slots.
 
-This is the only module that knows both a layer's number and its slot. In a checkpoint, and wherever
-the mesh must not show, the parameters of a stack have shape `[layers, ...]`. During training their
-leading dim counts *slots*: `[stages × chunks × depth, ...]`, split over `pipeline`. A stage holds
-its chunks one after another, each padded to the length of the longest chunk (`depth`).
+This module defines which layer is in which slot; `train/state/` applies it to parameters. In a
+checkpoint, and wherever the mesh must not show, the parameters of a stack have shape
+`[layers, ...]`. During training their leading dim counts *slots*: `[stages × chunks × depth, ...]`,
+split over `pipeline`. A stage holds its chunks one after another, each padded to the length of the
+longest chunk (`depth`).
 
 For example, 5 layers on 2 stages with 2 chunks each, cut as (2, 1, 1, 1) in layer order:
 

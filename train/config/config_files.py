@@ -79,8 +79,9 @@ def completed(tree: Mapping[str, Any]) -> ConfigDict:
     with config.unlocked(), config.ignore_type():
         for name, section in tree.items():
             if isinstance(section, Mapping) and isinstance(config.get(name), ConfigDict):
+                defaults: Any = config[name]
                 for key, value in section.items():
-                    config[name][key] = value
+                    defaults[key] = value
             else:
                 config[name] = section
     return config
@@ -210,11 +211,13 @@ def _naming_line(file: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError):
-            line, what = error.lineno, error.msg
+            line = error.lineno
+            what = error.msg
         else:
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == file]
-            line, what = (lines or [None])[-1], str(error)
+            line = lines[-1] if lines else None
+            what = str(error)
         where = file if line is None else f"{file}, line {line}"
         name = type(error).__name__
         raise ValueError(f"--config={where}: {name}: {' '.join(what.split())}") from error
@@ -262,7 +265,8 @@ def _set(config: Any, key: str, text: str) -> None:
 
 def _model_fields(config: ConfigDict) -> dict[str, dataclasses.Field]:
     """Return the fields of the model's own dataclass by name; none if the model is not known."""
-    name = config.get("model", {}).get("name")
+    model: Any = config.get("model", {})
+    name = model.get("name")
     fields = dataclasses.fields(find_model(name).Config) if name else ()
     return {field.name: field for field in fields}
 

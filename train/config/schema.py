@@ -207,7 +207,7 @@ def resolve(config: Any) -> RunConfig:
     }
     sections["data"] = dataclasses.replace(sections["data"], seed=sections["train"].seed)
     are_open = _check_keys(model_class.Config, fields["model"], "model", may_be_open=FROM_DATA)
-    check_types(model_class.Config, fields["model"], "model", but=are_open, tuples=True)
+    check_types(model_class.Config, fields["model"], "model", exclude=are_open, tuples=True)
     return RunConfig(
         **sections,
         rules=fields.get("rules", {}),

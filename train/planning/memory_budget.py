@@ -144,7 +144,7 @@ def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -
 
 
 def compiled_bytes(run: Run) -> int | None:
-    """Return the bytes that the compiled steps use on a device; None if the compiler is silent.
+    """Return the bytes that the compiled steps use on a device; None if they are not reported.
 
     This is the maximum over the training and the evaluation step, and over processes. State that
     the evaluation step does not read stays resident, so it is counted too.

@@ -215,11 +215,11 @@ class Run:
         Raises:
             ValueError: evaluations do not report `checkpoint.best_metric`.
         """
-        self._check_best_metric()
+        self._check_best_metric(self.compile_eval_step())
         self.compile_train_step()
 
-    def _check_best_metric(self) -> None:
-        tree = self.compile_eval_step().out_tree
+    def _check_best_metric(self, eval_step: Any) -> None:
+        tree = eval_step.out_tree
         checkpoint = self.config.checkpoint
         sums = jax.tree.unflatten(tree, range(tree.num_leaves))
         names = [f"eval_{name}" for name in sums if name != "weight"]

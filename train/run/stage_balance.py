@@ -57,8 +57,8 @@ class LayerCosts:
                 work += (self.embed + self.head) / num_chunks
             else:
                 work += self.embed * (chunk == 0) + self.head * is_last
-            # The last chunk has the head to itself, so its forward pass runs only once, as a part
-            # of its backward pass: nothing is recomputed.
+            # If only the last chunk computes the head, its forward pass is left to its backward
+            # pass and runs only once: nothing is recomputed.
             return work + (not is_last or shares_vocab) * sum(self.recomputed[first:stop])
 
         return cost

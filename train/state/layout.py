@@ -7,8 +7,8 @@ which does not depend on the mesh. For example, 5 layers on 2 stages:
     layers   0 1 2 3 4
     slots    0 1 2 | 3 4 -      ("-" is padding, "|" the border between the stages)
 
-This module is the only place that converts between the two forms. They are identical unless a stage
-has several chunks, or the stages are uneven.
+This module converts the whole state between the two forms; initialize.py converts new parameters.
+They are identical unless a stage has several chunks, or the stages are uneven.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 `jax.vjp` keeps its residuals inside a closure. A pipeline must put them into a buffer, because
 several microbatches are in flight and weight gradients may run many ticks later, and it must not
-put the weights there. `BlockVJP` therefore traces a block once and classifies each residual:
+put the weights there. `BlockVJP` therefore traces a block when made, and classifies residuals:
 
 - Parameters and side inputs are not saved; the backward reads the originals.
 - Values that depend only on parameters and side inputs are recomputed, unless random bits were

@@ -110,8 +110,8 @@ def make_execution_plan(
 
     Args:
         schedule: a table that `verify` accepts.
-        remat: "full" keeps only a chunk's input, and its backward recomputes the forward. The last
-            chunk's backward follows its forward at once, so its forward is folded into the
+        remat: "full" keeps only a chunk's input, and its backward recomputes the forward. Nothing
+            needs the last chunk's output before its backward, so that forward is left to the
             backward. "none" keeps the residuals of the layers.
         shares_vocab: all stages compute embedding and head together. The head then runs between the
             last chunk's forward and backward, so that forward is not folded.

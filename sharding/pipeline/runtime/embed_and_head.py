@@ -142,7 +142,7 @@ class OnOneStage(EmbedAndHead):
     def add_embed_gradient(
         self, operation: Operation, gradients: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
-        """Return the gradients of the non-stack parameters, on the first chunk with embedding's."""
+        """Return the gradients of non-stack parameters; the first chunk adds the embedding's."""
 
         def embedded():
             return add(gradients, self.embed_gradient(dx, microbatch))

@@ -26,7 +26,9 @@ The path of a batch: `make_loss_and_grad` here, then on every device a `Training
 - `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
   written here and in gather.py. The other axes stay automatic.
 - Everything that waits for a later tick is stored in the buffers that buffers.py plans.
-- Gradients are summed over microbatches locally, and over `data` once, after the scan.
+- Gradients are summed over microbatches locally. They are summed over `data` and `fsdp` once, after
+  the scan, except for parameters that are gathered layer by layer (ZeRO 3): their gradients are
+  reduce-scattered at every layer.
 """
 
 from collections.abc import Callable, Mapping

@@ -308,7 +308,7 @@ def total(tree: Tree, mesh: AnyMesh, axes: tuple[str, ...]) -> Tree:
 
 
 def on_shards(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Run `function` on every device with its shards over the manual axes."""
+    """Return `function`, run on every device with its shards over the manual axes."""
     return jax.shard_map(
         function,
         mesh=mesh,

@@ -237,8 +237,8 @@ class Layers:
         """Add the gradients of a layer that are not None to `grads`, in the dtype of `grads`."""
         leaves, structure = jax.tree.flatten(grads)
         pairs = zip(leaves, values, strict=True)
-        wide = [value if value is None else value.astype(g.dtype) for g, value in pairs]
-        scattered = self._shards.scattered(jax.tree.unflatten(structure, wide))
+        converted = [value if value is None else value.astype(g.dtype) for g, value in pairs]
+        scattered = self._shards.scattered(jax.tree.unflatten(structure, converted))
         values = structure.flatten_up_to(scattered)
         pairs = zip(leaves, values, strict=True)
         return jax.tree.unflatten(structure, [_added(g, slot, value) for g, value in pairs])

@@ -210,7 +210,7 @@ class TrainingStage(Stage):
 
 
 def _without_scratch(residuals: ChunkResiduals) -> ChunkResiduals:
-    """Remove the buffers that `Stage._with_scratch` added."""
+    """Remove the buffers that `TrainingStage._with_scratch` added."""
     return {
         name: dataclasses.replace(of_stack, saved=None, before=None)
         for name, of_stack in residuals.items()
