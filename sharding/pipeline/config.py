@@ -37,8 +37,10 @@ class PipelineConfig(Section, section="pipeline"):
     )
     layers_per_stage: tuple = field(
         (),
-        "Number of layers of each chunk of each stage, in the order of the layers, such as "
-        "`5,7,7,5`. `auto` balances FLOPs; `()` gives all the same number.",
+        "Number of layers of every chunk of every stage, in the order in which the model runs the "
+        "chunks: `mesh.pipeline` × `pipeline.chunks` numbers, such as `5,7,7,5` for 4 stages with "
+        "one chunk each or 2 stages with two. `auto` balances FLOPs; `()` gives all the same "
+        "number.",
     )
     share_vocab: bool = field(
         False, "Split embedding and head over all stages, along the vocabulary."

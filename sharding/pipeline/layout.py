@@ -2,17 +2,20 @@
 
 This module defines which layer is in which slot; `train/state/` applies it to parameters. In a
 checkpoint, and wherever the mesh must not show, the parameters of a stack have shape
-`[layers, ...]`. During training their leading dim counts *slots*: `[stages × chunks × depth, ...]`,
-split over `pipeline`. A stage holds its chunks one after another, each padded to the length of the
-longest chunk (`depth`).
+`[layers, ...]`. During training their leading dim counts *slots*:
+`[stages × chunks × max_layers_per_chunk, ...]`, split over `pipeline`. A stage holds its chunks one
+after another, each padded to the length of the longest chunk.
 
-For example, 5 layers on 2 stages with 2 chunks each, cut as (2, 1, 1, 1) in layer order:
+The layers are cut into *virtual stages*, and the chunks of a stage are the virtual stages placed on
+it; see schedules/table.py. For example, 5 layers on 2 stages with 2 chunks each, cut as
+(2, 1, 1, 1) in layer order:
 
     layers          0  1 | 2 | 3 | 4
-    chunk           0      1   2   3        chunk c runs on stage c mod 2
+    virtual stage   0      1   2   3        virtual stage v runs on stage v mod 2
     stage           0      1   0   1
+    chunk           0      0   1   1        among the chunks of its stage
 
-    slot            0  1    2  3    4  5    6  7      depth = 2
+    slot            0  1    2  3    4  5    6  7      max_layers_per_chunk = 2
     layer_of_slot   0  1    3 -1    2 -1    4 -1      -1: padding
                    `-- stage 0 --' `-- stage 1 --'
 
@@ -41,18 +44,18 @@ class Layout:
     chunks: tuple[tuple[tuple[int, int], ...], ...]
 
     @cached_property
-    def depth(self) -> int:
-        """Number of slots per chunk: the length of the longest chunk."""
+    def max_layers_per_chunk(self) -> int:
+        """Number of layers of the longest chunk, which is the number of slots of every chunk."""
         return max(count for stage in self.chunks for _, count in stage)
 
     @cached_property
     def layer_of_slot(self) -> np.ndarray:
-        """int32[stages × chunks × depth]: the layer in each slot, -1 for padding."""
+        """int32[stages × chunks × max_layers_per_chunk]: the layer in each slot, -1 for padding."""
         slots = [
             first + i if i < count else -1
             for stage in self.chunks
             for first, count in stage
-            for i in range(self.depth)
+            for i in range(self.max_layers_per_chunk)
         ]
         return np.array(slots, np.int32)
 
@@ -83,35 +86,37 @@ class Layout:
 
 
 def cut(
-    num_layers: Mapping[str, int], placement: Sequence[int], layers_per_chunk: Sequence[int] = ()
+    num_layers: Mapping[str, int],
+    placement: Sequence[int],
+    layers_per_virtual_stage: Sequence[int] = (),
 ) -> dict[str, Layout]:
-    """Cut the stacks of a model into chunks.
+    """Cut the stacks of a model into virtual stages.
 
-    The cut runs over the layers of all stacks in sequence, so a chunk may contain the end of one
-    stack and the beginning of the next.
+    The cut runs over the layers of all stacks in sequence, so a virtual stage may contain the end
+    of one stack and the beginning of the next.
 
     Args:
         num_layers: number of layers of every stack, in the order in which they run.
-        placement: the stage of every chunk, in layer order.
-        layers_per_chunk: number of layers of every chunk in `placement`, in layer order. () cuts as
-            evenly as possible, longer chunks first.
+        placement: the stage of every virtual stage.
+        layers_per_virtual_stage: number of layers of every virtual stage. () cuts as evenly as
+            possible, longer virtual stages first.
 
     Returns:
         The layout of every stack.
 
     Raises:
-        ValueError: `layers_per_chunk` has the wrong length or sum, or is empty although there are
-            fewer layers than chunks.
+        ValueError: `layers_per_virtual_stage` has the wrong length or sum, or is empty although
+            there are fewer layers than virtual stages.
     """
     total = sum(num_layers.values())
     num_stages = max(placement) + 1
     chunks = f"mesh.pipeline={num_stages} × pipeline.chunks={len(placement) // num_stages}"
-    if not layers_per_chunk and total < len(placement):
+    if not layers_per_virtual_stage and total < len(placement):
         raise ValueError(
             f"{chunks} exceeds the model's {total} layers; choose fewer stages or chunks, or "
             "list empty chunks as 0 in pipeline.layers_per_stage"
         )
-    counts = list(layers_per_chunk) or even_cut(total, len(placement))
+    counts = list(layers_per_virtual_stage) or even_cut(total, len(placement))
     if len(counts) != len(placement) or sum(counts) != total:
         raise ValueError(
             f"pipeline.layers_per_stage={tuple(counts)} has {len(counts)} numbers that add up to "
@@ -122,8 +127,9 @@ def cut(
     start = 0
     for name, size in num_layers.items():
         stages: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
-        # The chunk's first layer, counted from the stack's first layer. It is negative while the
-        # chunk begins in an earlier stack; clamping to 0 .. size keeps this stack's part only.
+        # The first layer of the virtual stage, counted from the stack's first layer. It is negative
+        # while the virtual stage begins in an earlier stack; clamping to 0 .. size keeps this
+        # stack's part only.
         first = -start
         for stage, count in zip(placement, counts, strict=True):
             begin = min(max(first, 0), size)
@@ -141,27 +147,28 @@ def even_cut(total: int, num_parts: int) -> list[int]:
 
 
 def balanced_cut(
-    num_layers: int, num_chunks: int, cost: Callable[[int, int, int], float]
+    num_layers: int, num_virtual_stages: int, cost: Callable[[int, int, int], float]
 ) -> list[int]:
-    """Choose the number of layers per chunk that minimizes the cost of the most expensive chunk.
+    """Choose the cut that minimizes the cost of the most expensive virtual stage.
 
     Args:
         num_layers: number of layers to distribute.
-        num_chunks: number of chunks of all stages together.
-        cost: (chunk, first layer, layer after the last) -> cost of that chunk, in any unit.
+        num_virtual_stages: number of virtual stages.
+        cost: (virtual stage, first layer, layer after the last) -> cost of that virtual stage, in
+            any unit.
 
     Returns:
-        The number of layers of each chunk, in layer order.
+        The number of layers of each virtual stage.
     """
     total = num_layers
-    # Dynamic programming over chunks. best[n] is the optimum for n layers in the chunks so far:
-    # (cost of the most expensive chunk, layers per chunk).
+    # Dynamic programming over virtual stages. best[n] is the optimum for n layers in the virtual
+    # stages so far: (cost of the most expensive one, layers of each).
     best = {0: (0.0, ())}
-    for chunk in range(num_chunks):
-        stops = [total] if chunk == num_chunks - 1 else range(total + 1)
+    for v in range(num_virtual_stages):
+        stops = [total] if v == num_virtual_stages - 1 else range(total + 1)
         best = {
             stop: min(
-                (max(most, cost(chunk, first, stop)), (*counts, stop - first))
+                (max(most, cost(v, first, stop)), (*counts, stop - first))
                 for first, (most, counts) in best.items()
                 if first <= stop
             )

@@ -65,19 +65,19 @@ def make_schedule(
         verify(schedule)
         return schedule
     schedule = _read_training_table(name_or_csv_path)
-    of_table = {
+    table_counts = {
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         "chunks": schedule.num_chunks,
     }
     for count, value in counts.items():
-        if of_table[count] != value:
+        if table_counts[count] != value:
             raise ValueError(
-                f"{name_or_csv_path} is a table of {of_table['stages']} stages, "
-                f"{of_table['microbatches']} microbatches and {of_table['chunks']} chunks, but "
-                f"the run has {value} {count}; set mesh.pipeline={of_table['stages']}, "
-                f"train.num_microbatches={of_table['microbatches']} and "
-                f"pipeline.chunks={of_table['chunks']}"
+                f"{name_or_csv_path} is a table of {table_counts['stages']} stages, "
+                f"{table_counts['microbatches']} microbatches and {table_counts['chunks']} chunks, "
+                f"but the run has {value} {count}; set mesh.pipeline={table_counts['stages']}, "
+                f"train.num_microbatches={table_counts['microbatches']} and "
+                f"pipeline.chunks={table_counts['chunks']}"
             )
     return schedule
 
@@ -134,10 +134,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, or the path of a CSV table"
     )
-    of_table = ", or as in the CSV table"
-    parser.add_argument("--stages", type=int, help=f"default 4{of_table}")
-    parser.add_argument("--microbatches", type=int, help=f"default 8{of_table}")
-    parser.add_argument("--chunks", type=int, help=f"chunks per stage, default 1{of_table}")
+    or_csv = ", or as in the CSV table"
+    parser.add_argument("--stages", type=int, help=f"default 4{or_csv}")
+    parser.add_argument("--microbatches", type=int, help=f"default 8{or_csv}")
+    parser.add_argument("--chunks", type=int, help=f"chunks per stage, default 1{or_csv}")
     parser.add_argument("--forward", type=float, default=1.0, help="forward time of a whole stage")
     parser.add_argument("--backward", type=float, help="default: input plus weight gradient")
     parser.add_argument("--input-gradient", type=float, help="default: backward / 2, or 1")

@@ -1,8 +1,8 @@
-"""Balances pipeline stages: counts the FLOPs of every layer and cuts the layers into even chunks.
+"""Balances pipeline stages: counts the FLOPs of every layer and cuts the layers evenly.
 
 All stages wait for the busiest one. A large vocabulary can make the head as much work as several
 layers, so the last stage should have fewer of them. The cut minimizes the work of the busiest
-chunk.
+virtual stage (sharding/pipeline/schedules/table.py).
 """
 
 import dataclasses
@@ -29,36 +29,39 @@ class LayerCosts:
     embed: int
     head: int
 
-    def of_chunks(self, counts: Sequence[int], *, shares_vocab: bool) -> list[float]:
-        """Return the FLOPs of every chunk, with its share of embedding and head.
+    def per_virtual_stage(self, counts: Sequence[int], *, shares_vocab: bool) -> list[float]:
+        """Return the FLOPs of every virtual stage, with its share of embedding and head.
 
         Args:
-            counts: number of layers of each chunk, in the order of the layers.
-            shares_vocab: embedding and head are split over all chunks.
+            counts: number of layers of each virtual stage.
+            shares_vocab: embedding and head are split over all virtual stages.
         """
         bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
         cost = self._cost(len(counts), shares_vocab)
-        return [cost(chunk, first, stop) for chunk, (first, stop) in enumerate(bounds)]
+        return [cost(v, first, stop) for v, (first, stop) in enumerate(bounds)]
 
-    def balanced(self, num_chunks: int, *, shares_vocab: bool) -> list[int]:
-        """Return the most even cut: the number of layers of each chunk, in the layers' order.
+    def balanced(self, num_virtual_stages: int, *, shares_vocab: bool) -> list[int]:
+        """Return the most even cut: the number of layers of each virtual stage.
 
         Args:
-            num_chunks: number of chunks over all stages.
-            shares_vocab: embedding and head are split over all chunks.
+            num_virtual_stages: number of virtual stages.
+            shares_vocab: embedding and head are split over all virtual stages.
         """
-        return balanced_cut(len(self.layers), num_chunks, self._cost(num_chunks, shares_vocab))
+        cost = self._cost(num_virtual_stages, shares_vocab)
+        return balanced_cut(len(self.layers), num_virtual_stages, cost)
 
-    def _cost(self, num_chunks: int, shares_vocab: bool) -> Callable[[int, int, int], float]:
-        def cost(chunk: int, first: int, stop: int) -> float:
-            is_last = chunk == num_chunks - 1
+    def _cost(
+        self, num_virtual_stages: int, shares_vocab: bool
+    ) -> Callable[[int, int, int], float]:
+        def cost(v: int, first: int, stop: int) -> float:
+            is_last = v == num_virtual_stages - 1
             work = float(sum(self.layers[first:stop]))
             if shares_vocab:
-                work += (self.embed + self.head) / num_chunks
+                work += (self.embed + self.head) / num_virtual_stages
             else:
-                work += self.embed * (chunk == 0) + self.head * is_last
-            # If only the last chunk computes the head, its forward pass is left to its backward
-            # pass and runs only once: nothing is recomputed.
+                work += self.embed * (v == 0) + self.head * is_last
+            # If only the last virtual stage computes the head, its forward pass is left to its
+            # backward pass and runs only once: nothing is recomputed.
             return work + (not is_last or shares_vocab) * sum(self.recomputed[first:stop])
 
         return cost

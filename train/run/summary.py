@@ -39,8 +39,8 @@ def _describe_stages(run: Run) -> str:
     shares = run.config.pipeline.share_vocab
 
     def unevenness(counts, shares_vocab):
-        chunks = work.of_chunks(counts, shares_vocab=shares_vocab)
-        return max(chunks) * len(chunks) / sum(chunks)
+        flops = work.per_virtual_stage(counts, shares_vocab=shares_vocab)
+        return max(flops) * len(flops) / sum(flops)
 
     now = unevenness(counts, shares)
     auto = work.balanced(len(counts), shares_vocab=shares)

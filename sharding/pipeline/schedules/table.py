@@ -149,10 +149,10 @@ def verify(schedule: Schedule) -> None:
     _check_placement(schedule)
     ran = _check_cells(schedule)
     virtual_stages = range(len(schedule.placement))
-    split = any(kind != FORWARD for kind, _, _ in ran)
+    has_backward = any(kind != FORWARD for kind, _, _ in ran)
     for microbatch in range(schedule.num_microbatches):
         for virtual in virtual_stages:
-            _check_complete(schedule, ran, microbatch, virtual, has_backward=split)
+            _check_complete(schedule, ran, microbatch, virtual, has_backward=has_backward)
     for key, tick in ran.items():
         for need in needs(key, ran, len(virtual_stages)):
             own = need[2] == key[2]

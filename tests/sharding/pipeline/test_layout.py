@@ -50,13 +50,13 @@ def test_layout_puts_every_layer_where_the_cut_says(example):
     num_chunks = placement.count(0)
     for name, size in num_layers.items():
         layout = layouts[name]
-        of_stack = places[:size]
+        stack_places = places[:size]
         places = places[size:]
         assert layout.num_layers == size
-        longest = max(of_stack.count(place) for place in of_stack)
+        longest = max(stack_places.count(place) for place in stack_places)
         slots = layout.layer_of_slot.reshape(num_stages, num_chunks, longest)
         for stage, chunk in itertools.product(range(num_stages), range(num_chunks)):
-            here = [layer for layer, place in enumerate(of_stack) if place == (stage, chunk)]
+            here = [layer for layer, place in enumerate(stack_places) if place == (stage, chunk)]
             # Layers are in order, with the padding at the end.
             assert slots[stage, chunk].tolist() == here + [-1] * (longest - len(here))
         assert layout.layer_of_slot[layout.slot_of_layer].tolist() == list(range(size))

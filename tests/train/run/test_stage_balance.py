@@ -134,21 +134,23 @@ def busiest(counts, vocab: int, *, recomputes: bool, shares_vocab: bool) -> int:
     return max(stages)
 
 
-def balanced(vocab: int, num_chunks: int, *, recomputes: bool, shares_vocab: bool) -> list[int]:
+def balanced(
+    vocab: int, num_virtual_stages: int, *, recomputes: bool, shares_vocab: bool
+) -> list[int]:
     work = count_work(*gpt2(vocab), recomputes=recomputes)
-    return work.balanced(num_chunks, shares_vocab=shares_vocab)
+    return work.balanced(num_virtual_stages, shares_vocab=shares_vocab)
 
 
 @pytest.mark.thorough(but=["8-4-True", "256-1-False", "256-1-True"])
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_virtual_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocab", [8, 256, 512, 4096])
-def test_balanced_minimizes_the_load_of_the_busiest_stage(vocab, num_chunks, recomputes):
+def test_balanced_minimizes_the_load_of_the_busiest_stage(vocab, num_virtual_stages, recomputes):
     for shares_vocab in (False, True):
         flags = {"recomputes": recomputes, "shares_vocab": shares_vocab}
-        counts = balanced(vocab, num_chunks, **flags)
-        assert len(counts) == num_chunks and sum(counts) == LAYERS
-        every = itertools.product(range(LAYERS + 1), repeat=num_chunks)
+        counts = balanced(vocab, num_virtual_stages, **flags)
+        assert len(counts) == num_virtual_stages and sum(counts) == LAYERS
+        every = itertools.product(range(LAYERS + 1), repeat=num_virtual_stages)
         best = min(busiest(c, vocab, **flags) for c in every if sum(c) == LAYERS)
         assert busiest(counts, vocab, **flags) == best
 
@@ -162,10 +164,10 @@ def test_balanced_gives_fewer_layers_to_the_stage_of_a_large_head():
     assert balanced(2**14, 2, **flags) == [6, 0]
 
 
-@pytest.mark.parametrize("num_chunks", [2, 3, 6])
-def test_balanced_is_even_with_a_shared_vocab(num_chunks):
-    counts = balanced(2**14, num_chunks, recomputes=True, shares_vocab=True)
-    assert counts == [LAYERS // num_chunks] * num_chunks
+@pytest.mark.parametrize("num_virtual_stages", [2, 3, 6])
+def test_balanced_is_even_with_a_shared_vocab(num_virtual_stages):
+    counts = balanced(2**14, num_virtual_stages, recomputes=True, shares_vocab=True)
+    assert counts == [LAYERS // num_virtual_stages] * num_virtual_stages
 
 
 def test_layer_flops_of_the_formula_equal_the_traced_ones():
@@ -187,17 +189,17 @@ def test_layer_flops_of_the_formula_equal_the_traced_ones():
     assert found == layer_flops(recomputes=False)
 
 
-def test_work_of_chunks_counts_recomputation_on_its_stage():
+def test_work_per_virtual_stage_counts_recomputation_on_its_stage():
     work = count_work(*gpt2(8), recomputes=True)
-    alone, shared = (work.of_chunks([3, 3], shares_vocab=s) for s in (False, True))
+    alone, shared = (work.per_virtual_stage([3, 3], shares_vocab=s) for s in (False, True))
     once, twice = (layer_flops(recomputes=r) for r in (False, True))
     assert alone == [3 * twice, 3 * once + head_flops(8)]
     assert shared == [3 * twice + head_flops(8) / 2] * 2
 
 
-def test_work_of_chunks_counts_embedding_and_head_on_their_stages():
+def test_work_per_virtual_stage_counts_embedding_and_head_on_their_stages():
     work = count_work(*gpt2(512), recomputes=False)
-    alone, shared = (work.of_chunks([4, 2], shares_vocab=s) for s in (False, True))
+    alone, shared = (work.per_virtual_stage([4, 2], shares_vocab=s) for s in (False, True))
     layer = layer_flops(recomputes=False)
     assert alone == [4 * layer, 2 * layer + head_flops(512)]
     assert shared == [4 * layer + head_flops(512) / 2, 2 * layer + head_flops(512) / 2]
