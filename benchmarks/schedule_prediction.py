@@ -39,16 +39,16 @@ def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
         if recomputes and is_last:
             return []  # The backward computes the head, and recomputes these layers anyway.
         names = ["evaluate" if recomputes else "forward"]
-        ends = ["embed"] * is_first
+        end_parts = ["embed"] * is_first
     elif op.kind in (BACKWARD, INPUT_GRADIENT):
         names = ["forward"] * recomputes
         names += ["backward" if op.kind == BACKWARD else "input_gradient"]
-        ends = ["head_gradient"] * is_last
-        ends += (["embed"] * recomputes + ["embed_gradient"]) * is_first
+        end_parts = ["head_gradient"] * is_last
+        end_parts += (["embed"] * recomputes + ["embed_gradient"]) * is_first
     else:
         names = ["weight_gradient"]
-        ends = []
-    return [(name, num_layers) for name in names if num_layers] + [(end, 0) for end in ends]
+        end_parts = []
+    return [(name, num_layers) for name in names if num_layers] + [(name, 0) for name in end_parts]
 
 
 def parts_of_step(run: Run) -> list[Part]:

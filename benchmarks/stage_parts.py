@@ -29,9 +29,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender
 from benchmarks.step import random_batch
 from sharding.analysis.flops import matmul_flops
-from sharding.pipeline.runtime.gather import GatherMode, Shards, Sharing
+from sharding.pipeline.runtime.gather import GatherMode, ParamGatherer, ParamSharding
 from sharding.pipeline.runtime.layers import Layers
-from sharding.pipeline.runtime.rows import Slots
+from sharding.pipeline.runtime.tick_plan import Slots
 from sharding.pipeline.runtime.trees import add, wide, zeros
 from train.run.run import Run
 
@@ -60,13 +60,13 @@ class StageParts:
         self._shapes = run.functions.split(run.state.portable.params)
         self._dtype = run.config.precision.compute
         microbatches = _microbatches(run)
-        ends = jax.tree.map(lambda p: _random(p.shape, self._dtype), self._shapes["ends"])
+        end_params = jax.tree.map(lambda p: _random(p.shape, self._dtype), self._shapes["ends"])
         self._microbatch = jax.tree.map(lambda x: x[0], microbatches)
-        self._x = jax.eval_shape(run.functions.embed, ends, self._microbatch)
+        self._x = jax.eval_shape(run.functions.embed, end_params, self._microbatch)
         # One per microbatch: activations, or cotangents where a part needs these.
         xs = jax.tree.map(lambda x: _random((count, *x.shape), x.dtype, stddev=1.0), self._x)
         self._inputs = self._copied((microbatches, xs))
-        self._ends = self._copied(ends)
+        self._end_params = self._copied(end_params)
         self._params: dict[int, Tree] = {}  # number of layers -> their parameters
         self._compiled: dict[tuple, Any] = {}
         self._flops: dict[Part, float | None] = {}
@@ -91,11 +91,11 @@ class StageParts:
         """
         name, num_layers = part
         if name == "update":
-            compiled, carry, fixed = self._update(num_layers)
+            compiled, carry, fixed = self._compile_update(num_layers)
         elif num_layers:
-            compiled, carry, fixed = self._of_layers(name, num_layers)
+            compiled, carry, fixed = self._compile_layers(name, num_layers)
         else:
-            compiled, carry, fixed = self._of_ends(name)
+            compiled, carry, fixed = self._compile_end(name)
         self._flops[part] = matmul_flops(compiled)
 
         def step() -> float:
@@ -108,7 +108,7 @@ class StageParts:
             step()
         return Contender(step=step, compile_time_s=None, first_loss=0.0)
 
-    def _of_ends(self, name: str) -> tuple[Any, Tree, Tree]:
+    def _compile_end(self, name: str) -> tuple[Any, Tree, Tree]:
         """Compile a part of the embedding or the head.
 
         Returns:
@@ -117,27 +117,27 @@ class StageParts:
         """
         model = self._run.functions
 
-        def embed(carry, m, microbatch, ends, x):
-            return carry, model.embed(ends, microbatch)
+        def embed(carry, m, microbatch, end_params, x):
+            return carry, model.embed(end_params, microbatch)
 
-        def embed_gradient(grads, m, microbatch, ends, dx):
-            _, vjp = jax.vjp(lambda ends: model.embed(ends, microbatch), ends)
+        def embed_gradient(grads, m, microbatch, end_params, dx):
+            _, vjp = jax.vjp(lambda end_params: model.embed(end_params, microbatch), end_params)
             return add(grads, vjp(dx)[0]), None
 
-        def head_gradient(grads, m, microbatch, ends, x):
-            def of_head(ends, x):
-                return model.head(ends, x, microbatch)[0]
+        def head_gradient(grads, m, microbatch, end_params, x):
+            def loss_of(end_params, x):
+                return model.head(end_params, x, microbatch)[0]
 
-            loss, (gradient, dx) = jax.value_and_grad(of_head, argnums=(0, 1))(ends, x)
+            loss, (gradient, dx) = jax.value_and_grad(loss_of, argnums=(0, 1))(end_params, x)
             return add(grads, gradient), (loss, dx)
 
         body = {"embed": embed, "embed_gradient": embed_gradient, "head_gradient": head_gradient}
-        carry = {} if name == "embed" else zeros(wide(self._ends))
-        fixed = (self._ends, *self._inputs)
+        carry = {} if name == "embed" else zeros(wide(self._end_params))
+        fixed = (self._end_params, *self._inputs)
         return self._compile((name,), self._scanned(body[name]), carry, fixed), carry, fixed
 
-    def _of_layers(self, name: str, num_layers: int) -> tuple[Any, Tree, Tree]:
-        """Compile a part of the layers; returns the same as `_of_ends`.
+    def _compile_layers(self, name: str, num_layers: int) -> tuple[Any, Tree, Tree]:
+        """Compile a part of the layers; returns the same as `_compile_end`.
 
         The buffers of residuals have two slots, which microbatches use in turns.
         """
@@ -152,10 +152,10 @@ class StageParts:
 
         if name == "evaluate":
             return compiled(name, {}), {}, fixed
-        depths = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
+        num_slots = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
         first = jax.tree.map(lambda x: x[0], params)
         make_layers = self._make_layers(num_layers, splits=splits)
-        kept = self._copied(make_layers(first).residuals(depths))
+        kept = self._copied(make_layers(first).residuals(num_slots))
         carry = (zeros(wide(params)), kept)
         # Fill the buffers that this part reads, so that it does not compute with zeros.
         before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
@@ -172,8 +172,9 @@ class StageParts:
         def make_layers(params):
             specs = jax.tree.map(lambda _: PartitionSpec(), params)
             once = jax.tree.map(lambda _: GatherMode.ONCE, params)
-            whole = Shards(specs, Sharing(mesh=self._run.mesh, specs={}), (), once)
-            return Layers(block, params, whole, numbers, here, 1, splits=splits)
+            param_sharding = ParamSharding(mesh=self._run.mesh, specs={})
+            gatherer = ParamGatherer(specs, param_sharding, (), once)
+            return Layers(block, params, gatherer, numbers, here, 1, splits=splits)
 
         return make_layers
 
@@ -213,15 +214,15 @@ class StageParts:
         bodies = [evaluate, forward, backward, input_gradient, weight_gradient]
         return {body.__name__: body for body in bodies}
 
-    def _update(self, num_layers: int) -> tuple[Any, Tree, Tree]:
-        """Compile the optimizer update of a stage's parameters; returns the same as `_of_ends`.
+    def _compile_update(self, num_layers: int) -> tuple[Any, Tree, Tree]:
+        """Compile the optimizer update of a stage's parameters; returns the same as `_compile_end`.
 
         These are the parameters of `num_layers` layers and, on every stage, of embedding and head.
         """
         optimizer = self._run.optimizer
         dtype = self._run.config.precision.params
         layers = {self._stack: self._layers(num_layers)}
-        params = self._run.functions.join({"ends": self._ends, "layers": layers})
+        params = self._run.functions.join({"ends": self._end_params, "layers": layers})
         # The update donates its arguments, and other parts read these arrays, so copy them.
         params = jax.tree.map(lambda p: jnp.array(p, dtype, copy=True), params)
         grads = jax.tree.map(jnp.copy, params)

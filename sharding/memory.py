@@ -166,17 +166,17 @@ def to_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, DEVICE) if is_on_host(x) else x
 
 
-def zeros_on_host(shape: tuple[int, ...], dtype: Any, *, depth: int = 1) -> jax.Array:
+def zeros_on_host(shape: tuple[int, ...], dtype: Any, *, num_loop_dims: int = 1) -> jax.Array:
     """Return zeros in host memory, within a traced function.
 
-    They are made on the device and copied piece by piece; a piece has the dims after the first
-    `depth`.
+    They are made on the device and copied one piece at a time, so that the device never holds all
+    of them: nested loops run over the first `num_loop_dims` dims, and a piece has the other dims.
     """
-    if depth == 0:
+    if num_loop_dims == 0:
         return jax.device_put(jnp.zeros(shape, dtype), HOST)
 
     def piece(_):
-        return zeros_on_host(shape[1:], dtype, depth=depth - 1)
+        return zeros_on_host(shape[1:], dtype, num_loop_dims=num_loop_dims - 1)
 
     return jax.lax.map(piece, jnp.arange(shape[0], dtype=jnp.int32))
 

@@ -17,7 +17,7 @@ from sharding.analysis.cost.prediction import Prediction, predict
 from sharding.analysis.cost.ticks import Operations, Ticks
 from sharding.analysis.cost.trace import trace
 from sharding.analysis.targets import parse_target
-from sharding.pipeline.runtime.rows import TICKS, scope_of
+from sharding.pipeline.runtime.tick_plan import TICKS, scope_of
 from train.planning.step_time import machine_of
 
 pytestmark = pytest.mark.gpu_compiler

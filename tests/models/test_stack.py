@@ -14,7 +14,7 @@ from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import cut
 from sharding.pipeline.runtime.executor import make_loss_and_grad
-from sharding.pipeline.runtime.gather import Sharing
+from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedule import make_schedule
 
 WIDTH = 8
@@ -106,7 +106,9 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
             "layers": jax.tree.map(lambda _: PartitionSpec("pipeline"), slots),
         }
         config = PipelineConfig(remat=remat)
-        run = make_loss_and_grad(functions, table, layouts, Sharing(mesh=mesh, specs=specs), config)
+        run = make_loss_and_grad(
+            functions, table, layouts, ParamSharding(mesh=mesh, specs=specs), config
+        )
         with jax.set_mesh(mesh):
             sums, grads = jax.jit(run)({"ends": params["ends"], "layers": slots}, batch)
         layers = {

@@ -28,7 +28,7 @@ from sharding.mesh import AnyMesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
-from sharding.pipeline.runtime.gather import Sharing
+from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedule import Schedule, forward_only
 from train.precision import PrecisionConfig
 from train.state.averaged import averaged
@@ -101,11 +101,11 @@ def make_train_step(
         rules: sharding rules.
         specs: the PartitionSpec of every parameter.
     """
-    sharing = _sharing(functions.split(specs), mesh, config)
+    param_sharding = _param_sharding(functions.split(specs), mesh, config)
     loss_and_grad = make_loss_and_grad(
-        functions, config.schedule, config.layouts, sharing, config.pipeline
+        functions, config.schedule, config.layouts, param_sharding, config.pipeline
     )
-    with_teacher_outputs = _with_teacher_outputs(functions, config, sharing)
+    with_teacher_outputs = _with_teacher_outputs(functions, config, param_sharding)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_loss_weights(batch, state, config)
@@ -146,10 +146,10 @@ def make_eval_step(
         rules: sharding rules.
         specs: the PartitionSpec of every parameter.
     """
-    sharing = _sharing(functions.split(specs), mesh, config)
+    param_sharding = _param_sharding(functions.split(specs), mesh, config)
     forwards = _forwards(config.schedule)
-    evaluate = make_evaluate(functions, forwards, config.layouts, sharing, config.pipeline)
-    with_teacher_outputs = _with_teacher_outputs(functions, config, sharing)
+    evaluate = make_evaluate(functions, forwards, config.layouts, param_sharding, config.pipeline)
+    with_teacher_outputs = _with_teacher_outputs(functions, config, param_sharding)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules), traced_for(config.hardware, config.attention):
@@ -160,13 +160,13 @@ def make_eval_step(
 
 
 def _with_teacher_outputs(
-    functions: ModelFunctions, config: StepConfig, sharing: Sharing
+    functions: ModelFunctions, config: StepConfig, param_sharding: ParamSharding
 ) -> Callable[[Tree | None, Batch], Batch]:
     """Return `f(teacher, microbatches)`, which adds the outputs of `teach` to the microbatches."""
     if functions.teach is None:
         return lambda teacher, microbatches: microbatches
     forwards = _forwards(config.schedule)
-    teach = make_teach(functions, forwards, config.layouts, sharing, config.pipeline)
+    teach = make_teach(functions, forwards, config.layouts, param_sharding, config.pipeline)
 
     def with_teacher_outputs(teacher: Tree | None, microbatches: Batch) -> Batch:
         assert teacher is not None
@@ -185,8 +185,8 @@ def _forwards(schedule: Schedule) -> Schedule:
     )
 
 
-def _sharing(specs: Tree, mesh: AnyMesh, config: StepConfig) -> Sharing:
-    return Sharing(
+def _param_sharding(specs: Tree, mesh: AnyMesh, config: StepConfig) -> ParamSharding:
+    return ParamSharding(
         mesh=mesh,
         specs=specs,
         memory=config.memory,

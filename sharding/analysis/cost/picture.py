@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 from sharding.analysis.cost.execution import BUBBLE, HOST_LANES, Event, Execution, Repeat
 from sharding.analysis.cost.lanes import lane_of, lanes_of, seconds_by_lane
 from sharding.analysis.cost.prediction import Prediction
-from sharding.pipeline.runtime.rows import TICKS
+from sharding.pipeline.runtime.tick_plan import TICKS
 
 #: category -> (name, colour). Okabe and Ito's palette, which colour-blind readers can tell apart.
 _KERNELS = {

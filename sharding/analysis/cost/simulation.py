@@ -46,7 +46,7 @@ from sharding.analysis.cost.ticks import Operations, Ticks
 from sharding.analysis.hlo import asynchrony
 from sharding.analysis.hlo.instruction import Instruction, body_of, loop_label, trip_count
 from sharding.analysis.hlo.module import Module
-from sharding.pipeline.runtime.rows import TICKS, scope_of
+from sharding.pipeline.runtime.tick_plan import TICKS, scope_of
 
 
 class Simulator:

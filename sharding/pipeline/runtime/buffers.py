@@ -9,13 +9,13 @@ gradient, arrival. A value occupies a slot of its buffer from the phase that wri
 phase that reads it, and two values may share a slot if these lifetimes do not overlap. The buffers,
 each with one value per chunk and microbatch:
 
-- `input`: input of the chunk; arrives from the stage of the previous virtual stage. The first chunk
-  has none, because it embeds its microbatch itself, unless all stages embed together.
+- `input`: input of the chunk; arrives from the stage of the previous virtual stage. The model's
+  first chunk has none, because it embeds its microbatch itself, unless all stages embed together.
 - `cotangent`: gradient of the chunk's output; arrives from the stage of the next virtual stage.
 - `saved`: residuals that the backward of the chunk's layers reads.
 - `for_weights`: the residuals that the weight gradient reads too, if backwards are split.
 - `handed`: values that the input gradient hands over to the weight gradient.
-- `head_input`: output of the last chunk.
+- `head_input`: output of the model's last chunk.
 
 For example, `saved` on stage 0 of 1F1B with 2 stages and 5 microbatches, and `remat="none"`:
 
@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from sharding.pipeline.runtime.rows import Operation, Row, SharedOperation, Slots
+from sharding.pipeline.runtime.tick_plan import Operation, SharedOperation, Slots, TickPlan
 from sharding.pipeline.schedules.table import (
     BACKWARD,
     FORWARD,
@@ -75,7 +75,7 @@ class ExecutionPlan:
     Attributes:
         table: what each stage does in each tick; its leaves are `int32[ticks, stages]`, and
             `int32[ticks]` for work that all stages do together.
-        depths: buffer -> number of slots.
+        num_slots: buffer -> number of slots.
         channels: the collective permutes of a tick.
         num_microbatches: number of microbatches, M.
         first_stage: stage of the first virtual stage.
@@ -86,8 +86,8 @@ class ExecutionPlan:
         shares_vocab: whether all stages compute embedding and head together.
     """
 
-    table: Row
-    depths: dict[str, int]
+    table: TickPlan
+    num_slots: dict[str, int]
     channels: tuple[Channel, ...]
     num_microbatches: int
     first_stage: int
@@ -111,8 +111,8 @@ def make_execution_plan(
     Args:
         schedule: a table that `verify` accepts.
         remat: "full" keeps only a chunk's input, and its backward recomputes the forward. Nothing
-            needs the last chunk's output before its backward, so that forward is left to the
-            backward. "none" keeps the residuals of the layers.
+            needs the output of the model's last chunk before its backward, so that forward is left
+            to the backward. "none" keeps the residuals of the layers.
         shares_vocab: all stages compute embedding and head together. The head then runs between the
             last chunk's forward and backward, so that forward is not folded.
 
@@ -146,7 +146,7 @@ class _PlanBuilder:
         self.cells: dict[str, dict[str, np.ndarray]] = {}
         #: Kind -> buffer -> table of slots.
         self.slot_tables: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in _KINDS}
-        self.depths: dict[str, int] = {}
+        self.num_slots: dict[str, int] = {}
         #: (buffer, microbatch, virtual stage) -> slot.
         self.slots: dict[tuple[str, int, int], int] = {}
 
@@ -154,7 +154,7 @@ class _PlanBuilder:
         for kind in _KINDS:
             self.cells[kind] = self._cells(kind)
         self._allocate_all()
-        channels, arrivals = self._channels()
+        channels, arrival_slots = self._channels()
         # Folding the last chunk's forward into its backward can leave a tick empty; drop it.
         microbatches = [cells["microbatch"] for cells in self.cells.values()]
         works = (np.stack(microbatches) >= 0).any(axis=(0, 2))
@@ -176,18 +176,18 @@ class _PlanBuilder:
             microbatch = self._shared_microbatches(kind, virtual_stage)[works]
             return SharedOperation(name=name, microbatch=microbatch)
 
-        table = Row(
+        table = TickPlan(
             forward=operation(FORWARD),
             backward=operation(BACKWARD),
             weight_gradient=operation(WEIGHT_GRADIENT),
-            arrivals=tuple(arrival[works] for arrival in arrivals),
+            arrival_slots=tuple(slots[works] for slots in arrival_slots),
             embed=shared("embed", FORWARD, 0),
             head=shared("head", BACKWARD if self.trains else FORWARD, self.last),
             embed_gradient=shared("embed_gradient", BACKWARD, 0),
         )
         return ExecutionPlan(
             table=table,
-            depths=self.depths,
+            num_slots=self.num_slots,
             channels=tuple(channels),
             num_microbatches=self.schedule.num_microbatches,
             first_stage=self.schedule.placement[0],
@@ -272,10 +272,10 @@ class _PlanBuilder:
                     start = written(m, v)
                 stop = max(self._time(kind, self.when[kind, m, v]) for kind in readers)
                 lifetimes.setdefault(self.schedule.placement[v], []).append((start, stop, m, v))
-        self.depths[buffer] = 0
-        for stage, of_stage in lifetimes.items():
-            slots = _assign_slots(of_stage)
-            self.depths[buffer] = max(self.depths[buffer], 1 + max(slots.values()))
+        self.num_slots[buffer] = 0
+        for stage, stage_lifetimes in lifetimes.items():
+            slots = _assign_slots(stage_lifetimes)
+            self.num_slots[buffer] = max(self.num_slots[buffer], 1 + max(slots.values()))
             for (m, v), slot in slots.items():
                 self.slots[buffer, m, v] = slot
                 for kind in users:
@@ -284,22 +284,22 @@ class _PlanBuilder:
     def _channels(self) -> tuple[list[Channel], list[np.ndarray]]:
         """Return every channel, and for each the table of slots for arriving values."""
         channels: list[Channel] = []
-        arrivals: list[np.ndarray] = []
+        arrival_slots: list[np.ndarray] = []
         for kind, step, buffer in ((FORWARD, 1, "input"), (BACKWARD, -1, "cotangent")):
             if kind == BACKWARD and not self.trains:
                 continue
             for shift, virtual_stages in sorted(self._moves(step).items()):
                 # The default is one slot past the end, for arrivals that nobody reads.
-                arrival = np.full(self.shape, self.depths[buffer], np.int32)
+                slots = np.full(self.shape, self.num_slots[buffer], np.int32)
                 pairs = set()
                 for v in virtual_stages:
                     target = self.schedule.placement[v + step]
                     pairs.add((self.schedule.placement[v], target))
                     for m in range(self.schedule.num_microbatches):
-                        arrival[self.when[kind, m, v], target] = self.slots[buffer, m, v + step]
+                        slots[self.when[kind, m, v], target] = self.slots[buffer, m, v + step]
                 channels.append(Channel(kind=kind, shift=shift, pairs=tuple(sorted(pairs))))
-                arrivals.append(arrival)
-        return channels, arrivals
+                arrival_slots.append(slots)
+        return channels, arrival_slots
 
     def _moves(self, step: int) -> dict[int, list[int]]:
         """Return shift -> the virtual stages whose outputs move by it.
@@ -318,11 +318,11 @@ class _PlanBuilder:
 
     def _shared_microbatches(self, kind: str, virtual_stage: int) -> np.ndarray:
         """Return int32[ticks], the microbatch whose operation runs there, or -1."""
-        row = np.full(self.shape[0], -1, np.int32)
+        microbatches = np.full(self.shape[0], -1, np.int32)
         for (k, m, v), tick in self.when.items():
             if self.shares_vocab and k == kind and v == virtual_stage:
-                row[tick] = m
-        return row
+                microbatches[tick] = m
+        return microbatches
 
 
 def _same(holds: np.ndarray) -> bool | None:

@@ -20,7 +20,7 @@ from sharding.estimate.labels import counted_as
 from sharding.logical import runs_alone
 from sharding.pipeline.runtime.layers import Layers, Residuals
 from sharding.pipeline.runtime.packed_activations import PackedActivations
-from sharding.pipeline.runtime.rows import Slots
+from sharding.pipeline.runtime.tick_plan import Slots
 from sharding.pipeline.runtime.trees import Flag, add, read, write, zeros
 
 Tree = Any
@@ -34,18 +34,18 @@ class StackPart:
 
     Attributes:
         layers: the stack's layers on this device.
-        before: `before(ends, x, microbatch) -> x`, runs ahead of the stack's first layer; may be
-            None.
-        given: type of the input of `before`, a tree of ShapeDtypeStructs.
-        taken: type of the input of the stack's blocks, a tree of ShapeDtypeStructs.
+        before: `before(end_params, x, microbatch) -> x`, runs ahead of the stack's first layer; may
+            be None.
+        input_type: type of the input of `before`, a tree of ShapeDtypeStructs.
+        block_type: type of the input of the stack's blocks, a tree of ShapeDtypeStructs.
         holds: which of this device's chunks contain layers of the stack.
         begins: which of them contains the stack's first layer.
     """
 
     layers: Layers
     before: Callable[[Tree, Tree, Tree], Tree] | None
-    given: Tree
-    taken: Tree
+    input_type: Tree
+    block_type: Tree
     holds: Flag
     begins: Flag
 
@@ -56,33 +56,42 @@ class Chunks:
     Args:
         parts: stack -> its part on this device, in the order in which the stacks run.
         packed: converts activations to and from the form in which they are sent.
-        ends: non-stack parameters, which `before` functions may read.
+        end_params: the non-stack parameters, which `before` functions may read.
         splits: whether backwards run as input gradient and weight gradient.
     """
 
     def __init__(
-        self, parts: Mapping[str, StackPart], packed: PackedActivations, ends: Tree, *, splits: bool
+        self,
+        parts: Mapping[str, StackPart],
+        packed: PackedActivations,
+        end_params: Tree,
+        *,
+        splits: bool,
     ):
         self._parts = {
             name: dataclasses.replace(part, before=_alone(name, part.before))
             for name, part in parts.items()
         }
         self._packed = packed
-        self._ends = ends
+        self._end_params = end_params
         self._splits = splits
 
     def no_gradients(self) -> dict[str, Tree]:
         """Return, for each stack, zero gradients of its layers on this device."""
         return {name: part.layers.no_gradients() for name, part in self._parts.items()}
 
-    def residuals(self, depths: Mapping[str, int]) -> ChunkResiduals:
-        """Return empty buffers of the given depths for everything that backwards read."""
+    def residuals(self, num_slots: Mapping[str, int]) -> ChunkResiduals:
+        """Return empty buffers for everything that backwards read.
+
+        Args:
+            num_slots: buffer -> number of slots. Buffers that it does not name are left out.
+        """
         residuals = {}
         for name, part in self._parts.items():
-            residuals[name] = part.layers.residuals(depths)
-            if part.before is not None and "saved" in depths:
-                before = zeros(part.given, depths["saved"])
-                residuals[name] = dataclasses.replace(residuals[name], before=before)
+            residuals[name] = part.layers.residuals(num_slots)
+            if part.before is not None and "saved" in num_slots:
+                before_inputs = zeros(part.input_type, num_slots["saved"])
+                residuals[name] = dataclasses.replace(residuals[name], before_inputs=before_inputs)
         return counted_as("activations", residuals)
 
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
@@ -104,14 +113,18 @@ class Chunks:
         for name, part in self._parts.items():
 
             def run(state, part=part):
-                x, of_stack = state
+                x, stack_residuals = state
                 if part.before is not None:
-                    given = self._packed.unpack(x, part.given)
-                    before = write(of_stack.before, slots.saved, given)
-                    of_stack = dataclasses.replace(of_stack, before=before)
+                    before_input = self._packed.unpack(x, part.input_type)
+                    before_inputs = write(stack_residuals.before_inputs, slots.saved, before_input)
+                    stack_residuals = dataclasses.replace(
+                        stack_residuals, before_inputs=before_inputs
+                    )
                 x = self._made_ready(part, chunk, x, microbatch)
-                x, of_stack = part.layers.forward(chunk, x, microbatch, of_stack, slots)
-                return self._packed.pack(x), of_stack
+                x, stack_residuals = part.layers.forward(
+                    chunk, x, microbatch, stack_residuals, slots
+                )
+                return self._packed.pack(x), stack_residuals
 
             x, residuals[name] = self._if_present(part, chunk, run, (x, residuals[name]))
         return x, residuals
@@ -133,25 +146,28 @@ class Chunks:
             `weight_gradient`.
         """
         residuals = dict(residuals)
-        ends = grads["ends"]
-        of_layers = dict(grads["layers"])
+        end_grads = grads["ends"]
+        layer_grads = dict(grads["layers"])
         for name, part in reversed(self._parts.items()):
 
             def run(state, part=part):
-                dx, ends, gradients, of_stack = state
-                dx = self._packed.unpack(dx, part.taken)
-                args = (chunk, dx, microbatch, of_stack, slots, gradients)
+                dx, end_grads, stack_grads, stack_residuals = state
+                dx = self._packed.unpack(dx, part.block_type)
+                args = (chunk, dx, microbatch, stack_residuals, slots, stack_grads)
                 if self._splits:
-                    dx, gradients, handed = part.layers.input_gradient(*args)
-                    of_stack = dataclasses.replace(of_stack, handed=handed)
+                    dx, stack_grads, handed = part.layers.input_gradient(*args)
+                    stack_residuals = dataclasses.replace(stack_residuals, handed=handed)
                 else:
-                    dx, gradients = part.layers.backward(*args)
-                dx, ends = self._through_before(part, chunk, dx, microbatch, of_stack, slots, ends)
-                return dx, ends, gradients, of_stack
+                    dx, stack_grads = part.layers.backward(*args)
+                dx, end_grads = self._through_before(
+                    part, chunk, dx, microbatch, stack_residuals, slots, end_grads
+                )
+                return dx, end_grads, stack_grads, stack_residuals
 
-            state = (dx, ends, of_layers[name], residuals[name])
-            dx, ends, of_layers[name], residuals[name] = self._if_present(part, chunk, run, state)
-        return dx, {"ends": ends, "layers": of_layers}, residuals
+            state = (dx, end_grads, layer_grads[name], residuals[name])
+            state = self._if_present(part, chunk, run, state)
+            dx, end_grads, layer_grads[name], residuals[name] = state
+        return dx, {"ends": end_grads, "layers": layer_grads}, residuals
 
     def weight_gradient(
         self,
@@ -162,11 +178,11 @@ class Chunks:
         grads: dict[str, Tree],
     ) -> dict[str, Tree]:
         """Return `grads` with the gradients added that the first half of the backward left out."""
-        of_layers = dict(grads["layers"])
+        layer_grads = dict(grads["layers"])
         for name, part in self._parts.items():
-            args = (chunk, microbatch, residuals[name], slots, of_layers[name])
-            of_layers[name] = part.layers.weight_gradient(*args)
-        return grads | {"layers": of_layers}
+            args = (chunk, microbatch, residuals[name], slots, layer_grads[name])
+            layer_grads[name] = part.layers.weight_gradient(*args)
+        return grads | {"layers": layer_grads}
 
     def _if_present(self, part: StackPart, chunk, run: Callable[[Tree], Tree], state: Tree) -> Tree:
         """Return run(state) if the chunk contains layers of the stack, else state.
@@ -183,11 +199,11 @@ class Chunks:
         unpack = self._packed.unpack
         before = part.before
         if before is None:
-            return unpack(x, part.taken)
+            return unpack(x, part.block_type)
         return part.begins.choose(
             chunk,
-            lambda: before(self._ends, unpack(x, part.given), microbatch),
-            lambda: unpack(x, part.taken),
+            lambda: before(self._end_params, unpack(x, part.input_type), microbatch),
+            lambda: unpack(x, part.block_type),
         )
 
     def _through_before(
@@ -198,21 +214,24 @@ class Chunks:
         microbatch: Tree,
         residuals: Residuals,
         slots: Slots,
-        ends: Tree,
+        end_grads: Tree,
     ) -> tuple[Tree, Tree]:
-        """Return the gradient of the input of `before`, and `ends` with its gradients added."""
+        """Return the gradient of `before`'s input, and `end_grads` with its gradients added."""
         pack = self._packed.pack
         before = part.before
         if before is None:
-            return pack(dx), ends
-        x = read(residuals.before, slots.saved)
+            return pack(dx), end_grads
+        x = read(residuals.before_inputs, slots.saved)
 
         def through():
-            _, vjp = jax.vjp(lambda ends, x: before(ends, x, microbatch), self._ends, x)
-            gradient, dx_before = vjp(dx)
-            return pack(dx_before), add(ends, gradient)
+            def run(end_params, x):
+                return before(end_params, x, microbatch)
 
-        return part.begins.choose(chunk, through, lambda: (pack(dx), ends))
+            _, vjp = jax.vjp(run, self._end_params, x)
+            grads, dx_before = vjp(dx)
+            return pack(dx_before), add(end_grads, grads)
+
+        return part.begins.choose(chunk, through, lambda: (pack(dx), end_grads))
 
 
 def _alone(stack: str, before: Callable[[Tree, Tree, Tree], Tree] | None) -> Callable | None:
@@ -220,8 +239,8 @@ def _alone(stack: str, before: Callable[[Tree, Tree, Tree], Tree] | None) -> Cal
     if before is None:
         return None
 
-    def run(ends: Tree, x: Tree, microbatch: Tree) -> Tree:
+    def run(end_params: Tree, x: Tree, microbatch: Tree) -> Tree:
         with runs_alone(f"before_{stack}"):
-            return before(ends, x, microbatch)
+            return before(end_params, x, microbatch)
 
     return run

@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from sharding.collectives import psum
+from sharding.pipeline.runtime.model import Model
 from sharding.pipeline.runtime.packed_activations import PackedActivations
-from sharding.pipeline.runtime.rows import Operation, Row
+from sharding.pipeline.runtime.tick_plan import Operation, TickPlan
 from sharding.pipeline.runtime.trees import add, read, where, write, zeros
 
 Tree = Any
@@ -38,86 +39,97 @@ class EmbedAndHead:
     Args:
         model: provides `embed`, `head` and `teach`.
         packed: converts activations to and from the form in which they are sent.
-        taken: type of the head's input, a tree of ShapeDtypeStructs.
-        params: the non-stack parameters; this stage's part of those that are split over stages.
+        head_input_type: type of the head's input, a tree of ShapeDtypeStructs.
+        end_params: the non-stack parameters; this stage's part of those that are split over stages.
         batch: arrays `[M, B, ...]`.
     """
 
     def __init__(
-        self, model: Any, packed: PackedActivations, taken: Tree, params: Tree, batch: Tree
+        self,
+        model: Model,
+        packed: PackedActivations,
+        head_input_type: Tree,
+        end_params: Tree,
+        batch: Tree,
     ):
         self._model = model
         self._packed = packed
-        self._taken = taken
-        self.params = params
+        self._head_input_type = head_input_type
+        self.end_params = end_params
         self._batch = batch
 
     def embed(self, microbatch: Tree) -> Tree:
         """Return the activations that enter the first layer, packed."""
-        return self._embed(self.params, microbatch)
+        return self._embed(self.end_params, microbatch)
 
     def embed_gradient(self, dx: Tree, microbatch: Tree) -> Tree:
         """Return the embedding's gradients of the non-stack parameters."""
-        _, vjp = jax.vjp(lambda params: self._embed(params, microbatch), self.params)
-        return vjp(dx)[0]
+
+        def embed(end_params):
+            return self._embed(end_params, microbatch)
+
+        _, vjp = jax.vjp(embed, self.end_params)
+        (end_grads,) = vjp(dx)
+        return end_grads
 
     def sums(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Return the head's `loss`, `weight` and metrics, summed over the microbatch."""
-        return self._sums(self.params, x, microbatch)
+        return self._sums(self.end_params, x, microbatch)
 
     def teacher_outputs(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Return the outputs of the model's `teach`, which runs in place of the head."""
-        return self._model.teach(self.params, self._packed.unpack(x, self._taken), microbatch)
+        assert self._model.teach is not None
+        x = self._packed.unpack(x, self._head_input_type)
+        return self._model.teach(self.end_params, x, microbatch)
 
     def head_gradient(self, x: Tree, microbatch: Tree) -> tuple[dict, Tree, Tree]:
         """Return (sums, gradients of the non-stack parameters, gradient of x)."""
 
-        def loss(params, x):
-            sums = self._sums(params, x, microbatch)
+        def loss(end_params, x):
+            sums = self._sums(end_params, x, microbatch)
             return sums["loss"], sums
 
-        (params, dx), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(self.params, x)
-        return sums, params, dx
+        grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        (end_grads, dx), sums = grad(self.end_params, x)
+        return sums, end_grads, dx
 
-    def _embed(self, params: Tree, microbatch: Tree) -> Tree:
-        return self._packed.pack(self._model.embed(params, microbatch))
+    def _embed(self, end_params: Tree, microbatch: Tree) -> Tree:
+        return self._packed.pack(self._model.embed(end_params, microbatch))
 
-    def _sums(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
-        x = self._packed.unpack(x, self._taken)
-        loss, weight, metrics = self._model.head(params, x, microbatch)
+    def _sums(self, end_params: Tree, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
+        x = self._packed.unpack(x, self._head_input_type)
+        loss, weight, metrics = self._model.head(end_params, x, microbatch)
         return jax.tree.map(jnp.asarray, {"loss": loss, "weight": weight, **metrics})
 
 
 class OnOneStage(EmbedAndHead):
     """The first stage embeds, and the last stage runs the head."""
 
-    def embed_ahead(self, inputs: Tree, row: Row) -> Tree:
+    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
         """Return the buffer of inputs unchanged: `chunk_input` embeds."""
         return inputs
 
-    def chunk_input(
-        self, operation: Operation, arrived: Callable[[], Tree], microbatch: Tree
-    ) -> Tree:
-        """Return the input of a chunk: the embedding on the first chunk, else the arrival."""
+    def chunk_input(self, operation: Operation, arrived: Tree | None, microbatch: Tree) -> Tree:
+        """Return a chunk's input: the embedding on the model's first chunk, else the arrival."""
 
         def embedded():
             return self.embed(microbatch)
 
-        return operation.if_first(embedded, arrived)
+        return operation.if_first(embedded, lambda: arrived)
 
     def head_ahead(
-        self, sums: Tree, gradients: Tree, head_inputs: Tree, row: Row
+        self, sums: Tree, end_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
     ) -> tuple[Tree, Tree, Tree]:
         """Return sums and gradients unchanged, and None: `output_cotangent` runs the head."""
-        return sums, gradients, None
+        return sums, end_grads, None
 
     def output_cotangent(
         self,
         operation: Operation,
         sums: Tree,
-        gradients: Tree,
-        from_head: Tree,
-        arrived: Callable[[], Tree],
+        end_grads: Tree,
+        dy_from_head: Tree,
+        arrived: Tree | None,
         y: Tree,
         microbatch: Tree,
     ) -> tuple[Tree, Tree, Tree]:
@@ -126,40 +138,40 @@ class OnOneStage(EmbedAndHead):
         Args:
             operation: the backward.
             sums: sums of losses, weights and metrics so far.
-            gradients: gradients of the non-stack parameters so far.
-            from_head: what `head_ahead` returned as its last value.
-            arrived: returns the cotangent that the next chunk sent.
+            end_grads: gradients of the non-stack parameters so far.
+            dy_from_head: what `head_ahead` returned as its last value.
+            arrived: the cotangent that the next chunk sent; None if no chunk sends one.
             y: output of the chunk; None if it is not the last one.
             microbatch: the microbatch of the operation.
         """
 
         def run_head():
-            more, head, dy = self.head_gradient(y, microbatch)
-            return add(sums, more), add(gradients, head), dy
+            more, grads, dy = self.head_gradient(y, microbatch)
+            return add(sums, more), add(end_grads, grads), dy
 
-        return operation.if_last(run_head, lambda: (sums, gradients, arrived()))
+        return operation.if_last(run_head, lambda: (sums, end_grads, arrived))
 
     def add_embed_gradient(
-        self, operation: Operation, gradients: Tree, dx: Tree, microbatch: Tree
+        self, operation: Operation, end_grads: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
         """Return the gradients of non-stack parameters; the first chunk adds the embedding's."""
 
         def embedded():
-            return add(gradients, self.embed_gradient(dx, microbatch))
+            return add(end_grads, self.embed_gradient(dx, microbatch))
 
-        return operation.if_first(embedded, lambda: gradients)
+        return operation.if_first(embedded, lambda: end_grads)
 
-    def embed_gradient_after(self, gradients: Tree, dx: Tree, row: Row) -> Tree:
+    def embed_gradient_after(self, end_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
         """Return the gradients unchanged: `add_embed_gradient` has added the embedding's."""
-        return gradients
+        return end_grads
 
-    def collect(self, collect: Callable, collected: Tree, y: Tree, row: Row) -> Tree:
+    def collect(self, collect: Callable, collected: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
         """Add the result of the last chunk's forward: `collect(collected, y, microbatch)`."""
 
         def more():
-            return collect(collected, y, row.forward.microbatch)
+            return collect(collected, y, tick_plan.forward.microbatch)
 
-        return row.forward.if_last(more, lambda: collected)
+        return tick_plan.forward.if_last(more, lambda: collected)
 
 
 class OnAllStages(EmbedAndHead):
@@ -180,76 +192,75 @@ class OnAllStages(EmbedAndHead):
         self._last = last
         self._is_split = is_split
 
-    def embed_ahead(self, inputs: Tree, row: Row) -> Tree:
+    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
         """Embed a microbatch; the first stage writes it to its buffer of inputs."""
 
         def embed():
-            x = self.embed(read(self._batch, row.embed.microbatch))
-            return self._only_on(self._first, write(inputs, row.forward.slots.input, x), inputs)
+            x = self.embed(read(self._batch, tick_plan.embed.microbatch))
+            written = write(inputs, tick_plan.forward.slots.input, x)
+            return self._only_on(self._first, written, inputs)
 
-        return row.embed.if_runs(embed, lambda: inputs)
+        return tick_plan.embed.if_runs(embed, lambda: inputs)
 
-    def chunk_input(
-        self, operation: Operation, arrived: Callable[[], Tree], microbatch: Tree
-    ) -> Tree:
+    def chunk_input(self, operation: Operation, arrived: Tree | None, microbatch: Tree) -> Tree:
         """Return the value in the buffer of inputs, where `embed_ahead` wrote the embedding."""
-        return arrived()
+        return arrived
 
     def head_ahead(
-        self, sums: Tree, gradients: Tree, head_inputs: Tree, row: Row
+        self, sums: Tree, end_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
     ) -> tuple[Tree, Tree, Tree]:
         """Run the head and its gradient; return (sums, gradients, gradient of the head's input)."""
 
         def head():
-            y = self._broadcast(self._last, read(head_inputs, row.backward.slots.head_input))
-            more, found, dy = self.head_gradient(y, read(self._batch, row.head.microbatch))
+            y = self._broadcast(self._last, read(head_inputs, tick_plan.backward.slots.head_input))
+            more, grads, dy = self.head_gradient(y, read(self._batch, tick_plan.head.microbatch))
             more = self._only_on(self._last, add(sums, more), sums)
-            return more, self._add_once(self._last, gradients, found), dy
+            return more, self._add_once(self._last, end_grads, grads), dy
 
         def nothing():
-            return sums, gradients, zeros(self._packed.type)
+            return sums, end_grads, zeros(self._packed.type)
 
-        return row.head.if_runs(head, nothing)
+        return tick_plan.head.if_runs(head, nothing)
 
     def output_cotangent(
         self,
         operation: Operation,
         sums: Tree,
-        gradients: Tree,
-        from_head: Tree,
-        arrived: Callable[[], Tree],
+        end_grads: Tree,
+        dy_from_head: Tree,
+        arrived: Tree | None,
         y: Tree,
         microbatch: Tree,
     ) -> tuple[Tree, Tree, Tree]:
         """Return (sums, gradients, cotangent of a chunk's output); see `OnOneStage`."""
         return operation.if_last(
-            lambda: (sums, gradients, from_head), lambda: (sums, gradients, arrived())
+            lambda: (sums, end_grads, dy_from_head), lambda: (sums, end_grads, arrived)
         )
 
     def add_embed_gradient(
-        self, operation: Operation, gradients: Tree, dx: Tree, microbatch: Tree
+        self, operation: Operation, end_grads: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
         """Return the gradients unchanged: `embed_gradient_after` adds the embedding's."""
-        return gradients
+        return end_grads
 
-    def embed_gradient_after(self, gradients: Tree, dx: Tree, row: Row) -> Tree:
+    def embed_gradient_after(self, end_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
         """Add the embedding's gradients, from the first chunk's input gradient."""
 
         def embed():
-            microbatch = read(self._batch, row.embed_gradient.microbatch)
-            found = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
-            return self._add_once(self._first, gradients, found)
+            microbatch = read(self._batch, tick_plan.embed_gradient.microbatch)
+            grads = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
+            return self._add_once(self._first, end_grads, grads)
 
-        return row.embed_gradient.if_runs(embed, lambda: gradients)
+        return tick_plan.embed_gradient.if_runs(embed, lambda: end_grads)
 
-    def collect(self, collect: Callable, collected: Tree, y: Tree, row: Row) -> Tree:
+    def collect(self, collect: Callable, collected: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
         """Add the result of the last chunk's forward, on the last stage; all run the head."""
 
         def together():
-            more = collect(collected, self._broadcast(self._last, y), row.head.microbatch)
+            more = collect(collected, self._broadcast(self._last, y), tick_plan.head.microbatch)
             return self._only_on(self._last, more, collected)
 
-        return row.head.if_runs(together, lambda: collected)
+        return tick_plan.head.if_runs(together, lambda: collected)
 
     def _broadcast(self, stage: int, x: Tree) -> Tree:
         """Broadcast `x` from one stage to all stages."""
@@ -259,15 +270,15 @@ class OnAllStages(EmbedAndHead):
         """Return `then` on the given stage, and `otherwise` on all others."""
         return where(self._stage == stage, then, otherwise)
 
-    def _add_once(self, stage: int, total: Tree, gradients: Tree) -> Tree:
-        """Add gradients that all stages have computed together to `total`.
+    def _add_once(self, stage: int, total: Tree, grads: Tree) -> Tree:
+        """Add `grads`, gradients that all stages have computed together to `total`.
 
         Every stage adds its part of split parameters. Gradients of replicated parameters are
         identical on all stages, so only one stage adds them: they are summed over `pipeline` at the
         end of the step.
         """
-        once = self._only_on(stage, gradients, zeros(gradients))
+        once = self._only_on(stage, grads, zeros(grads))
         counted = jax.tree.map(
-            lambda split, part, whole: part if split else whole, self._is_split, gradients, once
+            lambda split, part, whole: part if split else whole, self._is_split, grads, once
         )
         return add(total, counted)

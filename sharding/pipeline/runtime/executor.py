@@ -20,7 +20,7 @@ is sent before the backward begins, and the input gradient's output before the w
 begins, so a send can overlap with the work that follows it. Sends end with the tick.
 
 The path of a batch: `make_loss_and_grad` here, then on every device a `TrainingStage`
-(training.py), which runs one `Row` of the plan (rows.py, buffers.py) per tick, its `Chunks`
+(training.py), which runs one `TickPlan` (tick_plan.py, buffers.py) per tick, its `Chunks`
 (chunks.py) of `Layers` (layers.py), and the model's block.
 
 - `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
@@ -43,7 +43,7 @@ from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.buffers import ExecutionPlan, make_execution_plan
 from sharding.pipeline.runtime.gather import (
     MANUAL_AXES,
-    Sharing,
+    ParamSharding,
     check_specs,
     manual_specs,
     on_shards,
@@ -63,7 +63,7 @@ def make_loss_and_grad(
     model: Model,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
-    sharing: Sharing,
+    param_sharding: ParamSharding,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], tuple[dict, Params]]:
     """Build the function that computes losses and gradients with a training schedule.
@@ -72,35 +72,37 @@ def make_loss_and_grad(
         model: the model's functions.
         schedule: a verified table with as many stages as the mesh has devices along `pipeline`.
         layouts: the layout of every stack, in the order in which the stacks run.
-        sharing: how the parameters are sharded over the mesh.
+        param_sharding: how the parameters are sharded over the mesh.
         config: only `remat` and `share_vocab` are read.
 
     Returns:
-        `f(params, batch) -> (sums, gradients)`. `params` has the structure of `sharing.specs`, and
-        the arrays of `batch` are `[M, B, ...]`. `sums` holds `loss`, `weight` and the head's
-        metrics, summed over microbatches and devices. `gradients` are the gradients of
-        `sums["loss"]`, in float32 or wider, sharded like the parameters.
+        `f(params, batch) -> (sums, gradients)`. `params` has the structure of
+        `param_sharding.specs`, and the arrays of `batch` are `[M, B, ...]`. `sums` holds `loss`,
+        `weight` and the head's metrics, summed over microbatches and devices. `gradients` are the
+        gradients of `sums["loss"]`, in float32 or wider, sharded like the parameters.
 
     Raises:
         ValueError: a parameter is split over `data` without ZeRO, or over `pipeline` in another dim
             than layers.
     """
     assert schedule.has_backward()
-    plan = _plan(schedule, sharing, config)
+    plan = _plan(schedule, param_sharding, config)
 
     def local(params, batch):
-        stage = TrainingStage(model, plan, layouts, sharing, params, batch)
+        stage = TrainingStage(model, plan, layouts, param_sharding, params, batch)
         sums, gradients = stage.train()
-        return total(sums, sharing.mesh, MANUAL_AXES), stage.reduced(gradients)
+        return total(sums, param_sharding.mesh, MANUAL_AXES), stage.reduced(gradients)
 
-    return _on_mesh(local, plan, sharing, (PartitionSpec(), manual_specs(sharing.specs)))
+    return _on_mesh(
+        local, plan, param_sharding, (PartitionSpec(), manual_specs(param_sharding.specs))
+    )
 
 
 def make_evaluate(
     model: Model,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
-    sharing: Sharing,
+    param_sharding: ParamSharding,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], dict]:
     """Build the function that computes losses with a schedule of forwards only.
@@ -109,7 +111,7 @@ def make_evaluate(
         model: as for `make_loss_and_grad`.
         schedule: a verified table without backwards.
         layouts: as for `make_loss_and_grad`.
-        sharing: as for `make_loss_and_grad`.
+        param_sharding: as for `make_loss_and_grad`.
         config: as for `make_loss_and_grad`.
 
     Returns:
@@ -119,21 +121,21 @@ def make_evaluate(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    plan = _plan(schedule, sharing, config)
+    plan = _plan(schedule, param_sharding, config)
 
     def local(params, batch):
-        stage = Stage(model, plan, layouts, sharing, params, batch)
-        sums = stage.evaluate(zeros(stage.sums), stage.with_sums)
-        return total(sums, sharing.mesh, MANUAL_AXES)
+        stage = Stage(model, plan, layouts, param_sharding, params, batch)
+        sums = stage.evaluate(zeros(stage.sums_type), stage.with_sums)
+        return total(sums, param_sharding.mesh, MANUAL_AXES)
 
-    return _on_mesh(local, plan, sharing, PartitionSpec())
+    return _on_mesh(local, plan, param_sharding, PartitionSpec())
 
 
 def make_teach(
     model: Model,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
-    sharing: Sharing,
+    param_sharding: ParamSharding,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], dict[str, jax.Array]]:
     """Build the function that runs forwards up to `model.teach`.
@@ -142,7 +144,7 @@ def make_teach(
         model: as for `make_loss_and_grad`; it has `teach`.
         schedule: a verified table without backwards.
         layouts: as for `make_loss_and_grad`.
-        sharing: as for `make_loss_and_grad`.
+        param_sharding: as for `make_loss_and_grad`.
         config: as for `make_loss_and_grad`.
 
     Returns:
@@ -153,25 +155,29 @@ def make_teach(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    plan = _plan(schedule, sharing, config)
+    plan = _plan(schedule, param_sharding, config)
 
     def local(params, batch):
-        stage = Stage(model, plan, layouts, sharing, params, batch)
+        stage = Stage(model, plan, layouts, param_sharding, params, batch)
         teacher_outputs = stage.evaluate(
-            zeros(stage.teacher_outputs, plan.num_microbatches), stage.with_teacher_outputs
+            zeros(stage.teacher_outputs_type, plan.num_microbatches), stage.with_teacher_outputs
         )
-        return total(teacher_outputs, sharing.mesh, ("pipeline",))
+        return total(teacher_outputs, param_sharding.mesh, ("pipeline",))
 
-    return _on_mesh(local, plan, sharing, PartitionSpec(None, REPLICA_AXES))
+    return _on_mesh(local, plan, param_sharding, PartitionSpec(None, REPLICA_AXES))
 
 
-def _plan(schedule: Schedule, sharing: Sharing, config: PipelineConfig) -> ExecutionPlan:
-    assert schedule.num_stages == sharing.mesh.shape["pipeline"]
+def _plan(
+    schedule: Schedule, param_sharding: ParamSharding, config: PipelineConfig
+) -> ExecutionPlan:
+    assert schedule.num_stages == param_sharding.mesh.shape["pipeline"]
     shares_vocab = config.share_vocab and schedule.num_stages > 1
     return make_execution_plan(schedule, remat=config.remat, shares_vocab=shares_vocab)
 
 
-def _on_mesh(local, plan: ExecutionPlan, sharing: Sharing, out_specs):
-    check_specs(sharing, shares_vocab=plan.shares_vocab)
+def _on_mesh(local, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
+    check_specs(param_sharding, shares_vocab=plan.shares_vocab)
     batch = PartitionSpec(None, REPLICA_AXES)
-    return on_shards(local, sharing.mesh, (manual_specs(sharing.specs), batch), out_specs)
+    return on_shards(
+        local, param_sharding.mesh, (manual_specs(param_sharding.specs), batch), out_specs
+    )

@@ -34,16 +34,17 @@ MANUAL_AXES = ("pipeline", "data", "fsdp")
 Tree = Any
 
 
-class GatherMode(enum.IntEnum):
+class GatherMode(enum.Enum):
     """When a parameter is gathered on the device."""
 
-    ONCE = 0  # once per step
-    BY_LAYER = 1  # one layer at a time; only for parameters of stacks
-    STREAMED = 2  # one layer at a time, from host memory; its gradients are stored there too
+    ONCE = "once"  # once per step
+    BY_LAYER = "by_layer"  # one layer at a time; only for parameters of stacks
+    # One layer at a time, from host memory; its gradients are stored there too.
+    STREAMED = "streamed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sharing:
+class ParamSharding:
     """How a run's parameters are sharded, and the dtypes of gathers and reductions."""
 
     mesh: AnyMesh  # all axes are Auto
@@ -54,13 +55,13 @@ class Sharing:
     compute_dtype: str | None = None  # dtype of parameters in the model; None = unchanged
     reduce_dtype: str | None = None  # dtype of gradient reductions over devices; None = unchanged
 
-    def of_ends(self) -> "Shards":
-        """Return the `Shards` of non-stack parameters, which are gathered once per step."""
+    def end_gatherer(self) -> "ParamGatherer":
+        """Return the gatherer of non-stack parameters, which are gathered once per step."""
         once = jax.tree.map(lambda _: GatherMode.ONCE, self.specs["ends"], is_leaf=is_spec)
-        return Shards(self.specs["ends"], self, ("pipeline",), once)
+        return ParamGatherer(self.specs["ends"], self, ("pipeline",), once)
 
-    def of_stack(self, name: str, params: Tree) -> "Shards":
-        """Return the `Shards` of a stack's parameters.
+    def stack_gatherer(self, name: str, params: Tree) -> "ParamGatherer":
+        """Return the gatherer of a stack's parameters.
 
         Args:
             name: the stack.
@@ -68,12 +69,18 @@ class Sharing:
         """
         specs = self.specs["layers"][name]
         params = jax.tree.map(self._whole, params, specs)
+
+        def gather_mode(by_layer: bool, streams: bool) -> GatherMode:
+            if streams:
+                return GatherMode.STREAMED
+            return GatherMode.BY_LAYER if by_layer else GatherMode.ONCE
+
         gather_modes = jax.tree.map(
-            lambda by_layer, streams: GatherMode.STREAMED if streams else GatherMode(by_layer),
+            gather_mode,
             one_layer_at_a_time(params, self.memory),
             streamed(params, specs, self.mesh, self.memory),
         )
-        return Shards(specs, self, (), gather_modes, has_slots=True)
+        return ParamGatherer(specs, self, (), gather_modes, has_slots=True)
 
     def _whole(self, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         """Return a one-dimensional stand-in with the size of the parameter over all manual axes."""
@@ -82,39 +89,39 @@ class Sharing:
         return jax.ShapeDtypeStruct((size,), x.dtype)
 
 
-def check_specs(sharing: Sharing, *, shares_vocab: bool) -> None:
+def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
     """Check that no stage would compute with only a part of a parameter.
 
     Parameters may be split over `data` only if `memory.zero_stage` is at least 1.
 
     Args:
-        sharing: the parameters' specs, mesh and memory config.
+        param_sharding: the parameters' specs, mesh and memory config.
         shares_vocab: whether the stages share embedding and head, so that non-stack parameters may
             be split over `pipeline`.
 
     Raises:
         ValueError: names the parameter and its spec.
     """
-    specs = sharing.specs
-    mesh = sharing.mesh
+    specs = param_sharding.specs
+    mesh = param_sharding.mesh
     split = {axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1}
-    split -= {"data"} if sharing.memory.zero_stage else set()
+    split -= {"data"} if param_sharding.memory.zero_stage else set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         name = ".".join(str(key.key) for key in path[1:])
-        of_layers = path[0].key == "layers"
+        is_stack = path[0].key == "layers"
         first = axes_of(spec[:1])
-        if of_layers and "pipeline" in split - first:
+        if is_stack and "pipeline" in split - first:
             raise ValueError(
                 f"parameter {name} has the spec {spec}, but layers must be split over 'pipeline'; "
                 "set rules.layers=pipeline"
             )
-        if of_layers and "fsdp" in first and mesh.shape["fsdp"] > 1:
+        if is_stack and "fsdp" in first and mesh.shape["fsdp"] > 1:
             raise ValueError(
                 f"parameter {name} has the spec {spec}, but layers can be split only over "
                 "'pipeline'; set rules.layers=pipeline, and split another dim over 'fsdp'"
             )
-        rest = axes_of(spec[1:]) | (first - {"pipeline"} if of_layers else first)
-        rest -= {"pipeline"} if shares_vocab and not of_layers else set()
+        rest = axes_of(spec[1:]) | (first - {"pipeline"} if is_stack else first)
+        rest -= {"pipeline"} if shares_vocab and not is_stack else set()
         for axis in sorted(split & rest):
             raise ValueError(
                 f"parameter {name} has the spec {spec}, but only layers can be split over "
@@ -128,51 +135,51 @@ def manual_specs(specs: Tree) -> Tree:
     return jax.tree.map(lambda spec: restricted(spec, MANUAL_AXES), specs, is_leaf=is_spec)
 
 
-class Shards:
+class ParamGatherer:
     """Gathers a group of sharded parameters, and reduces their gradients back to shards.
 
     Args:
         specs: the PartitionSpec of each parameter as stored.
-        sharing: the run's mesh, ZeRO stage and dtypes. With `zero_stage=1` gradients are
+        param_sharding: the run's mesh, ZeRO stage and dtypes. With `zero_stage=1` gradients are
             all-reduced over `data` before each replica takes its part; otherwise they are
             reduce-scattered.
         axes: axes over which gradients are summed in addition to REPLICA_AXES.
         gather_modes: a GatherMode per parameter.
-        has_slots: whether parameters have a leading slot dim. `layer` and `scattered` take arrays
-            without this dim, although `specs` always include it.
+        has_slots: whether parameters have a leading slot dim. `gather_layer` and `scattered` take
+            arrays without this dim, although `specs` always include it.
     """
 
     def __init__(
         self,
         specs: Tree,
-        sharing: Sharing,
+        param_sharding: ParamSharding,
         axes: tuple[str, ...],
         gather_modes: Tree,
         *,
         has_slots: bool = False,
     ):
         self._specs = specs
-        self._mesh = sharing.mesh
+        self._mesh = param_sharding.mesh
         self._axes = axes
         self._gather_modes = gather_modes
         self._has_slots = has_slots
-        self._slices = sharing.memory.zero_stage == 1
-        self._compute_dtype = sharing.compute_dtype
-        self._reduce_dtype = sharing.reduce_dtype
+        self._slices = param_sharding.memory.zero_stage == 1
+        self._compute_dtype = param_sharding.compute_dtype
+        self._reduce_dtype = param_sharding.reduce_dtype
 
-    def together(self, params: Tree) -> Tree:
+    def gather_once(self, params: Tree) -> Tree:
         """Return the parameters on the device, gathered if their mode is ONCE.
 
         Parameters with mode BY_LAYER stay sharded, and STREAMED ones stay in host memory as well:
-        `layer` gathers them.
+        `gather_layer` gathers them.
         """
 
-        def together(x, spec, mode):
-            if mode == GatherMode.STREAMED or mode == GatherMode.BY_LAYER and not is_on_host(x):
+        def gather_once(x, spec, mode):
+            if mode is GatherMode.STREAMED or mode is GatherMode.BY_LAYER and not is_on_host(x):
                 return x
 
             def gathered(x):
-                return x if mode else self._gathered(x, spec, 0)
+                return self._gathered(x, spec, 0) if mode is GatherMode.ONCE else x
 
             if not (is_on_host(x) and self._has_slots):
                 return gathered(self._ready(x))
@@ -184,15 +191,19 @@ class Shards:
             slots = jnp.arange(len(x), dtype=jnp.int32)
             return gathered(jax.lax.map(lambda i: self._ready(at(i)), slots))
 
-        return counted_as("parameters", self._map(together, params))
+        return counted_as("parameters", self._map(gather_once, params))
 
-    def layer(self, params: Tree) -> Tree:
-        """Return one layer's parameters, gathered, from one slot of what `together` returned."""
+    def gather_layer(self, params: Tree) -> Tree:
+        """Return one layer's parameters, gathered.
 
-        def layer(x, spec, mode):
-            return self._gathered(self._ready(x), spec, 1) if mode else x
+        Args:
+            params: one slot of the result of `gather_once`.
+        """
 
-        return self._map(layer, params)
+        def gather_layer(x, spec, mode):
+            return x if mode is GatherMode.ONCE else self._gathered(self._ready(x), spec, 1)
+
+        return self._map(gather_layer, params)
 
     def _ready(self, x: jax.Array) -> jax.Array:
         """Return an array on the device, in the dtype in which the model computes."""
@@ -206,7 +217,7 @@ class Shards:
         """
 
         def scattered(grad, spec, mode):
-            if grad is None or not mode or not self._dims(spec):
+            if grad is None or mode is GatherMode.ONCE or not self._dims(spec):
                 return grad
             return self._scattered(self._to_send(grad), spec, 1).astype(grad.dtype)
 
@@ -221,13 +232,14 @@ class Shards:
         """
 
         def reduced(grad, spec, mode):
+            is_by_layer = mode is not GatherMode.ONCE
             over = {*self._axes, *REPLICA_AXES} - axes_of(spec)
             axes = [a for a in MANUAL_AXES if a in over and self._mesh.shape[a] > 1]
-            if not axes and (mode or not self._dims(spec)):
+            if not axes and (is_by_layer or not self._dims(spec)):
                 return grad
             narrow = self._to_send(grad)
             # Gradients by layer have been scattered already, in `scattered`.
-            narrow = narrow if mode else self._scattered(narrow, spec, 0)
+            narrow = narrow if is_by_layer else self._scattered(narrow, spec, 0)
             return psum(narrow, tuple(axes)).astype(grad.dtype)
 
         return self._map(reduced, grads)
@@ -246,7 +258,7 @@ class Shards:
                 x = jax.lax.all_gather(x, axes, axis=dim - skip, tiled=True)
             return x
 
-        return self._by_hand(gathered, x, spec, skip)
+        return self._with_all_axes_manual(gathered, x, spec, skip)
 
     def _scattered(self, grad: jax.Array, spec: PartitionSpec, skip: int) -> jax.Array:
         def scattered(grad: jax.Array) -> jax.Array:
@@ -265,9 +277,9 @@ class Shards:
                     grad = jax.lax.dynamic_slice_in_dim(grad, start, size, dim - skip)
             return grad
 
-        return self._by_hand(scattered, grad, spec, skip)
+        return self._with_all_axes_manual(scattered, grad, spec, skip)
 
-    def _by_hand(
+    def _with_all_axes_manual(
         self, function: Callable, x: jax.Array, spec: PartitionSpec, skip: int
     ) -> jax.Array:
         """Run `function(x)` with the axes that split other dims manual as well.
@@ -288,10 +300,10 @@ class Shards:
         if not any(parts) or any(parts[dim] for dim in dims):
             return function(x)
         own = spec_of(parts[skip:])
-        by_hand = jax.shard_map(
+        manual = jax.shard_map(
             function, in_specs=own, out_specs=own, axis_names=free, check_vma=False
         )
-        return by_hand(x)
+        return manual(x)
 
     def _dims(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
         """Return the dims that are split over replicas, each with its axes, major first."""

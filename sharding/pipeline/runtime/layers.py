@@ -1,17 +1,18 @@
 """Runs the layers of one chunk one after another: forward, backward, and the backward's two halves.
 
-Parameters and gradients are `[slots, ...]`, in the layout of sharding/pipeline/layout.py. The
-residuals of a microbatch are written directly into a buffer `[buffer slots, depth, ...]`, and
-gradients are accumulated in place, so no second array of a whole chunk's size is ever allocated:
+Parameters and gradients are `[param slots, ...]`, in the layout of sharding/pipeline/layout.py. The
+residuals of a microbatch are written directly into a buffer `[buffer slots, layers, ...]`, and
+gradients are accumulated in place, so no second array of a whole chunk's size is ever allocated.
+With L = `max_layers_per_chunk`:
 
-    forward of microbatch m          for i in 0 .. depth-1
-        x, saved = vjp.forward(layer i, x)
-        buffers[slot of m, i] = saved
+    forward of chunk c, microbatch m         for i in 0 .. L-1
+        x, saved = vjp.forward(params[param slot c*L + i], x)
+        buffers[buffer slot of m, i] = saved
 
-    backward of microbatch m         for i in depth-1 .. 0
-        saved = buffers[slot of m, i]
-        dw, dx = vjp.backward(layer i, saved, dx)
-        grads[layer i] += dw
+    backward of chunk c, microbatch m        for i in L-1 .. 0
+        saved = buffers[buffer slot of m, i]
+        dw, dx = vjp.backward(params[param slot c*L + i], saved, dx)
+        grads[param slot c*L + i] += dw
 """
 
 import dataclasses
@@ -25,8 +26,8 @@ import numpy as np
 
 from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
 from sharding.pipeline.runtime.block_vjp import BlockVJP
-from sharding.pipeline.runtime.gather import Shards
-from sharding.pipeline.runtime.rows import Slots
+from sharding.pipeline.runtime.gather import ParamGatherer
+from sharding.pipeline.runtime.tick_plan import Slots
 from sharding.pipeline.runtime.trees import wide
 
 Tree = Any
@@ -38,20 +39,20 @@ Buffer = list[jax.Array]
 class Residuals:
     """One stack's buffers for values that wait for a backward; buffers.py explains each.
 
-    An array is `[slots, layers of a chunk, ...]`. A buffer is None if the schedule has no such
+    An array is `[buffer slots, layers, ...]`. A buffer is None if the schedule has no such
     buffer.
 
     Attributes:
         saved: residuals that the backward reads.
         for_weights: residuals that the weight gradient reads too, if backwards are split.
         handed: values that the input gradient hands over to the weight gradient.
-        before: inputs of the stack's `before`, `[slots, ...]`; used by chunks.py.
+        before_inputs: inputs of the stack's `before`, `[buffer slots, ...]`; used by chunks.py.
     """
 
     saved: Buffer | None = None
     for_weights: Buffer | None = None
     handed: Buffer | None = None
-    before: Tree | None = None
+    before_inputs: Tree | None = None
 
 
 class Layers:
@@ -59,9 +60,10 @@ class Layers:
 
     Args:
         block: `(params, x, microbatch, number) -> x`; `number` is the layer's number, from 0.
-        params: this stage's parameters, `[slots of this stage, ...]`.
-        shards: gathers the parameters of one layer, and reduces its gradients.
-        numbers: int32[stages, slots of a stage], the layer's number or -1; known during tracing.
+        params: this stage's parameters, `[param slots of this stage, ...]`.
+        gatherer: gathers the parameters of one layer, and reduces its gradients.
+        numbers: int32[stages, param slots of a stage], the layer's number or -1; known during
+            tracing.
         here: this device's stage, int32[], and x and a microbatch or their ShapeDtypeStructs.
         num_chunks: number of chunks per stage.
         splits: whether backwards run in two halves.
@@ -71,7 +73,7 @@ class Layers:
         self,
         block: Callable[[Tree, Tree, Tree, jax.Array], Tree],
         params: Tree,
-        shards: Shards,
+        gatherer: ParamGatherer,
         numbers: np.ndarray,
         here: tuple[jax.Array, Tree, Tree],
         num_chunks: int,
@@ -80,12 +82,12 @@ class Layers:
     ):
         self._block = block
         self._params = params
-        self._shards = shards
+        self._gatherer = gatherer
         self._splits = splits
         stage, self._x, self._microbatch = here
         self._numbers = jnp.asarray(numbers)[stage]
         self._has_padding = bool((numbers < 0).any())
-        self._depth = numbers.shape[1] // num_chunks
+        self._max_layers_per_chunk = numbers.shape[1] // num_chunks
 
     @cached_property
     def _vjp(self) -> BlockVJP:
@@ -100,7 +102,7 @@ class Layers:
 
     def no_gradients(self) -> Tree:
         """Return zero gradients in float32 or wider, in host memory where the parameters are."""
-        gradients = jax.eval_shape(lambda: self._shards.scattered(self._layer(jnp.int32(0))))
+        gradients = jax.eval_shape(lambda: self._gatherer.scattered(self._layer(jnp.int32(0))))
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
             make = zeros_on_host if is_on_host(param) else jnp.zeros
@@ -108,25 +110,25 @@ class Layers:
 
         return jax.tree.map(empty, wide(gradients, len(self._numbers)), self._params)
 
-    def residuals(self, depths: Mapping[str, int]) -> Residuals:
+    def residuals(self, num_slots: Mapping[str, int]) -> Residuals:
         """Return empty buffers.
 
         Args:
-            depths: buffer -> number of slots. Buffers that it does not name are left out.
+            num_slots: buffer -> number of slots. Buffers that it does not name are left out.
         """
         shapes = [*zip(self._vjp.saved, self._vjp.saved_on_host, strict=True)]
         saved, for_weights = self._parted(shapes)
 
-        def empty(shape: jax.ShapeDtypeStruct, on_host: bool, depth: int) -> jax.Array:
-            whole = (depth, self._depth, *shape.shape)
+        def empty(shape: jax.ShapeDtypeStruct, on_host: bool, count: int) -> jax.Array:
+            whole = (count, self._max_layers_per_chunk, *shape.shape)
             if on_host:
-                return zeros_on_host(whole, shape.dtype, depth=2)
+                return zeros_on_host(whole, shape.dtype, num_loop_dims=2)
             return jnp.zeros(whole, shape.dtype)
 
         def buffer(name: str, shapes: list) -> Buffer | None:
-            if name not in depths:
+            if name not in num_slots:
                 return None
-            return [empty(shape, on_host, depths[name]) for shape, on_host in shapes]
+            return [empty(shape, on_host, num_slots[name]) for shape, on_host in shapes]
 
         return Residuals(
             saved=buffer("saved", saved),
@@ -139,8 +141,8 @@ class Layers:
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
         """Return x after the chunk's layers, and keep nothing."""
 
-        def body(x, i, slot, number):
-            return self._block(self._layer(slot), x, microbatch, number)
+        def body(x, i, param_slot, number):
+            return self._block(self._layer(param_slot), x, microbatch, number)
 
         return self._loop(chunk, body, x)
 
@@ -149,9 +151,9 @@ class Layers:
     ) -> tuple[Tree, Residuals]:
         """Return x after the chunk's layers, and the buffers with the saved residuals."""
 
-        def body(carry, i, slot, number):
+        def body(carry, i, param_slot, number):
             x, residuals = carry
-            x, values = self._vjp.forward(self._layer(slot), x, (microbatch, number))
+            x, values = self._vjp.forward(self._layer(param_slot), x, (microbatch, number))
             saved, for_weights = self._parted(values)
             residuals = dataclasses.replace(
                 residuals,
@@ -173,11 +175,13 @@ class Layers:
     ) -> tuple[Tree, Tree]:
         """Return the gradient of the chunk's input, and `grads` with the layers' ones added."""
 
-        def body(carry, i, slot, number):
+        def body(carry, i, param_slot, number):
             dx, grads = carry
             saved = _read(residuals.saved, slots.saved, i)
-            gradients, dx = self._vjp.backward(self._layer(slot), (microbatch, number), saved, dx)
-            return dx, self._accumulate(grads, slot, jax.tree.leaves(gradients))
+            gradients, dx = self._vjp.backward(
+                self._layer(param_slot), (microbatch, number), saved, dx
+            )
+            return dx, self._accumulate(grads, param_slot, jax.tree.leaves(gradients))
 
         return self._loop(chunk, body, (dx, grads), reverse=True)
 
@@ -197,17 +201,17 @@ class Layers:
             the way, the buffer `handed` with the values that `weight_gradient` reads).
         """
 
-        def body(carry, i, slot, number):
+        def body(carry, i, param_slot, number):
             dx, grads, handed = carry
             saved = self._joined(
                 _read(residuals.saved, slots.saved, i),
                 _read(residuals.for_weights, slots.for_weights, i),
             )
             dx, early, values = self._vjp.input_gradient(
-                self._layer(slot), (microbatch, number), saved, dx
+                self._layer(param_slot), (microbatch, number), saved, dx
             )
             handed = _write(handed, slots.handed, i, values)
-            return dx, self._accumulate(grads, slot, early), handed
+            return dx, self._accumulate(grads, param_slot, early), handed
 
         return self._loop(chunk, body, (dx, grads, residuals.handed), reverse=True)
 
@@ -216,32 +220,34 @@ class Layers:
     ) -> Tree:
         """Return `grads` with the gradients added that `input_gradient` left out."""
 
-        def body(grads, i, slot, number):
+        def body(grads, i, param_slot, number):
             late = self._vjp.weight_gradient(
-                self._layer(slot),
+                self._layer(param_slot),
                 (microbatch, number),
                 _read(residuals.for_weights, slots.for_weights, i),
                 _read(residuals.handed, slots.handed, i),
             )
-            return self._accumulate(grads, slot, late)
+            return self._accumulate(grads, param_slot, late)
 
         return self._loop(chunk, body, grads)
 
-    def _layer(self, slot: jax.Array) -> Tree:
+    def _layer(self, param_slot: jax.Array) -> Tree:
         def at(x):
-            return jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)
+            return jax.lax.dynamic_index_in_dim(x, param_slot, keepdims=False)
 
-        return self._shards.layer(jax.tree.map(at, self._params))
+        return self._gatherer.gather_layer(jax.tree.map(at, self._params))
 
-    def _accumulate(self, grads: Tree, slot: jax.Array, values: Sequence[jax.Array | None]) -> Tree:
+    def _accumulate(
+        self, grads: Tree, param_slot: jax.Array, values: Sequence[jax.Array | None]
+    ) -> Tree:
         """Add the gradients of a layer that are not None to `grads`, in the dtype of `grads`."""
         leaves, structure = jax.tree.flatten(grads)
         pairs = zip(leaves, values, strict=True)
         converted = [value if value is None else value.astype(g.dtype) for g, value in pairs]
-        scattered = self._shards.scattered(jax.tree.unflatten(structure, converted))
+        scattered = self._gatherer.scattered(jax.tree.unflatten(structure, converted))
         values = structure.flatten_up_to(scattered)
         pairs = zip(leaves, values, strict=True)
-        return jax.tree.unflatten(structure, [_added(g, slot, value) for g, value in pairs])
+        return jax.tree.unflatten(structure, [_added(g, param_slot, value) for g, value in pairs])
 
     def _parted(self, saved: Sequence) -> tuple[list, list]:
         """Split saved residuals into those of the buffers `saved` and `for_weights`."""
@@ -256,53 +262,54 @@ class Layers:
         return [next(for_weights if i in self._for_weights else saved) for i in range(count)]
 
     def _loop(self, chunk, body: Callable, carry: Tree, *, reverse: bool = False) -> Tree:
-        """Scan `body(carry, i, slot, layer number)` over the chunk's layers, skipping padding."""
+        """Scan `body(carry, i, param_slot, number)` over the chunk's layers, skipping padding."""
 
         def step(carry, i):
-            slot = chunk * self._depth + i
-            number = self._numbers[slot]
+            param_slot = chunk * self._max_layers_per_chunk + i
+            number = self._numbers[param_slot]
             if not self._has_padding:
-                return body(carry, i, slot, number), None
+                return body(carry, i, param_slot, number), None
 
             def run(carry):
-                return body(carry, i, slot, number)
+                return body(carry, i, param_slot, number)
 
             return jax.lax.cond(number >= 0, run, lambda carry: carry, carry), None
 
-        steps = jnp.arange(self._depth, dtype=jnp.int32)
+        steps = jnp.arange(self._max_layers_per_chunk, dtype=jnp.int32)
         with jax.named_scope("layers"):
             return jax.lax.scan(step, carry, steps, reverse=reverse)[0]
 
 
-def _added(g: jax.Array, slot: jax.Array, value: jax.Array | None) -> jax.Array:
-    """Return `g`, on the device or in host memory, with `value` added to one slot."""
+def _added(g: jax.Array, param_slot: jax.Array, value: jax.Array | None) -> jax.Array:
+    """Return `g`, on the device or in host memory, with `value` added to one parameter slot."""
     if value is None:
         return g
     if not is_on_host(g):
-        return g.at[slot].add(value)
-    before = jax.lax.dynamic_index_in_dim(g, slot, keepdims=False)
+        return g.at[param_slot].add(value)
+    before = jax.lax.dynamic_index_in_dim(g, param_slot, keepdims=False)
     after = to_where(to_device(before) + value, g)
-    return jax.lax.dynamic_update_index_in_dim(g, after, slot, 0)
+    return jax.lax.dynamic_update_index_in_dim(g, after, param_slot, 0)
 
 
-def _write(buffer: Buffer | None, slot, i, values: Sequence[jax.Array]) -> Buffer | None:
-    """Return the buffer with the values of layer `i` of a chunk written to a slot."""
+def _write(buffer: Buffer | None, buffer_slot, i, values: Sequence[jax.Array]) -> Buffer | None:
+    """Return the buffer with the values of layer `i` of a chunk written to a buffer slot."""
     if buffer is None:
         return None
     return [
-        jax.lax.dynamic_update_slice(array, value[None, None], _start(array, slot, i))
+        jax.lax.dynamic_update_slice(array, value[None, None], _start(array, buffer_slot, i))
         for array, value in zip(buffer, values, strict=True)
     ]
 
 
-def _read(buffer: Buffer | None, slot, i) -> list[jax.Array]:
-    """Return the values of layer `i` of a chunk from a slot."""
+def _read(buffer: Buffer | None, buffer_slot, i) -> list[jax.Array]:
+    """Return the values of layer `i` of a chunk from a buffer slot."""
     assert buffer is not None
     return [
-        jax.lax.dynamic_slice(b, _start(b, slot, i), (1, 1, *b.shape[2:]))[0, 0] for b in buffer
+        jax.lax.dynamic_slice(b, _start(b, buffer_slot, i), (1, 1, *b.shape[2:]))[0, 0]
+        for b in buffer
     ]
 
 
-def _start(buffer: jax.Array, slot, i) -> tuple[jax.Array, ...]:
+def _start(buffer: jax.Array, buffer_slot, i) -> tuple[jax.Array, ...]:
     zeros = [jnp.int32(0)] * (buffer.ndim - 2)
-    return (jnp.int32(slot), jnp.int32(i), *zeros)
+    return (jnp.int32(buffer_slot), jnp.int32(i), *zeros)

@@ -11,8 +11,8 @@ Tree = Any
 class Model(Protocol):
     """A model as the executor sees it.
 
-    `ends` are the parameters outside the stacks. The arrays of `microbatch` have a leading batch
-    dim.
+    `end_params` are the parameters outside the stacks. The arrays of `microbatch` have a leading
+    batch dim.
     """
 
     @property
@@ -22,28 +22,33 @@ class Model(Protocol):
 
     @property
     def before(self) -> Mapping[str, Callable[[Tree, Tree, Tree], Tree]]:
-        """Stack -> `before(ends, x, microbatch) -> x`, run ahead of the stack's first layer.
+        """Stack -> `before(end_params, x, microbatch) -> x`, run ahead of the stack's first layer.
 
         Stacks without such a function are absent. The output may have another type than the input.
         """
         ...
 
-    def types(self, ends: Tree, microbatch: Tree, /) -> Mapping[str, tuple[Tree, Tree]]:
+    def types(self, end_params: Tree, microbatch: Tree, /) -> Mapping[str, tuple[Tree, Tree]]:
         """Return stack -> (type before the stack, type of its blocks' input and output).
 
         Types are trees of ShapeDtypeStructs. The stacks are in the order in which they run.
         """
         ...
 
-    def embed(self, ends: Tree, microbatch: Tree, /) -> Tree:
+    def embed(self, end_params: Tree, microbatch: Tree, /) -> Tree:
         """Return the activations that enter the first layer: a tree of floating-point arrays."""
         ...
 
-    def head(self, ends: Tree, x: Tree, microbatch: Tree, /) -> tuple[jax.Array, jax.Array, dict]:
+    def head(
+        self, end_params: Tree, x: Tree, microbatch: Tree, /
+    ) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of losses, sum of weights, sums of further metrics), all scalars."""
         ...
 
     @property
     def teach(self) -> Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None:
-        """`teach(ends, x, microbatch) -> arrays [B, ...]`; replaces the head in `make_teach`."""
+        """`teach(end_params, x, microbatch) -> arrays [B, ...]`.
+
+        It replaces the head in `make_teach`.
+        """
         ...

@@ -15,11 +15,11 @@ from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.buffers import Channel, ExecutionPlan
 from sharding.pipeline.runtime.chunks import Chunks, StackPart
 from sharding.pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
-from sharding.pipeline.runtime.gather import Sharing
+from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.model import Model
 from sharding.pipeline.runtime.packed_activations import PackedActivations
-from sharding.pipeline.runtime.rows import TICKS, Row
+from sharding.pipeline.runtime.tick_plan import TICKS, TickPlan
 from sharding.pipeline.runtime.trees import Flag, add, read, wide, write, zeros
 from sharding.pipeline.schedules.table import FORWARD
 from sharding.spec import axes_of
@@ -35,7 +35,7 @@ class Stage:
         model: the model's functions.
         plan: the schedule, ready to be executed.
         layouts: the layout of every stack, in the order in which the stacks run.
-        sharing: how the parameters are sharded over the mesh.
+        param_sharding: how the parameters are sharded over the mesh.
         params: this device's shards of the parameters, `{"ends": ..., "layers": {stack: ...}}`.
         batch: this device's part of the batch, arrays `[M, B, ...]`.
     """
@@ -45,7 +45,7 @@ class Stage:
         model: Model,
         plan: ExecutionPlan,
         layouts: Mapping[str, Layout],
-        sharing: Sharing,
+        param_sharding: ParamSharding,
         params: Params,
         batch: Tree,
     ):
@@ -53,41 +53,43 @@ class Stage:
         self._batch = batch
         assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
         self._index = jax.lax.axis_index("pipeline")
-        self._example = self._microbatch(jnp.int32(0))
-        self._shards_of_ends = sharing.of_ends()
-        self._shards_of_stacks = {
-            name: sharing.of_stack(name, params["layers"][name]) for name in layouts
+        self._first_microbatch = self._microbatch(jnp.int32(0))
+        self._end_gatherer = param_sharding.end_gatherer()
+        self._stack_gatherers = {
+            name: param_sharding.stack_gatherer(name, params["layers"][name]) for name in layouts
         }
-        ends = self._shards_of_ends.together(params["ends"])
-        types = model.types(ends, self._example)
+        end_params = self._end_gatherer.gather_once(params["ends"])
+        types = model.types(end_params, self._first_microbatch)
         packed = PackedActivations([x for pair in types.values() for x in pair])
-        _, taken = [*types.values()][-1]
-        self._x = packed.type
-        arguments = (model, packed, taken, ends, batch)
+        _, head_input_type = [*types.values()][-1]
+        self._x_type = packed.type
+        arguments = (model, packed, head_input_type, end_params, batch)
         if plan.shares_vocab:
-            is_split = jax.tree.map(lambda spec: "pipeline" in axes_of(spec), sharing.specs["ends"])
+            is_split = jax.tree.map(
+                lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["ends"]
+            )
             stages = (plan.first_stage, plan.last_stage)
-            self._ends = OnAllStages(self._index, *stages, is_split, *arguments)
+            self._embed_and_head = OnAllStages(self._index, *stages, is_split, *arguments)
         else:
-            self._ends = OnOneStage(*arguments)
+            self._embed_and_head = OnOneStage(*arguments)
         parts = {
             name: self._part(model, name, layout, types[name], params["layers"][name])
             for name, layout in layouts.items()
         }
-        self._chunks = Chunks(parts, packed, ends, splits=plan.splits_backward)
+        self._chunks = Chunks(parts, packed, end_params, splits=plan.splits_backward)
 
     def _part(
         self, model: Model, name: str, layout: Layout, types: tuple[Tree, Tree], params: Tree
     ) -> StackPart:
         """Return this device's part of a stack."""
-        given, taken = types
-        shards = self._shards_of_stacks[name]
+        input_type, block_type = types
+        gatherer = self._stack_gatherers[name]
         layers = Layers(
             model.blocks[name],
-            shards.together(params),
-            shards,
+            gatherer.gather_once(params),
+            gatherer,
             layout.layer_of_slot.reshape(len(layout.chunks), -1),
-            (self._index, taken, self._example),
+            (self._index, block_type, self._first_microbatch),
             len(layout.chunks[0]),
             splits=self._plan.splits_backward,
         )
@@ -96,21 +98,23 @@ class Stage:
         return StackPart(
             layers=layers,
             before=model.before.get(name),
-            given=given,
-            taken=taken,
+            input_type=input_type,
+            block_type=block_type,
             holds=Flag(holds, self._index),
             begins=Flag(begins, self._index),
         )
 
     @property
-    def sums(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def sums_type(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the head's sums."""
-        return wide(jax.eval_shape(self._ends.sums, self._x, self._example))
+        return wide(jax.eval_shape(self._embed_and_head.sums, self._x_type, self._first_microbatch))
 
     @property
-    def teacher_outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def teacher_outputs_type(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the outputs of `teach` for one microbatch."""
-        return jax.eval_shape(self._ends.teacher_outputs, self._x, self._example)
+        return jax.eval_shape(
+            self._embed_and_head.teacher_outputs, self._x_type, self._first_microbatch
+        )
 
     # Evaluation.
 
@@ -126,20 +130,20 @@ class Stage:
             `collected`.
         """
 
-        def tick(carry: tuple[Tree, Tree], row: Row) -> tuple[tuple[Tree, Tree], None]:
+        def tick(carry: tuple[Tree, Tree], tick_plan: TickPlan) -> tuple[tuple[Tree, Tree], None]:
             collected, inputs = carry
-            inputs = self._ends.embed_ahead(inputs, row)
-            arrived = read_or_none(inputs, row.forward.slots.input)
+            inputs = self._embed_and_head.embed_ahead(inputs, tick_plan)
+            arrived = read_or_none(inputs, tick_plan.forward.slots.input)
 
             def forward() -> Tree:
-                microbatch = self._microbatch(row.forward.microbatch)
-                x = self._ends.chunk_input(row.forward, lambda: arrived, microbatch)
-                return self._chunks.evaluate(row.forward.chunk, x, microbatch)
+                microbatch = self._microbatch(tick_plan.forward.microbatch)
+                x = self._embed_and_head.chunk_input(tick_plan.forward, arrived, microbatch)
+                return self._chunks.evaluate(tick_plan.forward.chunk, x, microbatch)
 
-            y = row.forward.if_runs(forward, lambda: zeros(self._x))
+            y = tick_plan.forward.if_runs(forward, lambda: zeros(self._x_type))
             arrivals = self._send(FORWARD, y)
-            collected = self._ends.collect(collect, collected, y, row)
-            return (collected, self._receive(FORWARD, inputs, arrivals, row)), None
+            collected = self._embed_and_head.collect(collect, collected, y, tick_plan)
+            return (collected, self._receive(FORWARD, inputs, arrivals, tick_plan)), None
 
         column = self._plan.table.column(self._index)
         with jax.named_scope(TICKS):
@@ -147,13 +151,15 @@ class Stage:
 
     def with_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
         """Return `sums` with the head's sums of a microbatch added."""
-        return add(sums, self._ends.sums(x, self._microbatch(index)))
+        return add(sums, self._embed_and_head.sums(x, self._microbatch(index)))
 
     def with_teacher_outputs(
         self, teacher_outputs: dict[str, Tree], x: Tree, index: jax.Array
     ) -> dict[str, Tree]:
         """Return `teacher_outputs` with the outputs of `teach` for one microbatch filled in."""
-        return write(teacher_outputs, index, self._ends.teacher_outputs(x, self._microbatch(index)))
+        return write(
+            teacher_outputs, index, self._embed_and_head.teacher_outputs(x, self._microbatch(index))
+        )
 
     # Buffers and sends.
 
@@ -162,10 +168,10 @@ class Stage:
 
     def _buffer(self, name: str) -> Tree | None:
         """Return an empty buffer of activations, or None if the plan has no such buffer."""
-        if name not in self._plan.depths:
+        if name not in self._plan.num_slots:
             return None
-        depth = self._plan.depths[name]
-        return counted_as("activations", zeros(self._x, depth + (depth > 0)))
+        num_slots = self._plan.num_slots[name]
+        return counted_as("activations", zeros(self._x_type, num_slots + (num_slots > 0)))
 
     def _send(self, kind: str, x: Tree) -> dict[Channel, Tree]:
         """Send `x` over all channels of a kind, and return the value that arrives over each."""
@@ -181,9 +187,11 @@ class Stage:
 
         return {channel: moved(channel) for channel in self._plan.channels if channel.kind == kind}
 
-    def _receive(self, kind: str, buffer: Tree, arrivals: dict[Channel, Tree], row: Row) -> Tree:
+    def _receive(
+        self, kind: str, buffer: Tree, arrivals: dict[Channel, Tree], tick_plan: TickPlan
+    ) -> Tree:
         """Return the buffer with the arrivals of one kind written to their slots."""
-        for channel, slot in zip(self._plan.channels, row.arrivals, strict=True):
+        for channel, slot in zip(self._plan.channels, tick_plan.arrival_slots, strict=True):
             if channel.kind == kind and channel in arrivals:
                 buffer = write(buffer, slot, arrivals[channel])
         return buffer

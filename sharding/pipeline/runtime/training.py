@@ -5,7 +5,7 @@ executor.py draws a tick. Between two ticks everything that waits is in the carr
     carry      inputs, cotangents          buffers that other stages' values arrive in
                residuals, head_inputs      buffers that this stage's operations fill
                sums, gradients             totals so far
-    row        which microbatch and chunk to work on, and which slots to read and write
+    tick_plan  which microbatch and chunk to work on, and which slots to read and write
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from sharding.estimate.labels import counted_as
 from sharding.pipeline.runtime.buffers import Channel
 from sharding.pipeline.runtime.chunks import ChunkResiduals
-from sharding.pipeline.runtime.rows import TICKS, Operation, Row
 from sharding.pipeline.runtime.stage import Stage, read_or_none
+from sharding.pipeline.runtime.tick_plan import TICKS, Operation, TickPlan
 from sharding.pipeline.runtime.trees import read, wide, write, zeros
 from sharding.pipeline.schedules.table import BACKWARD, FORWARD
 
@@ -39,7 +39,7 @@ class TrainingCarry:
         residuals: stack -> buffers for what backwards read.
         inputs: chunk inputs that have arrived.
         cotangents: gradients of chunk outputs that have arrived.
-        head_inputs: outputs of the last chunk.
+        head_inputs: outputs of the model's last chunk.
     """
 
     sums: dict[str, jax.Array]
@@ -56,11 +56,14 @@ class TrainingStage(Stage):
     def train(self) -> tuple[dict[str, jax.Array], dict[str, Tree]]:
         """Run a training schedule; return this device's (sums, gradients)."""
         plan = self._plan
-        gradients = {"ends": zeros(wide(self._ends.params)), "layers": self._chunks.no_gradients()}
+        gradients = {
+            "ends": zeros(wide(self._embed_and_head.end_params)),
+            "layers": self._chunks.no_gradients(),
+        }
         carry = TrainingCarry(
-            sums=zeros(self.sums),
+            sums=zeros(self.sums_type),
             gradients=counted_as("gradients", gradients),
-            residuals=self._chunks.residuals(plan.depths),
+            residuals=self._chunks.residuals(plan.num_slots),
             inputs=self._buffer("input"),
             cotangents=self._buffer("cotangent"),
             head_inputs=self._buffer("head_input"),
@@ -70,51 +73,54 @@ class TrainingStage(Stage):
             carry, _ = jax.lax.scan(self._train_tick, carry, column)
         return carry.sums, carry.gradients
 
-    def _train_tick(self, carry: TrainingCarry, row: Row) -> tuple[TrainingCarry, None]:
+    def _train_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
         """Run one tick; the order of the code is the order of the phases."""
-        ends = self._ends
+        embed_and_head = self._embed_and_head
         arrivals: dict[Channel, Tree] = {}
         change = dataclasses.replace
 
-        carry = change(carry, inputs=ends.embed_ahead(carry.inputs, row))
+        carry = change(carry, inputs=embed_and_head.embed_ahead(carry.inputs, tick_plan))
         # Arrived values are read ahead of the `lax.cond`s, so that the branches do not take whole
         # buffers as operands.
-        x_forward = read_or_none(carry.inputs, row.forward.slots.input)
-        x_backward = read_or_none(carry.inputs, row.backward.slots.input)
-        dy = read_or_none(carry.cotangents, row.backward.slots.cotangent)
+        x_forward = read_or_none(carry.inputs, tick_plan.forward.slots.input)
+        x_backward = read_or_none(carry.inputs, tick_plan.backward.slots.input)
+        dy = read_or_none(carry.cotangents, tick_plan.backward.slots.cotangent)
 
-        if row.forward.always is not False:
-            y, residuals, head_inputs = row.forward.if_runs(
-                lambda: self._forward(carry, row.forward, x_forward),
-                lambda: (zeros(self._x), carry.residuals, carry.head_inputs),
+        # `always` is False if no cell has the operation; then it is not traced. A table may have no
+        # forward of its own (the only virtual stage folds it into its backward) and no weight
+        # gradients (backwards are not split), but every training table has backwards.
+        if tick_plan.forward.always is not False:
+            y, residuals, head_inputs = tick_plan.forward.if_runs(
+                lambda: self._forward(carry, tick_plan.forward, x_forward),
+                lambda: (zeros(self._x_type), carry.residuals, carry.head_inputs),
             )
             carry = change(carry, residuals=residuals, head_inputs=head_inputs)
             arrivals |= self._send(FORWARD, y)
 
-        sums, of_ends, dy_of_head = ends.head_ahead(
-            carry.sums, carry.gradients["ends"], carry.head_inputs, row
+        sums, end_grads, dy_from_head = embed_and_head.head_ahead(
+            carry.sums, carry.gradients["ends"], carry.head_inputs, tick_plan
         )
-        carry = change(carry, sums=sums, gradients=carry.gradients | {"ends": of_ends})
+        carry = change(carry, sums=sums, gradients=carry.gradients | {"ends": end_grads})
 
-        dx, sums, gradients, residuals = row.backward.if_runs(
-            lambda: self._backward(carry, row.backward, x_backward, dy, dy_of_head),
-            lambda: (zeros(self._x), carry.sums, carry.gradients, carry.residuals),
+        dx, sums, gradients, residuals = tick_plan.backward.if_runs(
+            lambda: self._backward(carry, tick_plan.backward, x_backward, dy, dy_from_head),
+            lambda: (zeros(self._x_type), carry.sums, carry.gradients, carry.residuals),
         )
         carry = change(carry, sums=sums, gradients=gradients, residuals=residuals)
         arrivals |= self._send(BACKWARD, dx)
 
-        of_ends = ends.embed_gradient_after(carry.gradients["ends"], dx, row)
-        carry = change(carry, gradients=carry.gradients | {"ends": of_ends})
+        end_grads = embed_and_head.embed_gradient_after(carry.gradients["ends"], dx, tick_plan)
+        carry = change(carry, gradients=carry.gradients | {"ends": end_grads})
 
-        if row.weight_gradient.always is not False:
-            gradients = row.weight_gradient.if_runs(
-                lambda: self._weight_gradient(carry, row.weight_gradient),
+        if tick_plan.weight_gradient.always is not False:
+            gradients = tick_plan.weight_gradient.if_runs(
+                lambda: self._weight_gradient(carry, tick_plan.weight_gradient),
                 lambda: carry.gradients,
             )
             carry = change(carry, gradients=gradients)
 
-        inputs = self._receive(FORWARD, carry.inputs, arrivals, row)
-        cotangents = self._receive(BACKWARD, carry.cotangents, arrivals, row)
+        inputs = self._receive(FORWARD, carry.inputs, arrivals, tick_plan)
+        cotangents = self._receive(BACKWARD, carry.cotangents, arrivals, tick_plan)
         return change(carry, inputs=inputs, cotangents=cotangents), None
 
     def _forward(
@@ -126,7 +132,7 @@ class TrainingStage(Stage):
         """
         chunk = operation.chunk
         microbatch = self._microbatch(operation.microbatch)
-        x = self._ends.chunk_input(operation, lambda: arrived, microbatch)
+        x = self._embed_and_head.chunk_input(operation, arrived, microbatch)
         residuals = carry.residuals
         if self._plan.recomputes:
             y = self._chunks.evaluate(chunk, x, microbatch)
@@ -141,7 +147,12 @@ class TrainingStage(Stage):
         return y, residuals, head_inputs
 
     def _backward(
-        self, carry: TrainingCarry, operation: Operation, arrived: Tree, dy: Tree, from_head: Tree
+        self,
+        carry: TrainingCarry,
+        operation: Operation,
+        arrived: Tree,
+        dy: Tree,
+        dy_from_head: Tree,
     ) -> tuple[Tree, dict, dict, ChunkResiduals]:
         """Run a chunk's backward; return (input's cotangent, sums, gradients, residuals).
 
@@ -150,7 +161,7 @@ class TrainingStage(Stage):
             operation: the backward, or the input gradient.
             arrived: the chunk's input, if it arrived from another chunk.
             dy: gradient of the chunk's output, if it arrived from another chunk.
-            from_head: gradient of the head's input, if all stages have just computed it.
+            dy_from_head: gradient of the head's input, if all stages have just computed it.
         """
         chunk = operation.chunk
         microbatch = self._microbatch(operation.microbatch)
@@ -158,38 +169,36 @@ class TrainingStage(Stage):
         slots = operation.slots
         y = None
         if self._plan.recomputes:
-            x = self._ends.chunk_input(operation, lambda: arrived, microbatch)
+            x = self._embed_and_head.chunk_input(operation, arrived, microbatch)
             residuals = self._with_scratch(residuals)
             slots = dataclasses.replace(slots, saved=jnp.int32(0))
             y, residuals = self._chunks.forward(chunk, x, microbatch, residuals, slots)
         if carry.head_inputs is not None:
             y = read(carry.head_inputs, slots.head_input)
-        sums, ends, dx = self._ends.output_cotangent(
-            operation,
-            carry.sums,
-            carry.gradients["ends"],
-            from_head,
-            lambda: dy,
-            y,
-            microbatch,
+        sums, end_grads, dx = self._embed_and_head.output_cotangent(
+            operation, carry.sums, carry.gradients["ends"], dy_from_head, dy, y, microbatch
         )
-        gradients = carry.gradients | {"ends": ends}
+        gradients = carry.gradients | {"ends": end_grads}
         dx, gradients, residuals = self._chunks.backward(
             chunk, dx, microbatch, residuals, slots, gradients
         )
-        ends = self._ends.add_embed_gradient(operation, gradients["ends"], dx, microbatch)
+        end_grads = self._embed_and_head.add_embed_gradient(
+            operation, gradients["ends"], dx, microbatch
+        )
         if self._plan.recomputes:
             residuals = _without_scratch(residuals)
-        return dx, sums, gradients | {"ends": ends}, residuals
+        return dx, sums, gradients | {"ends": end_grads}, residuals
 
     def _with_scratch(self, residuals: ChunkResiduals) -> ChunkResiduals:
         """Add buffers with one slot for residuals that only the current operation reads."""
         scratch = self._chunks.residuals({"saved": 1})
         return {
             name: dataclasses.replace(
-                of_stack, saved=scratch[name].saved, before=scratch[name].before
+                stack_residuals,
+                saved=scratch[name].saved,
+                before_inputs=scratch[name].before_inputs,
             )
-            for name, of_stack in residuals.items()
+            for name, stack_residuals in residuals.items()
         }
 
     def _weight_gradient(self, carry: TrainingCarry, operation: Operation) -> dict[str, Tree]:
@@ -201,10 +210,12 @@ class TrainingStage(Stage):
 
     def reduced(self, gradients: dict[str, Tree]) -> dict[str, Tree]:
         """Return the gradients summed over all devices, each sharded like its parameter."""
-        of_stacks = gradients["layers"].items()
         reduced = {
-            "ends": self._shards_of_ends.reduced(gradients["ends"]),
-            "layers": {name: self._shards_of_stacks[name].reduced(g) for name, g in of_stacks},
+            "ends": self._end_gatherer.reduced(gradients["ends"]),
+            "layers": {
+                name: self._stack_gatherers[name].reduced(stack_grads)
+                for name, stack_grads in gradients["layers"].items()
+            },
         }
         return counted_as("gradients", reduced)
 
@@ -212,6 +223,6 @@ class TrainingStage(Stage):
 def _without_scratch(residuals: ChunkResiduals) -> ChunkResiduals:
     """Remove the buffers that `TrainingStage._with_scratch` added."""
     return {
-        name: dataclasses.replace(of_stack, saved=None, before=None)
-        for name, of_stack in residuals.items()
+        name: dataclasses.replace(stack_residuals, saved=None, before_inputs=None)
+        for name, stack_residuals in residuals.items()
     }

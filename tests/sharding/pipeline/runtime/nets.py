@@ -30,18 +30,18 @@ class Net:
     def blocks(self):
         return {"body": self.block}
 
-    def types(self, ends, microbatch):
+    def types(self, end_params, microbatch):
         types = {}
-        x = jax.eval_shape(self.embed, ends, microbatch)
+        x = jax.eval_shape(self.embed, end_params, microbatch)
         for name in self.num_layers:
-            given = x
+            input_type = x
             before = self.before.get(name)
-            x = jax.eval_shape(before, ends, given, microbatch) if before else given
-            types[name] = (given, x)
+            x = jax.eval_shape(before, end_params, input_type, microbatch) if before else input_type
+            types[name] = (input_type, x)
         return types
 
-    def embed(self, ends, microbatch):
-        return jnp.tanh(microbatch["x"] @ ends["table"])
+    def embed(self, end_params, microbatch):
+        return jnp.tanh(microbatch["x"] @ end_params["table"])
 
     def block(self, params, x, microbatch, number):
         keys = jax.vmap(jax.random.fold_in, (0, None))(microbatch["keys"], number)
@@ -49,8 +49,8 @@ class Net:
         scale = microbatch["scale"][:, None] * (1.0 + 0.1 * (number + 1).astype(x.dtype))
         return x + jnp.where(keep, jnp.tanh(x @ params["kernel"]) * scale, 0.0)
 
-    def head(self, ends, x, microbatch):
-        error = jnp.square(x @ ends["table"].T - microbatch["y"]).sum(axis=1)
+    def head(self, end_params, x, microbatch):
+        error = jnp.square(x @ end_params["table"].T - microbatch["y"]).sum(axis=1)
         weight = microbatch["weight"]
         return jnp.sum(error * weight), jnp.sum(weight), {"largest": jnp.sum(jnp.max(x, axis=1))}
 
@@ -68,12 +68,12 @@ class Net:
 class Teacher(Net):
     """A net whose `teach` returns a total per example; its head reports it as a metric."""
 
-    def teach(self, ends, x, microbatch):
-        return {"total": jnp.sum(x @ ends["table"].T, axis=1)}
+    def teach(self, end_params, x, microbatch):
+        return {"total": jnp.sum(x @ end_params["table"].T, axis=1)}
 
-    def head(self, ends, x, microbatch):
-        loss, weight, _ = super().head(ends, x, microbatch)
-        return loss, weight, {"totals": self.teach(ends, x, microbatch)["total"]}
+    def head(self, end_params, x, microbatch):
+        loss, weight, _ = super().head(end_params, x, microbatch)
+        return loss, weight, {"totals": self.teach(end_params, x, microbatch)["total"]}
 
 
 class EncoderDecoder(Net):
@@ -89,23 +89,23 @@ class EncoderDecoder(Net):
     def before(self):
         return {"decoder": self.between}
 
-    def embed(self, ends, microbatch):
-        embedded = jnp.tanh(microbatch["x"] @ ends["table"])
+    def embed(self, end_params, microbatch):
+        embedded = jnp.tanh(microbatch["x"] @ end_params["table"])
         return {"memory": embedded, "x": jnp.zeros_like(embedded)}
 
     def encode(self, params, x, microbatch, number):
         return x | {"memory": self.block(params, x["memory"], microbatch, number)}
 
-    def between(self, ends, x, microbatch):
-        memory = x["memory"] * ends["norm"]
-        return {"memory": memory, "x": jnp.tanh(microbatch["y"] @ ends["table"])}
+    def between(self, end_params, x, microbatch):
+        memory = x["memory"] * end_params["norm"]
+        return {"memory": memory, "x": jnp.tanh(microbatch["y"] @ end_params["table"])}
 
     def decode(self, params, x, microbatch, number):
         read = jnp.tanh(x["memory"] @ params["cross"])
         return x | {"x": self.block(params, x["x"] + read, microbatch, number)}
 
-    def head(self, ends, x, microbatch):
-        return super().head(ends, x["x"], microbatch)
+    def head(self, end_params, x, microbatch):
+        return super().head(end_params, x["x"], microbatch)
 
     def specs(self):
         kernel = PartitionSpec("pipeline", "fsdp", "model")
@@ -149,8 +149,8 @@ class Pyramid(Net):
     def before(self):
         return {"pair": self.halve, "narrow": self.join}
 
-    def halve(self, ends, x, microbatch):
-        left, right = jnp.split(x * ends["norm"], 2, axis=1)
+    def halve(self, end_params, x, microbatch):
+        left, right = jnp.split(x * end_params["norm"], 2, axis=1)
         return {"left": left, "right": right, "copy": jnp.tile(right, (1, 3)).astype(jnp.float32)}
 
     def pair(self, params, x, microbatch, number):
@@ -158,11 +158,11 @@ class Pyramid(Net):
         left = self.block(params, x["left"] + copy[:, : x["left"].shape[1]], microbatch, number)
         return {"left": left, "right": x["right"] + left, "copy": copy}
 
-    def join(self, ends, x, microbatch):
-        return x["left"] + x["right"] * ends["norm"][: x["right"].shape[1]]
+    def join(self, end_params, x, microbatch):
+        return x["left"] + x["right"] * end_params["norm"][: x["right"].shape[1]]
 
-    def head(self, ends, x, microbatch):
-        return super().head(ends, jnp.concatenate([x, jnp.tanh(x)], axis=1), microbatch)
+    def head(self, end_params, x, microbatch):
+        return super().head(end_params, jnp.concatenate([x, jnp.tanh(x)], axis=1), microbatch)
 
     def specs(self):
         # Nothing is split over `model`: cutting such arrays would need communication inside
@@ -219,11 +219,11 @@ def specs_of(net: Net, params, mesh, zero: MemoryConfig):
     """Return the specs of the parameters, `[slots, ...]`, split over `data` if ZeRO does so."""
     if not zero.zero_stage:
         return net.specs()
-    of_layers = {
+    is_layers = {
         "ends": jax.tree.map(lambda _: False, params["ends"]),
         "layers": jax.tree.map(lambda _: True, params["layers"]),
     }
-    return split_over_data(net.specs(), params, of_layers, mesh)
+    return split_over_data(net.specs(), params, is_layers, mesh)
 
 
 def place(net: Net, layouts, mesh, params, data, zero: MemoryConfig = NO_ZERO):

@@ -73,19 +73,19 @@ class Simulation:
         for stage in self.stages:
             self.weight_gradient(stage)
         self.phase = 4
-        arrivals = self.plan.table.arrivals
-        for channel, arrival in zip(self.plan.channels, arrivals, strict=True):
+        arrival_slots = self.plan.table.arrival_slots
+        for channel, slots in zip(self.plan.channels, arrival_slots, strict=True):
             buffer = {"F": "input", "B": "cotangent"}[channel.kind]
             assert len({s for s, _ in channel.pairs}) == len(channel.pairs)
             assert {(t - s) % len(self.stages) for s, t in channel.pairs} == {channel.shift}
             sources = {target: source for source, target in channel.pairs}
             for stage in self.stages:
                 value = sent[channel.kind, sources[stage]] if stage in sources else NOTHING
-                slot = arrival[self.tick, stage]
-                if slot < self.plan.depths[buffer]:
+                slot = slots[self.tick, stage]
+                if slot < self.plan.num_slots[buffer]:
                     self.write(buffer, stage, slot, value)
                 else:
-                    assert slot == self.plan.depths[buffer]  # the slot for unread arrivals
+                    assert slot == self.plan.num_slots[buffer]  # the slot for unread arrivals
 
     # Reads and writes of the operations.
 
@@ -99,7 +99,7 @@ class Simulation:
             self.put("saved", stage, "F", ("saved", m, v))
             if self.splits:
                 self.put("for_weights", stage, "F", ("for_weights", m, v))
-        if v == self.last and "head_input" in self.plan.depths:
+        if v == self.last and "head_input" in self.plan.num_slots:
             self.put("head_input", stage, "F", ("y", m, v))
         if v == self.last and self.shares_vocab and not self.trains:
             assert self.plan.table.head.microbatch[self.tick] == m
@@ -173,7 +173,7 @@ class Simulation:
         self.write(buffer, stage, slot, name)
 
     def write(self, buffer: str, stage: int, slot: int, name) -> None:
-        assert 0 <= slot < self.plan.depths[buffer], (buffer, slot)
+        assert 0 <= slot < self.plan.num_slots[buffer], (buffer, slot)
         stored = StoredValue(name, (self.tick, self.phase))
         self.slots[buffer, stage, slot] = stored
         self.stored[buffer, stage].append(stored)
@@ -191,9 +191,9 @@ class Simulation:
         times = [(tick, phase) for tick in range(self.num_ticks) for phase in range(5)]
         most = 0
         for stage in self.stages:
-            of_stage = self.stored.get((buffer, stage), [])
+            stage_values = self.stored.get((buffer, stage), [])
             for time in times:
-                most = max(most, sum(h.written <= time <= h.last_read for h in of_stage))
+                most = max(most, sum(h.written <= time <= h.last_read for h in stage_values))
         return most
 
 
@@ -223,11 +223,13 @@ def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulat
     # Every stored value is read, and every slot is needed by some stage.
     assert all(
         stored.last_read >= stored.written
-        for of_stage in ran.stored.values()
-        for stored in of_stage
+        for stage_values in ran.stored.values()
+        for stored in stage_values
     )
-    assert plan.depths == {buffer: ran.most_held(buffer) for buffer in plan.depths}
-    assert {buffer for buffer, _ in ran.stored} == {b for b, depth in plan.depths.items() if depth}
+    assert plan.num_slots == {buffer: ran.most_held(buffer) for buffer in plan.num_slots}
+    assert {buffer for buffer, _ in ran.stored} == {
+        b for b, count in plan.num_slots.items() if count
+    }
     # If all stages share embedding and head, these run once per microbatch.
     microbatches = list(range(schedule.num_microbatches)) if shares_vocab else []
     assert sorted(ran.embedded) == sorted(ran.head) == microbatches

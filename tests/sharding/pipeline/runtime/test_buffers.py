@@ -90,24 +90,24 @@ def test_plan_of_any_order_and_placement_gives_every_operation_what_it_reads(
 def test_plan_of_forwards_alone_gives_every_operation_what_it_reads(data, S, M, V, shares_vocab):
     placement = data.draw(st.permutations([*range(S)] * V))
     ran = simulate(forward_only(S, M, V, placement), shares_vocab=shares_vocab)
-    assert set(ran.plan.depths) == {"input"}
+    assert set(ran.plan.num_slots) == {"input"}
 
 
 @pytest.mark.parametrize("shares_vocab", [False, True])
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, remat, shares_vocab):
-    def depths(name, M):
+    def num_slots(name, M):
         schedule = make_schedule(name, num_stages, M, 1)
-        return make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab).depths
+        return make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab).num_slots
 
     for name in ("1f1b", "interleaved_1f1b", "zero_bubble"):
-        few = depths(name, 2 * num_stages)
-        assert all(depths(name, M) == few for M in (2 * num_stages + 1, 4 * num_stages, 40))
+        few = num_slots(name, 2 * num_stages)
+        assert all(num_slots(name, M) == few for M in (2 * num_stages + 1, 4 * num_stages, 40))
     # Control: with gpipe every microbatch waits for the turning point.
     kept = "saved" if remat == "none" else "input"
     if num_stages > 1 or remat == "none":
-        assert depths("gpipe", 40)[kept] == 40
+        assert num_slots("gpipe", 40)[kept] == 40
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
@@ -118,7 +118,7 @@ def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
     held at once. The maximum is on stage 1, because stage 0 embeds its own inputs.
     """
     plan = make_execution_plan(make_schedule("1f1b", num_stages, 4 * num_stages, 1))
-    assert plan.depths["input"] == 2 * (num_stages - 1) - 1
+    assert plan.num_slots["input"] == 2 * (num_stages - 1) - 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -16,7 +16,7 @@ from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import cut
 from sharding.pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
-from sharding.pipeline.runtime.gather import Sharing
+from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedule import forward_only, make_schedule
 from sharding.pipeline.schedules.table import Op, Schedule, verify
 from tests.sharding.pipeline.runtime.nets import (
@@ -55,11 +55,11 @@ def check(
     differentiate = jax.value_and_grad(lambda p: plain_sums(net, p, data), has_aux=True)
     (_, expected_sums), expected = differentiate(params)
     specs = specs_of(net, params, mesh, zero)
-    sharing = Sharing(mesh=mesh, specs=specs, memory=zero)
-    run = make_loss_and_grad(net, table, layouts, sharing, config)
+    param_sharding = ParamSharding(mesh=mesh, specs=specs, memory=zero)
+    run = make_loss_and_grad(net, table, layouts, param_sharding, config)
     shape = table.num_stages, table.num_microbatches, table.num_chunks
     forwards = forward_only(*shape, placement=table.placement)
-    evaluate = make_evaluate(net, forwards, layouts, sharing, config)
+    evaluate = make_evaluate(net, forwards, layouts, param_sharding, config)
     with jax.set_mesh(mesh):
         placed = place(net, layouts, mesh, params, data, zero)
         sums, grads = jax.jit(run)(*placed)
@@ -117,10 +117,10 @@ def test_teacher_outputs_are_those_of_each_example(schedule, mesh, share_vocab):
         forwards = forward_only(stages, 5, chunks, placement=table.placement)
         params, data = inputs(net, 5)
         layouts = cut(net.num_layers, table.placement)
-        sharing = Sharing(mesh=devices, specs=net.specs())
+        param_sharding = ParamSharding(mesh=devices, specs=net.specs())
         config = PipelineConfig(share_vocab=share_vocab)
         with jax.set_mesh(devices):
-            teach = jax.jit(make_teach(net, forwards, layouts, sharing, config))
+            teach = jax.jit(make_teach(net, forwards, layouts, param_sharding, config))
             teacher_outputs = teach(*place(net, layouts, devices, params, data))
         assert teacher_outputs["total"].sharding.is_equivalent_to(
             jax.NamedSharding(devices, PartitionSpec(None, ("data", "fsdp"))), ndim=2
@@ -193,7 +193,9 @@ def compiled(
     table = make_schedule(schedule, mesh.shape["pipeline"], num_microbatches, chunks)
     layouts = cut(net.num_layers, table.placement)
     config = PipelineConfig(remat=remat)
-    run = make_loss_and_grad(net, table, layouts, Sharing(mesh=mesh, specs=net.specs()), config)
+    run = make_loss_and_grad(
+        net, table, layouts, ParamSharding(mesh=mesh, specs=net.specs()), config
+    )
     with jax.set_mesh(mesh):
         placed = place(net, layouts, mesh, params, data)
         return jax.jit(run).lower(*placed).compile(), mesh

@@ -1,10 +1,15 @@
-"""The rows of an execution plan: what one stage does in one tick, as typed scalars.
+"""What one stage does in one tick, as typed scalars, and the tables from which it is looked up.
 
-buffers.py makes a `Row` whose leaves are whole tables, `int32[ticks, stages]`. The executor scans
-over it, so within a tick the leaves are scalars, `int32[]`, those of this device's stage:
+A `TickPlan` has the same fields in three forms. buffers.py makes one whose leaves are tables of all
+ticks and stages. Each device takes the column of its own stage and scans over it, so within a tick
+the leaves are scalars:
 
-    plan.table.forward.microbatch    int32[ticks, stages]
-    row.forward.microbatch           int32[]                 -1: the stage is idle
+    plan.table                       all ticks and stages    int32[ticks, stages]
+    plan.table.column(stage)         one stage, all ticks    int32[ticks]
+    tick_plan                        one stage, one tick     int32[]
+
+For example, `tick_plan.forward.microbatch` is the microbatch whose forward the stage runs in this
+tick, or -1 if it runs none.
 """
 
 import dataclasses
@@ -19,7 +24,7 @@ from sharding.pipeline.runtime.trees import branch
 from sharding.pipeline.schedules.table import BACKWARD, FORWARD, WEIGHT_GRADIENT
 
 Tree = Any
-#: A table of an `ExecutionPlan`, numpy int32[ticks, stages]; within a tick a scalar of it, int32[].
+#: A leaf of a `TickPlan`, in one of the three forms above: a NumPy or JAX array of int32.
 Array = Any
 
 #: Named scope of the loop over ticks. XLA keeps scope names, so sharding/analysis/cost/ can find
@@ -122,14 +127,14 @@ class SharedOperation:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """Everything that a stage does in a tick.
+class TickPlan:
+    """Everything that a stage does in a tick, or a table of it for all ticks and stages.
 
     Attributes:
         forward: the forward of a chunk.
         backward: the backward of a chunk, or its input gradient.
         weight_gradient: the weight gradient of a chunk, if backwards are split.
-        arrivals: for each channel of the plan, the slot for the value that arrives at the end.
+        arrival_slots: for each channel of the plan, the slot for the value that arrives at the end.
         embed: the embedding that all stages compute together.
         head: the head, and its gradient if the schedule trains.
         embed_gradient: the gradient of the embedding.
@@ -138,7 +143,7 @@ class Row:
     forward: Operation
     backward: Operation
     weight_gradient: Operation
-    arrivals: tuple[Array, ...]
+    arrival_slots: tuple[Array, ...]
     embed: SharedOperation
     head: SharedOperation
     embed_gradient: SharedOperation
@@ -158,11 +163,14 @@ class Row:
         operations = (self.embed, self.head, self.embed_gradient)
         return {operation.name: operation for operation in operations}
 
-    def column(self, stage: jax.Array) -> "Row":
-        """Return one stage's column of the tables, `int32[ticks]`, ready to be scanned over."""
+    def column(self, stage: jax.Array) -> "TickPlan":
+        """Return one stage's column of the tables, `int32[ticks]`, ready to be scanned over.
 
-        def of_stage(table: Array) -> jax.Array:
+        Tables of work that all stages do together are `int32[ticks]` already.
+        """
+
+        def stage_column(table: Array) -> jax.Array:
             table = jnp.asarray(table, jnp.int32)
             return table[:, stage] if table.ndim == 2 else table
 
-        return jax.tree.map(of_stage, self)
+        return jax.tree.map(stage_column, self)
