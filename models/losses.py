@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding import hardware
-from sharding.logical import axes_by_hand, constrain, max_over, offset, sum_over
+from sharding.logical import constrain, manual_axes, max_over, offset, sum_over
 from untrusted.imports import import_object
 
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
@@ -100,7 +100,7 @@ def chunked_vocab_loss(
 
     Source: the fused linear cross-entropy of Liger Kernel, Hsu et al. 2024 (arXiv:2410.10989), 3.2.
     """
-    if token_loss is not cross_entropy and axes_by_hand("vocab"):
+    if token_loss is not cross_entropy and manual_axes("vocab"):
         raise ValueError(
             f"pipeline.share_vocab=True splits the vocab, and the loss {token_loss.__name__!r} "
             "needs the whole of it; set pipeline.share_vocab=False, or model.loss=cross_entropy"
@@ -132,7 +132,7 @@ def _chunk_loss(spec, x_CD, output, targets_C, weights_C):
         logits_CV += bias_V[None]
     logits_CV = constrain(logits_CV, None, "vocab")
     size = table_VD.shape[0]
-    if axes_by_hand("vocab") or vocab_size < size:
+    if manual_axes("vocab") or vocab_size < size:
         is_token = offset("vocab", size) + jnp.arange(size) < vocab_size
         logits_CV = jnp.where(is_token[None, :], logits_CV, jnp.finfo(wide).min)
     return jnp.sum(token_loss(logits_CV, targets_C) * weights_C.astype(wide))

@@ -93,7 +93,7 @@ def runs_alone(function: str) -> Iterator[None]:
         _alone.reset(token)
 
 
-def axes_by_hand(name: str) -> tuple[str, ...]:
+def manual_axes(name: str) -> tuple[str, ...]:
     """Return the manual mesh axes over which the caller holds only a part of a logical axis.
 
     This is at most `pipeline`. Over the other manual axes the executor gathers parameters before
@@ -105,7 +105,7 @@ def axes_by_hand(name: str) -> tuple[str, ...]:
     rules = _active_rules.get()
     axes = ()
     if rules is not None and "pipeline" in rules.get(name, ()):
-        axes = _by_hand(("pipeline",))
+        axes = _manual(("pipeline",))
     if axes and _alone.get():
         raise ValueError(
             f"{_alone.get()} uses the {name}, which pipeline.share_vocab=True splits over the "
@@ -115,7 +115,7 @@ def axes_by_hand(name: str) -> tuple[str, ...]:
     return axes
 
 
-def _by_hand(axes: tuple[str, ...]) -> tuple[str, ...]:
+def _manual(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the given mesh axes that are manual and have more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     if _active_rules.get() is None or mesh.empty:
@@ -126,39 +126,39 @@ def _by_hand(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def offset(name: str, size: int) -> jax.Array | int:
     """Return the index of this device's first entry of a logical axis, given its `size` entries."""
-    axes = axes_by_hand(name)
+    axes = manual_axes(name)
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
 def sum_over(name: str, x: jax.Array) -> jax.Array:
     """Sum `x` over the parts of a logical axis; every part gets the gradient of the sum."""
-    axes = axes_by_hand(name)
+    axes = manual_axes(name)
     return _sum(axes, x) if axes else x
 
 
 def max_over(name: str, x: jax.Array) -> jax.Array:
     """Return the maximum of `x` over the parts of a logical axis; no gradient flows through it."""
-    axes = axes_by_hand(name)
+    axes = manual_axes(name)
     x = jax.lax.stop_gradient(x)
     return jax.lax.pmax(x, axes) if axes else x
 
 
 def gather_batch(x: jax.Array) -> jax.Array:
     """Gather `x`, [B, ...] for this device's examples, over the whole batch; no gradient flows."""
-    axes = _by_hand(REPLICA_AXES)
+    axes = _manual(REPLICA_AXES)
     x = jax.lax.stop_gradient(x)
     return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
 
 def first_example(size: int) -> jax.Array | int:
     """Return the index of this device's first example in the output of `gather_batch`."""
-    axes = _by_hand(REPLICA_AXES)
+    axes = _manual(REPLICA_AXES)
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
 def sum_over_batch(x: jax.Array) -> jax.Array:
     """Sum `x` over all devices' examples; every device gets the gradient of the whole batch."""
-    axes = _by_hand(REPLICA_AXES)
+    axes = _manual(REPLICA_AXES)
     return _sum_of_examples(axes, x) if axes else x
 
 

@@ -5,7 +5,7 @@ the precision. A parameter's `out_sharding` metadata holds the names of its logi
 
 Flax's layers are not used here. Its `Dropout` draws the masks of a batch from one key, so they
 would depend on the division into microbatches. Its `Embed` and `BatchNorm` cannot sum over mesh
-axes that a pipeline stage handles by hand, and `BatchNorm` keeps running averages. Its
+axes that are manual in a pipeline stage, and `BatchNorm` keeps running averages. Its
 `LinearGeneral` does not flatten the batch dims (see `Linear`). Its norms round in another order.
 
 B batch, T seq, D embed, V vocab.
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sharding.logical import axes_by_hand, offset, sum_over, sum_over_batch
+from sharding.logical import manual_axes, offset, sum_over, sum_over_batch
 
 # The whole train state is sharded when it is built, rather than each parameter on creation.
 nnx.use_eager_sharding(False)
@@ -199,7 +199,7 @@ def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
     Returns:
         Embeddings `[*ids, D]`.
     """
-    if not axes_by_hand("vocab"):
+    if not manual_axes("vocab"):
         return table_VD[ids]
     here = ids - offset("vocab", table_VD.shape[0])
     is_here = (here >= 0) & (here < table_VD.shape[0])

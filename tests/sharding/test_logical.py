@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from sharding.logical import (
-    axes_by_hand,
     axis_rules,
     constrain,
     first_example,
     gather_batch,
+    manual_axes,
     max_over,
     offset,
     sum_over,
@@ -188,11 +188,11 @@ def test_parts_are_the_whole_outside_a_mesh_and_without_rules():
     assert sum_over("vocab", array) is array
     np.testing.assert_array_equal(max_over("vocab", array), array)
     with axis_rules(SHARED):
-        assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
+        assert manual_axes("vocab") == () and sum_over("vocab", array) is array
     with jax.set_mesh(make_mesh(MeshConfig(pipeline=4), jax.devices())):
-        assert axes_by_hand("vocab") == () and sum_over("vocab", array) is array
+        assert manual_axes("vocab") == () and sum_over("vocab", array) is array
         with axis_rules(SHARED):  # outside a shard_map the pipeline axis is not manual
-            assert axes_by_hand("vocab") == ()
+            assert manual_axes("vocab") == ()
             assert offset("vocab", 4) == 0
 
 
@@ -205,7 +205,7 @@ def test_parts_are_the_whole_where_no_stage_shares_the_vocab(sizes, rules):
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
 
     def function(part, common):
-        assert axes_by_hand("vocab") == ()
+        assert manual_axes("vocab") == ()
         assert sum_over("vocab", part) is part
         return jax.value_and_grad(
             lambda p: (
