@@ -1,17 +1,8 @@
-"""Reads the memory of a compiled step, and finds its largest arrays.
-
-XLA decides which arrays to keep, so this is not visible in the source of a step.
-"""
+"""Reads the memory of a compiled step, which depends on the arrays that XLA decides to keep."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
 
 import jax
-from jax.typing import DTypeLike
-
-from sharding.analysis.hlo.instruction import Array, arrays_of, dtype_name
-from sharding.analysis.hlo.parse import parse_modules, text_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,44 +48,3 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
         alias_bytes=read("alias"),
         temp_bytes=read("temp"),
     )
-
-
-def widest_arrays(
-    compiled: jax.stages.Compiled, dtype: DTypeLike | None = None, count: int = 5
-) -> list[tuple[Array, str]]:
-    """Return the largest arrays of a step, each with the name of the operation that produces it.
-
-    Args:
-        compiled: the compiled step.
-        dtype: only consider arrays of this element type; None considers all.
-        count: maximum number of arrays to return.
-
-    Returns:
-        (array, name) pairs, the largest first, with per-device shapes. Arguments are included;
-        values that exist only inside a fused kernel are not.
-    """
-    wanted = None if dtype is None else dtype_name(dtype)
-    found = {
-        (array, instruction.op_name or instruction.name)
-        for module in parse_modules(text_of(compiled))
-        for instruction in module.materialised()
-        for array in arrays_of(instruction.type)
-        if wanted in (None, array.dtype)
-    }
-    order = sorted(found, key=lambda item: (-item[0].num_elements, item[0].shape, item[1]))
-    return order[:count]
-
-
-def has_array(compiled: jax.stages.Compiled, shape: Sequence[int], dtype: DTypeLike) -> bool:
-    """Return whether a step holds an array of this dtype at least as large as a shape.
-
-    Only numbers of elements per device are compared, because XLA reshapes freely. Arguments count
-    too, so choose sizes at which no parameter has as many elements as the array in question.
-
-    Args:
-        compiled: the compiled step.
-        shape: per-device shape.
-        dtype: element type of the array.
-    """
-    widest = widest_arrays(compiled, dtype, count=1)
-    return bool(widest) and widest[0][0].num_elements >= math.prod(shape)

@@ -6,7 +6,8 @@ documents.
 
 import pytest
 
-from sharding.analysis.memory import memory, widest_arrays
+from sharding.analysis.memory import memory
+from tests.compiled_arrays import widest_arrays
 from tests.gpu import steps
 
 pytestmark = pytest.mark.gpu_compiler

@@ -9,9 +9,6 @@ import math
 import re
 from collections.abc import Iterator
 
-import numpy as np
-from jax.typing import DTypeLike
-
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -123,20 +120,3 @@ def custom_call_target(instruction: Instruction) -> str:
         return ""
     found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     return found[1] if found else ""
-
-
-def dtype_name(dtype: DTypeLike) -> str:
-    """Return XLA's name of an element type, such as 'f32' for float32."""
-    name = np.dtype(dtype).name
-    if name == "bool":
-        return "pred"
-    for prefix, short in (
-        ("bfloat", "bf"),
-        ("float", "f"),
-        ("uint", "u"),
-        ("int", "s"),
-        ("complex", "c"),
-    ):
-        if name.startswith(prefix):
-            return (short + name.removeprefix(prefix)).replace("_", "")
-    return name

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from sharding.analysis.hlo.instruction import Instruction, body_of, trip_count
 
@@ -76,17 +76,6 @@ class Module:
             for called in instruction.called
             for inner in self.computations.get(called, [])
         )
-
-    def materialised(self) -> Iterator[Instruction]:
-        """Yield the instructions whose results are stored in memory, so none inside fusions."""
-        seen = {self.entry}
-        waiting = [self.entry]
-        while waiting:
-            for instruction in self.computations.get(waiting.pop(), []):
-                yield instruction
-                called = set() if instruction.opcode == "fusion" else {*instruction.called} - seen
-                seen |= called
-                waiting += called
 
 
 def dependencies(body: Sequence[Instruction]) -> dict[str, frozenset[str]]:

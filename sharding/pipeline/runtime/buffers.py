@@ -81,7 +81,6 @@ class ExecutionPlan:
         first_stage: stage of the first virtual stage.
         last_stage: stage of the last virtual stage.
         splits_backward: whether backwards run as input gradient and weight gradient.
-        folds_last_forward: whether the last chunk's forward runs only within its backward.
         recomputes: whether a chunk's forward runs again in its backward.
         shares_vocab: whether all stages compute embedding and head together.
     """
@@ -93,14 +92,8 @@ class ExecutionPlan:
     first_stage: int
     last_stage: int
     splits_backward: bool
-    folds_last_forward: bool
     recomputes: bool
     shares_vocab: bool
-
-    @property
-    def num_ticks(self) -> int:
-        """Number of ticks, i.e. of rows of the table."""
-        return len(self.table.embed.microbatch)
 
 
 def make_execution_plan(
@@ -193,7 +186,6 @@ class _PlanBuilder:
             first_stage=self.schedule.placement[0],
             last_stage=self.schedule.placement[-1],
             splits_backward=self.splits,
-            folds_last_forward=self.folds,
             recomputes=self.trains and not self.keeps_all,
             shares_vocab=self.shares_vocab,
         )

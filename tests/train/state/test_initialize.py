@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.analysis.memory import has_array, memory
+from sharding.analysis.memory import memory
 from sharding.estimate.jaxpr import open_jaxpr
 from sharding.estimate.memory_estimate import estimate
 from sharding.memory import num_bytes
+from tests.compiled_arrays import has_array
 from tests.runs import TINY, digest, make_run, reference_digest
 from train.state.train_state import shardings_of
 

@@ -1,8 +1,8 @@
-"""Tests of the labels of loops and the names of element types."""
+"""Tests of the labels of loops."""
 
 import pytest
 
-from sharding.analysis.hlo.instruction import Instruction, dtype_name, loop_label
+from sharding.analysis.hlo.instruction import Instruction, loop_label
 
 
 @pytest.mark.parametrize(
@@ -28,19 +28,3 @@ def test_loop_label_is_the_scope_of_the_loop(op_name, label):
         op_name=op_name,
     )
     assert loop_label(loop) == label
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        ("float32", "f32"),
-        ("bfloat16", "bf16"),
-        ("float8_e4m3fn", "f8e4m3fn"),
-        ("int32", "s32"),
-        ("uint8", "u8"),
-        ("complex64", "c64"),
-        ("bool", "pred"),
-    ],
-)
-def test_dtype_name_is_that_of_xla(dtype, name):
-    assert dtype_name(dtype) == name

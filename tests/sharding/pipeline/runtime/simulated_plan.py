@@ -48,7 +48,7 @@ class Simulation:
         self.log: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self.head: list[int] = []
         self.embedded: list[int] = []
-        self.num_ticks = plan.num_ticks
+        self.num_ticks = len(plan.table.forward.microbatch)
         for tick in range(self.num_ticks):
             self.run_tick(tick)
 
@@ -203,7 +203,6 @@ def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulat
     ran = Simulation(plan, schedule, remat=remat, shares_vocab=shares_vocab)
     last = len(schedule.placement) - 1
     folds = ran.trains and remat == "full" and not shares_vocab
-    assert plan.folds_last_forward == folds
     assert plan.splits_backward == ran.splits
     # Every operation runs once, in the order of the table without the ticks that folding emptied.
     kinds = {"F": "F", "B": "B", "I": "B", "W": "W"}

@@ -128,8 +128,8 @@ def test_plan_drops_ticks_only_where_the_last_forward_is_folded(name):
         for shares_vocab in (False, True):
             schedule = make_schedule(name, 3, 4, 2 if name == "zbv" else 1)
             plan = make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab)
-            assert {len(table) for table in jax.tree.leaves(plan.table)} == {plan.num_ticks}
-            dropped[remat, shares_vocab] = len(schedule.ticks) - plan.num_ticks
+            (num_ticks,) = {len(table) for table in jax.tree.leaves(plan.table)}
+            dropped[remat, shares_vocab] = len(schedule.ticks) - num_ticks
     # In GPipe the last forward has a tick to itself; in other schedules other stages work then.
     assert dropped.pop(("full", False)) == (1 if name == "gpipe" else 0)
     assert set(dropped.values()) == {0}
