@@ -43,7 +43,7 @@ class RunOptions:
         workdir: directory of the run's files.
         deepspeed: path of a DeepSpeed JSON, or None.
         is_evaluation: whether `--mode=eval` is given.
-        is_dry_run: whether `--fast_dev_run` is given: 3 steps, and `workdir` is not used.
+        is_fast_dev_run: whether `--fast_dev_run` is given: 3 steps, and `workdir` is not used.
         allow_import: packages and modules that a `config.yaml` may import from.
     """
 
@@ -52,7 +52,7 @@ class RunOptions:
     workdir: Path
     deepspeed: str | None = None
     is_evaluation: bool = False
-    is_dry_run: bool = False
+    is_fast_dev_run: bool = False
     allow_import: tuple[str, ...] = ()
 
 
@@ -99,7 +99,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     run = assemble(config) if options.is_evaluation else planner.plan(config)
     check_tokenizer(run.config, run.model_config, corpus)
     workdir.check_processes_agree(run, corpus)
-    if not options.is_dry_run:
+    if not options.is_fast_dev_run:
         workdir.check(options.workdir, run)
     _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
     return BuiltRun(run=run, corpus=corpus, source=source, planner=planner)
@@ -124,7 +124,7 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
             f"--mode=eval: --workdir={options.workdir} has no checkpoint; train first, or set "
             "--config.init_from"
         )
-    if options.is_dry_run:
+    if options.is_fast_dev_run:
         config_files.shorten(given)
     source = take_init_from(given, overrides, allow_import=options.allow_import)
     return resolve(given), source
@@ -133,7 +133,7 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
 def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:
     """Join the processes of the run, and return the mesh of all their devices."""
     process = startup.read_distributed_env(os.environ)
-    if not options.is_dry_run and (process is None or process.process_id == 0):
+    if not options.is_fast_dev_run and (process is None or process.process_id == 0):
         _log.info("workdir %s", options.workdir)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     if config.train.compilation_cache:

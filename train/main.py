@@ -105,7 +105,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
             workdir=args.workdir or config_files.default_workdir(args.config),
             deepspeed=args.deepspeed,
             is_evaluation=args.mode == "eval",
-            is_dry_run=args.fast_dev_run,
+            is_fast_dev_run=args.fast_dev_run,
             allow_import=args.allow_import,
         )
 
@@ -115,7 +115,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
     phases = Phases()
     with ExitStack() as stack:
         directory = options.workdir
-        if options.is_dry_run:
+        if options.is_fast_dev_run:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         with refusing_bad_input():
             built = build_run(options)
@@ -123,7 +123,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             workdir_lock = lock(
                 directory,
                 timeout_s=run.config.train.start_timeout_s,
-                is_shared=not options.is_dry_run,
+                is_shared=not options.is_fast_dev_run,
             )
             start_id = stack.enter_context(workdir_lock)
             with phases("compile"):
@@ -145,7 +145,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 built.corpus,
                 position,
                 directory,
-                saves=not options.is_dry_run,
+                saves=not options.is_fast_dev_run,
                 phases=phases,
                 signals=signals,
             )

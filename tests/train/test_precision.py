@@ -60,8 +60,8 @@ def test_rounding_depends_on_the_layer_not_on_its_slot():
 
     for a, b in zip(rounded(plain, 3), rounded(uneven, 3), strict=True):
         np.testing.assert_array_equal(a, b)
-    of_stack, of_table = rounded(plain, 3)
-    assert (of_stack != of_table).any() and (of_stack != rounded(plain, 4)[0]).any()
+    stack, table = rounded(plain, 3)
+    assert (stack != table).any() and (stack != rounded(plain, 4)[0]).any()
 
 
 @pytest.mark.thorough

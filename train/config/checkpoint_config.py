@@ -79,31 +79,31 @@ def inherit_config(config: Any, source: Source, overrides: Sequence[str]) -> Non
         ValueError: an override contradicts the checkpoint, the config is for another model, or a
             text run's checkpoint has no tokenizer.
     """
-    by_hand = {override.partition("=")[0] for override in overrides}
+    overridden = {override.partition("=")[0] for override in overrides}
     if "model" not in config:
         with config.unlocked():
             config.model = ConfigDict()
-    _take_model(config, source, by_hand)
+    _take_model(config, source, overridden)
     if config.data.get("objective") not in IMAGE_OBJECTIVES:
-        _take_tokenizer(config, source, by_hand)
+        _take_tokenizer(config, source, overridden)
 
 
-def _take_model(config: Any, source: Source, by_hand: Collection[str]) -> None:
+def _take_model(config: Any, source: Source, overridden: Collection[str]) -> None:
     model = config.model
     name, theirs = _counterpart(config, source)
-    of_checkpoint = {"name": name, **dataclasses.asdict(theirs)}
-    has_other_head = model.get("head") not in (None, of_checkpoint.get("head"))
+    checkpoint_values = {"name": name, **dataclasses.asdict(theirs)}
+    has_other_head = model.get("head") not in (None, checkpoint_values.get("head"))
     if has_other_head or config.train.get("init_labels") == "new":
-        of_checkpoint = {k: v for k, v in of_checkpoint.items() if k not in _OF_A_HEAD}
-    for key, value in of_checkpoint.items():
+        checkpoint_values = {k: v for k, v in checkpoint_values.items() if k not in _OF_A_HEAD}
+    for key, value in checkpoint_values.items():
         own = model.get(key)
-        is_by_hand = f"model.{key}" in by_hand
+        is_overridden = f"model.{key}" in overridden
         is_of_the_run = key in OF_THE_RUN or (
             key in preprocessor.FIELDS and _leaves_open(source, key)
         )
         if key in _OF_THE_DATA or (is_of_the_run and own is not None):
             continue
-        if is_by_hand and _plain(own) != _plain(value):
+        if is_overridden and _plain(own) != _plain(value):
             raise ValueError(
                 f"--config.model.{key}={own!r}, but the checkpoint init_from={config.init_from!r} "
                 f"has {value!r}; omit this override"
@@ -139,8 +139,8 @@ def _counterpart(config: Any, source: Source) -> tuple[str, Any]:
     )
 
 
-def _take_tokenizer(config: Any, source: Source, by_hand: Collection[str]) -> None:
-    if "data.tokenizer" in by_hand and config.data.tokenizer != INIT_FROM:
+def _take_tokenizer(config: Any, source: Source, overridden: Collection[str]) -> None:
+    if "data.tokenizer" in overridden and config.data.tokenizer != INIT_FROM:
         return
     if source.tokenizer is None:
         raise ValueError(

@@ -60,16 +60,16 @@ def with_frozen_params(functions: ModelFunctions, frozen: Tree) -> ModelFunction
 
         return jax.tree.map(stop, params, marks)
 
-    def of_non_stack_params(function):
-        return lambda ends, *args: function(stop_gradients(ends, marks["ends"]), *args)
+    def freeze_end_params(function):
+        return lambda end_params, *args: function(stop_gradients(end_params, marks["ends"]), *args)
 
-    def of_layer(stack, block):
+    def freeze_layer(stack, block):
         return lambda params, *args: block(stop_gradients(params, marks["layers"][stack]), *args)
 
     return dataclasses.replace(
         functions,
-        embed=of_non_stack_params(functions.embed),
-        blocks={stack: of_layer(stack, block) for stack, block in functions.blocks.items()},
-        before={stack: of_non_stack_params(before) for stack, before in functions.before.items()},
-        head=of_non_stack_params(functions.head),
+        embed=freeze_end_params(functions.embed),
+        blocks={stack: freeze_layer(stack, block) for stack, block in functions.blocks.items()},
+        before={stack: freeze_end_params(before) for stack, before in functions.before.items()},
+        head=freeze_end_params(functions.head),
     )

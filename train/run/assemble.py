@@ -19,7 +19,8 @@ from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
 from sharding.pipeline.config import AUTO
 from sharding.pipeline.layout import cut
-from sharding.pipeline.schedule import Schedule, make_schedule
+from sharding.pipeline.schedule import make_schedule
+from sharding.pipeline.schedules.table import Schedule
 from sharding.rules import make_rules
 from train.config.schema import RunConfig
 from train.config.shapes import microbatch

@@ -21,7 +21,7 @@ MAX_SCORES_BYTES = 2**30
 def attention_choices(
     config: RunConfig,
     mesh: AnyMesh,
-    device: Hardware,
+    hardware: Hardware,
     rules: Rules,
     model: nnx.Module,
     functions: ModelFunctions,
@@ -31,7 +31,7 @@ def attention_choices(
     Args:
         config: the run's config.
         mesh: the mesh.
-        device: the devices of the mesh.
+        hardware: the devices of the mesh.
         rules: sharding rules.
         model: the model; it may be abstract.
         functions: the model's functions.
@@ -44,12 +44,12 @@ def attention_choices(
     cut = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     # The microbatch belongs to one replica already, so its batch axis must not be split again.
-    of_example = {**rules, "batch": ()}
+    per_example_rules = {**rules, "batch": ()}
     with (
         attention.recorded_choices() as found,
-        traced_for(device, config.attention),
+        traced_for(hardware, config.attention),
         use_mesh(mesh),
-        axis_rules(of_example),
+        axis_rules(per_example_rules),
     ):
         for stack, (_, x) in functions.types(cut["ends"], batch).items():
             jax.eval_shape(

@@ -61,14 +61,18 @@ def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
 
 
 def check_parts(
-    config: RunConfig, mesh: AnyMesh, device: Hardware, model: nnx.Module, functions: ModelFunctions
+    config: RunConfig,
+    mesh: AnyMesh,
+    hardware: Hardware,
+    model: nnx.Module,
+    functions: ModelFunctions,
 ) -> None:
     """Reject a model that is inconsistent, or that does not match its batch or pipeline.
 
     Args:
         config: the run's config.
         mesh: the mesh.
-        device: the devices of the mesh.
+        hardware: the devices of the mesh.
         model: the model; it may be abstract.
         functions: the model's functions.
 
@@ -93,7 +97,7 @@ def check_parts(
             f"data.objective={config.data.objective!r} provides "
             f"{', '.join(batch_shapes(config.data, config.images))}"
         ) from None
-    with traced_for(device, config.attention):
+    with traced_for(hardware, config.attention):
         _check_names(config, model, arguments)
 
 

@@ -24,7 +24,7 @@ from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh, use_mesh
 from sharding.pipeline.layout import Layout
-from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.schedules.table import Schedule
 from train.config.schema import RunConfig
 from train.config.shapes import batch_of, microbatch
 from train.optim.freeze import with_frozen_params

@@ -83,10 +83,10 @@ class StateLayout:
             slots.params, logical_axes(nnx.eval_shape(state_spec.build)), rules, mesh
         )
         if memory.zero_stage:
-            of_layers = jax.tree_util.tree_map_with_path(
+            is_layers = jax.tree_util.tree_map_with_path(
                 lambda path, _: path[0].key in layouts, slots.params
             )
-            specs = split_over_data(specs, slots.params, of_layers, mesh)
+            specs = split_over_data(specs, slots.params, is_layers, mesh)
         kinds, is_offloaded = self._memory_kinds(slots, specs, memory)
         self.is_offloaded = state_spec.trained(is_offloaded)
         specs = self._per_leaf(

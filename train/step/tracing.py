@@ -4,17 +4,17 @@ import contextlib
 from collections.abc import Iterator
 
 from models.layers import attention
-from sharding import hardware
 from sharding.hardware import Hardware
+from sharding.hardware import use as use_hardware
 
 
 @contextlib.contextmanager
-def traced_for(device: Hardware, kernel: str) -> Iterator[None]:
+def traced_for(hardware: Hardware, kernel: str) -> Iterator[None]:
     """Set the devices and the attention kernel for tracing within the block.
 
     Args:
-        device: the devices to trace for.
+        hardware: the devices to trace for.
         kernel: `model.attention` of the config, one of models.layers.attention.CHOICES.
     """
-    with hardware.use(device), attention.use(kernel):
+    with use_hardware(hardware), attention.use(kernel):
         yield

@@ -29,7 +29,8 @@ from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
 from sharding.pipeline.runtime.gather import ParamSharding
-from sharding.pipeline.schedule import Schedule, forward_only
+from sharding.pipeline.schedule import forward_only
+from sharding.pipeline.schedules.table import Schedule
 from train.precision import PrecisionConfig
 from train.state.averaged import averaged
 from train.state.train_state import Spikes, TrainState

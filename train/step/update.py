@@ -115,10 +115,10 @@ class Update:
         on_device = jax.tree.map(lambda there: not there, on_host)
         total = jnp.asarray(sum_of_squares(_chosen(grads, on_device)), dtype)
         for group in self._groups:
-            of_group = _chosen(_chosen(grads, group.chosen), on_host)
-            if jax.tree.leaves(of_group):
+            group_grads = _chosen(_chosen(grads, group.chosen), on_host)
+            if jax.tree.leaves(group_grads):
                 zero = jnp.zeros((), dtype)
-                total += self._in_slices(group, add, zero, of_group, (), ())[0]
+                total += self._in_slices(group, add, zero, group_grads, (), ())[0]
         return jnp.sqrt(total)
 
     def __call__(
@@ -141,11 +141,11 @@ class Update:
             outcome,
         )
         for group in self._groups:
-            of_group, state_of_group = self._update_offloaded(
+            group_params, group_state = self._update_offloaded(
                 group, params, opt_state, grads, outcome
             )
-            new_params = merged(new_params, of_group)
-            new_state = merged(new_state, state_of_group)
+            new_params = merged(new_params, group_params)
+            new_state = merged(new_state, group_state)
         return merged(new_params, params), new_state
 
     def _update_offloaded(
@@ -248,7 +248,7 @@ class Update:
             constants: values that all slices get unchanged.
         """
 
-        def of_stage(carry, arrays, changing, constants):
+        def on_stage(carry, arrays, changing, constants):
             def step(state, i):
                 carry, changing = state
                 start = i * group.rows
@@ -273,11 +273,11 @@ class Update:
             return carry, changing
 
         if group.num_stages == 1:
-            return of_stage(carry, arrays, changing, constants)
+            return on_stage(carry, arrays, changing, constants)
         once = PartitionSpec()
         by_stage = PartitionSpec("pipeline")
         run = jax.shard_map(
-            of_stage,
+            on_stage,
             mesh=self._mesh,
             in_specs=(once, by_stage, by_stage, once),
             out_specs=(once, by_stage),
@@ -297,9 +297,9 @@ class Update:
         groups = []
         num_stages = self._mesh.shape["pipeline"]
         for stack in dict.fromkeys(path[0].key for path in paths if path[0].key in self._layouts):
-            of_stack = [path for path in paths if path[0].key == stack]
+            stack_paths = [path for path in paths if path[0].key == stack]
             num_slots = len(self._layouts[stack].layer_of_slot) // num_stages
-            groups.append(_Group(marked(of_stack), num_slots, 1, num_stages))
+            groups.append(_Group(marked(stack_paths), num_slots, 1, num_stages))
         for path in paths:
             if path[0].key not in self._layouts:
                 num_slices, rows = _slices(leaves[path])

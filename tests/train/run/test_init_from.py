@@ -268,8 +268,8 @@ def test_every_config_of_the_model_takes_its_sizes_from_the_checkpoint(opt, text
     config = str(ROOT / "configs" / "opt.py")
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}")
     assert run_main(tmp_path / "run", overrides, "--fast_dev_run", config=config) == 0
-    by_hand = (*overrides, "model.embed_dim=8")
-    assert run_main(tmp_path / "run", by_hand, config=config) == 2
+    overridden = (*overrides, "model.embed_dim=8")
+    assert run_main(tmp_path / "run", overridden, config=config) == 2
     assert "--config.model.embed_dim=8, but the checkpoint init_from=" in error_line(capsys)
 
 

@@ -60,7 +60,7 @@ def leaves(tree) -> dict[str, jax.Array]:
     }
 
 
-def of_stack(state: TrainState) -> dict[str, jax.Array]:
+def stack_leaves(state: TrainState) -> dict[str, jax.Array]:
     """Return the arrays of the stack in the state: parameters and both moments."""
     found = {path: leaf for path, leaf in leaves(state).items() if "decoder" in path}
     assert len(found) == 3 * 12  # a block has 12 parameters
@@ -112,7 +112,7 @@ def test_portable_round_trip_is_exact(name, corpus_overrides):
     slot_of_layer = run.layouts["decoder"].slot_of_layer
     before = {path: np.asarray(leaf) for path, leaf in leaves(state).items()}
     portable = run.state.to_portable(state)
-    in_stack = of_stack(portable)
+    in_stack = stack_leaves(portable)
     for path, leaf in leaves(portable).items():
         wanted = leaves(run.state.portable)[path]
         assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype), path
@@ -159,7 +159,7 @@ def test_portable_initial_state_equals_one_device_to_the_bit(name, corpus_overri
     # The digest is not a digest of zeros.
     assert all(np.any(leaf) for path, leaf in leaves(portable.params).items() if "kernel" in path)
     # Converted arrays are on the host; the others are neither copied nor moved.
-    in_stack = of_stack(portable)
+    in_stack = stack_leaves(portable)
     for path, leaf in leaves(portable).items():
         if path in in_stack:
             assert leaf.sharding.memory_kind == "pinned_host", path
@@ -187,13 +187,13 @@ def digest_of_one_device(corpus_overrides: tuple[str, ...]) -> str:
 def test_portable_arrays_are_not_split_by_layers(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
     num_stages = run.mesh.shape["pipeline"]
-    in_slots = of_stack(run.state.abstract)
-    for path, leaf in of_stack(run.state.portable).items():
+    in_slots = stack_leaves(run.state.abstract)
+    for path, leaf in stack_leaves(run.state.portable).items():
         shard = leaf.sharding.shard_shape(leaf.shape)
         assert shard[0] == leaf.shape[0] == run.layouts["decoder"].num_layers, path
         # A device has no more of an array than a stage does; a stage has at least one slot.
-        of_slots = in_slots[path]
-        other_dims = of_slots.sharding.shard_shape(of_slots.shape)[1:]
+        slots = in_slots[path]
+        other_dims = slots.sharding.shard_shape(slots.shape)[1:]
         assert np.prod(shard[1:]) * num_stages == np.prod(other_dims), path
         # Devices have different parts, except those that replicate each other anyway.
         parts = {str(i) for i in leaf.sharding.devices_indices_map(leaf.shape).values()}
@@ -203,11 +203,11 @@ def test_portable_arrays_are_not_split_by_layers(name, corpus_overrides):
 def test_portable_array_without_a_divisible_dim_is_replicated(corpus_overrides):
     overrides = ("mesh.pipeline=4", "pipeline.layers_per_stage=2,1,1,0", "model.embed_dim=6")
     run, _ = make_run((*TINY, *corpus_overrides, "model.num_heads=1", *overrides))
-    of_norm = [leaf for path, leaf in of_stack(run.state.portable).items() if "norm" in path]
-    assert of_norm
-    for leaf in of_norm:  # [layers, 6], and 4 stages
+    norms = [leaf for path, leaf in stack_leaves(run.state.portable).items() if "norm" in path]
+    assert norms
+    for leaf in norms:  # [layers, 6], and 4 stages
         assert leaf.sharding.shard_shape(leaf.shape) == leaf.shape
-    up = [leaf for path, leaf in of_stack(run.state.portable).items() if "up" in path]
+    up = [leaf for path, leaf in stack_leaves(run.state.portable).items() if "up" in path]
     for leaf in up:  # [layers, 6, 24] and [layers, 24]: the dim that 4 divides
         assert leaf.sharding.shard_shape(leaf.shape) == (*leaf.shape[:-1], 6)
 
@@ -217,7 +217,7 @@ def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrid
     overrides = ("mesh.pipeline=2", "pipeline.layers_per_stage=3,1", "optimizer.weight_decay=0.5")
     run, corpus = make_run((*TINY, *corpus_overrides, *overrides))
     state = run.state.initial()
-    before = {path: np.asarray(leaf) for path, leaf in of_stack(state).items()}
+    before = {path: np.asarray(leaf) for path, leaf in stack_leaves(state).items()}
     batches = train_batches(corpus, run.config.data, run.rows)
     size = run.config.data.global_batch_size
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrid
     padding = np.flatnonzero(layer_of_slot < 0)
     used = np.flatnonzero(layer_of_slot >= 0)
     assert padding.tolist() == [4, 5]
-    for path, leaf in of_stack(state).items():
+    for path, leaf in stack_leaves(state).items():
         after = np.asarray(leaf)
         assert not np.any(after[padding]), path
         # The control: all other layers have changed.
