@@ -149,13 +149,14 @@ def make_optimizer(
     config: OptimizerConfig,
     schedule: optax.Schedule,
     *,
-    clips: bool = True,
     stacks: Collection[str] = (),
     not_decayed: Collection[str] = (),
     depths: Depths | None = None,
     average: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """Build a run's optimizer: clipping by global norm, the optimizer, the parameter average.
+    """Build a run's optimizer and the parameter average, without clipping.
+
+    `Update` (train/step/update.py) clips the gradients before it calls the optimizer.
 
     If `config.name` is none of OPTIMIZERS, it is the import path of a function
     `(config: OptimizerConfig, schedule) -> optax.GradientTransformation`.
@@ -163,7 +164,6 @@ def make_optimizer(
     Args:
         config: the optimizer and its hyperparameters.
         schedule: learning rate of every update.
-        clips: False leaves clipping to the caller; the structure of the state is the same.
         stacks: first keys of parameters with shape `[slots, ...]`, which hold one tensor per slot.
         not_decayed: names from the model's class; see models/stack.py.
         depths: depths of the parameters; required if `layer_decay` is not 1.
@@ -176,9 +176,12 @@ def make_optimizer(
     if config.layer_decay != 1:
         assert depths is not None
         optimizer = scaled_by_depth(optimizer, config.layer_decay, depths)
-    clip = optax.clip_by_global_norm(config.clip_norm)
-    first = clip if clips and config.clip_norm else optax.identity()
-    return optax.chain(first, optimizer, *([] if average is None else [average]))
+    # The identity keeps the place of clipping in the saved optimizer state: `Update` clips, because
+    # the global norm must be known before slices of the state are updated.
+    parts = [optax.identity(), optimizer]
+    if average is not None:
+        parts.append(average)
+    return optax.chain(*parts)
 
 
 def _named(

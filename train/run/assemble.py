@@ -182,7 +182,6 @@ def _optimizer(
     optimizer = make_optimizer(
         config.optimizer,
         learning_rate,
-        clips=False,
         stacks=functions.num_layers,
         not_decayed=getattr(model, "not_decayed", ()),
         depths=None if config.optimizer.layer_decay == 1 else depths_of(functions, *arguments),

@@ -143,7 +143,7 @@ def test_run_does_not_decay_parameters_named_by_the_model():
 
 
 def test_adamw_equals_pytorchs():
-    """Ten steps on random gradients; the larger half is clipped, only the kernel is decayed."""
+    """Ten steps on random gradients; only the kernel is decayed."""
     schedule: Any = make_learning_rate(BASE, 10)
     rng = np.random.default_rng(0)
     start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=(2, 3))}
@@ -157,19 +157,15 @@ def test_adamw_equals_pytorchs():
             {"params": [theirs["bias"]], "weight_decay": 0.0},
         ]
         reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-        clipped = 0
         for step in range(10):
-            grads = {k: rng.normal(size=v.shape) * 0.1 * (step + 1) / 3 for k, v in start.items()}
-            norm = np.sqrt(sum(np.square(g).sum() for g in grads.values()))
-            clipped += norm > 1.0
+            grads = {k: rng.normal(size=v.shape) for k, v in start.items()}
             updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)
             params = optax.apply_updates(params, updates)
             for group in reference.param_groups:
                 group["lr"] = float(schedule(step))
             for name, parameter in theirs.items():
-                parameter.grad = torch.tensor(grads[name] / max(norm, 1.0))
+                parameter.grad = torch.tensor(grads[name])
             reference.step()
-        assert 0 < clipped < 10
         for name, parameter in theirs.items():
             # The learning rate is float32: a relative error of 1e-7 in each step of 0.02.
             np.testing.assert_allclose(params[name], parameter.detach().numpy(), atol=1e-8, rtol=0)
@@ -225,7 +221,7 @@ def test_optimizer_equals_its_published_formula_for_every_tensor(formula):
     rng = np.random.default_rng(0)
     memory = {}
     with jax.enable_x64(True):
-        config = dataclasses.replace(BASE, name=formula.__name__, clip_norm=0.0)
+        config = dataclasses.replace(BASE, name=formula.__name__)
         optimizer = make_optimizer(config, schedule, stacks=STACKS)
         start = stacked(rng)
         params: Any = jax.tree.map(jnp.asarray, start)
@@ -251,7 +247,7 @@ def test_sgd_equals_pytorchs(momentum):
     rng = np.random.default_rng(0)
     start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=3)}
     with jax.enable_x64(True):
-        config = dataclasses.replace(BASE, name="sgd", momentum=momentum, clip_norm=0.0)
+        config = dataclasses.replace(BASE, name="sgd", momentum=momentum)
         optimizer = make_optimizer(config, lambda count: 0.5)
         params: Any = jax.tree.map(jnp.asarray, start)
         state = optimizer.init(params)
@@ -273,17 +269,13 @@ def test_sgd_equals_pytorchs(momentum):
     assert (momentum > 0) == bool(jax.tree.leaves(optax.tree.get(state, "trace", ())))
 
 
-def test_clip_norm_0_disables_clipping():
+def test_optimizer_of_an_import_path_gets_the_config_and_the_schedule():
     grads = {"kernel": jnp.full((2, 2), 100.0)}
-
-    def update(clip_norm: float) -> Any:
-        config = dataclasses.replace(BASE, name=f"{__name__}:plain_descent", clip_norm=clip_norm)
-        optimizer = make_optimizer(config, lambda count: 1.0)
-        updates: Any = optimizer.update(grads, optimizer.init(grads), grads)[0]
-        return updates["kernel"]
-
-    np.testing.assert_allclose(update(0.0), -100.0)
-    np.testing.assert_allclose(update(3.0), -1.5)  # four equal elements: each is half of the norm
+    config = dataclasses.replace(BASE, name=f"{__name__}:plain_descent")
+    optimizer = make_optimizer(config, lambda count: 0.5)
+    updates: Any = optimizer.update(grads, optimizer.init(grads), grads)[0]
+    # `clip_norm` is 1, but clipping is not part of the optimizer.
+    np.testing.assert_allclose(updates["kernel"], -50.0)
 
 
 def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
