@@ -49,10 +49,28 @@ from flax import nnx
 
 Tree = Any
 
+#: Primitives whose results are never saved: functions made by `models.layers.basic.recomputed`, and
+#: views and casts, whose argument is saved instead.
+_RECOMPUTED = (
+    "remat_opt",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "sharding_constraint",
+)
+
+
+def _saves_what_is_costly(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Policy for `jax.checkpoint` that recomputes norms, activations and views."""
+    return primitive.name not in _RECOMPUTED
+
+
 #: Policies for `train.remat`, unless it is a list of names: which values of a block's forward pass
 #: are saved for its backward pass. All others are recomputed.
 REMAT_POLICIES: dict[str, Callable] = {
-    "none": jax.checkpoint_policies.everything_saveable,
+    "none": _saves_what_is_costly,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
@@ -132,10 +150,8 @@ def logical_axes(model: nnx.Module) -> Tree:
     return nnx.traversals.unflatten_mapping(axes)
 
 
-def checkpoint_policy(remat: str, offload: Sequence[str]) -> Callable | None:
-    """Return a policy for `jax.checkpoint`, or None if everything is to be saved."""
-    if remat == "none" and not offload:
-        return None
+def checkpoint_policy(remat: str, offload: Sequence[str]) -> Callable:
+    """Return a policy for `jax.checkpoint`: which values a block saves for its backward pass."""
     policies = jax.checkpoint_policies
     saves = REMAT_POLICIES.get(remat) or policies.save_only_these_names(*remat.split(","))
     moves = policies.save_and_offload_only_these_names(

@@ -25,6 +25,33 @@ from sharding.logical import manual_axes, offset, sum_over, sum_over_batch
 nnx.use_eager_sharding(False)
 
 
+def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Make the backward pass recompute a cheap function, such as a norm or an activation.
+
+    The function saves its arguments only. A block does not save its result either, for the
+    functions that read it (models/stack.py): a scan over layers would have to write the result to
+    memory and read it back, which takes longer than computing it again.
+
+    Args:
+        function: function of floating arrays, to one floating array.
+    """
+
+    @jax.custom_vjp
+    def run(*args: jax.Array) -> jax.Array:
+        return function(*args)
+
+    def forward(*args):
+        return function(*args), args
+
+    def backward(args, gradient):
+        return jax.vjp(function, *args)[1](gradient)
+
+    # optimize_remat makes `forward` one operation of the trace, `remat_opt`, which the policies of
+    # models/stack.py recognize. Otherwise they would save its intermediate values.
+    run.defvjp(forward, backward, optimize_remat=True)
+    return run
+
+
 def param(init, rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str | None]) -> nnx.Param:
     """Return a float32 parameter with a logical axis name per dim."""
     return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32), out_sharding=tuple(axes))
@@ -94,13 +121,14 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return an array of the shape and dtype of `x`; statistics are float32 or wider."""
+        return recomputed(self._normalize)(x, self.scale[...], self.bias[...])
+
+    def _normalize(self, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean = jnp.mean(wide, axis=-1, keepdims=True)
         centred = wide - mean
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
-        scale = self.scale[...]
-        bias = self.bias[...]
         return (normal * scale + bias).astype(x.dtype)
 
 
@@ -160,9 +188,12 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return an array of the shape and dtype of `x`; statistics are float32 or wider."""
+        return recomputed(self._normalize)(x, self.scale[...])
+
+    def _normalize(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]).astype(x.dtype)
+        return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
 
 
 def unit_length(x: jax.Array) -> jax.Array:
@@ -170,20 +201,6 @@ def unit_length(x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     square = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     return wide * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
-
-
-def after(elementwise: Callable, function: Callable, x: Any):
-    """Return `function(elementwise(x))`, and save only `x` for the backward pass.
-
-    The backward pass recomputes `elementwise` (a norm or an activation). This is cheaper than
-    saving its result, which a scan over layers would have to write to memory and read back.
-
-    Args:
-        elementwise: cheap function that is recomputed.
-        function: function of its result.
-        x: argument of `elementwise`.
-    """
-    return jax.checkpoint(lambda x: function(elementwise(x)), prevent_cse=False)(x)
 
 
 def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:

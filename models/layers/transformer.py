@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.layers.attention import attend
-from models.layers.basic import Linear, after
+from models.layers.basic import Linear, recomputed
 from sharding.logical import constrain
 
 Norm = Callable[[jax.Array], jax.Array]
@@ -84,7 +84,6 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        norm: Norm = identity,
         *,
         source_BSD: jax.Array | None = None,
         rotate: Callable[[jax.Array], jax.Array] = identity,
@@ -94,21 +93,17 @@ class Attention(nnx.Module):
 
         Args:
             x_BTD: activations that queries are computed from.
-            norm: applied to `x_BTD` first.
-            source_BSD: activations that keys and values are computed from, without `norm`; defaults
-                to norm(x_BTD).
+            source_BSD: activations that keys and values are computed from; `x_BTD` by default.
             rotate: applied to queries and keys; see models/layers/rope.py.
             **mask_options: keyword arguments of `models.layers.attention.attend`.
 
         Returns:
             `[B, T, D]`.
         """
-        if source_BSD is None:
-            q, k, v = after(norm, lambda h: (self.q(h), self.k(h), self.v(h)), x_BTD)
-        else:
-            q = after(norm, self.q, x_BTD)
-            k = self.k(source_BSD)
-            v = self.v(source_BSD)
+        source_BSD = x_BTD if source_BSD is None else source_BSD
+        q = self.q(x_BTD)
+        k = self.k(source_BSD)
+        v = self.v(source_BSD)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -155,16 +150,14 @@ class MLP(nnx.Module):
         self.down = Linear(mlp, embed, stddev=stddevs[1], **options)
         self.activation = activation
 
-    def __call__(self, x_BTD: jax.Array, norm: Norm = identity) -> jax.Array:
-        """Apply the network to norm(x), `[B, T, D]`; names the input of the activation "mlp"."""
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Apply the network to `x_BTD`; names the input of the activation "mlp"."""
         activation = ACTIVATIONS[self.activation]
-        gate = self.gate
-        if gate is None:
-            h_BTF = constrain(after(norm, self.up, x_BTD), "batch", "seq", "mlp")
-            return after(activation, self.down, checkpoint_name(h_BTF, "mlp"))
+        h_BTF = self._project(self.up, x_BTD)
+        if self.gate is None:
+            return self.down(recomputed(activation)(h_BTF))
+        gate_BTF = self._project(self.gate, x_BTD)
+        return self.down(recomputed(lambda gate, h: activation(gate) * h)(gate_BTF, h_BTF))
 
-        def project(x):
-            return tuple(constrain(f(x), "batch", "seq", "mlp") for f in (gate, self.up))
-
-        pair = tuple(checkpoint_name(h, "mlp") for h in after(norm, project, x_BTD))
-        return after(lambda pair: activation(pair[0]) * pair[1], self.down, pair)
+    def _project(self, linear: Linear, x_BTD: jax.Array) -> jax.Array:
+        return checkpoint_name(constrain(linear(x_BTD), "batch", "seq", "mlp"), "mlp")

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.flops import attention_flops, dense_flops
 from models.layers.attention import Segments, attend
-from models.layers.basic import LayerNorm, Linear, after, dropout, lookup, param
+from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
 from models.layers.transformer import MLP, check_activation
 from models.losses import make_token_loss
 from models.stack import Stack
@@ -62,7 +62,7 @@ class GPT2Config:
 
 
 class FusedQKVAttention(nnx.Module):
-    """Causal multi-head self-attention of norm(x)."""
+    """Causal multi-head self-attention, with one matrix for queries, keys and values."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         embed = {"embed": config.embed_dim}
@@ -70,10 +70,9 @@ class FusedQKVAttention(nnx.Module):
         self.qkv = Linear(embed, {"_qkv": 3, **heads}, stddev=config.init_stddev, rngs=rngs)
         self.out = Linear(heads, embed, stddev=_residual_stddev(config), rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, norm: LayerNorm, segments: Segments | None) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, segments: Segments | None) -> jax.Array:
         """Return the output projection of the attention, `[B, T, D]`."""
-        qkv = after(norm, self.qkv, x_BTD)
-        qkv = constrain(qkv, "batch", "seq", None, "heads", "head_dim")
+        qkv = constrain(self.qkv(x_BTD), "batch", "seq", None, "heads", "head_dim")
         qkv = checkpoint_name(qkv, "qkv")
         q_BTNH = qkv[:, :, 0]
         k_BTNH = qkv[:, :, 1]
@@ -103,9 +102,9 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
-        branch = self.attention(x_BTD, self.attention_norm, segments(batch))
+        branch = self.attention(self.attention_norm(x_BTD), segments(batch))
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=0)
-        branch = self.mlp(x_BTD, self.mlp_norm)
+        branch = self.mlp(self.mlp_norm(x_BTD))
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=1)
         return constrain(x_BTD, "batch", "seq", "act_embed")
 

@@ -137,14 +137,13 @@ class Block(nnx.Module):
             max_positions=config.max_positions,
         )
         x_BTD += self.attention(
-            x_BTD,
-            self.attention_norm,
+            self.attention_norm(x_BTD),
             rotate=partial(rotate, positions_BT=positions, frequencies=frequencies, factor=factor),
             is_causal=True,
             window=self.window,
             segments=segments(batch),
         )
-        x_BTD += self.mlp(x_BTD, self.mlp_norm)
+        x_BTD += self.mlp(self.mlp_norm(x_BTD))
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
 

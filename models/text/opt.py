@@ -15,7 +15,7 @@ from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
-from models.layers.transformer import MLP, Attention, check_activation, identity
+from models.layers.transformer import MLP, Attention, check_activation
 from models.losses import make_token_loss
 from models.stack import Stack
 from models.text.common import (
@@ -96,17 +96,19 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
 
-        def before(norm):
-            return norm if self.norm_first else identity
+        def attention(x_BTD):
+            branch = self.attention(x_BTD, is_causal=True, segments=segments(batch))
+            return dropout(branch, self.dropout, keys, site=0)
 
-        def after(norm):
-            return identity if self.norm_first else norm
+        def mlp(x_BTD):
+            return dropout(self.mlp(x_BTD), self.dropout, keys, site=1)
 
-        norm = self.attention_norm
-        branch = self.attention(x_BTD, before(norm), is_causal=True, segments=segments(batch))
-        x_BTD = after(norm)(x_BTD + dropout(branch, self.dropout, keys, site=0))
-        branch = self.mlp(x_BTD, before(self.mlp_norm))
-        x_BTD = after(self.mlp_norm)(x_BTD + dropout(branch, self.dropout, keys, site=1))
+        if self.norm_first:
+            x_BTD += attention(self.attention_norm(x_BTD))
+            x_BTD += mlp(self.mlp_norm(x_BTD))
+        else:
+            x_BTD = self.attention_norm(x_BTD + attention(x_BTD))
+            x_BTD = self.mlp_norm(x_BTD + mlp(x_BTD))
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
 

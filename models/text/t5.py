@@ -115,8 +115,7 @@ class Block(nnx.Module):
         )
         ids = segments(batch, "decoder_segment_ids" if is_decoder else "segment_ids")
         branch = self.attention(
-            x_BTD,
-            self.attention_norm,
+            self.attention_norm(x_BTD),
             is_causal=is_decoder,
             segments=ids,
             bias_BNTS=bias_1NTT,
@@ -125,15 +124,14 @@ class Block(nnx.Module):
         x_BTD += dropout(branch, config.dropout, keys, site=0)
         if self.cross_attention is not None and self.cross_norm is not None:
             branch = self.cross_attention(
-                x_BTD,
-                self.cross_norm,
+                self.cross_norm(x_BTD),
                 source_BSD=x["encoder"],
                 is_causal=False,
                 segments=None if ids is None else (ids[0], batch["segment_ids"]),
                 scale=1.0,
             )
             x_BTD += dropout(branch, config.dropout, keys, site=1)
-        x_BTD += dropout(self.mlp(x_BTD, self.mlp_norm), config.dropout, keys, site=2)
+        x_BTD += dropout(self.mlp(self.mlp_norm(x_BTD)), config.dropout, keys, site=2)
         return {**x, self.side: constrain(x_BTD, "batch", "seq", "act_embed")}
 
 

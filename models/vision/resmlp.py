@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.flops import dense_flops
-from models.layers.basic import Linear, after, drop_path, param
+from models.layers.basic import Linear, drop_path, param, recomputed
 from models.layers.transformer import MLP
 from models.stack import Stack
 from models.text.common import check_sizes
@@ -73,7 +73,9 @@ class Affine(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return an array of the shape and dtype of `x`."""
-        return x * self.scale[...] + self.bias[...]
+        return recomputed(lambda x, scale, bias: x * scale + bias)(
+            x, self.scale[...], self.bias[...]
+        )
 
 
 class LayerScale(nnx.Module):
@@ -115,9 +117,9 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
-        branch = self.patches_scale(after(self.patches_affine, self._mix, x_BTD))
+        branch = self.patches_scale(self._mix(self.patches_affine(x_BTD)))
         x_BTD += drop_path(branch, self.drop_path, keys, site=0)
-        branch = self.mlp_scale(self.mlp(x_BTD, self.mlp_affine))
+        branch = self.mlp_scale(self.mlp(self.mlp_affine(x_BTD)))
         x_BTD += drop_path(branch, self.drop_path, keys, site=1)
         return constrain(x_BTD, "batch", "seq", "act_embed")
 

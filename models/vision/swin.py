@@ -24,7 +24,7 @@ from flax import nnx
 
 from models.flops import dense_flops
 from models.layers.basic import LayerNorm, Linear, drop_path, dropout
-from models.layers.transformer import MLP, Attention, Norm, identity
+from models.layers.transformer import MLP, Attention
 from models.layers.windows import (
     BIAS_DIM,
     ContinuousBias,
@@ -119,16 +119,16 @@ class Block(nnx.Module):
         if config.version == 1:
             branch = self._attend(self.attention_norm(x_BHWC))
             x_BHWC = added(x_BHWC, dropout(branch, config.dropout, keys, site), site + 1)
-            branch = self._mlp(x_BHWC, self.mlp_norm)
+            branch = self._mlp(self.mlp_norm(x_BHWC))
             return added(x_BHWC, dropout(branch, config.dropout, keys, site + 2), site + 3)
         branch = dropout(self._attend(x_BHWC), config.dropout, keys, site)
         x_BHWC = added(x_BHWC, self.attention_norm(branch), site + 1)
-        branch = dropout(self._mlp(x_BHWC, identity), config.dropout, keys, site + 2)
+        branch = dropout(self._mlp(x_BHWC), config.dropout, keys, site + 2)
         return added(x_BHWC, self.mlp_norm(branch), site + 3)
 
-    def _mlp(self, x_BHWC: jax.Array, norm: Norm) -> jax.Array:
+    def _mlp(self, x_BHWC: jax.Array) -> jax.Array:
         batch, height, width, dim = x_BHWC.shape
-        return self.mlp(x_BHWC.reshape(batch, height * width, dim), norm).reshape(x_BHWC.shape)
+        return self.mlp(x_BHWC.reshape(batch, height * width, dim)).reshape(x_BHWC.shape)
 
     def _attend(self, x_BHWC: jax.Array) -> jax.Array:
         batch, height, width, _ = x_BHWC.shape

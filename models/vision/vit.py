@@ -170,10 +170,10 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
         rate = drop_path_rate(self.drop_path, batch["layer"], self.num_layers)
-        branch = self.attention(x_BTD, self.attention_norm, is_causal=False)
+        branch = self.attention(self.attention_norm(x_BTD), is_causal=False)
         branch = dropout(branch, self.dropout, keys, site=0)
         x_BTD += drop_path(branch, rate, keys, site=1)
-        branch = dropout(self.mlp(x_BTD, self.mlp_norm), self.dropout, keys, site=2)
+        branch = dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout, keys, site=2)
         x_BTD += drop_path(branch, rate, keys, site=3)
         return constrain(x_BTD, "batch", "seq", "act_embed")
 
