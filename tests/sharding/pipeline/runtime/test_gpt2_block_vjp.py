@@ -74,6 +74,15 @@ def test_gpt2_block_equals_jax_vjp_and_saves_activations_alone(remat, uses_dropo
             np.testing.assert_array_equal(saved[0], example.x)
 
 
+def test_gpt2_block_saves_no_norm_no_activation_and_nothing_twice():
+    with jax.enable_x64(True):
+        saved = gpt2_block("none", uses_dropout=False).taken_apart().saved
+        # x, q, k, v, the attention's output, x after attention; the input of gelu; and per head and
+        # row the largest logit and the sum of exponentials.
+        sizes = 6 * [B * T * D] + [B * T * 4 * D] + 2 * [B * N * T]
+        assert sorted(math.prod(array.shape) for array in saved) == sorted(sizes)
+
+
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_gpt2_block_runs_no_matrix_product_twice(remat):
     with jax.enable_x64(True):
