@@ -8,6 +8,7 @@ import jax
 
 from sharding.estimate.allocator import Allocator
 from sharding.estimate.labels import LABELS
+from sharding.estimate.late_products import with_late_products
 from sharding.estimate.operations import Loop, Operation, Program, Value
 from sharding.estimate.primitives import (
     COLLECTIVES,
@@ -72,6 +73,8 @@ class Interpreter:
             is_whole: whether this is the whole step, rather than a body or branch.
             places: buffers for the leading outputs, used if they are free when an output is made.
         """
+        if not self._is_cpu:
+            program = with_late_products(program, is_body=not is_whole)
         frame = Frame(program)
         if places:
             frame.place(program, dict(zip(program.outputs, places, strict=False)))

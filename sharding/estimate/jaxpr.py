@@ -193,13 +193,13 @@ class _Builder:
             _value(v.aval, value.axes[len(value.shape) - v.aval.ndim :])
             for v, value in zip(jaxpr.invars, inputs, strict=True)
         ]
-        operations.append(Operation("once", inputs, like, {}))
+        operations += _renamed(inputs, like)
         made = self.run(eqn.params["jaxpr"], like, operations)
         outputs = []
         for v, value in zip(eqn.outvars, made, strict=True):
             axes = ((),) * (v.aval.ndim - len(value.shape)) + value.axes
             outputs.append(_value(v.aval, axes))
-        operations.append(Operation("once", made, outputs, {}))
+        operations += _renamed(made, outputs)
         return outputs
 
     def _while(self, eqn: Any, inputs: list) -> Loop:
@@ -252,6 +252,12 @@ class _Builder:
             outputs.append(_value(v.aval, axes))
         operations.append(Operation("shard_map", made, outputs, {"manual": frozenset(manual)}))
         return outputs
+
+
+def _renamed(values: Sequence[Value], others: Sequence[Value]) -> list[Operation]:
+    """Return one operation per value, so that none of them waits for another."""
+    pairs = zip(values, others, strict=True)
+    return [Operation("once", [value], [other], {}) for value, other in pairs]
 
 
 def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:

@@ -18,8 +18,8 @@ On a GPU, each product also has a workspace of 4 MiB while it runs.
 The main memory optimizations of XLA are modelled: chains of element-wise operations are fused, so
 that their intermediate values are never allocated; an operation writes over an input that has no
 other reader, if it can; loops update their carry in place; buffers get the addresses that XLA would
-give them (packing.py). XLA's own additions are not modelled: copies that change a layout, and
-operations that its scheduler runs ahead of time.
+give them (packing.py); weight gradients are computed late (late_products.py). XLA's own additions
+are not modelled: copies that change a layout, and other operations that its scheduler moves.
 
 Two habits of XLA's CPU compilers are modelled as well. They do not fuse reductions with the
 operations that compute their inputs, so these inputs are allocated. And an input that is updated in
@@ -44,7 +44,7 @@ from sharding.estimate.step_cost import StepCost
 GAPS_SHARE = 0.08
 #: For GPUs, where gaps are computed: the same share for XLA's scheduler, which computes some arrays
 #: earlier than they are needed, or reads them later. The mean of the steps in docs/memory.md.
-GPU_GAPS_SHARE = 0.04
+GPU_GAPS_SHARE = 0.02
 #: Arrays smaller than this share of all arrays allocated at the peak leave no gaps worth computing.
 _MIN_PACKED_SHARE = 1 / 2000
 

@@ -1,0 +1,63 @@
+"""Moves products that nothing waits for to where XLA's scheduler for GPUs runs them: late.
+
+In a backward pass every product of the input gradient is waited for by the layer below. The product
+of a weight gradient is not: it runs at the end of the loop over the layers, or after the loop, and
+until then the values that it reads stay in memory. Of a layer with two products
+
+    forward   h = x @ w1,  a = gelu(h),  y = a @ w2
+
+the backward in the order of the trace, and in the order in which it is scheduled, is
+
+    traced    dw2 = a.T @ dy    da = dy @ w2.T    dh    dw1 = x.T @ dh    dx = dh @ w1.T
+    run       da = dy @ w2.T    dh    dx = dh @ w1.T    dw2 = a.T @ dy    dw1 = x.T @ dh
+
+so a and dh are in memory together. In the body of a loop this holds for all such products.
+Elsewhere it holds for gradients that are reduce-scattered: the scheduler delays their products
+until the transfer, which it overlaps with other work. Both were measured with the steps of
+docs/memory.md.
+"""
+
+from sharding.estimate.operations import Operation, Program
+from sharding.estimate.primitives import KERNELS, PRODUCTS
+
+
+def with_late_products(program: Program, *, is_body: bool) -> Program:
+    """Return a program whose late products, and everything that follows from them, come last.
+
+    Args:
+        program: the program. Programs within it are not changed.
+        is_body: whether it is the body of a loop or branch, rather than the whole step.
+    """
+    operations = program.operations
+    readers: dict[int, set[int]] = {}  # the number of an operation -> of those that read it
+    made_by = {value: i for i, op in enumerate(operations) for value in op.outputs}
+    for i, op in enumerate(operations):
+        for value in op.inputs:
+            if value in made_by:
+                readers.setdefault(made_by[value], set()).add(i)
+    is_awaited: dict[int, bool] = {}  # whether a product or kernel follows from the operation
+    is_scattered: dict[int, bool] = {}  # whether a reduce-scatter does
+    for i in reversed(range(len(operations))):
+        following = readers.get(i, ())
+        is_awaited[i] = any(is_awaited[j] or _has_product(operations[j]) for j in following)
+        is_scattered[i] = any(
+            is_scattered[j] or operations[j].name == "reduce_scatter" for j in following
+        )
+    late: set[int] = set()
+    for i, op in enumerate(operations):
+        is_late = op.name in PRODUCTS and not is_awaited[i] and (is_body or is_scattered[i])
+        if is_late or i in late:
+            late.add(i)
+            late |= readers.get(i, set())
+    early = [op for i, op in enumerate(operations) if i not in late]
+    return Program(
+        program.inputs, [*early, *(operations[i] for i in sorted(late))], program.outputs
+    )
+
+
+def _has_product(op: Operation) -> bool:
+    return (
+        op.name in PRODUCTS
+        or op.name.startswith(KERNELS)
+        or any(_has_product(inner) for body in op.bodies for inner in body.operations)
+    )

@@ -1,0 +1,49 @@
+"""Tests that products which nothing waits for are moved to the end of a program."""
+
+from sharding.estimate.late_products import with_late_products
+from sharding.estimate.operations import Operation, Program, Value
+
+
+def backward(*, reduction: str | None = None) -> Program:
+    """Return the backward of `gelu(x @ w1) @ w2`, whose gradients may be reduced over devices."""
+    names = ("x", "a", "dy", "w1", "w2", "dw1", "dw2", "da", "dh", "dx", "reduced1", "reduced2")
+    values = {name: Value((8, 8), itemsize=4, on_host=False, axes=((), ())) for name in names}
+
+    def operation(kind: str, inputs: str, output: str) -> Operation:
+        return Operation(kind, [values[name] for name in inputs.split()], [values[output]], {})
+
+    operations = [
+        operation("dot_general", "a dy", "dw2"),
+        operation("dot_general", "dy w2", "da"),
+        operation("mul", "da a", "dh"),
+        operation("dot_general", "x dh", "dw1"),
+        operation("dot_general", "dh w1", "dx"),
+    ]
+    gradients = ("dw1", "dw2")
+    if reduction is not None:
+        operations.insert(4, operation(reduction, "dw1", "reduced1"))
+        operations.insert(1, operation(reduction, "dw2", "reduced2"))
+        gradients = ("reduced1", "reduced2")
+    inputs = [values[name] for name in ("x", "a", "dy", "w1", "w2")]
+    return Program(inputs, operations, [values[name] for name in (*gradients, "dx")])
+
+
+def order(before: Program, after: Program) -> list[int]:
+    """Return the operations of `after` by their positions in `before`."""
+    assert (before.inputs, before.outputs) == (after.inputs, after.outputs)
+    return [before.operations.index(op) for op in after.operations]
+
+
+def test_weight_gradients_of_a_layer_come_last():
+    program = backward()
+    # No product of this body waits for dx, so it is late as well.
+    assert order(program, with_late_products(program, is_body=True)) == [1, 2, 0, 3, 4]
+
+
+def test_weight_gradients_outside_of_loops_are_late_only_if_they_are_reduce_scattered():
+    scattered = backward(reduction="reduce_scatter")
+    assert order(scattered, with_late_products(scattered, is_body=False)) == [2, 3, 6, 0, 1, 4, 5]
+    summed = backward(reduction="psum")
+    assert order(summed, with_late_products(summed, is_body=False)) == list(range(7))
+    local = backward()
+    assert order(local, with_late_products(local, is_body=False)) == list(range(5))
