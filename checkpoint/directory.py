@@ -74,7 +74,7 @@ class CheckpointDirectory:
         Args:
             step: the step of the checkpoint.
             temporary: its temporary directory.
-            texts: contents of the JSON files by name.
+            texts: contents of the text files by name.
             damaged: steps of damaged checkpoints, which are deleted before the rename.
             problem: the processes' errors, or None if all of them wrote their part.
 

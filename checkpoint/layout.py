@@ -5,6 +5,7 @@ A checkpoint is a directory named by its step:
     300/state/                 arrays, by name and global shape
     300/data_state/metadata    the position in the data (JSON)
     300/metrics/metrics        metrics of the evaluation of this state, if there was one (JSON)
+    300/config.yaml            the full config of the run that wrote it
     300/checksums.sha256       checksums of all files above; written last
 """
 
@@ -18,6 +19,7 @@ from untrusted.documents import read_json
 STATE = "state"
 DATA_STATE = "data_state/metadata"
 METRICS = "metrics/metrics"
+CONFIG = "config.yaml"
 
 #: End of the name of a checkpoint whose parameters led to nonfinite steps.
 DIVERGED_SUFFIX = ".diverged"

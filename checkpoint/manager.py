@@ -46,7 +46,7 @@ import jax
 from checkpoint.checksums import find_damage
 from checkpoint.config import CheckpointConfig
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.layout import DATA_STATE, METRICS, read_data_state
+from checkpoint.layout import CONFIG, DATA_STATE, METRICS, read_data_state
 from checkpoint.quiet import keep_quiet
 from checkpoint.save_errors import WRITE_ERRORS, SaveError, first_error, reason_of
 from checkpoint.state_files import StateFiles
@@ -92,6 +92,7 @@ class Checkpoints:
         data_state: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
         *,
+        config: str | None = None,
         proven: int | None = None,
     ) -> bool:
         """Copy the state and save it in the background.
@@ -108,6 +109,7 @@ class Checkpoints:
                 on all processes; the first process writes it.
             metrics: metrics of an evaluation of `state`, or None if it was not evaluated. A
                 checkpoint without metrics is never among the best.
+            config: the full config of the run as YAML, or None to store none.
             proven: step of the newest checkpoint whose parameters later steps have used without a
                 problem. It is kept, because those of this save may turn out to be ruined.
 
@@ -123,6 +125,8 @@ class Checkpoints:
         if metrics is not None:
             metrics = {name: float(value) for name, value in metrics.items()}
             texts[METRICS] = json.dumps(metrics)
+        if config is not None:
+            texts[CONFIG] = config
         score = self._score(metrics)
         self._finish()
         if step in self.all_steps():
@@ -283,7 +287,7 @@ class Checkpoints:
             step: the step of the checkpoint.
             path: its temporary directory.
             written: futures of Orbax's writes on this process.
-            texts: contents of the JSON files by name.
+            texts: contents of the text files by name.
             score: value of best_metric, or None.
             proven: step of a checkpoint to keep in any case, or None.
 

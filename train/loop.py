@@ -13,6 +13,7 @@ import numpy as np
 
 from data.examples import BrokenExample, Corpus
 from sharding.batches import place_batch
+from train.config.config_files import as_yaml
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
 from train.goodput import GoodputRecord
 from train.lifecycle.divergence import Diverged, NonfiniteMonitor
@@ -20,6 +21,7 @@ from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
 from train.lifecycle.position import Position, roll_back
 from train.lifecycle.stop_signals import DelayedAllReduce, StopSignals, Timer, wait_for_all
+from train.lifecycle.workdir import resolved
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
@@ -268,7 +270,12 @@ class _TrainingLoop:
             portable = self._run.state.to_portable(self._state)
             # The steps since the last save have used its parameters, and this one was not skipped.
             self._start.checkpoints.save(
-                self.step, portable, data_state, scores, proven=self._last_saved_step
+                self.step,
+                portable,
+                data_state,
+                scores,
+                config=as_yaml(resolved(self._run)),
+                proven=self._last_saved_step,
             )
 
     def _agree_to_stop(self) -> bool:

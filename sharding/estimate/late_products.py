@@ -35,14 +35,18 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
         for value in op.inputs:
             if value in made_by:
                 readers.setdefault(made_by[value], set()).add(i)
+
+    def is_scatter(i: int) -> bool:
+        # XLA turns a sum of which only a part is read into a reduce-scatter.
+        is_part = any(operations[j].name == "dynamic_slice" for j in readers.get(i, ()))
+        return operations[i].name == "reduce_scatter" or operations[i].name == "psum" and is_part
+
     is_awaited: dict[int, bool] = {}  # whether a product or kernel follows from the operation
     is_scattered: dict[int, bool] = {}  # whether a reduce-scatter does
     for i in reversed(range(len(operations))):
         following = readers.get(i, ())
         is_awaited[i] = any(is_awaited[j] or _has_product(operations[j]) for j in following)
-        is_scattered[i] = any(
-            is_scattered[j] or operations[j].name == "reduce_scatter" for j in following
-        )
+        is_scattered[i] = any(is_scattered[j] or is_scatter(j) for j in following)
     late: set[int] = set()
     for i, op in enumerate(operations):
         is_late = op.name in PRODUCTS and not is_awaited[i] and (is_body or is_scattered[i])

@@ -44,7 +44,7 @@ from sharding.estimate.step_cost import StepCost
 GAPS_SHARE = 0.08
 #: For GPUs, where gaps are computed: the same share for XLA's scheduler, which computes some arrays
 #: earlier than they are needed, or reads them later. The mean of the steps in docs/memory.md.
-GPU_GAPS_SHARE = 0.02
+GPU_GAPS_SHARE = 0.03
 #: Arrays smaller than this share of all arrays allocated at the peak leave no gaps worth computing.
 _MIN_PACKED_SHARE = 1 / 2000
 

@@ -43,6 +43,8 @@ def test_reconstructions_of_a_run_are_drawn(tmp_path, capsys):
 def test_model_without_reconstructions_is_rejected(tmp_path):
     with pytest.raises(SystemExit, match=r"config\.yaml does not exist; give the workdir"):
         main([str(tmp_path)])
-    config_files.save_yaml(config_files.load(f"{ROOT}/configs/vit.py"), tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(
+        config_files.as_yaml(config_files.load(f"{ROOT}/configs/vit.py"))
+    )
     with pytest.raises(SystemExit, match="model.name='vit', which does not reconstruct images"):
         main([str(tmp_path)])

@@ -19,7 +19,6 @@ from models.registry import find_model
 from train.config.defaults import default_config
 from train.config.schema import nearest
 from untrusted.documents import read_yaml
-from untrusted.files import write_text
 from untrusted.imports import check_imports, is_import_path
 
 
@@ -155,9 +154,9 @@ def shorten(config: Any) -> None:
     config.eval.num_batches = 1
 
 
-def save_yaml(config: ConfigDict, path: Path) -> None:
-    """Write the config atomically to a file that `load` can read."""
-    write_text(path, yaml.safe_dump(_plain(config.to_dict()), sort_keys=False))
+def as_yaml(config: ConfigDict) -> str:
+    """Return the config as text that `load` can read from a YAML file."""
+    return yaml.safe_dump(_plain(config.to_dict()), sort_keys=False)
 
 
 def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> list[str]:

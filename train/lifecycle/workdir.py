@@ -1,5 +1,6 @@
 """The files of a run's workdir, and the checks that they belong to this run."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -8,7 +9,7 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from checkpoint.layout import steps_in
+from checkpoint.layout import CONFIG, steps_in
 from convert.from_hf import keep_hf_files
 from convert.model_on_disk import LABELS_FILE
 from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
@@ -17,7 +18,7 @@ from data.examples import Corpus
 from data.text.text_corpus import TextCorpus
 from sharding.distributed.messages import Exchange
 from sharding.memory import MemoryConfig
-from train.config.config_files import differences, load_data, save_yaml
+from train.config.config_files import as_yaml, differences, load_data
 from train.config.schema import SECTIONS
 from train.run.run import Run
 from untrusted.files import check_links, copy_file, write_text
@@ -51,19 +52,21 @@ FREE = (
 def check(workdir: Path, run: Run) -> None:
     """Check that `workdir` has no checkpoints of another run.
 
+    The config that counts is the one in the newest checkpoint. `config.yaml` in the workdir, which
+    anyone can edit, is read only if the checkpoints were written before they contained a config.
+
     Args:
         workdir: the run's directory.
         run: the run that wants to use it.
 
     Raises:
         ValueError: it has checkpoints of another model or other data, and the message lists the
-            keys that differ; or it has a link that leads outside.
+            keys that differ; or no config tells what they are; or it has a link that leads outside.
     """
     check_links(workdir)
-    path = workdir / CONFIG_FILE
-    if not path.exists() or not has_checkpoint(workdir):
+    if not has_checkpoint(workdir):
         return
-    saved = load_data(path)
+    saved = _saved_config(workdir)
     if "train" not in saved:
         raise ValueError(
             f"{workdir} is a converted model, not a run; start from it with "
@@ -118,7 +121,7 @@ def write_run_files(
         return
     hf = workdir / HF_FILES
     hf.mkdir(parents=True, exist_ok=True)
-    save_yaml(resolved(run), workdir / CONFIG_FILE)
+    write_text(workdir / CONFIG_FILE, as_yaml(resolved(run)))
     write_text(workdir / "memory.txt", report + "\n")
     if source is not None:
         keep_hf_files(source, workdir)
@@ -138,6 +141,21 @@ def planned_memory(workdir: Path) -> MemoryConfig:
 def has_checkpoint(workdir: Path) -> bool:
     """Return whether a workdir has a checkpoint, intact or not."""
     return bool(steps_in(workdir / CHECKPOINTS))
+
+
+def _saved_config(workdir: Path) -> ConfigDict:
+    """Return the config of the newest checkpoint."""
+    checkpoints = workdir / CHECKPOINTS
+    stored = [checkpoints / str(step) / CONFIG for step in reversed(steps_in(checkpoints))]
+    for path in filter(Path.exists, stored):
+        with contextlib.suppress(ValueError, OSError):  # damaged: the checkpoint will be skipped
+            return load_data(path)
+    if (workdir / CONFIG_FILE).exists():
+        return load_data(workdir / CONFIG_FILE)
+    raise ValueError(
+        f"{workdir} has checkpoints, but {CONFIG_FILE} is missing, which says what they are; put "
+        "it back, or choose another --workdir"
+    )
 
 
 def _completed(saved: ConfigDict, run: Run) -> ConfigDict:

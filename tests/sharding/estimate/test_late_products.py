@@ -4,9 +4,28 @@ from sharding.estimate.late_products import with_late_products
 from sharding.estimate.operations import Operation, Program, Value
 
 
-def backward(*, reduction: str | None = None) -> Program:
-    """Return the backward of `gelu(x @ w1) @ w2`, whose gradients may be reduced over devices."""
-    names = ("x", "a", "dy", "w1", "w2", "dw1", "dw2", "da", "dh", "dx", "reduced1", "reduced2")
+def backward(*, reduction: str | None = None, slices: bool = False) -> Program:
+    """Return the backward of `gelu(x @ w1) @ w2`, whose gradients may be reduced over devices.
+
+    Args:
+        reduction: the operation that reduces gradients, if there is one.
+        slices: whether a device reads only a part of the reduced gradient of w2.
+    """
+    names = (
+        "x",
+        "a",
+        "dy",
+        "w1",
+        "w2",
+        "dw1",
+        "dw2",
+        "da",
+        "dh",
+        "dx",
+        "reduced1",
+        "reduced2",
+        "part",
+    )
     values = {name: Value((8, 8), itemsize=4, on_host=False, axes=((), ())) for name in names}
 
     def operation(kind: str, inputs: str, output: str) -> Operation:
@@ -24,6 +43,9 @@ def backward(*, reduction: str | None = None) -> Program:
         operations.insert(4, operation(reduction, "dw1", "reduced1"))
         operations.insert(1, operation(reduction, "dw2", "reduced2"))
         gradients = ("reduced1", "reduced2")
+    if slices:
+        operations.append(operation("dynamic_slice", "reduced2", "part"))
+        gradients = ("reduced1", "part")
     inputs = [values[name] for name in ("x", "a", "dy", "w1", "w2")]
     return Program(inputs, operations, [values[name] for name in (*gradients, "dx")])
 
@@ -45,5 +67,7 @@ def test_weight_gradients_outside_of_loops_are_late_only_if_they_are_reduce_scat
     assert order(scattered, with_late_products(scattered, is_body=False)) == [2, 3, 6, 0, 1, 4, 5]
     summed = backward(reduction="psum")
     assert order(summed, with_late_products(summed, is_body=False)) == list(range(7))
+    sliced = backward(reduction="psum", slices=True)
+    assert order(sliced, with_late_products(sliced, is_body=False)) == [2, 3, 4, 5, 6, 0, 1, 7]
     local = backward()
     assert order(local, with_late_products(local, is_body=False)) == list(range(5))

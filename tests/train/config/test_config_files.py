@@ -8,7 +8,7 @@ import yaml
 
 from tests.runs import CONFIG
 from tests.train.config.loading import load, run_of
-from train.config.config_files import default_workdir, differences, overrides, save_yaml, shorten
+from train.config.config_files import as_yaml, default_workdir, differences, overrides, shorten
 from train.config.schema import RunConfig, resolve
 from train.main import main
 
@@ -53,7 +53,7 @@ def test_invalid_config_file_is_rejected_by_name(name, text, message, tmp_path):
 )
 def test_yaml_round_trip_gives_an_equal_config(changes, tmp_path):
     config = load(CONFIG, changes)
-    save_yaml(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(as_yaml(config))
     again = load(str(tmp_path / "config.yaml"))
     assert again.to_dict() == config.to_dict()
     assert differences(again, config, list(config)) == []
@@ -65,12 +65,12 @@ def test_yaml_round_trip_gives_an_equal_config(changes, tmp_path):
 
 
 def test_yaml_is_written_atomically_without_leftovers(tmp_path):
-    save_yaml(load(CONFIG), tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(as_yaml(load(CONFIG)))
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_replayed_yaml_takes_overrides_too(tmp_path):
-    save_yaml(load(CONFIG, ["eval.num_batches=7"]), tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(as_yaml(load(CONFIG, ["eval.num_batches=7"])))
     again = load(str(tmp_path / "config.yaml"), ["eval.num_batches=none", "model.dropout=0.5"])
     assert again.eval.num_batches is None and again.model.dropout == 0.5
 

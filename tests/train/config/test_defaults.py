@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from configs import common
 from tests.runs import ROOT
-from train.config.config_files import save_yaml
+from train.config.config_files import as_yaml
 from train.config.schema import SECTIONS
 
 #: A line `key type default` for every key. A new key needs a new line; other lines change only if
@@ -58,7 +58,7 @@ def test_default_configs_share_nothing():
 
 def test_default_config_constructs_every_section_and_survives_yaml(tmp_path):
     config: Any = common.get_config()
-    save_yaml(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(as_yaml(config))
     for name, section in SECTIONS.items():
         assert section(**config[name].to_dict()).section == name
 
