@@ -176,6 +176,13 @@ class DataConfig(Section, section="data"):
         lt=1,
         remedy="choose for example 0.05",
     )
+    verify: str = field(
+        "times",
+        "How to notice that files of `paths` have changed since they were tokenized, or since the "
+        "run was last started: `times` compares their sizes and modification times (for images: "
+        "their sizes), `full` reads them whole at every start and compares digests.",
+        choices=("times", "full"),
+    )
     cache_dir: str = field(
         "",
         "Directory of built data sets, trained tokenizers, tokenized corpora and compiled steps. "

@@ -13,6 +13,7 @@ are allowed:
 """
 
 import errno
+import hashlib
 import os
 import shutil
 import stat
@@ -114,6 +115,17 @@ def read_bytes(path: Path, *, within: Path | None = None, max_bytes: int = MAX_B
             f"{max_bytes:,} are allowed for such a file"
         )
     return content
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of the content of a regular file, in hex.
+
+    Raises:
+        ValueError: See `open_regular`.
+        OSError: The file cannot be read.
+    """
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path, *, within: Path | None = None, max_bytes: int = MAX_BYTES) -> str:

@@ -23,7 +23,7 @@ from data.images.listing import ENDINGS, Listing, list_images, subfolders
 from data.images.readability import MAX_IMAGE_BYTES, leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split
 from data.images.transforms.crops import open_image
-from untrusted.files import read_bytes
+from untrusted.files import digest_of, read_bytes
 
 # Names of folders that are splits rather than classes; upper and lower case are equivalent.
 _TRAIN = "train"
@@ -47,6 +47,8 @@ class FolderImages(ImageSource):
         self._root = str(root)
         self._files = files
         self._labels = labels
+        # int64[number of images, 2]: size and modification time.
+        self._versions = np.array([self._version(i) for i in range(len(files))], np.int64)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -54,11 +56,17 @@ class FolderImages(ImageSource):
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Return an image, not decoded yet, and the number of its class."""
         content = read_bytes(Path(self.place(index)), max_bytes=MAX_IMAGE_BYTES)
+        if self._version(index) != tuple(self._versions[index]):
+            raise ValueError("it has changed since this run listed it")
         return open_image(content), int(self._labels[index])
 
     def place(self, index: int) -> str:
         """Return the path of an image."""
         return os.path.join(self._root, os.fsdecode(self._files[index]))
+
+    def _version(self, index: int) -> tuple[int, int]:
+        status = os.stat(self.place(index))
+        return status.st_size, status.st_mtime_ns
 
 
 def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
@@ -96,7 +104,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
         train=_split(listings[0], classes),
         validation=_split(listings[1], classes) if len(listings) > 1 else None,
         classes=classes,
-        key=_key(listings, classes),
+        key=_key(listings, classes, config.verify),
     )
 
 
@@ -227,12 +235,16 @@ def _labels(listing: Listing, classes: Sequence[str]) -> np.ndarray:
     return np.array([number[name] for name in listing.folders], np.int32)[listing.of_folder]
 
 
-def _key(listings: Sequence[Listing], classes: Sequence[str]) -> str:
-    """Hash relative paths, sizes and classes, so that a copy of the folder has the same key."""
+def _key(listings: Sequence[Listing], classes: Sequence[str], verify: str) -> str:
+    """Hash relative paths, sizes and classes, so that a copy of the folder has the same key.
+
+    If `data.verify` is "full", the contents are hashed instead of the sizes.
+    """
     digest = hashlib.sha256()
     for listing in listings:
         digest.update(f"{len(listing.files)}\0".encode())
         labels = _labels(listing, classes)
         for file, path, label in zip(listing.files, listing.paths, labels, strict=True):
-            digest.update(bytes(file) + f"\0{os.stat(path).st_size}\0{label}\0".encode())
+            version = digest_of(Path(path)) if verify == "full" else os.stat(path).st_size
+            digest.update(bytes(file) + f"\0{version}\0{label}\0".encode())
     return digest.hexdigest()

@@ -86,7 +86,7 @@ def _find_text_files(config: DataConfig) -> Documents:
     files = text_files.find_files(config.paths)
     key = (
         f"text {text_files.REVISION} {text_files.TEXT_PART_BYTES} {config.text_field} "
-        f"{config.validation_fraction} {text_files.files_key(files)}"
+        f"{config.validation_fraction} {text_files.files_key(files, config.verify)}"
     )
     return Documents(
         key=key,
@@ -110,7 +110,7 @@ def _find_token_files(config: DataConfig) -> Documents:
             "validation": ConcatDocuments(parts, positions[max(num_train, 0) :]),
         }
 
-    key = f"megatron {config.validation_fraction} {text_files.files_key(files)}"
+    key = f"megatron {config.validation_fraction} {text_files.files_key(files, config.verify)}"
     return Documents(key=key, open=open_files, is_encoded=True)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from data.text.hold_out import TOLERANCE, held_out_shares
 from data.text.spans import DocumentSpans, version_of
 from untrusted.documents import parse_json
-from untrusted.files import open_regular
+from untrusted.files import digest_of, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +84,20 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     return sorted(files)
 
 
-def files_key(files: list[Path]) -> str:
-    """Hash the paths, sizes and modification times of files, without reading them."""
+def files_key(files: list[Path], verify: str) -> str:
+    """Hash the paths of files and what shows that a file has changed.
+
+    Args:
+        files: The files.
+        verify: The config key `data.verify`: "times" for sizes and modification times, "full" for
+            the contents.
+    """
     digest = hashlib.sha256()
     for file in files:
         status = file.stat()
-        digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        version = f"{status.st_size}\0{status.st_mtime_ns}"
+        version = digest_of(file) if verify == "full" else version
+        digest.update(f"{file.resolve()}\0{version}\0".encode())
     return digest.hexdigest()
 
 

@@ -140,6 +140,19 @@ def test_every_image_format_gives_the_expected_pixels(tmp_path):
         assert np.abs(batch["images"].astype(int) - wanted).max() <= 2
 
 
+def test_image_that_is_replaced_later_is_named(tmp_path):
+    """Otherwise an image that was swapped with another class would train with the wrong label."""
+    write_classes(tmp_path / "i", "ab")
+    corpus = folder(tmp_path, tmp_path / "i")
+    a, b = (sorted((tmp_path / "i" / name).iterdir()) for name in "ab")
+    for one, other in zip(a, b, strict=True):
+        (tmp_path / "swap").write_bytes(one.read_bytes())
+        one.write_bytes(other.read_bytes())
+        other.write_bytes((tmp_path / "swap").read_bytes())
+    with pytest.raises(BrokenExample, match=r"\.png cannot be read: ValueError: it has changed"):
+        values(corpus.train)
+
+
 def test_image_that_breaks_later_is_named(tmp_path):
     write_classes(tmp_path / "i", "ab")
     corpus = folder(tmp_path, tmp_path / "i")
