@@ -25,7 +25,7 @@ from convert.model_on_disk import Source, shapes_of
 from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
 from convert.source import load_params, read_source
 from models.stack import logical_axes
-from sharding.mesh import AXES, MeshConfig
+from sharding.mesh import AXES, MeshConfig, check_automatic
 from sharding.rules import make_rules, partition_specs, shardings
 from untrusted.files import copy_file, write_text
 
@@ -75,8 +75,11 @@ def load(
         The model.
 
     Raises:
-        ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh.
+        ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
+            or the mesh has explicit axes.
     """
+    mesh = jax.sharding.get_mesh()
+    check_automatic(mesh)
     source = read_source(
         path,
         harmless=harmless,
@@ -86,7 +89,7 @@ def load(
     model = source.abstract()
     graph, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
-    shardings = _shardings(model, params, jax.sharding.get_mesh())
+    shardings = _shardings(model, params, mesh)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, jnp.dtype(dtype), sharding=sharding

@@ -66,7 +66,8 @@ def convert(
         dst: The directory to write.
         dtype: The dtype of all tensors. None gives each tensor the dtype that it has in the
             original model, if the run was imported, and float32 otherwise.
-        max_shard_bytes: The maximum size of a file in bytes, unless it contains a single tensor.
+        max_shard_bytes: The maximum size of a file in bytes, at least 1, unless it contains a
+            single tensor.
         averaged: Whether to write the averages of the parameters, if the run kept such averages.
         allow_import: Import paths, packages and modules that the run's `config.yaml` may import
             from.
@@ -75,8 +76,15 @@ def convert(
         ValueError: There is no intact checkpoint, no Hugging Face architecture can express this
             model, or a value is too large for `dtype`.
     """
+    if max_shard_bytes < 1:
+        raise ValueError(f"--max_shard_bytes={max_shard_bytes} must be at least 1")
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"--dtype={dtype} is unknown; choose {', '.join(_DTYPES)}")
+    if (checkpoint / "config.json").is_file():
+        raise ValueError(
+            f"{checkpoint} is a Hugging Face model already, for it has a config.json; to_hf reads "
+            "the directory of a run or of a checkpoint"
+        )
     step = newest_checkpoint(checkpoint)
     source = read_source(step, averaged=averaged, allow_import=allow_import)
     with new_directory(dst) as directory:

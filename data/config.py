@@ -77,10 +77,10 @@ class DataConfig(Section, section="data"):
         (),
         "Files or folders of the corpus. For `name=text`: globs of .txt and .jsonl files, such as "
         "`my_texts/*.txt,more.jsonl`. Each .jsonl line is one document; a .txt file is cut at line "
-        "ends into documents of about 32 KiB. For `name=megatron`: paths of token files without "
-        "the suffixes .bin and .idx. For `name=image_folder`: one folder, which contains either a "
-        "folder of images per class or train/ and val/ folders of that kind; or two folders, the "
-        "second for validation.",
+        "ends into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
+        "without the suffixes .bin and .idx. For `name=image_folder`: one folder, which contains "
+        "either a folder of images per class or train/ and val/ folders of that kind; or two "
+        "folders, the second for validation.",
         nonempty=True,
         remedy="write for example ('my_texts/*.txt',)",
     )

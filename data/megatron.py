@@ -115,6 +115,14 @@ def _read(file: TokenFile, config: DataConfig, first: int, count: int) -> Iterat
             f"--first={first} must be the number of a document, from 0 to {len(file) - 1}"
         )
     for number in range(first, min(first + count, len(file))):
+        ids = file[number]
+        bad = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+        if len(bad):
+            raise ValueError(
+                f"document {number} has the token id {bad[0]}, but data.tokenizer="
+                f"{config.tokenizer!r} has the ids 0 to {tokenizer.vocab_size - 1}; use the "
+                "tokenizer that the file was written with"
+            )
         yield f"--- document {number}, {len(file[number])} tokens\n{tokenizer.decode(file[number])}"
 
 

@@ -25,7 +25,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sharding.collectives import psum
-from sharding.mesh import REPLICA_AXES
+from sharding.mesh import REPLICA_AXES, check_automatic
 from sharding.spec import axes_of, restricted, spec_of
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -52,10 +52,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         *axes: a logical axis name per dimension, or None for a dimension that is not split.
 
     Raises:
-        ValueError: the rank of `x` is not `len(axes)`, or `to_spec` rejects the axes.
+        ValueError: the rank of `x` is not `len(axes)`, `to_spec` rejects the axes, or the mesh has
+            explicit axes.
     """
     rules = _active_rules.get()
     mesh = jax.sharding.get_abstract_mesh()
+    check_automatic(mesh)
     if rules is None or mesh.empty:
         return x
     if x.ndim != len(axes):

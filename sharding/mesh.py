@@ -108,6 +108,24 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     )
 
 
+def check_automatic(mesh: AnyMesh) -> None:
+    """Check that JAX may choose the shardings on a mesh.
+
+    Raises:
+        ValueError: an axis is explicit, as those of `jax.make_mesh` are by default: every function
+            would then have to state the shardings of its results.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = [name for name, kind in kinds if kind == jax.sharding.AxisType.Explicit]
+    if explicit:
+        raise ValueError(
+            f"the mesh has explicit axes ({', '.join(map(str, explicit))}), but models need "
+            "automatic ones; make it with sharding.mesh.make_mesh(MeshConfig(data=2), "
+            "jax.devices()), or pass axis_types=(jax.sharding.AxisType.Auto,) * "
+            f"{len(mesh.axis_names)} to jax.make_mesh"
+        )
+
+
 def use_mesh(mesh: AnyMesh) -> AbstractContextManager:
     """Return a context in which functions are traced on `mesh`."""
     if isinstance(mesh, jax.sharding.AbstractMesh):

@@ -97,10 +97,11 @@ def _find_text_files(config: DataConfig) -> Documents:
 
 
 def _find_token_files(config: DataConfig) -> Documents:
-    files = [path for prefix in config.paths for path in token_files.token_file_paths(prefix)]
+    prefixes = token_files.find_token_files(config.paths)
+    files = [path for prefix in prefixes for path in token_files.token_file_paths(prefix)]
 
     def open_files() -> dict[str, Sequence[Any]]:
-        parts = [token_files.open_token_file(prefix) for prefix in config.paths]
+        parts = [token_files.open_token_file(prefix) for prefix in prefixes]
         positions = range(sum(map(len, parts)))
         # The last documents are held out, as in Megatron: at least one, unless the fraction is 0.
         num_held = max(round(len(positions) * config.validation_fraction), 1)

@@ -70,6 +70,12 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     for pattern in patterns:
         matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
         found = {Path(match) for match in matches if Path(match).is_file()}
+        folder = next((Path(match) for match in matches if Path(match).is_dir()), None)
+        if not found and folder is not None:
+            raise FileNotFoundError(
+                f"data.paths: {pattern!r} is a folder; name its files, such as "
+                f"'{folder}/*.txt' or, with subfolders, '{folder}/**/*.jsonl'"
+            )
         if not found:
             raise FileNotFoundError(
                 f"data.paths: no file matches {pattern!r} (in {Path.cwd()}); correct the glob"

@@ -17,6 +17,7 @@ A document consists of one or more sequences. In fairseq every sequence is a doc
 Source: megatron/core/datasets/indexed_dataset.py; fairseq/data/indexed_dataset.py.
 """
 
+import glob
 import os
 import struct
 from collections.abc import Iterable, Sequence
@@ -57,6 +58,30 @@ class TokenFile(Sequence[np.ndarray]):
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         return self.tokens[self.bounds[index] : self.bounds[index + 1]]
+
+
+def find_token_files(patterns: Iterable[str]) -> list[str]:
+    """Return the prefixes of token files that are named, or that match globs, in this order.
+
+    Args:
+        patterns: Paths of token files, or globs of them, with or without the suffix .bin or .idx.
+
+    Raises:
+        FileNotFoundError: A glob matches no .bin file.
+    """
+    prefixes: list[str] = []
+    for pattern in patterns:
+        stem = pattern.removesuffix(".bin").removesuffix(".idx")
+        if not glob.has_magic(stem) or Path(f"{stem}.bin").expanduser().is_file():
+            prefixes.append(stem)
+            continue
+        matches = sorted(glob.glob(str(Path(f"{stem}.bin").expanduser()), recursive=True))
+        if not matches:
+            raise FileNotFoundError(
+                f"data.paths: no token file matches {pattern!r} (in {Path.cwd()}); correct the glob"
+            )
+        prefixes += [match.removesuffix(".bin") for match in matches]
+    return prefixes
 
 
 def token_file_paths(prefix: str) -> tuple[Path, Path]:

@@ -242,7 +242,7 @@ class Bert(nnx.Module):
             `[B, T, C]`; or activations `[B, T, D]`.
         """
         config = self.config
-        batch = text_batch(tokens, attention_mask)
+        batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
         if token_types is not None:
             batch["token_types"] = token_types
         x_BTD = self.encoder(self.embed(batch), batch)

@@ -23,8 +23,15 @@ from models.layers.attention import Segments
 from models.losses import chunked_vocab_loss, make_token_loss
 
 
-def text_batch(tokens: jax.Array, attention_mask: jax.Array | None) -> dict[str, jax.Array]:
-    """Return the batch of int32[B, T] tokens; `attention_mask` [B, T] is 0 for padding."""
+def text_batch(
+    tokens: jax.Array, attention_mask: jax.Array | None, *, vocab_size: int
+) -> dict[str, jax.Array]:
+    """Return the batch of int32[B, T] tokens; `attention_mask` [B, T] is 0 for padding.
+
+    Raises:
+        ValueError: see `check_token_ids`.
+    """
+    check_token_ids(tokens, vocab_size)
     if attention_mask is None:
         return {"tokens": tokens}
     return {"tokens": tokens, "segment_ids": attention_mask.astype(jnp.int32)}
@@ -57,6 +64,25 @@ def count_positions(is_token: jax.Array) -> jax.Array:
     """Return int32[B, T], the number of preceding tokens or -1 for padding, from bool[B, T]."""
     is_token = is_token.astype(jnp.int32)
     return jnp.cumsum(is_token, axis=1) * is_token - 1
+
+
+def check_token_ids(tokens: jax.Array, vocab_size: int) -> None:
+    """Check token ids that a model is called with; ids that are being traced are not known yet.
+
+    Raises:
+        ValueError: if an id is not in the vocabulary. JAX would read another row of the table.
+    """
+    is_known = not isinstance(tokens, jax.core.Tracer) and getattr(
+        tokens, "is_fully_addressable", True
+    )
+    if not (is_known and tokens.size):
+        return
+    for bound in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= bound < vocab_size:
+            raise ValueError(
+                f"token id {bound} is not in the vocabulary, whose ids are 0 to {vocab_size - 1}; "
+                "use the tokenizer of the model"
+            )
 
 
 def learned_positions(table_PD: jax.Array, positions: jax.Array, *, first: int = 0) -> jax.Array:

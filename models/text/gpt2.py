@@ -168,7 +168,7 @@ class GPT2(nnx.Module):
         Returns:
             Logits float32[B, T, V], V without padding, or activations `[B, T, D]`.
         """
-        batch = text_batch(tokens, attention_mask)
+        batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
         x_BTD = self.final_norm(self.decoder(self.embed(batch), batch))
         if self.config.head == "none":
             return x_BTD

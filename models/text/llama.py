@@ -218,7 +218,7 @@ class Llama(nnx.Module):
         Returns:
             Logits float32[B, T, V], V without padding, or activations `[B, T, D]`.
         """
-        batch = text_batch(tokens, attention_mask)
+        batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
         x_BTD = self.embed(batch)
         for stack in (self.decoder, self.windowed_decoder):
             x_BTD = x_BTD if stack is None else stack(x_BTD, batch)

@@ -24,7 +24,14 @@ from models.layers.basic import RMSNorm, dropout, lookup, param
 from models.layers.transformer import MLP, Attention, check_activation
 from models.losses import make_token_loss
 from models.stack import Stack
-from models.text.common import check_sizes, padded_vocab, segments, vocab_logits, vocab_loss
+from models.text.common import (
+    check_sizes,
+    check_token_ids,
+    padded_vocab,
+    segments,
+    vocab_logits,
+    vocab_loss,
+)
 from sharding.logical import constrain
 
 
@@ -225,6 +232,8 @@ class T5(nnx.Module):
             attention_mask: [B, S], 0 for padding; None for no padding.
             decoder_attention_mask: [B, T], 0 for padding; None for no padding.
         """
+        for ids in (tokens, decoder_tokens):
+            check_token_ids(ids, self.config.vocab_size)
         batch = {"tokens": tokens, "decoder_tokens": decoder_tokens}
         if attention_mask is not None or decoder_attention_mask is not None:
             for name, ids, mask in (

@@ -217,10 +217,17 @@ def test_to_hf_rejects_anything_but_an_intact_run(spoil, tmp_path, capsys):
         "state": "damaged",
         "config.yaml": "config.yaml is missing",
         "name": "model.name='gpt7'",
-        "none": "contains neither",
+        "none": "is a Hugging Face model already",
     }
     assert said[spoil] in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+
+
+@pytest.mark.parametrize("size", [0, -5])
+def test_to_hf_rejects_files_of_no_size(size, tmp_path, capsys):
+    arguments = [str(tmp_path / "run"), str(tmp_path / "back"), f"--max_shard_bytes={size}"]
+    assert to_hf.main(arguments) == 2
+    assert f"--max_shard_bytes={size} must be at least 1" in capsys.readouterr().err
 
 
 def test_to_hf_rejects_values_that_overflow_the_dtype(tmp_path, capsys):

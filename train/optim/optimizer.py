@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fields.field import field
@@ -116,9 +117,15 @@ def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedul
         "linear": optax.linear_schedule(peak, final, rest),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
+    # In float32 the last rate of a decay can be slightly below its end, and so below 0.
+    decay = partial(_at_least, after, min(final, peak))
     # The warmup starts at peak / warmup instead of 0, so that the first update has an effect.
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    return optax.join_schedules([rise, after], [warmup]) if warmup else after
+    return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
+
+
+def _at_least(schedule: optax.Schedule, lowest: float, count: Any) -> Any:
+    return jnp.maximum(schedule(count), lowest)
 
 
 def decay_mask(params: Any, not_decayed: Collection[str] = ()) -> Any:

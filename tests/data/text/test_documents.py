@@ -182,6 +182,11 @@ def test_invalid_text_files_are_rejected(file, content, error, message, tmp_path
         list(open_documents(text_config(tmp_path / "a.*"))["train"])
 
 
+def test_folder_instead_of_files_is_named_as_such(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"'.*' is a folder; name its files, .*/\*\.txt'"):
+        open_documents(text_config(tmp_path))
+
+
 def test_one_small_document_cannot_be_split(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "alone"}')
     with pytest.raises(ValueError, match=r"data\.validation_fraction=0\.5 leaves .* but both need"):

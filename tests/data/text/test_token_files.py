@@ -137,6 +137,24 @@ def test_token_files_are_trained_on_unchanged(tmp_path):
     assert tokens_of(corpus.validation).tolist() == [256, 9, 200, 256]
 
 
+def test_globs_of_token_files_are_read_in_order(tmp_path):
+    for number in (3, 1, 2):
+        write_token_file(str(tmp_path / f"t{number}"), [np.array([number])], np.dtype(np.uint16))
+    expected = [256, 1, 256, 2, 256, 3, 256]
+    for pattern in ("t*", "t*.bin", "t?.idx"):
+        corpus = load_text(megatron_config(tmp_path, str(tmp_path / pattern)))
+        assert tokens_of(corpus.train).tolist() == expected
+    with pytest.raises(FileNotFoundError, match=r"data\.paths: no token file matches '.*/u\*'"):
+        load_text(megatron_config(tmp_path, str(tmp_path / "u*")))
+
+
+def test_reading_ids_that_the_tokenizer_does_not_have_is_refused(tmp_path, capsys):
+    path = str(tmp_path / "large")
+    write_token_file(path, [np.array([5, 2**31 - 1])], np.dtype(np.int32))
+    assert megatron.main(["read", path, "--data.tokenizer=bytes"]) == 2
+    assert "document 0 has the token id 2147483647, but" in capsys.readouterr().err
+
+
 def test_ids_outside_the_tokenizer_are_rejected(tmp_path):
     message = r"data\.name='megatron': the token id 300 must be .* less than the tokenizer's 257"
     with pytest.raises(ValueError, match=message):

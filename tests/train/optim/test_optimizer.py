@@ -64,6 +64,15 @@ def test_learning_rate_decays_to_its_final_fraction(schedule, middle, end):
     assert rate(1000, schedule=schedule) == pytest.approx(end)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_rate_of_a_compiled_step_is_never_negative(schedule):
+    """A compiler may multiply by the reciprocal of the number of steps, which is rounded."""
+    config = dataclasses.replace(BASE, schedule=schedule, final_learning_rate_fraction=0.0)
+    for num_steps in range(10, 60):
+        rates = jax.jit(jax.vmap(make_learning_rate(config, num_steps)))(jnp.arange(num_steps))
+        assert float(rates.min()) >= 0
+
+
 def test_warmup_may_be_longer_than_the_run():
     assert rate(2, num_steps=3) == pytest.approx(0.015)
 
