@@ -289,6 +289,13 @@ def test_bad_input_is_reported_in_one_sentence_without_traceback(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+def test_run_that_exceeds_the_memory_of_the_machine_is_refused(corpus_overrides, tmp_path, capsys):
+    huge = ("model.embed_dim=65536", "model.num_layers=64")  # 13 TB of parameters
+    assert run_main(tmp_path / "run", (*TINY, *corpus_overrides, *huge)) == REFUSED
+    assert "memory" in error_line(capsys)
+    assert not (tmp_path / "run").exists()
+
+
 def test_broken_files_are_named(corpus_overrides, tmp_path, capsys):
     broken = tmp_path / "tokenizer.json"
     broken.write_text('{"model": ')

@@ -45,6 +45,8 @@ class Budget:
 def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
     """Return the budget of a run: from the config, or a fraction of the available memory.
 
+    A CPU's memory is divided by the number of devices that it simulates.
+
     Args:
         config: may set the budgets.
         mesh: the mesh of devices.
@@ -54,7 +56,10 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
     devices = mesh.local_devices
 
     def local_values() -> list:
-        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+        if devices[0].platform == "cpu":  # all simulated devices of a host share its memory
+            limits = [host_memory_bytes() / (max(hosts.values()) * len(devices))]
+        else:
+            limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
         least = min((limit for limit in limits if limit is not None), default=math.inf)
         return [least, host_memory_bytes(), len(devices), devices[0].device_kind]
 
