@@ -18,6 +18,7 @@ from convert.model_on_disk import Shapes, Source, check_known, shapes_of
 from convert.names import TensorMapping, match
 from convert.registry import find
 from convert.tensor_files import Tensor, open_tensors, same_values
+from data.text.tokenizer import find_tokenizer
 from fields.types import check_types
 from models.vision.common import ImageInputConfig
 from untrusted.documents import read_json
@@ -60,7 +61,6 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
     if issubclass(architecture.model_class.Config, ImageInputConfig):
         fields |= preprocessor.read(path, fields, harmless=harmless)
     _check_depth(fields, tensors, path)
-    tokenizer = path / "tokenizer.json"
     source = Source(
         path=path,
         model=architecture.model,
@@ -69,7 +69,7 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         fields=fields,
         hf_files=path,
         hf_config=hf,
-        tokenizer=tokenizer if tokenizer.exists() else None,
+        tokenizer=find_tokenizer(path),
         open=lambda shapes: {},
         dtypes={},
     )

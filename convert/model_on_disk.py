@@ -33,7 +33,8 @@ class Source:
         hf_files: The directory of config.json and the files of the tokenizer, some of which may be
             absent; None if there is no such directory.
         hf_config: The content of config.json; None if there is none.
-        tokenizer: The path of tokenizer.json; None if there is none.
+        tokenizer: The path of tokenizer.json, or of a directory with vocab.json and merges.txt;
+            None if there is neither.
         open: A function {path of a parameter: shape} -> {path of a parameter: array that is read
             lazily}. The vocabulary is padded to the given shapes.
         dtypes: Name of a Hugging Face tensor -> its original dtype, for tensors where it is known.

@@ -15,6 +15,7 @@ from checkpoint.layout import STATE, steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
 from convert.model_on_disk import Shapes, Source, check_known
 from convert.registry import find
+from data.text.tokenizer import find_tokenizer
 from models.registry import find_model
 from models.stack import logical_axes
 from untrusted.documents import read_json, read_yaml
@@ -98,7 +99,6 @@ def open_run(
     has_config = (files / "config.json").exists()
     hf = read_json(files / "config.json", within=workdir) if has_config else None
     dtypes = files / DTYPES_FILE
-    tokenizer = files / "tokenizer.json"
     source = Source(
         path=path,
         model=name,
@@ -107,7 +107,7 @@ def open_run(
         fields=fields,
         hf_files=files if files.is_dir() else None,
         hf_config=hf,
-        tokenizer=tokenizer if tokenizer.exists() else None,
+        tokenizer=find_tokenizer(files),
         open=lambda shapes: _open_checkpoint(source, step, shapes, averaged),
         dtypes=read_json(dtypes, within=workdir) if dtypes.exists() else {},
     )

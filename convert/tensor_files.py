@@ -15,6 +15,7 @@ each tensor is read and written before the next one.
 import json
 import math
 import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,8 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
         if not allow_pickle_weights:
             raise ValueError(
                 f"{files[0]} is a pickle, which can run code when it is opened; save the model as "
-                "safetensors, or, if you trust it, pass --allow_pickle_weights"
+                "safetensors, or, if you trust it, convert it: python -m convert.from_hf "
+                f"{directory} runs/{directory.name} --allow_pickle_weights"
             )
     else:
         raise ValueError(f"{directory} contains neither {SINGLE_FILE} nor {INDEX_FILE}")
@@ -290,7 +292,9 @@ def _open_pickle(file: Path) -> Iterator[Tensor]:
 
     open_regular(file, within=file.parent).close()
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        # Files written before PyTorch 1.6 are no zip files, and cannot be memory-mapped.
+        is_zip = zipfile.is_zipfile(file)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{file} cannot be read as a file of weights only: {reason}") from None

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from convert.runs import newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
 from data.text.tokenizer import load_tokenizer_file
+from models.registry import find_model
 from untrusted.files import write_text
 from untrusted.imports import add_allow_import
 
@@ -162,6 +164,38 @@ def describe(source: Source) -> tuple[Architecture, dict[str, Any]]:
         "no Hugging Face architecture matches this model: the closest one, "
         f"{candidates[nearest].name}, cannot have {', '.join(differences[nearest])}"
     )
+
+
+def export_problem(model: str, config: Any, source: Source | None) -> str | None:
+    """Return why a model that is to be trained could not be exported, or None if it could.
+
+    Models that Hugging Face does not have at all are no problem.
+
+    Args:
+        model: The `model.name` of the run.
+        config: The Config of its model class.
+        source: The checkpoint that the run starts from, or None.
+    """
+    if all(architecture.model != model for architecture in architectures().values()):
+        return None
+    try:
+        describe(
+            Source(
+                path=Path(),
+                model=model,
+                model_class=find_model(model),
+                architecture=None if source is None else source.architecture,
+                fields={each.name: getattr(config, each.name) for each in fields_of(config)},
+                hf_files=None,
+                hf_config=None if source is None else source.hf_config,
+                tokenizer=None,
+                open=lambda shapes: {},
+                dtypes={},
+            )
+        )
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _config(

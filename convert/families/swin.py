@@ -13,8 +13,9 @@ from convert.families.vit import IMAGE_KEYS, NORMS, patches, side
 from convert.keys import NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
 from models.vision.swin import Swin
-from models.vision.swin_config import MAX_STAGES
+from models.vision.swin_config import MAX_STAGES, SwinConfig
 
+_FIELDS = {field.name for field in dataclasses.fields(SwinConfig)}
 #: Linear layer of a block here -> its name in the Hugging Face model.
 _LINEARS = {
     "attention.q": "attention.self.query",
@@ -90,6 +91,24 @@ def _write_sizes(fields: Config) -> dict[str, int]:
     return {"hidden_size": fields["embed_dim"] * 2 ** (num_stages - 1), "num_layers": num_stages}
 
 
+def _check_windows(fields: Config) -> dict[str, Any]:
+    """Refuse stages that are smaller than their windows: transformers has a table for a whole one.
+
+    Returns:
+        No keys of config.json.
+    """
+    config = SwinConfig(**{key: value for key, value in fields.items() if key in _FIELDS})
+    for stage in range(config.num_stages):
+        side = config.side(stage)
+        if side < config.window_size:
+            raise ValueError(
+                f"model.window_size={config.window_size} is larger than stage {stage}, which has "
+                f"{side} × {side} patches; transformers cannot run such a Swin, so it cannot be "
+                "exported; train with a smaller window or larger images, or with model.version=2"
+            )
+    return {}
+
+
 def _read_pretrained(hf: Config) -> dict[str, tuple[int, ...]]:
     sides = _tuple(hf, "pretrained_window_sizes") or ()
     is_none = isinstance(sides, tuple) and not any(sides)
@@ -114,6 +133,7 @@ _KEYS = (
     Keys(("hidden_size", "num_layers"), lambda hf: {}, _write_sizes),
     Only("use_absolute_embeddings", (False,)),
 )
+_WINDOWS = Keys((), lambda hf: {}, _check_windows)
 _PRETRAINED = Keys(("pretrained_window_sizes",), _read_pretrained, _write_pretrained)
 
 _SWIN = Architecture(
@@ -121,7 +141,7 @@ _SWIN = Architecture(
     model_type="swin",
     model="swin",
     model_class=Swin,
-    keys=(*_KEYS, NUM_LABELS),
+    keys=(*_KEYS, _WINDOWS, NUM_LABELS),
     rows=(*_body("swin"), *linear("classifier", "classifier")),
     prefix="swin.",
     fields={"version": 1},
@@ -149,7 +169,7 @@ _SWIN_2 = dataclasses.replace(
 _HEADLESS = {"other_heads": (*_SWIN.other_heads, r"classifier\.")}
 ARCHITECTURES = (
     _SWIN,
-    dataclasses.replace(_SWIN, keys=_KEYS).base("SwinModel", **_HEADLESS),
+    dataclasses.replace(_SWIN, keys=(*_KEYS, _WINDOWS)).base("SwinModel", **_HEADLESS),
     _SWIN_2,
     dataclasses.replace(_SWIN_2, keys=(*_KEYS, _PRETRAINED)).base("Swinv2Model", **_HEADLESS),
 )

@@ -18,6 +18,7 @@ from data.text.special_tokens import (
     find_special_ids,
 )
 from untrusted.cached import read_cached, write_cached
+from untrusted.documents import read_json
 from untrusted.files import read_text
 
 # The largest tokenizer.json that is read; those of large vocabularies have 35 MB.
@@ -168,6 +169,7 @@ class FileTokenizer:
         # RoBERTa encodes a pair as CLS A SEP SEP B SEP, with 4 special tokens; BERT needs only 3.
         self.has_token_types = self._tokenizer.num_special_tokens_to_add(is_pair=True) != 4
         self.source = source
+        self.content = content
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
@@ -213,10 +215,10 @@ class FileTokenizer:
 
 
 def load_tokenizer_file(path: str) -> FileTokenizer:
-    """Load a tokenizer.json.
+    """Load a tokenizer.json, or the vocab.json and merges.txt of older models.
 
     Args:
-        path: The path of the file, or of a directory that contains a tokenizer.json.
+        path: The path of the file, or of a directory that contains these files.
 
     Returns:
         The tokenizer.
@@ -226,9 +228,13 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
         ValueError: The file is not a tokenizer.
     """
     file = Path(path).expanduser()
+    directory = file
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
-        content = read_text(file, max_bytes=_MAX_FILE_BYTES)
+        if find_tokenizer(directory) == directory:
+            content = _byte_level_bpe(directory)
+        else:
+            content = read_text(file, max_bytes=_MAX_FILE_BYTES)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"data.tokenizer={path!r}: there is no file {file}; set it to the path of a "
@@ -240,6 +246,47 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
             "replace the file, or set data.tokenizer to 'bpe' or 'bytes'"
         ) from error
     return FileTokenizer(content, path)
+
+
+def find_tokenizer(directory: Path) -> Path | None:
+    """Return what to load as the tokenizer of a model in a directory, or None if it has none."""
+    if (directory / "tokenizer.json").exists():
+        return directory / "tokenizer.json"
+    older = (directory / "vocab.json", directory / "merges.txt")
+    return directory if all(file.is_file() for file in older) else None
+
+
+def _byte_level_bpe(directory: Path) -> str:
+    """Return the tokenizer.json of a byte-level BPE that is given as vocab.json and merges.txt.
+
+    Raises:
+        ValueError: A file is damaged, or leads out of the directory.
+        OSError: A file cannot be read.
+    """
+    vocab = read_json(directory / "vocab.json", within=directory, max_bytes=_MAX_FILE_BYTES)
+    text = read_text(directory / "merges.txt", within=directory, max_bytes=_MAX_FILE_BYTES)
+    lines = [line for line in text.split("\n") if line and not line.startswith("#version")]
+    config: dict = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (directory / name).is_file():
+            config |= read_json(directory / name, within=directory)
+    named = [each.get("content") if isinstance(each, dict) else each for each in config.values()]
+    special = [each for each in named if isinstance(each, str) and each in vocab] or [END_OF_TEXT]
+    try:
+        merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # The library raises plain Exception.
+        raise ValueError(f"vocab.json and merges.txt do not fit each other ({error})") from error
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=config.get("add_prefix_space") is True
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([each for each in dict.fromkeys(special) if each in vocab])
+    if "cls_token" in config and {"<s>", "</s>"} <= vocab.keys():  # two separators, as in RoBERTa
+        tokenizer.post_processor = tokenizers.processors.RobertaProcessing(
+            ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
+        )
+    return tokenizer.to_str()
 
 
 def load_bpe(

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from models.layers.attention import Segments
 from models.losses import chunked_vocab_loss, make_token_loss
@@ -72,9 +73,7 @@ def check_token_ids(tokens: jax.Array, vocab_size: int) -> None:
     Raises:
         ValueError: if an id is not in the vocabulary. JAX would read another row of the table.
     """
-    is_known = not isinstance(tokens, jax.core.Tracer) and getattr(
-        tokens, "is_fully_addressable", True
-    )
+    is_known = not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True)
     if not (is_known and tokens.size):
         return
     for bound in (int(tokens.min()), int(tokens.max())):

@@ -99,7 +99,7 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(embed, **norm)
         self.mlp = MLP(
             embed,
-            round(config.mlp_ratio * embed),
+            config.mlp_dim(stage),
             activation=config.activation,
             use_bias=True,
             stddevs=(stddev, stddev),
@@ -264,7 +264,7 @@ class Swin(nnx.Module):
             (window, _) = config.window(stage)
             in_windows = (-(-side // window) * window) ** 2
             attention = 4 * dense_flops(width, width) + 2 * dense_flops(window**2, width)
-            mlp = 2 * dense_flops(width, round(config.mlp_ratio * width))
+            mlp = 2 * dense_flops(width, config.mlp_dim(stage))
             total += depth * (in_windows * attention + side**2 * mlp)
             if stage:
                 total += side**2 * dense_flops(2 * width, width)

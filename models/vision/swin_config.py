@@ -104,6 +104,10 @@ class SwinConfig(ImageInputConfig):
         """Return the number of dims C of a stage."""
         return self.embed_dim * 2**stage
 
+    def mlp_dim(self, stage: int) -> int:
+        """Return the number of hidden dims of the MLPs of a stage, rounded down."""
+        return int(self.mlp_ratio * self.width(stage))
+
     def side(self, stage: int) -> int:
         """Return the rows and columns of patches of a stage; incomplete patches are padded."""
         return -(-self.image_size // (self.patch_size * 2**stage))

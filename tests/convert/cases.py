@@ -219,7 +219,7 @@ CASES |= {
     ),
     "mae_base": ("ViTMAEModel", {**_MAE, "mask_ratio": 0.0}),
     "swin": ("SwinForImageClassification", {**_SWIN, **_LABELS}),
-    "swin_odd": ("SwinForImageClassification", {**_ODD_SWIN, "mlp_ratio": 2.5}),
+    "swin_odd": ("SwinForImageClassification", {**_ODD_SWIN, "mlp_ratio": 2.9}),
     "swin_base": ("SwinModel", {**_SWIN, "qkv_bias": False}),
     "swinv2": ("Swinv2ForImageClassification", {**_SWIN, **_LABELS}),
     "swinv2_odd": (

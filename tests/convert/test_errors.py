@@ -1,7 +1,9 @@
 """Models and runs that are refused: with one sentence, and without files left behind."""
 
+import dataclasses
 import json
 import struct
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from convert import from_hf, to_hf
 from convert.from_hf import load
 from convert.names import TensorMapping
 from convert.source import read_source
+from models.vision.vit import ViTConfig
 from tests.convert import cases, hf_files
 
 
@@ -58,9 +61,10 @@ def leave_directory(directory):
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def pickle_weights(directory):
+def pickle_weights(directory, *, is_zip=True):
     (directory / "model.safetensors").unlink()
-    torch.save(cases.make("gpt2").state_dict(), directory / "pytorch_model.bin")
+    path = directory / "pytorch_model.bin"
+    torch.save(cases.make("gpt2").state_dict(), path, _use_new_zipfile_serialization=is_zip)
 
 
 def quantise(directory):
@@ -96,7 +100,7 @@ REFUSED = {
         lambda d: (d / "config.json").write_text("{"),
         r"config\.json is not valid JSON",
     ),
-    "pickle": (pickle_weights, r"is a pickle.*--allow_pickle_weights"),
+    "pickle": (pickle_weights, r"is a pickle.*convert\.from_hf .* --allow_pickle_weights"),
     "quantised": (quantise, r"transformer\.ln_f\.weight.* has the dtype I8"),
     "untied": (untie, r"transformer\.wte\.weight and lm_head\.weight differ"),
     "architecture": (
@@ -157,10 +161,11 @@ def test_errors_are_reported_and_leave_no_files(what, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_pickles_are_read_if_allowed(tmp_path):
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before PyTorch 1.6"])
+def test_pickles_are_read_if_allowed(is_zip, tmp_path):
     cases.save("gpt2", tmp_path / "plain")
     cases.save("gpt2", tmp_path / "theirs")
-    pickle_weights(tmp_path / "theirs")
+    pickle_weights(tmp_path / "theirs", is_zip=is_zip)
     found = hf_files.parameters(tmp_path / "theirs", allow_pickle_weights=True)
     jax.tree.map(np.testing.assert_array_equal, found, hf_files.parameters(tmp_path / "plain"))
 
@@ -254,3 +259,12 @@ def test_failed_conversion_leaves_no_files(tmp_path, monkeypatch, capsys):
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert line.endswith("could not be saved: the disk is gone")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_model_that_cannot_be_exported_is_known_before_training():
+    sizes: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "num_labels": 3}
+    config = ViTConfig(**sizes, image_size=8, channels=1, patch_size=4, mlp_dim=8)
+    assert to_hf.export_problem("vit", config, None) is None
+    problem = to_hf.export_problem("vit", dataclasses.replace(config, pool="mean"), None)
+    assert problem is not None and "cannot have model.pool='mean'" in problem
+    assert to_hf.export_problem("resmlp", None, None) is None  # Hugging Face has no such model

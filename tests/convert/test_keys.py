@@ -1,6 +1,8 @@
 """The translation of config.json: old forms of keys, defaults, and keys that are refused."""
 
+import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from convert.from_hf import load
 from convert.keys import REQUIRED, Key, read, write
 from convert.registry import architectures
 from models.text.llama import LlamaConfig
+from models.vision.swin_config import SwinConfig
 from tests.convert import cases, hf_files
 
 
@@ -222,3 +225,26 @@ def test_model_with_another_head_gets_another_architecture(tmp_path):
         hf_files.parameters(tmp_path / "back", harmless=["custom"])["classifier"]["kernel"],
         hf_files.parameters(tmp_path / "became")["classifier"]["kernel"],
     )
+
+
+def test_swin_whose_windows_are_larger_than_a_stage_is_not_exported():
+    """Version 1 of transformers' Swin has tables for whole windows; version 2 has smaller ones."""
+    sizes: dict[str, Any] = {
+        "image_size": 32,
+        "channels": 3,
+        "patch_size": 4,
+        "embed_dim": 12,
+        "depths": (2, 2),
+        "num_heads": (2, 2),
+        "window_size": 8,
+    }
+    keys = {a.name: a.keys for a in architectures().values()}
+
+    def exported(name: str, **changes: Any) -> dict:
+        fields = dataclasses.asdict(SwinConfig(**{**sizes, **changes}))
+        return write(fields, keys[name], {}, harmless=())
+
+    assert exported("SwinForImageClassification", window_size=4)["window_size"] == 4
+    assert exported("Swinv2ForImageClassification", version=2)["window_size"] == 8
+    with pytest.raises(ValueError, match=r"window_size=8 .* stage 1, which has 4 × 4 patches"):
+        exported("SwinForImageClassification")

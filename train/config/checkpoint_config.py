@@ -144,7 +144,8 @@ def _take_tokenizer(config: Any, source: Source, overridden: Collection[str]) ->
         return
     if source.tokenizer is None:
         raise ValueError(
-            f"init_from={config.init_from!r} has no tokenizer.json; set data.tokenizer to the path "
-            "of the tokenizer that the model was trained with"
+            f"init_from={config.init_from!r} has neither a tokenizer.json nor a vocab.json with "
+            "merges.txt; set data.tokenizer to the path of the tokenizer that the model was "
+            "trained with"
         )
     config.data.tokenizer = str(source.tokenizer)

@@ -16,12 +16,13 @@ from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
 from data.examples import Corpus
 from data.text.text_corpus import TextCorpus
+from data.text.tokenizer import FileTokenizer
 from sharding.distributed.messages import Exchange
 from sharding.memory import MemoryConfig
 from train.config.config_files import as_yaml, differences, load_data
 from train.config.schema import SECTIONS
 from train.run.run import Run
-from untrusted.files import check_links, copy_file, write_text
+from untrusted.files import check_links, write_text
 
 #: Sections and keys that a run must share with the checkpoints that it resumes from.
 FIXED = (
@@ -125,8 +126,8 @@ def write_run_files(
     write_text(workdir / "memory.txt", report + "\n")
     if source is not None:
         keep_hf_files(source, workdir)
-    elif isinstance(corpus, TextCorpus) and Path(corpus.tokenizer.source).is_file():
-        copy_file(Path(corpus.tokenizer.source), hf / "tokenizer.json")
+    elif isinstance(corpus, TextCorpus) and isinstance(corpus.tokenizer, FileTokenizer):
+        write_text(hf / "tokenizer.json", corpus.tokenizer.content)
     if corpus.labels:
         write_text(hf / LABELS_FILE, json.dumps(corpus.labels) + "\n")
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 
 from data.text.tokenizer import ByteTokenizer, FileTokenizer, load_bpe, load_tokenizer_file
 from tests.data.corpora import byte_level, sentence_piece, word_piece
@@ -158,3 +159,52 @@ def test_special_tokens_of_published_kinds_are_found(
     assert tokenizer.is_text()[ids].all() and len(ids) > 5
     # A byte-level vocabulary does not mark the first word of a text.
     assert starts[1:].sum() == 4 and starts[0] == (make is not byte_level), pieces
+
+
+def save_bpe(directory, special, **files):
+    """Write the vocab.json and the merges.txt of a byte-level BPE, and further JSON files."""
+    trainer = tokenizers.ByteLevelBPETokenizer()
+    texts = ["the cat sat on the mat", "naïve café — 数学 " * 3, "1234 5678 the the"] * 5
+    trainer.train_from_iterator(texts, vocab_size=340, special_tokens=special, show_progress=False)
+    directory.mkdir()
+    trainer.save_model(str(directory))
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+
+
+#: Model -> special tokens in the order of their ids, and the files that name them.
+OLDER = {
+    "gpt2": (["<|endoftext|>"], {}),
+    "opt": (
+        ["<s>", "<pad>", "</s>", "<unk>"],
+        {"special_tokens_map": {"bos_token": {"content": "</s>"}, "eos_token": "</s>"}},
+    ),
+    "roberta": (
+        ["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
+        {"special_tokens_map": {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("model", OLDER)
+def test_vocab_and_merges_give_the_ids_of_transformers(model, tmp_path):
+    special, files = OLDER[model]
+    save_bpe(tmp_path / "t", special, **files, config={"model_type": model})
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
+    ours = load_tokenizer_file(str(tmp_path / "t"))
+    texts = ["the cat", " the naïve 数学!", "", "1234  the\n\ncafé"]
+    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
+        assert ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ids) == text
+    assert ours.eos_id == special.index("</s>" if "</s>" in special else "<|endoftext|>")
+    assert ours.has_token_types == (model != "roberta")
+
+
+@pytest.mark.parametrize(
+    "name, content", [("vocab.json", "[1]"), ("vocab.json", '{"a": 1e99}'), ("merges.txt", "a b c")]
+)
+def test_damaged_vocab_or_merges_are_refused(name, content, tmp_path):
+    save_bpe(tmp_path / "t", ["</s>"])
+    (tmp_path / "t" / name).write_text(content)
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.* cannot be read as a tokenizer\.json"):
+        load_tokenizer_file(str(tmp_path / "t"))

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -23,7 +22,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(token):
     model = gpt2()
     with pytest.raises(ValueError, match=f"token id {token} is not in the vocab.*ids are 0 to 49"):
         model(jnp.array([[1, token]]))
-    assert model(np.array([[0, 49]])).shape == (1, 2, 50)
+    assert model(jnp.array([[0, 49]])).shape == (1, 2, 50)
 
 
 def test_token_ids_of_both_sides_of_t5_are_checked():
