@@ -263,7 +263,7 @@ def test_failed_conversion_leaves_no_files(tmp_path, monkeypatch, capsys):
 
 def test_model_that_cannot_be_exported_is_known_before_training():
     sizes: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "num_labels": 3}
-    config = ViTConfig(**sizes, image_size=8, channels=1, patch_size=4, mlp_dim=8)
+    config = ViTConfig(**sizes, image_size=8, num_channels=1, patch_size=4, mlp_dim=8)
     assert to_hf.export_problem("vit", config, None) is None
     problem = to_hf.export_problem("vit", dataclasses.replace(config, pool="mean"), None)
     assert problem is not None and "cannot have model.pool='mean'" in problem

@@ -231,7 +231,7 @@ def test_swin_whose_windows_are_larger_than_a_stage_is_not_exported():
     """Version 1 of transformers' Swin has tables for whole windows; version 2 has smaller ones."""
     sizes: dict[str, Any] = {
         "image_size": 32,
-        "channels": 3,
+        "num_channels": 3,
         "patch_size": 4,
         "embed_dim": 12,
         "depths": (2, 2),
