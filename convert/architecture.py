@@ -5,7 +5,7 @@ to import a model and to export it.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from convert.keys import KeyMap
@@ -34,6 +34,8 @@ class Architecture:
         detect: A function (tensors in the files, config.json) -> config fields that only the
             tensors reveal; None if there are none.
         detected_fields: The names of the fields that `detect` returns.
+        limits: A function (the model class's Config) -> sentences about what the class cannot run
+            although config.json can express it; None if there is no such case.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Architecture:
     other_heads: Sequence[str] = ()
     detect: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
     detected_fields: Sequence[str] = ()
+    limits: Callable[[Any], Iterator[str]] | None = None
 
     def tensor_mappings(
         self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None

@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from convert.runs import newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
 from data.text.tokenizer import load_tokenizer_file
-from models.registry import find_model
 from untrusted.files import write_text
 from untrusted.imports import add_allow_import
 
@@ -90,7 +88,7 @@ def convert(
     step = newest_checkpoint(checkpoint)
     source = read_source(step, averaged=averaged, allow_import=allow_import)
     with new_directory(dst) as directory:
-        architecture, hf = describe(source)
+        architecture, hf = describe(source.model, source.config, source)
         hf, default = _with_dtype({**hf, **_token_ids(source), **_labels(source)}, dtype)
         _write_tensors(source, architecture, directory, dtype, default, max_shard_bytes)
         write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
@@ -131,11 +129,14 @@ def _write_tensors(
     )
 
 
-def describe(source: Source) -> tuple[Architecture, dict[str, Any]]:
+def describe(model: str, config: Any, source: Source | None) -> tuple[Architecture, dict[str, Any]]:
     """Find the Hugging Face architecture that expresses a model exactly.
 
     Args:
-        source: The model.
+        model: The `model.name` of the run.
+        config: The Config of its model class.
+        source: The model on disk that the run starts from, or that is exported; None if there is
+            none.
 
     Returns:
         The architecture, and the content of its config.json.
@@ -144,19 +145,20 @@ def describe(source: Source) -> tuple[Architecture, dict[str, Any]]:
         ValueError: There is no such architecture; the message names the fields that the closest
             one cannot express.
     """
-    original = source.hf_config
-    candidates = [a for a in architectures().values() if a.model == source.model]
+    original = None if source is None else source.hf_config
+    candidates = _candidates(model)
     # Prefer the architecture that the run was imported from. That one may be of another model, of
     # which the run took only the encoder.
-    if source.architecture is not None and source.architecture.model == source.model:
-        candidates.insert(0, source.architecture)
+    imported = None if source is None else source.architecture
+    if imported is not None and imported.model == model:
+        candidates.insert(0, imported)
     if not candidates:
-        raise ValueError(f"model.name={source.model!r} has no counterpart in Hugging Face's models")
+        raise ValueError(f"model.name={model!r} has no counterpart in Hugging Face's models")
     differences: list[list[str]] = []
     for candidate in candidates:
         keep = original if original and original.get("model_type") == candidate.model_type else {}
-        hf = _config(candidate, source, keep)
-        differences.append(list(_differences(candidate, source, hf)))
+        hf = _config(candidate, config, keep)
+        differences.append(list(_differences(candidate, config, hf)))
         if not differences[-1]:
             return candidate, hf
     nearest = min(range(len(candidates)), key=lambda i: len(differences[i]))
@@ -176,42 +178,32 @@ def export_problem(model: str, config: Any, source: Source | None) -> str | None
         config: The Config of its model class.
         source: The checkpoint that the run starts from, or None.
     """
-    if all(architecture.model != model for architecture in architectures().values()):
+    if not _candidates(model):
         return None
     try:
-        describe(
-            Source(
-                path=Path(),
-                model=model,
-                model_class=find_model(model),
-                architecture=None if source is None else source.architecture,
-                fields={each.name: getattr(config, each.name) for each in fields_of(config)},
-                hf_files=None,
-                hf_config=None if source is None else source.hf_config,
-                tokenizer=None,
-                open=lambda shapes: {},
-                dtypes={},
-            )
-        )
+        describe(model, config, source)
     except ValueError as error:
         return str(error)
     return None
 
 
-def _config(
-    architecture: Architecture, source: Source, original: Mapping[str, Any]
-) -> dict[str, Any]:
-    fields = dataclasses.asdict(source.config)
+def _candidates(model: str) -> list[Architecture]:
+    """Return the architectures of a model."""
+    return [each for each in architectures().values() if each.model == model]
+
+
+def _config(architecture: Architecture, config: Any, original: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dataclasses.asdict(config)
     hf = write(fields, architecture.keys, original, harmless=list(original))
     names = {"architectures": [architecture.name], "model_type": architecture.model_type}
     return {**names, **hf, **names}
 
 
-def _differences(
-    architecture: Architecture, source: Source, hf: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield the config fields of a model that reading this config.json would not reproduce."""
-    wanted = dataclasses.asdict(source.config)
+def _differences(architecture: Architecture, config: Any, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what an architecture cannot do, and the fields that config.json would not reproduce."""
+    if architecture.limits is not None:
+        yield from architecture.limits(config)
+    wanted = dataclasses.asdict(config)
     read_back = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
     read_back |= {
         name: wanted[name]
@@ -219,7 +211,7 @@ def _differences(
         if name in wanted
     }
     try:
-        back = dataclasses.asdict(source.model_class.Config(**read_back))
+        back = dataclasses.asdict(type(config)(**read_back))
     except ValueError as error:
         yield str(error)
         return

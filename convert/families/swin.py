@@ -6,6 +6,7 @@ is expressed by a `Row` with `first` = 0 or 1 and `step` = 2.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from convert.architecture import Architecture
@@ -15,7 +16,6 @@ from convert.names import Row, linear, norm
 from models.vision.swin import Swin
 from models.vision.swin_config import MAX_STAGES, SwinConfig
 
-_FIELDS = {field.name for field in dataclasses.fields(SwinConfig)}
 #: Linear layer of a block here -> its name in the Hugging Face model.
 _LINEARS = {
     "attention.q": "attention.self.query",
@@ -91,22 +91,19 @@ def _write_sizes(fields: Config) -> dict[str, int]:
     return {"hidden_size": fields["embed_dim"] * 2 ** (num_stages - 1), "num_layers": num_stages}
 
 
-def _check_windows(fields: Config) -> dict[str, Any]:
-    """Refuse stages that are smaller than their windows: transformers has a table for a whole one.
+def _large_windows(config: SwinConfig) -> Iterator[str]:
+    """Yield the first stage that is smaller than its windows.
 
-    Returns:
-        No keys of config.json.
+    The first version's class in transformers always has a table for a whole window.
     """
-    config = SwinConfig(**{key: value for key, value in fields.items() if key in _FIELDS})
     for stage in range(config.num_stages):
         side = config.side(stage)
         if side < config.window_size:
-            raise ValueError(
-                f"model.window_size={config.window_size} is larger than stage {stage}, which has "
-                f"{side} × {side} patches; transformers cannot run such a Swin, so it cannot be "
-                "exported; train with a smaller window or larger images, or with model.version=2"
+            yield (
+                f"model.window_size={config.window_size} in stage {stage}, which has only "
+                f"{side} × {side} patches (use a smaller window, larger images, or model.version=2)"
             )
-    return {}
+            return
 
 
 def _read_pretrained(hf: Config) -> dict[str, tuple[int, ...]]:
@@ -133,7 +130,6 @@ _KEYS = (
     Keys(("hidden_size", "num_layers"), lambda hf: {}, _write_sizes),
     Only("use_absolute_embeddings", (False,)),
 )
-_WINDOWS = Keys((), lambda hf: {}, _check_windows)
 _PRETRAINED = Keys(("pretrained_window_sizes",), _read_pretrained, _write_pretrained)
 
 _SWIN = Architecture(
@@ -141,7 +137,7 @@ _SWIN = Architecture(
     model_type="swin",
     model="swin",
     model_class=Swin,
-    keys=(*_KEYS, _WINDOWS, NUM_LABELS),
+    keys=(*_KEYS, NUM_LABELS),
     rows=(*_body("swin"), *linear("classifier", "classifier")),
     prefix="swin.",
     fields={"version": 1},
@@ -156,6 +152,7 @@ _SWIN = Architecture(
     ),
     buffers=(r"relative_position_index$", r"relative_coords_table$"),
     other_heads=(r".*embeddings\.mask_token", r"decoder\."),
+    limits=_large_windows,
 )
 _SWIN_2 = dataclasses.replace(
     _SWIN,
@@ -165,11 +162,12 @@ _SWIN_2 = dataclasses.replace(
     rows=(*_body("swinv2"), *linear("classifier", "classifier")),
     prefix="swinv2.",
     fields={"version": 2},
+    limits=None,
 )
 _HEADLESS = {"other_heads": (*_SWIN.other_heads, r"classifier\.")}
 ARCHITECTURES = (
     _SWIN,
-    dataclasses.replace(_SWIN, keys=(*_KEYS, _WINDOWS)).base("SwinModel", **_HEADLESS),
+    dataclasses.replace(_SWIN, keys=_KEYS).base("SwinModel", **_HEADLESS),
     _SWIN_2,
     dataclasses.replace(_SWIN_2, keys=(*_KEYS, _PRETRAINED)).base("Swinv2Model", **_HEADLESS),
 )

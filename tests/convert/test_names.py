@@ -126,7 +126,8 @@ def test_bert_with_additional_heads_is_read_completely(tmp_path):
     found = hf_files.parameters(named)
     assert "pooler" in found
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert describe(read_source(named))[0].name == "BertForPreTraining"
+    source = read_source(named)
+    assert describe(source.model, source.config, source)[0].name == "BertForPreTraining"
 
 
 def test_t5_head_is_tied_according_to_its_files(tmp_path):
