@@ -9,13 +9,12 @@ a checkpoint by hand with `sha256sum --check checksums.sha256`:
     <SHA-256 in hex>  state/manifest.ocdbt
 """
 
-import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from untrusted.files import open_regular, read_text
+from untrusted.files import digest_of, read_text
 
 CHECKSUMS_FILE = "checksums.sha256"
 
@@ -112,8 +111,7 @@ def _digests(directory: Path, names: Sequence[str]) -> list[str | None]:
 
     def digest(name: str) -> str | None:
         try:
-            with open_regular(directory / name, within=directory) as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return digest_of(directory / name, within=directory)
         except (OSError, ValueError):
             return None
 

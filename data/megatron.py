@@ -17,7 +17,7 @@ import numpy as np
 from data.config import DataConfig
 from data.text.text_corpus import load_fixed_tokenizer, load_stores
 from data.text.token_files import TokenFile, open_token_file, write_token_file
-from data.text.token_store import TokenStore, document_ends
+from data.text.token_store import TokenStore, document_ends, unknown_ids
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,7 +116,7 @@ def _read(file: TokenFile, config: DataConfig, first: int, count: int) -> Iterat
         )
     for number in range(first, min(first + count, len(file))):
         ids = file[number]
-        bad = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+        bad = unknown_ids(ids, tokenizer)
         if len(bad):
             raise ValueError(
                 f"document {number} has the token id {bad[0]}, but data.tokenizer="

@@ -117,15 +117,32 @@ def read_bytes(path: Path, *, within: Path | None = None, max_bytes: int = MAX_B
     return content
 
 
-def digest_of(path: Path) -> str:
+def digest_of(path: Path, *, within: Path | None = None) -> str:
     """Return the SHA-256 of the content of a regular file, in hex.
+
+    Args:
+        path: The path of the file.
+        within: A directory that the file must be in, also if `path` is a link.
 
     Raises:
         ValueError: See `open_regular`.
         OSError: The file cannot be read.
     """
-    with open_regular(path) as file:
+    with open_regular(path, within=within) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def version_of(file: str | Path | int) -> tuple[int, int]:
+    """Return the size in bytes and the modification time in nanoseconds of a file.
+
+    Args:
+        file: The path of the file, or the descriptor of an open file.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 def read_text(path: Path, *, within: Path | None = None, max_bytes: int = MAX_BYTES) -> str:

@@ -23,7 +23,7 @@ from data.images.listing import ENDINGS, Listing, list_images, subfolders
 from data.images.readability import MAX_IMAGE_BYTES, leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split
 from data.images.transforms.crops import open_image
-from untrusted.files import digest_of, read_bytes
+from untrusted.files import digest_of, read_bytes, version_of
 
 # Names of folders that are splits rather than classes; upper and lower case are equivalent.
 _TRAIN = "train"
@@ -48,25 +48,22 @@ class FolderImages(ImageSource):
         self._files = files
         self._labels = labels
         # int64[number of images, 2]: size and modification time.
-        self._versions = np.array([self._version(i) for i in range(len(files))], np.int64)
+        self._versions = np.array([version_of(self.place(i)) for i in range(len(files))], np.int64)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Return an image, not decoded yet, and the number of its class."""
-        content = read_bytes(Path(self.place(index)), max_bytes=MAX_IMAGE_BYTES)
-        if self._version(index) != tuple(self._versions[index]):
+        path = Path(self.place(index))
+        content = read_bytes(path, max_bytes=MAX_IMAGE_BYTES)
+        if version_of(path) != tuple(self._versions[index]):
             raise ValueError("it has changed since this run listed it")
         return open_image(content), int(self._labels[index])
 
     def place(self, index: int) -> str:
         """Return the path of an image."""
         return os.path.join(self._root, os.fsdecode(self._files[index]))
-
-    def _version(self, index: int) -> tuple[int, int]:
-        status = os.stat(self.place(index))
-        return status.st_size, status.st_mtime_ns
 
 
 def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:

@@ -20,7 +20,7 @@ from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.transforms.crops import open_image
 from data.locks import locked
-from untrusted.files import read_bytes
+from untrusted.files import read_bytes, version_of
 
 #: The largest image file that is read.
 MAX_IMAGE_BYTES = 2**28
@@ -167,9 +167,8 @@ def _problem_of_file(path: str) -> str | None:
 def _key(path: str) -> int:
     """Hash the path, size and modification time of a file to a 64-bit key."""
     try:
-        status = os.stat(path)
+        version = version_of(path)
     except OSError:
         return _NO_FILE
-    version = f"\0{status.st_size}\0{status.st_mtime_ns}".encode()
-    content = os.fsencode(os.path.abspath(path)) + version
+    content = os.fsencode(os.path.abspath(path)) + "\0{}\0{}".format(*version).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")

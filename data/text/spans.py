@@ -1,13 +1,11 @@
 """The positions of documents in text files, from which each document is read on access."""
 
-import os
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from data.examples import BrokenExample
-from untrusted.files import open_regular
+from untrusted.files import open_regular, version_of
 
 
 class DocumentSpans:
@@ -54,7 +52,7 @@ class DocumentSpans:
         file = files[file_number]
         try:
             with open_regular(file) as stream:
-                version = version_of(stream)
+                version = version_of(stream.fileno())
                 stream.seek(start)
                 content = stream.read(stop - start)
         except OSError as error:
@@ -65,12 +63,6 @@ class DocumentSpans:
                 "again in another workdir"
             )
         return _decode(content, file, start).replace("\r\n", "\n"), file, line
-
-
-def version_of(stream: BinaryIO) -> tuple[int, int]:
-    """Return the size and the modification time of an open file."""
-    status = os.fstat(stream.fileno())
-    return status.st_size, status.st_mtime_ns
 
 
 def _decode(content: bytes, file: Path, start: int) -> str:

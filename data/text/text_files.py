@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from data.text.hold_out import TOLERANCE, held_out_shares
-from data.text.spans import DocumentSpans, version_of
+from data.text.spans import DocumentSpans
 from untrusted.documents import parse_json
-from untrusted.files import digest_of, open_regular
+from untrusted.files import digest_of, open_regular, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,7 @@ def files_key(files: list[Path], verify: str) -> str:
     """
     digest = hashlib.sha256()
     for file in files:
-        status = file.stat()
-        version = f"{status.st_size}\0{status.st_mtime_ns}"
-        version = digest_of(file) if verify == "full" else version
+        version = digest_of(file) if verify == "full" else "{}\0{}".format(*version_of(file))
         digest.update(f"{file.resolve()}\0{version}\0".encode())
     return digest.hexdigest()
 
@@ -237,7 +235,7 @@ def _spans_of(file: Path, versions: list[tuple[int, int]]) -> Iterator[tuple[int
     """
     try:
         with open_regular(file) as stream:
-            versions.append(version_of(stream))
+            versions.append(version_of(stream.fileno()))
             start = 3 if stream.read(3) == b"\xef\xbb\xbf" else 0  # Skip a byte order mark.
             stream.seek(start)
             line = 1
@@ -253,9 +251,9 @@ def _spans_of(file: Path, versions: list[tuple[int, int]]) -> Iterator[tuple[int
 def _read_document(stream: BufferedReader, file: Path) -> bytes:
     """Read the next line of a .jsonl file, or the next part of a .txt file; b'' at its end.
 
-    A part of a .txt file ends at the first line end after TEXT_PART_BYTES. It is counted as if line
-    ends were those of Unix, so that the parts do not depend on them. A text without line ends is
-    cut after twice as many bytes, or a few more for a whole character.
+    A part of a .txt file ends at the first line end after TEXT_PART_BYTES. A Windows line
+    end counts as one byte, so that the parts do not depend on it. A text without line ends is cut
+    after twice as many bytes, or a few more for a whole character.
     """
     if _is_jsonl(file):
         return stream.readline()

@@ -187,15 +187,20 @@ def _checked_ids(tokenizer: Tokenizer, documents: list[np.ndarray]) -> list[np.n
     checked = []
     for ids in documents:
         ids = ids.astype(np.int64)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-            bad = ids[(ids < 0) | (ids >= tokenizer.vocab_size)][0]
+        unknown = unknown_ids(ids, tokenizer)
+        if len(unknown):
             raise ValueError(
-                f"data.name='megatron': the token id {bad} must be at least 0 and less than the "
-                f"tokenizer's {tokenizer.vocab_size} tokens; set data.tokenizer to the one that "
-                "the token files were written with"
+                f"data.name='megatron': the token id {unknown[0]} must be at least 0 and less "
+                f"than the tokenizer's {tokenizer.vocab_size} tokens; set data.tokenizer to the "
+                "one that the token files were written with"
             )
         checked.append(ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids)
     return checked
+
+
+def unknown_ids(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the token ids that a tokenizer does not have, in order; both are int[any number]."""
+    return ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
 
 
 def _open(directory: Path) -> TokenStore | None:

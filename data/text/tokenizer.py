@@ -21,7 +21,7 @@ from untrusted.cached import read_cached, write_cached
 from untrusted.documents import read_json
 from untrusted.files import read_text
 
-# The largest tokenizer.json that is read; those of large vocabularies have 35 MB.
+# The largest tokenizer.json that is read. Large vocabularies need 35 MB.
 _MAX_FILE_BYTES = 2**28
 
 logger = logging.getLogger(__name__)
