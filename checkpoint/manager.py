@@ -111,7 +111,7 @@ class Checkpoints:
                 checkpoint without metrics is never among the best.
             config: the full config of the run as YAML, or None to store none.
             proven: step of the newest checkpoint whose parameters later steps have used without a
-                problem. It is kept, because those of this save may turn out to be ruined.
+                problem. It is kept in case the parameters in this save turn out to be ruined.
 
         Returns:
             Whether the save was started: False if `step` already has a checkpoint or the

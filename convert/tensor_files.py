@@ -40,7 +40,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-#: The largest header that is read: that of 200,000 tensors.
+#: The largest header that is read; 200,000 tensors need about this much.
 _MAX_HEADER_BYTES = 32 * 2**20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

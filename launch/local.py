@@ -119,7 +119,7 @@ def private_directory() -> Iterator[Path]:
     """Create a directory that only this user can enter, and remove it at the end.
 
     Yields:
-        The directory. Its path is short, because that of a socket may have at most 107 bytes.
+        The directory. Its path is short, because the path of a socket may have at most 107 bytes.
     """
     base = tempfile.gettempdir()
     with tempfile.TemporaryDirectory(prefix="taibai-", dir=base if len(base) < 60 else "/tmp") as d:

@@ -1,4 +1,4 @@
-"""What a model consists of: embed, stacks of identical blocks, and head.
+"""The parts of a model: embed, stacks of identical blocks, and head.
 
     batch --embed--> x --stack of blocks--> x --head--> (loss_sum, weight_sum, metrics)
 

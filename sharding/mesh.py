@@ -112,8 +112,8 @@ def check_automatic(mesh: AnyMesh) -> None:
     """Check that JAX may choose the shardings on a mesh.
 
     Raises:
-        ValueError: an axis is explicit, as those of `jax.make_mesh` are by default: every function
-            would then have to state the shardings of its results.
+        ValueError: an axis is explicit, the default of `jax.make_mesh`: every function would then
+            have to state the shardings of its results.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = [name for name, kind in kinds if kind == jax.sharding.AxisType.Explicit]

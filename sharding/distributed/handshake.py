@@ -218,7 +218,7 @@ class _Reception:
                 peer.channel.send({"answer": text, "proof": code})
 
     def close(self) -> None:
-        """Accept no more connections, and close those of known processes."""
+        """Stop accepting connections, and close the open ones."""
         self._is_closed = True
         for peer in self._peers:
             peer.channel.close()

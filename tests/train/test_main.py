@@ -171,7 +171,7 @@ def test_another_seed_is_rejected_whatever_config_yaml_says(config, trained, tmp
 
 
 def without_configs(checkpoints: Path) -> None:
-    """Make checkpoints look like those of versions that stored no config in them."""
+    """Make checkpoints look as if an older version without stored configs had written them."""
     for step in checkpoints.iterdir():
         (step / "config.yaml").unlink()
         checksums = step / "checksums.sha256"

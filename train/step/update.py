@@ -287,7 +287,7 @@ class Update:
         return run(carry, arrays, changing, constants)
 
     def _grouped(self, params: Tree, is_offloaded: Tree) -> list[_Group]:
-        """Group the parameters in host memory: each stack's together, every other one alone."""
+        """Group the parameters in host memory: a stack's form one group, any other its own."""
         leaves = dict(jax.tree_util.tree_leaves_with_path(params))
         paths = [path for path, leaf in jax.tree_util.tree_leaves_with_path(is_offloaded) if leaf]
 

@@ -38,16 +38,16 @@ class StackPart:
             be None.
         input_type: type of the input of `before`, a tree of ShapeDtypeStructs.
         block_type: type of the input of the stack's blocks, a tree of ShapeDtypeStructs.
-        holds: which of this device's chunks contain layers of the stack.
-        begins: which of them contains the stack's first layer.
+        contains_layers: which of this device's chunks contain layers of the stack.
+        contains_first: which of them contains the stack's first layer.
     """
 
     layers: Layers
     before: Callable[[Tree, Tree, Tree], Tree] | None
     input_type: Tree
     block_type: Tree
-    holds: Flag
-    begins: Flag
+    contains_layers: Flag
+    contains_first: Flag
 
 
 class Chunks:
@@ -192,7 +192,7 @@ class Chunks:
         """
         if self._packed.are_alike:
             return run(state)
-        return part.holds.choose(chunk, lambda: run(state), lambda: state)
+        return part.contains_layers.choose(chunk, lambda: run(state), lambda: state)
 
     def _made_ready(self, part: StackPart, chunk, x: Tree, microbatch: Tree) -> Tree:
         """Return the input of a stack's blocks, having run `before` if the stack begins here."""
@@ -200,7 +200,7 @@ class Chunks:
         before = part.before
         if before is None:
             return unpack(x, part.block_type)
-        return part.begins.choose(
+        return part.contains_first.choose(
             chunk,
             lambda: before(self._end_params, unpack(x, part.input_type), microbatch),
             lambda: unpack(x, part.block_type),
@@ -231,7 +231,7 @@ class Chunks:
             grads, dx_before = vjp(dx)
             return pack(dx_before), add(end_grads, grads)
 
-        return part.begins.choose(chunk, through, lambda: (pack(dx), end_grads))
+        return part.contains_first.choose(chunk, through, lambda: (pack(dx), end_grads))
 
 
 def _alone(stack: str, before: Callable[[Tree, Tree, Tree], Tree] | None) -> Callable | None:

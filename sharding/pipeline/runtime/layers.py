@@ -250,7 +250,7 @@ class Layers:
         return jax.tree.unflatten(structure, [_added(g, param_slot, value) for g, value in pairs])
 
     def _parted(self, saved: Sequence) -> tuple[list, list]:
-        """Split saved residuals into those of the buffers `saved` and `for_weights`."""
+        """Split saved residuals between the buffers `saved` and `for_weights`."""
         rest = [value for i, value in enumerate(saved) if i not in self._for_weights]
         return rest, [saved[i] for i in self._for_weights]
 

@@ -93,15 +93,15 @@ class Stage:
             len(layout.chunks[0]),
             splits=self._plan.splits_backward,
         )
-        holds = [[count > 0 for _, count in stage] for stage in layout.chunks]
-        begins = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
+        contains_layers = [[count > 0 for _, count in stage] for stage in layout.chunks]
+        contains_first = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
         return StackPart(
             layers=layers,
             before=model.before.get(name),
             input_type=input_type,
             block_type=block_type,
-            holds=Flag(holds, self._index),
-            begins=Flag(begins, self._index),
+            contains_layers=Flag(contains_layers, self._index),
+            contains_first=Flag(contains_first, self._index),
         )
 
     @property

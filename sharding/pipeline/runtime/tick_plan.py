@@ -1,4 +1,4 @@
-"""What one stage does in one tick, as typed scalars, and the tables from which it is looked up.
+"""The work of one stage in one tick, as typed scalars, and the tables that contain it.
 
 A `TickPlan` has the same fields in three forms. buffers.py makes one whose leaves are tables of all
 ticks and stages. Each device takes the column of its own stage and scans over it, so within a tick
@@ -70,7 +70,7 @@ class Operation:
     Attributes:
         kind: FORWARD, BACKWARD or WEIGHT_GRADIENT.
         microbatch: the microbatch, or -1 if the stage is idle.
-        chunk: the number of the chunk among those of its stage.
+        chunk: the number of the chunk within its stage.
         is_first: 1 for the model's first chunk, else 0.
         is_last: 1 for the model's last chunk, else 0.
         slots: the buffer slots that it reads or writes.

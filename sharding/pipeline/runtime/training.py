@@ -28,7 +28,7 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingCarry:
-    """What a stage keeps from one tick to the next.
+    """The state of a stage between two ticks.
 
     Buffers of activations are `[slots, ...]`, with one more slot for arrivals that nobody reads, or
     None if the schedule has no such buffer.
