@@ -80,7 +80,6 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._being_saved: Future | None = None
         self._failure: SaveError | None = None
-        self._num_failed_saves = 0
         self._skipped: list[int] = []  # damaged checkpoints, deleted by the next complete save
         #: Value of best_metric by step, for each existing checkpoint; None if it has none.
         self._scores = dict(self._exchange.on_first(self._directory.read_scores))
@@ -135,7 +134,7 @@ class Checkpoints:
         try:
             self._exchange.on_first(lambda: self._directory.prepare(path))
         except OSError as error:
-            self._fail(self._save_error(step, error))
+            self._failure = self._save_error(step, error)
             return False
         written = self._state_files.start_writing(path, state)
         self._being_saved = self._writer.submit(
@@ -203,11 +202,6 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """Return the newest of `all_steps`, or None if there are none."""
         return max(self.all_steps(), default=None)
-
-    @property
-    def num_failed_saves(self) -> int:
-        """The number of failed saves, of those that have been waited for."""
-        return self._num_failed_saves
 
     @property
     def last_failure(self) -> SaveError | None:
@@ -327,11 +321,7 @@ class Checkpoints:
             self._skipped = []
             self._failure = None
         except SaveError as error:
-            self._fail(error)
-
-    def _fail(self, failure: SaveError) -> None:
-        self._failure = failure
-        self._num_failed_saves += 1
+            self._failure = error
 
     def _save_error(self, step: int, error: OSError) -> SaveError:
         path = self._directory.path / str(step)

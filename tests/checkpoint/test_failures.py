@@ -65,12 +65,12 @@ def test_full_disk_is_reported_and_the_next_save_can_succeed(
         f"Checkpoint {directory}/1 could not be saved: No space left on device."
     ]
     assert list(directory.iterdir()) == [] and checkpoints.all_steps() == []
-    assert checkpoints.num_failed_saves == 1 and checkpoints.last_failure is not None
+    assert checkpoints.last_failure is not None
     assert checkpoints.save(2, SMALL, {})
     checkpoints.wait()
     assert checkpoints.all_steps() == [2] and checkpoints.last_failure is None
-    assert checkpoints.num_failed_saves == 1
     checkpoints.close()
+    assert len(errors(caplog)) == 1
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -85,9 +85,7 @@ def test_save_and_close_report_a_failure_and_do_not_raise_it(tmp_path, monkeypat
         patch.setattr(checkpoint_directory, "write_checksums", fail)
         assert checkpoints.save(2, SMALL, {}) and checkpoints.save(3, SMALL, {})
         checkpoints.close()
-    assert checkpoints.num_failed_saves == 2 and "Input/output error" in str(
-        checkpoints.last_failure
-    )
+    assert "Input/output error" in str(checkpoints.last_failure)
     assert len(errors(caplog)) == 2
     assert checkpoints.all_steps() == [1] and os.listdir(tmp_path) == ["1"]
 
@@ -106,7 +104,7 @@ def test_save_that_cannot_start_is_reported(tmp_path, caplog):
     assert checkpoints.save(2, SMALL, {})
     checkpoints.wait()
     checkpoints.close()
-    assert checkpoints.all_steps() == [2] and checkpoints.num_failed_saves == 1
+    assert checkpoints.all_steps() == [2] and len(errors(caplog)) == 1
 
 
 def test_old_checkpoint_that_cannot_be_deleted_is_kept(tmp_path, monkeypatch, caplog):
@@ -182,7 +180,7 @@ for step in (1, 2, 3):
     except SaveError:
         assert step == 2
     assert time.monotonic() - start < 30
-    print(step, checkpoints.all_steps(), checkpoints.num_failed_saves, flush=True)
+    print(step, checkpoints.all_steps(), checkpoints.last_failure is not None, flush=True)
 checkpoints.close()
 assert checkpoints.last_failure is None
 """
@@ -210,7 +208,7 @@ def test_all_processes_continue_when_one_cannot_write(tmp_path, broken):
         output, log = process.communicate(timeout=120)
         assert process.returncode == 0, log
         lines = [line for line in output.splitlines() if line[:1] in "123"]
-        assert lines == ["1 [1] 0", "2 [1] 1", "3 [1, 3] 1"]
+        assert lines == ["1 [1] False", "2 [1] True", "3 [1, 3] False"]
         reports = re.findall(r"Checkpoint \S+ could not be saved: .*", log)
         assert reports == [
             f"Checkpoint {directory}/2 could not be saved: process {broken}: File too large."
