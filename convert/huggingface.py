@@ -18,7 +18,7 @@ from convert.model_on_disk import Shapes, Source, check_known, shapes_of
 from convert.names import TensorMapping, match
 from convert.registry import find
 from convert.tensor_files import Tensor, open_tensors, same_values
-from data.text.tokenizer import find_tokenizer
+from data.text.tokenization.file_tokenizer import find_tokenizer
 from fields.types import check_types
 from models.vision.common import ImageInputConfig
 from untrusted.documents import read_json

@@ -15,7 +15,7 @@ from checkpoint.layout import STATE, steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
 from convert.model_on_disk import Shapes, Source, check_known
 from convert.registry import find
-from data.text.tokenizer import find_tokenizer
+from data.text.tokenization.file_tokenizer import find_tokenizer
 from models.registry import find_model
 from models.stack import logical_axes
 from untrusted.documents import read_json, read_yaml

@@ -25,7 +25,7 @@ from convert.registry import architectures
 from convert.runs import newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
-from data.text.tokenizer import load_tokenizer_file
+from data.text.tokenization.file_tokenizer import load_tokenizer_file
 from untrusted.files import write_text
 from untrusted.imports import add_allow_import
 

@@ -47,7 +47,7 @@ _SHORTEST = {
     "classification": 3,
 }
 # The smallest vocabulary of 'bpe' for objectives other than causal_lm: 256 bytes, the end of a
-# document, and 104 more special tokens (see data/text/special_tokens.py).
+# document, and 104 more special tokens (see data/text/tokenization/special_tokens.py).
 _MIN_VOCAB_SIZE_WITH_SPECIAL = 361
 
 

@@ -15,7 +15,10 @@ from data.text.objectives.labelled import ClassificationExamples, Seq2SeqExample
 from data.text.objectives.registry import make_examples, num_tokens_needed
 from data.text.records import RecordTexts, check_labels, open_records, scan
 from data.text.token_store import TokenStore, load_tokens
-from data.text.tokenizer import ByteTokenizer, Tokenizer, load_bpe, load_tokenizer_file
+from data.text.tokenization.bpe import load_bpe
+from data.text.tokenization.byte_tokenizer import ByteTokenizer
+from data.text.tokenization.file_tokenizer import load_tokenizer_file
+from data.text.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

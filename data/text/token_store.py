@@ -26,7 +26,7 @@ import numpy as np
 from data.examples import BrokenExample
 from data.locks import locked
 from data.text.documents import Documents
-from data.text.tokenizer import Tokenizer
+from data.text.tokenization.tokenizer import Tokenizer
 from untrusted.documents import read_json
 from untrusted.files import open_regular, write_text
 from untrusted.schema import check_fields

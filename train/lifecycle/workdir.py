@@ -16,7 +16,7 @@ from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
 from data.examples import Corpus
 from data.text.text_corpus import TextCorpus
-from data.text.tokenizer import FileTokenizer
+from data.text.tokenization.file_tokenizer import FileTokenizer
 from sharding.distributed.messages import Exchange
 from sharding.memory import MemoryConfig
 from train.config.config_files import as_yaml, differences, load_data

@@ -6,7 +6,7 @@ from data.config import DataConfig
 from data.examples import Example, Examples
 from data.text.objectives.rows import RowPacker, encoder_decoder, special_id
 from data.text.records import Label, Records
-from data.text.tokenizer import Tokenizer
+from data.text.tokenization.tokenizer import Tokenizer
 
 
 class Seq2SeqExamples(Examples):

@@ -14,7 +14,7 @@ import numpy as np
 from data.config import DataConfig
 from data.examples import Example, Examples, generator
 from data.text.objectives.rows import segments, special_id
-from data.text.tokenizer import Tokenizer
+from data.text.tokenization.tokenizer import Tokenizer
 
 # Fractions of the chosen tokens that become the mask token and a random token; the rest are kept.
 _MASKED = 0.8

@@ -15,7 +15,7 @@ from data.examples import Example, Examples, generator
 from data.text.objectives.masked_lm import TokenMasker
 from data.text.objectives.rows import RowPacker
 from data.text.token_store import document_ends
-from data.text.tokenizer import Tokenizer
+from data.text.tokenization.tokenizer import Tokenizer
 
 
 class MaskedLMPairExamples(Examples):

@@ -8,7 +8,7 @@ from data.text.objectives.causal_lm import CausalLMExamples
 from data.text.objectives.masked_lm import MaskedLMExamples
 from data.text.objectives.masked_lm_pairs import MaskedLMPairExamples
 from data.text.objectives.span_corruption import SpanCorruptionExamples, piece_length
-from data.text.tokenizer import Tokenizer
+from data.text.tokenization.tokenizer import Tokenizer
 
 
 def make_examples(

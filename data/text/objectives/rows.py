@@ -9,8 +9,8 @@ import numpy as np
 
 from data.config import DataConfig
 from data.examples import Example
-from data.text.special_tokens import NAMES
-from data.text.tokenizer import Tokenizer
+from data.text.tokenization.special_tokens import NAMES
+from data.text.tokenization.tokenizer import Tokenizer
 
 
 def special_id(tokenizer: Tokenizer, use: str, config: DataConfig) -> int:

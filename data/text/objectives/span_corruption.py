@@ -21,7 +21,7 @@ import numpy as np
 from data.config import DataConfig
 from data.examples import Example, Examples, generator
 from data.text.objectives.rows import encoder_decoder, sentinel_ids, special_id
-from data.text.tokenizer import Tokenizer
+from data.text.tokenization.tokenizer import Tokenizer
 
 
 class SpanCorruptionExamples(Examples):

@@ -15,7 +15,7 @@ from data.text.objectives.span_corruption import (
     target_length,
 )
 from data.text.text_corpus import load_text
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokenization.byte_tokenizer import ByteTokenizer
 from tests.data.corpora import EOS, FIRST_SENTINEL, PAD, documents, jsonl_config, sentence_piece
 
 CONFIG = DataConfig(

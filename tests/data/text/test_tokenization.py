@@ -7,7 +7,9 @@ import pytest
 import tokenizers
 import transformers
 
-from data.text.tokenizer import ByteTokenizer, FileTokenizer, load_bpe, load_tokenizer_file
+from data.text.tokenization.bpe import load_bpe
+from data.text.tokenization.byte_tokenizer import ByteTokenizer
+from data.text.tokenization.file_tokenizer import FileTokenizer, load_tokenizer_file
 from tests.data.corpora import byte_level, sentence_piece, word_piece
 
 TEXTS = ["def f(x):\n    return x\n", "naïve — 数据 🙂\n\n\t", "", "<|endoftext|> is only text"]

@@ -1,129 +1,27 @@
-"""Tokenizers: raw bytes, a byte-level BPE trained on the corpus, or a tokenizer.json."""
+"""A tokenizer of the `tokenizers` library: a tokenizer.json, or vocab.json and merges.txt."""
 
 import hashlib
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tokenizers
 
-from data.locks import locked
-from data.text.special_tokens import (
-    ADDED,
+from data.text.tokenization.special_tokens import (
     END_OF_TEXT,
     EOS_NAMES,
     find_sentinel_ids,
     find_special_ids,
 )
-from untrusted.cached import read_cached, write_cached
 from untrusted.documents import read_json
 from untrusted.files import read_text
 
 # The largest tokenizer.json that is read. Large vocabularies need 35 MB.
 _MAX_FILE_BYTES = 2**28
 
-logger = logging.getLogger(__name__)
-
 # The first character of tokens that begin a word: a space, newline, tab or carriage return as they
 # are written in byte-level vocabularies, and the "▁" of SentencePiece.
 _WORD_MARKS = ("Ġ", "Ċ", "ĉ", "č", "▁")
-# Training keeps all words in memory, and more text than this hardly changes the vocabulary.
-_MAX_BPE_CHARACTERS = 2**28
-_TRAINING_BATCH = 256
-
-
-class Tokenizer(Protocol):
-    """The interface that the text pipeline needs from a tokenizer.
-
-    Attributes:
-        vocab_size: One more than the largest id.
-        eos_id: The id of the end-of-document token; no text encodes to it.
-        fingerprint: A string that changes whenever the ids of a text may change.
-        source: The value of `data.tokenizer` that loads this tokenizer.
-        special_ids: Use -> id, for the uses in special_tokens.NAMES that the tokenizer has.
-        sentinel_ids: The ids of sentinels 0, 1, ..., which stand for removed spans.
-        has_token_types: Whether token types distinguish the two texts of a row, as in BERT. RoBERTa
-            has no token types, and puts two separators between the texts instead.
-    """
-
-    vocab_size: int
-    eos_id: int
-    fingerprint: str
-    source: str
-    special_ids: Mapping[str, int]
-    sentinel_ids: tuple[int, ...]
-    has_token_types: bool
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode texts.
-
-        Args:
-            texts: The texts.
-
-        Returns:
-            For each text int32[number of tokens], without special tokens.
-        """
-        ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the ids, with the names of special tokens."""
-        ...
-
-    def is_text(self) -> np.ndarray:
-        """Return bool[vocab_size], true for the ids that text can encode to."""
-        ...
-
-    def starts_word(self) -> np.ndarray:
-        """Return bool[vocab_size], true for the ids that begin a word.
-
-        Raises:
-            ValueError: The vocabulary does not mark where words begin.
-        """
-        ...
-
-
-class ByteTokenizer:
-    """A tokenizer of UTF-8 bytes: ids 0 to 255 are bytes, and 256 ends a document.
-
-    Args:
-        has_special_tokens: Whether to add the other special tokens, with ids from 257.
-    """
-
-    eos_id = 256
-    fingerprint = source = "bytes"
-    has_token_types = True
-
-    def __init__(self, *, has_special_tokens: bool = False):
-        self._names = (END_OF_TEXT, *(ADDED if has_special_tokens else ()))
-        ids = {name: 256 + i for i, name in enumerate(self._names)}
-        self.vocab_size = 256 + len(ids)
-        self.special_ids: Mapping[str, int] = find_special_ids(ids.get)
-        self.sentinel_ids = find_sentinel_ids(ids.get)
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode texts; see `Tokenizer.encode_batch`."""
-        # A lone surrogate has no UTF-8 encoding. Replacing it with '?' keeps one bad document from
-        # stopping a run.
-        return [
-            np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
-            for text in texts
-        ]
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the ids, with the names of special tokens."""
-        known = [bytes([i]) for i in range(256)] + [name.encode() for name in self._names]
-        content = b"".join(known[i] for i in np.asarray(ids).tolist())
-        return content.decode("utf-8", "replace")
-
-    def is_text(self) -> np.ndarray:
-        """Return bool[vocab_size], true for the 256 bytes."""
-        return np.arange(self.vocab_size) < 256
-
-    def starts_word(self) -> np.ndarray:
-        """Return bool[vocab_size], true for white space, which begins a word."""
-        return np.isin(np.arange(self.vocab_size), list(b" \t\r\n"))
 
 
 class FileTokenizer:
@@ -287,63 +185,3 @@ def _byte_level_bpe(directory: Path) -> str:
             ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
         )
     return tokenizer.to_str()
-
-
-def load_bpe(
-    open_documents: Callable[[], Sequence[str]],
-    file: Path,
-    vocab_size: int,
-    *,
-    has_special_tokens: bool = False,
-) -> FileTokenizer:
-    """Load the byte-level BPE tokenizer from the cache, or train it if there is none.
-
-    If several processes start together, one of them trains the tokenizer, and none reads a
-    half-written file.
-
-    Args:
-        open_documents: Returns the texts to train on; called only if there is no cached file.
-        file: The path of the cached tokenizer; its name identifies the corpus and the size.
-        vocab_size: The maximum vocabulary size; a small corpus may yield fewer tokens.
-        has_special_tokens: Whether to add special tokens other than the end of a document.
-
-    Returns:
-        The tokenizer.
-    """
-    special_tokens = [END_OF_TEXT, *(ADDED if has_special_tokens else ())]
-    content = read_cached(file, plain=True)
-    if content is None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with locked(file):
-            content = read_cached(file, plain=True)
-            if content is None:
-                logger.info("Training a BPE tokenizer of %d tokens", vocab_size)
-                content = _train_bpe(open_documents(), vocab_size, special_tokens).encode()
-                write_cached(file, content, plain=True)
-    return FileTokenizer(content.decode(), str(file))
-
-
-def _train_bpe(documents: Sequence[str], vocab_size: int, special_tokens: list[str]) -> str:
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special_tokens,
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_training_batches(documents), trainer)
-    return tokenizer.to_str()
-
-
-def _training_batches(documents: Sequence[str]) -> Iterator[list[str]]:
-    # In random order, so that the part of a large corpus that is used is a uniform sample.
-    order = np.random.default_rng(0).permutation(len(documents))
-    num_characters = 0
-    for first in range(0, len(order), _TRAINING_BATCH):
-        batch = [documents[int(i)] for i in order[first : first + _TRAINING_BATCH]]
-        yield batch
-        num_characters += sum(map(len, batch))
-        if num_characters >= _MAX_BPE_CHARACTERS:
-            return

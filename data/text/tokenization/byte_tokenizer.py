@@ -1,0 +1,54 @@
+"""A tokenizer of raw bytes, which needs no training."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from data.text.tokenization.special_tokens import (
+    ADDED,
+    END_OF_TEXT,
+    find_sentinel_ids,
+    find_special_ids,
+)
+
+
+class ByteTokenizer:
+    """A tokenizer of UTF-8 bytes: ids 0 to 255 are bytes, and 256 ends a document.
+
+    Args:
+        has_special_tokens: Whether to add the other special tokens, with ids from 257.
+    """
+
+    eos_id = 256
+    fingerprint = source = "bytes"
+    has_token_types = True
+
+    def __init__(self, *, has_special_tokens: bool = False):
+        self._names = (END_OF_TEXT, *(ADDED if has_special_tokens else ()))
+        ids = {name: 256 + i for i, name in enumerate(self._names)}
+        self.vocab_size = 256 + len(ids)
+        self.special_ids: Mapping[str, int] = find_special_ids(ids.get)
+        self.sentinel_ids = find_sentinel_ids(ids.get)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode texts; see `Tokenizer.encode_batch`."""
+        # A lone surrogate has no UTF-8 encoding. Replacing it with '?' keeps one bad document from
+        # stopping a run.
+        return [
+            np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
+            for text in texts
+        ]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of the ids, with the names of special tokens."""
+        known = [bytes([i]) for i in range(256)] + [name.encode() for name in self._names]
+        content = b"".join(known[i] for i in np.asarray(ids).tolist())
+        return content.decode("utf-8", "replace")
+
+    def is_text(self) -> np.ndarray:
+        """Return bool[vocab_size], true for the 256 bytes."""
+        return np.arange(self.vocab_size) < 256
+
+    def starts_word(self) -> np.ndarray:
+        """Return bool[vocab_size], true for white space, which begins a word."""
+        return np.isin(np.arange(self.vocab_size), list(b" \t\r\n"))

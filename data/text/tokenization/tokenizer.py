@@ -1,0 +1,56 @@
+"""The interface of a tokenizer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+
+class Tokenizer(Protocol):
+    """The interface that the text pipeline needs from a tokenizer.
+
+    Attributes:
+        vocab_size: One more than the largest id.
+        eos_id: The id of the end-of-document token; no text encodes to it.
+        fingerprint: A string that changes whenever the ids of a text may change.
+        source: The value of `data.tokenizer` that loads this tokenizer.
+        special_ids: Use -> id, for the uses in special_tokens.NAMES that the tokenizer has.
+        sentinel_ids: The ids of sentinels 0, 1, ..., which stand for removed spans.
+        has_token_types: Whether token types distinguish the two texts of a row, as in BERT. RoBERTa
+            has no token types, and puts two separators between the texts instead.
+    """
+
+    vocab_size: int
+    eos_id: int
+    fingerprint: str
+    source: str
+    special_ids: Mapping[str, int]
+    sentinel_ids: tuple[int, ...]
+    has_token_types: bool
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode texts.
+
+        Args:
+            texts: The texts.
+
+        Returns:
+            For each text int32[number of tokens], without special tokens.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of the ids, with the names of special tokens."""
+        ...
+
+    def is_text(self) -> np.ndarray:
+        """Return bool[vocab_size], true for the ids that text can encode to."""
+        ...
+
+    def starts_word(self) -> np.ndarray:
+        """Return bool[vocab_size], true for the ids that begin a word.
+
+        Raises:
+            ValueError: The vocabulary does not mark where words begin.
+        """
+        ...
