@@ -36,6 +36,9 @@ class Architecture:
         detected_fields: The names of the fields that `detect` returns.
         limits: A function (the model class's Config) -> sentences about what the class cannot run
             although config.json can express it; None if there is no such case.
+        template: What surrounds a text, in the form of `tokenizers`: "{cls} $A {sep}".
+        pair_template: What surrounds two texts.
+        is_generative: Whether the class generates text.
     """
 
     name: str
@@ -53,6 +56,9 @@ class Architecture:
     detect: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
     detected_fields: Sequence[str] = ()
     limits: Callable[[Any], Iterator[str]] | None = None
+    template: str = "$A"
+    pair_template: str = "$A $B"
+    is_generative: bool = False
 
     def tensor_mappings(
         self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None
@@ -79,6 +85,7 @@ class Architecture:
             **changes: Attributes that differ from this architecture.
         """
         fields = {**self.fields, "head": "none"}
+        changes = {"is_generative": False, **changes}
         return dataclasses.replace(self, name=name, is_base=True, fields=fields, **changes)
 
 

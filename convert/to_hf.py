@@ -25,7 +25,7 @@ from convert.registry import architectures
 from convert.runs import newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
-from data.text.tokenization.file_tokenizer import load_tokenizer_file
+from convert.tokenizer_files import write_tokenizer
 from untrusted.files import write_text
 from untrusted.imports import add_allow_import
 
@@ -89,12 +89,14 @@ def convert(
     source = read_source(step, averaged=averaged, allow_import=allow_import)
     with new_directory(dst) as directory:
         architecture, hf = describe(source.model, source.config, source)
-        hf, default = _with_dtype({**hf, **_token_ids(source), **_labels(source)}, dtype)
+        hf, default = _with_dtype({**hf, **_labels(source)}, dtype)
         _write_tensors(source, architecture, directory, dtype, default, max_shard_bytes)
-        write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
         preprocessor.write(source, directory)
         if source.hf_files is not None:
             copy_hf_files(source.hf_files, directory)
+        # RoBERTa's pad_token_id is part of the model: it says where positions begin.
+        hf = {**write_tokenizer(source, architecture, directory), **hf}
+        write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
     _log.info("%s: %s of %s", dst, architecture.name, step)
 
 
@@ -229,18 +231,6 @@ def _labels(source: Source) -> dict[str, Any]:
         "id2label": {str(i): label for i, label in enumerate(labels)},
         "label2id": {label: i for i, label in enumerate(labels)},
     }
-
-
-def _token_ids(source: Source) -> dict[str, int]:
-    """Return the keys of config.json with the special tokens of a tokenizer trained for the run."""
-    if source.hf_config is not None or source.tokenizer is None:
-        return {}
-    tokenizer = load_tokenizer_file(str(source.tokenizer))
-    end = tokenizer.eos_id
-    pad = tokenizer.special_ids.get("pad", tokenizer.eos_id)
-    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": pad}
-    has_decoder = hasattr(source.config, "num_decoder_layers")
-    return {**ids, "decoder_start_token_id": pad} if has_decoder else ids
 
 
 def _with_dtype(hf: dict[str, Any], dtype: str | None) -> tuple[dict[str, Any], str]:

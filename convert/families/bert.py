@@ -116,6 +116,8 @@ _BERT = Architecture(
     rows=(*_BERT_MLM, *_BERT_PAIRS),
     prefix="bert.",
     fields={"head": "masked_lm"},
+    template="{cls} $A {sep}",
+    pair_template="{cls} $A {sep} $B:1 {sep}:1",
     harmless=(
         "attention_probs_dropout_prob",
         "classifier_dropout",
@@ -149,6 +151,7 @@ _ROBERTA = dataclasses.replace(
         Row("masked_lm.bias", "lm_head.bias", "vocab", tied=("lm_head.decoder.bias",)),
     ),
     prefix="roberta.",
+    pair_template="{cls} $A {sep} $B {sep}",
     other_heads=(r"(roberta\.)?pooler\.",),
 )
 _ROBERTA_LABELS = dataclasses.replace(

@@ -53,6 +53,7 @@ _LM = Architecture(
     rows=_ROWS,
     prefix="transformer.",
     fields={"head": "lm"},
+    is_generative=True,
     harmless=(
         "n_ctx",
         "embd_pdrop",

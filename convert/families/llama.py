@@ -186,6 +186,7 @@ _LLAMA = Architecture(
     rows=_ROWS,
     prefix="model.",
     fields={"head": "lm"},
+    is_generative=True,
     harmless=("attention_dropout", "pretraining_tp"),
     buffers=(r"\.rotary_emb\.inv_freq$",),
 )

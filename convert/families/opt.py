@@ -78,6 +78,7 @@ _LM = Architecture(
     rows=_ROWS,
     prefix="model.",
     fields={"head": "lm"},
+    is_generative=True,
     harmless=("attention_dropout", "activation_dropout", "layerdrop"),
 )
 

@@ -137,6 +137,9 @@ _T5 = Architecture(
     ),
     rows=_ROWS,
     prefix="",
+    template="$A {eos}",
+    pair_template="$A {eos} $B {eos}",
+    is_generative=True,
     harmless=("initializer_factor", "classifier_dropout", "n_positions"),
     # Version 1.0 was published with a bias of cross-attention that the model never uses.
     buffers=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),

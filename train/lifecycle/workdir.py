@@ -16,7 +16,6 @@ from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
 from data.examples import Corpus
 from data.text.text_corpus import TextCorpus
-from data.text.tokenization.file_tokenizer import FileTokenizer
 from sharding.distributed.messages import Exchange
 from sharding.memory import MemoryConfig
 from train.config.config_files import as_yaml, differences, load_data
@@ -126,7 +125,7 @@ def write_run_files(
     write_text(workdir / "memory.txt", report + "\n")
     if source is not None:
         keep_hf_files(source, workdir)
-    elif isinstance(corpus, TextCorpus) and isinstance(corpus.tokenizer, FileTokenizer):
+    elif isinstance(corpus, TextCorpus):
         write_text(hf / "tokenizer.json", corpus.tokenizer.content)
     if corpus.labels:
         write_text(hf / LABELS_FILE, json.dumps(corpus.labels) + "\n")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import tokenizers
 
 from data.text.tokenization.special_tokens import (
     ADDED,
@@ -29,6 +30,25 @@ class ByteTokenizer:
         self.vocab_size = 256 + len(ids)
         self.special_ids: Mapping[str, int] = find_special_ids(ids.get)
         self.sentinel_ids = find_sentinel_ids(ids.get)
+
+    @property
+    def content(self) -> str:
+        """The same tokenizer as a tokenizer.json: a byte-level BPE without merges."""
+        # The library writes each byte as a printable character. Bytes that are printable stand for
+        # themselves, and the other bytes for the characters from 256, in order.
+        alphabet = sorted(map(ord, tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+        printable = [code for code in alphabet if code < 256]
+        others = sorted(set(range(256)).difference(printable))
+        codes = dict(zip(alphabet, [*printable, *others], strict=True))
+        vocab = {chr(code): byte for code, byte in codes.items()}
+        vocab |= {name: 256 + i for i, name in enumerate(self._names)}
+        whole = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+        whole.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
+        whole.decoder = tokenizers.decoders.ByteLevel()
+        whole.add_special_tokens(list(self._names))
+        return whole.to_str()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts; see `Tokenizer.encode_batch`."""

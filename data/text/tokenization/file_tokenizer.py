@@ -71,6 +71,11 @@ class FileTokenizer:
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
+    @property
+    def unknown_token(self) -> str | None:
+        """The token of words that the vocabulary lacks, or None if every text can be encoded."""
+        return getattr(self._tokenizer.model, "unk_token", None)
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts; see `Tokenizer.encode_batch`."""
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)

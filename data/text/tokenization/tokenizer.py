@@ -28,6 +28,11 @@ class Tokenizer(Protocol):
     sentinel_ids: tuple[int, ...]
     has_token_types: bool
 
+    @property
+    def content(self) -> str:
+        """The tokenizer as the content of a tokenizer.json."""
+        ...
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts.
 

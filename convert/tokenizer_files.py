@@ -1,0 +1,109 @@
+"""Write the tokenizer of a run that was trained from scratch, as transformers expects it.
+
+    hf/tokenizer.json of the run -> tokenizer.json          and what surrounds a text: [CLS] … [SEP]
+                                    tokenizer_config.json   special tokens by use, maximum length
+                                    generation_config.json  if the model generates text
+                                    config.json             the ids of special tokens
+
+The names of the classes in `transformers`, such as BertTokenizer, imply special tokens that our
+tokenizers do not have. So the files name the general class, which uses what the files contain.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from convert.architecture import Architecture
+from convert.model_on_disk import Source
+from data.text.tokenization.file_tokenizer import FileTokenizer, load_tokenizer_file
+from untrusted.files import write_text
+
+
+def write_tokenizer(source: Source, architecture: Architecture, directory: Path) -> dict[str, int]:
+    """Write the files of a tokenizer, if the run has one that does not come from Hugging Face.
+
+    Args:
+        source: The run.
+        architecture: The architecture that the run is exported as.
+        directory: The directory to write to.
+
+    Returns:
+        The keys of config.json with the ids of special tokens; empty if nothing was written.
+
+    Raises:
+        ValueError: The run's tokenizer.json is damaged.
+    """
+    if source.hf_config is not None or source.tokenizer is None:
+        return {}
+    tokenizer = load_tokenizer_file(str(source.tokenizer))
+    ids = _special_ids(tokenizer, architecture)
+    write_text(directory / "tokenizer.json", _with_template(tokenizer, architecture, ids))
+    _write_json(directory / "tokenizer_config.json", _config(tokenizer, source, architecture, ids))
+    keys = {f"{use}_token_id": ids[use] for use in ("bos", "eos", "pad")}
+    if architecture.is_generative:
+        if _has_decoder(source):
+            keys["decoder_start_token_id"] = ids["pad"]
+        _write_json(directory / "generation_config.json", keys)
+    return keys
+
+
+def _special_ids(tokenizer: FileTokenizer, architecture: Architecture) -> dict[str, int]:
+    """Return use -> id of the special tokens that the architecture uses."""
+    end = tokenizer.eos_id
+    ids = {"bos": end, "eos": end, "pad": end, **tokenizer.special_ids}
+    if "{cls}" not in architecture.template:
+        return {use: i for use, i in ids.items() if use in ("bos", "eos", "pad")}
+    return {**ids, "bos": ids.get("cls", end), "eos": ids.get("sep", end)}
+
+
+def _with_template(
+    tokenizer: FileTokenizer, architecture: Architecture, ids: dict[str, int]
+) -> str:
+    """Return a tokenizer.json that puts the special tokens of the objective around texts.
+
+    A tokenizer that has such a template already keeps it.
+    """
+    content = tokenizers.Tokenizer.from_str(tokenizer.content)
+    if content.post_processor is not None or "{" not in architecture.template:
+        return tokenizer.content
+    names = {use: tokenizer.decode([i]) for use, i in ids.items()}
+    content.post_processor = tokenizers.processors.TemplateProcessing(
+        single=architecture.template.format(**names),
+        pair=architecture.pair_template.format(**names),
+        special_tokens=[(names[use], i) for use, i in ids.items()],
+    )
+    return content.to_str()
+
+
+def _config(
+    tokenizer: FileTokenizer, source: Source, architecture: Architecture, ids: dict[str, int]
+) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json."""
+    has_types = getattr(source.config, "num_token_types", 1) > 1
+    inputs = ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"]
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": inputs,
+        **{f"{use}_token": tokenizer.decode([i]) for use, i in ids.items()},
+    }
+    if tokenizer.unknown_token is not None:
+        config["unk_token"] = tokenizer.unknown_token
+    if _has_decoder(source):
+        sentinels = [tokenizer.decode([i]) for i in tokenizer.sentinel_ids]
+        config["additional_special_tokens"] = sentinels
+    elif architecture.is_generative:
+        config["padding_side"] = "left"  # A decoder continues the end of each row.
+    length = getattr(source.config, "max_positions", None)
+    return config if length is None else {**config, "model_max_length": length}
+
+
+def _has_decoder(source: Source) -> bool:
+    """Return whether the model has an encoder and a decoder."""
+    return hasattr(source.config, "num_decoder_layers")
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    write_text(file, json.dumps(content, indent=2) + "\n")
