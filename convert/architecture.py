@@ -36,8 +36,9 @@ class Architecture:
         detected_fields: The names of the fields that `detect` returns.
         limits: A function (the model class's Config) -> sentences about what the class cannot run
             although config.json can express it; None if there is no such case.
-        template: What surrounds a text, in the form of `tokenizers`: "{cls} $A {sep}".
-        pair_template: What surrounds two texts.
+        template: The special tokens around a text, such as "{cls} $A {sep}", in the syntax of
+            TemplateProcessing in the `tokenizers` library.
+        pair_template: The special tokens around the two texts $A and $B of a pair.
         is_generative: Whether the class generates text.
     """
 

@@ -56,8 +56,7 @@ def problem_of(image: object) -> str | None:
 def sound_files(paths: Sequence[str], config: DataConfig, images: ImageConfig) -> np.ndarray:
     """Check which files are images that can be decoded.
 
-    A file that passed the check is not read again as long as its size and modification time stay
-    the same.
+    A file that passed the check is read again only if its size or modification time changes.
 
     Args:
         paths: The files.

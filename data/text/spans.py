@@ -35,7 +35,7 @@ class DocumentSpans:
         return int((self._spans[:, 2] - self._spans[:, 1]).sum())
 
     def read(self, index: int, files: list[Path]) -> tuple[str, Path, int]:
-        """Read one document; its line ends are those of Unix.
+        """Read one document, and convert its line ends to newlines.
 
         Args:
             index: The number of the document.

@@ -54,7 +54,7 @@ class TokenStore:
         splits: Split -> uint16 or uint32 [number of tokens]: an end-of-document token, then every
             document followed by another one.
         fingerprint: A hash of all tokens; the same on every machine that tokenized this corpus.
-        damage: What the thread that verifies the tokens has found; None if they are verified.
+        damage: The result of the thread that verifies the tokens; None once they are verified.
     """
 
     splits: dict[str, np.ndarray]
@@ -63,10 +63,10 @@ class TokenStore:
 
 
 class Damage:
-    """What the verification of a store has found so far.
+    """The result so far of the verification of a store.
 
     Attributes:
-        message: What is damaged; None as long as no damage was found.
+        message: The damage in one sentence; None if there is none so far.
     """
 
     def __init__(self):

@@ -61,7 +61,7 @@ def check(workdir: Path, run: Run) -> None:
 
     Raises:
         ValueError: it has checkpoints of another model or other data, and the message lists the
-            keys that differ; or no config tells what they are; or it has a link that leads outside.
+            keys that differ; or their config is missing; or a link in it leads outside.
     """
     check_links(workdir)
     if not has_checkpoint(workdir):

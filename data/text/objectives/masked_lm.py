@@ -68,8 +68,8 @@ class TokenMasker:
     ) -> np.ndarray:
         """Choose positions of a row.
 
-        A unit is a word or a token. Units are chosen in random order, as many as come closest to
-        the wanted number of tokens, and at least one.
+        A unit is a word or a token. Units are chosen in random order, at least one, until their
+        tokens are as close as possible to the wanted number.
 
         Returns:
             bool[T], true at the chosen positions; all false if none may be chosen.

@@ -38,8 +38,8 @@ class StackPart:
             be None.
         input_type: type of the input of `before`, a tree of ShapeDtypeStructs.
         block_type: type of the input of the stack's blocks, a tree of ShapeDtypeStructs.
-        contains_layers: which of this device's chunks contain layers of the stack.
-        contains_first: which of them contains the stack's first layer.
+        contains_layers: for each chunk of this device, whether it contains layers of the stack.
+        contains_first: for each chunk, whether it contains the stack's first layer.
     """
 
     layers: Layers
@@ -55,7 +55,7 @@ class Chunks:
 
     Args:
         parts: stack -> its part on this device, in the order in which the stacks run.
-        packed: converts activations to and from the form in which they are sent.
+        packed: packs activations for sending, and unpacks them.
         end_params: the non-stack parameters, which `before` functions may read.
         splits: whether backwards run as input gradient and weight gradient.
     """
