@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.harness import report
 from benchmarks.images import write_images
 from train.reporting.metrics import METRICS_FILE, read_metrics
+from untrusted.messages import sentence_of
 
 ROOT = Path(__file__).parents[1]
 # The first steps use batches that were read while the step was compiled.
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="taibai_wait_") as directory:
             rows, file_bytes = measure(Path(directory), workers, args)
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
     arguments = sys.argv[1:] if argv is None else argv
     figures = {

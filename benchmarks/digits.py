@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.harness import report
 from train.reporting.metrics import METRICS_FILE, read_metrics
+from untrusted.messages import sentence_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
                 for name in wanted
             }
         except RuntimeError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {sentence_of(error)}", file=sys.stderr)
             return 2
     print(as_text(results))
     if args.out:

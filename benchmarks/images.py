@@ -35,6 +35,7 @@ from data.examples import Batch, generator
 from data.image_config import ImageConfig
 from data.images.transforms.augment import augment
 from data.images.transforms.crops import open_image
+from untrusted.messages import sentence_of
 
 #: (width, height) of images: the most frequent sizes in ImageNet, and some others.
 _SIZES = ((500, 375), (500, 375), (375, 500), (500, 333), (500, 500), (400, 300), (1024, 768))
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="taibai_images_") as directory:
             figures = measure(Path(directory), workers, args)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
     arguments = sys.argv[1:] if argv is None else argv
     figures = {"command": shlex.join(["python", "-m", "benchmarks.images", *arguments])} | figures

@@ -47,6 +47,7 @@ from sharding.pipeline.schedule import SCHEDULES
 from sharding.pipeline.schedules.table import max_in_flight
 from train.config import config_files
 from train.run.run import Run
+from untrusted.messages import sentence_of
 
 DEFAULT_STAGES = 4
 #: Schedule -> number of chunks per stage. Schedules that are not listed have one.
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         figures = measure(runs, num_rounds=args.rounds, num_steps=args.steps)
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
     arguments = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", "benchmarks.pipeline", *arguments])

@@ -28,6 +28,7 @@ from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
 from train.config import config_files
 from train.run.run import Run
+from untrusted.messages import sentence_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         scratch = Path(tempfile.mkdtemp(prefix="taibai_saves_", dir=args.directory))
         figures = measure(run, scratch, args.rounds)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
     shutil.rmtree(scratch)
     arguments = sys.argv[1:] if argv is None else argv

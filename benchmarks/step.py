@@ -32,6 +32,7 @@ from train.config.schema import resolve
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.assemble import assemble_run
 from train.run.run import Run
+from untrusted.messages import sentence_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             num_steps=args.steps,
         )
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
     arguments = sys.argv[1:] if argv is None else argv
     figures = {"command": shlex.join(["python", "-m", "benchmarks.step", *arguments])} | figures

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage, find_missing
 from checkpoint.layout import TMP_SUFFIX, best_steps, read_data_state, read_metrics, steps_in
+from untrusted.messages import sentence_of, shortened
 
 
 def find_directory(workdir: Path) -> Path:
@@ -118,7 +119,7 @@ def show(directory: Path, step: int | None) -> int:
         arrays = stored_arrays(path)
         data_state = read_data_state(path)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = shortened(error)
         raise ValueError(
             f"step {number} cannot be read ({reason}); run `verify` to find the damaged file"
         ) from error
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return function(find_directory(workdir), **options)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
 
 

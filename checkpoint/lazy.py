@@ -21,6 +21,7 @@ from etils import epath
 
 from checkpoint.layout import STATE
 from checkpoint.structure import leaf_name
+from untrusted.messages import shortened
 
 #: Larger arrays are stored in chunks of at most this size. Reading any element of a chunk reads
 #: the whole chunk.
@@ -154,15 +155,25 @@ def stored_arrays(directory: str | Path) -> Mapping[str, StoredArray]:
 
     Returns:
         The arrays by name, such as `params.decoder.layers.norm.scale`.
+
+    Raises:
+        ValueError: The checkpoint is damaged.
     """
     state = Path(directory).absolute() / STATE
     # With pinned host transfer enabled, Orbax would initialize JAX's devices.
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, enable_pinned_host_transfer=False)
-    tree = handler.metadata(epath.Path(state)).tree
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    names = [leaf_name(path) for path, _ in leaves]
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-    return {name: StoredArray(_open(state, name, context)) for name in names}
+    try:
+        tree = handler.metadata(epath.Path(state)).tree
+        leaves, _ = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda x: hasattr(x, "shape")
+        )
+        names = [leaf_name(path) for path, _ in leaves]
+        return {name: StoredArray(_open(state, name, context)) for name in names}
+    except Exception as error:  # Orbax raises many types for a damaged file.
+        raise ValueError(
+            f"checkpoint {directory} is damaged: its arrays cannot be found ({shortened(error)})"
+        ) from error
 
 
 def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig, check_automatic
 from sharding.rules import make_rules, partition_specs, shardings
 from untrusted.files import copy_file, write_text
+from untrusted.messages import sentence_of
 
 #: Files of a Hugging Face model that are kept in addition to its config.json.
 KEPT_FILES = (
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_pickle_weights=args.allow_pickle_weights,
         )
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -14,23 +14,14 @@ from checkpoint.lazy import Index, LazyArray
 from convert import preprocessor
 from convert.architecture import Architecture
 from convert.keys import read
-from convert.model_on_disk import Shapes, Source, check_known, shapes_of
+from convert.model_on_disk import Shapes, Source, check_known, read_config, shapes_of
 from convert.names import TensorMapping, match
 from convert.registry import find
 from convert.tensor_files import Tensor, open_tensors, same_values
 from data.text.tokenization.file_tokenizer import find_tokenizer
 from fields.types import check_types
 from models.vision.common import ImageInputConfig
-from untrusted.documents import read_json
 from untrusted.files import check_link
-from untrusted.schema import check_fields
-
-#: Types of the keys of config.json that every architecture may have.
-_CONFIG_TYPES = {
-    "architectures": list[str] | None,
-    "model_type": str | None,
-    "id2label": dict[str, Any] | None,
-}
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +41,8 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         ValueError: The architecture or a key of config.json is not supported, or tensors are
             missing, unknown or of the wrong shape.
     """
-    hf = _read_config(path)
+    check_link(path / "tokenizer.json", path)
+    hf = read_config(path / "config.json", within=path)
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=(*architecture.harmless, *harmless))
     check_types(architecture.model_class.Config, fields, "config.json gives model", tuples=True)
@@ -93,14 +85,6 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
 
     dtypes = {name: tensor.dtype.name for name, tensor in by_name.items()}
     return dataclasses.replace(source, open=open_arrays, dtypes=dtypes)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Read config.json, and check that the directory has no tokenizer of somewhere else."""
-    check_link(path / "tokenizer.json", path)
-    hf = read_json(path / "config.json", within=path)
-    check_fields(hf, _CONFIG_TYPES, path / "config.json")
-    return hf
 
 
 def _check_depth(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:

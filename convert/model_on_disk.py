@@ -11,6 +11,7 @@ from flax import nnx
 from checkpoint.lazy import LazyArray
 from convert.architecture import Architecture
 from untrusted.documents import read_json
+from untrusted.schema import check_fields
 
 Tree = Any
 Shapes = Mapping[str, tuple[int, ...]]
@@ -18,6 +19,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 #: The file in `hf_files` with the names of a classifier's labels, in order.
 LABELS_FILE = "labels.json"
+
+
+#: Types of the keys of config.json that every architecture may have.
+_CONFIG_TYPES = {
+    "architectures": list[str] | None,
+    "model_type": str | None,
+    "id2label": dict[str, Any] | None,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,25 @@ class Source:
         # On a mesh, nnx would mistake the names of logical axes for mesh axes.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             return nnx.eval_shape(lambda: self.model_class(self.config, rngs=nnx.Rngs(0)))
+
+
+def read_config(file: Path, *, within: Path) -> dict[str, Any]:
+    """Read a config.json, and check the types of the keys that every architecture may have.
+
+    Args:
+        file: The config.json.
+        within: The directory that it must be in, also if it is a link.
+
+    Raises:
+        ValueError: The file is damaged, or a value has the wrong type.
+        OSError: The file cannot be read.
+    """
+    hf = read_json(file, within=within)
+    check_fields(hf, _CONFIG_TYPES, file)
+    for label in hf.get("id2label") or ():
+        if not label.isdecimal():
+            raise ValueError(f"{file}: id2label has the key {label!r}, which must be a number")
+    return hf
 
 
 def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:

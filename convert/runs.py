@@ -13,9 +13,11 @@ from flax import nnx
 from checkpoint.checksums import find_damage
 from checkpoint.layout import STATE, steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
-from convert.model_on_disk import Shapes, Source, check_known
+from convert.model_on_disk import Shapes, Source, check_known, read_config
 from convert.registry import find
 from data.text.tokenization.file_tokenizer import find_tokenizer
+from fields.keys import check_keys
+from fields.types import check_types
 from models.registry import find_model
 from models.stack import logical_axes
 from untrusted.documents import read_json, read_yaml
@@ -95,9 +97,11 @@ def open_run(
     if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
         # For this model, `attention` is the run's choice of a kernel, not part of the model.
         fields.pop("attention", None)
+    check_keys(model_class.Config, fields, f"{file}: model")
+    check_types(model_class.Config, fields, f"{file}: model", tuples=True)
     files = workdir / HF_FILES
     has_config = (files / "config.json").exists()
-    hf = read_json(files / "config.json", within=workdir) if has_config else None
+    hf = read_config(files / "config.json", within=workdir) if has_config else None
     dtypes = files / DTYPES_FILE
     source = Source(
         path=path,

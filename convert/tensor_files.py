@@ -26,6 +26,7 @@ import numpy as np
 
 from untrusted.documents import parse_json, read_json
 from untrusted.files import open_new, open_regular, write_text
+from untrusted.messages import shortened
 from untrusted.schema import check_fields
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -256,8 +257,8 @@ def _entry(name: str, entry: object, file: Path) -> _Entry:
         len(offsets) != 2 or offsets[0] > offsets[1]
     ):
         raise ValueError(
-            f"{file} is damaged: its header describes the tensor {name[:80]!r} as "
-            f"{str(entry)[:80]}, which is not a dtype, a shape and two offsets"
+            f"{file} is damaged: its header describes the tensor {shortened(name)!r} as "
+            f"{shortened(entry)}, which is not a dtype, a shape and two offsets"
         )
     return name, dtype, tuple(shape), (offsets[0], offsets[1])
 
@@ -296,8 +297,9 @@ def _open_pickle(file: Path) -> Iterator[Tensor]:
         is_zip = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{file} cannot be read as a file of weights only: {reason}") from None
+        raise ValueError(
+            f"{file} cannot be read as a file of weights only: {shortened(error)}"
+        ) from None
     if not all(isinstance(values, torch.Tensor) for values in state.values()):
         raise ValueError(
             f"{file} contains objects other than tensors; save only the weights of the model"

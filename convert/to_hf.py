@@ -28,6 +28,7 @@ from convert.tensor_files import DTYPES, ShardWriter
 from convert.tokenizer_files import write_tokenizer
 from untrusted.files import write_text
 from untrusted.imports import add_allow_import
+from untrusted.messages import sentence_of
 
 #: Config fields that config.json cannot express, and that a Hugging Face model does not need.
 _WITHOUT_COUNTERPART = (
@@ -296,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_import=args.allow_import,
         )
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -18,6 +18,7 @@ from data.config import DataConfig
 from data.text.text_corpus import load_fixed_tokenizer, load_stores
 from data.text.token_files import TokenFile, open_token_file, write_token_file
 from data.text.token_store import TokenStore, document_ends, unknown_ids
+from untrusted.messages import sentence_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             for line in _read(open_token_file(path), config, first, count):
                 print(line)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -93,8 +93,9 @@ class MemoryConfig(Section, section="memory"):
 
     def __post_init__(self):
         names = self.offload_activations
-        names = tuple(names.split(",")) if isinstance(names, str) else tuple(names)
-        self._set("offload_activations", names)
+        if isinstance(names, str | list):
+            names = tuple(names.split(",") if isinstance(names, str) else names)
+            self._set("offload_activations", names)
         super().__post_init__()
         if self.shard_parameters_fraction != 1 and self.zero_stage != 3:
             raise ValueError(

@@ -42,6 +42,7 @@ from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.imports import add_allow_import
+from untrusted.messages import sentence_of
 
 #: Number of labels to assume if only the data would tell: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
@@ -194,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("TAIBAI_TRACEBACK"):
             raise
         hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
-        print(f"error: {error}\n{hint}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}\n{hint}", file=sys.stderr)
         return REFUSED
     print(json.dumps(step.to_json()) if args.json else step.to_text())
     return FINISHED

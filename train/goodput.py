@@ -21,6 +21,7 @@ from pathlib import Path
 from train.lifecycle.phases import NAMES, RECOMPUTED, Phases
 from untrusted.documents import read_json
 from untrusted.files import write_text
+from untrusted.messages import sentence_of
 
 GOODPUT_DIRECTORY = "goodput"
 #: How a start can end; None if it was killed or is still running.
@@ -276,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         goodput = summarize(args.workdir)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
     print(table(goodput))
     return 0

@@ -21,7 +21,7 @@ import jax
 
 from data.examples import BrokenExample
 from sharding.distributed import startup
-from sharding.distributed.messages import Exchange, may_pass, sentence_of
+from sharding.distributed.messages import Exchange, may_pass
 from train import evaluation, loop
 from train.build import LONGEST_START_S, RunOptions, build_run
 from train.config import config_files, reference
@@ -36,6 +36,7 @@ from train.lifecycle.workdir_lock import lock
 from train.reporting.output import protect_output
 from train.run.run import Run
 from untrusted.imports import add_allow_import
+from untrusted.messages import sentence_of
 
 _LOGGED_FOLDERS = ("checkpoint", "data", "models", "sharding", "train")
 
@@ -150,7 +151,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 signals=signals,
             )
         except (Diverged, BrokenExample) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {sentence_of(error)}", file=sys.stderr)
             return DIVERGED if isinstance(error, Diverged) else FAILED
 
 
@@ -164,7 +165,7 @@ def evaluate(options: RunOptions) -> int:
     try:
         scores = evaluation.evaluate(built.run, built.corpus, position.state, phases) or {}
     except BrokenExample as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
         return FAILED
     if jax.process_index() == 0:
         values = (f"{name} {value:.6g}" for name, value in scores.items())

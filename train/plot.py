@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib.figure
 
 from train.reporting.metrics import METRICS_FILE, read_metrics
+from untrusted.messages import sentence_of
 
 matplotlib.use("Agg")  # renders to files, and needs no display
 import matplotlib.pyplot as plt  # noqa: E402
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         plot_losses(args.rundirs, args.out, args.title)
     except ValueError as error:
-        sys.exit(str(error))
+        sys.exit(sentence_of(error))
     print(f"wrote {args.out}")
 
 

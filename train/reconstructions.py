@@ -19,6 +19,7 @@ from train.config import config_files
 from train.config.schema import resolve
 from train.plot import save
 from untrusted.imports import add_allow_import
+from untrusted.messages import sentence_of
 
 _TITLES = ("image", "what is seen", "reconstruction")
 
@@ -92,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
             args.workdir, args.out, num_images=args.num_images, allow_import=args.allow_import
         )
     except (ValueError, OSError) as error:
-        sys.exit(str(error))
+        sys.exit(sentence_of(error))
     print(f"wrote {args.out}")
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from untrusted.files import MAX_BYTES, read_bytes
+from untrusted.messages import shortened
 
 T = TypeVar("T")
 
@@ -155,4 +156,4 @@ def _check_keys(mapping: dict[Any, Any], where: object) -> None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "too many nested brackets"
-    return " ".join(str(error).split())[:200]
+    return shortened(error)

@@ -5,6 +5,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from untrusted.messages import shortened
+
 
 def is_of(value: Any, kind: Any) -> bool:
     """Return whether a value has a type, including the types of its items.
@@ -44,7 +46,7 @@ def check(value: Any, kind: Any, where: object) -> None:
         ValueError: The value has another type.
     """
     if not is_of(value, kind):
-        raise ValueError(f"{where} is {_shortened(value)}, but must be of type {_name(kind)}")
+        raise ValueError(f"{where} is {shortened(repr(value))}, but must be of type {_name(kind)}")
 
 
 def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Any], where: object) -> None:
@@ -67,8 +69,3 @@ def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Any], where: obj
 def _name(kind: Any) -> str:
     is_plain = isinstance(kind, type) and typing.get_origin(kind) is None
     return kind.__name__ if is_plain else str(kind).replace("typing.", "")
-
-
-def _shortened(value: Any, length: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= length else text[:length] + "…"

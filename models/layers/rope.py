@@ -43,6 +43,9 @@ _KEYS = {
     ),
 }
 
+#: Values of numbers are at most this; real ones are at most a few millions.
+_LARGEST = 1e15
+
 
 def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: np.ndarray, factor: float):
     """Rotate each pair of features by position · frequency, keeping the dtype.
@@ -81,7 +84,7 @@ def check_scaling(scaling: Scaling | None, head_dim: int) -> None:
 
     Raises:
         ValueError: if the head dim is odd, the type is unknown, a key is missing or unknown, or a
-            list of factors has the wrong length.
+            value is out of range.
     """
     if head_dim % 2:
         raise ValueError(f"model.head_dim={head_dim} must be even: features are rotated in pairs")
@@ -105,12 +108,40 @@ def check_scaling(scaling: Scaling | None, head_dim: int) -> None:
             f"model.rope_scaling with rope_type={kind!r} lacks {missing or 'nothing'} and does "
             f"not know {unknown or 'nothing'}; it takes {', '.join((*needed, *further))}"
         )
-    for key in ("short_factor", "long_factor"):
-        if key in needed and len(scaling[key]) != head_dim // 2:
-            raise ValueError(
-                f"model.rope_scaling.{key} has {len(scaling[key])} numbers, but must have "
-                f"model.head_dim / 2 = {head_dim // 2}"
-            )
+    for key, value in scaling.items():
+        if value is not None and key != "rope_type":
+            _check_value(key, value, head_dim // 2)
+    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise ValueError(
+            f"model.rope_scaling: low_freq_factor={scaling['low_freq_factor']} must be less than "
+            f"high_freq_factor={scaling['high_freq_factor']}"
+        )
+    if kind == "dynamic" and head_dim == 2:
+        raise ValueError("model.rope_scaling: rope_type='dynamic' needs model.head_dim=4 or more")
+
+
+def _check_value(key: str, value: Any, num_frequencies: int) -> None:
+    """Check the value of a key of `rope_scaling`."""
+    if key == "truncate":
+        rule = "True or False"
+        is_valid = isinstance(value, bool)
+    elif key in ("short_factor", "long_factor"):
+        rule = f"a list of positive numbers, model.head_dim / 2 = {num_frequencies} of them"
+        is_list = isinstance(value, list | tuple) and len(value) == num_frequencies
+        is_valid = is_list and all(_is_positive(each) for each in value)
+    elif key == "original_max_position_embeddings":
+        rule = "an integer of at least 2"
+        is_valid = type(value) is int and value >= 2 and _is_positive(value)
+    else:
+        rule = "a positive number"
+        is_valid = _is_positive(value) or (key.startswith("mscale") and value in (0, 0.0))
+    if not is_valid:
+        raise ValueError(f"model.rope_scaling.{key}={value!r} must be {rule}")
+
+
+def _is_positive(value: Any) -> bool:
+    """Return whether a value is a positive number that a float64 can represent."""
+    return type(value) in (int, float) and 0 < value <= _LARGEST
 
 
 def rope_frequencies(

@@ -186,7 +186,7 @@ def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
     Raises:
         ValueError: if `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is
             less than 1, if `dropout`, `drop_path` or `*_smoothing` is not in [0, 1), if
-            `init_stddev` is negative, or if `*_epsilon` is not positive.
+            `init_stddev` is negative, if `*_epsilon` is not positive, or if `*_theta` is at most 1.
     """
     for field in dataclasses.fields(config):
         name = field.name
@@ -203,3 +203,5 @@ def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
             raise ValueError(f"model.{name}={value} must be 0 or positive")
         if name.endswith("_epsilon") and not 0 < value < math.inf:
             raise ValueError(f"model.{name}={value} must be positive")
+        if name.endswith("_theta") and not 1 < value < math.inf:
+            raise ValueError(f"model.{name}={value} must be more than 1 and finite")

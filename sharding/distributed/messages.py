@@ -9,7 +9,6 @@ of the training step, in a different order on every process.
 shapes, not error messages, and do not tell which process failed to answer.
 """
 
-import errno
 import itertools
 import json
 import time
@@ -18,6 +17,8 @@ from typing import Any, TypeVar, cast
 
 import jax
 from jax._src import distributed
+
+from untrusted.messages import LASTING, sentence_of
 
 #: Seconds without an answer after which a process counts as failed.
 TIMEOUT_S = 1200.0
@@ -29,21 +30,6 @@ T = TypeVar("T")
 _numbers = itertools.count()
 
 
-#: Errors of the file system that only the user can resolve.
-_LASTING = {
-    errno.EACCES: "you have no permission",
-    errno.EDQUOT: "your quota is used up",
-    errno.EEXIST: "there is a file of this name",
-    errno.EISDIR: "it is a directory",
-    errno.ENAMETOOLONG: "the name is too long",
-    errno.ENOENT: "it does not exist",
-    errno.ENOSPC: "the disk is full",
-    errno.ENOTDIR: "a part of the path is a file",
-    errno.EPERM: "it is not permitted",
-    errno.EROFS: "the file system is read-only",
-}
-
-
 class LastingError(OSError):
     """An error of the file system on another process that only the user can resolve."""
 
@@ -52,20 +38,7 @@ def may_pass(error: Exception | None) -> bool:
     """Return whether a restart may help: a file system or another process failed."""
     lasting = (FileNotFoundError, LastingError)
     return (
-        isinstance(error, OSError)
-        and not isinstance(error, lasting)
-        and error.errno not in _LASTING
-    )
-
-
-def sentence_of(error: Exception) -> str:
-    """Return an error as a sentence; one of the file system names the file and the remedy."""
-    if not isinstance(error, OSError) or error.errno not in _LASTING or error.filename is None:
-        return str(error)
-    what = _LASTING[error.errno]
-    return (
-        f"{error.filename} cannot be used: {what} ({error.strerror}); make it usable, or choose "
-        "another path"
+        isinstance(error, OSError) and not isinstance(error, lasting) and error.errno not in LASTING
     )
 
 

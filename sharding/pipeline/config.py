@@ -48,7 +48,7 @@ class PipelineConfig(Section, section="pipeline"):
 
     def __post_init__(self):
         counts = self.layers_per_stage
-        counts = (counts,) if isinstance(counts, str) else tuple(counts)
+        counts = tuple(counts) if isinstance(counts, list | tuple) else (counts,)
         self._set("layers_per_stage", counts)
         super().__post_init__()
         if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):

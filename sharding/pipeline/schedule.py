@@ -22,6 +22,7 @@ from sharding.pipeline.schedules.generators import (
 )
 from sharding.pipeline.schedules.simulate import CLOCKS, Times, bubble_fraction
 from sharding.pipeline.schedules.table import Schedule, max_in_flight, verify
+from untrusted.messages import sentence_of
 
 __all__ = ["SCHEDULES", "forward_only", "make_schedule"]
 
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.picture:
             draw_picture(schedule, times, args.clock, args.picture)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(sentence_of(error))
     except OSError as error:
         parser.error(f"{error.filename} cannot be written: {error.strerror}")
 

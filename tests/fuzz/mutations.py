@@ -18,49 +18,29 @@ def _nested(depth: int) -> list:
     return value
 
 
+_WORDS = ("", "a", "yarn", "gelu", "../../etc/passwd", "NaN", "1e400", "os:abort", "[UNK]")
+_TEXTS = (*_WORDS, "float32", "\0", "\ud800", "\x1b[2J", "é" * 50, "x" * 20_000)
+_SMALL = (None, True, False, 0, 1, -1, 2, 3, 7, 255, 1000, 0.5, -0.5)
+_LARGE = (10**8, 10**12, 10**30, 2**31, 2**63, -(2**63), 2**64, 1e-320, 1e308, -1e308)
+_NOT_FINITE = (math.nan, math.inf, -math.inf)
+_LISTS = ([], [[]], [0], [-1], [10**9], ["a"], [None], [1.5, "x"], _nested(120), [7] * 2000)
+_DICTS = ({}, {"": None}, {"a": {"b": 1}}, {str(i): i for i in range(500)})
+_VALUES = (*_TEXTS, *_SMALL, *_LARGE, *_NOT_FINITE, *_LISTS, *_DICTS)
+
 #: Values that programs rarely expect.
-HOSTILE_VALUES = st.sampled_from(
-    [
-        *(None, True, False, "", "a", "yarn", "gelu", "../../etc/passwd", "\0", "\ud800", "é" * 50),
-        *("x" * 20_000, "1e400", "NaN", "float32", "os:abort", "[UNK]"),
-        *(0, 1, -1, 2, 3, 7, 255, 1000, 10**8, 10**12, 2**31, 2**63, -(2**63), 2**64, 10**30),
-        *(0.5, -0.5, 1e-320, 1e308, -1e308, math.nan, math.inf, -math.inf),
-        *([], {}, [[]], [0], [-1], [10**9], ["a"], [None], [1.5, "x"], {"": None}, {"a": {"b": 1}}),
-        *(_nested(120), list(range(2000)), {str(i): i for i in range(500)}),
-    ]
-) | st.one_of(st.integers(), st.floats(), st.text(max_size=20), st.integers(-4, 70))
+HOSTILE_VALUES = st.sampled_from(_VALUES).map(copy.deepcopy) | st.one_of(
+    st.integers(), st.floats(), st.text(max_size=20), st.integers(-4, 70)
+)
+
+_MARKS = b"\r\n|\n|\0| |\t|,|{|}|[|]|:|\"|'|- |&a|*a|!!python/object:os.abort".split(b"|")
+_NUMBERS = b"NaN|-1|1e999|0x|null|true".split(b"|")
+_BINARY = (b"\xff", b"\xff\xfe", b"\xef\xbb\xbf", b"\0" * 8, b"\xff" * 8, b"\xff" * 7 + b"\x7f")
+_LONG = (b"[" * 5000, b'{"a":' * 5000, b"9" * 5000, b"A" * 70_000)
 
 #: Parts of text that a parser may stumble over.
-HOSTILE_BYTES = st.sampled_from(
-    [
-        *(b"", b"\0", b"\xff", b"\xff\xfe", b"\xef\xbb\xbf", b"\r\n", b"\n", b" ", b"\t", b","),
-        *(
-            b"{",
-            b"}",
-            b"[",
-            b"]",
-            b"[" * 5000,
-            b'{"a":' * 5000,
-            b'"',
-            b"'",
-            b":",
-            b"- ",
-            b"&a",
-            b"*a",
-        ),
-        *(
-            b"!!python/object:os.abort",
-            b"NaN",
-            b"-1",
-            b"1e999",
-            b"9" * 5000,
-            b"0x",
-            b"null",
-            b"true",
-        ),
-        *(b"\x00" * 8, b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"\xff" * 7 + b"\x7f", b"A" * 70_000),
-    ]
-) | st.binary(max_size=12)
+HOSTILE_BYTES = st.sampled_from((b"", *_MARKS, *_NUMBERS, *_BINARY, *_LONG)) | st.binary(
+    max_size=12
+)
 
 
 @st.composite

@@ -26,7 +26,7 @@ _DEEPSPEED = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_type": "linear"}},
 }
 
 
@@ -90,9 +90,16 @@ def write_image(kind: str) -> Callable[[Path], Any]:
 
 def write_attempt(directory: Path) -> None:
     attempt = {
-        **{"started_at": 1e9, "written_at": 1e9 + 50, "seconds": {"compile": 20.0, "train": 30.0}},
-        **{"first_step": 0, "last_step": 30, "recomputed_steps": 0, "recomputed_s": 0.0},
-        **{"num_devices": 1, "num_processes": 1, "ended": None},
+        "started_at": 1e9,
+        "written_at": 1e9 + 50,
+        "seconds": {"compile": 20.0, "train": 30.0},
+        "first_step": 0,
+        "last_step": 30,
+        "recomputed_steps": 0,
+        "recomputed_s": 0.0,
+        "num_devices": 1,
+        "num_processes": 1,
+        "ended": None,
     }
     (directory / "goodput").mkdir()
     (directory / "goodput" / "0001.json").write_text(json.dumps(attempt))

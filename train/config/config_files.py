@@ -15,9 +15,9 @@ import yaml
 from ml_collections import ConfigDict
 
 from convert.runs import CONFIG_FILE
+from fields.keys import nearest
 from models.registry import find_model
 from train.config.defaults import default_config
-from train.config.schema import nearest
 from untrusted.documents import read_yaml
 from untrusted.imports import check_imports, is_import_path
 

@@ -17,135 +17,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.config.schema import nearest
+from fields.keys import nearest
+from train.config.deepspeed_keys import (
+    DEFAULTS,
+    DTYPES,
+    KINDS,
+    LEFT_TO_XLA,
+    OFF,
+    OFFLOADS,
+    ONLY,
+    OPTIMIZERS,
+    RENAMED,
+    SCHEDULES,
+    TYPES,
+)
 from untrusted.documents import parse_json
 from untrusted.files import read_bytes
+from untrusted.messages import shortened
+from untrusted.schema import is_of
 
 AUTO = "auto"
 
 _log = logging.getLogger(__name__)
-
-_OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-
-#: Keys that XLA decides, or that have no meaning in Taibai.
-LEFT_TO_XLA = (
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "disable_allgather",
-    "checkpoint.use_node_local_storage",
-    "optimizer.params.torch_adam",
-    "fp16.auto_cast",
-    "bf16.immediate_grad_update",
-    *(
-        f"zero_optimization.{name}"
-        for name in (
-            "contiguous_gradients",
-            "overlap_comm",
-            "reduce_scatter",
-            "reduce_bucket_size",
-            "allgather_partitions",
-            "allgather_bucket_size",
-            "round_robin_gradients",
-            "sub_group_size",
-            "stage3_prefetch_bucket_size",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_param_persistence_threshold",
-            "stage3_model_persistence_threshold",
-            "memory_efficient_linear",
-            "ignore_unused_parameters",
-            "elastic_checkpoint",
-            "load_from_fp32_weights",
-            "stage3_gather_16bit_weights_on_model_save",
-            "param_persistence_threshold",
-        )
-    ),
-    *(
-        f"{place}.{name}"
-        for place in _OFFLOADS
-        for name in ("pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu")
-    ),
-)
-
-#: Keys that are accepted with this value only.
-ONLY = {
-    "prescale_gradients": False,
-    "gradient_predivide_factor": 1,
-    "sparse_gradients": False,
-    "fp16.consecutive_hysteresis": False,
-    "fp16.fp16_master_weights_and_grads": False,
-    "data_types.grad_accum_dtype": "fp32",
-    "optimizer.params.bias_correction": True,
-    "optimizer.params.amsgrad": False,
-    "optimizer.params.adam_w_mode": True,
-    "optimizer.params.dampening": 0,
-    "optimizer.params.nesterov": False,
-    "scheduler.params.warmup_min_lr": 0,
-    "scheduler.params.warmup_min_ratio": 0,
-    "scheduler.params.warmup_type": "linear",
-    **{
-        f"activation_checkpointing.{name}": False
-        for name in (
-            "partition_activations",
-            "cpu_checkpointing",
-            "contiguous_memory_optimization",
-            "synchronize_checkpoint_boundary",
-            "profile",
-        )
-    },
-}
-#: Sections of DeepSpeed tools that Taibai does not have; they must be disabled.
-OFF = (
-    "amp",
-    "flops_profiler",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comms_logger",
-    "curriculum_learning",
-    "autotuning",
-    "elasticity",
-    "data_efficiency",
-)
-
-#: DeepSpeed key -> Taibai key with the same meaning and value.
-RENAMED = {
-    "gradient_clipping": "optimizer.clip_norm",
-    "steps_per_print": "log.every_steps",
-    "zero_optimization.stage": "memory.zero_stage",
-    "optimizer.params.lr": "optimizer.learning_rate",
-    "optimizer.params.eps": "optimizer.epsilon",
-    "optimizer.params.weight_decay": "optimizer.weight_decay",
-    "optimizer.params.momentum": "optimizer.momentum",
-    "scheduler.params.warmup_num_steps": "optimizer.warmup_steps",
-    "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
-    "scheduler.params.total_num_steps": "train.num_steps",
-    "scheduler.params.cos_min_ratio": "optimizer.final_learning_rate_fraction",
-}
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
-_SCHEDULES = {
-    "WarmupLR": ("constant", None),
-    "WarmupDecayLR": ("linear", 0.0),
-    "WarmupCosineLR": ("cosine", 1e-4),
-}
-
-
-#: DeepSpeed's defaults for the keys that are missing from a section.
-_DEFAULTS = {
-    "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-    "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
-    "WarmupLR": {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
-    "WarmupDecayLR": {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
-    "WarmupCosineLR": {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 1e-4},
-    "fp16": {
-        **{"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000},
-        **{"hysteresis": 2, "min_loss_scale": 1},
-    },
-}
 
 
 def read(path: str, config: Any) -> list[str]:
@@ -186,6 +79,7 @@ class _Translation:
         self.problems: list[str] = []
         self._values = {key: value for key, value in _flat(tree) if value != AUTO}
         self._auto = {key for key, value in _flat(tree) if value == AUTO}
+        self._check_types()
         self._switched_off()
         self._precision()
         self._optimizer()
@@ -205,6 +99,15 @@ class _Translation:
         known = [*RENAMED, *LEFT_TO_XLA, *ONLY, "train_batch_size", "fp16.loss_scale"]
         for key in self._values:
             self._refuse(f"{key} is not supported{nearest(key, known)}")
+
+    def _check_types(self) -> None:
+        for key, (kind, least, most) in TYPES.items():
+            value: Any = self._values.get(key)
+            is_in_range = is_of(value, kind) and (kind is not int or least <= value <= most)
+            if value is not None and not is_in_range:
+                rule = f" from {least} to {most}" if kind is int else ""
+                self._refuse(f"{key}={shortened(repr(value))} must be {KINDS[kind]}{rule}")
+                del self._values[key]
 
     def _take(self, key: str, default: Any = None) -> Any:
         return self._values.pop(key, default)
@@ -241,7 +144,7 @@ class _Translation:
             if self._take("bf16.bf16_master_weights_and_grads", False):
                 self._set("precision.params", "bfloat16")
         if is_on["fp16"]:
-            self._with_defaults("fp16", _DEFAULTS["fp16"])
+            self._with_defaults("fp16", DEFAULTS["fp16"])
             self._set("precision.compute", "float16")
             static = self._take("fp16.loss_scale")
             power = self._take("fp16.initial_scale_power")
@@ -251,17 +154,17 @@ class _Translation:
             self._set("precision.loss_scale_hysteresis", self._take("fp16.hysteresis"))
             self._set("precision.loss_scale_min", float(self._take("fp16.min_loss_scale")))
         sent = self._take("communication_data_type")
-        if sent is not None and sent not in _DTYPES:
-            known = ", ".join(_DTYPES)
+        if sent is not None and sent not in DTYPES:
+            known = ", ".join(DTYPES)
             self._refuse(f"communication_data_type={sent!r} is unknown; choose {known}")
         elif sent is not None:
-            self._set("precision.reduce", _DTYPES[sent])
+            self._set("precision.reduce", DTYPES[sent])
 
     def _optimizer(self) -> None:
         kind = self._take("optimizer.type")
         if kind is None:
             return
-        ours = _OPTIMIZERS.get(kind.lower())
+        ours = OPTIMIZERS.get(kind.lower())
         if ours is None:
             # For example Lamb: DeepSpeed's bounds the trust ratio (max_coeff), and also applies it
             # to biases.
@@ -270,7 +173,7 @@ class _Translation:
                 "section and set optimizer.name=lamb, lars or package.module:function"
             )
             return self._drop("optimizer")
-        self._with_defaults("optimizer.params", _DEFAULTS[ours])
+        self._with_defaults("optimizer.params", DEFAULTS[ours])
         self._set("optimizer.name", ours)
         betas = self._take("optimizer.params.betas")
         for name, beta in zip(("beta1", "beta2"), betas or (), strict=False):
@@ -280,12 +183,12 @@ class _Translation:
         kind = self._take("scheduler.type")
         if kind is None:
             return
-        if kind not in _SCHEDULES:
-            known = ", ".join(_SCHEDULES)
+        if kind not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
             self._refuse(f"scheduler.type={kind!r} is not supported; choose {known}")
             return self._drop("scheduler")
-        self._with_defaults("scheduler.params", _DEFAULTS[kind])
-        schedule, final = _SCHEDULES[kind]
+        self._with_defaults("scheduler.params", DEFAULTS[kind])
+        schedule, final = SCHEDULES[kind]
         self._set("optimizer.schedule", schedule)
         if final is not None and "scheduler.params.cos_min_ratio" not in self._values:
             self._set("optimizer.final_learning_rate_fraction", final)
@@ -294,15 +197,15 @@ class _Translation:
 
     def _offloading(self) -> None:
         devices = {}
-        for place in _OFFLOADS:
+        for place in OFFLOADS:
             devices[place] = self._take(f"{place}.device", "none") or "none"
             if devices[place] not in ("none", "cpu"):
                 self._refuse(f"{place}.device={devices[place]!r} is unknown; choose cpu or none")
             if devices[place] == "none":
                 self._drop(place)
-        optimizer, parameters = (devices[place] == "cpu" for place in _OFFLOADS)
+        optimizer, parameters = (devices[place] == "cpu" for place in OFFLOADS)
         if optimizer or parameters:
-            ratio = self._take(f"{_OFFLOADS[0]}.ratio", 1.0) if optimizer else 0.0
+            ratio = self._take(f"{OFFLOADS[0]}.ratio", 1.0) if optimizer else 0.0
             self._set("memory.placement", "host")
             self._set("memory.offload_optimizer_fraction", float(ratio))
             self._set("memory.offload_parameters_fraction", float(parameters))

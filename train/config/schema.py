@@ -6,8 +6,7 @@ from the data if the config does not set them.
 """
 
 import dataclasses
-import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -16,6 +15,7 @@ from checkpoint.config import CheckpointConfig
 from data.config import DataConfig
 from data.image_config import ImageConfig, check_images
 from fields.field import field
+from fields.keys import check_keys, nearest
 from fields.section import Section
 from fields.types import check_types
 from models.layers.attention import check_choice
@@ -206,7 +206,9 @@ def resolve(config: Any) -> RunConfig:
         name: _build(section, fields.get(name, {}), name) for name, section in SECTIONS.items()
     }
     sections["data"] = dataclasses.replace(sections["data"], seed=sections["train"].seed)
-    are_open = _check_keys(model_class.Config, fields["model"], "model", may_be_open=FROM_DATA)
+    are_open = check_keys(
+        model_class.Config, fields["model"], "config.model", may_be_open=FROM_DATA
+    )
     check_types(model_class.Config, fields["model"], "model", exclude=are_open, tuples=True)
     return RunConfig(
         **sections,
@@ -220,29 +222,5 @@ def resolve(config: Any) -> RunConfig:
 
 
 def _build(section: type[Section], values: dict[str, Any], name: str) -> Any:
-    _check_keys(section, values, name)
+    check_keys(section, values, f"config.{name}")
     return section(**values)
-
-
-def _check_keys(
-    section: type, values: Mapping[str, Any], name: str, *, may_be_open: Collection[str] = ()
-) -> list[str]:
-    """Reject unknown keys and missing keys; return the keys of `may_be_open` without a value."""
-    fields = {each.name: each for each in dataclasses.fields(section)}
-    for key in values:
-        if key not in fields:
-            keys = [f"{name}.{k}" for k in fields]
-            raise ValueError(f"config.{name}.{key}: unknown key{nearest(f'{name}.{key}', keys)}")
-    are_open = [key for key in may_be_open if values.get(key) is None]
-    for key, each in fields.items():
-        is_required = each.default is each.default_factory is dataclasses.MISSING
-        if is_required and key not in (*values, *are_open):
-            raise ValueError(f"config.{name}.{key} is missing")
-    return are_open
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """Return the end of an error message for an unknown key: the nearest known key, if any."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-    close = close or [k for k in known if k.endswith("." + key.rpartition(".")[2])][:1]
-    return f"; the nearest known key is {close[0]}" if close else ""

@@ -94,7 +94,8 @@ class OptimizerConfig(Section, section="optimizer"):
     def __post_init__(self):
         frozen = self.frozen
         frozen = frozen.split(",") if isinstance(frozen, str) else frozen
-        self._set("frozen", tuple(part for part in frozen if part))
+        if isinstance(frozen, list | tuple):
+            self._set("frozen", tuple(part for part in frozen if part))
         super().__post_init__()
 
 

@@ -15,6 +15,8 @@ from data.text.tokenization.special_tokens import (
 )
 from untrusted.documents import read_json
 from untrusted.files import read_text
+from untrusted.messages import shortened
+from untrusted.schema import check
 
 # The largest tokenizer.json that is read. Large vocabularies need 35 MB.
 _MAX_FILE_BYTES = 2**28
@@ -38,9 +40,11 @@ class FileTokenizer:
     def __init__(self, content: str, source: str):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # The library raises plain Exception.
+        except BaseException as error:  # The library raises plain Exception, and panics of Rust.
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             raise ValueError(
-                f"data.tokenizer={source!r} is not a readable tokenizer.json ({error}); "
+                f"data.tokenizer={source!r} is not a readable tokenizer.json ({shortened(error)}); "
                 "replace the file, or set data.tokenizer to 'bpe' or 'bytes'"
             ) from error
         # A file saved for a classifier may truncate or pad. A corpus needs exactly its tokens.
@@ -151,6 +155,11 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
     return FileTokenizer(content, path)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a failed assertion of a library that is written in Rust."""
+    return type(error).__name__ == "PanicException"  # a BaseException that cannot be imported
+
+
 def find_tokenizer(directory: Path) -> Path | None:
     """Return what to load as the tokenizer of a model in a directory, or None if it has none."""
     if (directory / "tokenizer.json").exists():
@@ -175,11 +184,16 @@ def _byte_level_bpe(directory: Path) -> str:
             config |= read_json(directory / name, within=directory)
     named = [each.get("content") if isinstance(each, dict) else each for each in config.values()]
     special = [each for each in named if isinstance(each, str) and each in vocab] or [END_OF_TEXT]
+    check(vocab, dict[str, int], "vocab.json")
     try:
         merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
-    except Exception as error:  # The library raises plain Exception.
-        raise ValueError(f"vocab.json and merges.txt do not fit each other ({error})") from error
+    except BaseException as error:  # The library raises plain Exception, and panics of Rust.
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        raise ValueError(
+            f"vocab.json and merges.txt do not fit each other ({shortened(error)})"
+        ) from error
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=config.get("add_prefix_space") is True
     )

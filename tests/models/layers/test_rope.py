@@ -92,7 +92,16 @@ def test_products_depend_only_on_the_distance():
         (
             {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0], **LONG},
             8,
-            "short_factor has 1 numbers, but must have model.head_dim / 2 = 4",
+            r"short_factor=\[1.0\] must be a list of positive numbers, model.head_dim / 2 = 4",
+        ),
+        ({"rope_type": "linear", "factor": 0.0}, 8, r"rope_scaling.factor=0.0 must be a positive"),
+        ({"rope_type": "linear", "factor": "2"}, 8, "rope_scaling.factor='2' must be a positive"),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2, "needs model.head_dim=4 or more"),
+        (
+            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
+            | LONG,
+            8,
+            "low_freq_factor=4.0 must be less than high_freq_factor=1.0",
         ),
     ],
 )

@@ -229,3 +229,19 @@ def test_run_trains_with_a_deepspeed_file(corpus_overrides, tmp_path, capsys):
     bad = written({"zero_optimization": {"stage": 7}}, tmp_path)
     assert main([*where, f"--deepspeed={bad}", *flags, shorter]) == REFUSED
     assert "memory.zero_stage=7 is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        ({"train_batch_size": ""}, "train_batch_size='' must be an integer from 1 to"),
+        ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu=0 must be an int"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 10**8}}, "must be an integer from 0 to"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": True}}}, "betas=True must be a list"),
+        ({"scheduler": {"type": ["WarmupLR"]}}, r"scheduler.type=\['WarmupLR'\] must be a string"),
+    ],
+)
+def test_values_of_wrong_types_are_refused_by_name(tree, message, tmp_path):
+    (tmp_path / "deepspeed.json").write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match=message):
+        read(str(tmp_path / "deepspeed.json"), load(CONFIG))
