@@ -20,6 +20,8 @@ from untrusted.schema import check
 
 # The largest tokenizer.json that is read. Large vocabularies need 35 MB.
 _MAX_FILE_BYTES = 2**28
+# Real vocabularies have at most a few hundred thousand tokens; arrays are as long as a vocabulary.
+_MAX_VOCAB_SIZE = 2**24
 
 # The first character of tokens that begin a word: a space, newline, tab or carriage return as they
 # are written in byte-level vocabularies, and the "▁" of SentencePiece.
@@ -73,6 +75,11 @@ class FileTokenizer:
         self.source = source
         self.content = content
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if self.vocab_size > _MAX_VOCAB_SIZE:
+            raise ValueError(
+                f"data.tokenizer={source!r} has the token id {self.vocab_size - 1:,}, but ids must "
+                f"be less than {_MAX_VOCAB_SIZE:,}; replace the file"
+            )
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
     @property
@@ -82,7 +89,15 @@ class FileTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts; see `Tokenizer.encode_batch`."""
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except BaseException as error:  # as above
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
+            raise ValueError(
+                f"data.tokenizer={self.source!r} cannot encode a text ({shortened(error)}); "
+                "replace the file"
+            ) from error
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -185,6 +200,8 @@ def _byte_level_bpe(directory: Path) -> str:
     named = [each.get("content") if isinstance(each, dict) else each for each in config.values()]
     special = [each for each in named if isinstance(each, str) and each in vocab] or [END_OF_TEXT]
     check(vocab, dict[str, int], "vocab.json")
+    if not all(0 <= i < _MAX_VOCAB_SIZE for i in vocab.values()):
+        raise ValueError(f"vocab.json has token ids that are not from 0 to {_MAX_VOCAB_SIZE - 1:,}")
     try:
         merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))

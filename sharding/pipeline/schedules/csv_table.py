@@ -84,7 +84,10 @@ def _read_rows(path: Path) -> list[list[list[tuple[str, int, int]]]]:
         text = read_text(path).removeprefix("\ufeff")
     except OSError as error:
         raise ValueError(f"the schedule table {path} cannot be read: {error.strerror}") from None
-    lines = csv.reader(text.splitlines())
+    try:
+        lines = list(csv.reader(text.splitlines()))
+    except csv.Error as error:
+        raise ValueError(f"the schedule table {path} is not a CSV file: {error}") from None
     return [
         [
             _parse_cell(cell, f"{path}, row {row}, column {column}")
