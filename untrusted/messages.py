@@ -49,7 +49,7 @@ def shortened(value: Any, max_characters: int = 200) -> str:
 
     Args:
         value: Any value; its str() is used. An error without a message becomes its type's name.
-        max_characters: What is longer is cut off.
+        max_characters: The greatest length of the sentence; a longer one is shortened.
     """
     text = _printable(str(value))
     if not text and isinstance(value, BaseException):

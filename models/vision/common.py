@@ -23,6 +23,8 @@ from models.layers.basic import Linear
 
 #: `model.head` -> values of `data.objective`. "labels" classifies images, "none" gives activations.
 HEADS = {"labels": ("image_classification",), "none": ()}
+#: Numbers in a table of fixed positions at most: 128 MiB in float64, 4,096 patches of size 4,096.
+MAX_FIXED_POSITIONS = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +140,17 @@ def sincos_positions(rows: int, columns: int, embed_dim: int) -> np.ndarray:
     The first half of D encodes the column, the second half the row. Each half consists of sines
     followed by cosines.
 
+    Raises:
+        ValueError: If the table would have more than `MAX_FIXED_POSITIONS` numbers.
+
     Source: Chen et al. 2021 (arXiv:2104.02057), section 5; He et al. 2021 (arXiv:2111.06377).
     """
+    if rows * columns * embed_dim > MAX_FIXED_POSITIONS:
+        raise ValueError(
+            f"{rows}×{columns} patches × an embedding size of {embed_dim} exceed the "
+            f"{MAX_FIXED_POSITIONS} numbers that a table of fixed positions may have; "
+            "choose larger patches, a smaller embedding size or learned positions"
+        )
     rates = 10000.0 ** -(np.arange(embed_dim // 4) / (embed_dim / 4))
 
     def along(places: np.ndarray) -> np.ndarray:

@@ -4,8 +4,6 @@
 """
 
 import contextlib
-
-#: Inputs of a campaign, over all parsers.
 import resource
 import shutil
 import time
@@ -18,7 +16,9 @@ import pytest
 from tests.fuzz.parsers import PARSERS, Parser
 from untrusted.messages import sentence_of
 
+#: Inputs of a campaign, over all parsers.
 CAMPAIGN_INPUTS = 100_000
+#: Inputs of the quick test, for each parser.
 QUICK_INPUTS = 25
 #: Hypothesis would refuse inputs that are large or slow to draw.
 CHECKS = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large)

@@ -1,7 +1,8 @@
 """A tokenizer of the `tokenizers` library: a tokenizer.json, or vocab.json and merges.txt."""
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,15 +41,11 @@ class FileTokenizer:
     """
 
     def __init__(self, content: str, source: str):
-        try:
+        with _refusing(
+            f"data.tokenizer={source!r} is not a readable tokenizer.json",
+            remedy="replace the file, or set data.tokenizer to 'bpe' or 'bytes'",
+        ):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except BaseException as error:  # The library raises plain Exception, and panics of Rust.
-            if not (isinstance(error, Exception) or is_panic(error)):
-                raise
-            raise ValueError(
-                f"data.tokenizer={source!r} is not a readable tokenizer.json ({shortened(error)}); "
-                "replace the file, or set data.tokenizer to 'bpe' or 'bytes'"
-            ) from error
         # A file saved for a classifier may truncate or pad. A corpus needs exactly its tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -89,15 +86,10 @@ class FileTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts; see `Tokenizer.encode_batch`."""
-        try:
+        with _refusing(
+            f"data.tokenizer={self.source!r} cannot encode a text", remedy="replace the file"
+        ):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except BaseException as error:  # as above
-            if not (isinstance(error, Exception) or is_panic(error)):
-                raise
-            raise ValueError(
-                f"data.tokenizer={self.source!r} cannot encode a text ({shortened(error)}); "
-                "replace the file"
-            ) from error
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -170,9 +162,22 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
     return FileTokenizer(content, path)
 
 
-def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a failed assertion of a library that is written in Rust."""
-    return type(error).__name__ == "PanicException"  # a BaseException that cannot be imported
+@contextlib.contextmanager
+def _refusing(problem: str, *, remedy: str) -> Iterator[None]:
+    """Turn every error of the `tokenizers` library into a ValueError.
+
+    Args:
+        problem: The beginning of the sentence, which names the file.
+        remedy: The end of the sentence.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # The library raises plain Exception. A failed assertion of its Rust code is a BaseException
+        # whose type cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{problem} ({shortened(error)}); {remedy}") from error
 
 
 def find_tokenizer(directory: Path) -> Path | None:
@@ -202,15 +207,9 @@ def _byte_level_bpe(directory: Path) -> str:
     check(vocab, dict[str, int], "vocab.json")
     if not all(0 <= i < _MAX_VOCAB_SIZE for i in vocab.values()):
         raise ValueError(f"vocab.json has token ids that are not from 0 to {_MAX_VOCAB_SIZE - 1:,}")
-    try:
+    with _refusing("vocab.json and merges.txt do not fit each other", remedy="replace both"):
         merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
-    except BaseException as error:  # The library raises plain Exception, and panics of Rust.
-        if not (isinstance(error, Exception) or is_panic(error)):
-            raise
-        raise ValueError(
-            f"vocab.json and merges.txt do not fit each other ({shortened(error)})"
-        ) from error
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=config.get("add_prefix_space") is True
     )

@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 
 from models.flops import traced_flops
-from models.vision.common import patchify, unpatchify
+from models.vision.common import patchify, sincos_positions, unpatchify
 from models.vision.mae import MAE, MAEConfig
 from models.vision.vit import ViT
 
@@ -242,3 +242,8 @@ def test_kernels_have_xavier_initialization():
     np.testing.assert_allclose(np.std(normal.encoder.layers.mlp.up.kernel[...]), 0.02, rtol=0.05)
     patches = normal.patch_embedding.linear.kernel[...]
     np.testing.assert_allclose(np.std(patches), (3 * 12) ** -0.5, rtol=0.1)  # uniform fan-in
+
+
+def test_table_of_fixed_positions_has_a_limit():
+    with pytest.raises(ValueError, match="14×14 patches × an embedding size of 1000000000000"):
+        sincos_positions(14, 14, 10**12)
