@@ -1,7 +1,5 @@
 """Runs that start from nothing are exported with a tokenizer that transformers loads and uses."""
 
-import logging
-
 import jax
 import numpy as np
 import pytest
@@ -36,19 +34,6 @@ SMALL = (
 )
 #: RoBERTa counts positions from the padding token, which is another one here.
 ROBERTA_ON_BYTES = ("model.pad_id=257", "model.first_position=258")
-
-
-@pytest.fixture
-def warnings(caplog):
-    """Return a function that lists the warnings of transformers so far."""
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    yield lambda: [
-        record.getMessage()
-        for record in caplog.records
-        if record.name.startswith("transformers") and record.levelno >= logging.WARNING
-    ]
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.thorough(but=["gpt2-bytes"])
