@@ -3,8 +3,10 @@
     python -m tests.faults --kills=100 --out=benchmarks/results/cpu_faults.json
 
 A tiny GPT-2 with dropout trains on a simulated 2×2×2 mesh, in one process and in two. Faults hit it
-in random order and at random moments: kills, signals, frozen processes, damaged checkpoints, a full
-disk, a clock that jumps. After each fault, the same command restarts the run, until it finishes.
+in random order and at random moments: kills, signals, frozen processes, damaged checkpoints and
+caches, a full disk, a log that cannot be written, a lost launcher, a learning rate that ruins the
+parameters, a clock that jumps. After each fault, the same command restarts the run, until it
+finishes.
 
 Each run must keep these promises. If one is broken, the exit code is 1 and the run's directory is
 kept:
@@ -110,16 +112,16 @@ def as_text(figures: dict[str, Any]) -> str:
         f"{figures['faults']} faults in {figures['runs']} runs of {figures['starts']} starts, "
         f"{figures['wall_s'] / 60:.0f} min; {figures['failures']} broken promises",
         "",
-        f"{'':26}{'faults':>7}{'failures':>10}{'restart s':>11}{'all gone after s':>18}",
+        f"{'':32}{'faults':>7}{'failures':>10}{'restart s':>11}{'all gone after s':>18}",
     ]
     for kind, tally in figures["kinds"].items():
         noticed = [tally["noticed_s_median"], tally["noticed_s_max"]]
         lines.append(
-            f"{kind:26}{tally['faults']:>7}{tally['failures']:>10}"
+            f"{kind:32}{tally['faults']:>7}{tally['failures']:>10}"
             f"{_number(tally['restart_to_first_new_step_s']):>11}"
             f"{'–'.join(map(_number, noticed)) if noticed[0] else '-':>18}"
         )
-    lines += [f"{kind:26}skipped: {reason}" for kind, reason in figures["skipped"].items()]
+    lines += [f"{kind:32}skipped: {reason}" for kind, reason in figures["skipped"].items()]
     lines += ["", "restart: median from start to first new step; all gone after: median–longest"]
     save_s = figures["save_s"]["median"]
     stall_s = figures["save_stall_s"]["median"]

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.layout import steps_in
-from tests.faults.kinds import DISK_FULL, KINDS, Hit, draw
+from tests.faults.hits import Hit
+from tests.faults.kinds import DISK_FULL, KINDS, draw
 from tests.faults.results import compare, load, trajectory
 from tests.faults.runs import DisturbedRun, Reference, Setting
 from tests.faults.start import Broken, Missed, say

@@ -184,12 +184,27 @@ class DisturbedRun:
         logs.mkdir(exist_ok=True)
         self._log_prefix = logs / directory.name
 
-    def start(self, env: Mapping[str, str] | None = None, *overrides: str) -> Attempt:
-        """Start the run; it resumes from its newest intact checkpoint."""
+    def start(
+        self,
+        env: Mapping[str, str] | None = None,
+        *overrides: str,
+        output: int | None = None,
+    ) -> Attempt:
+        """Start the run; it resumes from its newest intact checkpoint.
+
+        Args:
+            env: additional environment variables.
+            overrides: additional overrides of the config.
+            output: file descriptor for standard output and standard error, instead of a log file.
+
+        Returns:
+            The start.
+        """
         self.num_starts += 1
         log = self._log_prefix.with_name(f"{self._log_prefix.name}_{self.num_starts:02d}.log")
         command = self.setting.command(self.workdir, *overrides)
-        self.last = Attempt(command, _environment() | dict(env or {}), self.workdir, log)
+        env = _environment() | dict(env or {})
+        self.last = Attempt(command, env, self.workdir, log, output=output)
         return self.last
 
     def finish(self) -> None:
@@ -254,7 +269,8 @@ class DisturbedRun:
         assert self.last is not None
         is_newer = self.last is not self._damaged_after and self.last.first_step_s is not None
         if self._must_be_named is not None and is_newer:
-            if f"Skipping checkpoint {self._must_be_named}: " not in self.last.log:
+            line = f"Skipping checkpoint {self._must_be_named}: "
+            if self.last.has_log and line not in self.last.log:
                 raise Broken(
                     f"{self._must_be_named} is damaged, but the next start does not report it"
                 )

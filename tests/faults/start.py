@@ -35,12 +35,21 @@ class Attempt:
 
     Attributes:
         process: the process, or the launcher.
+        has_log: whether its output is written to the log file.
         first_step_s: seconds from the start to the first new step; None before this step.
         saves_s: seconds of each save that was observed from beginning to end.
         began_s: monotonic time of the start, in seconds.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], workdir: Path, log: Path):
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        workdir: Path,
+        log: Path,
+        *,
+        output: int | None = None,
+    ):
         """Start the process.
 
         Args:
@@ -48,7 +57,9 @@ class Attempt:
             env: the complete environment.
             workdir: the run's working directory.
             log: file for standard output and standard error.
+            output: file descriptor to use instead; then the log stays empty.
         """
+        self.has_log = output is None
         self._workdir = workdir
         self._log = log
         self._record = workdir / goodput.GOODPUT_DIRECTORY / f"{_num_starts(workdir) + 1:04d}.json"
@@ -57,13 +68,13 @@ class Attempt:
         self.first_step_s: float | None = None
         self.saves_s: list[float] = []
         self.began_s = time.monotonic()
-        with open(log, "wb") as output:
+        with open(log, "wb") as file:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=file if output is None else output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )

@@ -7,7 +7,8 @@ import pytest
 
 from tests.faults.__main__ import as_text
 from tests.faults.campaign import Results, campaign, summary
-from tests.faults.kinds import IN_START, KINDS, delete, draw, flip_byte, truncate
+from tests.faults.hits import IN_START, delete, flip_byte, truncate
+from tests.faults.kinds import KINDS, draw
 from tests.faults.results import compare
 from tests.faults.runs import OVERRIDES, prepare
 from tests.faults.start import Broken
@@ -20,10 +21,10 @@ SMALL = [o for o in OVERRIDES if not o.startswith(("mesh.", "model.num_layers"))
 def test_disturbed_run_ends_as_the_undisturbed_one(tmp_path):
     setting = prepare(tmp_path, [*SMALL, "model.num_layers=1"], num_steps=60)
     results = Results()
-    campaign(setting, ["byte flipped"], random.Random(0), results)
+    campaign(setting, ["divergence", "byte flipped"], random.Random(0), results)
     assert results.broken == []
     figures = summary(results)
-    assert (figures["faults"], figures["runs"], figures["starts"]) == (1, 1, 2)
+    assert (figures["faults"], figures["runs"], figures["starts"]) == (2, 1, 3)
     json.dumps(figures, allow_nan=False)
     whole = {"wall_s": 1.0, "skipped": {}, "restart_overhead_s": None} | figures
     assert "byte flipped" in as_text(whole)
