@@ -1,6 +1,9 @@
 """Injects faults into small runs, and compares them bit for bit with an undisturbed run.
 
     python -m tests.faults --kills=100 --out=benchmarks/results/cpu_faults.json
+    python -m tests.faults --kills=100 --out=benchmarks/results/cpu_faults.json --add --seed=1
+
+The second command adds another 100 kills to the results of the first one.
 
 A tiny GPT-2 with dropout trains on a simulated 2×2×2 mesh, in one process and in two. Faults hit it
 in random order and at random moments: kills, signals, frozen processes, damaged checkpoints and
@@ -19,6 +22,7 @@ kept:
 """
 
 import argparse
+import dataclasses
 import json
 import shlex
 import shutil
@@ -37,52 +41,79 @@ from tests.faults.kinds import DISK_FULL, KINDS
 from tests.faults.restart_overhead import restart_overhead
 from tests.faults.runs import MESH, NUM_STEPS, OVERRIDES, prepare
 from tests.faults.start import say
+from untrusted.files import write_text
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, 1 if a promise was broken, or 2 after an error."""
     args = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
     kinds = [name for name in args.kinds.split(",") if name]
-    unknown = [name for name in kinds if name not in KINDS]
-    if args.kills < 1 or unknown:
-        print(
-            f"error: --kills={args.kills} must be at least 1, and --kinds must name only "
-            f"{', '.join(KINDS)}",
-            file=sys.stderr,
-        )
+    try:
+        before = _checked(args, kinds)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     jax.config.update("jax_platforms", "cpu")
     mesh = startup.start(MESH)
-    arguments = sys.argv[1:] if argv is None else argv
     scratch = Path(tempfile.mkdtemp(prefix="taibai_faults_"))
     begin_s = time.monotonic()
     setting = prepare(scratch)
-    results = Results()
     skipped = {}
     if DISK_FULL in kinds and (reason := no_small_disk(scratch)):
         kinds.remove(DISK_FULL)
         skipped[DISK_FULL] = reason
         say(f"{DISK_FULL}: skipped, because no small file system can be mounted: {reason}")
     overhead = restart_overhead(setting) if args.overhead else None
-    run_all(setting, kinds, args.kills, args.seed, results)
-    figures = {
-        "command": shlex.join(["python", "-m", "tests.faults", *arguments]),
-        "seed": args.seed,
-        "versions": report.versions(),
-        "hardware": report.hardware(mesh),
-        "run": {"config": "configs/gpt2.py", "steps": NUM_STEPS, "overrides": OVERRIDES},
-        "wall_s": time.monotonic() - begin_s,
-        "skipped": skipped,
-        "restart_overhead_s": overhead,
-    } | summary(results)
-    print(as_text(figures))
-    if args.out:
-        args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    results = Results.from_json(before["results"]) if before else Results()
+
+    def figures() -> dict[str, Any]:
+        part = {
+            "command": shlex.join(["python", "-m", "tests.faults", *arguments]),
+            "seed": args.seed,
+            "versions": report.versions(),
+            "hardware": report.hardware(mesh),
+            "wall_s": time.monotonic() - begin_s,
+        }
+        return {
+            "parts": [*before.get("parts", []), part],
+            "run": {"config": "configs/gpt2.py", "steps": NUM_STEPS, "overrides": OVERRIDES},
+            "skipped": skipped,
+            "restart_overhead_s": overhead or before.get("restart_overhead_s"),
+            **summary(results),
+            "results": dataclasses.asdict(results),
+        }
+
+    def save() -> None:
+        if args.out:
+            write_text(args.out, json.dumps(figures(), indent=2, allow_nan=False) + "\n")
+
+    run_all(setting, kinds, args.kills, args.seed, results, save)
+    save()
+    print(as_text(figures()))
     if results.broken:
         print(f"error: some promises were broken; see {scratch}", file=sys.stderr)
         return 1
     shutil.rmtree(scratch)
     return 0
+
+
+def _checked(args: argparse.Namespace, kinds: list[str]) -> dict[str, Any]:
+    """Check the arguments, and return the figures that a campaign adds to, which may be empty."""
+    unknown = [name for name in kinds if name not in KINDS]
+    if args.kills < 1 or unknown:
+        raise ValueError(
+            f"--kills={args.kills} must be at least 1, and --kinds must name only "
+            f"{', '.join(KINDS)}"
+        )
+    if not args.add:
+        return {}
+    if not (args.out and args.out.is_file()):
+        raise ValueError(f"--add requires an existing file, but --out={args.out}")
+    before = json.loads(args.out.read_text(encoding="utf-8"))
+    if args.seed in [part["seed"] for part in before["parts"]]:
+        raise ValueError(f"--seed={args.seed} is already in {args.out}; choose another seed")
+    return before
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,15 +133,21 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also measure starts with a cold and a warm compilation cache; takes minutes",
     )
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument(
+        "--out", type=Path, help="write the figures to this JSON file, after each run"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="add to the figures in --out, with another seed"
+    )
     return parser
 
 
 def as_text(figures: dict[str, Any]) -> str:
     """Return the figures as a readable text."""
+    minutes = sum(part["wall_s"] for part in figures["parts"]) / 60
     lines = [
         f"{figures['faults']} faults in {figures['runs']} runs of {figures['starts']} starts, "
-        f"{figures['wall_s'] / 60:.0f} min; {figures['failures']} broken promises",
+        f"{minutes:.0f} min; {figures['failures']} broken promises",
         "",
         f"{'':32}{'faults':>7}{'failures':>10}{'restart s':>11}{'all gone after s':>18}",
     ]

@@ -12,7 +12,7 @@ import random
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,18 +73,26 @@ class Results:
 
     num_runs: int = 0
     num_starts: int = 0
-    tallies: dict[str, Tally] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(Tally)
-    )
+    tallies: dict[str, Tally] = dataclasses.field(default_factory=dict)
     saves_s: list[float] = dataclasses.field(default_factory=list)
     stalls_s: list[float] = dataclasses.field(default_factory=list)
     broken: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Results":
+        """Return the results whose `dataclasses.asdict` was written as JSON."""
+        tallies = {kind: Tally(**tally) for kind, tally in values["tallies"].items()}
+        return cls(**values | {"tallies": tallies})
+
+    def tally(self, kind: str) -> Tally:
+        """Return the results of one kind of fault, to be extended."""
+        return self.tallies.setdefault(kind, Tally())
+
     def take(self, hit: Hit) -> None:
         """Count a fault."""
-        self.tallies[hit.kind].faults += 1
+        self.tally(hit.kind).faults += 1
         if hit.noticed_s is not None:
-            self.tallies[hit.kind].noticed_s.append(hit.noticed_s)
+            self.tally(hit.kind).noticed_s.append(hit.noticed_s)
 
     def note(self, run: DisturbedRun, fault_before: str | None) -> None:
         """Add the times of a run's last start.
@@ -96,10 +104,16 @@ class Results:
         assert run.last is not None
         self.saves_s += run.last.saves_s
         if run.last.first_step_s is not None and fault_before is not None:
-            self.tallies[fault_before].restarts_s.append(run.last.first_step_s)
+            self.tally(fault_before).restarts_s.append(run.last.first_step_s)
 
 
-def campaign(setting: Setting, names: Sequence[str], rng: random.Random, results: Results) -> None:
+def campaign(
+    setting: Setting,
+    names: Sequence[str],
+    rng: random.Random,
+    results: Results,
+    save: Callable[[], None] = lambda: None,
+) -> None:
     """Disturb runs until all faults have hit.
 
     Args:
@@ -107,6 +121,7 @@ def campaign(setting: Setting, names: Sequence[str], rng: random.Random, results
         names: names of the faults, with repetitions, in the order of use.
         rng: source of all random choices.
         results: the results, which this function extends.
+        save: saves the results; called after each run.
 
     Raises:
         Broken: the undisturbed runs fail or differ, or faults miss too often.
@@ -123,6 +138,7 @@ def campaign(setting: Setting, names: Sequence[str], rng: random.Random, results
             missed = disturb(run, batch, rng, results)
         num_missed += len(missed)
         pending.extend(missed)
+        save()
     if pending:
         raise Broken(f"these faults keep missing, because the runs end first: {sorted(pending)}")
 
@@ -167,7 +183,7 @@ def disturb(
         shutil.rmtree(run.workdir)
     except Broken as error:
         what = kind or "no fault"
-        results.tallies[what].failures += 1
+        results.tally(what).failures += 1
         results.broken.append({"workdir": str(run.workdir), "fault": what, "what": str(error)})
         say(f"{run.directory.name}: BROKEN after {what}: {error}")
         left = left if is_struck else left[1:]  # drop a fault that breaks a promise before it hits
@@ -268,7 +284,12 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def run_all(
-    setting: Setting, kinds: Sequence[str], num_kills: int, seed: int, results: Results
+    setting: Setting,
+    kinds: Sequence[str],
+    num_kills: int,
+    seed: int,
+    results: Results,
+    save: Callable[[], None] = lambda: None,
 ) -> None:
     """Run the campaign, first with one process per run and then with two.
 
@@ -278,6 +299,7 @@ def run_all(
         num_kills: number of kills at random moments.
         seed: seed of all random choices.
         results: the results, which this function extends.
+        save: saves the results; called after each run.
     """
     for num_processes in (1, 2):
         chosen = [name for name in kinds if KINDS[name].num_processes == num_processes]
@@ -286,7 +308,7 @@ def run_all(
         if names:
             of_these = dataclasses.replace(setting, num_processes=num_processes)
             try:
-                campaign(of_these, names, rng, results)
+                campaign(of_these, names, rng, results, save)
             except Broken as error:
                 broken = {"workdir": str(setting.scratch), "fault": "none", "what": str(error)}
                 results.broken.append(broken)

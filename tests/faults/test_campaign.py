@@ -1,5 +1,6 @@
 """Tests of the fault campaign on one device: it runs, and its checks detect differences."""
 
+import dataclasses
 import json
 import random
 
@@ -26,7 +27,10 @@ def test_disturbed_run_ends_as_the_undisturbed_one(tmp_path):
     figures = summary(results)
     assert (figures["faults"], figures["runs"], figures["starts"]) == (2, 1, 3)
     json.dumps(figures, allow_nan=False)
-    whole = {"wall_s": 1.0, "skipped": {}, "restart_overhead_s": None} | figures
+    assert (
+        summary(Results.from_json(json.loads(json.dumps(dataclasses.asdict(results))))) == figures
+    )
+    whole = {"parts": [{"wall_s": 1.0}], "skipped": {}, "restart_overhead_s": None} | figures
     assert "byte flipped" in as_text(whole)
 
 
