@@ -58,7 +58,7 @@ class Allocator:
         """Drop one reference to the buffers of a value, and free those without references."""
         for buffer in storage.buffers:
             buffer.num_holders -= 1
-            if buffer.num_holders == 0 and not buffer.num_loops:
+            if buffer.num_holders == 0 and not buffer.num_pins:
                 del self._live[buffer.on_host][buffer]
                 self._total[buffer.on_host] -= buffer.num_bytes
                 buffer.end = len(self._buffers)

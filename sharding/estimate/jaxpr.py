@@ -11,6 +11,7 @@ size of every value on one device is known before anything is compiled:
     y = dot_general x w     [8, 256/model]        2,048 of 8,192
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,12 +100,14 @@ class _Builder:
         jaxpr = _bare(closed)
         env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= {v: _value(v.aval) for v in jaxpr.constvars}
+        for v, constant in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False):
+            env[v].literal = _literal(constant)
 
         def read(v: Any) -> Value:
             if not isinstance(v, Literal):
                 return env[v]
             value = _value(v.aval)
-            value.literal = str(v.val) if not value.shape else None
+            value.literal = _literal(v.val)
             return value
 
         for eqn in jaxpr.eqns:
@@ -252,6 +255,16 @@ class _Builder:
             outputs.append(_value(v.aval, axes))
         operations.append(Operation("shard_map", made, outputs, {"manual": frozenset(manual)}))
         return outputs
+
+
+def _literal(constant: Any) -> str | None:
+    """Return a text that equal constants share, or None for constants that are not compared."""
+    if not isinstance(constant, np.ndarray | np.generic | int | float | bool):
+        return None
+    array = np.asarray(constant)
+    if not array.shape:
+        return repr(array.astype(np.float64).item()) if array.dtype.kind in "biuf" else str(array)
+    return hashlib.sha256(array.tobytes()).hexdigest()
 
 
 def _renamed(values: Sequence[Value], others: Sequence[Value]) -> list[Operation]:

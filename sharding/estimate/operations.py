@@ -19,7 +19,7 @@ class Value:
     itemsize: int
     on_host: bool
     axes: Axes  # axes that the compiler splits its dims over
-    literal: str | None = None  # its value as text, if it is a scalar literal of the program
+    literal: str | None = None  # a text that constants of the program share if they are equal
 
     def local_shape(self, mesh_shape: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the part that one device stores."""

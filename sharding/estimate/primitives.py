@@ -69,6 +69,7 @@ COSTLY = (
     "tanh",
     "logistic",
     "erf",
+    "erfc",
     "erf_inv",
     "sqrt",
     "rsqrt",

@@ -7,11 +7,13 @@ loop separates it from the forward pass, as in a stack of one layer, whose loop 
     forward   h = x @ w         backward   h' = x @ w        one product: h is kept from the
               a = gelu(h)                  a' = gelu(h')     forward to the backward
 
-Second, slicing or overwriting a whole buffer copies nothing: readers use the value itself.
+Equal constants count as the same input. Second, slicing or overwriting a whole buffer copies
+nothing: readers use the value itself.
 """
 
+import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from sharding.estimate.operations import RENAMES, Operation, Program, Value
@@ -33,6 +35,15 @@ _RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
 _SAME = tuple(name for name in RENAMES if name != "optimization_barrier")
 
 
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Identity of a constant of the program."""
+
+    literal: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+
 def simplified(program: Program) -> Program:
     """Remove repeated operations and writes of whole buffers, also in loops and branches.
 
@@ -45,14 +56,17 @@ def simplified(program: Program) -> Program:
 
     def identity_of(value: Value) -> Hashable:
         if value.literal is not None:
-            return (value.literal, value.shape, value.itemsize)
+            return Constant(value.literal, value.shape, value.itemsize)
         return identity.get(value, value)
 
     for op in program.operations:
         inputs = [replaced.get(value, value) for value in op.inputs]
         op = _with(op, inputs=inputs, bodies=[simplified(body) for body in op.bodies])
         source = _source(op)
-        if source is not None:
+        constants = _constants(op, identity_of)
+        if constants is not None:
+            identity.update(constants)
+        elif source is not None:
             op = Operation("copy", [source], op.outputs, {})
             identity[op.outputs[0]] = identity_of(source)
         elif op.name in (*_SAME, *_RESHAPES) and _is_view(op):
@@ -74,6 +88,23 @@ def simplified(program: Program) -> Program:
         operations.append(op)
     outputs = [replaced.get(value, value) for value in program.outputs]
     return Program(program.inputs, operations, outputs)
+
+
+def _constants(
+    op: Operation, identity_of: Callable[[Value], Hashable]
+) -> dict[Value, Hashable] | None:
+    """Return the identities of outputs that are constants, or None if the operation has none.
+
+    Constants enter a `shard_map` as its inputs, and may be converted to another type.
+    """
+    if op.name not in ("shard_map", "convert_element_type"):
+        return None
+    identities: dict[Value, Hashable] = {}
+    for value, output in zip(op.inputs, op.outputs, strict=True):
+        identity = identity_of(value)
+        if isinstance(identity, Constant) and value.shape == output.shape:
+            identities[output] = dataclasses.replace(identity, itemsize=output.itemsize)
+    return identities or None
 
 
 def _is_view(op: Operation) -> bool:

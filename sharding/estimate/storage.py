@@ -19,7 +19,7 @@ class Buffer:
     start: int  # number of buffers allocated before it
     end: int | None = None  # number of buffers allocated before it was freed; None while it is live
     num_holders: int = 0
-    num_loops: int = 0  # running loops that carry it, and therefore keep its memory
+    num_pins: int = 0  # running loops and conditionals that keep its memory for their outputs
     is_input: bool = False
     is_read_at_end: bool = False  # by the computation of an output of the program
     is_written_over: bool = False  # by an output of the program

@@ -7,5 +7,5 @@ import pytest
 def only_arrays(monkeypatch):
     monkeypatch.setattr("sharding.estimate.memory_estimate.GAPS_SHARE", 0)
     monkeypatch.setattr("sharding.estimate.memory_estimate.GPU_GAPS_SHARE", 0)
-    monkeypatch.setattr("sharding.estimate.interpreter.WORKSPACE_BYTES", 0)
-    monkeypatch.setattr("sharding.estimate.interpreter.SLICED_WORKSPACE_BYTES", 0)
+    monkeypatch.setattr("sharding.estimate.kernels.WORKSPACE_BYTES", 0)
+    monkeypatch.setattr("sharding.estimate.kernels.SLICED_WORKSPACE_BYTES", 0)

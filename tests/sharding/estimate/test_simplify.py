@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tests.sharding.estimate.estimates import KIB, estimate_of
 
 
-def test_recomputation_saves_nothing_where_no_loop_separates_it_from_the_forward():
+def test_recomputation_saves_nothing_unless_a_loop_separates_it_from_the_forward():
     """XLA's GPU compiler merges equal computations on equal values."""
     block = jax.checkpoint(lambda x, w: jnp.tanh(jnp.sin(x @ w) @ w.T), prevent_cse=False)
 
@@ -36,7 +37,25 @@ def test_estimate_of_repeated_work_counts_it_once():
     assert estimate_of(twice, (16, 16), (16, 16), platform="cpu").work.flops == 4 * 16**3
 
 
-def test_write_of_a_whole_buffer_makes_no_buffer():
+def test_operations_on_equal_constants_are_merged():
+    """Two arrays with equal elements, and a number written as an integer and as a float."""
+
+    def products(x, *zeros):
+        def product(zero):
+            constant = jnp.asarray(np.arange(16 * 16, dtype=np.float32).reshape(16, 16))
+            return jnp.sum((x * jnp.where(constant > 3, constant, zero)) @ x)
+
+        return sum(map(product, zeros))
+
+    def num_products(*zeros):
+        work = estimate_of(lambda x: products(x, *zeros), (16, 16)).work
+        return work.flops / (2 * 16**3)
+
+    assert num_products(0, 0.0) == num_products(1.0, 1.0) == 1
+    assert num_products(0, 1.0) == 2
+
+
+def test_write_of_a_whole_buffer_allocates_nothing():
     def through(x, w):
         y = x @ w
         buffer = jax.lax.dynamic_update_slice(jnp.zeros((1, 16, 16)), y[None], (0, 0, 0))
