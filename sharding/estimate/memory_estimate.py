@@ -43,7 +43,8 @@ from sharding.estimate.step_cost import StepCost
 #: allocated at its peak. The mean of 21 compiled steps of five models (docs/memory.md).
 GAPS_SHARE = 0.08
 #: For GPUs, where gaps are computed: the same share for XLA's scheduler, which computes some arrays
-#: earlier than they are needed, or reads them later. The mean of the steps in docs/memory.md.
+#: earlier than they are needed, or reads them later. With it, the mean of the steps in
+#: docs/memory.md is 2 % too high: an estimate that is too low would let a run fail later.
 GPU_GAPS_SHARE = 0.03
 #: Arrays smaller than this share of all arrays allocated at the peak leave no gaps worth computing.
 _MIN_PACKED_SHARE = 1 / 2000

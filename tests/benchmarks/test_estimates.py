@@ -8,10 +8,6 @@ from benchmarks import estimates
 from benchmarks.harness import gpu_estimates
 
 ROOT = Path(__file__).parents[2]
-#: Version of jax -> cases that the estimate does not predict well enough yet.
-STILL_OUT_OF_BOUNDS = {
-    "0.12.0.1": ["Swin-T, data=8", "moco, host", "swin, model=2", "swin, zero bubble"]
-}
 
 
 def test_docs_show_the_results():
@@ -50,8 +46,8 @@ def test_bounds_are_wider_for_small_models(model, ratio, is_within):
     "found", estimates.h100_results(), ids=lambda found: found["versions"]["jax"]
 )
 def test_results_are_within_their_bounds(found):
-    expected = STILL_OUT_OF_BOUNDS.get(found["versions"]["jax"], [])
-    assert gpu_estimates.out_of_bounds(found["cases"]) == expected
+    assert gpu_estimates.out_of_bounds(found["cases"]) == []
+    assert len(found["cases"]) == len(gpu_estimates.cases())
 
 
 def test_results_out_of_bounds_are_bold():
