@@ -1,7 +1,7 @@
 """Searches for settings with which a run fits into memory (`memory.placement=auto`).
 
-A *lever* is a list of settings of which each needs less memory, and more time, than the one before.
-There are four: more microbatches, a higher ZeRO stage, more rematerialization, and host memory. A
+A *lever* is a list of settings, each needing less memory but more time than the previous one. There
+are four: more microbatches, a higher ZeRO stage, more rematerialization, and host memory. A
 *level* is a position on a lever; level 0 is the configured value. A *plan* has one level per lever:
 
     lever      microbatches   ZeRO stage   remat                       placement

@@ -127,7 +127,7 @@ class Run:
 
     @_once
     def trace_train_step(self) -> jax.stages.Traced:
-        """Trace `train_step(state, batch)`, which donates the state. Once."""
+        """Trace `train_step(state, batch)`, which donates the state. The result is cached."""
         step = self._train_step_function()
         out_shardings = (shardings_of(self.state.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
@@ -136,7 +136,7 @@ class Run:
 
     @_once
     def compile_train_step(self) -> jax.stages.Compiled:
-        """Compile `train_step(state, batch)`, which donates the state. Once."""
+        """Compile `train_step(state, batch)`, which donates the state. The result is cached."""
         return self._compile(self.trace_train_step())
 
     def _compile(self, traced: jax.stages.Traced) -> jax.stages.Compiled:

@@ -191,7 +191,7 @@ class _PlanBuilder:
         )
 
     def _cells(self, kind: str) -> dict[str, np.ndarray]:
-        """Return the fields of `Operation` but its slots, for all cells of one kind."""
+        """Return the fields of `Operation` except its slots, for all cells of one kind."""
         names = ("microbatch", "chunk", "is_first", "is_last")
         tables = {name: np.zeros(self.shape, np.int32) for name in names}
         tables["microbatch"] -= 1
