@@ -47,7 +47,7 @@ def train_batches(
     Returns:
         An iterator over batches with the keys of `batch_shapes`, R rows each, and
         `index: uint32[R]`, the number of the element modulo 2**32, which identifies an example
-        in whatever order the rows are.
+        regardless of the order of the rows.
 
     Raises:
         ValueError: `rows` are not distinct rows of the global batch.

@@ -127,7 +127,7 @@ class _TrainingLoop:
         self.step = start.step  # number of the newest step that was started
         self.is_stopping = False  # whether all processes stop after this step
         self._is_save_requested = False  # whether the first process's timer asks for a save
-        self._is_save_due = False  # whether to save as soon as a step is sound
+        self._is_save_due = False  # whether to save after the next step that is not skipped
         self._last_saved_step = start.step
         self._metrics: dict[str, jax.Array] = {}  # of the newest step
 

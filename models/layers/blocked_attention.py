@@ -34,7 +34,7 @@ Segments = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _MaskOptions:
-    """Which keys a query can see, given their positions."""
+    """Determines which keys a query can see, from their positions."""
 
     is_causal: bool
     window: int | None

@@ -108,9 +108,9 @@ class MemorySearch:
         """Yield plans that fit, first the base plan if it does.
 
         The search starts from the leanest plan, or, if that exceeds host memory, from the leanest
-        plan with less in host memory. Then it eases one lever after another: each time the one that
-        makes the step fastest, as far as memory allows. If the caller increases `correction` after
-        compiling a plan, the next plan is leaner.
+        plan with less in host memory. Then it repeatedly lowers the level of one lever as far as
+        memory allows, each time of the lever that makes the step fastest. If the caller increases
+        `correction` after compiling a plan, the next plan is leaner.
         """
         if self._fits(self.base):
             yield self.base

@@ -101,7 +101,7 @@ class StateLayout:
         self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable, kinds)
 
     def initial(self, params: Tree | None = None) -> TrainState:
-        """Create the initial state, each shard on its own device, with the same bits on any mesh.
+        """Create the initial state, each shard on its own device, bitwise equal on any mesh.
 
         Stacks in host memory pass through the device one layer at a time.
 
