@@ -102,7 +102,7 @@ class Layers:
         return self._vjp.saved_for_weights if self._splits else []
 
     def no_gradients(self) -> Tree:
-        """Return zero gradients in float32 or wider, in host memory where the parameters are."""
+        """Return zero gradients in float32 or wider, in the same memory as the parameters."""
         gradients = jax.eval_shape(lambda: self._gatherer.scattered(self._layer(jnp.int32(0))))
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
