@@ -127,7 +127,7 @@ class Workers:
 
 def _start_worker() -> _Worker:
     ours, theirs = Pipe()
-    # The worker can import whatever this program can import.
+    # The worker can import everything that this program can import.
     paths = [path or os.getcwd() for path in sys.path]
     environment = {
         **os.environ,

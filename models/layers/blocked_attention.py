@@ -93,7 +93,7 @@ def _batched(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     """softmax(q·kᵀ + bias)·v, one block of queries at a time.
 
     The backward pass recomputes the weights from their maxima and sums, so no array of size
-    `[T, S]` is kept between the two passes: recomputing costs less than allocating fresh memory.
+    `[T, S]` is kept between the two passes: recomputing costs less than allocating new memory.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
     """

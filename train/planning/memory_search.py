@@ -174,7 +174,7 @@ class MemorySearch:
             step_time_s=self.rates.step_time_s(run.estimate_memory().work),
         )
 
-    # The levers: settings from level 1 on, each of which needs less memory than the one before.
+    # The levers: settings from level 1 on, each of which needs less memory than the previous one.
 
     def _microbatches(self) -> list[Setting]:
         config = self._config

@@ -50,7 +50,7 @@ class StateLayout:
 
     Attributes:
         abstract: the state in the step, as ShapeDtypeStructs with shardings.
-        portable: the state in a checkpoint, likewise.
+        portable: the state in a checkpoint, also as ShapeDtypeStructs with shardings.
         is_offloaded: a bool per parameter, None for frozen ones: whether its master weights or its
             optimizer state are in host memory.
 
