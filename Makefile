@@ -1,11 +1,11 @@
 # make train: trains a model; CONFIG, WORKDIR and ARGS are optional, for example
 #   make train CONFIG=configs/gpt2_3d.py WORKDIR=runs/gpt2_3d ARGS="--config.train.num_steps=50"
 # make test: runs the quick tests, at least one per feature (10 minutes on 2 cores)
-# make test-all: runs the quick tests, then the thorough ones, then those that compile for GPUs (an hour)
-# make test-thorough | test-compiler: only the thorough ones | only those that compile for GPUs; the latter installs
-#   XLA's GPU compiler (3 GB) and needs no GPU
+# make test-thorough: runs only the thorough tests
+# make test-compiler: runs only the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
+# make test-all: runs these three, one after another (an hour)
 # make lint: runs ruff, codespell and the type checker
-# make setup | setup-test | setup-compiler: only install the dependencies for these, into .venv
+# make setup, setup-test, setup-compiler: only install dependencies for training, tests or GPU tests, into .venv
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
 ARGS ?=

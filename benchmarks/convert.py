@@ -1,8 +1,8 @@
 """Measures the memory of conversions: `python -m benchmarks.convert DIRECTORY [--json]`.
 
 The benchmark writes a LLaMA with two billion random weights to DIRECTORY, in bfloat16 and in
-several files. It converts the model to ours and back, each in a separate process, and compares
-every bit. Peak memory must stay below the largest tensor + 1 GiB, whatever the size of the model.
+several files. It imports the model and exports it again, each in a separate process, and compares
+every bit. Peak memory must stay below the largest tensor + 1 GiB for models of any size.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Measures the accuracy of vision models on handwritten digits: `python -m benchmarks.digits`.
 
 An experiment is a sequence of one or more runs of `python -m train.main`, each initialized from the
-run before it. It is repeated for every seed. Its result is the accuracy on all held-out digits
-after the last step of the last run; the best step is not selected. Experiments with fewer labels
-use the same labelled images for every seed.
+previous run. It is repeated for every seed. Its result is the accuracy on all held-out digits after
+the last step of the last run, not at the best step. Experiments with fewer labels use the same
+labelled images for every seed.
 """
 
 import argparse

@@ -5,12 +5,12 @@
     python -m benchmarks.estimates --docs
 
 The first command compiles for CPUs: every case is a shipped config at its default size, with a
-vocabulary of 8,192 tokens. The second compiles for GPUs and needs none; gpu_estimates.py has the
-cases. The third writes the tables of docs/memory.md from the results of both. Results with another
-version of jax are stored next to these, as h100_estimates_jax_VERSION.json.
+vocabulary of 8,192 tokens. The second compiles for GPUs, but does not need a GPU; gpu_estimates.py
+has the cases. The third writes the tables of docs/memory.md from the results of both. Results with
+another version of jax are stored next to these, as h100_estimates_jax_VERSION.json.
 
-The memory of a compiled step is reported by its compiler: arguments, results and temporaries, where
-reused memory counts once. No step is run.
+The compiler reports the memory of a compiled step: arguments, results and temporaries, with reused
+memory counted once. No step is run.
 
 If only the estimate has changed, `--keep-compiled` reads the compiled sizes from the file and
 compiles only the cases that are missing there.

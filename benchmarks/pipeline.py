@@ -2,15 +2,15 @@
 
     python -m benchmarks.pipeline --config=configs/gpt2.py --schedules=1f1b,zero_bubble --stages=4
 
-In turns with the steps, the benchmark also times the parts of which a schedule's table consists:
-the forward and backward pass of a stage's layers, the two halves of the backward pass, embedding,
-head and optimizer update. Each part runs on one device *alone*, and on all stages *together*.
-Inserted into the table, these times give two predictions of the step time. Neither includes sends.
+In turns with the steps, the benchmark also times the operations that a schedule consists of: the
+forward and backward pass of a stage's layers, the two halves of the backward pass, embedding, head
+and optimizer update. Each part runs on one device *alone*, and on all stages *together*. From the
+schedule's table and these times, it makes two predictions of the step time, without sends:
 
 - *Synchronous*: a tick lasts as long as its slowest stage. Separate devices should reach this time.
 - *Work-bound*: simulated devices share the cores, so an idle stage leaves its core to another one.
-  A tick lasts as long as all of its work takes while all stages are working, but at least as long
-  as its slowest stage takes alone. If devices share nothing, this equals the synchronous time.
+  A tick takes as long as its total work takes when all stages are busy, but at least as long as its
+  slowest stage takes alone. If devices share nothing, this equals the synchronous time.
 
 For example, with 2 stages on one core, a part takes 1 ms alone and 2 ms together:
 
@@ -157,7 +157,7 @@ def make_runs(
 def measure(
     runs: Mapping[tuple[str, str], Run], *, num_rounds: int, num_steps: int
 ) -> dict[str, Any]:
-    """Measure the steps of the runs, and the parts of which they consist.
+    """Measure the steps of the runs, and the parts that they consist of.
 
     Args:
         runs: the result of `make_runs`.

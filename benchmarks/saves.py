@@ -4,9 +4,9 @@
 
 The state is initialized from the config and sharded as in training. Each round saves it once, with
 the same steps as `train.loop`: arrays are converted to the layout of checkpoints and copied, and
-threads write the files. Right after `save` returns, the round times an update in place, which
-reuses the memory of the saved arrays as a training step does. The difference from an update while
-nothing is being saved is the cost of the copies that the loop still pays after `save`.
+threads write the files. Right after `save` returns, the round times an in-place update, which
+reuses the memory of the saved arrays like a training step. Compared with an update while nothing is
+being saved, it shows how much a save delays the loop after `save` has returned.
 """
 
 import argparse

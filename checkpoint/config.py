@@ -24,16 +24,16 @@ class CheckpointConfig(Section, section="checkpoint"):
     )
     every_minutes: float | None = field(
         None,
-        "Also save after this many minutes, by the first process's clock. None: never; only steps "
-        "count.",
+        "Also save after this many minutes, by the first process's clock. None: only `every_steps` "
+        "applies.",
         gt=0,
         lt=math.inf,
         remedy="choose a number of minutes, or None to count steps only",
     )
     max_to_keep: int = field(
         3,
-        "How many of the newest checkpoints to keep. With 1, also the one before is "
-        "kept until the next save has shown that it was good.",
+        "How many of the newest checkpoints to keep. With 1, the previous one is kept as well, "
+        "until the next save has proven the newest one good.",
         ge=1,
         remedy="choose 2 or more to have another one if the newest is damaged",
         required=True,

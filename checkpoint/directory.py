@@ -1,7 +1,7 @@
 """The files of a directory of checkpoints: commits, retention, deletion.
 
 Only the first process changes files. A directory is renamed only when it is complete, so a
-checkpoint is complete or absent, whenever the process is killed; see checkpoint/manager.py.
+checkpoint is complete or absent even if the process is killed; see checkpoint/manager.py.
 """
 
 import logging

@@ -34,7 +34,7 @@ Index = tuple[slice, ...]
 
 
 class LazyArray(abc.ABC):
-    """An array of which parts can be read.
+    """An array that can be read in parts.
 
     Attributes:
         shape: shape of the whole array.

@@ -4,7 +4,7 @@
 shardings. Only the chunk boundaries on disk follow the shards, which are written in parallel, and
 reading ignores them. Nothing in a checkpoint is unpickled.
 
-A checkpoint is complete or absent, whenever the process is killed, because directories are renamed
+A checkpoint is complete or absent even if the process is killed, because directories are renamed
 only when they are complete:
 
     300.orbax-checkpoint-tmp-1/            being written: arrays, JSON files, then checksums

@@ -1,7 +1,7 @@
 """The config sections that all runs share; docs/config.md describes every key.
 
 A config file starts from `get_config()` and changes the keys that it needs. You can set any key on
-the command line: `--config.section.key=value`. The section `model` belongs to each config file.
+the command line: `--config.section.key=value`. Each config file defines the section `model`.
 """
 
 from ml_collections import ConfigDict

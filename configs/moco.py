@@ -1,6 +1,6 @@
 r"""MoCo v3 on one device: a ViT learns from pairs of views of handwritten digits, without labels.
 
-Hardware: any. With the default size, a 2-core CPU takes some minutes. Afterwards, train a linear
+Hardware: any. With the default size, a 2-core CPU takes a few minutes. Afterwards, train a linear
 classifier on the frozen encoder with configs/vit_probe.py:
 
     python -m train.main --config=configs/moco.py

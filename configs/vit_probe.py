@@ -1,8 +1,7 @@
 r"""Linear probe on one device: evaluates the features of a pretrained ViT.
 
 The encoder comes from a run of configs/moco.py or configs/mae.py and is frozen; only a new linear
-classifier is trained. Without `init_from` the encoder has random weights, which gives the baseline
-to compare with.
+classifier is trained. Without `init_from` the encoder has random weights, which gives a baseline.
 
 Hardware: any; about a minute on a 2-core CPU.
 

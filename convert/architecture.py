@@ -1,4 +1,4 @@
-"""The description of a Hugging Face architecture: its model class here, config keys, and weights.
+"""The description of a Hugging Face architecture: model class in Taibai, config keys, and weights.
 
 Everything is declared in tables that are read in both directions, so one `Architecture` is enough
 to import a model and to export it.
@@ -15,7 +15,7 @@ from convert.tensor_files import Tensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model class of Hugging Face's transformers, and the model here that it corresponds to.
+    """One model class of Hugging Face's transformers, and the corresponding model in Taibai.
 
     Attributes:
         name: The name of the class, as in `architectures` of config.json.
@@ -26,7 +26,7 @@ class Architecture:
         rows: The weights, with the names that they have in the model with a head.
         prefix: The prefix of the names of the base model's weights, including its dot.
         is_base: Whether the model is a base model: it has no head, and its names have no prefix.
-        fields: Config fields that the class implies, whatever config.json contains.
+        fields: Config fields that the class implies, regardless of config.json.
         harmless: Keys of config.json that do not affect the computation.
         buffers: Regular expressions for tensors that are not weights.
         other_heads: Regular expressions for weights of other models with the same base, which a
@@ -34,8 +34,8 @@ class Architecture:
         detect: A function (tensors in the files, config.json) -> config fields that only the
             tensors reveal; None if there are none.
         detected_fields: The names of the fields that `detect` returns.
-        limits: A function (the model class's Config) -> sentences about what the class cannot run
-            although config.json can express it; None if there is no such case.
+        limits: A function (the model class's Config) -> descriptions of the settings that
+            config.json can express but the class cannot run; None if there are no such settings.
         template: The special tokens around a text, such as "{cls} $A {sep}", in the syntax of
             TemplateProcessing in the `tokenizers` library.
         pair_template: The special tokens around the two texts $A and $B of a pair.

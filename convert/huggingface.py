@@ -1,4 +1,4 @@
-"""Open a Hugging Face model on disk, and read its tensors as parameters of a model here."""
+"""Open a Hugging Face model on disk, and read its tensors as parameters of a Taibai model."""
 
 import dataclasses
 import logging

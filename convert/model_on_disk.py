@@ -90,7 +90,7 @@ def read_config(file: Path, *, within: Path) -> dict[str, Any]:
 
     Args:
         file: The config.json.
-        within: The directory that it must be in, also if it is a link.
+        within: The directory that it must be in, even if it is a link.
 
     Raises:
         ValueError: The file is damaged, or a value has the wrong type.

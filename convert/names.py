@@ -1,8 +1,8 @@
-"""The mapping between Hugging Face tensors and the parameters of the models here.
+"""The mapping between Hugging Face tensors and the parameters of Taibai's models.
 
 A family declares one `Row` per weight. The same table imports and exports a model. Throughout this
-package `ours` is a parameter here, and `theirs` is a tensor in the Hugging Face files. A stack of L
-layers is one parameter here but L tensors there:
+package, `ours` is a parameter in Taibai, and `theirs` is a tensor in the Hugging Face files. A
+stack of L layers is one parameter in Taibai but L tensors in the files:
 
     ours                                    theirs
     decoder.layers.mlp.up.kernel [L,D,F]    model.layers.0.mlp.up_proj.weight   [F,D]

@@ -12,7 +12,7 @@ _OLD_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
 
 def architectures() -> dict[str, Architecture]:
-    """Return all architectures by name. The first one of each model_type is the usual one."""
+    """Return all architectures by name. The first one of each model_type is its default."""
     return {a.name: a for family in _FAMILIES for a in family.ARCHITECTURES}
 
 
@@ -23,7 +23,7 @@ def find(hf: Mapping[str, Any]) -> Architecture:
         hf: The content of config.json.
 
     Returns:
-        The architecture. If config.json lists no architectures, it is the usual one of its
+        The architecture. If config.json lists no architectures, it is the default of its
         model_type.
 
     Raises:

@@ -7,9 +7,9 @@ A safetensors file consists of
     values    the bytes of all tensors, without gaps
 
 The package `safetensors` is not used here, because models may be larger than memory. Its
-`safe_open` copies what it reads, and keeps one mapping of the file open, so every page that was
-read counts as memory of this process. Its `save_file` needs all tensors of a file at once; here
-each tensor is read and written before the next one.
+`safe_open` copies the tensors, and keeps one mapping of the file open, so every page that was read
+counts as memory of this process. Its `save_file` needs all tensors of a file at once; here each
+tensor is read and written before the next one.
 """
 
 import json
@@ -293,7 +293,7 @@ def _open_pickle(file: Path) -> Iterator[Tensor]:
 
     open_regular(file, within=file.parent).close()
     try:
-        # Files written before PyTorch 1.6 are no zip files, and cannot be memory-mapped.
+        # Files written before PyTorch 1.6 are not zip files, and cannot be memory-mapped.
         is_zip = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:

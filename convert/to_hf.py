@@ -83,8 +83,8 @@ def convert(
         raise ValueError(f"--dtype={dtype} is unknown; choose {', '.join(_DTYPES)}")
     if (checkpoint / "config.json").is_file():
         raise ValueError(
-            f"{checkpoint} is a Hugging Face model already, for it has a config.json; to_hf reads "
-            "the directory of a run or of a checkpoint"
+            f"{checkpoint} is already a Hugging Face model, because it has a config.json; to_hf "
+            "reads the directory of a run or of a checkpoint"
         )
     step = newest_checkpoint(checkpoint)
     source = read_source(step, averaged=averaged, allow_import=allow_import)
@@ -95,7 +95,7 @@ def convert(
         preprocessor.write(source, directory)
         if source.hf_files is not None:
             copy_hf_files(source.hf_files, directory)
-        # RoBERTa's pad_token_id is part of the model: it says where positions begin.
+        # RoBERTa's pad_token_id is part of the model: it determines where positions begin.
         hf = {**write_tokenizer(source, architecture, directory), **hf}
         write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
     _log.info("%s: %s of %s", dst, architecture.name, step)
@@ -150,8 +150,8 @@ def describe(model: str, config: Any, source: Source | None) -> tuple[Architectu
     """
     original = None if source is None else source.hf_config
     candidates = _candidates(model)
-    # Prefer the architecture that the run was imported from. That one may be of another model, of
-    # which the run took only the encoder.
+    # Prefer the architecture that the run was imported from. It may belong to another model, if the
+    # run took only the encoder of that model.
     imported = None if source is None else source.architecture
     if imported is not None and imported.model == model:
         candidates.insert(0, imported)
@@ -172,9 +172,9 @@ def describe(model: str, config: Any, source: Source | None) -> tuple[Architectu
 
 
 def export_problem(model: str, config: Any, source: Source | None) -> str | None:
-    """Return why a model that is to be trained could not be exported, or None if it could.
+    """Return why a model could not be exported after training, or None if it could.
 
-    Models that Hugging Face does not have at all are no problem.
+    Models without any counterpart in Hugging Face, such as a user's own, are not reported.
 
     Args:
         model: The `model.name` of the run.
@@ -203,7 +203,7 @@ def _config(architecture: Architecture, config: Any, original: Mapping[str, Any]
 
 
 def _differences(architecture: Architecture, config: Any, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what an architecture cannot do, and the fields that config.json would not reproduce."""
+    """Yield settings that an architecture cannot run or that its config.json cannot express."""
     if architecture.limits is not None:
         yield from architecture.limits(config)
     wanted = dataclasses.asdict(config)

@@ -1,12 +1,12 @@
 """Write the tokenizer of a run that was trained from scratch, as transformers expects it.
 
-    hf/tokenizer.json of the run -> tokenizer.json          and what surrounds a text: [CLS] … [SEP]
+    hf/tokenizer.json of the run -> tokenizer.json          with the tokens around a text: [CLS] …
                                     tokenizer_config.json   special tokens by use, maximum length
                                     generation_config.json  if the model generates text
                                     config.json             the ids of special tokens
 
-The names of the classes in `transformers`, such as BertTokenizer, imply special tokens that our
-tokenizers do not have. So the files name the general class, which uses what the files contain.
+The classes in `transformers`, such as BertTokenizer, imply special tokens that Taibai's tokenizers
+do not have. The files therefore name the generic class, which uses the tokens in the files.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Arrays in the cache directory, computed once by whichever process gets there first."""
+"""Arrays in the cache directory, computed only once even if several processes need them."""
 
 import io
 from pathlib import Path

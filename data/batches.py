@@ -1,8 +1,8 @@
 """Batches that do not depend on the number of processes that read them.
 
 The train split is one endless shuffled stream of elements. Row r of step k is element
-k * global_batch_size + r, whichever process supplies it. For example, with a global batch of 4 read
-by two processes:
+k * global_batch_size + r, no matter which process supplies it. For example, with a global batch of
+4 read by two processes:
 
     step            0         |  1         |  2
     element         0  1  2  3|  4  5  6  7|  8  9 10 11 ...
@@ -47,7 +47,7 @@ def train_batches(
     Returns:
         An iterator over batches with the keys of `batch_shapes`, R rows each, and
         `index: uint32[R]`, the number of the element modulo 2**32, which identifies an example
-        in whatever order the rows are.
+        regardless of the order of the rows.
 
     Raises:
         ValueError: `rows` are not distinct rows of the global batch.
@@ -79,7 +79,7 @@ def validation_batches(
         num_batches: The maximum number of batches; None for all of them.
 
     Returns:
-        An iterator over batches like the ones of `train_batches`, whose `index` is the number of
+        An iterator over batches with the same keys as in `train_batches`; `index` is the number of
         the row in the split.
 
     Raises:

@@ -97,8 +97,8 @@ class DataConfig(Section, section="data"):
     )
     objective: str = field(
         "causal_lm",
-        "Training objective, which makes the batches. The objectives for images are those that "
-        "begin with `image_`. `seq2seq` and `classification` read each .jsonl line as one example.",
+        "Training objective, which defines the batches. Objectives for images begin with "
+        "`image_`. `seq2seq` and `classification` read each .jsonl line as one example.",
         choices=OBJECTIVES,
     )
     isolate_documents: bool = field(
@@ -147,12 +147,12 @@ class DataConfig(Section, section="data"):
     )
     tokenizer: str = _name(
         "bpe",
-        "Turns text into tokens: `bytes`, `bpe` (trained on the train split on first use, then "
-        "cached), the path of a tokenizer.json, or `init_from` for the checkpoint's.",
+        "Tokenizer: `bytes`, `bpe` (trained on the train split on first use, then cached), the "
+        "path of a tokenizer.json, or `init_from` for the tokenizer of the checkpoint.",
     )
     vocab_size: int = field(
         8192,
-        "Vocabulary size of the `bpe` tokenizer, special tokens included. Other tokenizers have "
+        "Vocabulary size of the `bpe` tokenizer, including special tokens. Other tokenizers have "
         "their own size.",
         # The vocabulary always contains the 256 bytes and the end-of-document token.
         ge=257,
@@ -178,9 +178,9 @@ class DataConfig(Section, section="data"):
     )
     verify: str = field(
         "times",
-        "How to notice that files of `paths` have changed since they were tokenized, or since the "
-        "run was last started: `times` compares their sizes and modification times (for images: "
-        "their sizes), `full` reads them whole at every start and compares digests.",
+        "How to detect that files of `paths` have changed since they were tokenized, or since the "
+        "run was last started. `times`: compare their sizes and modification times (for images: "
+        "their sizes). `full`: read all files at every start and compare digests.",
         choices=("times", "full"),
     )
     cache_dir: str = field(

@@ -1,4 +1,4 @@
-"""Locks of files in the cache directory, so that one process or thread at a time makes a file."""
+"""Locks of files in the cache directory, so that only one process or thread builds a file."""
 
 import contextlib
 import logging
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import filelock
 
-#: Seconds after which a log message says what is waited for.
+#: Seconds of waiting after which a message is logged.
 _SILENT_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a cached file or directory, and wait for whoever holds it.
+    """Wait for the lock of a cached file or directory, and hold it for the duration of the block.
 
     Args:
         path: Path of the file; the lock file is next to it, with `.lock` appended.

@@ -1,8 +1,8 @@
 """Draws the map in docs/architecture.md from the imports: `python -m docs.draw_architecture`.
 
-Every folder at the top of the project is a box with its subfolders, and every arrow is an import.
-Arrows that follow from others are left out: where a imports b and b imports c, none is drawn from
-a to c. A test keeps the picture up to date.
+Every top-level folder is a box with its subfolders, and every arrow is an import. Implied arrows
+are omitted: if a imports b and b imports c, no arrow is drawn from a to c. A test keeps the picture
+up to date.
 """
 
 import ast
@@ -42,7 +42,7 @@ def imported_folders(folder: str) -> set[str]:
 
 
 def reduced(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return an acyclic graph without the edges that follow from longer paths."""
+    """Return an acyclic graph without the edges that longer paths imply."""
     reachable: dict[str, set[str]] = {}
     for folder in graphlib.TopologicalSorter(imports).static_order():
         below = imports[folder]

@@ -41,9 +41,9 @@ class Declaration:
 
     @property
     def rule(self) -> str:
-        """The values that the field may have, such as "at least 1, or -1"; "" if all of its type.
+        """The values that the field may have, such as "at least 1, or -1"; "" if any is valid.
 
-        It is the end of the sentence "the value must be ...".
+        It completes the sentence "the value must be ...".
         """
         if self.choices:
             return joined([*self.choices, *([None] if self.is_optional else [])])

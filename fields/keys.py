@@ -1,4 +1,4 @@
-"""Checks which keys a section has: unknown ones are refused with the nearest known one."""
+"""Checks the keys of a section; an error about an unknown key suggests the nearest known key."""
 
 import dataclasses
 import difflib

@@ -32,7 +32,7 @@ def attention_flops(
         num_heads: number of attention heads.
         head_dim: size of one head.
         is_causal: whether queries see no later keys.
-        window: number of keys that a query sees at most, if `is_causal`; None for all.
+        window: maximum number of keys that a query sees, if `is_causal`; None for all.
     """
     full = 2 * dense_flops(num_keys, num_heads, head_dim)
     if not is_causal:

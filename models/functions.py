@@ -44,7 +44,7 @@ class ModelFunctions:
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
 
     def with_teacher_outputs(self, ends: Tree, x: Tree, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the types of the batch that the head receives, teacher outputs included.
+        """Return the types of the batch that the head receives, including teacher outputs.
 
         Args:
             ends: non-stack parameters.

@@ -1,7 +1,7 @@
 """Losses over a vocabulary that never materialize the logits of the whole batch.
 
-The loss is computed in chunks of tokens, each of which makes its logits, its loss and its gradients
-before the next one begins:
+The loss is computed in chunks of tokens. The logits, loss and gradients of each chunk are computed
+before the next chunk begins:
 
     x [N, D]  ->  chunks [C, D]  ->  logits [C, V]  ->  losses [C]  ->  one sum
 
@@ -92,8 +92,8 @@ def chunked_vocab_loss(
         bias_V: added to the logits; this stage's part of it if the table is a part.
         token_loss: function (logits float[C, V], targets int32[C]) -> losses float[C].
         chunk_tokens: number of tokens whose logits exist at the same time. None chooses it by
-            platform: on a CPU, fresh memory is expensive; on an accelerator, adding each chunk's
-            gradient to the gradient of the table is.
+            platform. Chunks are smaller on a CPU, where new memory is expensive, than on an
+            accelerator, where adding each chunk's gradient to the table's gradient is expensive.
 
     Raises:
         ValueError: if the stages share the vocab, but `token_loss` needs all of it.
@@ -108,7 +108,7 @@ def chunked_vocab_loss(
     num_tokens = x_ND.shape[0]
     if chunk_tokens is None:
         chunk_tokens = 512 if hardware.current().runs_on_cpu else 1024
-    # Chunks of equal size: `num_chunks` stays as small as possible, and then so does the padding.
+    # Chunks of equal size, with as few chunks and as little padding as possible.
     num_chunks = -(-num_tokens // chunk_tokens)
     size = -(-num_tokens // num_chunks)
     pad = num_chunks * size - num_tokens

@@ -46,9 +46,12 @@ class MeshConfig(Section, section="mesh"):
 
     pipeline: int = _size("Pipeline stages; each stage holds a part of the layers.")
     data: int = _size("Data-parallel replicas; each computes a part of the batch.")
-    fsdp: int = _size("Like `data`, but also shards parameters and optimizer state.")
+    fsdp: int = _size("Like `data`, but also shards parameters and optimizer state at rest.")
     context: int = _size("Splits the sequence dimension.")
-    expert: int = _size("Splits the experts of mixture-of-experts layers.")
+    expert: int = _size(
+        "Splits the logical axis `experts`. No shipped model has experts; the axis is for your own "
+        "mixture-of-experts layers."
+    )
     model: int = _size("Tensor parallelism: splits attention heads, mlp and vocab.")
 
     def __post_init__(self):

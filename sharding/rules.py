@@ -43,7 +43,7 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
         shares_vocab: split the vocabulary over the pipeline stages first.
 
     Raises:
-        ValueError: a row names an axis that the mesh does not have, or splits another axis than
+        ValueError: a row names an axis that the mesh does not have, or splits an axis other than
             `layers` over the pipeline.
     """
     rules = dict(DEFAULT_RULES)

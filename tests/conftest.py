@@ -69,8 +69,8 @@ def case_of(item: pytest.Item) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Apply `thorough(but=ids)`, and run the longest tests first.
 
-    `but` names the cases of a parametrized test that stay in the quick tier. If the longest tests
-    ran last, one worker would still be busy when the others have finished.
+    `but` names the cases of a parametrized test that stay among the quick tests. If the longest
+    tests ran last, one worker would still be busy when the others have finished.
     """
     for item in items:
         for marker in [mark for mark in item.own_markers if mark.name == "thorough"]:

@@ -1,16 +1,16 @@
 """Records golden runs, to show that a change of the code changes no result.
 
-Results are equal to the bit on one machine only.
-Every config trains for 30 steps at its default size, by the command line alone, so that the same
-file works before and after the code is moved around:
+Results are bitwise equal only on the same machine. Every config trains for 30 steps at its default
+size. The runs are started only by the command line, so that this file works before and after the
+code is reorganized:
 
-    python -m tests.golden record /tmp/before       # with the code as it was
+    python -m tests.golden record /tmp/before       # with the old code
     python -m tests.golden record /tmp/after        # with the changed code
     python -m tests.golden compare /tmp/before /tmp/after
     python -m tests.golden resume /tmp/before       # from its checkpoints of step 20, in a copy
 
-`record` leaves the runs themselves and `golden.json`: losses, gradient norms and evaluations of
-every step, and the SHA-256 of the final state (parameters and optimizer).
+`record` keeps the runs and writes `golden.json`: losses, gradient norms and evaluations of every
+step, and the SHA-256 of the final state (parameters and optimizer).
 """
 
 import argparse
@@ -111,7 +111,7 @@ def _train(directory: Path, name: str, workdir: Path) -> None:
 
 
 def _resume(directory: Path, name: str) -> dict:
-    """Go on from the checkpoint of RESUME_STEP, in a copy of the recorded run."""
+    """Continue from the checkpoint of RESUME_STEP, in a copy of the recorded run."""
     with tempfile.TemporaryDirectory() as scratch:
         workdir = Path(scratch) / name
         shutil.copytree(directory / name, workdir)

@@ -10,8 +10,8 @@ import pytest
 from tests import prose
 
 ROOT = Path(__file__).parents[1]
-MAX_MODULES = 14  # of a folder, not counting __init__.py
-MAX_LINES = 350  # of a file
+MAX_MODULES = 14  # per folder, not counting __init__.py
+MAX_LINES = 350  # per file
 MAX_FUNCTION_LINES = 60
 #: Tables of settings, one file per model, may be long.
 TABLES = "configs"

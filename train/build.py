@@ -28,7 +28,7 @@ from train.run.compatibility import check_tokenizer
 from train.run.run import Run
 from train.run.summary import describe
 
-#: Hosts may take very different times to tokenize, compile and read. jax detects a lost one.
+#: Hosts may take very different times to tokenize, compile and read. jax detects lost hosts.
 LONGEST_START_S = 24 * 3600.0
 
 _log = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ class RunOptions:
     """The command line of `train.main`.
 
     Attributes:
-        config: path of the config, as `--config` has it.
-        overrides: `section.key=value` each.
+        config: the config file, as given to `--config`.
+        overrides: strings `section.key=value`.
         workdir: directory of the run's files.
         deepspeed: path of a DeepSpeed JSON, or None.
         is_evaluation: whether `--mode=eval` is given.

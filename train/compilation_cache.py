@@ -1,8 +1,8 @@
 """The cache of compiled programs, whose entries are verified before they are loaded.
 
-A cached program is code. JAX's own cache trusts its files, and keeps a truncated one forever. Here
-an entry carries a digest, a damaged entry is compiled and written anew, and the directory is used
-only if nobody else can write to it.
+A cached program is code. JAX's own cache trusts its files, and never replaces a truncated one.
+Here each entry has a digest, a damaged entry is compiled and written again, and the directory is
+used only if nobody else can write to it.
 """
 
 import logging
@@ -43,8 +43,8 @@ class VerifiedCache(CacheInterface):
 def use_compilation_cache(directory: Path) -> None:
     """Keep compiled programs in a directory, so that the next start does not compile them again.
 
-    The run goes on without a cache, with a warning, if the directory cannot be created or others
-    may write to it.
+    If the directory cannot be created or others may write to it, the run logs a warning and
+    continues without a cache.
 
     Args:
         directory: The directory, which is created for this user alone.

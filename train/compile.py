@@ -44,7 +44,7 @@ from train.run.run import Run
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
 
-#: Number of labels to assume if only the data would tell: `data.name` of images -> labels.
+#: Number of labels to assume if only the data determines it: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
 _OTHER_IMAGE_LABELS = 1000  # as in ImageNet
 _TEXT_LABELS = 2

@@ -1,8 +1,8 @@
 """The training loop: get a batch, run a step, log, evaluate, save.
 
-The loop owns all side effects; the steps are pure functions. At most steps the host runs ahead of
-the devices: the agreement to stop and the divergence check read results of the previous step. Only
-logged steps wait for their own metrics.
+The loop owns all side effects; the steps are pure functions. In most steps the host runs ahead of
+the devices, because the stop check and the divergence check use the previous step's results. Only
+steps that are logged or saved wait for their own results.
 """
 
 import logging
@@ -43,7 +43,7 @@ def train(
     """Train from `start` to the last step, or until a signal stops all processes.
 
     A step is evaluated before it is saved, so a run that is killed in between evaluates it again.
-    An evaluation that a signal interrupted is done by the next start.
+    If a signal interrupts an evaluation, the next start repeats it.
 
     Args:
         run: the run.
@@ -59,7 +59,7 @@ def train(
 
     Raises:
         Diverged: too many steps in a row were not finite.
-        BrokenExample: an example that was intact at the start cannot be read any more.
+        BrokenExample: an example that was intact at the start can no longer be read.
     """
     loop = _TrainingLoop(run, corpus, start, workdir, phases, signals)
     signals.defer()
@@ -86,7 +86,7 @@ def train(
 
 
 class _TrainingLoop:
-    """The state of a training loop; each method is one part of an iteration, in order."""
+    """The state of a training loop; its methods are the parts of an iteration, in order."""
 
     def __init__(
         self,
@@ -127,12 +127,12 @@ class _TrainingLoop:
         self.step = start.step  # number of the newest step that was started
         self.is_stopping = False  # whether all processes stop after this step
         self._is_save_requested = False  # whether the first process's timer asks for a save
-        self._is_save_due = False  # whether to save as soon as a step is sound
+        self._is_save_due = False  # whether to save after the next step that is not skipped
         self._last_saved_step = start.step
         self._metrics: dict[str, jax.Array] = {}  # of the newest step
 
     def next_batch(self) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
-        """Begin the next step: read its rows of this process, and place them on the mesh."""
+        """Begin the next step: read this process's rows of its batch, place them on the mesh."""
         self.step += 1
         with self._phases("data", self.step), self._meter.waiting():
             rows = next(self._start.batches)
@@ -158,7 +158,7 @@ class _TrainingLoop:
             return self._nonfinite_monitor.first_bad_step(self.step, rows, metrics)
 
     def set_checkpoints_aside(self, bad_step: int) -> None:
-        """Set those checkpoints aside that may have led to `bad_step`, the first of a row."""
+        """Set aside checkpoints that may have led to `bad_step`, the first of several bad steps."""
         with self._phases("save"):
             # The step before it computed the parameters that failed.
             self._start.checkpoints.set_aside(bad_step - 1)
@@ -190,18 +190,18 @@ class _TrainingLoop:
         return scores
 
     def save_if_due(self, scores: dict[str, float] | None) -> None:
-        """Save after this step by the number of steps, by the timer, or because the loop stops.
+        """Save if the step number or the timer requires it, or if the loop stops.
 
-        The state after a skipped step is not saved: what the steps before did to its parameters may
-        be why it was skipped. The save follows after the next step that is not skipped.
+        The state after a skipped step is not saved: earlier steps may have damaged its parameters.
+        The save waits for the next step that is not skipped.
 
         Raises:
             Diverged: the last step was skipped, so the run ends without a checkpoint of it.
         """
         every_steps = self._run.config.checkpoint.every_steps
         is_due = is_due_at(self.step, every_steps, self._num_steps)
-        # The answer of the all-reduce comes one step later. An answer right after a save was asked
-        # for before the save, so it is ignored.
+        # The all-reduce answers one step late. An answer that arrives right after a save was
+        # requested before it, so ignore it.
         is_after_save = self.step <= self._last_saved_step + 1
         self._is_save_requested = self._is_save_requested and not is_after_save
         self._is_save_due |= is_due or self._is_save_requested or self.is_stopping
@@ -238,12 +238,13 @@ class _TrainingLoop:
         return FINISHED
 
     def _num_skipped_in_a_row(self) -> int:
-        """Return how many of the newest steps were skipped; waits for this step."""
+        """Return how many steps in a row were skipped, up to this one; waits for this step."""
         state = self._state
         is_last = self.is_stopping or self.step == self._num_steps
         if is_last and "num_stuck_in_a_row" in self._metrics:
-            # In float16 a step is skipped now and then, because its loss scale was too large. If
-            # this is the last one, a save cannot wait for the next.
+            # In float16 a step is occasionally skipped because its loss scale was too large. After
+            # the last step there is no later one that the save could wait for, so count only skips
+            # at the smallest scale.
             count = int(self._metrics["num_stuck_in_a_row"])
         else:
             count = int(state.num_nonfinite_in_a_row)
@@ -268,7 +269,8 @@ class _TrainingLoop:
             batches_state = self._start.batches.get_state()
             data_state = {"batches": batches_state, "corpus": self._corpus.fingerprint}
             portable = self._run.state.to_portable(self._state)
-            # The steps since the last save have used its parameters, and this one was not skipped.
+            # Later steps have used the parameters of the last save, and this step was not skipped,
+            # so that save is proven good.
             self._start.checkpoints.save(
                 self.step,
                 portable,

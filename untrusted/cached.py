@@ -1,8 +1,8 @@
-"""Cache files with the SHA-256 of their content, so that a damaged one is noticed and made anew.
+"""Cache files with the SHA-256 of their content, so that damage is detected and the file rebuilt.
 
-Most files contain the digest and then the content. A file that others read too, such as a
-tokenizer.json, is left as it is; its digest is in a second file next to it, with the suffix
-`.sha256`.
+Most files contain the digest, followed by the content. A file that other programs read too, such as
+a tokenizer.json, contains only the content; its digest is in a second file next to it, with the
+suffix `.sha256`.
 """
 
 import hashlib
@@ -54,10 +54,10 @@ def read_cached(path: Path, *, plain: bool = False) -> bytes | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        _log.warning("%s cannot be read, it is made anew: %s", path, error)
+        _log.warning("%s cannot be read, it is rebuilt: %s", path, error)
         return None
     if hashlib.sha256(content).digest() != digest:
-        _log.warning("%s is damaged (its SHA-256 differs), it is made anew", path)
+        _log.warning("%s is damaged (its SHA-256 differs), it is rebuilt", path)
         return None
     return content
 

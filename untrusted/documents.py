@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 #: Maximum number of values and brackets in a document. Each takes at most about 250 bytes.
 MAX_VALUES = 2_000_000
-#: Maximum number of lists and objects in each other.
+#: Maximum nesting depth of lists and objects.
 MAX_DEPTH = 100
 #: Maximum size of a YAML file; the parser reads about 100 KB per second.
 MAX_YAML_BYTES = 256 * 2**10
@@ -76,7 +76,7 @@ def read_json(
     Args:
         path: The path of the file.
         kind: The type that the value must have: dict or list.
-        within: A directory that the file must be in, also if `path` is a link.
+        within: A directory that the file must be in, even if `path` is a link.
         max_bytes: The maximum size of the file.
         allows_nan: Whether NaN and Infinity are numbers, as in files that Python's json wrote.
 
@@ -113,7 +113,7 @@ def read_yaml(path: Path, *, within: Path | None = None) -> dict[str, Any]:
 
     Args:
         path: The path of the file.
-        within: A directory that the file must be in, also if `path` is a link.
+        within: A directory that the file must be in, even if `path` is a link.
 
     Raises:
         ValueError: See `parse_yaml` and `untrusted.files.read_bytes`.

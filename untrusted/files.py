@@ -72,7 +72,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> BufferedReader:
 
     Args:
         path: The path of the file.
-        within: A directory that the file must be in, also if `path` is a link.
+        within: A directory that the file must be in, even if `path` is a link.
 
     Returns:
         The file, opened in binary mode.
@@ -99,7 +99,7 @@ def read_bytes(path: Path, *, within: Path | None = None, max_bytes: int = MAX_B
 
     Args:
         path: The path of the file.
-        within: A directory that the file must be in, also if `path` is a link.
+        within: A directory that the file must be in, even if `path` is a link.
         max_bytes: The maximum size of the file.
 
     Raises:
@@ -122,7 +122,7 @@ def digest_of(path: Path, *, within: Path | None = None) -> str:
 
     Args:
         path: The path of the file.
-        within: A directory that the file must be in, also if `path` is a link.
+        within: A directory that the file must be in, even if `path` is a link.
 
     Raises:
         ValueError: See `open_regular`.
@@ -245,7 +245,7 @@ def copy_file(source: Path, target: Path, *, within: Path | None = None) -> None
     Args:
         source: The file to copy.
         target: The path of the copy.
-        within: A directory that the source must be in, also if it is a link.
+        within: A directory that the source must be in, even if it is a link.
 
     Raises:
         ValueError: See `open_regular`.

@@ -78,7 +78,7 @@ def import_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def check_imports(tree: Mapping[str, Any], file: Path, allowed: Collection[str]) -> None:
-    """Check that a config from a file imports only what the user allows.
+    """Check that the user allows all imports of a config from a file.
 
     Args:
         tree: The config: sections of keys.

@@ -1,4 +1,4 @@
-"""Makes one sentence of an error, also if a stranger chose the values that it quotes.
+"""Turns an error into one sentence, even if a stranger chose the values that it quotes.
 
 A value from a file may be long, have several lines, or contain characters that control a terminal.
 """
@@ -6,7 +6,7 @@ A value from a file may be long, have several lines, or contain characters that 
 import errno
 from typing import Any
 
-#: Errors of the file system that only the user can resolve -> what is wrong with the path.
+#: Errors of the file system that only the user can resolve -> description of the problem.
 LASTING = {
     errno.EACCES: "you have no permission",
     errno.EDQUOT: "your quota is used up",
@@ -19,7 +19,7 @@ LASTING = {
     errno.EPERM: "it is not permitted",
     errno.EROFS: "the file system is read-only",
 }
-#: Longest message; of a longer one, the end says what to do.
+#: Maximum length of a message. The end of a longer one is kept too, because it has the remedy.
 _MAX_CHARACTERS = 4000
 _END_CHARACTERS = 500
 
@@ -31,7 +31,7 @@ def sentence_of(error: BaseException) -> str:
         error: The error. An error of the file system names the file and the remedy.
 
     Returns:
-        At most about 4,000 characters; of a longer message, the middle is left out.
+        At most about 4,000 characters; the middle of a longer message is omitted.
     """
     text = _printable(str(error)) or type(error).__name__
     if isinstance(error, OSError) and error.errno in LASTING and error.filename is not None:
@@ -49,7 +49,7 @@ def shortened(value: Any, max_characters: int = 200) -> str:
 
     Args:
         value: Any value; its str() is used. An error without a message becomes its type's name.
-        max_characters: The greatest length of the sentence; a longer one is shortened.
+        max_characters: The maximum length of the result.
     """
     text = _printable(str(value))
     if not text and isinstance(value, BaseException):

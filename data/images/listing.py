@@ -90,7 +90,7 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
 
     Args:
         root: The folder.
-        images: The config section `images`, whose `on_broken` says what to do about problems.
+        images: The config section `images`, whose `on_broken` selects how to handle problems.
 
     Returns:
         The listing.
@@ -124,7 +124,7 @@ class _Walk:
 
     Attributes:
         files: The paths of the files, relative to the folder.
-        repeated: The relative paths of links to what the walk finds anyway.
+        repeated: The relative paths of links to files and folders that are visited anyway.
         problems: Descriptions of folders that cannot be entered.
     """
 
@@ -160,7 +160,7 @@ class _Walk:
         return folders
 
     def _is_new(self, entry: os.DirEntry[str], name: str) -> bool:
-        """Return whether to visit an entry, and note why not."""
+        """Return whether to visit an entry; if not, record the reason."""
         is_folder = entry.is_dir()
         if entry.is_symlink():
             real = os.path.realpath(entry.path)

@@ -1,7 +1,7 @@
 """Checks that images can be decoded, done once per image before the first step.
 
-Problems are reported together: either the run stops with a message that lists them, or the broken
-images are left out, as `images.on_broken` says.
+Problems are reported together. Depending on `images.on_broken`, the run stops with a message that
+lists them, or continues without the broken images.
 """
 
 import hashlib

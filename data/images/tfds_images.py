@@ -193,7 +193,7 @@ def _label_feature(builder: Any, config: DataConfig) -> str:
     ]
     if config.label_field in found:
         return config.label_field
-    # With the default field name, the only label feature is used whatever its name.
+    # With the default field name, the only label feature is used regardless of its name.
     if config.label_field == "label" and len(found) == 1:
         return found[0]
     remedy = f"set data.label_field to one of {found}" if found else "choose a set with classes"

@@ -30,7 +30,7 @@ _Worker = tuple[subprocess.Popen, Any]  # The process, and the parent's end of t
 # Workers ignore signals sent to all processes of a job. The training process handles them, and may
 # need more batches before it stops.
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-# After its socket is closed, a worker finishes its current call, for which it has this long.
+# Seconds that a worker has to finish its current call after its socket is closed.
 _END_TIMEOUT_S = 10.0
 # Maximum number of rows that one call reads.
 _MAX_SHARE = 16
@@ -57,9 +57,9 @@ class Workers:
     def shares(self, arguments: Sequence[Any]) -> list[Sequence[Any]]:
         """Split arguments into parts for calls that take a list of them.
 
-        Parts have an even number of arguments, so that pairs stay together. They are small enough
-        to occupy all workers, and at most 16 long, so that all workers finish at about the same
-        time.
+        Parts have an even number of arguments, so that pairs stay together. They have at most 16
+        arguments, and there are enough parts for all workers, so that all workers finish at about
+        the same time.
 
         Args:
             arguments: The arguments of all rows.
@@ -127,7 +127,7 @@ class Workers:
 
 def _start_worker() -> _Worker:
     ours, theirs = Pipe()
-    # The worker can import whatever this program can import.
+    # The worker can import everything that this program can import.
     paths = [path or os.getcwd() for path in sys.path]
     environment = {
         **os.environ,

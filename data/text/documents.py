@@ -1,7 +1,7 @@
 """Find the documents of any text corpus, by split, and a key that identifies the corpus.
 
-Finding a corpus is cheap and reads no text. The key decides whether its tokens are already cached;
-only if they are not are the documents opened.
+Finding a corpus is cheap and reads no text. The key decides whether its tokens are already cached.
+Documents are opened only if their tokens are not cached.
 """
 
 import hashlib

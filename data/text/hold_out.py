@@ -3,15 +3,16 @@
     share of the text      |------- 0.05 -------|------------------ 0.95 -------------------|
     documents by hash      h h h h h h h h h h h|c|t t t t t t t t t t t t t t t t t t t t t t
 
-Those with the smallest hashes are held out (h). In a large corpus, all hashes below 0.05 of their
-range are a share of almost exactly 0.05, and adding documents moves none of them. A small corpus
-has large documents: there the boundary moves to where the share is right within 1 %, and a document
-at the boundary may have to be cut in two (c).
+Documents with the smallest hashes are held out (h). In a large corpus, the documents whose hashes
+are in the lowest 5 % of the range make up almost exactly 5 % of the text, and adding documents
+moves no document to the other split. In a small corpus, single documents are a large part of the
+text. The boundary is then moved until the share is within 1 % of the fraction, and the document at
+the boundary may be cut in two (c).
 """
 
 import numpy as np
 
-#: How far the share may be from the fraction.
+#: Largest difference between the share and the fraction, as a fraction of the text.
 TOLERANCE = 0.01
 
 

@@ -13,7 +13,7 @@ class DocumentSpans:
 
     Args:
         spans: int64[number of documents, 4]: file number, first byte, end byte, line number. A
-            corpus can have 10^8 documents, so they are no objects of their own.
+            corpus can have 10^8 documents, so they are stored in one array.
         versions: The (size, modification time) that each file had when its spans were found.
     """
 

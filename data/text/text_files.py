@@ -91,7 +91,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def files_key(files: list[Path], verify: str) -> str:
-    """Hash the paths of files and what shows that a file has changed.
+    """Hash the paths of files, with either their contents or their sizes and modification times.
 
     Args:
         files: The files.

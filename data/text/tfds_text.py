@@ -102,7 +102,7 @@ def _text_feature(builder: Any, text_field: str) -> str:
     texts = [key for key, value in features.items() if isinstance(value, tfds.features.Text)]
     if text_field in texts:
         return text_field
-    # With the default field name, the only text feature is used whatever its name.
+    # With the default field name, the only text feature is used regardless of its name.
     if text_field == "text" and len(texts) == 1:
         return texts[0]
     remedy = f"set data.text_field to one of {sorted(texts)}" if texts else "choose a text data set"

@@ -1,4 +1,4 @@
-r"""Read and write the token files of Megatron-LM and LiBai, and read the ones of fairseq.
+r"""Read and write token files of Megatron-LM and LiBai, and read token files of fairseq.
 
 PREFIX.bin contains the tokens of all sequences, one after another, and is memory-mapped. PREFIX.idx
 is little-endian and contains, in this order (N sequences, D document bounds):

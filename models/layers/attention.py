@@ -102,8 +102,7 @@ def attend(
     """Return softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
 
     The kernel depends on the hardware that the step is compiled for (sharding/hardware.py) and on
-    the config (`use`). Its residuals are named "attention", except for plain attention, which names
-    nothing.
+    the config (`use`). Its residuals are named "attention"; plain attention has no named residuals.
 
     Args:
         q_BTNH: queries, of a floating dtype.

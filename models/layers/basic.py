@@ -28,9 +28,9 @@ nnx.use_eager_sharding(False)
 def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make the backward pass recompute a cheap function, such as a norm or an activation.
 
-    The function saves its arguments only. A block does not save its result either, for the
-    functions that read it (models/stack.py): a scan over layers would have to write the result to
-    memory and read it back, which takes longer than computing it again.
+    Only the arguments of the function are saved. Its result is not saved for the functions that
+    read it either (models/stack.py): a scan over layers would have to write the result to memory
+    and read it back, which takes longer than computing it again.
 
     Args:
         function: function of floating arrays, to one floating array.

@@ -34,7 +34,7 @@ Segments = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _MaskOptions:
-    """Which keys a query can see, given their positions."""
+    """Determines which keys a query can see, from their positions."""
 
     is_causal: bool
     window: int | None
@@ -93,7 +93,7 @@ def _batched(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     """softmax(q·kᵀ + bias)·v, one block of queries at a time.
 
     The backward pass recomputes the weights from their maxima and sums, so no array of size
-    `[T, S]` is kept between the two passes: recomputing costs less than allocating fresh memory.
+    `[T, S]` is kept between the two passes: recomputing costs less than allocating new memory.
 
     Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
     """

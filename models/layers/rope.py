@@ -43,7 +43,7 @@ _KEYS = {
     ),
 }
 
-#: Values of numbers are at most this; real ones are at most a few millions.
+#: Largest accepted value of a number; real values are at most a few million.
 _LARGEST = 1e15
 
 

@@ -198,7 +198,7 @@ def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
         if is_size and value < 1:
             raise ValueError(f"model.{name}={value} must be at least 1")
         if name.endswith(("dropout", "drop_path", "smoothing")) and not (0.0 <= value < 1.0):
-            raise ValueError(f"model.{name}={value} must lie in [0, 1)")
+            raise ValueError(f"model.{name}={value} must be in [0, 1)")
         if name == "init_stddev" and not 0 <= value < math.inf:
             raise ValueError(f"model.{name}={value} must be 0 or positive")
         if name.endswith("_epsilon") and not 0 < value < math.inf:

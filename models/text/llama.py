@@ -78,7 +78,7 @@ class LlamaConfig:
         last = self.num_layers - 1 if self.sliding_window else 0
         if not 0 <= self.first_windowed_layer <= last:
             raise ValueError(
-                f"model.first_windowed_layer={self.first_windowed_layer} must lie in 0 .. {last}, "
+                f"model.first_windowed_layer={self.first_windowed_layer} must be from 0 to {last}, "
                 f"for model.sliding_window={self.sliding_window} and "
                 f"model.num_layers={self.num_layers}"
             )

@@ -23,7 +23,8 @@ from models.layers.basic import Linear
 
 #: `model.head` -> values of `data.objective`. "labels" classifies images, "none" gives activations.
 HEADS = {"labels": ("image_classification",), "none": ()}
-#: Numbers in a table of fixed positions at most: 128 MiB in float64, 4,096 patches of size 4,096.
+#: Maximum number of elements in a table of fixed positions: 128 MiB in float64, which is enough for
+#: 4,096 patches with an embedding size of 4,096.
 MAX_FIXED_POSITIONS = 2**24
 
 
@@ -129,7 +130,7 @@ def check_patch_size(config: Any) -> None:
     """Raise a ValueError unless at least one patch fits into the images of a model's config."""
     if not 1 <= config.patch_size <= config.image_size:
         raise ValueError(
-            f"model.patch_size={config.patch_size} must lie in 1 .. "
+            f"model.patch_size={config.patch_size} must be from 1 to "
             f"model.image_size={config.image_size}"
         )
 

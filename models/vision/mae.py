@@ -5,7 +5,7 @@
     decoder     class m m 3 m m m m 8 m  in image order, with a mask token m per hidden patch
     loss        on the predictions at m
 
-The batch is the one of models/vision/common.py, without labels but with one of
+The batch is as in models/vision/common.py, without labels but with one of
 
 - `mask_seeds`: uint32[B], seeds that determine which patches of each image are hidden.
 - `noise`: float[B, T]: the patches with the smallest noise are kept; ties go to the first.
@@ -69,7 +69,7 @@ class MAEConfig(PreTrainingConfig):
                 "choose larger patches, or model.normalise_targets=False"
             )
         if not 0 <= self.mask_ratio <= 1:
-            raise ValueError(f"model.mask_ratio={self.mask_ratio} must lie in [0, 1]")
+            raise ValueError(f"model.mask_ratio={self.mask_ratio} must be in [0, 1]")
         rows, columns = self.grid
         kept = self.num_kept(rows * columns)
         if not 0 < kept < rows * columns:

@@ -7,7 +7,7 @@
 and the same with the views exchanged. The teacher (the paper's momentum encoder) is the average of
 the parameters that `train.ema_decay` keeps.
 
-The batch is the one of models/vision/common.py, without labels but with two views per image:
+The batch is as in models/vision/common.py, without labels but with two views per image:
 
 - `images`: `[B, V, H, W, C]`.
 - `keys`: float32[B, V, P], only in `head`: the output of `teach` for these views.

@@ -65,7 +65,7 @@ class ResMLPConfig(ImageInputConfig):
 
 
 class Affine(nnx.Module):
-    """Multiplies each dim by a scale and adds a bias, where other models have a norm."""
+    """Multiplies each dim by a scale and adds a bias; used in place of a norm."""
 
     def __init__(self, features: int, *, rngs: nnx.Rngs):
         self.scale = param(jax.nn.initializers.ones, rngs, (features,), (None,))

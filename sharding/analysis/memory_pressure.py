@@ -48,8 +48,8 @@ class MemoryPressure:
         words = []
         if self.num_recomputed:
             words.append(
-                f"XLA recomputes {self.num_recomputed} instructions to save memory, which takes "
-                "time that no setting asked for"
+                f"XLA recomputes {self.num_recomputed} instructions to save memory, which makes "
+                "the step slower"
             )
         if self.is_over:
             taken = self.compiled_bytes / 2**30

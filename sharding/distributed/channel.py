@@ -1,7 +1,7 @@
 """Messages over a socket: lines of JSON, with a limited size and an absolute deadline.
 
-The address of process 0 is `host:port`, or `unix:PATH` for processes on one machine: nobody who
-may not enter the folder of the socket PATH can connect to it.
+The address of process 0 is `host:port`, or `unix:PATH` for processes on one machine. Only users who
+may enter the folder of the socket PATH can connect to it.
 """
 
 import json
@@ -62,7 +62,7 @@ class Channel:
         self._connection.close()
 
     def _wait_until_deadline(self) -> None:
-        # A socket's timeout starts anew at every call, so it shrinks here towards the deadline.
+        # A socket's timeout restarts at every call, so set it to the time until the deadline.
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("timed out")

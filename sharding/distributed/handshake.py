@@ -40,7 +40,7 @@ ROOMS = ("checkpoint", "convert", "data", "fields", "models", "sharding", "train
 _RETRY_S = 0.2
 _OPEN_FILES = 512
 _INTRODUCTION_S = 5.0  # a process introduces itself right after connecting
-_MAX_STRANGERS = 256  # connections at a time, in addition to those of the run's processes
+_MAX_STRANGERS = 256  # simultaneous connections, in addition to one per process of the run
 _IS_MISSING = " processes are missing after "
 
 
@@ -179,9 +179,9 @@ def _listen(
 
 
 class _Reception:
-    """Process 0's reception: it talks with everybody who connects, each in a thread of its own.
+    """Process 0's side of the handshake: handles each connection in a thread of its own.
 
-    A stranger who sends nothing, or one byte at a time, keeps nobody waiting.
+    A stranger who sends nothing, or one byte at a time, delays no other connection.
 
     Attributes:
         num_strangers: Connections that did not prove that they know the secret.
@@ -298,7 +298,7 @@ def _introduce(own: Process, coordinator: str, secret: bytes, deadline_s: float)
 
     Raises:
         OSError: Process 0 cannot be reached or closes the connection.
-        ValueError: Who answers does not know the secret.
+        ValueError: The process that answers does not know the secret.
     """
     timeout_s = max(deadline_s - _INTRODUCTION_S - time.monotonic(), 0.01)
     channel = Channel(connect(coordinator, timeout_s), deadline_s)
@@ -312,7 +312,7 @@ def _introduce(own: Process, coordinator: str, secret: bytes, deadline_s: float)
         message = channel.receive()
         check_fields(message, {"answer": str, "proof": str}, "a message")
         if not is_proof(message["proof"], secret, "answer", *nonces, message["answer"]):
-            raise ValueError("who answers there has another secret")
+            raise ValueError("the process that answers there has another secret")
         return json.loads(message["answer"])
     finally:
         channel.close()

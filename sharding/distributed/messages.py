@@ -6,7 +6,7 @@ of the training step, in a different order on every process.
 
 `jax.experimental.multihost_utils` is not used here, because `broadcast_one_to_all`,
 `process_allgather` and `sync_global_devices` are such collectives. They exchange arrays of equal
-shapes, not error messages, and do not tell which process failed to answer.
+shapes, not error messages, and do not report which process failed to answer.
 """
 
 import itertools

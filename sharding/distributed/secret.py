@@ -49,7 +49,7 @@ def run_secret(env: Mapping[str, str]) -> bytes:
 
 
 def proof(secret: bytes, *parts: str) -> str:
-    """Return a code that only who knows the secret can compute for these parts of a message."""
+    """Return a code for these parts of a message that can only be computed with the secret."""
     # The lengths make ("a", "bc") and ("ab", "c") different messages.
     message = "".join(f"{len(part)}:{part}" for part in parts)
     return hmac.new(secret, message.encode(), hashlib.sha256).hexdigest()

@@ -1,9 +1,9 @@
 """Attention over a mesh: every device computes some of the heads for the whole sequence.
 
-XLA cannot partition a kernel that it does not know, such as cuDNN's attention. Attention therefore
-runs inside a `shard_map` over the axes that are still automatic, with the heads split over `model`
-and also over `context`. Everywhere else the sequence is split over `context`, so XLA inserts an
-all-to-all before attention, which trades parts of the sequence for heads, and one after it:
+XLA cannot partition a custom kernel, such as cuDNN's attention. Attention therefore runs inside a
+`shard_map` over the axes that are still automatic, with the heads split over `model` and also over
+`context`. Everywhere else the sequence is split over `context`, so XLA inserts an all-to-all before
+attention, which exchanges parts of the sequence for heads, and one after it:
 
     outside attention   [B, T / context, N / model, H]
     inside attention    [B, T, N / (model · context), H]

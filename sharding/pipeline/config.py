@@ -24,8 +24,8 @@ class PipelineConfig(Section, section="pipeline"):
     )
     chunks: int = field(
         1,
-        "Separate, contiguous runs of layers per stage: 2 for `zbv`; any number for `gpipe` and "
-        "`interleaved_1f1b`; 1 for `1f1b` and `zero_bubble`.",
+        "Number of chunks (groups of consecutive layers) per stage: 2 for `zbv`; any number for "
+        "`gpipe` and `interleaved_1f1b`; 1 for `1f1b` and `zero_bubble`.",
         ge=1,
     )
     remat: str = field(

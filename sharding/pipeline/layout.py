@@ -1,7 +1,7 @@
 """Assigns layers to pipeline stages, and converts between layers and parameter slots.
 
 This module defines which layer is in which slot; `train/state/` applies it to parameters. In a
-checkpoint, and wherever the mesh must not show, the parameters of a stack have shape
+checkpoint, and wherever arrays must not depend on the mesh, the parameters of a stack have shape
 `[layers, ...]`. During training their leading dim counts *slots*:
 `[stages × chunks × max_layers_per_chunk, ...]`, split over `pipeline`. A stage holds its chunks one
 after another, each padded to the length of the longest chunk.

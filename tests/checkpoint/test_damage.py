@@ -1,4 +1,4 @@
-"""Damaged and half-written checkpoints are noticed, skipped, and deleted after the next save."""
+"""Damaged and half-written checkpoints are detected, skipped, and deleted after the next save."""
 
 import logging
 import os

@@ -222,7 +222,7 @@ def test_to_hf_rejects_anything_but_an_intact_run(spoil, tmp_path, capsys):
         "state": "damaged",
         "config.yaml": "config.yaml is missing",
         "name": "model.name='gpt7'",
-        "none": "is a Hugging Face model already",
+        "none": "is already a Hugging Face model",
     }
     assert said[spoil] in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]

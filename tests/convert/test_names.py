@@ -131,7 +131,7 @@ def test_bert_with_additional_heads_is_read_completely(tmp_path):
 
 
 def test_t5_head_is_tied_according_to_its_files(tmp_path):
-    """Transformers decides by the files too, whatever the config says."""
+    """Transformers also decides by the files, regardless of the config."""
     cases.save("t5_v1.1", tmp_path / "untied")
     assert load(tmp_path / "untied").output_embedding is not None
     hf_files.edit(tmp_path / "untied", lambda t: t.pop("lm_head.weight"))

@@ -1,4 +1,4 @@
-"""DataConfig refuses invalid values, and its messages suggest valid ones."""
+"""DataConfig rejects invalid values, and its messages suggest valid ones."""
 
 import dataclasses
 

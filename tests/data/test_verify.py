@@ -1,4 +1,4 @@
-"""data.verify: changes of files that keep their sizes and times are noticed on request."""
+"""data.verify: changes of files that keep their sizes and times are detected on request."""
 
 import os
 from pathlib import Path

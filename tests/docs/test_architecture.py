@@ -1,4 +1,4 @@
-"""The picture in docs/architecture.md shows the imports as they are."""
+"""The picture in docs/architecture.md shows the current imports."""
 
 from docs.draw_architecture import PICTURE, draw, reduced, rows_of
 

@@ -1,4 +1,4 @@
-"""What the kinds of faults share: a fault that hit, and how to kill, stop and damage a run."""
+"""Code that the kinds of faults share: a fault that hit, and killing, stopping, damaging a run."""
 
 import os
 import random

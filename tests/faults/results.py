@@ -1,4 +1,4 @@
-"""What a run has computed: read from its log and its checkpoints, and compared."""
+"""The results of a run: reads them from its log and its checkpoints, and compares them."""
 
 import hashlib
 import json

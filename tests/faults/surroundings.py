@@ -1,4 +1,4 @@
-"""Faults of what surrounds a run: its log, its launcher, its caches, and its settings."""
+"""Faults in the environment of a run: its log, its launcher, its caches, and its settings."""
 
 import os
 import random
@@ -108,7 +108,7 @@ def diverge(run: DisturbedRun, rng: random.Random) -> Hit:
 
 
 def terminate_in_start(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Send SIGTERM between the first line of the log and the first step, which is compiled anew."""
+    """Send SIGTERM between the first line of the log and the first step, which is recompiled."""
     start = run.start(None, "train.compilation_cache=False")
     start.wait_until(lambda: "model   GPT2" in start.log, "the name of the model")
     start.sleep(rng.uniform(0, run.reference.start_s))

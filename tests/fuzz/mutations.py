@@ -108,7 +108,7 @@ def _dump_yaml(value: Any) -> bytes:
 
 
 def damaged_lines(contents: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-    """Draw lines of JSON of which one or several are damaged."""
+    """Draw lines of JSON, one or several of which are damaged."""
     lines = [line for content in contents for line in content.splitlines()]
     several = st.lists(damaged_json(lines) | st.sampled_from(lines), min_size=1, max_size=6)
     return several.map(b"\n".join) | damaged_bytes(contents)

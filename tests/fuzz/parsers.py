@@ -93,7 +93,7 @@ def _read_run(directory: Path) -> None:
 
 def _read_run_with_new_checksums(directory: Path) -> None:
     step = directory / "run" / "checkpoints" / "0"
-    write_checksums(step)  # As somebody would do who changes a checkpoint on purpose.
+    write_checksums(step)  # Like somebody who changes a checkpoint on purpose.
     stored_arrays(step)
 
 
@@ -116,7 +116,7 @@ def _read_documents(name: str) -> Callable[[Path], Any]:
 
 
 def _decode_image(directory: Path) -> None:
-    with warnings.catch_warnings():  # As in training, where warnings are no errors.
+    with warnings.catch_warnings():  # As in training, where warnings are not errors.
         warnings.simplefilter("ignore")
         problem_of((directory / "image").read_bytes())
 

@@ -28,7 +28,7 @@ MAX_BYTES = 2**30
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Check that the block takes few seconds, and limit what it allocates."""
+    """Check that the block takes only a few seconds, and limit its memory."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/statm") as file:
         num_pages = int(file.read().split()[5])  # of data
@@ -65,7 +65,7 @@ def test_campaign(name, tmp_path):
 
 
 def attack(parser: Parser, directory: Path, num_inputs: int, *, derandomize: bool) -> None:
-    """Give damaged input to a parser, and check how it ends, how long it takes and what it needs.
+    """Give damaged input to a parser, and check its result, its time and its memory.
 
     Args:
         parser: The parser.

@@ -127,7 +127,7 @@ def test_float16_recovers_from_overflows_and_resumes_exactly(corpus_overrides, t
     found = values(tmp_path / "whole", "step", "loss_scale", "num_skipped", "grad_norm")
     scale = {step: value for step, value, *_ in found}
     skipped = {step: value for step, _, value, _ in found}
-    # At these two steps the loss exceeds the range of float16, whatever the scale.
+    # At these two steps the loss exceeds the range of float16 with any scale.
     assert scale[8] == scale[7] / 2 and scale[13] == scale[12] / 2
     assert skipped[7] == skipped[6] + 1 and skipped[12] == skipped[11] + 1
     assert skipped[20] == sum(not np.isfinite(norm) for *_, norm in found)

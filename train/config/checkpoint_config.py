@@ -16,7 +16,7 @@ from data.config import IMAGE_OBJECTIVES
 from models.registry import find_model
 from untrusted.imports import import_paths
 
-#: Keys of `model` that the run sets, whatever the checkpoint was trained with.
+#: Keys of `model` that the run sets; the checkpoint's values are ignored.
 OF_THE_RUN = (
     "drop_path",
     "dropout",

@@ -29,8 +29,8 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
         path: `file.py`, `file.py:argument` (the argument is passed to its `get_config`), or
             `config.yaml`.
         overrides: strings `section.key=value`.
-        allow_import: import paths, packages and modules that a `config.yaml` may import from. It
-            may also import what an override names.
+        allow_import: import paths, packages and modules that a `config.yaml` may import from.
+            Import paths in overrides need no permission.
 
     Returns:
         A ConfigDict.

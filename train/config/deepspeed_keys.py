@@ -1,10 +1,10 @@
-"""Keys of a DeepSpeed JSON: what each is translated to, and which values it may have."""
+"""Tables of DeepSpeed JSON keys: their counterparts in Taibai, valid values and defaults."""
 
 from typing import Any
 
 _MAX_INT = 2**31 - 1
 KINDS = {int: "an integer", float: "a number", str: "a string", list[float]: "a list of numbers"}
-#: Keys whose values are computed with here -> type, and smallest and largest integer.
+#: Keys whose values are used in computations -> type, and smallest and largest integer.
 TYPES: dict[str, tuple[Any, int, int]] = {
     "train_batch_size": (int, 1, _MAX_INT),
     "train_micro_batch_size_per_gpu": (int, 1, _MAX_INT),

@@ -29,12 +29,12 @@ keys; do not edit it.
 
 A config file starts from the defaults on this page (`get_config()` of `configs/common.py`) and
 changes the keys that it needs. You can set any key on the command line:
-`--config.section.key=value`. A tuple is written with commas, as in `--config.images.blur=1.0,0.1`,
-and a value that a key does not accept is refused before the run starts.
+`--config.section.key=value`. A tuple is written with commas, as in `--config.images.blur=1.0,0.1`.
+An invalid value is rejected before the run starts.
 """
 _MODEL = f"""\
-The section `model` belongs to each config file: its keys are `model.name` and the fields of the
-model's dataclass `Config`. Every model with attention also takes `model.attention`:
+Each config file defines the section `model`: its keys are `model.name` and the fields of the
+model's dataclass `Config`. Every model with attention also has the key `model.attention`:
 {" or ".join(f"`{choice}`" for choice in CHOICES)}, where `auto` is the best kernel for the devices.
 docs/models.md lists the models.
 """
@@ -154,7 +154,7 @@ def _default_cell(key: Key) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape what would end a cell of a Markdown table."""
+    """Escape characters that would end a cell of a Markdown table."""
     return text.replace("|", r"\|")
 
 

@@ -36,7 +36,7 @@ FROM_DATA = {
     "image_size": "images.size={}",
     "num_channels": "images.channels={}",
 }
-#: Keys of these that must equal the data's value. The others may be larger.
+#: The subset of these keys that must equal the data's value. The others may be larger.
 _MUST_EQUAL = ("image_size", "num_channels")
 
 

@@ -87,8 +87,8 @@ class NonfiniteMonitor:
             self._row_start = bad_step - num_bad + 1
         if self._row_start is None or int(num_stuck) < self._config.max_nonfinite_steps:
             return None
-        # A skipped spike within the row is part of the row, but is not counted. So the start of the
-        # row is remembered, not computed from the count.
+        # A spike skipped during the streak belongs to it but is not counted, so remember the start
+        # of the streak instead of computing it from the count.
         first = self._row_start
         self._row_start = None
         self._previous = None

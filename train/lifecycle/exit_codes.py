@@ -12,9 +12,9 @@ FAILED = 1
 REFUSED = 2
 #: Too many steps in a row were not finite; the rows of the last one are saved. EX_SOFTWARE.
 DIVERGED = 70
-#: The last step, or the step at which a signal came, could not be saved. EX_IOERR of sysexits.h.
+#: The last step, or the step at which a signal arrived, could not be saved. EX_IOERR of sysexits.h.
 UNSAVED = 74
-#: A signal came before the last step, and the run saved; the next start resumes. EX_TEMPFAIL.
+#: A signal arrived before the last step, and the run saved; the next start resumes. EX_TEMPFAIL.
 STOPPED = 75
 #: A step, or a wait for data or another process, took longer than train.failure_timeout_s.
 HUNG = 76

@@ -100,7 +100,7 @@ class Phases:
         return self._totals_s(self._state, self._clock())
 
     def count_as_recomputed(self, steps: range) -> None:
-        """From now on, counts the "data" and "step" time of these steps as RECOMPUTED."""
+        """Count the "data" and "step" time of these steps as RECOMPUTED from now on."""
         self._recomputed = steps
 
     def _enter(self, name: str, step: int) -> None:

@@ -75,7 +75,7 @@ def find_position(
 
 
 def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: int) -> TrainState:
-    """Restore the newest checkpoint from before a row of bad steps.
+    """Restore the newest checkpoint from before several bad steps in a row.
 
     The position in the data is not rolled back: all steps since that checkpoint count as skipped,
     and their examples are not used again in this epoch.
@@ -109,7 +109,7 @@ def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: i
     state = run.state.from_portable(portable)
     size = run.config.data.global_batch_size
     _log.warning(
-        "continuing after step %d with the parameters of step %d; skipped are steps %d to %d, "
+        "continuing after step %d with the parameters of step %d; steps %d to %d are skipped, "
         "which are examples %d to %d of the run",
         step,
         saved_step,

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Records signals that ask this process to stop, once `defer` was called. A context manager.
+    """A context manager that records signals that ask this process to stop, after `defer`.
 
     Before `defer` there is nothing to save, and a signal ends the process. Afterwards the first
     signal is recorded and further ones are ignored, except for a second Ctrl-C, which raises
@@ -42,7 +42,7 @@ class StopSignals:
         self._is_deferred = False
 
     def watch_start(self) -> None:
-        """Until `defer`, let SIGTERM and SIGUSR1 end the process at once with the code STOPPED.
+        """Until `defer`, let SIGTERM and SIGUSR1 end the process immediately with code STOPPED.
 
         Python runs signal handlers only between two instructions of the main thread, which may be
         compiling for minutes. So a thread waits for the signals.
@@ -76,7 +76,7 @@ class StopSignals:
         return self.received is not None
 
     def defer(self) -> None:
-        """From now on, records signals instead of ending the process."""
+        """Record signals from now on, instead of ending the process."""
         self._is_deferred = True
         if threading.current_thread() is threading.main_thread():  # only it may set handlers
             self._before = {name: signal.signal(name, self._on_signal) for name in SIGNALS}
@@ -134,12 +134,12 @@ class Timer:
         self._start_s = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the interval is over; never, if it has no length."""
+        """Whether the interval is over; always False if no interval is set."""
         return self._minutes is not None and time.monotonic() - self._start_s >= 60 * self._minutes
 
 
 def wait_for_all(what: str) -> None:
-    """Blocks until all processes have called it.
+    """Block until all processes have called this function.
 
     Args:
         what: name of this barrier, the same on all processes.

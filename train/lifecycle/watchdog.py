@@ -97,7 +97,7 @@ class Watchdog:
             process: the index of this process.
             num_processes: number of processes of this start of the run.
             run_id: an identifier that is the same on all processes and different at each start.
-                Files with another one are leftovers and are ignored.
+                Files with another identifier are leftovers and are ignored.
             timeout_s: longest duration of a phase, in seconds.
             save_timeout_s: the same for the phase "save", if it is different.
             on_hang: called at most once, on the watching thread, after the report.

@@ -137,12 +137,12 @@ def needs_of(run: Run, budget: Budget) -> Needs:
 
 
 def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -> float:
-    """Return needs / budget, of devices or hosts, whichever is larger; more than 1 does not fit.
+    """Return needs / budget for devices or for hosts, whichever is larger; above 1 does not fit.
 
     Args:
         needs: estimated memory of a step.
         budget: memory that it may use.
-        device_bytes: bytes per device that replace the estimate, if they are known better.
+        device_bytes: bytes per device that replace the estimate, if a better value is known.
     """
     device = needs.device_bytes if device_bytes is None else device_bytes
     return max(device / budget.device_bytes, needs.host_bytes / budget.host_bytes)

@@ -1,7 +1,7 @@
 """Searches for settings with which a run fits into memory (`memory.placement=auto`).
 
-A *lever* is a list of settings of which each needs less memory, and more time, than the one before.
-There are four: more microbatches, a higher ZeRO stage, more rematerialization, and host memory. A
+A *lever* is a list of settings, each needing less memory but more time than the previous one. There
+are four: more microbatches, a higher ZeRO stage, more rematerialization, and host memory. A
 *level* is a position on a lever; level 0 is the configured value. A *plan* has one level per lever:
 
     lever      microbatches   ZeRO stage   remat                       placement
@@ -108,9 +108,9 @@ class MemorySearch:
         """Yield plans that fit, first the base plan if it does.
 
         The search starts from the leanest plan, or, if that exceeds host memory, from the leanest
-        plan with less in host memory. Then it eases one lever after another: each time the one that
-        makes the step fastest, as far as memory allows. If the caller increases `correction` after
-        compiling a plan, the next plan is leaner.
+        plan with less in host memory. Then it repeatedly lowers the level of one lever as far as
+        memory allows, each time of the lever that makes the step fastest. If the caller increases
+        `correction` after compiling a plan, the next plan is leaner.
         """
         if self._fits(self.base):
             yield self.base
@@ -174,7 +174,7 @@ class MemorySearch:
             step_time_s=self.rates.step_time_s(run.estimate_memory().work),
         )
 
-    # The levers: settings from level 1 on, each of which needs less memory than the one before.
+    # The levers: settings from level 1 on, each of which needs less memory than the previous one.
 
     def _microbatches(self) -> list[Setting]:
         config = self._config

@@ -52,7 +52,7 @@ class LogConfig(Section, section="log"):
 
 
 class MetricsWriter:
-    """Writes every logged step exactly once, however often the run is killed and resumed.
+    """Writes every logged step exactly once, even if the run is killed and resumed several times.
 
     When `write` returns, the operating system has the line, so killing the process loses nothing.
     While the disk is full, lines are kept in memory, and one warning is logged.

@@ -1,7 +1,7 @@
 """Standard output and error that cannot fail.
 
-A log may be on a full disk, and the program that reads it may be gone. Neither may stop a run, and
-above all not the end of a run, where an error in printing the reason would keep the process alive
+A log may be on a full disk, and the program that reads it may have ended. Neither may stop a run.
+This matters most when a run ends: an error while printing the reason would keep the process alive
 while its peers wait for it.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 
 class SafeStream:
-    """A text stream that ignores errors of writing and flushing; what cannot be written is lost.
+    """A text stream that ignores errors of writing and flushing, and drops the affected text.
 
     Args:
         stream: The stream to write to.

@@ -89,7 +89,7 @@ class ThroughputMeter:
         """Count a step.
 
         Args:
-            result: an array that the step computes. The first step's result is waited for.
+            result: an array that the step computes. After the first step, this waits for it.
         """
         self._result = result
         if self._first_step_time_s is None:

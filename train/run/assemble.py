@@ -1,6 +1,6 @@
 """Assembles a run from its config and a mesh, and checks that its parts are compatible.
 
-All parts are made of abstract arrays, so this computes nothing and takes no device memory.
+All parts use abstract arrays, so this computes nothing and needs no device memory.
 """
 
 import dataclasses

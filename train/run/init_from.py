@@ -1,6 +1,6 @@
 """Initial parameters from a checkpoint (`init_from`).
 
-Each parameter of the run is loaded as it is, loaded and adapted (position embeddings of another
+Each parameter of the run is loaded unchanged, loaded and adapted (position embeddings of another
 resolution, classifiers with labels in another order), or newly initialized (heads that the
 checkpoint lacks or has for another task).
 """

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def _once(method: Callable[["Run"], T]) -> Callable[["Run"], T]:
-    """Make a method without arguments run once per object and return the same result afterwards."""
+    """Cache the result of a method without arguments, per object."""
     name = f"_{method.__name__}_result"
 
     @functools.wraps(method)
@@ -127,7 +127,7 @@ class Run:
 
     @_once
     def trace_train_step(self) -> jax.stages.Traced:
-        """Trace `train_step(state, batch)`, which donates the state. Once."""
+        """Trace `train_step(state, batch)`, which donates the state. The result is cached."""
         step = self._train_step_function()
         out_shardings = (shardings_of(self.state.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
@@ -136,7 +136,7 @@ class Run:
 
     @_once
     def compile_train_step(self) -> jax.stages.Compiled:
-        """Compile `train_step(state, batch)`, which donates the state. Once."""
+        """Compile `train_step(state, batch)`, which donates the state. The result is cached."""
         return self._compile(self.trace_train_step())
 
     def _compile(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
@@ -147,7 +147,7 @@ class Run:
 
     @_once
     def estimate_memory(self) -> Estimate:
-        """Estimate memory and work of a training step on one device from its trace, once."""
+        """Estimate memory and work of a training step on one device. The result is cached."""
         state, batch = self._arguments
         labels = jax.tree.map(lambda _: "optimizer", state)
         parameters = jax.tree.map(lambda _: "parameters", state.params)
@@ -195,7 +195,10 @@ class Run:
 
     @_once
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Compile `eval_step(params, teacher, batch)`; `evaluated` returns the first two. Once."""
+        """Compile `eval_step(params, teacher, batch)`. The result is cached.
+
+        `evaluated` returns the first two arguments.
+        """
         specs = partition_specs_of(self.state.abstract.params)
         step = make_eval_step(
             self.functions, self._step_config(), self.trace_mesh, self.rules, specs

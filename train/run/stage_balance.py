@@ -1,7 +1,7 @@
 """Balances pipeline stages: counts the FLOPs of every layer and cuts the layers evenly.
 
-All stages wait for the busiest one. A large vocabulary can make the head as much work as several
-layers, so the last stage should have fewer of them. The cut minimizes the work of the busiest
+All stages wait for the busiest one. With a large vocabulary, the head can take as long as several
+layers, so the last stage should have fewer layers. The cut minimizes the work of the busiest
 virtual stage (sharding/pipeline/schedules/table.py).
 """
 
@@ -60,8 +60,8 @@ class LayerCosts:
                 work += (self.embed + self.head) / num_virtual_stages
             else:
                 work += self.embed * (v == 0) + self.head * is_last
-            # If only the last virtual stage computes the head, its forward pass is left to its
-            # backward pass and runs only once: nothing is recomputed.
+            # If only the last virtual stage computes the head, its forward pass runs only once, as
+            # a part of its backward pass, so nothing is recomputed.
             return work + (not is_last or shares_vocab) * sum(self.recomputed[first:stop])
 
         return cost

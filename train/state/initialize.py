@@ -7,7 +7,7 @@ No device ever holds more than its shards of the state, plus one layer of a stac
 - Stacks in host memory are initialized one layer at a time and copied to the host.
 - Moments in host memory are zeros, and the average is a copy; both are created there directly.
 
-The parameters are the same to the bit on every mesh.
+The parameters are bitwise equal on every mesh.
 """
 
 import dataclasses

@@ -50,7 +50,7 @@ class StateLayout:
 
     Attributes:
         abstract: the state in the step, as ShapeDtypeStructs with shardings.
-        portable: the state in a checkpoint, likewise.
+        portable: the state in a checkpoint, also as ShapeDtypeStructs with shardings.
         is_offloaded: a bool per parameter, None for frozen ones: whether its master weights or its
             optimizer state are in host memory.
 
@@ -101,7 +101,7 @@ class StateLayout:
         self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable, kinds)
 
     def initial(self, params: Tree | None = None) -> TrainState:
-        """Create the initial state, each shard on its own device, with the same bits on any mesh.
+        """Create the initial state, each shard on its own device, bitwise equal on any mesh.
 
         Stacks in host memory pass through the device one layer at a time.
 

@@ -3,7 +3,7 @@
 The path of a batch through the training step (B is the global batch, M the number of microbatches):
 
     batch [B, ...]
-      -> loss weights evened out, and scaled for float16
+      -> equalize the sums of loss weights, and scale them for float16
       -> a dropout key per example, from its index
       -> microbatches [M, B/M, ...]
       -> teacher outputs, for a model that learns from the average of its parameters
@@ -86,9 +86,9 @@ def make_train_step(
     Metrics are scalars: `loss, grad_norm, learning_rate, num_skipped, num_nonfinite_in_a_row`, and
     the head's metrics as weighted means.
 
-    A step whose loss or gradients are not finite changes only the counters. With `skip_spikes`, so
-    does a step whose gradient norm exceeds this multiple of the mean norm of the accepted steps
-    before it.
+    A step whose loss or gradients are not finite changes only the counters, and in float16 the loss
+    scale. With `skip_spikes`, the same holds for a step whose gradient norm exceeds this multiple
+    of the mean norm of the accepted steps before it.
 
     In float16 there are two more metrics: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite
     steps at which the scale could not become smaller.
@@ -230,8 +230,8 @@ def detect_spike(
     """Decide whether a step is accepted, from its gradient norm.
 
     A norm above `skip_spikes` × the mean of accepted norms is a spike, and its step is not
-    accepted. After MAX_SPIKES spikes in a row the norm is taken for a new level: the step is
-    accepted, and the mean starts again from its norm.
+    accepted. After MAX_SPIKES spikes in a row, the next norm counts as a new level: its step is
+    accepted, and the mean starts again from it.
 
     Args:
         spikes: statistics before the step.
@@ -277,8 +277,8 @@ def _counters(state: TrainState) -> dict[str, jax.Array]:
 def _with_loss_weights(batch: Batch, state: TrainState, config: StepConfig) -> Batch:
     """Even out the weights of the losses, and scale them for float16.
 
-    In float16, the gradients belong to `loss_scale` × the mean loss until they are accumulated in
-    float32. A nonfinite step reduces the scale.
+    In float16, gradients are computed for `loss_scale` × the mean loss, until they are accumulated
+    in float32. A nonfinite step reduces the scale.
     """
     batch = _with_even_weights(batch)
     if state.loss_scale is None:

@@ -1,4 +1,4 @@
-"""The optimizer update: of all parameters at once, or one layer at a time from host memory.
+"""The optimizer update, for all parameters at once or one layer at a time from host memory.
 
 State on the device is updated in one go. State in host memory is updated in slices, so that the
 device never holds more than one of them:
@@ -8,8 +8,8 @@ device never holds more than one of them:
         apply the optimizer, clip and round
         copy them back, in place
 
-The gradient norm for clipping has to be known before, so it is a separate pass over all gradients.
-Slicing requires an element-wise optimizer.
+Clipping needs the gradient norm first, so a separate pass computes it. Slicing requires an
+element-wise optimizer.
 """
 
 import dataclasses

@@ -73,7 +73,7 @@ def to_array(image: Image.Image) -> np.ndarray:
 def erase(pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Replace a random rectangle by noise, in place.
 
-    Ten rectangles are tried; if none fits into the image, the image stays as it is.
+    Ten rectangles are tried; if none fits into the image, the image is not changed.
 
     Args:
         pixels: uint8[height, width, channels]; modified in place.

@@ -55,7 +55,7 @@ def draw_mix(config: ImageConfig, random: np.random.Generator) -> Mix:
         random: The random number generator.
 
     Returns:
-        The mix; a share of 1 leaves the images as they are.
+        The mix; a share of 1 does not change the images.
     """
     if random.random() >= config.mixing_probability:
         return Mix(share=1.0)

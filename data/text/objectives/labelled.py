@@ -12,8 +12,8 @@ from data.text.tokenization.tokenizer import Tokenizer
 class Seq2SeqExamples(Examples):
     """Rows with a source text for the encoder and a target text for the decoder.
 
-    Both texts are truncated to their lengths and end with an end-of-document token. The keys of a
-    row are the ones of `rows.encoder_decoder`.
+    Both texts are truncated to their lengths and end with an end-of-document token. A row has the
+    keys that `rows.encoder_decoder` returns.
 
     Args:
         records: The examples.
@@ -46,7 +46,7 @@ class Seq2SeqExamples(Examples):
 class ClassificationExamples(Examples):
     """Rows with a text or a pair of texts, and one label.
 
-    The keys of a row are the ones of `rows.RowPacker.row`, `targets: int32`, the index of the label
+    A row has the keys that `rows.RowPacker.row` returns, `targets: int32`, the index of the label
     in `labels`, and `weights: float32`, which is 1.
 
     Args:

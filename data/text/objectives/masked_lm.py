@@ -1,7 +1,7 @@
 """The masked language modeling objective of BERT and RoBERTa: predict masked tokens.
 
 A row is CLS, a window of T-2 tokens, SEP. A fraction of the tokens is chosen, and the loss counts
-only these: 80 % of them become the mask token, 10 % a random token, and 10 % stay as they are.
+only these: 80 % of them become the mask token, 10 % a random token, and 10 % stay unchanged.
 
 T: tokens per row.
 

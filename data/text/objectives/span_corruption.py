@@ -28,9 +28,9 @@ class SpanCorruptionExamples(Examples):
     """Rows for span corruption: pieces of the token array from which random spans are removed.
 
     The encoder reads the piece with a sentinel in place of each span. The decoder predicts each
-    sentinel, followed by its span. Both end with an end-of-document token. The keys of a row are
-    the ones of `rows.encoder_decoder`. Full pieces fill the encoder; only if about half of the text
-    or more is removed, one token of it may be padding.
+    sentinel, followed by its span. Both end with an end-of-document token. A row has the keys that
+    `rows.encoder_decoder` returns. A full piece fills the encoder, except that one token may be
+    padding if about half of the text or more is removed.
 
     Args:
         tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.

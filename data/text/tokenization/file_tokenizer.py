@@ -181,7 +181,7 @@ def _refusing(problem: str, *, remedy: str) -> Iterator[None]:
 
 
 def find_tokenizer(directory: Path) -> Path | None:
-    """Return what to load as the tokenizer of a model in a directory, or None if it has none."""
+    """Return the path to load the tokenizer of a model directory from, or None if it has none."""
     if (directory / "tokenizer.json").exists():
         return directory / "tokenizer.json"
     older = (directory / "vocab.json", directory / "merges.txt")

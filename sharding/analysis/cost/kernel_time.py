@@ -7,16 +7,16 @@ XLA's own cost model is used where it is available and plausible. In a program t
                                              {"exec_time_us":6.26,...,"name":"sol"}]}
 
 - For a cuBLAS call or a collective, the entry `sol` is interpolated from measurements on an H100 or
-  a B200, or computed from a ring for a collective across hosts. It is absurd outside the measured
-  range: for a bfloat16 product with a float32 result of 512x32000, it is 80 times the time that the
-  FLOPs take.
-- For a Triton fusion, use the entry `indexing-cost-model`; its unnamed entry is absurd.
+  a B200, or computed from a ring for a collective across hosts. It is far too large outside the
+  measured range: for a bfloat16 product with a float32 result of 512x32000, it is 80 times the time
+  that the FLOPs take.
+- For a Triton fusion, use the entry `indexing-cost-model`; its unnamed entry is implausible.
 - For any other fusion, use the unnamed entry.
-- cuDNN's calls, sorts, copies, and most reduce-scatters and all-to-alls have no estimate. Neither
-  have collectives whose groups are written as axes of a mesh (jax 0.12), nor any instruction on
-  GPUs other than these two.
+- There are no estimates for cuDNN's calls, sorts, copies, most reduce-scatters and all-to-alls, and
+  collectives whose groups are written as axes of a mesh (jax 0.12). On other GPUs than these two,
+  there are none at all.
 
-If an estimate is absurd or missing, the time is computed here from FLOPs, bytes and the
+If an estimate is implausible or missing, the time is computed here from FLOPs, bytes and the
 efficiencies below.
 """
 
@@ -36,10 +36,10 @@ from sharding.analysis.hlo.module import Module
 #: Share of the peak FLOP/s that a large matrix product reaches: XLA's tables say 0.79 for bfloat16
 #: products of 8192x4096x4096 on an H100, and less for smaller ones.
 MATMUL_EFFICIENCY = 0.7
-#: Below this share of the peak FLOP/s and of the memory bandwidth, XLA's estimate of a product is
-#: taken to be outside the range that its tables were measured for: there it says 0.01 to 0.04.
-#: Within the range it says 0.6 to 0.8. It says less only for products so small that launching the
-#: kernel dominates; SMALL_S allows for these.
+#: If XLA's estimate of a product implies less than this share of the peak FLOP/s and of the memory
+#: bandwidth, the product is assumed to be outside the measured range of XLA's tables. There the
+#: share is 0.01 to 0.04; within the range it is 0.6 to 0.8. It is less only for products so small
+#: that launching the kernel dominates; SMALL_S allows for these.
 LOWEST_EFFICIENCY = 0.4
 SMALL_S = 20e-6
 #: Shares of the bfloat16 peak FLOP/s that cuDNN's flash attention reaches, forward and backward.
@@ -60,7 +60,7 @@ LINK_EFFICIENCY = 0.75
 #: Share of a network adapter's bandwidth that NCCL reaches across hosts: assumed.
 NETWORK_EFFICIENCY = 0.85
 #: Least time of a collective, within a host and across hosts: NCCL's kernels synchronize in a few
-#: steps of some microseconds each. XLA's table of permutations begins at 13 us.
+#: steps of a few microseconds each. XLA's table of permutations begins at 13 us.
 COLLECTIVE_LATENCY_S = 15e-6
 NETWORK_LATENCY_S = 30e-6
 #: XLA's estimate of a collective is capped at this multiple of the estimate made here. XLA assumes

@@ -11,7 +11,7 @@ runs the program with these times, and picture.py and trace.py draw the result.
 
 Three effects are not modelled: kernels and communication slow each other down, since they share the
 device's memory; between two steps, the host prepares a batch; and a GPU lowers its clock at its
-power limit. Use predictions to compare plans, and to find what a step waits for. Real steps tend
+power limit. Use predictions to compare plans, and to find the bottleneck of a step. Real steps tend
 to take longer.
 """
 

@@ -2,7 +2,7 @@
 
 `jax.vjp` keeps its residuals inside a closure. A pipeline must put them into a buffer, because
 several microbatches are in flight and weight gradients may run many ticks later, and it must not
-put the weights there. `BlockVJP` therefore traces a block when made, and classifies residuals:
+put the weights there. `BlockVJP` therefore traces the block once and classifies its residuals:
 
 - Parameters and side inputs are not saved; the backward reads the originals.
 - Values that depend only on parameters and side inputs are recomputed, unless random bits were
@@ -84,7 +84,7 @@ class BlockVJP:
         self._residuals = jaxpr.outvars[num_y:]
         x_vars = jaxpr.invars[num_inputs[0] : sum(num_inputs[:2])]
         side_vars = jaxpr.invars[sum(num_inputs[:2]) :]
-        # Residuals outside this set follow from params and side, and are recomputed.
+        # Residuals outside this set depend only on params and side, and are recomputed.
         kept = _following(jaxpr, x_vars) - set(side_vars)
         self._saved = [v for v in _variables(self._residuals) if v in kept]
         self.saved = [_shape(v) for v in self._saved]
@@ -189,7 +189,7 @@ class _Cut:
 
     jaxpr: Any  # the closed jaxpr of the backward; its inputs are params, side, saved, dy
     first: list  # equations that the gradient of x needs
-    second: list  # equations that the remaining gradients need, recomputation included
+    second: list  # equations that the remaining gradients need, including recomputation
     inputs: list  # variables: the gradient of x
     weights: list  # variables: the gradients of params
     is_early: list[bool]  # for each of `weights`: whether the first half already computes it

@@ -73,7 +73,7 @@ class ExecutionPlan:
     """A schedule, ready to be executed.
 
     Attributes:
-        table: what each stage does in each tick; its leaves are `int32[ticks, stages]`, and
+        table: the operations of each stage in each tick; its leaves are `int32[ticks, stages]`, and
             `int32[ticks]` for work that all stages do together.
         num_slots: buffer -> number of slots.
         channels: the collective permutes of a tick.
@@ -104,8 +104,8 @@ def make_execution_plan(
     Args:
         schedule: a table that `verify` accepts.
         remat: "full" keeps only a chunk's input, and its backward recomputes the forward. Nothing
-            needs the output of the model's last chunk before its backward, so that forward is left
-            to the backward. "none" keeps the residuals of the layers.
+            needs the output of the model's last chunk before its backward, so that forward runs
+            only as a part of the backward. "none" keeps the residuals of the layers.
         shares_vocab: all stages compute embedding and head together. The head then runs between the
             last chunk's forward and backward, so that forward is not folded.
 
@@ -191,7 +191,7 @@ class _PlanBuilder:
         )
 
     def _cells(self, kind: str) -> dict[str, np.ndarray]:
-        """Return the fields of `Operation` but its slots, for all cells of one kind."""
+        """Return the fields of `Operation` except its slots, for all cells of one kind."""
         names = ("microbatch", "chunk", "is_first", "is_last")
         tables = {name: np.zeros(self.shape, np.int32) for name in names}
         tables["microbatch"] -= 1

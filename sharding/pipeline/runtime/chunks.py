@@ -95,7 +95,7 @@ class Chunks:
         return counted_as("activations", residuals)
 
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Return x after the chunk, and keep nothing."""
+        """Return x after the chunk, without saving residuals."""
         for part in self._parts.values():
 
             def run(x: Tree, part=part) -> Tree:
@@ -141,8 +141,8 @@ class Chunks:
         """Run the backward of a chunk, or its first half if backwards are split.
 
         Returns:
-            (gradient of the chunk's input, `grads` with the gradients of the parameters added,
-            buffers). If backwards are split, the buffers contain the values handed over to
+            (gradient of the chunk's input, `grads` plus the gradients of the parameters, buffers).
+            If backwards are split, the buffers contain the values handed over to
             `weight_gradient`.
         """
         residuals = dict(residuals)
@@ -177,7 +177,7 @@ class Chunks:
         slots: Slots,
         grads: dict[str, Tree],
     ) -> dict[str, Tree]:
-        """Return `grads` with the gradients added that the first half of the backward left out."""
+        """Return `grads` plus the gradients that the first half of the backward left out."""
         layer_grads = dict(grads["layers"])
         for name, part in self._parts.items():
             args = (chunk, microbatch, residuals[name], slots, layer_grads[name])
@@ -216,7 +216,7 @@ class Chunks:
         slots: Slots,
         end_grads: Tree,
     ) -> tuple[Tree, Tree]:
-        """Return the gradient of `before`'s input, and `end_grads` with its gradients added."""
+        """Return the gradient of `before`'s input, and `end_grads` plus its gradients."""
         pack = self._packed.pack
         before = part.before
         if before is None:

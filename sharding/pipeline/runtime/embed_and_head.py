@@ -3,8 +3,8 @@
 - `OnOneStage`: the first stage embeds as a part of its forwards and backwards, and the last stage
   runs the head as a part of its own.
 - `OnAllStages`, with `pipeline.share_vocab`: all stages embed and run the head together, each with
-  its part of the vocabulary, whatever else they do in that tick. The activations are broadcast from
-  the stage that has them to all, and results that all stages compute identically are counted once.
+  its part of the vocabulary, in addition to their other work in that tick. The stage that has the
+  activations broadcasts them, and results that all stages compute identically are counted once.
 
 A stage (stage.py) calls the methods of either class at the same places of every tick:
 
@@ -139,7 +139,7 @@ class OnOneStage(EmbedAndHead):
             operation: the backward.
             sums: sums of losses, weights and metrics so far.
             end_grads: gradients of the non-stack parameters so far.
-            dy_from_head: what `head_ahead` returned as its last value.
+            dy_from_head: the last value that `head_ahead` returned.
             arrived: the cotangent that the next chunk sent; None if no chunk sends one.
             y: output of the chunk; None if it is not the last one.
             microbatch: the microbatch of the operation.

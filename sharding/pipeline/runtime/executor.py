@@ -1,9 +1,9 @@
 """Executes a pipeline schedule inside one jit, as one program that every device runs.
 
-The executor knows no model. It takes a model's functions (`Model`) and a schedule table, and builds
-a function from parameters and microbatches to summed losses and gradients. A `lax.scan` runs over
-the ticks of the table. For example, tick 6 of `zero_bubble` with 3 stages and 8 microbatches, on
-stage 1, whose cell is F5 I3 W2:
+The executor does not depend on a particular model. From a model's functions (`Model`) and a
+schedule table, it builds a function that maps parameters and microbatches to summed losses and
+gradients. A `lax.scan` runs over the ticks of the table. For example, tick 6 of `zero_bubble` with
+3 stages and 8 microbatches, on stage 1, whose cell is F5 I3 W2:
 
     time     ------------------------------------------------------------------------------>
     compute  [embed*]  [ F5 ]  [head*]  [    I3    ]  [embed gradient*]  [   W2   ]  [arrive]
@@ -82,8 +82,8 @@ def make_loss_and_grad(
         gradients of `sums["loss"]`, in float32 or wider, sharded like the parameters.
 
     Raises:
-        ValueError: a parameter is split over `data` without ZeRO, or over `pipeline` in another dim
-            than layers.
+        ValueError: a parameter is split over `data` without ZeRO, or a dim other than layers is
+            split over `pipeline`.
     """
     assert schedule.has_backward()
     plan = _plan(schedule, param_sharding, config)

@@ -64,7 +64,8 @@ class Layers:
         gatherer: gathers the parameters of one layer, and reduces its gradients.
         numbers: int32[stages, param slots of a stage], the layer's number or -1; known during
             tracing.
-        here: this device's stage, int32[], and x and a microbatch or their ShapeDtypeStructs.
+        here: (stage, x, microbatch): this device's stage, int32[], and x and a microbatch or their
+            ShapeDtypeStructs.
         num_chunks: number of chunks per stage.
         splits: whether backwards run in two halves.
     """
@@ -101,7 +102,7 @@ class Layers:
         return self._vjp.saved_for_weights if self._splits else []
 
     def no_gradients(self) -> Tree:
-        """Return zero gradients in float32 or wider, in host memory where the parameters are."""
+        """Return zero gradients in float32 or wider, in the same memory as the parameters."""
         gradients = jax.eval_shape(lambda: self._gatherer.scattered(self._layer(jnp.int32(0))))
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
@@ -139,7 +140,7 @@ class Layers:
         )
 
     def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Return x after the chunk's layers, and keep nothing."""
+        """Return x after the chunk's layers, without saving residuals."""
 
         def body(x, i, param_slot, number):
             return self._block(self._layer(param_slot), x, microbatch, number)
@@ -173,7 +174,7 @@ class Layers:
         slots: Slots,
         grads,
     ) -> tuple[Tree, Tree]:
-        """Return the gradient of the chunk's input, and `grads` with the layers' ones added."""
+        """Return the gradient of the chunk's input, and `grads` plus the layers' gradients."""
 
         def body(carry, i, param_slot, number):
             dx, grads = carry
@@ -197,8 +198,8 @@ class Layers:
         """Run the first half of `backward`.
 
         Returns:
-            (gradient of the chunk's input, `grads` with the gradients added that are computed on
-            the way, the buffer `handed` with the values that `weight_gradient` reads).
+            (gradient of the chunk's input, `grads` plus the gradients that this half computes, the
+            buffer `handed` with the values that `weight_gradient` reads).
         """
 
         def body(carry, i, param_slot, number):
@@ -218,7 +219,7 @@ class Layers:
     def weight_gradient(
         self, chunk: jax.Array, microbatch: Tree, residuals: Residuals, slots: Slots, grads: Tree
     ) -> Tree:
-        """Return `grads` with the gradients added that `input_gradient` left out."""
+        """Return `grads` plus the gradients that `input_gradient` left out."""
 
         def body(grads, i, param_slot, number):
             late = self._vjp.weight_gradient(
@@ -240,7 +241,7 @@ class Layers:
     def _accumulate(
         self, grads: Tree, param_slot: jax.Array, values: Sequence[jax.Array | None]
     ) -> Tree:
-        """Add the gradients of a layer that are not None to `grads`, in the dtype of `grads`."""
+        """Add a layer's gradients that are not None to `grads`, in the dtype of `grads`."""
         leaves, structure = jax.tree.flatten(grads)
         pairs = zip(leaves, values, strict=True)
         converted = [value if value is None else value.astype(g.dtype) for g, value in pairs]

@@ -74,10 +74,10 @@ class Operation:
         is_first: 1 for the model's first chunk, else 0.
         is_last: 1 for the model's last chunk, else 0.
         slots: the buffer slots that it reads or writes.
-        always: True if every cell of the table has such an operation, False if none has, None if
-            some have. It is known during tracing.
-        always_first: the same of `is_first`, over all operations of this kind.
-        always_last: the same of `is_last`.
+        always: True if every cell of the table has such an operation, False if no cell has one,
+            None if only some have one. It is known during tracing.
+        always_first: the same for `is_first`, over all operations of this kind.
+        always_last: the same for `is_last`.
     """
 
     kind: str

@@ -36,7 +36,7 @@ class TrainingCarry:
     Attributes:
         sums: sums of losses, weights and metrics so far.
         gradients: sums of gradients so far, `{"ends": ..., "layers": {stack: ...}}`.
-        residuals: stack -> buffers for what backwards read.
+        residuals: stack -> buffers for the residuals that backwards read.
         inputs: chunk inputs that have arrived.
         cotangents: gradients of chunk outputs that have arrived.
         head_inputs: outputs of the model's last chunk.

@@ -286,7 +286,7 @@ def test_damaged_tokenizer_is_trained_again(tmp_path, caplog):
     for damaged in (file.read_text()[:-20], file.read_text().replace('"a"', '"b"', 1), ""):
         file.write_text(damaged)
         assert load_text(config).tokenizer.fingerprint == fingerprint
-    assert caplog.text.count("damaged (its SHA-256 differs), it is made anew") >= 3
+    assert caplog.text.count("damaged (its SHA-256 differs), it is rebuilt") >= 3
 
 
 COUNTED_CORPUS = """

@@ -237,7 +237,7 @@ def test_attend_with_a_window_requires_causality():
 
 
 def test_attend_returns_the_mean_for_queries_that_see_no_key():
-    """As in `jax.nn.dot_product_attention`. Such rows are padding, of which the keys have none."""
+    """As in `jax.nn.dot_product_attention`. Such rows are padding; no key is padding."""
     rng = np.random.default_rng(0)
     q, k, v, dy = jnp.asarray(rng.standard_normal((4, 1, 4, 2, 8)), jnp.float32)
     ids = jnp.array([[1, 1, 7, 7]], jnp.int32), jnp.array([[1, 1, 1, 0]], jnp.int32)

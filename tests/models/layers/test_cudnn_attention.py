@@ -125,7 +125,7 @@ def test_attend_passes_documents_of_another_sequence_to_the_kernel(monkeypatch):
 
 
 def test_attend_returns_zero_for_queries_that_see_no_key(monkeypatch):
-    """Such queries are padding, of which the keys have none; no result may become NaN."""
+    """Such queries are padding, and no key is padding; no result may become NaN."""
     cudnn_stand_in.install(monkeypatch)
     ids = [jnp.asarray(rows, jnp.int32) for rows in ([[1, 1, 0, 0]] * 3, [[1, 1, 1, 1]] * 3)]
     arrays = draw(queries=4, keys=4, heads=2, kv_heads=2, head_dim=8)

@@ -1,4 +1,4 @@
-"""Dropout: what its masks depend on, and where GPT-2 applies it."""
+"""Dropout: its masks depend on the right inputs, and GPT-2 applies it in the right places."""
 
 import jax
 import jax.numpy as jnp

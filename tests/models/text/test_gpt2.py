@@ -289,7 +289,7 @@ def test_flops_equal_a_count_by_hand():
     "changes, message",
     [
         ({"num_heads": 4}, r"model\.num_heads=4 must divide model\.embed_dim=39"),
-        ({"dropout": 1.0}, r"model\.dropout=1\.0 must lie in \[0, 1\)"),
+        ({"dropout": 1.0}, r"model\.dropout=1\.0 must be in \[0, 1\)"),
         ({"num_layers": 0}, r"model\.num_layers=0 must be at least 1"),
         ({"loss": "no_such_module:f"}, r"model\.loss='no_such_module:f': there is no module"),
         ({"loss": "json:__name__"}, r"model\.loss='json:__name__' is not a function"),

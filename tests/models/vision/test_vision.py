@@ -226,12 +226,12 @@ def test_swin_2_blocks_are_initially_the_identity():
 @pytest.mark.parametrize(
     "config, changes, message",
     [
-        (VIT, {"patch_size": 12}, r"model.patch_size=12 must lie in 1 .. model.image_size=11"),
+        (VIT, {"patch_size": 12}, r"model.patch_size=12 must be from 1 to model.image_size=11"),
         (VIT, {"pool": "max"}, "model.pool='max' is unknown; choose class_token, mean"),
         (VIT, {"embed_dim": 6, "positions": "sincos"}, "model.embed_dim=6 to be a multiple of 4"),
         (VIT, {"image_mean": (0.1, 0.2)}, "has 2 numbers; give one, or one for each of"),
         (VIT, {"image_stddev": (0.0,)}, r"model.image_stddev=\(0.0,\) must be positive"),
-        (VIT, {"drop_path": 1.0}, r"model.drop_path=1.0 must lie in \[0, 1\)"),
+        (VIT, {"drop_path": 1.0}, r"model.drop_path=1.0 must be in \[0, 1\)"),
         (SWIN, {"depths": (2, 3)}, "3 is not an even number of them; choose even numbers"),
         (SWIN, {"depths": (2,) * 5}, "has 5 stages; choose from 1 to 4"),
         (SWIN, {"num_heads": (2,)}, "must both have a number for each stage"),
@@ -242,7 +242,7 @@ def test_swin_2_blocks_are_initially_the_identity():
         (SWIN, {"pretrained_windows": (4, 4)}, "needs model.version=2; leave it out"),
         (SWIN_2, {"pretrained_windows": (4, -1)}, "must not be negative; choose "),
         (SWIN, {"version": 3}, "model.version=3 is unknown; choose 1 or 2"),
-        (RESMLP, {"patch_size": 12}, r"model.patch_size=12 must lie in 1 .. model.image_size=11"),
+        (RESMLP, {"patch_size": 12}, r"model.patch_size=12 must be from 1 to model.image_size=11"),
         (RESMLP, {"layer_scale": 0.0}, "model.layer_scale=0.0 must be positive; choose for exam"),
         (RESMLP, {"head": "tokens"}, "model.head='tokens' is unknown; choose labels, none"),
     ],

@@ -1,4 +1,4 @@
-"""Resolving a config: unknown keys, wrong types, and what the model takes from the data."""
+"""Resolving a config: unknown keys, wrong types, and sizes that come from the data."""
 
 import dataclasses
 from typing import Any

@@ -225,7 +225,7 @@ def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
         assert train(tmp_path, (*overrides, *changes), {7, 8}) == FINISHED
     # Step 6 produced the parameters that failed at step 7. This is detected after step 9 started.
     assert caplog.messages[-1] == (
-        "continuing after step 9 with the parameters of step 4; skipped are steps 5 to 9, which "
+        "continuing after step 9 with the parameters of step 4; steps 5 to 9 are skipped, which "
         "are examples 64 to 143 of the run"
     )
     run, corpus = make_run(overrides)

@@ -1,4 +1,4 @@
-"""Layer-wise learning-rate decay: every parameter's factor, whatever its slot and placement."""
+"""Layer-wise learning-rate decay: every parameter's factor, for any slot and placement."""
 
 from typing import Any
 

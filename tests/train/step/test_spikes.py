@@ -1,4 +1,4 @@
-"""Spikes of the gradient norm: their steps are skipped, on all meshes alike."""
+"""Spikes of the gradient norm: their steps are skipped, in the same way on all meshes."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What tests of `BlockVJP` share: a block with its arguments, and the comparison with `jax.vjp`."""
+"""Shared by tests of `BlockVJP`: a block with its arguments, and a comparison with `jax.vjp`."""
 
 import functools
 from collections.abc import Callable

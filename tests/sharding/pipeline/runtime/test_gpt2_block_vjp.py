@@ -1,4 +1,4 @@
-"""The `BlockVJP` of a GPT-2 block: what it saves and computes, alike in every process."""
+"""The `BlockVJP` of a GPT-2 block: its residuals and FLOPs, identical in every process."""
 
 import functools
 import math
@@ -54,7 +54,7 @@ def test_gpt2_block_equals_jax_vjp_and_saves_activations_alone(remat, uses_dropo
     with jax.enable_x64(True):
         example = gpt2_block(remat, uses_dropout=uses_dropout)
         saved, handed = check(example)
-        # Every array has a batch and a sequence dim; weights and causal masks have not.
+        # Every array has a batch and a sequence dim; weights and causal masks do not.
         for array in (*saved, *handed):
             # Keys and values have a row per head, queries a row per head and group.
             rows = B * T

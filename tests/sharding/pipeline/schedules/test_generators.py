@@ -186,7 +186,7 @@ def test_zero_bubble_in_ticks_takes_the_papers_time_where_W_is_the_shortest(
 @given(STAGES, MICROBATCHES)
 @properties
 def test_the_middle_of_a_step_is_the_same_work_on_every_stage(S, M):
-    """In these ticks no stage waits for another, however long F, I and W take."""
+    """In these ticks no stage waits for another, for any F, I and W."""
     for schedule, expected in (
         (zero_bubble(S, M), M - 2 * (S - 1)),
         (zbv(S, M), 2 * (M - 2 * S + 1 - S // 2)),

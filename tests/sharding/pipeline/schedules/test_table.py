@@ -1,4 +1,4 @@
-"""What `verify` accepts and rejects, compared with an independent check."""
+"""Tables that `verify` accepts and rejects, compared with an independent check."""
 
 import dataclasses
 import re
