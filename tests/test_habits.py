@@ -86,7 +86,7 @@ def test_folders_files_and_functions_are_small():
     assert found == []
 
 
-def test_first_line_of_every_file_says_what_it_is_for():
+def test_first_line_of_every_file_states_its_purpose():
     bare = [
         str(path)
         for path, source in modules()

@@ -32,7 +32,7 @@ def declared(default, **rules) -> Declaration:
         (declared(None), ""),
     ],
 )
-def test_rule_says_which_values_are_valid(declaration, rule):
+def test_rule_describes_valid_values(declaration, rule):
     assert declaration.rule == rule
 
 

@@ -35,7 +35,7 @@ def _param(case: Case):
 
 
 @pytest.mark.parametrize("case", [_param(case) for case in gpu_estimates.cases()])
-def test_estimate_is_near_what_is_compiled_for_gpus(case):
+def test_estimate_is_close_to_the_compiled_memory(case):
     figures = gpu_estimates.measure(case, "h100")
     if "refused" in figures:
         pytest.skip(figures["refused"])

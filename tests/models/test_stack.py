@@ -56,7 +56,7 @@ class EncoderDecoder(nnx.Module):
 
 
 @pytest.mark.parametrize("make", [nnx.eval_shape, lambda build: build()], ids=["abstract", "real"])
-def test_stacks_are_found_in_the_order_in_which_they_run(make):
+def test_stacks_are_listed_in_the_order_of_execution(make):
     model = make(lambda: EncoderDecoder(rngs=nnx.Rngs(0)))
     functions = partition(model, remat="none")
     assert list(functions.num_layers.items()) == [("encoder", 2), ("decoder", 3)]

@@ -56,7 +56,7 @@ def test_inside_a_jit_the_rules_split_the_array():
     assert local_shape(make_rules({"batch": "model"}), ("batch", None), data=2, model=4) == (2, 4)
 
 
-def test_axes_of_one_device_leave_the_array_alone():
+def test_axes_of_size_one_leave_the_array_unchanged():
     array = x(8, 4)
     with jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices())), axis_rules(DEFAULT_RULES):
         assert constrain(array, "seq", "mlp") is array
@@ -201,7 +201,7 @@ def test_parts_are_the_whole_outside_a_mesh_and_without_rules():
     [({"pipeline": 4}, DEFAULT_RULES), ({"model": 4}, SHARED), ({"data": 4}, SHARED)],
     ids=["not shared", "one stage", "one stage of four replicas"],
 )
-def test_parts_are_the_whole_where_no_stage_shares_the_vocab(sizes, rules):
+def test_parts_are_the_whole_vocab_if_stages_do_not_share_it(sizes, rules):
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
 
     def function(part, common):
@@ -224,7 +224,7 @@ def test_parts_are_the_whole_where_no_stage_shares_the_vocab(sizes, rules):
 @pytest.mark.parametrize(
     "sizes", [{"data": 4}, {"fsdp": 2, "data": 2}, {"data": 2, "model": 2}, {"model": 2}], ids=str
 )
-def test_functions_of_the_whole_batch_are_alike_on_every_mesh(sizes):
+def test_functions_of_the_whole_batch_are_equal_on_every_mesh(sizes):
     """Gradients of a loss that compares each example with all others do not depend on the mesh.
 
     They depend on how the executor splits the batch, not on the rule for the "batch" axis, which is

@@ -30,13 +30,13 @@ def test_cube_of_8_devices_groups_as_documented():
 
 
 @pytest.mark.parametrize("outer, inner", [*zip(AXES[:-1], AXES[1:], strict=True)])
-def test_each_axis_lies_outside_the_next(outer, inner):
+def test_each_axis_is_outside_the_next(outer, inner):
     mesh = make_mesh(MeshConfig(**{outer: 2, inner: 4}), jax.devices())
     assert groups(mesh, inner) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert groups(mesh, outer) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def test_minus_one_takes_what_is_left():
+def test_minus_one_takes_the_remaining_devices():
     assert make_mesh(MeshConfig(data=-1, model=2), jax.devices()).shape["data"] == 4
     assert MeshConfig(fsdp=-1, pipeline=4).resolve(16) == MeshConfig(fsdp=4, pipeline=4)
     assert MeshConfig(data=-1, model=8).resolve(8).data == 1

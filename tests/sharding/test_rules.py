@@ -45,7 +45,7 @@ def test_to_spec_refuses_an_unknown_name_with_the_known_ones_and_a_remedy():
         to_spec(("embed", "colour"), DEFAULT_RULES)
 
 
-def test_overrides_add_and_replace_rows_and_leave_the_table_alone():
+def test_overrides_add_and_replace_rows_without_changing_the_table():
     before = dict(DEFAULT_RULES)
     rules = make_rules({"colour": "expert", "embed": ["data", "fsdp"], "mlp": None})
     assert to_spec(("colour", "embed", "mlp"), rules) == PartitionSpec(
@@ -105,7 +105,7 @@ def test_axes_of_another_rank_name_the_parameter_and_its_shape():
     assert "block.kernel" in message and "(4, 6)" in message and "('embed',)" in message
 
 
-def test_shardings_lay_out_what_the_specs_say():
+def test_shardings_follow_the_specs():
     mesh = make_mesh(MeshConfig(data=2, model=4), jax.devices())
     specs = {"x": PartitionSpec("data", "model"), "scalar": PartitionSpec()}
     made = shardings(mesh, specs)

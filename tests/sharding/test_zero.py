@@ -35,7 +35,7 @@ def test_dim_that_is_split(sizes, spec, is_layers, expected):
     assert found == {"w": expected}
 
 
-def test_nothing_is_split_where_there_is_one_replica():
+def test_nothing_is_split_with_one_replica():
     mesh = make_mesh(MeshConfig(model=2), jax.devices())
     assert split_over_data([P("model")], [shape(8, 8)], [False], mesh) == [P("model")]
 

@@ -158,7 +158,7 @@ def test_longer_run_resumes_and_another_model_is_rejected(trained, tmp_path, cap
 
 
 @pytest.mark.parametrize("config", ["is deleted", "says the same"])
-def test_another_seed_is_rejected_whatever_config_yaml_says(config, trained, tmp_path, capsys):
+def test_another_seed_is_rejected_even_if_config_yaml_was_edited(config, trained, tmp_path, capsys):
     workdir, overrides = trained
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "config.yaml"

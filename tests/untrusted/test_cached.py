@@ -29,7 +29,7 @@ def test_damaged_files_are_not_read(plain, tmp_path, caplog):
     assert caplog.text.count("is damaged") == 3
 
 
-def test_directory_is_created_for_the_user_alone(tmp_path):
+def test_directory_is_created_only_for_the_user(tmp_path):
     make_private_directory(tmp_path / "a" / "cache")
     assert (tmp_path / "a" / "cache").stat().st_mode & 0o777 == 0o700
 

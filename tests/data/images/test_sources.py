@@ -222,7 +222,7 @@ def test_labels_are_ignored_if_the_objective_does_not_use_them(tmp_path):
 # TFDS.
 
 
-def test_digits_equal_scikit_learns_with_every_fifth_held_out(tmp_path):
+def test_digits_hold_out_every_fifth_image_of_scikit_learn(tmp_path):
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()

@@ -159,7 +159,7 @@ def test_hidden_pixels_change_no_prediction():
 
 
 @pytest.mark.parametrize("shape", [(11, 11), (8, 14)], ids=str)
-def test_forward_flops_equal_those_of_the_traced_products(shape):
+def test_forward_flops_equal_the_traced_products(shape):
     images = jnp.zeros((3, *shape, 3), jnp.uint8)
     resizing = 0
     if shape == (8, 14):  # positions are resized once per batch, from 5 × 5 to 4 × 7 patches

@@ -118,7 +118,7 @@ def test_views_share_the_encoder_but_not_the_dropout():
     assert all(np.any(x[i, 0] != x[i, 1]) for i in range(NUM_IMAGES))
 
 
-def test_flops_equal_those_of_the_traced_products(functions):
+def test_flops_equal_the_traced_products(functions):
     model, x_BVTD, batch = functions
 
     def teacher_outputs(batch):

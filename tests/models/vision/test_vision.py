@@ -39,7 +39,7 @@ def test_pixels_are_normalised_by_mean_and_stddev():
     np.testing.assert_array_equal(config.normalised(floating, jnp.float32), floating)
 
 
-def test_patches_equal_those_of_a_convolution():
+def test_patches_equal_a_convolution():
     images = np.random.default_rng(0).normal(size=(2, 7, 9, 3)).astype(np.float32)
     unfolded = torch.nn.functional.unfold(
         torch.from_numpy(images).permute(0, 3, 1, 2), kernel_size=2, stride=2
@@ -64,7 +64,7 @@ def test_resized_positions_equal_bicubic_interpolation(grid):
     )
 
 
-def test_sincos_positions_equal_those_of_masked_autoencoders():
+def test_sincos_positions_equal_the_code_of_masked_autoencoders():
     rows_first = modeling_vit_mae.build_2d_sinusoidal_position_embedding(5, 5, 16).numpy()
     # Published weights have columns first.
     expected = np.roll(rows_first, 8, axis=1)
@@ -201,7 +201,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_flops_equal_those_of_the_traced_products(name):
+def test_forward_flops_equal_the_traced_products(name):
     model = MODELS[name]()
     batch = {"images": jnp.zeros((3, 11, 11, 1), jnp.uint8)}
     assert model.forward_flops(batch) == traced_flops(model, batch["images"])

@@ -60,7 +60,7 @@ def test_collectives_counts_the_loops_around_each(mesh):
     ]
 
 
-def test_collectives_trip_count_is_none_where_the_loop_is_open_ended(mesh):
+def test_collectives_trip_count_is_none_in_an_open_ended_loop(mesh):
     def function(x):
         return jax.lax.while_loop(
             lambda x: jnp.all(x < 9), lambda x: jax.lax.psum(x + 1, "data"), x

@@ -50,7 +50,7 @@ def test_matmul_flops_take_every_branch():
     assert flops_of(function, (1,), (8, 8), (8, 8)) == 2 * 8 * 8 * 8
 
 
-def test_matmul_flops_are_unknown_where_an_open_ended_loop_multiplies():
+def test_matmul_flops_are_unknown_in_an_open_ended_loop():
     def function(x):
         return jax.lax.while_loop(lambda x: jnp.all(x < 9), lambda x: x @ x, x)
 
@@ -58,7 +58,7 @@ def test_matmul_flops_are_unknown_where_an_open_ended_loop_multiplies():
     assert flops_of(lambda x: jax.lax.while_loop(jnp.all, jnp.sin, x) @ x, (8, 8)) == 2 * 8**3
 
 
-def test_matmul_flops_are_those_of_one_device(mesh):
+def test_matmul_flops_are_per_device(mesh):
     def split(*spec):
         return NamedSharding(mesh, P(*spec))
 

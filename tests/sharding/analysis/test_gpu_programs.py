@@ -84,7 +84,7 @@ def test_collectives_asynchronous_forms_count_once_with_the_bytes_of_their_resul
     assert found[0].op_name == "jit(step)/psum, channel_id={9}"
 
 
-def test_collectives_tell_what_runs_meanwhile():
+def test_collectives_list_overlapping_kernels():
     text = GPU_TEXT.replace(
         "%ar-done =", "%work = f32[8,16]{1,0} negate(%a)\n  %ar-done ="
     ).replace("use_global_device_ids=true, dimensions={0}", 'dimensions={0}, "is_sync":true')
@@ -191,7 +191,7 @@ backend_config={"known_trip_count":{"n":"11"}}
 """
 
 
-def test_matmul_flops_count_what_libraries_compute():
+def test_matmul_flops_count_library_calls():
     convolution = 2 * 64 * 7 * 7 * 32 * 3 * 3
     in_loop = 2 * 8 * 16 * 32 + 2 * 8 * 8 * 16 + 2 * 8 * 32 * 16
     assert matmul_flops_in_text(LIBRARY_TEXT) == 3 * convolution + 11 * in_loop

@@ -8,7 +8,7 @@ from sharding.analysis.loop_tasks import tasks_of_loop
 from tests.sharding.analysis.mapped import compile_mapped
 
 
-def test_tasks_of_loop_say_what_each_needs(mesh):
+def test_tasks_of_loop_list_their_dependencies(mesh):
     def function(x):
         def tick(carry, _):
             x, arrived = carry

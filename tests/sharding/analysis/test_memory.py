@@ -22,7 +22,7 @@ def test_memory_and_flops_per_device():
     assert flops(compiled) == pytest.approx(2 * 2 * 8 * 4 * 4)
 
 
-def test_memory_and_flops_none_where_the_backend_is_silent():
+def test_memory_and_flops_are_none_if_the_backend_reports_nothing():
     class Silent:
         def memory_analysis(self):
             return None

@@ -26,7 +26,7 @@ def compiled(temp_bytes: int, text: str = TEXT) -> Any:
 
 
 @pytest.mark.parametrize(("temp_gib", "is_over"), [(51, False), (52, True)])
-def test_limit_is_what_xla_plans_with(temp_gib, is_over):
+def test_limit_equals_the_limit_of_xla(temp_gib, is_over):
     """XLA plans with 64 of 80 GiB; arguments take 10, and of the other 54 it uses 51.3."""
     found = memory_pressure(compiled(temp_gib * GIB), device_bytes=80 * GIB)
     assert found is not None
@@ -35,13 +35,13 @@ def test_limit_is_what_xla_plans_with(temp_gib, is_over):
     assert ("61.3 GiB that XLA tried to keep to" in str(found)) == is_over
 
 
-def test_memory_of_a_gpu_that_is_there_is_planned_with_as_a_whole():
+def test_limit_of_installed_gpus_is_their_whole_memory():
     found = memory_pressure(compiled(52 * GIB), device_bytes=80 * GIB, is_described=False)
     assert found is not None
     assert not found.is_over and str(found) == ""
 
 
-def test_recomputed_instructions_are_counted_where_they_are_defined():
+def test_recomputed_instructions_are_counted_once_per_definition():
     more = """  %fusion.7.remat = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused
   %copy.remat2.1 = f32[4]{0} copy(%fusion.7.remat)
   ROOT %premature = f32[4]{0} add(%copy.remat2.1, %fusion.7.remat)
@@ -52,6 +52,6 @@ def test_recomputed_instructions_are_counted_where_they_are_defined():
     assert str(found).startswith("XLA recomputes 2 instructions")
 
 
-def test_pressure_is_unknown_where_the_compiler_does_not_tell():
+def test_pressure_is_unknown_if_the_compiler_reports_no_memory():
     silent: Any = types.SimpleNamespace(memory_analysis=lambda: None, as_text=lambda: TEXT)
     assert memory_pressure(silent, device_bytes=80 * GIB) is None

@@ -260,6 +260,6 @@ def test_slurm_says_how_a_process_was_started(changes, host, local_device_ids):
     )
 
 
-def test_one_process_alone_joins_nobody():
+def test_single_process_joins_nobody():
     assert read_distributed_env({}) is None
     assert read_distributed_env({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None

@@ -54,7 +54,7 @@ def converse(service, num_processes, talk, timeout_s=20.0):
         return list(pool.map(answer, range(num_processes)))
 
 
-def test_all_get_what_the_first_says_and_know_what_is_wrong_anywhere():
+def test_all_processes_receive_the_first_ones_message_and_every_error():
     def talk(exchange, process):
         first = exchange.on_first(lambda: {"step": 7, "by": process})
         return first, exchange.agree(f"no {process}" if process else None), exchange.agree(None)
@@ -80,7 +80,7 @@ def test_a_process_that_does_not_answer_is_no_answer_of_its_own():
 @pytest.mark.parametrize(
     ("raised", "others"), [(FileNotFoundError, ValueError), (TimeoutError, OSError)]
 )
-def test_what_one_process_fails_with_all_fail_with(raised, others):
+def test_all_processes_raise_the_error_of_one(raised, others):
     def talk(exchange, process):
         def action():
             if process == 1:

@@ -38,9 +38,7 @@ def machine(monkeypatch, tmp_path):
         ((), False, None, None),
     ],
 )
-def test_cpus_are_taken_where_the_plugin_would_find_no_gpu(
-    machine, plugins, has_gpu, platforms, expected
-):
+def test_cpus_are_used_if_the_plugin_finds_no_gpu(machine, plugins, has_gpu, platforms, expected):
     machine(*plugins, has_gpu=has_gpu, platforms=platforms)
     startup.skip_absent_gpus()
     config: Any = jax.config  # its fields are added when jax is imported

@@ -7,7 +7,7 @@ from sharding.mesh import MeshConfig, make_mesh
 from tests.sharding.estimate.estimates import KIB, P, estimate_of
 
 
-def test_one_mesh_axis_splits_one_dim_of_what_comes_of_two():
+def test_mesh_axis_splits_one_dim_of_a_product_of_two_inputs():
     mesh = make_mesh(MeshConfig(data=4), jax.devices())
     found = estimate_of(
         lambda x, y: jnp.tanh(x[:, None] + y[None, :]),
@@ -18,7 +18,7 @@ def test_one_mesh_axis_splits_one_dim_of_what_comes_of_two():
     assert found.device_bytes == 64 * 64 * 4 // 4 + 2 * 16 * 4
 
 
-def test_arrays_that_the_compiler_splits_count_by_their_shards():
+def test_arrays_count_by_their_shards():
     mesh = make_mesh(MeshConfig(model=4), jax.devices())
 
     def layer(x, up, down):
@@ -31,7 +31,7 @@ def test_arrays_that_the_compiler_splits_count_by_their_shards():
     assert found.work.flops == 2 * (2 * 16 * 16 * 64) // 4
 
 
-def test_gradients_that_a_loop_adds_up_are_split_as_what_is_added():
+def test_accumulated_gradients_are_split_like_their_summands():
     """The gradients' buffer is initialized with zeros, which nothing splits."""
     mesh = make_mesh(MeshConfig(model=4), jax.devices())
 
@@ -47,7 +47,7 @@ def test_gradients_that_a_loop_adds_up_are_split_as_what_is_added():
     assert found.device_bytes <= 1 * KIB + 2 * 2 * KIB + 3 * KIB + 64
 
 
-def test_gradients_of_an_embedding_are_split_as_the_parameters_that_they_change():
+def test_gradients_of_an_embedding_are_split_like_its_parameters():
     mesh = make_mesh(MeshConfig(model=4), jax.devices())
 
     def update(table, x, ids):

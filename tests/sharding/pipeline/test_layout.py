@@ -41,7 +41,7 @@ def stage_of_every_layer(placement, counts) -> list[tuple[int, int]]:
 
 @given(cuts())
 @properties
-def test_layout_puts_every_layer_where_the_cut_says(example):
+def test_layout_puts_every_layer_on_the_stage_of_its_cut(example):
     num_layers, placement, counts = example
     layouts = cut(num_layers, placement, counts)
     places = stage_of_every_layer(placement, counts)
@@ -104,7 +104,7 @@ def test_layouts_of_one_even_chunk_per_stage_are_plain_and_others_not():
     assert not cut({"decoder": 7}, LOOP_4)["decoder"].is_plain
 
 
-def test_to_slots_carries_gradients_to_layers_alone():
+def test_to_slots_passes_gradients_only_to_layers():
     layout = cut({"decoder": 3}, LOOP_4[:2])["decoder"]
     gradient = jax.grad(lambda x: jnp.sum(layout.to_slots(x) * jnp.arange(1.0, 5.0)))(jnp.ones(3))
     np.testing.assert_array_equal(gradient, [1, 2, 3])

@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "pipelines.md"
 
 @given(schedules())
 @properties
-def test_make_schedule_returns_what_the_name_stands_for(schedule):
+def test_make_schedule_returns_the_named_schedule(schedule):
     counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
     assert make_schedule(schedule.name, *counts) == schedule
 
@@ -80,7 +80,7 @@ def test_command_line_prints_the_table_and_its_figures(capsys):
     assert "in stages" not in printed
 
 
-def test_command_line_prints_activations_in_stages_too_where_stages_have_chunks(capsys):
+def test_command_line_prints_activations_per_stage_if_stages_have_chunks(capsys):
     main(["--schedule=interleaved_1f1b", "--stages=2", "--microbatches=4", "--chunks=2"])
     printed = capsys.readouterr().out
     assert re.search(r"^most activations.* in chunks: \[5, 3\]$", printed, re.MULTILINE)

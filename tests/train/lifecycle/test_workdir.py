@@ -139,7 +139,7 @@ def test_process_with_another_config_is_reported_by_all(corpus_overrides, tmp_pa
     assert done.stderr.count(said) == 2, done.stderr
 
 
-def test_exchange_of_one_process_raises_what_its_action_does():
+def test_exchange_of_one_process_raises_the_error_of_its_action():
     exchange = Exchange()
     assert exchange.on_all(lambda: 3) == exchange.on_first(lambda: 3) == 3
 

@@ -20,7 +20,7 @@ MLP = "optimizer.frozen=*.mlp.*"
 PARAMS = {"table": np.zeros(2), "decoder": {"norm": {"scale": np.ones(2), "bias": np.zeros(2)}}}
 
 
-def test_pattern_marks_what_it_matches():
+def test_pattern_marks_matching_parameters():
     found = frozen_params(PARAMS, ("decoder.*.sc*", "table"))
     assert found == {"table": True, "decoder": {"norm": {"scale": True, "bias": False}}}
 

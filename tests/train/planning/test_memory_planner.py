@@ -213,7 +213,7 @@ def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatc
         planner(plain, of_device(limit)).check(plain)
 
 
-def test_compiled_bytes_equal_those_of_the_larger_step(corpus_overrides):
+def test_compiled_bytes_equal_the_larger_step(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     train, evaluation = (
         memory(step).in_all for step in (plain.compile_train_step(), plain.compile_eval_step())

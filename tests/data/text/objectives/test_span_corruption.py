@@ -77,7 +77,7 @@ def test_text_is_restored_exactly(fraction, mean, length, extra, num_tokens, see
     assert pieces == stream[1 : 1 + len(pieces)].tolist()
 
 
-def test_lengths_equal_those_of_t5():
+def test_lengths_equal_the_reference_code_of_t5():
     # t5.data.preprocessors.random_spans_helper(512, 0.15, 3, 1, 1) returns (568, 114).
     config = dataclasses.replace(CONFIG, sequence_length=512)
     assert (piece_length(config), target_length(config)) == (568, 114)

@@ -41,7 +41,7 @@ def test_predict_prices_collectives_without_an_entry_by_their_bytes():
     "given, expected",
     [(500, 500), (1, 300), (1e6, 800)],  # at least 300 us, at most 2 × 400 us
 )
-def test_predict_bounds_what_xla_says_of_collectives(given, expected):
+def test_predict_bounds_xlas_estimates_of_collectives(given, expected):
     found = step("", gather("ag", given) + done("ag"))
     assert found.step_s == pytest.approx(expected * US)
 

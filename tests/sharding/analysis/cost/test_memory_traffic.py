@@ -5,7 +5,7 @@ from sharding.analysis.hlo.parse import parse_modules
 from tests.sharding.analysis.cost.programs import GATHERED, module
 
 
-def test_moved_bytes_of_slices_and_updates_are_those_of_the_part():
+def test_moved_bytes_of_slices_and_updates_count_only_the_slice():
     fused = (
         "%fused (a: f32[32,1000], b: f32[32,1000], i: s32[]) -> f32[32,1000] {\n"
         "  %a = f32[32,1000]{1,0} parameter(0)\n  %b = f32[32,1000]{1,0} parameter(1)\n"

@@ -80,7 +80,7 @@ def test_predict_delays_a_loops_collectives_while_the_stream_is_busy():
     assert found.exposed_communication_s == pytest.approx(600 * US)
 
 
-def test_predict_exposes_what_a_stream_does_first():
+def test_predict_exposes_work_that_precedes_on_the_same_stream():
     reduce = f"  %ar = f32[1]{{0}} all-reduce(%p), {GROUPS}, to_apply=%add\n"
     body = computation("body", reduce.replace("ar =", "in =").replace("%p", "%body.arg"))
     found = step(body, gather("ag", 500) + reduce + loop("w", "body", 2) + done("ag"))

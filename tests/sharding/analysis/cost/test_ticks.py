@@ -49,7 +49,7 @@ def test_predict_runs_a_tick_as_long_as_its_slowest_stage():
     assert found.bubble_s == pytest.approx(100 * US)
 
 
-def test_predict_adds_a_ticks_operations_where_an_exchange_waits():
+def test_predict_adds_the_operations_of_a_tick_if_an_exchange_waits():
     permute = (
         "  %cp = f32[8]{0} collective-permute(%F), source_target_pairs={{0,4},{1,5},{2,6},{3,7}}\n"
     )
@@ -63,7 +63,7 @@ def test_predict_without_ticks_runs_everything_in_every_tick():
     assert step(*pipeline()).step_s == pytest.approx(3 * 360 * US)
 
 
-def test_ticks_of_plan_say_what_each_stage_runs():
+def test_ticks_of_plan_list_the_operations_of_each_stage():
     plan = make_execution_plan(
         make_schedule("1f1b", num_stages=2, num_microbatches=3, num_chunks=1)
     )

@@ -48,7 +48,7 @@ def test_trace_places_kernels_and_communication_on_their_lanes():
     assert placed["g"] == ("compute", pytest.approx(500), pytest.approx(100))
 
 
-def test_trace_sums_up_what_it_does_not_spell_out(tmp_path):
+def test_trace_summarizes_repeated_iterations(tmp_path):
     found = layers(100)
     kernels = [e for e in spans(found) if lane_names(found)[e["tid"]] == "compute"]
     assert [e["name"] for e in kernels] == ["f"] * 4 + ["layers × 96", "last"]

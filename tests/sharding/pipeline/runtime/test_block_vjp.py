@@ -158,7 +158,7 @@ def test_block_vjp_saves_nothing_that_x_does_not_change(name):
         assert not same
 
 
-def test_block_vjp_saves_activations_alone():
+def test_block_vjp_saves_only_activations():
     with jax.enable_x64(True):
         rows = (ROWS, WIDTH)
         for name, kinds in {

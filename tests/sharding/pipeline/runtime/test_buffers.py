@@ -73,21 +73,19 @@ SMALL = schedules(stages=st.integers(1, 5), microbatches=st.integers(1, 9))
 
 @given(SMALL, REMAT, st.booleans())
 @settings(properties, max_examples=200)
-def test_plan_gives_every_operation_what_it_reads(schedule, remat, shares_vocab):
+def test_plan_provides_the_inputs_of_every_operation(schedule, remat, shares_vocab):
     simulate(schedule, remat=remat, shares_vocab=shares_vocab)
 
 
 @given(random_tables(), REMAT, st.booleans())
 @settings(properties, max_examples=200)
-def test_plan_of_any_order_and_placement_gives_every_operation_what_it_reads(
-    schedule, remat, shares_vocab
-):
+def test_plan_of_any_order_and_placement_provides_all_inputs(schedule, remat, shares_vocab):
     simulate(schedule, remat=remat, shares_vocab=shares_vocab)
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.booleans())
 @properties
-def test_plan_of_forwards_alone_gives_every_operation_what_it_reads(data, S, M, V, shares_vocab):
+def test_plan_of_forwards_provides_all_inputs(data, S, M, V, shares_vocab):
     placement = data.draw(st.permutations([*range(S)] * V))
     ran = simulate(forward_only(S, M, V, placement), shares_vocab=shares_vocab)
     assert set(ran.plan.num_slots) == {"input"}
@@ -122,7 +120,7 @@ def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_plan_drops_ticks_only_where_the_last_forward_is_folded(name):
+def test_plan_drops_ticks_only_if_the_last_forward_is_folded(name):
     dropped = {}
     for remat in ("full", "none"):
         for shares_vocab in (False, True):

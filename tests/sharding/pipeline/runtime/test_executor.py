@@ -106,7 +106,7 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
 @pytest.mark.thorough(but=["zbv-one device-False", "zbv-one device-True"])
 @pytest.mark.parametrize("share_vocab", [False, True])
 @pytest.mark.parametrize("schedule, mesh", [("1f1b", "pipeline=4"), *[("zbv", m) for m in MESHES]])
-def test_teacher_outputs_are_those_of_each_example(schedule, mesh, share_vocab):
+def test_teacher_outputs_belong_to_their_examples(schedule, mesh, share_vocab):
     """The outputs of `teach` are sharded like the batch, and equal plain evaluation."""
     with jax.enable_x64(True):
         devices = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices())
@@ -154,7 +154,7 @@ def test_several_stacks_run_in_one_pipeline(net, schedule, chunks, sizes, remat)
 
 
 @pytest.mark.thorough
-def test_a_stack_may_lie_between_two_stages_or_all_on_one():
+def test_stack_may_span_two_stages_or_fit_on_one():
     with jax.enable_x64(True):
         mesh = make_mesh(MeshConfig(pipeline=4), jax.devices())
         table = make_schedule("1f1b", 4, 5, 1)
@@ -162,7 +162,7 @@ def test_a_stack_may_lie_between_two_stages_or_all_on_one():
             check(Pyramid(), table, mesh, PipelineConfig(), counts)
 
 
-def test_buffers_of_a_hand_made_table_are_told_apart():
+def test_buffers_of_a_custom_table_do_not_collide():
     """Backwards in reverse order of forwards need slots that a ring buffer would not provide."""
     base = make_schedule("gpipe", 2, 3, 1)
     ticks = tuple(
@@ -206,9 +206,7 @@ def compiled(
 @pytest.mark.parametrize(
     "schedule, num_permutes", [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 2), ("zbv", 4)]
 )
-def test_permutes_are_those_of_the_table_and_nothing_else_crosses_stages_in_the_loop(
-    schedule, num_permutes, remat
-):
+def test_only_the_tables_permutes_cross_stages_in_the_loop(schedule, num_permutes, remat):
     """Activations go one way and cotangents the other; on a V each goes both ways."""
     sizes = (
         {"pipeline": 4, "data": 2} if schedule == "zbv" else {"pipeline": 2, "data": 2, "model": 2}

@@ -50,7 +50,7 @@ def gpt2_block(remat: str, *, uses_dropout: bool, length: int = T) -> Example:
 @pytest.mark.thorough(but=["none-False", "dots-False"])
 @pytest.mark.parametrize("uses_dropout", [False, True])
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_gpt2_block_equals_jax_vjp_and_saves_activations_alone(remat, uses_dropout):
+def test_gpt2_block_equals_jax_vjp_and_saves_only_activations(remat, uses_dropout):
     with jax.enable_x64(True):
         example = gpt2_block(remat, uses_dropout=uses_dropout)
         saved, handed = check(example)
@@ -125,7 +125,7 @@ with jax.enable_x64(True):
 
 
 @pytest.mark.thorough
-def test_every_process_comes_to_the_same_program():
+def test_every_process_traces_the_same_program():
     def run(seed: str) -> subprocess.Popen:
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", _SCRIPT]

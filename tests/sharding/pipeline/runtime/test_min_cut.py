@@ -68,7 +68,7 @@ def test_cheapest_cut_of_sizes_beyond_int32_is_the_smallest_to_a_part_in_2_to_29
 
 @given(graphs(), st.randoms(use_true_random=False))
 @properties
-def test_cheapest_cut_does_not_depend_on_the_order_of_what_it_is_given(graph, rng):
+def test_cheapest_cut_does_not_depend_on_the_order_of_its_inputs(graph, rng):
     sizes, *others = graph
     assume(len(sizes) > 1)
     names = list(sizes)

@@ -25,7 +25,7 @@ TORCH_INTERLEAVED = """\
 
 @given(schedules())
 @properties
-def test_a_table_comes_back_from_its_file(tmp_path_factory, schedule):
+def test_table_round_trips_through_its_file(tmp_path_factory, schedule):
     path = tmp_path_factory.mktemp("tables") / "table.csv"
     write_csv(schedule, path)
     assert read_csv(path) == dataclasses.replace(schedule, name=str(path))

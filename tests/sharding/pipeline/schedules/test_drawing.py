@@ -49,7 +49,7 @@ def test_picture_is_the_same_to_the_byte_and_small(tmp_path):
     assert len(first) < 60_000
 
 
-def test_picture_is_a_png_where_asked_and_nothing_else(tmp_path):
+def test_picture_is_a_png_only_if_requested(tmp_path):
     draw_picture(one_f_one_b(2, 2), Times(), "free", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match=r"'.*a\.pdf' must end in \.svg or \.png"):

@@ -149,7 +149,7 @@ def test_zero_bubble_schedules_beat_1f1b_and_zbv_beats_the_other(S, M):
 
 @given(st.integers(2, 8), MICROBATCHES, TIME, TIME, TIME)
 @properties
-def test_zero_bubble_schedules_never_lose_where_W_is_not_the_longest(S, M, F, I, W):  # noqa: E741
+def test_zero_bubble_schedules_never_lose_unless_W_is_the_longest(S, M, F, I, W):  # noqa: E741
     times = Times(forward=F, input_gradient=I, weight_gradient=min(W, max(F, I)))
     for clock in (free_running, synchronous_time):
         plain = clock(one_f_one_b(S, M), times)
@@ -167,7 +167,7 @@ def test_zbv_loses_half_of_zero_bubble_once_it_is_full(S, M):
 
 @given(STAGES, MICROBATCHES, TIME, TIME, TIME)
 @properties
-def test_zero_bubble_in_ticks_takes_the_papers_time_where_W_is_the_shortest(
+def test_zero_bubble_takes_the_papers_time_if_W_is_the_shortest(
     S,
     M,
     F,

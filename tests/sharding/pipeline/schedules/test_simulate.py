@@ -29,7 +29,7 @@ TIMES = st.builds(
 )
 
 
-def test_a_backward_takes_its_two_parts_unless_told_otherwise():
+def test_backward_takes_the_time_of_its_parts_by_default():
     assert Times(input_gradient=2, weight_gradient=0.5).of("B") == 2.5
     assert Times(backward=1.5).of("B") == 1.5
 
@@ -105,7 +105,7 @@ def test_a_chunk_takes_its_share_of_a_stage():
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_times_refuse_what_is_no_time(value):
+def test_times_reject_invalid_values(value):
     with pytest.raises(ValueError, match="time send=.* must be a finite number at least 0"):
         Times(send=value)
     with pytest.raises(ValueError, match="time forward=.* must be a finite number above 0"):

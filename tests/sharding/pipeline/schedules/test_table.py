@@ -129,7 +129,7 @@ def mutants(draw):
 
 @given(mutants())
 @settings(properties, max_examples=400)
-def test_verify_refuses_exactly_what_cannot_be_played_and_names_the_operation(mutant):
+def test_verify_rejects_exactly_the_unplayable_tables_and_names_the_operation(mutant):
     fault, ops, schedule = mutant
     if is_valid(schedule):
         event(f"{fault}: still valid")
@@ -169,7 +169,7 @@ def moved(place, before: int) -> Schedule:
 
 @given(places())
 @properties
-def test_verify_refuses_an_operation_before_what_it_needs(place):
+def test_verify_rejects_an_operation_before_its_inputs(place):
     schedule, _, stage, op = place
     when = schedule.when()
     key = (op.kind, op.microbatch, schedule.virtual_stage(stage, op.chunk))
@@ -182,7 +182,7 @@ def test_verify_refuses_an_operation_before_what_it_needs(place):
 
 @given(places())
 @properties
-def test_verify_refuses_an_operation_after_what_needs_it(place):
+def test_verify_rejects_an_operation_after_its_readers(place):
     schedule, _, stage, op = place
     virtual = schedule.virtual_stage(stage, op.chunk)
     assume(op.kind != "W" and (op.kind, virtual) != ("B", 0))  # nothing needs these
@@ -192,14 +192,14 @@ def test_verify_refuses_an_operation_after_what_needs_it(place):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_verify_refuses_what_another_stage_makes_in_the_same_tick(stage):
+def test_verify_rejects_inputs_from_another_stage_in_the_same_tick(stage):
     op = Op("F", 0)
     late = with_cell(gpipe(4, 2), stage, stage, ())
     with pytest.raises(ValueError, match=f"{label(op, stage)} in tick {stage - 1} needs F0 on"):
         verify(with_cell(late, stage - 1, stage, (op,)))
 
 
-def test_verify_refuses_what_the_other_chunk_of_a_stage_makes_in_the_same_tick():
+def test_verify_rejects_inputs_from_another_chunk_in_the_same_tick():
     schedule = Schedule(
         name="x",
         num_stages=1,
@@ -216,7 +216,7 @@ def test_verify_refuses_what_the_other_chunk_of_a_stage_makes_in_the_same_tick()
 
 
 @pytest.mark.parametrize("kind", ["B", "I"])
-def test_verify_refuses_a_whole_backward_beside_its_parts(kind):
+def test_verify_rejects_a_whole_backward_together_with_its_parts(kind):
     schedule = zero_bubble(2, 2)
     tick = schedule.when()["I", 1, 0]
     if kind == "B":  # an I becomes a B, and its W stays
@@ -259,7 +259,7 @@ def test_verify_refuses_a_cell_in_another_order_by_its_place(cell):
 
 
 @pytest.mark.parametrize("op", [Op("X", 0), Op("F", 2), Op("B", -1), Op("F", 0, 1)], ids=str)
-def test_verify_refuses_what_is_no_operation(op):
+def test_verify_rejects_unknown_operations(op):
     schedule = with_cell(gpipe(2, 2), 0, 1, (op,))
     named = f"tick 0, stage 1: {op.kind}{op.microbatch} of chunk {op.chunk} is not an operation"
     with pytest.raises(ValueError, match=named):
