@@ -59,13 +59,16 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltRun:
-    """A run with its data; nothing is compiled or computed yet.
+    """A run with its data. Its state is not computed yet.
+
+    The training step is traced already, except in an evaluation. With `memory.placement=auto` the
+    steps are compiled too.
 
     Attributes:
         run: model, mesh, state and steps.
         corpus: training and validation data.
         source: the `init_from` checkpoint, or None.
-        planner: chooses memory options and checks the memory of the compiled steps.
+        planner: checks the memory of the compiled steps, and reports the run's plan.
     """
 
     run: Run
@@ -97,7 +100,13 @@ def build_run(options: RunOptions) -> BuiltRun:
         num_labels=len(corpus.labels) or None,
     )
     planner = MemoryPlanner(assemble, budget_of(config.memory, mesh))
-    run = assemble(config) if options.is_evaluation else planner.plan(config)
+    if options.is_evaluation:
+        run = assemble(config)
+    elif config.memory.placement == AUTO:
+        run = planner.search(config)  # assembles many runs, and compiles a few of them
+    else:
+        run = assemble(config)
+        planner.check_estimate(run)  # traces the training step
     check_tokenizer(run.config, run.model_config, corpus)
     workdir.check_processes_agree(run, corpus)
     if not options.is_fast_dev_run:

@@ -245,7 +245,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
     mesh = make_mesh(mesh_config, target.devices())
     sizes = sizes_without_data(config)
     config = dataclasses.replace(config, mesh=mesh_config)
-    make = partial(
+    assemble = partial(
         assemble_run,
         mesh=mesh,
         vocab_size=sizes.vocab_size,
@@ -253,8 +253,8 @@ def run_for(config: RunConfig, target: Target) -> Run:
         target=target,
     )
     if config.memory.placement == AUTO:
-        return MemoryPlanner(make, target_budget(config.memory, target)).plan(config)
-    return make(config)
+        return MemoryPlanner(assemble, target_budget(config.memory, target)).search(config)
+    return assemble(config)
 
 
 def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:

@@ -129,7 +129,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             start_id = stack.enter_context(workdir_lock)
             with phases("compile"):
                 run.compile()
-                built.planner.check(run)
+                built.planner.check_compiled(run)
             with phases("restore"):
                 position = find_position(run, built.corpus, directory, built.source)
             position.checkpoints.tidy()

@@ -1,6 +1,16 @@
 """Assembles a run from its config and a mesh, and checks that its parts are compatible.
 
-All parts are made of abstract arrays, so this computes nothing and takes no device memory.
+All parts are made of abstract arrays, so this computes nothing and takes no device memory. It does
+trace the model, though. A block of every stack is traced in these places, the first two of which
+run while the run is assembled:
+
+    check_parts             compatibility.py        checks that a block keeps the type of its input;
+                                                    collects activation names for `train.remat`
+    attention_choices       attention_kernels.py    finds the attention kernels that blocks use
+    count_work              stage_balance.py        counts FLOPs, for the summary and to balance
+                                                    stages; see `Run.work`
+    Run.trace_train_step    run.py                  for the memory estimate and the compiler
+    Run.compile_eval_step   run.py
 """
 
 import dataclasses
