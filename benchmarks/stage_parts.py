@@ -187,11 +187,11 @@ class StageParts:
             return Slots(saved=m % 2, for_weights=m % 2, handed=m % 2)
 
         def evaluate(carry, m, microbatch, params, x):
-            return carry, layers(params).evaluate(chunk, x, microbatch)
+            return carry, layers(params).forward(chunk, x, microbatch)
 
         def forward(carry, m, microbatch, params, x):
             grads, kept = carry
-            y, kept = layers(params).forward(chunk, x, microbatch, kept, slots(m))
+            y, kept = layers(params).forward_saving_residuals(chunk, x, microbatch, kept, slots(m))
             return (grads, kept), y
 
         def backward(carry, m, microbatch, params, dx):

@@ -94,18 +94,22 @@ class Chunks:
                 residuals[name] = dataclasses.replace(residuals[name], before_inputs=before_inputs)
         return counted_as("activations", residuals)
 
-    def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Return x after the chunk, and keep nothing."""
+    def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+        """Return x after the chunk, without saving anything for a backward.
+
+        Evaluations run this, and so does training if backwards recompute their chunk's forward
+        (`pipeline.remat=full`): those call `forward_saving_residuals`.
+        """
         for part in self._parts.values():
 
             def run(x: Tree, part=part) -> Tree:
                 x = self._made_ready(part, chunk, x, microbatch)
-                return self._packed.pack(part.layers.evaluate(chunk, x, microbatch))
+                return self._packed.pack(part.layers.forward(chunk, x, microbatch))
 
             x = self._if_present(part, chunk, run, x)
         return x
 
-    def forward(
+    def forward_saving_residuals(
         self, chunk, x: Tree, microbatch: Tree, residuals: ChunkResiduals, slots: Slots
     ) -> tuple[Tree, ChunkResiduals]:
         """Return x after the chunk, and the buffers with the residuals for its backward."""
@@ -121,7 +125,7 @@ class Chunks:
                         stack_residuals, before_inputs=before_inputs
                     )
                 x = self._made_ready(part, chunk, x, microbatch)
-                x, stack_residuals = part.layers.forward(
+                x, stack_residuals = part.layers.forward_saving_residuals(
                     chunk, x, microbatch, stack_residuals, slots
                 )
                 return self._packed.pack(x), stack_residuals

@@ -19,6 +19,11 @@ Each of F, B (or I) and W runs under a `lax.cond`, because a stage may be idle. 
 is sent before the backward begins, and the input gradient's output before the weight gradient
 begins, so a send can overlap with the work that follows it. Sends end with the tick.
 
+An operation that runs in every tick of every stage has no `lax.cond`, and one that never runs is
+not in the program at all. With one stage and `pipeline.remat=full`, for example, there is one tick
+per microbatch, and it has only a B, which runs the forward too: plain gradient accumulation,
+without a `lax.cond` or a send.
+
 The path of a batch: `make_loss_and_grad` here, then on every device a `TrainingStage`
 (training.py), which runs one `TickPlan` (tick_plan.py, buffers.py) per tick, its `Chunks`
 (chunks.py) of `Layers` (layers.py), and the model's block.

@@ -138,15 +138,15 @@ class Layers:
             else None,
         )
 
-    def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Return x after the chunk's layers, and keep nothing."""
+    def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+        """Return x after the chunk's layers, without saving anything for a backward."""
 
         def body(x, i, param_slot, number):
             return self._block(self._layer(param_slot), x, microbatch, number)
 
         return self._loop(chunk, body, x)
 
-    def forward(
+    def forward_saving_residuals(
         self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: Residuals, slots: Slots
     ) -> tuple[Tree, Residuals]:
         """Return x after the chunk's layers, and the buffers with the saved residuals."""

@@ -138,7 +138,7 @@ class Stage:
             def forward() -> Tree:
                 microbatch = self._microbatch(tick_plan.forward.microbatch)
                 x = self._embed_and_head.chunk_input(tick_plan.forward, arrived, microbatch)
-                return self._chunks.evaluate(tick_plan.forward.chunk, x, microbatch)
+                return self._chunks.forward(tick_plan.forward.chunk, x, microbatch)
 
             y = tick_plan.forward.if_runs(forward, lambda: zeros(self._x_type))
             arrivals = self._send(FORWARD, y)

@@ -135,9 +135,11 @@ class TrainingStage(Stage):
         x = self._embed_and_head.chunk_input(operation, arrived, microbatch)
         residuals = carry.residuals
         if self._plan.recomputes:
-            y = self._chunks.evaluate(chunk, x, microbatch)
+            y = self._chunks.forward(chunk, x, microbatch)
         else:
-            y, residuals = self._chunks.forward(chunk, x, microbatch, residuals, operation.slots)
+            y, residuals = self._chunks.forward_saving_residuals(
+                chunk, x, microbatch, residuals, operation.slots
+            )
         head_inputs = carry.head_inputs
         if head_inputs is not None:
             head_inputs = operation.if_last(
@@ -172,7 +174,9 @@ class TrainingStage(Stage):
             x = self._embed_and_head.chunk_input(operation, arrived, microbatch)
             residuals = self._with_scratch(residuals)
             slots = dataclasses.replace(slots, saved=jnp.int32(0))
-            y, residuals = self._chunks.forward(chunk, x, microbatch, residuals, slots)
+            y, residuals = self._chunks.forward_saving_residuals(
+                chunk, x, microbatch, residuals, slots
+            )
         if carry.head_inputs is not None:
             y = read(carry.head_inputs, slots.head_input)
         sums, end_grads, dx = self._embed_and_head.output_cotangent(
