@@ -43,35 +43,37 @@ class ModelFunctions:
     num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
 
-    def with_teacher_outputs(self, ends: Tree, x: Tree, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the types of the batch that the head receives, teacher outputs included.
+    def with_teacher_outputs(
+        self, ends: Tree, x: Tree, microbatch: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the types of the microbatch that the head receives, teacher outputs included.
 
         Args:
             ends: non-stack parameters.
             x: output type of the last stack.
-            batch: types of the batch, without teacher outputs.
+            microbatch: types of the microbatch, without teacher outputs.
         """
         if self.teach is None:
-            return batch
-        return batch | jax.eval_shape(self.teach, ends, x, batch)
+            return microbatch
+        return microbatch | jax.eval_shape(self.teach, ends, x, microbatch)
 
-    def types(self, ends: Tree, batch: Tree) -> dict[str, tuple[Tree, Tree]]:
+    def types(self, ends: Tree, microbatch: Tree) -> dict[str, tuple[Tree, Tree]]:
         """Return, per stack, the types of the activations before it and of its blocks.
 
         Args:
             ends: non-stack parameters, as arrays or ShapeDtypeStructs.
-            batch: arrays [B, ...] or ShapeDtypeStructs.
+            microbatch: arrays [B, ...] or ShapeDtypeStructs.
 
         Returns:
             stack -> (type of the input of `before_<stack>`, type of the activations in the stack).
             The two are equal for a stack without `before_<stack>`.
         """
         types = {}
-        x = jax.eval_shape(self.embed, ends, batch)
+        x = jax.eval_shape(self.embed, ends, microbatch)
         for name in self.num_layers:
             given = x
             if name in self.before:
-                x = jax.eval_shape(self.before[name], ends, given, batch)
+                x = jax.eval_shape(self.before[name], ends, given, microbatch)
             types[name] = (given, x)
         return types
 
@@ -124,18 +126,18 @@ def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFu
         first_site += stack.num_layers
 
     def before(key: str):
-        return lambda ends, x, batch: getattr(nnx.merge(ends_graph, ends), f"before_{key}")(
-            x, batch
+        return lambda ends, x, microbatch: getattr(nnx.merge(ends_graph, ends), f"before_{key}")(
+            x, microbatch
         )
 
     return ModelFunctions(
-        embed=lambda ends, batch: nnx.merge(ends_graph, ends).embed(batch),
+        embed=lambda ends, microbatch: nnx.merge(ends_graph, ends).embed(microbatch),
         blocks=blocks,
         before={key: before(key) for key in stacks if hasattr(model, f"before_{key}")},
-        head=lambda ends, x, batch: nnx.merge(ends_graph, ends).head(x, batch),
+        head=lambda ends, x, microbatch: nnx.merge(ends_graph, ends).head(x, microbatch),
         num_layers={key: stack.num_layers for key, stack in stacks.items()},
         teach=(
-            (lambda ends, x, batch: nnx.merge(ends_graph, ends).teach(x, batch))
+            (lambda ends, x, microbatch: nnx.merge(ends_graph, ends).teach(x, microbatch))
             if hasattr(model, "teach")
             else None
         ),
@@ -159,13 +161,13 @@ def _stacks(model: Any) -> dict[str, Stack]:
     return {key: found[key] for key in order if key in found}
 
 
-def check(functions: ModelFunctions, params: Tree, batch: Tree) -> None:
+def check(functions: ModelFunctions, params: Tree, microbatch: Tree) -> None:
     """Check that the model's functions fit together.
 
     Args:
         functions: the model's functions.
         params: its parameters, in the dtype that it computes in; may be ShapeDtypeStructs.
-        batch: a batch as the model receives it; may be ShapeDtypeStructs.
+        microbatch: a batch as the model receives it; may be ShapeDtypeStructs.
 
     Raises:
         ValueError: if activations are not floating or change their type within a stack, if a result
@@ -173,20 +175,20 @@ def check(functions: ModelFunctions, params: Tree, batch: Tree) -> None:
     """
     cut = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    _check_floating("embed", jax.eval_shape(functions.embed, cut["ends"], batch))
+    _check_floating("embed", jax.eval_shape(functions.embed, cut["ends"], microbatch))
     x = None
-    for stack, (_, x) in functions.types(cut["ends"], batch).items():
+    for stack, (_, x) in functions.types(cut["ends"], microbatch).items():
         if stack in functions.before:
             _check_floating(f"before_{stack}", x)
         layer = one_layer(cut["layers"][stack])
-        y = jax.eval_shape(functions.blocks[stack], layer, x, batch, number)
+        y = jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
         if _shapes(y) != _shapes(x):
             raise ValueError(
                 f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
                 "a block must keep their structure, shapes and dtypes"
             )
-    batch = functions.with_teacher_outputs(cut["ends"], x, batch)
-    loss, weight, metrics = jax.eval_shape(functions.head, cut["ends"], x, batch)
+    microbatch = functions.with_teacher_outputs(cut["ends"], x, microbatch)
+    loss, weight, metrics = jax.eval_shape(functions.head, cut["ends"], x, microbatch)
     for name, value in {"loss": loss, "weight": weight, **metrics}.items():
         if value.shape:
             raise ValueError(
@@ -221,25 +223,25 @@ def one_layer(layers: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
 
-def named_activations(model: Any, params: Tree, batch: Tree) -> set[str]:
+def named_activations(model: Any, params: Tree, microbatch: Tree) -> set[str]:
     """Return the names that the model's blocks give to activations.
 
     Args:
         model: the model.
         params: as for `check`.
-        batch: as for `check`.
+        microbatch: as for `check`.
     """
     functions = partition(model, remat="none")
     cut = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
 
-    def differentiate(block, params, x, batch, number):
-        return jax.vjp(lambda params, x: block(params, x, batch, number), params, x)
+    def differentiate(block, params, x, microbatch, number):
+        return jax.vjp(lambda params, x: block(params, x, microbatch, number), params, x)
 
     found: set[str] = set()
-    for stack, (_, x) in functions.types(cut["ends"], batch).items():
+    for stack, (_, x) in functions.types(cut["ends"], microbatch).items():
         block = functions.blocks[stack]
-        args = (one_layer(cut["layers"][stack]), x, batch, number)
+        args = (one_layer(cut["layers"][stack]), x, microbatch, number)
         jaxpr = jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr
         names = (eqn for eqn, _ in walk(jaxpr.eqns) if eqn.primitive.name == "name")
         found.update(eqn.params["name"] for eqn in names)

@@ -1,11 +1,11 @@
 """The training and evaluation steps, as pure functions that are jitted once.
 
-The path of a batch through the training step (B is the global batch, M the number of microbatches):
+The path of a batch through the training step, with M microbatches of B examples:
 
-    batch [B, ...]
+    batch [M·B, ...]
       -> loss weights evened out, and scaled for float16
       -> a dropout key per example, from its index
-      -> microbatches [M, B/M, ...]
+      -> microbatches [M, B, ...]
       -> teacher outputs, for a model that learns from the average of its parameters
       -> loss_and_grad: the pipeline schedule; sums of losses, weights and gradients
       -> divide by the sum of weights
@@ -78,7 +78,7 @@ def make_train_step(
     """Build the function `train_step(state, batch) -> (state, metrics)`.
 
     The batch contains the inputs of the model's `embed` and `head`, including `weights`, and
-    `index` uint32[B], the number of each example in the run.
+    `index` uint32[M·B], the number of each example in the run.
 
     The loss is the sum over all microbatches and devices, divided by the sum of `weights`. The
     weights of additional losses, `*_weights`, are first scaled to the same sum.
@@ -311,16 +311,16 @@ def _with_scaled_weights(batch: Batch, scale: jax.Array) -> Batch:
 
 
 def _dropout_keys(batch: Batch, seed: int) -> jax.Array:
-    """Return a key per example, key[B], which depends only on the seed and the example's index."""
+    """Return a key per example, key[M·B], which depends only on the seed and its index."""
     # Folded twice, so that no key equals one that an initial parameter was drawn from.
     base = jax.random.fold_in(jax.random.key(seed), _DROPOUT_TAG)
     return jax.vmap(jax.random.fold_in, (None, 0))(base, batch["index"])
 
 
 def _to_microbatches(batch: Batch, config: StepConfig) -> Batch:
-    """Reshape a batch to `[M, B/M, ...]`: row r goes to microbatch r mod M.
+    """Reshape a batch `[M·B, ...]` to `[M, B, ...]`: row r goes to microbatch r mod M.
 
-    No row moves to another device. With B = 8, M = 2 and 2 replicas, which hold rows 0-3 and 4-7:
+    No row moves to another device. With M = 2, B = 4 and 2 replicas, which hold rows 0-3 and 4-7:
 
         microbatch 0: rows 0 2 | 4 6
         microbatch 1: rows 1 3 | 5 7

@@ -41,7 +41,7 @@ class EmbedAndHead:
         packed: converts activations to and from the form in which they are sent.
         head_input_type: type of the head's input, a tree of ShapeDtypeStructs.
         end_params: the non-stack parameters; this stage's part of those that are split over stages.
-        batch: arrays `[M, B, ...]`.
+        microbatches: arrays `[M, B, ...]`.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class EmbedAndHead:
         packed: PackedActivations,
         head_input_type: Tree,
         end_params: Tree,
-        batch: Tree,
+        microbatches: Tree,
     ):
         self._model = model
         self._packed = packed
         self._head_input_type = head_input_type
         self.end_params = end_params
-        self._batch = batch
+        self._microbatches = microbatches
 
     def embed(self, microbatch: Tree) -> Tree:
         """Return the activations that enter the first layer, packed."""
@@ -196,7 +196,7 @@ class OnAllStages(EmbedAndHead):
         """Embed a microbatch; the first stage writes it to its buffer of inputs."""
 
         def embed():
-            x = self.embed(read(self._batch, tick_plan.embed.microbatch))
+            x = self.embed(read(self._microbatches, tick_plan.embed.microbatch))
             written = write(inputs, tick_plan.forward.slots.input, x)
             return self._only_on(self._first, written, inputs)
 
@@ -213,7 +213,9 @@ class OnAllStages(EmbedAndHead):
 
         def head():
             y = self._broadcast(self._last, read(head_inputs, tick_plan.backward.slots.head_input))
-            more, grads, dy = self.head_gradient(y, read(self._batch, tick_plan.head.microbatch))
+            more, grads, dy = self.head_gradient(
+                y, read(self._microbatches, tick_plan.head.microbatch)
+            )
             more = self._only_on(self._last, add(sums, more), sums)
             return more, self._add_once(self._last, end_grads, grads), dy
 
@@ -247,7 +249,7 @@ class OnAllStages(EmbedAndHead):
         """Add the embedding's gradients, from the first chunk's input gradient."""
 
         def embed():
-            microbatch = read(self._batch, tick_plan.embed_gradient.microbatch)
+            microbatch = read(self._microbatches, tick_plan.embed_gradient.microbatch)
             grads = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
             return self._add_once(self._first, end_grads, grads)
 

@@ -28,6 +28,9 @@ The path of a batch: `make_loss_and_grad` here, then on every device a `Training
 (training.py), which runs one `TickPlan` (tick_plan.py, buffers.py) per tick, its `Chunks`
 (chunks.py) of `Layers` (layers.py), and the model's block.
 
+In shapes, M is the number of microbatches and B the number of examples of one microbatch: of all
+replicas in the arguments of the functions that are built here, of one replica inside `shard_map`.
+
 - `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
   written here and in gather.py. The other axes stay automatic.
 - Everything that waits for a later tick is stored in the buffers that buffers.py plans.
@@ -81,10 +84,10 @@ def make_loss_and_grad(
         config: only `remat` and `share_vocab` are read.
 
     Returns:
-        `f(params, batch) -> (sums, gradients)`. `params` has the structure of
-        `param_sharding.specs`, and the arrays of `batch` are `[M, B, ...]`. `sums` holds `loss`,
-        `weight` and the head's metrics, summed over microbatches and devices. `gradients` are the
-        gradients of `sums["loss"]`, in float32 or wider, sharded like the parameters.
+        `f(params, microbatches) -> (sums, gradients)`. `params` has the structure of
+        `param_sharding.specs`, and the arrays of `microbatches` are `[M, B, ...]`. `sums` holds
+        `loss`, `weight` and the head's metrics, summed over microbatches and devices. `gradients`
+        are the gradients of `sums["loss"]`, in float32 or wider, sharded like the parameters.
 
     Raises:
         ValueError: a parameter is split over `data` without ZeRO, or over `pipeline` in another dim
@@ -93,8 +96,8 @@ def make_loss_and_grad(
     assert schedule.has_backward()
     plan = _plan(schedule, param_sharding, config)
 
-    def local(params, batch):
-        stage = TrainingStage(model, plan, layouts, param_sharding, params, batch)
+    def local(params, microbatches):
+        stage = TrainingStage(model, plan, layouts, param_sharding, params, microbatches)
         sums, gradients = stage.train()
         return total(sums, param_sharding.mesh, MANUAL_AXES), stage.reduced(gradients)
 
@@ -120,7 +123,7 @@ def make_evaluate(
         config: as for `make_loss_and_grad`.
 
     Returns:
-        `f(params, batch) -> sums`.
+        `f(params, microbatches) -> sums`.
 
     Raises:
         ValueError: as for `make_loss_and_grad`.
@@ -128,8 +131,8 @@ def make_evaluate(
     assert not schedule.has_backward()
     plan = _plan(schedule, param_sharding, config)
 
-    def local(params, batch):
-        stage = Stage(model, plan, layouts, param_sharding, params, batch)
+    def local(params, microbatches):
+        stage = Stage(model, plan, layouts, param_sharding, params, microbatches)
         sums = stage.evaluate(zeros(stage.sums_type), stage.with_sums)
         return total(sums, param_sharding.mesh, MANUAL_AXES)
 
@@ -153,8 +156,8 @@ def make_teach(
         config: as for `make_loss_and_grad`.
 
     Returns:
-        `f(params, batch) -> teacher_outputs`, the outputs of `teach` for every microbatch: arrays
-        `[M, B, ...]`, sharded like the batch.
+        `f(params, microbatches) -> teacher_outputs`, the outputs of `teach` for every microbatch:
+        arrays `[M, B, ...]`, sharded like the microbatches.
 
     Raises:
         ValueError: as for `make_loss_and_grad`.
@@ -162,8 +165,8 @@ def make_teach(
     assert not schedule.has_backward()
     plan = _plan(schedule, param_sharding, config)
 
-    def local(params, batch):
-        stage = Stage(model, plan, layouts, param_sharding, params, batch)
+    def local(params, microbatches):
+        stage = Stage(model, plan, layouts, param_sharding, params, microbatches)
         teacher_outputs = stage.evaluate(
             zeros(stage.teacher_outputs_type, plan.num_microbatches), stage.with_teacher_outputs
         )
@@ -182,7 +185,7 @@ def _plan(
 
 def _on_mesh(local, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
     check_specs(param_sharding, shares_vocab=plan.shares_vocab)
-    batch = PartitionSpec(None, REPLICA_AXES)
+    microbatches = PartitionSpec(None, REPLICA_AXES)
     return on_shards(
-        local, param_sharding.mesh, (manual_specs(param_sharding.specs), batch), out_specs
+        local, param_sharding.mesh, (manual_specs(param_sharding.specs), microbatches), out_specs
     )

@@ -92,8 +92,8 @@ class Layers:
     @cached_property
     def _vjp(self) -> BlockVJP:
         params = jax.eval_shape(lambda: self._layer(jnp.int32(0)))
-        side = (self._microbatch, jax.ShapeDtypeStruct((), jnp.int32))
-        return BlockVJP(lambda p, x, side: self._block(p, x, *side), params, self._x, side)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        return BlockVJP(self._block, params, self._x, self._microbatch, number)
 
     @cached_property
     def _for_weights(self) -> list[int]:
@@ -153,7 +153,7 @@ class Layers:
 
         def body(carry, i, param_slot, number):
             x, residuals = carry
-            x, values = self._vjp.forward(self._layer(param_slot), x, (microbatch, number))
+            x, values = self._vjp.forward(self._layer(param_slot), x, microbatch, number)
             saved, for_weights = self._parted(values)
             residuals = dataclasses.replace(
                 residuals,
@@ -179,7 +179,7 @@ class Layers:
             dx, grads = carry
             saved = _read(residuals.saved, slots.saved, i)
             gradients, dx = self._vjp.backward(
-                self._layer(param_slot), (microbatch, number), saved, dx
+                self._layer(param_slot), microbatch, number, saved, dx
             )
             return dx, self._accumulate(grads, param_slot, jax.tree.leaves(gradients))
 
@@ -208,7 +208,7 @@ class Layers:
                 _read(residuals.for_weights, slots.for_weights, i),
             )
             dx, early, values = self._vjp.input_gradient(
-                self._layer(param_slot), (microbatch, number), saved, dx
+                self._layer(param_slot), microbatch, number, saved, dx
             )
             handed = _write(handed, slots.handed, i, values)
             return dx, self._accumulate(grads, param_slot, early), handed
@@ -223,7 +223,8 @@ class Layers:
         def body(grads, i, param_slot, number):
             late = self._vjp.weight_gradient(
                 self._layer(param_slot),
-                (microbatch, number),
+                microbatch,
+                number,
                 _read(residuals.for_weights, slots.for_weights, i),
                 _read(residuals.handed, slots.handed, i),
             )

@@ -11,8 +11,8 @@ Tree = Any
 class Model(Protocol):
     """A model as the executor sees it.
 
-    `end_params` are the parameters outside the stacks. The arrays of `microbatch` have a leading
-    batch dim.
+    `end_params` are the parameters outside the stacks. The arrays of `microbatch` are
+    `[B, ...]`.
     """
 
     @property

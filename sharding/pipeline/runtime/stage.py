@@ -1,4 +1,4 @@
-"""One device's view of a pipelined step: its parameters, its batch, its column of the plan.
+"""One device's view of a pipelined step: its parameters, its microbatches, its column of the plan.
 
 A stage runs the same tick again and again. This module has everything that training (training.py)
 and evaluation share, and the tick of an evaluation.
@@ -37,7 +37,7 @@ class Stage:
         layouts: the layout of every stack, in the order in which the stacks run.
         param_sharding: how the parameters are sharded over the mesh.
         params: this device's shards of the parameters, `{"ends": ..., "layers": {stack: ...}}`.
-        batch: this device's part of the batch, arrays `[M, B, ...]`.
+        microbatches: this device's part of all microbatches, arrays `[M, B, ...]`.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Stage:
         layouts: Mapping[str, Layout],
         param_sharding: ParamSharding,
         params: Params,
-        batch: Tree,
+        microbatches: Tree,
     ):
         self._plan = plan
-        self._batch = batch
-        assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
+        self._microbatches = microbatches
+        assert {len(x) for x in jax.tree.leaves(microbatches)} == {plan.num_microbatches}
         self._index = jax.lax.axis_index("pipeline")
         self._first_microbatch = self._microbatch(jnp.int32(0))
         self._end_gatherer = param_sharding.end_gatherer()
@@ -63,7 +63,7 @@ class Stage:
         packed = PackedActivations([x for pair in types.values() for x in pair])
         _, head_input_type = [*types.values()][-1]
         self._x_type = packed.type
-        arguments = (model, packed, head_input_type, end_params, batch)
+        arguments = (model, packed, head_input_type, end_params, microbatches)
         if plan.shares_vocab:
             is_split = jax.tree.map(
                 lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["ends"]
@@ -164,7 +164,7 @@ class Stage:
     # Buffers and sends.
 
     def _microbatch(self, index: jax.Array) -> Tree:
-        return read(self._batch, index)
+        return read(self._microbatches, index)
 
     def _buffer(self, name: str) -> Tree | None:
         """Return an empty buffer of activations, or None if the plan has no such buffer."""

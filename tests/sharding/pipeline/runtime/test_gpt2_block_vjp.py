@@ -42,9 +42,7 @@ def gpt2_block(remat: str, *, uses_dropout: bool, length: int = T) -> Example:
     if uses_dropout:
         batch["dropout_keys"] = jax.random.split(jax.random.key(0), B)
     block = functions.blocks["decoder"]
-    return Example(
-        lambda p, x, side: block(p, x, *side), params, draw(B, length, D), (batch, jnp.int32(1))
-    )
+    return Example(block, params, draw(B, length, D), batch, jnp.int32(1))
 
 
 @pytest.mark.thorough(but=["none-False", "dots-False"])
@@ -114,8 +112,9 @@ with jax.enable_x64(True):
     example = gpt2_block("none", uses_dropout=True)
     taken = example.taken_apart()
     kept = [taken.saved[i] for i in taken.saved_for_weights]
-    args = example.params, example.side, taken.saved, example.x
-    late = example.params, example.side, kept, taken.handed
+    free = example.params, example.microbatch, example.number
+    args = *free, taken.saved, example.x
+    late = *free, kept, taken.handed
     print([(s.shape, s.dtype.name) for s in (*taken.saved, *taken.handed)])
     print(taken.saved_for_weights)
     for function, inputs in ((taken.input_gradient, args), (taken.weight_gradient, late)):
