@@ -22,7 +22,7 @@ from train.lifecycle import divergence
 from train.lifecycle.divergence import MAX_ROLLBACKS, Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import DIVERGED, FINISHED
 from train.lifecycle.phases import Phases
-from train.lifecycle.position import find_position
+from train.lifecycle.restore import restore_or_initialize
 from train.lifecycle.stop_signals import StopSignals
 from train.main import main
 from train.reporting.metrics import read_metrics
@@ -192,7 +192,7 @@ class Poisoned:
 
 def train(workdir: Path, overrides, bad_steps) -> int:
     run, corpus = make_run(overrides)
-    start = find_position(run, corpus, workdir)
+    start = restore_or_initialize(run, corpus, workdir)
     start = dataclasses.replace(start, batches=Poisoned(start.batches, bad_steps))
     phases = Phases()
     signals = StopSignals()
@@ -241,7 +241,7 @@ def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
         of_run = logged(tmp_path, name)
         assert {step: of_run[step] for step in expected} == {s: v[i] for s, v in expected.items()}
     assert logged(tmp_path, "num_skipped")[12] == 5
-    restored = find_position(*make_run(overrides), tmp_path)
+    restored = restore_or_initialize(*make_run(overrides), tmp_path)
     assert (restored.step, int(restored.state.step)) == (12, 12)
     assert digest(restored.state.params) == digest(state.params)
 
@@ -261,7 +261,7 @@ def test_ruined_parameters_are_set_aside_and_displace_no_good_ones(
         train(tmp_path, (*overrides, "train.num_steps=40"), set(range(7, 41)))
     assert names(tmp_path) == ["3", "6.diverged"]
     assert "step 9 is not saved, because the last 3 step(s) were skipped" in caplog.text
-    assert find_position(*make_run(overrides), tmp_path).step == 3
+    assert restore_or_initialize(*make_run(overrides), tmp_path).step == 3
 
 
 def test_save_follows_after_the_next_good_step(corpus_overrides, tmp_path):
@@ -311,5 +311,5 @@ def test_checkpoint_resumes_with_any_set_of_counters(before, now, corpus_overrid
     checkpoints.save(7, fields, {"batches": batches, "corpus": corpus.fingerprint})
     checkpoints.close()
     now_run, _ = make_run((*overrides, *now))
-    position = find_position(now_run, corpus, tmp_path)
-    assert position.step == 7 and digest(position.state) == digest(now_run.state.initial())
+    restored = restore_or_initialize(now_run, corpus, tmp_path)
+    assert restored.step == 7 and digest(restored.state) == digest(now_run.state.initial())

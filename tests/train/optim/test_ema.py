@@ -19,7 +19,7 @@ from tests.runs import FLOAT64, TINY, digest, make_run, placed_batch
 from train.config.train_config import TrainConfig
 from train.evaluation import evaluate
 from train.lifecycle.phases import Phases
-from train.lifecycle.position import Position, find_position
+from train.lifecycle.restore import RestoredRun, restore_or_initialize
 from train.lifecycle.workdir import write_run_files
 from train.optim.ema import average_params
 from train.state.averaged import averaged
@@ -125,7 +125,7 @@ def test_evaluation_uses_the_average(corpus_overrides):
         assert scores == of(averaged(state)) != of(state.params)
 
 
-def steps(run, start: Position, count: int, *, save_after: int = 0) -> tuple[list, Any]:
+def steps(run, start: RestoredRun, count: int, *, save_after: int = 0) -> tuple[list, Any]:
     """Run `count` steps; return their losses and the final state in the portable form."""
     state = start.state
     losses = []
@@ -148,11 +148,11 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
     base = (*TINY, *corpus_overrides, *FLOAT64, *features)
     with jax.enable_x64(True):
         run, corpus = make_run((*base, *UNEVEN))
-        losses, whole = steps(run, find_position(run, corpus, tmp_path), 4, save_after=2)
-        again, state = steps(run, find_position(run, corpus, tmp_path), 2)
+        losses, whole = steps(run, restore_or_initialize(run, corpus, tmp_path), 4, save_after=2)
+        again, state = steps(run, restore_or_initialize(run, corpus, tmp_path), 2)
         assert again == losses[2:] and digest(state) == digest(whole)
         other, _ = make_run((*base, "mesh.fsdp=2", "memory.zero_stage=2"))
-        start = find_position(other, corpus, tmp_path)
+        start = restore_or_initialize(other, corpus, tmp_path)
         restored = averaged(other.state.to_portable(start.state))
         # Starting from the run, or converting it, uses the average.
         write_run_files(tmp_path, run, corpus)
