@@ -57,7 +57,7 @@ class StageParts:
         self._mesh = Mesh(np.array(on), ("stage",))
         self._num_microbatches = count = run.config.train.num_microbatches
         (self._stack,) = run.functions.num_layers
-        self._shapes = run.functions.split(run.state.portable.params)
+        self._shapes = run.functions.split(run.state_layout.portable.params)
         self._dtype = run.config.precision.compute
         microbatches = _microbatches(run)
         end_params = jax.tree.map(lambda p: _random(p.shape, self._dtype), self._shapes["ends"])

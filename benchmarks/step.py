@@ -194,7 +194,7 @@ def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
     size = run.config.data.global_batch_size
     local = {name: array[rows] for name, array in batch.items()}
     placed = place_batch(local, rows, run.batch_sharding, size)
-    state = run.state.initial()
+    state = run.state_layout.initial()
 
     def step() -> float:
         nonlocal state

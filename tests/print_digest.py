@@ -16,5 +16,5 @@ from train.config.schema import resolve
 if __name__ == "__main__":
     startup.start(resolve(load(CONFIG, sys.argv[1:])).mesh)
     run, _ = make_run(sys.argv[1:])
-    params = multihost_utils.process_allgather(run.state.initial().params, tiled=True)
+    params = multihost_utils.process_allgather(run.state_layout.initial().params, tiled=True)
     print(f"digest {digest(params)}", flush=True)

@@ -79,7 +79,7 @@ def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpu
 
 def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
     """Return the losses of the first steps."""
-    state = run.state.initial()
+    state = run.state_layout.initial()
     values = []
     batches = train_batches(corpus, run.config.data, run.rows)
     size = run.config.data.global_batch_size
@@ -102,7 +102,7 @@ def digest(params) -> str:
 @functools.cache
 def reference_digest(overrides: tuple[str, ...]) -> str:
     """Return the digest of the initial parameters on one device."""
-    return digest(make_run(overrides)[0].state.initial().params)
+    return digest(make_run(overrides)[0].state_layout.initial().params)
 
 
 @functools.cache

@@ -270,7 +270,7 @@ class _TrainingLoop:
         with self._phases("save"), self._meter.paused():
             batches_state = self._batches.get_state()
             data_state = {"batches": batches_state, "corpus": self._corpus.fingerprint}
-            portable = self._run.state.to_portable(self._state)
+            portable = self._run.state_layout.to_portable(self._state)
             # The steps since the last save have used its parameters, and this one was not skipped.
             self._checkpoints.save(
                 self.step,

@@ -108,7 +108,7 @@ def test_losses_of_30_steps_equal_torch(name, tmp_path):
     corpus = load_text(resolved.data)
     mesh = make_mesh(resolved.mesh, jax.devices())
     run = assemble_run(resolved, mesh, vocab_size=corpus.tokenizer.vocab_size)
-    state = run.state.initial(start_params(run, source))
+    state = run.state_layout.initial(start_params(run, source))
 
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]

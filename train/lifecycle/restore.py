@@ -48,14 +48,14 @@ def restore_or_initialize(
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     batches = train_batches(corpus, run.config.data, run.rows)
-    restored = checkpoints.restore(run.state.portable, may_lack=MAY_LACK)
+    restored = checkpoints.restore(run.state_layout.portable, may_lack=MAY_LACK)
     if restored is None:
         params = None if source is None else start_params(run, source, corpus.labels)
         step = 0
-        state = run.state.initial(params)
+        state = run.state_layout.initial(params)
     else:
         step, portable, data_state = restored
-        state = run.state.from_portable(portable)
+        state = run.state_layout.from_portable(portable)
         if data_state["corpus"] != corpus.fingerprint:
             raise ValueError(
                 f"the data of data.name={run.config.data.name!r} has changed since step {step} in "
@@ -99,7 +99,7 @@ def roll_back(
     sharding = state.step.sharding
     jax.tree.map(lambda leaf: leaf.delete(), state)  # there may be no room for two states
     restored = checkpoints.restore(
-        run.state.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
+        run.state_layout.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
     )
     if restored is None:
         raise Diverged(
@@ -108,7 +108,7 @@ def roll_back(
             "checkpoint.max_to_keep)"
         )
     saved_step, portable, _ = restored
-    state = run.state.from_portable(portable)
+    state = run.state_layout.from_portable(portable)
     size = run.config.data.global_batch_size
     _log.warning(
         "continuing after step %d with the parameters of step %d; skipped are steps %d to %d, "

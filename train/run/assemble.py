@@ -91,8 +91,8 @@ def assemble_run(
         layer_counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
     layouts = cut(functions.num_layers, schedule.placement, layer_counts)
     state_spec = _state_spec(config, abstract.build, optimizer, frozen)
-    state = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
-    check_axes(model, partition_specs_of(state.abstract.params), rules, mesh)
+    state_layout = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
+    check_axes(model, partition_specs_of(state_layout.abstract.params), rules, mesh)
     return Run(
         config=config,
         mesh=mesh,
@@ -108,7 +108,7 @@ def assemble_run(
         learning_rate=learning_rate,
         schedule=schedule,
         layouts=layouts,
-        state=state,
+        state_layout=state_layout,
         frozen=frozen,
         attention=attention_choices(config, mesh, hardware, rules, model, functions),
         work=work,

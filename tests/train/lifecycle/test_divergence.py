@@ -80,18 +80,18 @@ def test_consecutive_bad_steps_are_counted_across_a_resume_until_a_good_one(
     run, corpus = make_run((*TINY, *corpus_overrides))
     good = placed_batch(run, corpus)
     bad = placed_batch(run, corpus, **NAN)
-    state = run.state.initial()
+    state = run.state_layout.initial()
     counts = []
     for step, batch in enumerate((bad, good, bad, bad, bad, good), 1):
         state, metrics = run.compile_train_step()(state, batch)
         counts.append((int(metrics["num_nonfinite_in_a_row"]), int(metrics["num_skipped"])))
         if step == 4:
             checkpoints = Checkpoints(tmp_path, CheckpointConfig(every_steps=1, max_to_keep=1))
-            checkpoints.save(step, run.state.to_portable(state), {})
-            restored = checkpoints.restore(run.state.portable)
+            checkpoints.save(step, run.state_layout.to_portable(state), {})
+            restored = checkpoints.restore(run.state_layout.portable)
             checkpoints.close()
             assert restored is not None
-            state = run.state.from_portable(restored[1])
+            state = run.state_layout.from_portable(restored[1])
     assert counts == [(1, 1), (0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
 
 
@@ -229,7 +229,7 @@ def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
         "are examples 64 to 143 of the run"
     )
     run, corpus = make_run(overrides)
-    state = run.state.initial()
+    state = run.state_layout.initial()
     expected = {}
     batches = train_batches(corpus, run.config.data, run.rows)
     for step in range(1, 13):
@@ -302,7 +302,7 @@ def test_diverged_run_exits_with_its_own_code_and_one_sentence(corpus_overrides,
 def test_checkpoint_resumes_with_any_set_of_counters(before, now, corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides)
     run, corpus = make_run((*overrides, "train.skip_spikes=2") if before == "on" else overrides)
-    state = run.state.to_portable(run.state.initial())
+    state = run.state_layout.to_portable(run.state_layout.initial())
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     if before == "older":
         del fields["num_nonfinite_in_a_row"], fields["spikes"]
@@ -312,4 +312,4 @@ def test_checkpoint_resumes_with_any_set_of_counters(before, now, corpus_overrid
     checkpoints.close()
     now_run, _ = make_run((*overrides, *now))
     restored = restore_or_initialize(now_run, corpus, tmp_path)
-    assert restored.step == 7 and digest(restored.state) == digest(now_run.state.initial())
+    assert restored.step == 7 and digest(restored.state) == digest(now_run.state_layout.initial())

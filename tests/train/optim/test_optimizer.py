@@ -86,7 +86,7 @@ def test_optimizer_with_factored_state_works_on_a_mesh():
     overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
     config = resolve(load(CONFIG, overrides))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
-    state = run.state.initial()
+    state = run.state_layout.initial()
     shapes = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
     assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
 
@@ -94,7 +94,7 @@ def test_optimizer_with_factored_state_works_on_a_mesh():
 def test_decay_mask_of_gpt2_selects_matrices_and_embeddings():
     config = resolve(load(CONFIG))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
-    mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state.abstract.params))
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state_layout.abstract.params))
     names = {".".join(key.key for key in path): decayed for path, decayed in mask}
     decayed = {name for name, is_decayed in names.items() if is_decayed}
     assert decayed == {
@@ -143,7 +143,7 @@ def test_image_models_do_not_decay_tokens_positions_and_scales():
 def test_run_does_not_decay_parameters_named_by_the_model():
     config = resolve(load(str(ROOT / "configs" / "vit.py"), ["optimizer.warmup_steps=0"]))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), num_labels=10)
-    params = run.state.initial().params
+    params = run.state_layout.initial().params
     zeros: Any = jax.tree.map(jnp.zeros_like, params)
     updates: Any = run.optimizer.update(zeros, run.optimizer.init(params), params)[0]
     largest = jax.tree.map(lambda x: float(jnp.abs(x).max()), updates)

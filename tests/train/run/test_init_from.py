@@ -145,7 +145,7 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     assert plain.keys() - params.keys() == {"masked_lm"}
     for name in params.keys() & plain.keys():
         jax.tree.map(np.testing.assert_array_equal, params[name], plain[name])
-    fresh = run.state.initial().params["classifier"]
+    fresh = run.state_layout.initial().params["classifier"]
     jax.tree.map(np.testing.assert_array_equal, params["classifier"], fresh)
 
 
@@ -168,7 +168,7 @@ def test_classifier_is_new_if_the_checkpoint_has_another_task(text, tmp_path):
         run, source = run_from(tmp_path, text, num_labels)
         assert run.model_config.num_labels == num_labels
         params = start_params(run, source)
-        fresh = run.state.initial().params["classifier"]
+        fresh = run.state_layout.initial().params["classifier"]
         jax.tree.map(np.testing.assert_array_equal, params["classifier"], fresh)
         theirs = nnx.to_pure_dict(nnx.split(load_model(tmp_path))[1])
         jax.tree.map(np.testing.assert_array_equal, params["pooler"], theirs["pooler"])
@@ -199,7 +199,7 @@ def test_classifier_of_another_task_is_reinitialized_on_request(text, tmp_path):
         run, source = run_from(tmp_path, text, num_labels, "train.init_labels=new")
         params = start_params(run, source, "abc"[:num_labels])
         assert run.model_config.num_labels == num_labels
-        fresh = run.state.initial().params["classifier"]
+        fresh = run.state_layout.initial().params["classifier"]
         jax.tree.map(np.testing.assert_array_equal, params.pop("classifier"), fresh)
         assert params.keys() == theirs.keys() - {"classifier"}
         for name in params:
