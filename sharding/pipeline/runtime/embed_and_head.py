@@ -8,14 +8,16 @@
 
 A stage (stage.py) calls the methods of either class at the same places of every tick:
 
-    method                  when                          OnOneStage         OnAllStages
-    embed_ahead             before all else               -                  embedding
-    chunk_input             in F, and in B if recomputed  embedding          -
-    head_ahead              between F and B               -                  head and its gradient
-    output_cotangent        in B                          head, its gradient -
-    add_embed_gradient      in B                          embedding gradient -
-    embed_gradient_after    between B and W               -                  embedding gradient
-    collect                 after F, in evaluations       head               head
+    method                       when                      OnOneStage          OnAllStages
+    embed_ahead                  before all else           -                   embedding
+    chunk_input                  in F; in B if recomputed  embedding           -
+    head_ahead                   between F and B           -                   head, its gradient
+    loss_and_output_cotangent    in B                      head, its gradient  -
+    add_embed_gradient           in B                      embedding gradient  -
+    embed_gradient_after         between B and W           -                   embedding gradient
+    collect                      after F, in evaluations   head                head
+
+"Head" includes the loss, which is added to the sums.
 """
 
 from collections.abc import Callable
@@ -120,10 +122,10 @@ class OnOneStage(EmbedAndHead):
     def head_ahead(
         self, sums: Tree, end_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
     ) -> tuple[Tree, Tree, Tree]:
-        """Return sums and gradients unchanged, and None: `output_cotangent` runs the head."""
+        """Return sums and gradients unchanged: `loss_and_output_cotangent` runs the head."""
         return sums, end_grads, None
 
-    def output_cotangent(
+    def loss_and_output_cotangent(
         self,
         operation: Operation,
         sums: Tree,
@@ -224,7 +226,7 @@ class OnAllStages(EmbedAndHead):
 
         return tick_plan.head.if_runs(head, nothing)
 
-    def output_cotangent(
+    def loss_and_output_cotangent(
         self,
         operation: Operation,
         sums: Tree,

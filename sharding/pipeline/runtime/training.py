@@ -179,7 +179,7 @@ class TrainingStage(Stage):
             )
         if carry.head_inputs is not None:
             y = read(carry.head_inputs, slots.head_input)
-        sums, end_grads, dx = self._embed_and_head.output_cotangent(
+        sums, end_grads, dx = self._embed_and_head.loss_and_output_cotangent(
             operation, carry.sums, carry.gradients["ends"], dy_from_head, dy, y, microbatch
         )
         gradients = carry.gradients | {"ends": end_grads}
