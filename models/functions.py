@@ -29,11 +29,11 @@ RESERVED_METRICS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFunctions:
-    """A model as pure functions of its parameters; see `Model` in sharding/pipeline.
+    """A model as pure functions of its parameters; see `PipelineFunctions` in sharding/pipeline.
 
-    The model's parameters are a tree of arrays, `params`. `split` separates them into `ends`
-    (everything except the stacks) and `layers` (stack -> its parameters, with a leading layers
-    dim). `join` is its inverse.
+    The model's parameters are a tree of arrays, `params`. `split` separates them into
+    `non_stack` (everything except the stacks: embedding, head and `before` functions) and `stacks`
+    (stack -> its parameters, with a leading layers dim). `join` is its inverse.
     """
 
     embed: Callable[[Tree, Tree], Tree]
@@ -44,24 +44,24 @@ class ModelFunctions:
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
 
     def with_teacher_outputs(
-        self, ends: Tree, x: Tree, microbatch: dict[str, Any]
+        self, non_stack_params: Tree, x: Tree, microbatch: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the types of the microbatch that the head receives, teacher outputs included.
 
         Args:
-            ends: non-stack parameters.
+            non_stack_params: the parameters outside the stacks.
             x: output type of the last stack.
             microbatch: types of the microbatch, without teacher outputs.
         """
         if self.teach is None:
             return microbatch
-        return microbatch | jax.eval_shape(self.teach, ends, x, microbatch)
+        return microbatch | jax.eval_shape(self.teach, non_stack_params, x, microbatch)
 
-    def types(self, ends: Tree, microbatch: Tree) -> dict[str, tuple[Tree, Tree]]:
+    def types(self, non_stack_params: Tree, microbatch: Tree) -> dict[str, tuple[Tree, Tree]]:
         """Return, per stack, the types of the activations before it and of its blocks.
 
         Args:
-            ends: non-stack parameters, as arrays or ShapeDtypeStructs.
+            non_stack_params: the parameters outside the stacks, as arrays or ShapeDtypeStructs.
             microbatch: arrays [B, ...] or ShapeDtypeStructs.
 
         Returns:
@@ -69,26 +69,28 @@ class ModelFunctions:
             The two are equal for a stack without `before_<stack>`.
         """
         types = {}
-        x = jax.eval_shape(self.embed, ends, microbatch)
+        x = jax.eval_shape(self.embed, non_stack_params, microbatch)
         for name in self.num_layers:
             given = x
             if name in self.before:
-                x = jax.eval_shape(self.before[name], ends, given, microbatch)
+                x = jax.eval_shape(self.before[name], non_stack_params, given, microbatch)
             types[name] = (given, x)
         return types
 
     def split(self, params: dict[str, Tree]) -> dict[str, Tree]:
-        """Split the model's parameters into `ends` and `layers`."""
-        ends = {name: value for name, value in params.items() if name not in self.num_layers}
-        return {"ends": ends, "layers": {name: params[name]["layers"] for name in self.num_layers}}
+        """Split the model's parameters into `non_stack` and `stacks`."""
+        return {
+            "non_stack": {name: x for name, x in params.items() if name not in self.num_layers},
+            "stacks": {name: params[name]["layers"] for name in self.num_layers},
+        }
 
     def join(self, parts: dict[str, Tree]) -> dict[str, Tree]:
-        """Merge `ends` and `layers` into the model's parameters, as the inverse of `split`."""
-        stacks = {name: {"layers": layers} for name, layers in parts["layers"].items()}
-        return {**parts["ends"], **stacks}
+        """Merge `non_stack` and `stacks` into the model's parameters, as the inverse of `split`."""
+        stacks = {name: {"layers": layers} for name, layers in parts["stacks"].items()}
+        return {**parts["non_stack"], **stacks}
 
 
-def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFunctions:
+def functions_of(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFunctions:
     """Return a model's functions.
 
     Args:
@@ -101,8 +103,40 @@ def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFu
         ValueError: if the model has no Stack, has several Stacks without an order, lacks `embed` or
             `head`, or has state other than parameters.
     """
-    name = type(model).__name__
     stacks = _stacks(model)
+    _check_module(model)
+    without_stacks: Any = nnx.merge(*nnx.split(model))
+    for stack in stacks:
+        setattr(without_stacks, stack, None)
+    non_stack_graph = nnx.split(without_stacks)[0]
+    blocks = {}
+    first_site = 1
+    policy = checkpoint_policy(remat, offload)
+    for key, stack in stacks.items():
+        blocks[key] = block_function(nnx.split(stack.layers)[0], policy, first_site=first_site)
+        first_site += stack.num_layers
+
+    def method(name: str) -> Callable:
+        """Return `f(non_stack_params, *args)`, which calls a method of the model."""
+
+        def call(non_stack_params: Tree, *args: Tree) -> Any:
+            return getattr(nnx.merge(non_stack_graph, non_stack_params), name)(*args)
+
+        return call
+
+    return ModelFunctions(
+        embed=method("embed"),
+        blocks=blocks,
+        before={key: method(f"before_{key}") for key in stacks if hasattr(model, f"before_{key}")},
+        head=method("head"),
+        num_layers={key: stack.num_layers for key, stack in stacks.items()},
+        teach=method("teach") if hasattr(model, "teach") else None,
+    )
+
+
+def _check_module(model: Any) -> None:
+    """Check that a model has `embed` and `head`, and no state other than parameters."""
+    name = type(model).__name__
     for method in ("embed", "head"):
         if not callable(getattr(model, method, None)):
             raise ValueError(
@@ -114,34 +148,6 @@ def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFu
                 f"{name}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a model may "
                 "only hold nnx.Param; for dropout use models.layers.basic.dropout"
             )
-    without_stacks: Any = nnx.merge(*nnx.split(model))
-    for stack in stacks:
-        setattr(without_stacks, stack, None)
-    ends_graph = nnx.split(without_stacks)[0]
-    blocks = {}
-    first_site = 1
-    policy = checkpoint_policy(remat, offload)
-    for key, stack in stacks.items():
-        blocks[key] = block_function(nnx.split(stack.layers)[0], policy, first_site=first_site)
-        first_site += stack.num_layers
-
-    def before(key: str):
-        return lambda ends, x, microbatch: getattr(nnx.merge(ends_graph, ends), f"before_{key}")(
-            x, microbatch
-        )
-
-    return ModelFunctions(
-        embed=lambda ends, microbatch: nnx.merge(ends_graph, ends).embed(microbatch),
-        blocks=blocks,
-        before={key: before(key) for key in stacks if hasattr(model, f"before_{key}")},
-        head=lambda ends, x, microbatch: nnx.merge(ends_graph, ends).head(x, microbatch),
-        num_layers={key: stack.num_layers for key, stack in stacks.items()},
-        teach=(
-            (lambda ends, x, microbatch: nnx.merge(ends_graph, ends).teach(x, microbatch))
-            if hasattr(model, "teach")
-            else None
-        ),
-    )
 
 
 def _stacks(model: Any) -> dict[str, Stack]:
@@ -173,22 +179,22 @@ def check(functions: ModelFunctions, params: Tree, microbatch: Tree) -> None:
         ValueError: if activations are not floating or change their type within a stack, if a result
             of `head` is not a scalar, or if the name of a metric is reserved.
     """
-    cut = functions.split(params)
+    parts = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    _check_floating("embed", jax.eval_shape(functions.embed, cut["ends"], microbatch))
+    _check_floating("embed", jax.eval_shape(functions.embed, parts["non_stack"], microbatch))
     x = None
-    for stack, (_, x) in functions.types(cut["ends"], microbatch).items():
+    for stack, (_, x) in functions.types(parts["non_stack"], microbatch).items():
         if stack in functions.before:
             _check_floating(f"before_{stack}", x)
-        layer = one_layer(cut["layers"][stack])
+        layer = one_layer(parts["stacks"][stack])
         y = jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
         if _shapes(y) != _shapes(x):
             raise ValueError(
                 f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
                 "a block must keep their structure, shapes and dtypes"
             )
-    microbatch = functions.with_teacher_outputs(cut["ends"], x, microbatch)
-    loss, weight, metrics = jax.eval_shape(functions.head, cut["ends"], x, microbatch)
+    microbatch = functions.with_teacher_outputs(parts["non_stack"], x, microbatch)
+    loss, weight, metrics = jax.eval_shape(functions.head, parts["non_stack"], x, microbatch)
     for name, value in {"loss": loss, "weight": weight, **metrics}.items():
         if value.shape:
             raise ValueError(
@@ -231,17 +237,17 @@ def named_activations(model: Any, params: Tree, microbatch: Tree) -> set[str]:
         params: as for `check`.
         microbatch: as for `check`.
     """
-    functions = partition(model, remat="none")
-    cut = functions.split(params)
+    functions = functions_of(model, remat="none")
+    parts = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
 
     def differentiate(block, params, x, microbatch, number):
         return jax.vjp(lambda params, x: block(params, x, microbatch, number), params, x)
 
     found: set[str] = set()
-    for stack, (_, x) in functions.types(cut["ends"], microbatch).items():
+    for stack, (_, x) in functions.types(parts["non_stack"], microbatch).items():
         block = functions.blocks[stack]
-        args = (one_layer(cut["layers"][stack]), x, microbatch, number)
+        args = (one_layer(parts["stacks"][stack]), x, microbatch, number)
         jaxpr = jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr
         names = (eqn for eqn, _ in walk(jaxpr.eqns) if eqn.primitive.name == "name")
         found.update(eqn.params["name"] for eqn in names)

@@ -23,7 +23,7 @@ import jax
 import optax
 from flax import nnx
 
-from models.functions import ModelFunctions, partition
+from models.functions import ModelFunctions, functions_of
 from sharding.analysis.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
@@ -146,7 +146,7 @@ def _abstract_model(
 
     model = nnx.eval_shape(build)
     offload = config.memory.offload_activations
-    functions = partition(model, remat=config.train.remat, offload=offload)
+    functions = functions_of(model, remat=config.train.remat, offload=offload)
     return _AbstractModel(config=model_config, build=build, model=model, functions=functions)
 
 

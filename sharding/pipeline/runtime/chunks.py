@@ -34,8 +34,8 @@ class StackPart:
 
     Attributes:
         layers: the stack's layers on this device.
-        before: `before(end_params, x, microbatch) -> x`, runs ahead of the stack's first layer; may
-            be None.
+        before: `before(non_stack_params, x, microbatch) -> x`, runs ahead of the stack's first
+            layer; may be None.
         input_type: type of the input of `before`, a tree of ShapeDtypeStructs.
         block_type: type of the input of the stack's blocks, a tree of ShapeDtypeStructs.
         contains_layers: for each chunk of this device, whether it contains layers of the stack.
@@ -56,7 +56,7 @@ class Chunks:
     Args:
         parts: stack -> its part on this device, in the order in which the stacks run.
         packed: packs activations for sending, and unpacks them.
-        end_params: the non-stack parameters, which `before` functions may read.
+        non_stack_params: the non-stack parameters, which `before` functions may read.
         splits: whether backwards run as input gradient and weight gradient.
     """
 
@@ -64,7 +64,7 @@ class Chunks:
         self,
         parts: Mapping[str, StackPart],
         packed: PackedActivations,
-        end_params: Tree,
+        non_stack_params: Tree,
         *,
         splits: bool,
     ):
@@ -73,7 +73,7 @@ class Chunks:
             for name, part in parts.items()
         }
         self._packed = packed
-        self._end_params = end_params
+        self._non_stack_params = non_stack_params
         self._splits = splits
 
     def no_gradients(self) -> dict[str, Tree]:
@@ -150,12 +150,12 @@ class Chunks:
             `weight_gradient`.
         """
         residuals = dict(residuals)
-        end_grads = grads["ends"]
-        layer_grads = dict(grads["layers"])
+        non_stack_grads = grads["non_stack"]
+        layer_grads = dict(grads["stacks"])
         for name, part in reversed(self._parts.items()):
 
             def run(state, part=part):
-                dx, end_grads, stack_grads, stack_residuals = state
+                dx, non_stack_grads, stack_grads, stack_residuals = state
                 dx = self._packed.unpack(dx, part.block_type)
                 args = (chunk, dx, microbatch, stack_residuals, slots, stack_grads)
                 if self._splits:
@@ -163,15 +163,15 @@ class Chunks:
                     stack_residuals = dataclasses.replace(stack_residuals, handed=handed)
                 else:
                     dx, stack_grads = part.layers.backward(*args)
-                dx, end_grads = self._through_before(
-                    part, chunk, dx, microbatch, stack_residuals, slots, end_grads
+                dx, non_stack_grads = self._through_before(
+                    part, chunk, dx, microbatch, stack_residuals, slots, non_stack_grads
                 )
-                return dx, end_grads, stack_grads, stack_residuals
+                return dx, non_stack_grads, stack_grads, stack_residuals
 
-            state = (dx, end_grads, layer_grads[name], residuals[name])
+            state = (dx, non_stack_grads, layer_grads[name], residuals[name])
             state = self._if_present(part, chunk, run, state)
-            dx, end_grads, layer_grads[name], residuals[name] = state
-        return dx, {"ends": end_grads, "layers": layer_grads}, residuals
+            dx, non_stack_grads, layer_grads[name], residuals[name] = state
+        return dx, {"non_stack": non_stack_grads, "stacks": layer_grads}, residuals
 
     def weight_gradient(
         self,
@@ -182,11 +182,11 @@ class Chunks:
         grads: dict[str, Tree],
     ) -> dict[str, Tree]:
         """Return `grads` with the gradients added that the first half of the backward left out."""
-        layer_grads = dict(grads["layers"])
+        layer_grads = dict(grads["stacks"])
         for name, part in self._parts.items():
             args = (chunk, microbatch, residuals[name], slots, layer_grads[name])
             layer_grads[name] = part.layers.weight_gradient(*args)
-        return grads | {"layers": layer_grads}
+        return grads | {"stacks": layer_grads}
 
     def _if_present(self, part: StackPart, chunk, run: Callable[[Tree], Tree], state: Tree) -> Tree:
         """Return run(state) if the chunk contains layers of the stack, else state.
@@ -206,7 +206,7 @@ class Chunks:
             return unpack(x, part.block_type)
         return part.contains_first.choose(
             chunk,
-            lambda: before(self._end_params, unpack(x, part.input_type), microbatch),
+            lambda: before(self._non_stack_params, unpack(x, part.input_type), microbatch),
             lambda: unpack(x, part.block_type),
         )
 
@@ -218,24 +218,24 @@ class Chunks:
         microbatch: Tree,
         residuals: Residuals,
         slots: Slots,
-        end_grads: Tree,
+        non_stack_grads: Tree,
     ) -> tuple[Tree, Tree]:
-        """Return the gradient of `before`'s input, and `end_grads` with its gradients added."""
+        """Return the gradient of `before`'s input, and the gradients with its own added."""
         pack = self._packed.pack
         before = part.before
         if before is None:
-            return pack(dx), end_grads
+            return pack(dx), non_stack_grads
         x = read(residuals.before_inputs, slots.saved)
 
         def through():
-            def run(end_params, x):
-                return before(end_params, x, microbatch)
+            def run(non_stack_params, x):
+                return before(non_stack_params, x, microbatch)
 
-            _, vjp = jax.vjp(run, self._end_params, x)
+            _, vjp = jax.vjp(run, self._non_stack_params, x)
             grads, dx_before = vjp(dx)
-            return pack(dx_before), add(end_grads, grads)
+            return pack(dx_before), add(non_stack_grads, grads)
 
-        return part.contains_first.choose(chunk, through, lambda: (pack(dx), end_grads))
+        return part.contains_first.choose(chunk, through, lambda: (pack(dx), non_stack_grads))
 
 
 def _alone(stack: str, before: Callable[[Tree, Tree, Tree], Tree] | None) -> Callable | None:
@@ -243,8 +243,8 @@ def _alone(stack: str, before: Callable[[Tree, Tree, Tree], Tree] | None) -> Cal
     if before is None:
         return None
 
-    def run(end_params: Tree, x: Tree, microbatch: Tree) -> Tree:
+    def run(non_stack_params: Tree, x: Tree, microbatch: Tree) -> Tree:
         with runs_alone(f"before_{stack}"):
-            return before(end_params, x, microbatch)
+            return before(non_stack_params, x, microbatch)
 
     return run

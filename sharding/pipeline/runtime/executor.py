@@ -1,9 +1,9 @@
 """Executes a pipeline schedule inside one jit, as one program that every device runs.
 
-The executor knows no model. It takes a model's functions (`Model`) and a schedule table, and builds
-a function from parameters and microbatches to summed losses and gradients. A `lax.scan` runs over
-the ticks of the table. For example, tick 6 of `zero_bubble` with 3 stages and 8 microbatches, on
-stage 1, whose cell is F5 I3 W2:
+The executor knows no model. From a model's functions (`PipelineFunctions`) and a schedule table it
+builds a function from parameters and microbatches to summed losses and gradients. A `lax.scan` runs
+over the ticks of the table. For example, tick 6 of `zero_bubble` with 3 stages and 8 microbatches,
+on stage 1, whose cell is F5 I3 W2:
 
     time     ------------------------------------------------------------------------------>
     compute  [embed*]  [ F5 ]  [head*]  [    I3    ]  [embed gradient*]  [   W2   ]  [arrive]
@@ -57,7 +57,7 @@ from sharding.pipeline.runtime.gather import (
     on_shards,
     total,
 )
-from sharding.pipeline.runtime.model import Model
+from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.stage import Stage
 from sharding.pipeline.runtime.training import TrainingStage
 from sharding.pipeline.runtime.trees import zeros
@@ -68,7 +68,7 @@ Params = dict[str, Tree]
 
 
 def make_loss_and_grad(
-    model: Model,
+    functions: PipelineFunctions,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
     param_sharding: ParamSharding,
@@ -77,7 +77,7 @@ def make_loss_and_grad(
     """Build the function that computes losses and gradients with a training schedule.
 
     Args:
-        model: the model's functions.
+        functions: the model's functions.
         schedule: a verified table with as many stages as the mesh has devices along `pipeline`.
         layouts: the layout of every stack, in the order in which the stacks run.
         param_sharding: how the parameters are sharded over the mesh.
@@ -97,7 +97,7 @@ def make_loss_and_grad(
     plan = _plan(schedule, param_sharding, config)
 
     def local(params, microbatches):
-        stage = TrainingStage(model, plan, layouts, param_sharding, params, microbatches)
+        stage = TrainingStage(functions, plan, layouts, param_sharding, params, microbatches)
         sums, gradients = stage.train()
         return total(sums, param_sharding.mesh, MANUAL_AXES), stage.reduced(gradients)
 
@@ -107,7 +107,7 @@ def make_loss_and_grad(
 
 
 def make_evaluate(
-    model: Model,
+    functions: PipelineFunctions,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
     param_sharding: ParamSharding,
@@ -116,7 +116,7 @@ def make_evaluate(
     """Build the function that computes losses with a schedule of forwards only.
 
     Args:
-        model: as for `make_loss_and_grad`.
+        functions: as for `make_loss_and_grad`.
         schedule: a verified table without backwards.
         layouts: as for `make_loss_and_grad`.
         param_sharding: as for `make_loss_and_grad`.
@@ -132,7 +132,7 @@ def make_evaluate(
     plan = _plan(schedule, param_sharding, config)
 
     def local(params, microbatches):
-        stage = Stage(model, plan, layouts, param_sharding, params, microbatches)
+        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
         sums = stage.evaluate(zeros(stage.sums_type), stage.with_sums)
         return total(sums, param_sharding.mesh, MANUAL_AXES)
 
@@ -140,7 +140,7 @@ def make_evaluate(
 
 
 def make_teach(
-    model: Model,
+    functions: PipelineFunctions,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
     param_sharding: ParamSharding,
@@ -149,7 +149,7 @@ def make_teach(
     """Build the function that runs forwards up to `model.teach`.
 
     Args:
-        model: as for `make_loss_and_grad`; it has `teach`.
+        functions: as for `make_loss_and_grad`; it has `teach`.
         schedule: a verified table without backwards.
         layouts: as for `make_loss_and_grad`.
         param_sharding: as for `make_loss_and_grad`.
@@ -166,7 +166,7 @@ def make_teach(
     plan = _plan(schedule, param_sharding, config)
 
     def local(params, microbatches):
-        stage = Stage(model, plan, layouts, param_sharding, params, microbatches)
+        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
         teacher_outputs = stage.evaluate(
             zeros(stage.teacher_outputs_type, plan.num_microbatches), stage.with_teacher_outputs
         )

@@ -17,8 +17,8 @@ from sharding.pipeline.runtime.chunks import Chunks, StackPart
 from sharding.pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.runtime.layers import Layers
-from sharding.pipeline.runtime.model import Model
 from sharding.pipeline.runtime.packed_activations import PackedActivations
+from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.tick_plan import TICKS, TickPlan
 from sharding.pipeline.runtime.trees import Flag, add, read, wide, write, zeros
 from sharding.pipeline.schedules.table import FORWARD
@@ -32,17 +32,17 @@ class Stage:
     """One device's stage.
 
     Args:
-        model: the model's functions.
+        functions: the model's functions.
         plan: the schedule, ready to be executed.
         layouts: the layout of every stack, in the order in which the stacks run.
         param_sharding: how the parameters are sharded over the mesh.
-        params: this device's shards of the parameters, `{"ends": ..., "layers": {stack: ...}}`.
+        params: this device's shards of the parameters, `{"non_stack": ..., "stacks": ...}`.
         microbatches: this device's part of all microbatches, arrays `[M, B, ...]`.
     """
 
     def __init__(
         self,
-        model: Model,
+        functions: PipelineFunctions,
         plan: ExecutionPlan,
         layouts: Mapping[str, Layout],
         param_sharding: ParamSharding,
@@ -54,38 +54,43 @@ class Stage:
         assert {len(x) for x in jax.tree.leaves(microbatches)} == {plan.num_microbatches}
         self._index = jax.lax.axis_index("pipeline")
         self._first_microbatch = self._microbatch(jnp.int32(0))
-        self._end_gatherer = param_sharding.end_gatherer()
+        self._non_stack_gatherer = param_sharding.non_stack_gatherer()
         self._stack_gatherers = {
-            name: param_sharding.stack_gatherer(name, params["layers"][name]) for name in layouts
+            name: param_sharding.stack_gatherer(name, params["stacks"][name]) for name in layouts
         }
-        end_params = self._end_gatherer.gather_once(params["ends"])
-        types = model.types(end_params, self._first_microbatch)
+        non_stack_params = self._non_stack_gatherer.gather_once(params["non_stack"])
+        types = functions.types(non_stack_params, self._first_microbatch)
         packed = PackedActivations([x for pair in types.values() for x in pair])
         _, head_input_type = [*types.values()][-1]
         self._x_type = packed.type
-        arguments = (model, packed, head_input_type, end_params, microbatches)
+        arguments = (functions, packed, head_input_type, non_stack_params, microbatches)
         if plan.shares_vocab:
             is_split = jax.tree.map(
-                lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["ends"]
+                lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["non_stack"]
             )
             stages = (plan.first_stage, plan.last_stage)
             self._embed_and_head = OnAllStages(self._index, *stages, is_split, *arguments)
         else:
             self._embed_and_head = OnOneStage(*arguments)
         parts = {
-            name: self._part(model, name, layout, types[name], params["layers"][name])
+            name: self._part(functions, name, layout, types[name], params["stacks"][name])
             for name, layout in layouts.items()
         }
-        self._chunks = Chunks(parts, packed, end_params, splits=plan.splits_backward)
+        self._chunks = Chunks(parts, packed, non_stack_params, splits=plan.splits_backward)
 
     def _part(
-        self, model: Model, name: str, layout: Layout, types: tuple[Tree, Tree], params: Tree
+        self,
+        functions: PipelineFunctions,
+        name: str,
+        layout: Layout,
+        types: tuple[Tree, Tree],
+        params: Tree,
     ) -> StackPart:
         """Return this device's part of a stack."""
         input_type, block_type = types
         gatherer = self._stack_gatherers[name]
         layers = Layers(
-            model.blocks[name],
+            functions.blocks[name],
             gatherer.gather_once(params),
             gatherer,
             layout.layer_of_slot.reshape(len(layout.chunks), -1),
@@ -97,7 +102,7 @@ class Stage:
         contains_first = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
         return StackPart(
             layers=layers,
-            before=model.before.get(name),
+            before=functions.before.get(name),
             input_type=input_type,
             block_type=block_type,
             contains_layers=Flag(contains_layers, self._index),

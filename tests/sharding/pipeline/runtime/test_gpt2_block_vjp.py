@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.functions import partition
+from models.functions import functions_of
 from models.text.gpt2 import GPT2, GPT2Config
 from tests.runs import ROOT
 from tests.sharding.pipeline.runtime.blocks import (
@@ -34,8 +34,8 @@ def gpt2_block(remat: str, *, uses_dropout: bool, length: int = T) -> Example:
         vocab_size=40, max_positions=length, num_layers=2, num_heads=N, embed_dim=D, dropout=0.2
     )
     model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
-    functions = partition(model, remat=remat)
-    layers = functions.split(nnx.to_pure_dict(nnx.split(model)[1]))["layers"]["decoder"]
+    functions = functions_of(model, remat=remat)
+    layers = functions.split(nnx.to_pure_dict(nnx.split(model)[1]))["stacks"]["decoder"]
     # Not the initial values: zero biases and small kernels would hide wrong gradients.
     params = jax.tree.map(lambda p: 0.3 * draw(*p.shape[1:]), layers)
     batch = {"weights": draw(B, length)}
