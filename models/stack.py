@@ -22,6 +22,10 @@ from 0 over all stacks, in `batch["layer"]`, int32[].
 B is the number of examples in the batch that a model sees. In a training step these are the
 examples of one microbatch on one replica; a model knows of no other microbatch or replica.
 
+The `__call__` of a model (such as `GPT2.__call__`) and of a `Stack`, and `run_layers`, are for use
+from Python and to check converted models; training runs the same blocks through
+sharding/pipeline/runtime.
+
 Blocks name activations with `jax.ad_checkpoint.checkpoint_name`. A config can then save only these
 for the backward pass, or move them to host memory between the forward and the backward pass.
 
