@@ -28,7 +28,7 @@ from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
 from sharding.pipeline.runtime.block_vjp import BlockVJP
 from sharding.pipeline.runtime.gather import ParamGatherer
 from sharding.pipeline.runtime.tick_plan import Slots
-from sharding.pipeline.runtime.trees import wide
+from sharding.pipeline.runtime.trees import branch, wide
 
 Tree = Any
 Buffer = list[jax.Array]
@@ -83,7 +83,7 @@ class Layers:
         self._block = block
         self._params = params
         self._gatherer = gatherer
-        self._splits = splits
+        self.splits = splits
         stage, self._x, self._microbatch = here
         self._numbers = jnp.asarray(numbers)[stage]
         self._has_padding = bool((numbers < 0).any())
@@ -98,7 +98,7 @@ class Layers:
     @cached_property
     def _for_weights(self) -> list[int]:
         """Indices of the saved residuals that weight gradients read."""
-        return self._vjp.saved_for_weights if self._splits else []
+        return self._vjp.saved_for_weights if self.splits else []
 
     def no_gradients(self) -> Tree:
         """Return zero gradients in float32 or wider, in host memory where the parameters are."""
@@ -134,7 +134,7 @@ class Layers:
             saved=buffer("saved", saved),
             for_weights=buffer("for_weights", for_weights),
             handed=buffer("handed", [(shape, False) for shape in self._vjp.handed])
-            if self._splits
+            if self.splits
             else None,
         )
 
@@ -268,13 +268,11 @@ class Layers:
         def step(carry, i):
             param_slot = chunk * self._max_layers_per_chunk + i
             number = self._numbers[param_slot]
-            if not self._has_padding:
-                return body(carry, i, param_slot, number), None
-
-            def run(carry):
-                return body(carry, i, param_slot, number)
-
-            return jax.lax.cond(number >= 0, run, lambda carry: carry, carry), None
+            is_layer = None if self._has_padding else True
+            after = branch(
+                is_layer, number >= 0, lambda: body(carry, i, param_slot, number), lambda: carry
+            )
+            return after, None
 
         steps = jnp.arange(self._max_layers_per_chunk, dtype=jnp.int32)
         with jax.named_scope("layers"):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from sharding.estimate.labels import counted_as
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.buffers import Channel, ExecutionPlan
-from sharding.pipeline.runtime.chunks import Chunks, StackPart
+from sharding.pipeline.runtime.chunks import Chunks, StackPart, running_alone
 from sharding.pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.runtime.layers import Layers
@@ -49,6 +49,7 @@ class Stage:
         params: Params,
         microbatches: Tree,
     ):
+        self._functions = functions
         self._plan = plan
         self._microbatches = microbatches
         assert {len(x) for x in jax.tree.leaves(microbatches)} == {plan.num_microbatches}
@@ -58,12 +59,18 @@ class Stage:
         self._stack_gatherers = {
             name: param_sharding.stack_gatherer(name, params["stacks"][name]) for name in layouts
         }
-        non_stack_params = self._non_stack_gatherer.gather_once(params["non_stack"])
-        types = functions.types(non_stack_params, self._first_microbatch)
-        packed = PackedActivations([x for pair in types.values() for x in pair])
+        self._non_stack_params = self._non_stack_gatherer.gather_once(params["non_stack"])
+        types = functions.types(self._non_stack_params, self._first_microbatch)
+        self._packed = PackedActivations([x for pair in types.values() for x in pair])
+        self._x_type = self._packed.type
         _, head_input_type = [*types.values()][-1]
-        self._x_type = packed.type
-        arguments = (functions, packed, head_input_type, non_stack_params, microbatches)
+        arguments = (
+            functions,
+            self._packed,
+            head_input_type,
+            self._non_stack_params,
+            microbatches,
+        )
         if plan.shares_vocab:
             is_split = jax.tree.map(
                 lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["non_stack"]
@@ -73,24 +80,17 @@ class Stage:
         else:
             self._embed_and_head = OnOneStage(*arguments)
         parts = {
-            name: self._part(functions, name, layout, types[name], params["stacks"][name])
+            name: self._part(name, layout, types[name], params["stacks"][name])
             for name, layout in layouts.items()
         }
-        self._chunks = Chunks(parts, packed, non_stack_params, splits=plan.splits_backward)
+        self._chunks = Chunks(parts)
 
-    def _part(
-        self,
-        functions: PipelineFunctions,
-        name: str,
-        layout: Layout,
-        types: tuple[Tree, Tree],
-        params: Tree,
-    ) -> StackPart:
+    def _part(self, name: str, layout: Layout, types: tuple[Tree, Tree], params: Tree) -> StackPart:
         """Return this device's part of a stack."""
         input_type, block_type = types
         gatherer = self._stack_gatherers[name]
         layers = Layers(
-            functions.blocks[name],
+            self._functions.blocks[name],
             gatherer.gather_once(params),
             gatherer,
             layout.layer_of_slot.reshape(len(layout.chunks), -1),
@@ -102,11 +102,13 @@ class Stage:
         contains_first = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
         return StackPart(
             layers=layers,
-            before=functions.before.get(name),
+            before=running_alone(name, self._functions.before.get(name)),
             input_type=input_type,
             block_type=block_type,
             contains_layers=Flag(contains_layers, self._index),
             contains_first=Flag(contains_first, self._index),
+            packed=self._packed,
+            non_stack_params=self._non_stack_params,
         )
 
     @property
