@@ -168,7 +168,7 @@ class StageParts:
     def _make_layers(self, num_layers: int, *, splits: bool) -> Callable[[Tree], Layers]:
         """Return a function from the parameters of `num_layers` layers to these layers."""
         block = self._run.functions.blocks[self._stack]
-        here = (jnp.int32(0), self._x, self._microbatch)
+        example = (self._x, self._microbatch)
         numbers = np.arange(num_layers)[None]
 
         def make_layers(params):
@@ -176,7 +176,7 @@ class StageParts:
             once = jax.tree.map(lambda _: GatherMode.ONCE, params)
             param_sharding = ParamSharding(mesh=self._run.mesh, specs={})
             gatherer = ParamGatherer(specs, param_sharding, (), once)
-            return Layers(block, params, gatherer, numbers, here, 1, splits=splits)
+            return Layers(block, params, gatherer, numbers, jnp.int32(0), example, 1, splits=splits)
 
         return make_layers
 

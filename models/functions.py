@@ -43,10 +43,10 @@ class ModelFunctions:
     num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
 
-    def with_teacher_outputs(
+    def with_teacher_output_types(
         self, non_stack_params: Tree, x: Tree, microbatch: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the types of the microbatch that the head receives, teacher outputs included.
+        """Add the types of the teacher outputs, which the head receives, to those of a microbatch.
 
         Args:
             non_stack_params: the parameters outside the stacks.
@@ -193,7 +193,7 @@ def check(functions: ModelFunctions, params: Tree, microbatch: Tree) -> None:
                 f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
                 "a block must keep their structure, shapes and dtypes"
             )
-    microbatch = functions.with_teacher_outputs(parts["non_stack"], x, microbatch)
+    microbatch = functions.with_teacher_output_types(parts["non_stack"], x, microbatch)
     loss, weight, metrics = jax.eval_shape(functions.head, parts["non_stack"], x, microbatch)
     for name, value in {"loss": loss, "weight": weight, **metrics}.items():
         if value.shape:

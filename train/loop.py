@@ -67,8 +67,8 @@ def train(
         if lacks_evaluation(run, corpus, restored.step, workdir):
             loop.evaluate()
         while loop.step < run.config.train.num_steps and not loop.is_stopping:
-            rows, batch = loop.next_batch()
-            bad_step = loop.run_step(rows, batch)
+            local_batch, batch = loop.next_batch()
+            bad_step = loop.run_step(local_batch, batch)
             if bad_step is not None:
                 loop.set_checkpoints_aside(bad_step)
                 loop.roll_back(bad_step)
@@ -133,13 +133,15 @@ class _TrainingLoop:
         self._metrics: dict[str, jax.Array] = {}  # of the newest step
 
     def next_batch(self) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
-        """Begin the next step: read its rows of this process, and place them on the mesh."""
+        """Begin the next step: read the part of this process, and place it on the mesh."""
         self.step += 1
         with self._phases("data", self.step), self._meter.waiting():
-            rows = next(self._batches)
-            return rows, _place(rows, self._run)
+            local_batch = next(self._batches)
+            return local_batch, _place(local_batch, self._run)
 
-    def run_step(self, rows: dict[str, np.ndarray], batch: dict[str, jax.Array]) -> int | None:
+    def run_step(
+        self, local_batch: dict[str, np.ndarray], batch: dict[str, jax.Array]
+    ) -> int | None:
         """Start the step on the devices, and log it if that is due.
 
         Returns:
@@ -156,10 +158,10 @@ class _TrainingLoop:
                 self._writer.write(self.step, logged)
                 self._progress.update(self.step, logged)
                 self.record.write(self.step)
-            return self._nonfinite_monitor.first_bad_step(self.step, rows, metrics)
+            return self._nonfinite_monitor.first_bad_step(self.step, local_batch, metrics)
 
     def set_checkpoints_aside(self, bad_step: int) -> None:
-        """Set those checkpoints aside that may have led to `bad_step`, the first of a row."""
+        """Set those checkpoints aside that may have led to `bad_step`, the first of a streak."""
         with self._phases("save"):
             # The step before it computed the parameters that failed.
             self._checkpoints.set_aside(bad_step - 1)
@@ -289,8 +291,9 @@ class _TrainingLoop:
         return stop > 0
 
 
-def _place(batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:
-    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
+def _place(local_batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:
+    size = run.config.data.global_batch_size
+    return place_batch(local_batch, run.rows, run.batch_sharding, size)
 
 
 def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:

@@ -77,7 +77,7 @@ def restore_or_initialize(
 def roll_back(
     run: Run, checkpoints: Checkpoints, state: TrainState, *, first_bad_step: int
 ) -> TrainState:
-    """Restore the newest checkpoint from before a row of bad steps.
+    """Restore the newest checkpoint from before a streak of bad steps.
 
     The position in the data is not rolled back: all steps since that checkpoint count as skipped,
     and their examples are not used again in this epoch.

@@ -27,7 +27,7 @@ from models.functions import ModelFunctions, functions_of
 from sharding.analysis.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
-from sharding.pipeline.config import AUTO
+from sharding.pipeline.config import BALANCED
 from sharding.pipeline.layout import cut
 from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import Schedule
@@ -87,7 +87,7 @@ def assemble_run(
     schedule = _schedule(config, mesh)
     work = functools.cache(partial(_work, config, mesh, model, functions))
     layer_counts = config.pipeline.layers_per_stage
-    if layer_counts == AUTO:
+    if layer_counts == BALANCED:
         layer_counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
     layouts = cut(functions.num_layers, schedule.placement, layer_counts)
     state_spec = _state_spec(config, abstract.build, optimizer, frozen)
@@ -110,7 +110,7 @@ def assemble_run(
         layouts=layouts,
         state_layout=state_layout,
         frozen=frozen,
-        attention=attention_choices(config, mesh, hardware, rules, model, functions),
+        attention_choices=attention_choices(config, mesh, hardware, rules, model, functions),
         work=work,
     )
 

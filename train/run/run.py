@@ -72,7 +72,7 @@ class Run:
     layouts: Mapping[str, Layout]  # stack -> layers of every stage
     state_layout: StateLayout
     frozen: Any  # a bool per parameter; None: no parameter is frozen
-    attention: tuple[Choice, ...]  # kernels that the blocks use; () without attention
+    attention_choices: tuple[Choice, ...]  # kernels that the blocks use; () without attention
     work: Callable[[], LayerCosts]  # FLOPs of a microbatch; counted at the first call
 
     @cached_property

@@ -100,7 +100,7 @@ def count_work(
         return functions.head(non_stack_params, x, batch)[0]
 
     head = jax.grad(loss, argnums=(0, 1))
-    head_batch = functions.with_teacher_outputs(parts["non_stack"], x, batch)
+    head_batch = functions.with_teacher_output_types(parts["non_stack"], x, batch)
     return LayerCosts(
         layers=tuple(layers),
         recomputed=tuple(recomputed),

@@ -106,13 +106,13 @@ def make_train_step(
     loss_and_grad = make_loss_and_grad(
         functions, config.schedule, config.layouts, param_sharding, config.pipeline
     )
-    with_teacher_outputs = _with_teacher_outputs(functions, config, param_sharding)
+    add_teacher_outputs = _make_add_teacher_outputs(functions, config, param_sharding)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_loss_weights(batch, state, config)
         keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules), traced_for(config.hardware, config.attention):
-            microbatches = with_teacher_outputs(averaged(state), _to_microbatches(batch, config))
+            microbatches = add_teacher_outputs(averaged(state), _to_microbatches(batch, config))
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(functions.split(state.params), microbatches)
         weight = _nonzero(sums.pop("weight"))
@@ -150,17 +150,17 @@ def make_eval_step(
     param_sharding = _param_sharding(functions.split(specs), mesh, config)
     forwards = _forwards(config.schedule)
     evaluate = make_evaluate(functions, forwards, config.layouts, param_sharding, config.pipeline)
-    with_teacher_outputs = _with_teacher_outputs(functions, config, param_sharding)
+    add_teacher_outputs = _make_add_teacher_outputs(functions, config, param_sharding)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = _to_microbatches(_with_even_weights(batch), config)
-            return evaluate(functions.split(params), with_teacher_outputs(teacher, microbatches))
+            return evaluate(functions.split(params), add_teacher_outputs(teacher, microbatches))
 
     return eval_step
 
 
-def _with_teacher_outputs(
+def _make_add_teacher_outputs(
     functions: ModelFunctions, config: StepConfig, param_sharding: ParamSharding
 ) -> Callable[[Tree | None, Batch], Batch]:
     """Return `f(teacher, microbatches)`, which adds the outputs of `teach` to the microbatches."""
@@ -169,11 +169,11 @@ def _with_teacher_outputs(
     forwards = _forwards(config.schedule)
     teach = make_teach(functions, forwards, config.layouts, param_sharding, config.pipeline)
 
-    def with_teacher_outputs(teacher: Tree | None, microbatches: Batch) -> Batch:
+    def add_teacher_outputs(teacher: Tree | None, microbatches: Batch) -> Batch:
         assert teacher is not None
         return microbatches | teach(functions.split(teacher), microbatches)
 
-    return with_teacher_outputs
+    return add_teacher_outputs
 
 
 def _forwards(schedule: Schedule) -> Schedule:

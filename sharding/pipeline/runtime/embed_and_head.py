@@ -168,29 +168,29 @@ class OnOneStage(EmbedAndHead):
         """Return the gradients unchanged: `add_embed_gradient` has added the embedding's."""
         return non_stack_grads
 
-    def collect(self, collect: Callable, collected: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
-        """Add the result of the last chunk's forward: `collect(collected, y, microbatch)`."""
+    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+        """Add the result of the last chunk's forward: `include(result, y, microbatch)`."""
 
         def more():
-            return collect(collected, y, tick_plan.forward.microbatch)
+            return include(result, y, tick_plan.forward.microbatch)
 
-        return tick_plan.forward.if_last(more, lambda: collected)
+        return tick_plan.forward.if_last(more, lambda: result)
 
 
 class OnAllStages(EmbedAndHead):
     """All stages embed and run the head together, each with its part of the vocabulary.
 
     Args:
-        stage: int32[], this device's stage.
+        stage_index: int32[], this device's stage.
         first: the stage that has the model's first chunk.
         last: the stage that has the model's last chunk.
         is_split: for each non-stack parameter, whether it is split over the stages.
         *args: the arguments of `EmbedAndHead`.
     """
 
-    def __init__(self, stage: jax.Array, first: int, last: int, is_split: Tree, *args: Any):
+    def __init__(self, stage_index: jax.Array, first: int, last: int, is_split: Tree, *args: Any):
         super().__init__(*args)
-        self._stage = stage
+        self._stage_index = stage_index
         self._first = first
         self._last = last
         self._is_split = is_split
@@ -258,14 +258,14 @@ class OnAllStages(EmbedAndHead):
 
         return tick_plan.embed_gradient.if_runs(embed, lambda: non_stack_grads)
 
-    def collect(self, collect: Callable, collected: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
         """Add the result of the last chunk's forward, on the last stage; all run the head."""
 
         def together():
-            more = collect(collected, self._broadcast(self._last, y), tick_plan.head.microbatch)
-            return self._only_on(self._last, more, collected)
+            more = include(result, self._broadcast(self._last, y), tick_plan.head.microbatch)
+            return self._only_on(self._last, more, result)
 
-        return tick_plan.head.if_runs(together, lambda: collected)
+        return tick_plan.head.if_runs(together, lambda: result)
 
     def _broadcast(self, stage: int, x: Tree) -> Tree:
         """Broadcast `x` from one stage to all stages."""
@@ -273,7 +273,7 @@ class OnAllStages(EmbedAndHead):
 
     def _only_on(self, stage: int, then: Tree, otherwise: Tree) -> Tree:
         """Return `then` on the given stage, and `otherwise` on all others."""
-        return where(self._stage == stage, then, otherwise)
+        return where(self._stage_index == stage, then, otherwise)
 
     def _add_once(self, stage: int, total: Tree, grads: Tree) -> Tree:
         """Add `grads`, gradients that all stages have computed together to `total`.

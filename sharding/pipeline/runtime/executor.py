@@ -133,7 +133,7 @@ def make_evaluate(
 
     def local(params, microbatches):
         stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
-        sums = stage.evaluate(zeros(stage.sums_type), stage.with_sums)
+        sums = stage.evaluate(zeros(stage.sums_type), stage.add_sums)
         return total(sums, param_sharding.mesh, MANUAL_AXES)
 
     return _on_mesh(local, plan, param_sharding, PartitionSpec())
@@ -168,7 +168,7 @@ def make_teach(
     def local(params, microbatches):
         stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
         teacher_outputs = stage.evaluate(
-            zeros(stage.teacher_outputs_type, plan.num_microbatches), stage.with_teacher_outputs
+            zeros(stage.teacher_outputs_type, plan.num_microbatches), stage.write_teacher_outputs
         )
         return total(teacher_outputs, param_sharding.mesh, ("pipeline",))
 

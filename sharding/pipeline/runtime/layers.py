@@ -64,7 +64,8 @@ class Layers:
         gatherer: gathers the parameters of one layer, and reduces its gradients.
         numbers: int32[stages, param slots of a stage], the layer's number or -1; known during
             tracing.
-        here: this device's stage, int32[], and x and a microbatch or their ShapeDtypeStructs.
+        stage_index: this device's stage, int32[].
+        example: x and a microbatch, or their ShapeDtypeStructs.
         num_chunks: number of chunks per stage.
         splits: whether backwards run in two halves.
     """
@@ -75,7 +76,8 @@ class Layers:
         params: Tree,
         gatherer: ParamGatherer,
         numbers: np.ndarray,
-        here: tuple[jax.Array, Tree, Tree],
+        stage_index: jax.Array,
+        example: tuple[Tree, Tree],
         num_chunks: int,
         *,
         splits: bool,
@@ -84,8 +86,8 @@ class Layers:
         self._params = params
         self._gatherer = gatherer
         self.splits = splits
-        stage, self._x, self._microbatch = here
-        self._numbers = jnp.asarray(numbers)[stage]
+        self._x, self._microbatch = example
+        self._numbers = jnp.asarray(numbers)[stage_index]
         self._has_padding = bool((numbers < 0).any())
         self._max_layers_per_chunk = numbers.shape[1] // num_chunks
 

@@ -53,7 +53,7 @@ class Stage:
         self._plan = plan
         self._microbatches = microbatches
         assert {len(x) for x in jax.tree.leaves(microbatches)} == {plan.num_microbatches}
-        self._index = jax.lax.axis_index("pipeline")
+        self._stage_index = jax.lax.axis_index("pipeline")
         self._first_microbatch = self._microbatch(jnp.int32(0))
         self._non_stack_gatherer = param_sharding.non_stack_gatherer()
         self._stack_gatherers = {
@@ -76,7 +76,7 @@ class Stage:
                 lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["non_stack"]
             )
             stages = (plan.first_stage, plan.last_stage)
-            self._embed_and_head = OnAllStages(self._index, *stages, is_split, *arguments)
+            self._embed_and_head = OnAllStages(self._stage_index, *stages, is_split, *arguments)
         else:
             self._embed_and_head = OnOneStage(*arguments)
         parts = {
@@ -94,7 +94,8 @@ class Stage:
             gatherer.gather_once(params),
             gatherer,
             layout.layer_of_slot.reshape(len(layout.chunks), -1),
-            (self._index, block_type, self._first_microbatch),
+            self._stage_index,
+            (block_type, self._first_microbatch),
             len(layout.chunks[0]),
             splits=self._plan.splits_backward,
         )
@@ -105,8 +106,8 @@ class Stage:
             before=running_alone(name, self._functions.before.get(name)),
             input_type=input_type,
             block_type=block_type,
-            contains_layers=Flag(contains_layers, self._index),
-            contains_first=Flag(contains_first, self._index),
+            contains_layers=Flag(contains_layers, self._stage_index),
+            contains_first=Flag(contains_first, self._stage_index),
             packed=self._packed,
             non_stack_params=self._non_stack_params,
         )
@@ -125,20 +126,20 @@ class Stage:
 
     # Evaluation.
 
-    def evaluate(self, collected: Tree, collect: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
+    def evaluate(self, result: Tree, include: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
         """Run a table of forwards, and collect a result from the output of every microbatch.
 
         Args:
-            collected: the initial value of the result.
-            collect: (result so far, output of the last layer, microbatch) -> result.
+            result: the initial value of the result.
+            include: (result so far, output of the last layer, microbatch) -> result.
 
         Returns:
-            The result after all microbatches. Only the last stage has it; on others it is
-            `collected`.
+            The result after all microbatches. Only the last stage has it; others return the initial
+            value.
         """
 
         def tick(carry: tuple[Tree, Tree], tick_plan: TickPlan) -> tuple[tuple[Tree, Tree], None]:
-            collected, inputs = carry
+            result, inputs = carry
             inputs = self._embed_and_head.embed_ahead(inputs, tick_plan)
             arrived = read_or_none(inputs, tick_plan.forward.slots.input)
 
@@ -149,18 +150,18 @@ class Stage:
 
             y = tick_plan.forward.if_runs(forward, lambda: zeros(self._x_type))
             arrivals = self._send(FORWARD, y)
-            collected = self._embed_and_head.collect(collect, collected, y, tick_plan)
-            return (collected, self._receive(FORWARD, inputs, arrivals, tick_plan)), None
+            result = self._embed_and_head.collect(include, result, y, tick_plan)
+            return (result, self._receive(FORWARD, inputs, arrivals, tick_plan)), None
 
-        column = self._plan.table.column(self._index)
+        column = self._plan.table.column(self._stage_index)
         with jax.named_scope(TICKS):
-            return jax.lax.scan(tick, (collected, self._buffer("input")), column)[0][0]
+            return jax.lax.scan(tick, (result, self._buffer("input")), column)[0][0]
 
-    def with_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
+    def add_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
         """Return `sums` with the head's sums of a microbatch added."""
         return add(sums, self._embed_and_head.sums(x, self._microbatch(index)))
 
-    def with_teacher_outputs(
+    def write_teacher_outputs(
         self, teacher_outputs: dict[str, Tree], x: Tree, index: jax.Array
     ) -> dict[str, Tree]:
         """Return `teacher_outputs` with the outputs of `teach` for one microbatch filled in."""

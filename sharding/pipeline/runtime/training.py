@@ -68,7 +68,7 @@ class TrainingStage(Stage):
             cotangents=self._buffer("cotangent"),
             head_inputs=self._buffer("head_input"),
         )
-        column = plan.table.column(self._index)
+        column = plan.table.column(self._stage_index)
         with jax.named_scope(TICKS):
             carry, _ = jax.lax.scan(self._train_tick, carry, column)
         return carry.sums, carry.gradients
