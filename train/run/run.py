@@ -41,6 +41,8 @@ T = TypeVar("T")
 
 def _once(method: Callable[["Run"], T]) -> Callable[["Run"], T]:
     """Make a method without arguments run once per object and return the same result afterwards."""
+    # Not `cached_property`: tracing and compiling may take minutes, so they should look like calls.
+    # Not `functools.cache`: a Run cannot be hashed.
     name = f"_{method.__name__}_result"
 
     @functools.wraps(method)
