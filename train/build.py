@@ -19,7 +19,7 @@ from sharding.memory import AUTO
 from train.compilation_cache import use_compilation_cache
 from train.config import config_files, deepspeed
 from train.config.checkpoint_config import take_init_from
-from train.config.schema import RunConfig, resolve
+from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.planning.memory_budget import budget_of
 from train.planning.memory_planner import MemoryPlanner
@@ -86,7 +86,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     """
     config, source = _load_config(options)
     mesh = _start_devices(config, options)
-    config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
+    config = dataclasses.replace(config, mesh=config.mesh.filled_in(mesh.size))
     if options.is_evaluation and config.memory.placement == AUTO:
         config = dataclasses.replace(config, memory=workdir.planned_memory(options.workdir))
 
@@ -140,7 +140,7 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
     if options.is_fast_dev_run:
         config_files.shorten(given)
     source = take_init_from(given, overrides, allow_import=options.allow_import)
-    return resolve(given), source
+    return validate_config(given), source
 
 
 def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:

@@ -33,7 +33,7 @@ from sharding.mesh import make_mesh
 from sharding.pipeline.runtime.buffers import make_execution_plan
 from train.config import config_files
 from train.config.checkpoint_config import take_init_from
-from train.config.schema import RunConfig, resolve
+from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.planning.memory_budget import Budget, pressure_of, size, target_budget
 from train.planning.memory_planner import MemoryPlanner
@@ -220,7 +220,7 @@ def compile_step(
     take_init_from(given, overrides, allow_import=allow_import)
     if given.data.name in _READ_FROM_PATHS and not given.data.paths:
         given.data.paths = ("not_read",)  # required by the config, but no data is read here
-    config = resolve(given)
+    config = validate_config(given)
     return compile_run(run_for(config, target), sizes_without_data(config).assumed)
 
 
@@ -236,7 +236,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
             consistent.
     """
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
-    mesh_config = config.mesh.resolve(target.num_devices)
+    mesh_config = config.mesh.filled_in(target.num_devices)
     if mesh_config.num_devices != target.num_devices:
         raise ValueError(
             f"mesh {mesh_config} has {mesh_config.num_devices} devices, but --target={target.name} "

@@ -21,7 +21,7 @@ from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
 from train.lifecycle.restore import RestoredRun, roll_back
 from train.lifecycle.stop_signals import DelayedAllReduce, StopSignals, Timer, wait_for_all
-from train.lifecycle.workdir import resolved
+from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
@@ -279,7 +279,7 @@ class _TrainingLoop:
                 portable,
                 data_state,
                 scores,
-                config=as_yaml(resolved(self._run)),
+                config=as_yaml(full_config(self._run)),
                 proven=self._last_saved_step,
             )
 

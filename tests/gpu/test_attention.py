@@ -82,6 +82,5 @@ def test_plain_attention_that_makes_too_many_scores_is_refused():
         ValueError, match=r"float32.*16.0 GiB for its scores.*model.attention=plain"
     ):
         steps.make_run("gpt2", overrides)
-    assert steps.make_run("gpt2", (*overrides, "model.attention=plain")).attention_choices[
-        0
-    ].kernel == ("plain")
+    run = steps.make_run("gpt2", (*overrides, "model.attention=plain"))
+    assert run.attention_choices[0].kernel == "plain"

@@ -37,7 +37,7 @@ from train.config.shapes import microbatch
 from train.optim.ema import average_params
 from train.optim.freeze import frozen_params
 from train.optim.layer_decay import depths_of
-from train.optim.optimizer import make_learning_rate, make_optimizer
+from train.optim.optimizer import make_learning_rate_schedule, make_optimizer
 from train.run.attention_kernels import attention_choices
 from train.run.compatibility import (
     check_axes,
@@ -82,8 +82,8 @@ def assemble_run(
     model = abstract.model
     functions = abstract.functions
     check_parts(config, mesh, hardware, model, functions)
-    learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
-    optimizer, frozen = _optimizer(config, mesh, model, functions, learning_rate)
+    learning_rate_schedule = make_learning_rate_schedule(config.optimizer, config.train.num_steps)
+    optimizer, frozen = _optimizer(config, mesh, model, functions, learning_rate_schedule)
     schedule = _schedule(config, mesh)
     work = functools.cache(partial(_work, config, mesh, model, functions))
     layer_counts = config.pipeline.layers_per_stage
@@ -105,7 +105,7 @@ def assemble_run(
         model=model,
         functions=functions,
         optimizer=optimizer,
-        learning_rate=learning_rate,
+        learning_rate_schedule=learning_rate_schedule,
         schedule=schedule,
         layouts=layouts,
         state_layout=state_layout,
@@ -180,7 +180,7 @@ def _optimizer(
     mesh: AnyMesh,
     model: nnx.Module,
     functions: ModelFunctions,
-    learning_rate: optax.Schedule,
+    learning_rate_schedule: optax.Schedule,
 ) -> tuple[optax.GradientTransformation, Any]:
     """Return the optimizer, and a bool per parameter, whether it is frozen, or None."""
     check_optimizer(config)
@@ -191,7 +191,7 @@ def _optimizer(
         average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
     optimizer = make_optimizer(
         config.optimizer,
-        learning_rate,
+        learning_rate_schedule,
         stacks=functions.num_layers,
         not_decayed=getattr(model, "not_decayed", ()),
         depths=None if config.optimizer.layer_decay == 1 else depths_of(functions, *arguments),

@@ -69,7 +69,7 @@ class Run:
     model: nnx.Module  # abstract
     functions: ModelFunctions  # the model's functions
     optimizer: optax.GradientTransformation  # without clipping, which the step does
-    learning_rate: optax.Schedule
+    learning_rate_schedule: optax.Schedule
     schedule: Schedule  # pipeline schedule
     layouts: Mapping[str, Layout]  # stack -> layers of every stage
     state_layout: StateLayout
@@ -190,7 +190,7 @@ class Run:
             if self.frozen is None
             else with_frozen_params(self.functions, self.frozen),
             update,
-            self.learning_rate,
+            self.learning_rate_schedule,
             self._step_config(),
             self.trace_mesh,
             self.rules,

@@ -69,7 +69,7 @@ class StepConfig:
 def make_train_step(
     functions: ModelFunctions,
     update: Update,
-    learning_rate: optax.Schedule,
+    learning_rate_schedule: optax.Schedule,
     config: StepConfig,
     mesh: AnyMesh,
     rules: Rules,
@@ -96,7 +96,7 @@ def make_train_step(
     Args:
         functions: the model's functions.
         update: the optimizer update.
-        learning_rate: schedule, for the metric.
+        learning_rate_schedule: for the metric; the optimizer has the same.
         config: all other settings of the step.
         mesh: the mesh.
         rules: sharding rules.
@@ -119,7 +119,7 @@ def make_train_step(
         grads = functions.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
         metrics["grad_norm"] = update.norm(grads, weight)
-        metrics["learning_rate"] = learning_rate(state.step - state.num_skipped)
+        metrics["learning_rate"] = learning_rate_schedule(state.step - state.num_skipped)
         if state.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.value(config.precision)
         state = _next(state, grads, weight, metrics, update, config)

@@ -16,7 +16,7 @@ from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
 from tests.runs import CONFIG, FLOAT64, TINY, arguments, losses, make_run
 from train.config.config_files import load
-from train.config.schema import RunConfig, resolve
+from train.config.schema import RunConfig, validate_config
 from train.main import main
 from train.planning.memory_budget import Budget, budget_of, compiled_bytes, host_memory_bytes
 from train.planning.memory_planner import MemoryPlanner
@@ -189,9 +189,9 @@ def test_run_with_auto_saves_its_plan_and_resumes_with_it(corpus_overrides, tmp_
     assert main(arguments(tmp_path, overrides)) == 0
     saved: Any = load(str(tmp_path / "config.yaml"))
     assert saved.memory.placement == "host" and saved.train.num_microbatches > 2
-    replayed = resolve(saved)
+    replayed = validate_config(saved)
     assert main(arguments(tmp_path, (*overrides, "train.num_steps=5"))) == 0
-    assert resolve(load(str(tmp_path / "config.yaml"))).memory == replayed.memory
+    assert validate_config(load(str(tmp_path / "config.yaml"))).memory == replayed.memory
     assert "plan    --config.memory.placement=" in (tmp_path / "memory.txt").read_text()
     again = [f"--config={tmp_path / 'config.yaml'}", f"--workdir={tmp_path}"]
     assert main([*again, "--config.train.num_steps=6"]) == 0
@@ -254,7 +254,7 @@ def test_budget_is_configured_or_nine_tenths_of_the_memory(monkeypatch):
 )
 def test_invalid_budgets_are_rejected(overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        resolve(load(CONFIG, overrides))
+        validate_config(load(CONFIG, overrides))
 
 
 def test_step_time_adds_transfers_to_the_slower_of_compute_and_memory():

@@ -23,7 +23,7 @@ from tests.train.run.test_init_from import losses_of
 from tests.train.test_main import error_line, run_main
 from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.main import main
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
@@ -89,10 +89,10 @@ def run_from(directory, config, *overrides):
     given = load(config, overrides)
     source = read_source(directory)
     inherit_config(given, source, overrides)
-    resolved = resolve(given)
-    labels = load_corpus(resolved.data, resolved.images).labels
+    validated = validate_config(given)
+    labels = load_corpus(validated.data, validated.images).labels
     run = assemble_run(
-        resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None, num_labels=len(labels)
+        validated, make_mesh(validated.mesh, jax.devices()), vocab_size=None, num_labels=len(labels)
     )
     params = start_params(run, source, labels)
     for found, wanted in zip(
