@@ -8,8 +8,9 @@ The path of a batch through the training step, with M microbatches of B examples
       -> microbatches [M, B, ...]
       -> teacher outputs, for a model that learns from the average of its parameters
       -> loss_and_grad: the pipeline schedule; sums of losses, weights and gradients
-      -> divide by the sum of weights
-      -> update: clip, apply the optimizer; skipped if the step is nonfinite or a spike
+      -> divide the losses and metrics by the sum of weights, for the log
+      -> update (update.py): divide the gradients by it, clip, apply the optimizer; skipped if the
+         step is nonfinite or a spike
 """
 
 import dataclasses

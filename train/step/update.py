@@ -5,7 +5,7 @@ device never holds more than one of them:
 
     for each slot of a stack (or for some rows of another parameter):
         copy master weights and moments to the device
-        apply the optimizer, clip and round
+        divide and clip the gradients, apply the optimizer, round
         copy them back, in place
 
 The gradient norm for clipping has to be known before, so it is a separate pass over all gradients.
