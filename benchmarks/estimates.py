@@ -31,7 +31,7 @@ from sharding.analysis.memory import memory
 from sharding.analysis.targets import TARGETS
 from sharding.mesh import make_mesh
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.run.assemble import assemble_run
 from train.run.run import Run
 
@@ -228,8 +228,8 @@ def h100_results() -> list[dict[str, Any]]:
 def make_run(name: str) -> Run:
     """Return the run of a case, on the first simulated devices."""
     config, *overrides = CASES[name]
-    resolved = resolve(load(str(_CONFIGS / f"{config}.py"), overrides))
-    return assemble_run(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=VOCAB_SIZE)
+    validated = validate_config(load(str(_CONFIGS / f"{config}.py"), overrides))
+    return assemble_run(validated, make_mesh(validated.mesh, jax.devices()), vocab_size=VOCAB_SIZE)
 
 
 def measure(run: Run) -> dict[str, Any]:

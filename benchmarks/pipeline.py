@@ -232,9 +232,9 @@ def _step(run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any]) -> Con
         run.batch_sharding,
         run.config.data.global_batch_size,
     )
-    leaves = jax.tree.leaves(run.state.abstract)
+    leaves = jax.tree.leaves(run.state_layout.abstract)
     key = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
-    first, metrics = train_step(run.state.initial(), placed)
+    first, metrics = train_step(run.state_layout.initial(), placed)
     states.setdefault(key, first)
 
     def step() -> float:

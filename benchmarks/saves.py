@@ -70,7 +70,7 @@ def measure(run: Run, directory: Path, num_rounds: int) -> dict[str, Any]:
     Returns:
         All figures, as plain numbers and strings.
     """
-    state = run.state.initial()
+    state = run.state_layout.initial()
     update = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     checkpoints = Checkpoints(directory, CheckpointConfig(every_steps=1, max_to_keep=1))
     rounds = []
@@ -78,7 +78,7 @@ def measure(run: Run, directory: Path, num_rounds: int) -> dict[str, Any]:
         state, undisturbed_s = _timed(update, state)
         state, alone_s = _timed(update, state)
         begin_s = time.monotonic()
-        checkpoints.save(i, run.state.to_portable(state), {})
+        checkpoints.save(i, run.state_layout.to_portable(state), {})
         blocked_s = time.monotonic() - begin_s
         state, beside_s = _timed(update, state)
         checkpoints.wait()

@@ -57,16 +57,18 @@ class StageParts:
         self._mesh = Mesh(np.array(on), ("stage",))
         self._num_microbatches = count = run.config.train.num_microbatches
         (self._stack,) = run.functions.num_layers
-        self._shapes = run.functions.split(run.state.portable.params)
+        self._shapes = run.functions.split(run.state_layout.portable.params)
         self._dtype = run.config.precision.compute
         microbatches = _microbatches(run)
-        end_params = jax.tree.map(lambda p: _random(p.shape, self._dtype), self._shapes["ends"])
+        non_stack_params = jax.tree.map(
+            lambda p: _random(p.shape, self._dtype), self._shapes["non_stack"]
+        )
         self._microbatch = jax.tree.map(lambda x: x[0], microbatches)
-        self._x = jax.eval_shape(run.functions.embed, end_params, self._microbatch)
+        self._x = jax.eval_shape(run.functions.embed, non_stack_params, self._microbatch)
         # One per microbatch: activations, or cotangents where a part needs these.
         xs = jax.tree.map(lambda x: _random((count, *x.shape), x.dtype, stddev=1.0), self._x)
         self._inputs = self._copied((microbatches, xs))
-        self._end_params = self._copied(end_params)
+        self._non_stack_params = self._copied(non_stack_params)
         self._params: dict[int, Tree] = {}  # number of layers -> their parameters
         self._compiled: dict[tuple, Any] = {}
         self._flops: dict[Part, float | None] = {}
@@ -115,25 +117,25 @@ class StageParts:
             (compiled, carry, fixed): `compiled(carry, *fixed)` computes the part for all
             microbatches, and returns the new carry and the outputs.
         """
-        model = self._run.functions
+        functions = self._run.functions
 
-        def embed(carry, m, microbatch, end_params, x):
-            return carry, model.embed(end_params, microbatch)
+        def embed(carry, m, microbatch, non_stack_params, x):
+            return carry, functions.embed(non_stack_params, microbatch)
 
-        def embed_gradient(grads, m, microbatch, end_params, dx):
-            _, vjp = jax.vjp(lambda end_params: model.embed(end_params, microbatch), end_params)
+        def embed_gradient(grads, m, microbatch, non_stack_params, dx):
+            _, vjp = jax.vjp(lambda params: functions.embed(params, microbatch), non_stack_params)
             return add(grads, vjp(dx)[0]), None
 
-        def head_gradient(grads, m, microbatch, end_params, x):
-            def loss_of(end_params, x):
-                return model.head(end_params, x, microbatch)[0]
+        def head_gradient(grads, m, microbatch, non_stack_params, x):
+            def loss_of(non_stack_params, x):
+                return functions.head(non_stack_params, x, microbatch)[0]
 
-            loss, (gradient, dx) = jax.value_and_grad(loss_of, argnums=(0, 1))(end_params, x)
+            loss, (gradient, dx) = jax.value_and_grad(loss_of, argnums=(0, 1))(non_stack_params, x)
             return add(grads, gradient), (loss, dx)
 
         body = {"embed": embed, "embed_gradient": embed_gradient, "head_gradient": head_gradient}
-        carry = {} if name == "embed" else zeros(wide(self._end_params))
-        fixed = (self._end_params, *self._inputs)
+        carry = {} if name == "embed" else zeros(wide(self._non_stack_params))
+        fixed = (self._non_stack_params, *self._inputs)
         return self._compile((name,), self._scanned(body[name]), carry, fixed), carry, fixed
 
     def _compile_layers(self, name: str, num_layers: int) -> tuple[Any, Tree, Tree]:
@@ -166,7 +168,7 @@ class StageParts:
     def _make_layers(self, num_layers: int, *, splits: bool) -> Callable[[Tree], Layers]:
         """Return a function from the parameters of `num_layers` layers to these layers."""
         block = self._run.functions.blocks[self._stack]
-        here = (jnp.int32(0), self._x, self._microbatch)
+        example = (self._x, self._microbatch)
         numbers = np.arange(num_layers)[None]
 
         def make_layers(params):
@@ -174,7 +176,7 @@ class StageParts:
             once = jax.tree.map(lambda _: GatherMode.ONCE, params)
             param_sharding = ParamSharding(mesh=self._run.mesh, specs={})
             gatherer = ParamGatherer(specs, param_sharding, (), once)
-            return Layers(block, params, gatherer, numbers, here, 1, splits=splits)
+            return Layers(block, params, gatherer, numbers, jnp.int32(0), example, 1, splits=splits)
 
         return make_layers
 
@@ -187,11 +189,11 @@ class StageParts:
             return Slots(saved=m % 2, for_weights=m % 2, handed=m % 2)
 
         def evaluate(carry, m, microbatch, params, x):
-            return carry, layers(params).evaluate(chunk, x, microbatch)
+            return carry, layers(params).forward(chunk, x, microbatch)
 
         def forward(carry, m, microbatch, params, x):
             grads, kept = carry
-            y, kept = layers(params).forward(chunk, x, microbatch, kept, slots(m))
+            y, kept = layers(params).forward_saving_residuals(chunk, x, microbatch, kept, slots(m))
             return (grads, kept), y
 
         def backward(carry, m, microbatch, params, dx):
@@ -222,7 +224,7 @@ class StageParts:
         optimizer = self._run.optimizer
         dtype = self._run.config.precision.params
         layers = {self._stack: self._layers(num_layers)}
-        params = self._run.functions.join({"ends": self._end_params, "layers": layers})
+        params = self._run.functions.join({"non_stack": self._non_stack_params, "stacks": layers})
         # The update donates its arguments, and other parts read these arrays, so copy them.
         params = jax.tree.map(lambda p: jnp.array(p, dtype, copy=True), params)
         grads = jax.tree.map(jnp.copy, params)
@@ -238,7 +240,7 @@ class StageParts:
 
     def _layers(self, num_layers: int) -> Tree:
         if num_layers not in self._params:
-            shapes = self._shapes["layers"][self._stack]
+            shapes = self._shapes["stacks"][self._stack]
             self._params[num_layers] = self._copied(
                 jax.tree.map(lambda p: _random((num_layers, *p.shape[1:]), self._dtype), shapes)
             )

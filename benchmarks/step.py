@@ -28,7 +28,7 @@ from sharding.analysis.memory import memory
 from sharding.batches import place_batch
 from sharding.distributed import startup
 from train.config import config_files
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.assemble import assemble_run
 from train.run.run import Run
@@ -85,16 +85,16 @@ def make_run(config: str, overrides: list[str]) -> Run:
     Returns:
         The run, on the mesh of its config.
     """
-    resolved = resolve(config_files.load(config, overrides))
-    jax.config.update("jax_enable_x64", resolved.precision.compute == "float64")
-    mesh = startup.start(resolved.mesh)
-    resolved = dataclasses.replace(resolved, mesh=resolved.mesh.resolve(mesh.size))
-    if resolved.data.reads_images:
-        return assemble_run(resolved, mesh)
-    bytes_only = resolved.data.tokenizer == "bytes"
-    vocab_size = resolved.model_fields.get("vocab_size")
-    vocab_size = vocab_size or (257 if bytes_only else resolved.data.vocab_size)
-    return assemble_run(resolved, mesh, vocab_size=vocab_size)
+    validated = validate_config(config_files.load(config, overrides))
+    jax.config.update("jax_enable_x64", validated.precision.compute == "float64")
+    mesh = startup.start(validated.mesh)
+    validated = dataclasses.replace(validated, mesh=validated.mesh.filled_in(mesh.size))
+    if validated.data.reads_images:
+        return assemble_run(validated, mesh)
+    bytes_only = validated.data.tokenizer == "bytes"
+    vocab_size = validated.model_fields.get("vocab_size")
+    vocab_size = vocab_size or (257 if bytes_only else validated.data.vocab_size)
+    return assemble_run(validated, mesh, vocab_size=vocab_size)
 
 
 def measure(
@@ -194,7 +194,7 @@ def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
     size = run.config.data.global_batch_size
     local = {name: array[rows] for name, array in batch.items()}
     placed = place_batch(local, rows, run.batch_sharding, size)
-    state = run.state.initial()
+    state = run.state_layout.initial()
 
     def step() -> float:
         nonlocal state

@@ -41,7 +41,7 @@ class Examples(abc.ABC):
 
     @abc.abstractmethod
     def example(self, index: int, key: tuple[int, ...]) -> Example:
-        """Return row `index`, with the keys, shapes and dtypes given by `batch_shapes`.
+        """Return row `index`, with the keys, shapes and dtypes that data/shapes.py gives.
 
         Args:
             index: Number of the row, 0 to len - 1.

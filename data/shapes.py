@@ -1,4 +1,8 @@
-"""The shapes and dtypes of batches, derived from the config alone before any data is read."""
+"""The shapes and dtypes of batches, derived from the config alone before any data is read.
+
+The arrays themselves are made by the `Examples` of each objective, in data/text/objectives/ and
+data/images/image_corpus.py: a change of a shape belongs in both places.
+"""
 
 import numpy as np
 

@@ -29,11 +29,11 @@ RESERVED_METRICS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFunctions:
-    """A model as pure functions of its parameters; see `Model` in sharding/pipeline.
+    """A model as pure functions of its parameters; see `PipelineFunctions` in sharding/pipeline.
 
-    The model's parameters are a tree of arrays, `params`. `split` separates them into `ends`
-    (everything except the stacks) and `layers` (stack -> its parameters, with a leading layers
-    dim). `join` is its inverse.
+    The model's parameters are a tree of arrays, `params`. `split` separates them into
+    `non_stack` (everything except the stacks: embedding, head and `before` functions) and `stacks`
+    (stack -> its parameters, with a leading layers dim). `join` is its inverse.
     """
 
     embed: Callable[[Tree, Tree], Tree]
@@ -43,50 +43,54 @@ class ModelFunctions:
     num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
 
-    def with_teacher_outputs(self, ends: Tree, x: Tree, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the types of the batch that the head receives, including teacher outputs.
+    def with_teacher_output_types(
+        self, non_stack_params: Tree, x: Tree, microbatch: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Add the types of the teacher outputs, which the head receives, to those of a microbatch.
 
         Args:
-            ends: non-stack parameters.
+            non_stack_params: the parameters outside the stacks.
             x: output type of the last stack.
-            batch: types of the batch, without teacher outputs.
+            microbatch: types of the microbatch, without teacher outputs.
         """
         if self.teach is None:
-            return batch
-        return batch | jax.eval_shape(self.teach, ends, x, batch)
+            return microbatch
+        return microbatch | jax.eval_shape(self.teach, non_stack_params, x, microbatch)
 
-    def types(self, ends: Tree, batch: Tree) -> dict[str, tuple[Tree, Tree]]:
+    def types(self, non_stack_params: Tree, microbatch: Tree) -> dict[str, tuple[Tree, Tree]]:
         """Return, per stack, the types of the activations before it and of its blocks.
 
         Args:
-            ends: non-stack parameters, as arrays or ShapeDtypeStructs.
-            batch: arrays [B, ...] or ShapeDtypeStructs.
+            non_stack_params: the parameters outside the stacks, as arrays or ShapeDtypeStructs.
+            microbatch: arrays [B, ...] or ShapeDtypeStructs.
 
         Returns:
             stack -> (type of the input of `before_<stack>`, type of the activations in the stack).
             The two are equal for a stack without `before_<stack>`.
         """
         types = {}
-        x = jax.eval_shape(self.embed, ends, batch)
+        x = jax.eval_shape(self.embed, non_stack_params, microbatch)
         for name in self.num_layers:
             given = x
             if name in self.before:
-                x = jax.eval_shape(self.before[name], ends, given, batch)
+                x = jax.eval_shape(self.before[name], non_stack_params, given, microbatch)
             types[name] = (given, x)
         return types
 
     def split(self, params: dict[str, Tree]) -> dict[str, Tree]:
-        """Split the model's parameters into `ends` and `layers`."""
-        ends = {name: value for name, value in params.items() if name not in self.num_layers}
-        return {"ends": ends, "layers": {name: params[name]["layers"] for name in self.num_layers}}
+        """Split the model's parameters into `non_stack` and `stacks`."""
+        return {
+            "non_stack": {name: x for name, x in params.items() if name not in self.num_layers},
+            "stacks": {name: params[name]["layers"] for name in self.num_layers},
+        }
 
     def join(self, parts: dict[str, Tree]) -> dict[str, Tree]:
-        """Merge `ends` and `layers` into the model's parameters, as the inverse of `split`."""
-        stacks = {name: {"layers": layers} for name, layers in parts["layers"].items()}
-        return {**parts["ends"], **stacks}
+        """Merge `non_stack` and `stacks` into the model's parameters, as the inverse of `split`."""
+        stacks = {name: {"layers": layers} for name, layers in parts["stacks"].items()}
+        return {**parts["non_stack"], **stacks}
 
 
-def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFunctions:
+def functions_of(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFunctions:
     """Return a model's functions.
 
     Args:
@@ -99,8 +103,40 @@ def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFu
         ValueError: if the model has no Stack, has several Stacks without an order, lacks `embed` or
             `head`, or has state other than parameters.
     """
-    name = type(model).__name__
     stacks = _stacks(model)
+    _check_module(model)
+    without_stacks: Any = nnx.merge(*nnx.split(model))
+    for stack in stacks:
+        setattr(without_stacks, stack, None)
+    non_stack_graph = nnx.split(without_stacks)[0]
+    blocks = {}
+    first_site = 1
+    policy = checkpoint_policy(remat, offload)
+    for key, stack in stacks.items():
+        blocks[key] = block_function(nnx.split(stack.layers)[0], policy, first_site=first_site)
+        first_site += stack.num_layers
+
+    def method(name: str) -> Callable:
+        """Return `f(non_stack_params, *args)`, which calls a method of the model."""
+
+        def call(non_stack_params: Tree, *args: Tree) -> Any:
+            return getattr(nnx.merge(non_stack_graph, non_stack_params), name)(*args)
+
+        return call
+
+    return ModelFunctions(
+        embed=method("embed"),
+        blocks=blocks,
+        before={key: method(f"before_{key}") for key in stacks if hasattr(model, f"before_{key}")},
+        head=method("head"),
+        num_layers={key: stack.num_layers for key, stack in stacks.items()},
+        teach=method("teach") if hasattr(model, "teach") else None,
+    )
+
+
+def _check_module(model: Any) -> None:
+    """Check that a model has `embed` and `head`, and no state other than parameters."""
+    name = type(model).__name__
     for method in ("embed", "head"):
         if not callable(getattr(model, method, None)):
             raise ValueError(
@@ -112,34 +148,6 @@ def partition(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFu
                 f"{name}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a model may "
                 "only hold nnx.Param; for dropout use models.layers.basic.dropout"
             )
-    without_stacks: Any = nnx.merge(*nnx.split(model))
-    for stack in stacks:
-        setattr(without_stacks, stack, None)
-    ends_graph = nnx.split(without_stacks)[0]
-    blocks = {}
-    first_site = 1
-    policy = checkpoint_policy(remat, offload)
-    for key, stack in stacks.items():
-        blocks[key] = block_function(nnx.split(stack.layers)[0], policy, first_site=first_site)
-        first_site += stack.num_layers
-
-    def before(key: str):
-        return lambda ends, x, batch: getattr(nnx.merge(ends_graph, ends), f"before_{key}")(
-            x, batch
-        )
-
-    return ModelFunctions(
-        embed=lambda ends, batch: nnx.merge(ends_graph, ends).embed(batch),
-        blocks=blocks,
-        before={key: before(key) for key in stacks if hasattr(model, f"before_{key}")},
-        head=lambda ends, x, batch: nnx.merge(ends_graph, ends).head(x, batch),
-        num_layers={key: stack.num_layers for key, stack in stacks.items()},
-        teach=(
-            (lambda ends, x, batch: nnx.merge(ends_graph, ends).teach(x, batch))
-            if hasattr(model, "teach")
-            else None
-        ),
-    )
 
 
 def _stacks(model: Any) -> dict[str, Stack]:
@@ -159,34 +167,34 @@ def _stacks(model: Any) -> dict[str, Stack]:
     return {key: found[key] for key in order if key in found}
 
 
-def check(functions: ModelFunctions, params: Tree, batch: Tree) -> None:
+def check(functions: ModelFunctions, params: Tree, microbatch: Tree) -> None:
     """Check that the model's functions fit together.
 
     Args:
         functions: the model's functions.
         params: its parameters, in the dtype that it computes in; may be ShapeDtypeStructs.
-        batch: a batch as the model receives it; may be ShapeDtypeStructs.
+        microbatch: a batch as the model receives it; may be ShapeDtypeStructs.
 
     Raises:
         ValueError: if activations are not floating or change their type within a stack, if a result
             of `head` is not a scalar, or if the name of a metric is reserved.
     """
-    cut = functions.split(params)
+    parts = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    _check_floating("embed", jax.eval_shape(functions.embed, cut["ends"], batch))
+    _check_floating("embed", jax.eval_shape(functions.embed, parts["non_stack"], microbatch))
     x = None
-    for stack, (_, x) in functions.types(cut["ends"], batch).items():
+    for stack, (_, x) in functions.types(parts["non_stack"], microbatch).items():
         if stack in functions.before:
             _check_floating(f"before_{stack}", x)
-        layer = one_layer(cut["layers"][stack])
-        y = jax.eval_shape(functions.blocks[stack], layer, x, batch, number)
+        layer = one_layer(parts["stacks"][stack])
+        y = jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
         if _shapes(y) != _shapes(x):
             raise ValueError(
                 f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
                 "a block must keep their structure, shapes and dtypes"
             )
-    batch = functions.with_teacher_outputs(cut["ends"], x, batch)
-    loss, weight, metrics = jax.eval_shape(functions.head, cut["ends"], x, batch)
+    microbatch = functions.with_teacher_output_types(parts["non_stack"], x, microbatch)
+    loss, weight, metrics = jax.eval_shape(functions.head, parts["non_stack"], x, microbatch)
     for name, value in {"loss": loss, "weight": weight, **metrics}.items():
         if value.shape:
             raise ValueError(
@@ -221,25 +229,25 @@ def one_layer(layers: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
 
-def named_activations(model: Any, params: Tree, batch: Tree) -> set[str]:
+def named_activations(model: Any, params: Tree, microbatch: Tree) -> set[str]:
     """Return the names that the model's blocks give to activations.
 
     Args:
         model: the model.
         params: as for `check`.
-        batch: as for `check`.
+        microbatch: as for `check`.
     """
-    functions = partition(model, remat="none")
-    cut = functions.split(params)
+    functions = functions_of(model, remat="none")
+    parts = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
 
-    def differentiate(block, params, x, batch, number):
-        return jax.vjp(lambda params, x: block(params, x, batch, number), params, x)
+    def differentiate(block, params, x, microbatch, number):
+        return jax.vjp(lambda params, x: block(params, x, microbatch, number), params, x)
 
     found: set[str] = set()
-    for stack, (_, x) in functions.types(cut["ends"], batch).items():
+    for stack, (_, x) in functions.types(parts["non_stack"], microbatch).items():
         block = functions.blocks[stack]
-        args = (one_layer(cut["layers"][stack]), x, batch, number)
+        args = (one_layer(parts["stacks"][stack]), x, microbatch, number)
         jaxpr = jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr
         names = (eqn for eqn, _ in walk(jaxpr.eqns) if eqn.primitive.name == "name")
         found.update(eqn.params["name"] for eqn in names)

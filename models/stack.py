@@ -19,6 +19,13 @@ dtypes within a stack. `batch` is a dict of arrays with a leading batch dim. Dur
 otherwise there are no such keys, and `keys` is None. A block finds the number of its layer, counted
 from 0 over all stacks, in `batch["layer"]`, int32[].
 
+B is the number of examples in the batch that a model sees. In a training step these are the
+examples of one microbatch on one replica; a model knows of no other microbatch or replica.
+
+The `__call__` of a model (such as `GPT2.__call__`) and of a `Stack`, and `run_layers`, are for use
+from Python and to check converted models; training runs the same blocks through
+sharding/pipeline/runtime.
+
 Blocks name activations with `jax.ad_checkpoint.checkpoint_name`. A config can then save only these
 for the backward pass, or move them to host memory between the forward and the backward pass.
 
@@ -169,7 +176,7 @@ def checkpoint_policy(remat: str, offload: Sequence[str]) -> Callable:
 
 
 def block_function(graph, policy: Callable | None, *, first_site: int):
-    """Return `block(params, x, batch, number)`, which applies one layer of a stack.
+    """Return `block(params, x, microbatch, number)`, which applies one layer of a stack.
 
     Args:
         graph: graph definition of the block.
@@ -178,8 +185,8 @@ def block_function(graph, policy: Callable | None, *, first_site: int):
             first_site + n. No two layers of a model fold in the same number.
     """
 
-    def block(params, x, batch, number):
-        batch = batch | {"layer": number + (first_site - 1)}
+    def block(params, x, microbatch, number):
+        batch = microbatch | {"layer": number + (first_site - 1)}
         keys = batch.get("dropout_keys")
         if keys is not None:
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first_site + number)

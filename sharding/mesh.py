@@ -73,7 +73,7 @@ class MeshConfig(Section, section="mesh"):
         """Number of devices that the axes with a given size need; an axis of -1 counts as 1."""
         return math.prod(size for size in self.sizes.values() if size != -1)
 
-    def resolve(self, num_available: int) -> "MeshConfig":
+    def filled_in(self, num_available: int) -> "MeshConfig":
         """Return this config with -1 replaced by the number of remaining devices.
 
         Raises:
@@ -102,7 +102,7 @@ class MeshConfig(Section, section="mesh"):
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     """Return the mesh over the first `config.num_devices` of the devices."""
-    config = config.resolve(len(devices))
+    config = config.filled_in(len(devices))
     return jax.make_mesh(
         tuple(config.sizes.values()),
         AXES,

@@ -11,6 +11,9 @@ hold the same state. With
 
 Below stage 3, parameters are all-gathered once per step, in the compute dtype.
 
+train/state/layout.py calls `split_over_data` to shard the state (stages 1 to 3), and
+sharding/pipeline/runtime/gather.py calls `one_layer_at_a_time` to gather by layer (stage 3).
+
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
 (2020), section 5.
 """

@@ -11,10 +11,10 @@ from jax.experimental import multihost_utils
 from sharding.distributed import startup
 from tests.runs import CONFIG, digest, make_run
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 
 if __name__ == "__main__":
-    startup.start(resolve(load(CONFIG, sys.argv[1:])).mesh)
+    startup.start(validate_config(load(CONFIG, sys.argv[1:])).mesh)
     run, _ = make_run(sys.argv[1:])
-    params = multihost_utils.process_allgather(run.state.initial().params, tiled=True)
+    params = multihost_utils.process_allgather(run.state_layout.initial().params, tiled=True)
     print(f"digest {digest(params)}", flush=True)

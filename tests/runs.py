@@ -18,7 +18,7 @@ from models.text.gpt2 import GPT2
 from sharding.batches import place_batch
 from sharding.mesh import make_mesh
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.run.assemble import assemble_run
 from train.run.run import Run
 
@@ -69,17 +69,17 @@ def arguments(workdir: Path, overrides: Sequence[str]) -> list[str]:
 
 def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpus]:
     """Return a run on the first devices and its corpus; the caller sets `jax_enable_x64`."""
-    resolved = resolve(load(config, overrides))
-    corpus = load_corpus(resolved.data, resolved.images)
-    mesh = make_mesh(resolved.mesh, jax.devices())
+    validated = validate_config(load(config, overrides))
+    corpus = load_corpus(validated.data, validated.images)
+    mesh = make_mesh(validated.mesh, jax.devices())
     num_labels = len(corpus.labels) or None
-    run = assemble_run(resolved, mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
+    run = assemble_run(validated, mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
     return run, corpus
 
 
 def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
     """Return the losses of the first steps."""
-    state = run.state.initial()
+    state = run.state_layout.initial()
     values = []
     batches = train_batches(corpus, run.config.data, run.rows)
     size = run.config.data.global_batch_size
@@ -102,7 +102,7 @@ def digest(params) -> str:
 @functools.cache
 def reference_digest(overrides: tuple[str, ...]) -> str:
     """Return the digest of the initial parameters on one device."""
-    return digest(make_run(overrides)[0].state.initial().params)
+    return digest(make_run(overrides)[0].state_layout.initial().params)
 
 
 @functools.cache

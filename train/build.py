@@ -19,7 +19,7 @@ from sharding.memory import AUTO
 from train.compilation_cache import use_compilation_cache
 from train.config import config_files, deepspeed
 from train.config.checkpoint_config import take_init_from
-from train.config.schema import RunConfig, resolve
+from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.planning.memory_budget import budget_of
 from train.planning.memory_planner import MemoryPlanner
@@ -59,13 +59,16 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltRun:
-    """A run with its data; nothing is compiled or computed yet.
+    """A run with its data. Its state is not computed yet.
+
+    The training step is traced already, except in an evaluation. With `memory.placement=auto` the
+    steps are compiled too.
 
     Attributes:
         run: model, mesh, state and steps.
         corpus: training and validation data.
         source: the `init_from` checkpoint, or None.
-        planner: chooses memory options and checks the memory of the compiled steps.
+        planner: checks the memory of the compiled steps, and reports the run's plan.
     """
 
     run: Run
@@ -83,7 +86,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     """
     config, source = _load_config(options)
     mesh = _start_devices(config, options)
-    config = dataclasses.replace(config, mesh=config.mesh.resolve(mesh.size))
+    config = dataclasses.replace(config, mesh=config.mesh.filled_in(mesh.size))
     if options.is_evaluation and config.memory.placement == AUTO:
         config = dataclasses.replace(config, memory=workdir.planned_memory(options.workdir))
 
@@ -97,7 +100,13 @@ def build_run(options: RunOptions) -> BuiltRun:
         num_labels=len(corpus.labels) or None,
     )
     planner = MemoryPlanner(assemble, budget_of(config.memory, mesh))
-    run = assemble(config) if options.is_evaluation else planner.plan(config)
+    if options.is_evaluation:
+        run = assemble(config)
+    elif config.memory.placement == AUTO:
+        run = planner.search(config)  # assembles many runs, and compiles a few of them
+    else:
+        run = assemble(config)
+        planner.check_estimate(run)  # traces the training step
     check_tokenizer(run.config, run.model_config, corpus)
     workdir.check_processes_agree(run, corpus)
     if not options.is_fast_dev_run:
@@ -131,7 +140,7 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
     if options.is_fast_dev_run:
         config_files.shorten(given)
     source = take_init_from(given, overrides, allow_import=options.allow_import)
-    return resolve(given), source
+    return validate_config(given), source
 
 
 def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:

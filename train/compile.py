@@ -33,7 +33,7 @@ from sharding.mesh import make_mesh
 from sharding.pipeline.runtime.buffers import make_execution_plan
 from train.config import config_files
 from train.config.checkpoint_config import take_init_from
-from train.config.schema import RunConfig, resolve
+from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.planning.memory_budget import Budget, pressure_of, size, target_budget
 from train.planning.memory_planner import MemoryPlanner
@@ -105,7 +105,7 @@ class CompiledStep:
             "num_devices": run.mesh.size,
             "num_params": run.num_params,
             "assumed": list(self.assumed),
-            "attention": [dataclasses.asdict(choice) for choice in run.attention],
+            "attention": [dataclasses.asdict(choice) for choice in run.attention_choices],
             "trace_s": self.trace_s,
             "compile_s": self.compile_s,
             "memory": {
@@ -149,7 +149,7 @@ class CompiledStep:
             f"mesh       {mesh}",
             f"model      {type(run.model).__name__}, {run.num_params:,} parameters",
             *(f"assumed    {line}" for line in self.assumed),
-            *(f"attention  {choice}" for choice in run.attention),
+            *(f"attention  {choice}" for choice in run.attention_choices),
             f"compiled   {self.trace_s:.1f} s tracing, {self.compile_s:.1f} s compiling",
             f"memory     {size(memory['compiled_bytes'])} per device compiled, "
             f"{size(memory['estimated_bytes'])} estimated ({memory['ratio']:.2f}); {fits} into the "
@@ -220,7 +220,7 @@ def compile_step(
     take_init_from(given, overrides, allow_import=allow_import)
     if given.data.name in _READ_FROM_PATHS and not given.data.paths:
         given.data.paths = ("not_read",)  # required by the config, but no data is read here
-    config = resolve(given)
+    config = validate_config(given)
     return compile_run(run_for(config, target), sizes_without_data(config).assumed)
 
 
@@ -236,7 +236,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
             consistent.
     """
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
-    mesh_config = config.mesh.resolve(target.num_devices)
+    mesh_config = config.mesh.filled_in(target.num_devices)
     if mesh_config.num_devices != target.num_devices:
         raise ValueError(
             f"mesh {mesh_config} has {mesh_config.num_devices} devices, but --target={target.name} "
@@ -245,7 +245,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
     mesh = make_mesh(mesh_config, target.devices())
     sizes = sizes_without_data(config)
     config = dataclasses.replace(config, mesh=mesh_config)
-    make = partial(
+    assemble = partial(
         assemble_run,
         mesh=mesh,
         vocab_size=sizes.vocab_size,
@@ -253,8 +253,8 @@ def run_for(config: RunConfig, target: Target) -> Run:
         target=target,
     )
     if config.memory.placement == AUTO:
-        return MemoryPlanner(make, target_budget(config.memory, target)).plan(config)
-    return make(config)
+        return MemoryPlanner(assemble, target_budget(config.memory, target)).search(config)
+    return assemble(config)
 
 
 def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:

@@ -19,9 +19,9 @@ from train.goodput import GoodputRecord
 from train.lifecycle.divergence import Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
-from train.lifecycle.position import Position, roll_back
+from train.lifecycle.restore import RestoredRun, roll_back
 from train.lifecycle.stop_signals import DelayedAllReduce, StopSignals, Timer, wait_for_all
-from train.lifecycle.workdir import resolved
+from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 def train(
     run: Run,
     corpus: Corpus,
-    start: Position,
+    restored: RestoredRun,
     workdir: Path,
     *,
     saves: bool,
     phases: Phases,
     signals: StopSignals,
 ) -> int:
-    """Train from `start` to the last step, or until a signal stops all processes.
+    """Train from the restored step to the last one, or until a signal stops all processes.
 
     A step is evaluated before it is saved, so a run that is killed in between evaluates it again.
     If a signal interrupts an evaluation, the next start repeats it.
@@ -48,7 +48,7 @@ def train(
     Args:
         run: the run.
         corpus: its data.
-        start: the position to start from.
+        restored: its state after the steps that are done, its batches and its checkpoints.
         workdir: directory for metrics and the goodput record.
         saves: False disables checkpoints.
         phases: the phases of this process.
@@ -61,14 +61,14 @@ def train(
         Diverged: too many steps in a row were not finite.
         BrokenExample: an example that was intact at the start can no longer be read.
     """
-    loop = _TrainingLoop(run, corpus, start, workdir, phases, signals)
+    loop = _TrainingLoop(run, corpus, restored, workdir, phases, signals)
     signals.defer()
     try:
-        if lacks_evaluation(run, corpus, start.step, workdir):
+        if lacks_evaluation(run, corpus, restored.step, workdir):
             loop.evaluate()
         while loop.step < run.config.train.num_steps and not loop.is_stopping:
-            rows, batch = loop.next_batch()
-            bad_step = loop.run_step(rows, batch)
+            local_batch, batch = loop.next_batch()
+            bad_step = loop.run_step(local_batch, batch)
             if bad_step is not None:
                 loop.set_checkpoints_aside(bad_step)
                 loop.roll_back(bad_step)
@@ -92,53 +92,56 @@ class _TrainingLoop:
         self,
         run: Run,
         corpus: Corpus,
-        start: Position,
+        restored: RestoredRun,
         workdir: Path,
         phases: Phases,
         signals: StopSignals,
     ):
         self._run = run
         self._corpus = corpus
-        self._start = start
+        self._batches = restored.batches
+        self._checkpoints = restored.checkpoints
         self._phases = phases
         self._signals = signals
         self._num_steps = run.config.train.num_steps
-        self._state = start.state
+        self._state = restored.state
         self._compiled_step = run.compile_train_step()
         self._is_first_process = jax.process_index() == 0
         self._writer = MetricsWriter(
-            workdir, resume_step=start.step, is_writer=self._is_first_process
+            workdir, resume_step=restored.step, is_writer=self._is_first_process
         )
         self.record = GoodputRecord(
             workdir,
             phases,
-            first_step=start.step,
+            first_step=restored.step,
             num_devices=run.mesh.size,
             num_processes=jax.process_count(),
             is_writer=self._is_first_process,
         )
         self._progress = Progress(
-            self._num_steps, start_step=start.step, is_shown=self._is_first_process
+            self._num_steps, start_step=restored.step, is_shown=self._is_first_process
         )
         self._meter = ThroughputMeter(run.units_per_step, run.unit)
         self._all_reduce = DelayedAllReduce(run.mesh)
         self._save_timer = Timer(run.config.checkpoint.every_minutes)
         self._nonfinite_monitor = NonfiniteMonitor(run.config.train, workdir)
-        self.step = start.step  # number of the newest step that was started
+        self.step = restored.step  # number of the newest step that was started
         self.is_stopping = False  # whether all processes stop after this step
         self._is_save_requested = False  # whether the first process's timer asks for a save
         self._is_save_due = False  # whether to save after the next step that is not skipped
-        self._last_saved_step = start.step
+        self._last_saved_step = restored.step
         self._metrics: dict[str, jax.Array] = {}  # of the newest step
 
     def next_batch(self) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
         """Begin the next step: read this process's rows of its batch, place them on the mesh."""
         self.step += 1
         with self._phases("data", self.step), self._meter.waiting():
-            rows = next(self._start.batches)
-            return rows, _place(rows, self._run)
+            local_batch = next(self._batches)
+            return local_batch, _place(local_batch, self._run)
 
-    def run_step(self, rows: dict[str, np.ndarray], batch: dict[str, jax.Array]) -> int | None:
+    def run_step(
+        self, local_batch: dict[str, np.ndarray], batch: dict[str, jax.Array]
+    ) -> int | None:
         """Start the step on the devices, and log it if that is due.
 
         Returns:
@@ -155,19 +158,21 @@ class _TrainingLoop:
                 self._writer.write(self.step, logged)
                 self._progress.update(self.step, logged)
                 self.record.write(self.step)
-            return self._nonfinite_monitor.first_bad_step(self.step, rows, metrics)
+            return self._nonfinite_monitor.first_bad_step(self.step, local_batch, metrics)
 
     def set_checkpoints_aside(self, bad_step: int) -> None:
         """Set aside checkpoints that may have led to `bad_step`, the first of several bad steps."""
         with self._phases("save"):
             # The step before it computed the parameters that failed.
-            self._start.checkpoints.set_aside(bad_step - 1)
-            self._last_saved_step = self._start.checkpoints.latest_step() or 0
+            self._checkpoints.set_aside(bad_step - 1)
+            self._last_saved_step = self._checkpoints.latest_step() or 0
 
     def roll_back(self, bad_step: int) -> None:
         """Restore the newest checkpoint from before `bad_step`."""
         with self._phases("restore"), self._meter.paused():
-            self._state = roll_back(self._run, self._start, self._state, first_bad_step=bad_step)
+            self._state = roll_back(
+                self._run, self._checkpoints, self._state, first_bad_step=bad_step
+            )
 
     def evaluate_if_due(self) -> dict[str, float] | None:
         """Evaluate after this step if that is due; return the scores, or None without any."""
@@ -220,7 +225,7 @@ class _TrainingLoop:
     def close(self) -> None:
         """Wait for the current save, and close all files."""
         with self._phases("save"):
-            self._start.checkpoints.close()
+            self._checkpoints.close()
         self._progress.close()
         self._writer.close()
 
@@ -228,7 +233,7 @@ class _TrainingLoop:
         """Wait for the other processes, record how the loop ended, and return the exit code."""
         with self._phases("save"):
             wait_for_all("saved")  # a launcher ends all processes when the first one exits
-        if self._start.checkpoints.last_failure is not None:
+        if self._checkpoints.last_failure is not None:
             self.record.write(self.step, "failed")
             return UNSAVED
         if self.is_stopping:
@@ -266,17 +271,17 @@ class _TrainingLoop:
 
     def _save(self, scores: dict[str, float] | None) -> None:
         with self._phases("save"), self._meter.paused():
-            batches_state = self._start.batches.get_state()
+            batches_state = self._batches.get_state()
             data_state = {"batches": batches_state, "corpus": self._corpus.fingerprint}
-            portable = self._run.state.to_portable(self._state)
+            portable = self._run.state_layout.to_portable(self._state)
             # Later steps have used the parameters of the last save, and this step was not skipped,
             # so that save is proven good.
-            self._start.checkpoints.save(
+            self._checkpoints.save(
                 self.step,
                 portable,
                 data_state,
                 scores,
-                config=as_yaml(resolved(self._run)),
+                config=as_yaml(full_config(self._run)),
                 proven=self._last_saved_step,
             )
 
@@ -288,8 +293,9 @@ class _TrainingLoop:
         return stop > 0
 
 
-def _place(batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:
-    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
+def _place(local_batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:
+    size = run.config.data.global_batch_size
+    return place_batch(local_batch, run.rows, run.batch_sharding, size)
 
 
 def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:

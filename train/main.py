@@ -1,7 +1,8 @@
 """Entry point for training and evaluation: `python -m train.main --config=FILE [--workdir=DIR]`.
 
-`train` and `evaluate` build a run, find its position (the beginning or a checkpoint), and start the
-loop. Every error before the first step is reported in one sentence, on all processes.
+`train` builds a run, restores or initializes its state, and starts the training loop. `evaluate`
+builds a run, restores it, and evaluates it once. Every error before the first step is reported in
+one sentence, on all processes.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from train.config import config_files, reference
 from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.lifecycle.phases import Phases
-from train.lifecycle.position import find_position
+from train.lifecycle.restore import restore_or_initialize
 from train.lifecycle.stop_signals import SIGNALS, StopSignals
 from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import write_run_files
@@ -129,10 +130,10 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             start_id = stack.enter_context(workdir_lock)
             with phases("compile"):
                 run.compile()
-                built.planner.check(run)
+                built.planner.check_compiled(run)
             with phases("restore"):
-                position = find_position(run, built.corpus, directory, built.source)
-            position.checkpoints.tidy()
+                restored = restore_or_initialize(run, built.corpus, directory, built.source)
+            restored.checkpoints.tidy()
             # All processes are ready before the watchdog starts to limit the time of a step.
             Exchange(LONGEST_START_S).on_all(
                 lambda: write_run_files(
@@ -144,7 +145,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             return loop.train(
                 run,
                 built.corpus,
-                position,
+                restored,
                 directory,
                 saves=not options.is_fast_dev_run,
                 phases=phases,
@@ -161,15 +162,15 @@ def evaluate(options: RunOptions) -> int:
     with refusing_bad_input():
         built = build_run(options)
         with phases("restore"):
-            position = find_position(built.run, built.corpus, options.workdir, built.source)
+            restored = restore_or_initialize(built.run, built.corpus, options.workdir, built.source)
     try:
-        scores = evaluation.evaluate(built.run, built.corpus, position.state, phases) or {}
+        scores = evaluation.evaluate(built.run, built.corpus, restored.state, phases) or {}
     except BrokenExample as error:
         print(f"error: {sentence_of(error)}", file=sys.stderr)
         return FAILED
     if jax.process_index() == 0:
         values = (f"{name} {value:.6g}" for name, value in scores.items())
-        print(" ".join([f"step {position.step}", *values]))
+        print(" ".join([f"step {restored.step}", *values]))
     return FINISHED
 
 

@@ -16,7 +16,7 @@ from convert.runs import CONFIG_FILE
 from data.corpus import load_corpus
 from data.images.image_corpus import Images
 from train.config import config_files
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.plot import save
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
@@ -61,7 +61,7 @@ def _rows(
     file = workdir / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the workdir of a run")
-    config = resolve(config_files.load(str(file), allow_import=allow_import))
+    config = validate_config(config_files.load(str(file), allow_import=allow_import))
     if not hasattr(config.model_class, "reconstructions"):
         raise ValueError(
             f"{file} has model.name={config.model_name!r}, which does not reconstruct images; give "

@@ -14,7 +14,7 @@ from sharding.analysis.memory import memory
 from sharding.analysis.targets import Target, parse_target
 from train.compile import run_for
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.run.run import Run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -180,7 +180,7 @@ def make_run(case: Case, kind: str) -> Run:
             for field, value in base.items():
                 if config.model.get(field) is None:
                     config.model[field] = value
-    return run_for(resolve(config), target_of(kind, case.num_gpus))
+    return run_for(validate_config(config), target_of(kind, case.num_gpus))
 
 
 def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def torch_contenders(
     Raises:
         ValueError: the peer's work differs from ours.
     """
-    params = jax.tree.map(np.asarray, run.state.initial().params)
+    params = jax.tree.map(np.asarray, run.state_layout.initial().params)
     # Use as many threads as XLA does on a CPU.
     torch.set_num_threads(report.num_cores())
     torch.manual_seed(run.config.train.seed)

@@ -160,7 +160,7 @@ class BatchNorm(nnx.Module):
         """Return an array of the shape and dtype of `x`; statistics are float32 or wider.
 
         Args:
-            x: `[B, ..., features]`. Statistics are taken over the B examples of all devices. Each
+            x: `[B, ..., features]`. Statistics are taken over the examples of all devices. Each
                 position in the dims between batch and features has statistics of its own.
             weights_B: weight of each example in the statistics.
         """

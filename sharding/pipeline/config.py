@@ -7,7 +7,8 @@ from fields.section import Section
 from sharding.pipeline.schedule import SCHEDULES
 
 REMAT = ("full", "none")
-AUTO = ("auto",)
+#: `layers_per_stage=auto`: cut the layers so that the FLOPs of the stages are balanced.
+BALANCED = ("auto",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class PipelineConfig(Section, section="pipeline"):
                 f"pipeline.schedule={self.schedule!r} is unknown; choose from "
                 f"{', '.join(SCHEDULES)}, or give the path of a CSV table (*.csv)"
             )
-        if counts != AUTO and not all(type(count) is int and count >= 0 for count in counts):
+        if counts != BALANCED and not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(
                 f"pipeline.layers_per_stage={counts} must list the number of layers of each "
                 "chunk, such as 5,7,7,5; use 'auto' to balance FLOPs, or () for an even split"

@@ -8,14 +8,16 @@ from benchmarks import digits
 from benchmarks.digits import EXPERIMENTS, as_text, main
 from tests.runs import ROOT
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_runs_use_the_configs_unchanged(name):
     """Each run ends with an evaluation of all held-out digits; no best step is selected."""
     for training in EXPERIMENTS[name]:
-        config = resolve(load(str(ROOT / "configs" / f"{training.config}.py"), training.overrides))
+        config = validate_config(
+            load(str(ROOT / "configs" / f"{training.config}.py"), training.overrides)
+        )
         assert config.data.name == "digits" and config.eval.num_batches is None
     assert config.data.objective == "image_classification"
 

@@ -82,7 +82,8 @@ class Results:
     def from_json(cls, values: dict[str, Any]) -> "Results":
         """Return the results whose `dataclasses.asdict` was written as JSON."""
         tallies = {kind: Tally(**tally) for kind, tally in values["tallies"].items()}
-        return cls(**values | {"tallies": tallies})
+        fields: dict[str, Any] = values | {"tallies": tallies}
+        return cls(**fields)
 
     def tally(self, kind: str) -> Tally:
         """Return the results of one kind of fault, to be extended."""

@@ -42,7 +42,7 @@ from tests.fuzz.mutations import (
 )
 from train.config import deepspeed
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.goodput import summarize
 from train.reporting.metrics import read_metrics
 
@@ -99,7 +99,7 @@ def _read_run_with_new_checksums(directory: Path) -> None:
 
 def _read_deepspeed(directory: Path) -> None:
     path = str(directory / "deepspeed.json")
-    resolve(load("configs/gpt2.py", deepspeed.read(path, load("configs/gpt2.py"))))
+    validate_config(load("configs/gpt2.py", deepspeed.read(path, load("configs/gpt2.py"))))
 
 
 def _read_target(directory: Path) -> None:
@@ -162,7 +162,7 @@ def _run_config(prepare: Callable[[Path], Any]) -> Parser:
     return Parser(
         file="config.yaml",
         prepare=prepare,
-        parse=lambda directory: resolve(load(str(directory / "config.yaml"))),
+        parse=lambda directory: validate_config(load(str(directory / "config.yaml"))),
         damaged=damaged_yaml,
     )
 

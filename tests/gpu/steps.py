@@ -10,7 +10,7 @@ from tests.runs import ROOT
 from tests.train.meshes.models_on_meshes import MODELS, SHARED
 from train.compile import run_for
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.run.run import Run
 
 BFLOAT16 = ("precision.compute=bfloat16",)
@@ -38,7 +38,7 @@ def make_run(config: str, overrides: tuple[str, ...], target: str = "h100") -> R
     """
     file, _, size = config.partition(":")
     path = f"{ROOT}/configs/{file}.py" + (f":{size}" if size else "")
-    given = resolve(load(path, overrides))
+    given = validate_config(load(path, overrides))
     count = given.mesh.num_devices
     chosen = parse_target(f"{target}:{max(1, count // 8)}x{min(8, count)}")
     return run_for(given, chosen)

@@ -71,7 +71,7 @@ def test_packed_documents_are_given_to_the_kernel():
 )
 def test_attention_is_fused(config, dtype, overrides):
     run = steps.make_run(config, (*overrides, f"precision.compute={dtype}"))
-    assert {choice.kernel for choice in run.attention} == {"cudnn"}
+    assert {choice.kernel for choice in run.attention_choices} == {"cudnn"}
     assert "__cudnn$fmha" in steps.text_of(run)
     steps.forget()
 
@@ -82,6 +82,5 @@ def test_plain_attention_that_makes_too_many_scores_is_refused():
         ValueError, match=r"float32.*16.0 GiB for its scores.*model.attention=plain"
     ):
         steps.make_run("gpt2", overrides)
-    assert steps.make_run("gpt2", (*overrides, "model.attention=plain")).attention[0].kernel == (
-        "plain"
-    )
+    run = steps.make_run("gpt2", (*overrides, "model.attention=plain"))
+    assert run.attention_choices[0].kernel == "plain"

@@ -26,7 +26,7 @@ def host_bytes(run) -> int:
 
 def state_bytes_on_host(run) -> int:
     """Return the bytes of host memory that one device's shards of the state need."""
-    state = run.state.abstract
+    state = run.state_layout.abstract
     leaves = jax.tree.leaves((state.params, state.opt_state))
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

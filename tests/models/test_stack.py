@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.functions import can_share_vocab, check, partition
+from models.functions import can_share_vocab, check, functions_of
 from models.layers.basic import Linear
 from models.stack import Stack, run_layers
 from sharding.mesh import MeshConfig, make_mesh
@@ -58,7 +58,7 @@ class EncoderDecoder(nnx.Module):
 @pytest.mark.parametrize("make", [nnx.eval_shape, lambda build: build()], ids=["abstract", "real"])
 def test_stacks_are_listed_in_the_order_of_execution(make):
     model = make(lambda: EncoderDecoder(rngs=nnx.Rngs(0)))
-    functions = partition(model, remat="none")
+    functions = functions_of(model, remat="none")
     assert list(functions.num_layers.items()) == [("encoder", 2), ("decoder", 3)]
     assert list(functions.before) == ["decoder"]
     params = nnx.to_pure_dict(nnx.split(model)[1])
@@ -74,7 +74,7 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
     with jax.enable_x64(True):
         model = EncoderDecoder(rngs=nnx.Rngs(0))
         # As in training, the functions come from an abstract model.
-        functions = partition(
+        functions = functions_of(
             nnx.eval_shape(lambda: EncoderDecoder(rngs=nnx.Rngs(0))), remat="none"
         )
         params = jax.tree.map(
@@ -87,11 +87,11 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
 
         def plain(params):
             flat = {name: jnp.asarray(a.reshape(-1, *a.shape[2:])) for name, a in batch.items()}
-            x = functions.embed(params["ends"], flat)
-            x = run_layers(functions.blocks["encoder"], params["layers"]["encoder"], x, flat)
-            x = functions.before["decoder"](params["ends"], x, flat)
-            x = run_layers(functions.blocks["decoder"], params["layers"]["decoder"], x, flat)
-            return functions.head(params["ends"], x, flat)[0]
+            x = functions.embed(params["non_stack"], flat)
+            x = run_layers(functions.blocks["encoder"], params["stacks"]["encoder"], x, flat)
+            x = functions.before["decoder"](params["non_stack"], x, flat)
+            x = run_layers(functions.blocks["decoder"], params["stacks"]["decoder"], x, flat)
+            return functions.head(params["non_stack"], x, flat)[0]
 
         expected_loss, expected = jax.value_and_grad(plain)(params)
         mesh = make_mesh(MeshConfig(pipeline=stages), jax.devices())
@@ -99,21 +99,21 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
         layouts = cut(functions.num_layers, table.placement)
         slots = {
             name: jax.tree.map(layouts[name].to_slots, layers)
-            for name, layers in params["layers"].items()
+            for name, layers in params["stacks"].items()
         }
         specs = {
-            "ends": jax.tree.map(lambda _: PartitionSpec(), params["ends"]),
-            "layers": jax.tree.map(lambda _: PartitionSpec("pipeline"), slots),
+            "non_stack": jax.tree.map(lambda _: PartitionSpec(), params["non_stack"]),
+            "stacks": jax.tree.map(lambda _: PartitionSpec("pipeline"), slots),
         }
         config = PipelineConfig(remat=remat)
         run = make_loss_and_grad(
             functions, table, layouts, ParamSharding(mesh=mesh, specs=specs), config
         )
         with jax.set_mesh(mesh):
-            sums, grads = jax.jit(run)({"ends": params["ends"], "layers": slots}, batch)
+            sums, grads = jax.jit(run)({"non_stack": params["non_stack"], "stacks": slots}, batch)
         layers = {
             name: jax.tree.map(layouts[name].to_layers, jax.tree.map(np.asarray, tree))
-            for name, tree in grads["layers"].items()
+            for name, tree in grads["stacks"].items()
         }
         # Sums are in another order, so float64 rounding differs.
         np.testing.assert_allclose(sums["loss"], expected_loss, rtol=1e-12)
@@ -121,7 +121,7 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
         def close(a, b):
             return np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
-        jax.tree.map(close, {"ends": grads["ends"], "layers": layers}, expected)
+        jax.tree.map(close, {"non_stack": grads["non_stack"], "stacks": layers}, expected)
 
 
 @pytest.mark.parametrize("stacks", [("encoder",), ()])
@@ -133,7 +133,7 @@ def test_stacks_without_an_order_are_rejected(stacks):
     with pytest.raises(
         ValueError, match=r"Unordered has the stacks decoder, encoder, and .*decoder"
     ):
-        partition(Unordered(rngs=nnx.Rngs(0)), remat="none")
+        functions_of(Unordered(rngs=nnx.Rngs(0)), remat="none")
 
 
 class Misfit(EncoderDecoder):
@@ -177,7 +177,7 @@ def inputs_of(model):
 def test_check_rejects_incompatible_functions(method, change, message):
     model = Misfit(**{method: change})
     with pytest.raises(ValueError, match=message):
-        check(partition(model, remat="none"), *inputs_of(model))
+        check(functions_of(model, remat="none"), *inputs_of(model))
 
 
 def test_check_rejects_a_block_that_changes_its_dtype():
@@ -188,12 +188,12 @@ def test_check_rejects_a_block_that_changes_its_dtype():
     model = EncoderDecoder(rngs=nnx.Rngs(0))
     model.encoder = Stack(lambda rngs: Narrow(rngs=rngs), 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="a block of encoder takes activations .*bfloat16"):
-        check(partition(model, remat="none"), *inputs_of(model))
+        check(functions_of(model, remat="none"), *inputs_of(model))
 
 
 def test_check_accepts_sums_that_are_plain_numbers():
     model = Misfit(head=lambda sums: (sums[0], 3, {"rows": 2}))
-    check(partition(model, remat="none"), *inputs_of(model))
+    check(functions_of(model, remat="none"), *inputs_of(model))
 
 
 def test_can_share_vocab_is_declared_by_the_model_class():

@@ -38,8 +38,8 @@ def test_each_axis_is_outside_the_next(outer, inner):
 
 def test_minus_one_takes_the_remaining_devices():
     assert make_mesh(MeshConfig(data=-1, model=2), jax.devices()).shape["data"] == 4
-    assert MeshConfig(fsdp=-1, pipeline=4).resolve(16) == MeshConfig(fsdp=4, pipeline=4)
-    assert MeshConfig(data=-1, model=8).resolve(8).data == 1
+    assert MeshConfig(fsdp=-1, pipeline=4).filled_in(16) == MeshConfig(fsdp=4, pipeline=4)
+    assert MeshConfig(data=-1, model=8).filled_in(8).data == 1
 
 
 def test_minus_one_with_a_remainder_names_the_axis_and_the_numbers():

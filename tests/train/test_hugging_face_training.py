@@ -14,7 +14,7 @@ from tests.hugging_face import save_model
 from tests.runs import ROOT, write_corpus
 from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
@@ -104,21 +104,21 @@ def test_losses_of_30_steps_equal_torch(name, tmp_path):
     config = load(str(ROOT / "configs" / f"{name}.py"), overrides)
     source = read_source(tmp_path / "model")
     inherit_config(config, source, overrides)
-    resolved = resolve(config)
-    corpus = load_text(resolved.data)
-    mesh = make_mesh(resolved.mesh, jax.devices())
-    run = assemble_run(resolved, mesh, vocab_size=corpus.tokenizer.vocab_size)
-    state = run.state.initial(start_params(run, source))
+    validated = validate_config(config)
+    corpus = load_text(validated.data)
+    mesh = make_mesh(validated.mesh, jax.devices())
+    run = assemble_run(validated, mesh, vocab_size=corpus.tokenizer.vocab_size)
+    state = run.state_layout.initial(start_params(run, source))
 
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}],
         lr=LEARNING_RATE,
-        betas=(resolved.optimizer.beta1, resolved.optimizer.beta2),
-        eps=resolved.optimizer.epsilon,
+        betas=(validated.optimizer.beta1, validated.optimizer.beta2),
+        eps=validated.optimizer.epsilon,
     )
-    batches = train_batches(corpus, resolved.data, run.rows)
+    batches = train_batches(corpus, validated.data, run.rows)
     ours = []
     theirs = []
     for _ in range(NUM_STEPS):

@@ -42,7 +42,7 @@ def by_hand(run, state):
     images = np.stack([image for image, _ in pairs])
     labels = np.array([label for _, label in pairs])
     graph, _ = nnx.split(run.model)
-    model = nnx.merge(graph, nnx.State(jax.device_get(run.state.to_portable(state).params)))
+    model = nnx.merge(graph, nnx.State(jax.device_get(run.state_layout.to_portable(state).params)))
     assert isinstance(model, ViT) and len(images) == 37
     logits = np.asarray(model(jnp.asarray(images)))
     losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(37), labels]
@@ -61,7 +61,7 @@ def test_each_image_counts_once(mesh, tmp_path):
         overrides = (*VIT, *MESHES[mesh], f"data.cache_dir={tmp_path}")
         run, corpus = make_run(overrides, str(ROOT / "configs" / "vit.py"))
         assert len(corpus.validation) % run.config.data.global_batch_size
-        state = run.state.initial()
+        state = run.state_layout.initial()
         # Weights large enough that predictions differ between images.
         state = dataclasses.replace(state, params=jax.tree.map(lambda leaf: 8 * leaf, state.params))
         found = evaluate(run, corpus, state, Phases())

@@ -14,7 +14,7 @@ from models.vision.resmlp import ResMLP
 from tests.data.images.pictures import write_classes
 from tests.runs import ROOT, losses, make_run
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.main import main
 from train.reporting.metrics import read_metrics
 
@@ -215,16 +215,18 @@ def test_context_is_refused_for_images(config, tmp_path, capsys):
 
 def test_model_must_accept_the_size_of_the_images(config):
     file, cache = config
-    run = resolve(load(file, cache))
+    run = validate_config(load(file, cache))
     model = run.model_config(num_labels=10)
     assert (model.image_size, model.num_channels, model.num_labels) == (8, 1, 10)
-    sized = resolve(load_with(file, image_size=16))
+    sized = validate_config(load_with(file, image_size=16))
     with pytest.raises(ValueError, match=r"model\.image_size=16 must equal images\.size=8; do no"):
         sized.model_config(num_labels=10)
-    assert resolve(load_with(file, num_labels=20)).model_config(num_labels=10).num_labels == 20
+    assert (
+        validate_config(load_with(file, num_labels=20)).model_config(num_labels=10).num_labels == 20
+    )
     with pytest.raises(ValueError, match=r"model\.num_labels is not set, and data\.objective="):
         run.model_config()
-    text = resolve(load_with(file, name="gpt2", num_layers=1, num_heads=1, dropout=0.0))
+    text = validate_config(load_with(file, name="gpt2", num_layers=1, num_heads=1, dropout=0.0))
     with pytest.raises(
         ValueError, match=r"is not set, and data\.objective='image_classification' does"
     ):

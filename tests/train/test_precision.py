@@ -77,7 +77,7 @@ def test_bfloat16_master_weights_learn_from_updates_too_small_for_them(
 
     wide = fall(base)
     at_random = fall(narrow)
-    state = make_run(narrow)[0].state.abstract
+    state = make_run(narrow)[0].state_layout.abstract
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     moments = {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)}
     assert moments == {jnp.dtype("float32"), jnp.dtype("int32")}

@@ -16,7 +16,7 @@ import pytest
 from tests.runs import CONFIG, FLOAT64, ROOT, TINY, make_run
 from train import loop
 from train.lifecycle.phases import Phases
-from train.lifecycle.position import find_position
+from train.lifecycle.restore import restore_or_initialize
 from train.lifecycle.stop_signals import StopSignals
 from train.reporting.metrics import read_metrics
 
@@ -100,7 +100,7 @@ def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> 
     if stop is not None:
         shorter = make_run((*overrides, f"train.num_steps={stop}"))[0].config
         run = dataclasses.replace(run, config=shorter)
-    start = find_position(run, corpus, workdir)
+    start = restore_or_initialize(run, corpus, workdir)
     loop.train(run, corpus, start, workdir, saves=True, phases=Phases(), signals=StopSignals())
     return [m["loss"] for m in read_metrics(workdir / "metrics.jsonl") if "loss" in m]
 

@@ -254,7 +254,7 @@ def _set(config: Any, key: str, text: str) -> None:
     elif isinstance(default, float) and type(value) is int:
         value = float(value)
     numbers = section == "model" and {type(default), type(value)} == {int, float}
-    # `resolve` knows the type of each key. It checks None, and int versus float in `model`.
+    # `validate_config` knows the type of each key. It checks None, and int versus float in `model`.
     if None not in (default, value) and type(value) is not type(default) and not numbers:
         kind = type(default).__name__
         raise ValueError(f"--config.{key}={text} must be of type {kind}, such as {default!r}")

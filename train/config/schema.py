@@ -163,7 +163,7 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
-def resolve(config: Any) -> RunConfig:
+def validate_config(config: Any) -> RunConfig:
     """Validate a config.
 
     Args:

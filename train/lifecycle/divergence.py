@@ -47,10 +47,10 @@ class NonfiniteMonitor:
         self._workdir = workdir
         self._previous: tuple[int, Mapping[str, np.ndarray], jax.Array, jax.Array] | None = None
         self._num_rollbacks = 0
-        self._row_start: int | None = None  # first step of the current row of bad steps
+        self._streak_start: int | None = None  # first step of the current streak of bad steps
 
     def first_bad_step(
-        self, step: int, rows: Mapping[str, np.ndarray], metrics: Mapping[str, jax.Array]
+        self, step: int, local_batch: Mapping[str, np.ndarray], metrics: Mapping[str, jax.Array]
     ) -> int | None:
         """Check whether there were too many nonfinite steps in a row.
 
@@ -60,7 +60,7 @@ class NonfiniteMonitor:
 
         Args:
             step: the step that was just started; the first is 1.
-            rows: this process's rows of its batch.
+            local_batch: this process's part of its batch.
             metrics: metrics of this step; they may not be computed yet.
 
         Returns:
@@ -76,25 +76,25 @@ class NonfiniteMonitor:
         # large. Only steps at the smallest scale count.
         num_stuck = metrics.get("num_stuck_in_a_row", count)
         previous = self._previous
-        self._previous = (step, rows, count, num_stuck)
+        self._previous = (step, local_batch, count, num_stuck)
         if previous is None or not self._config.max_nonfinite_steps:
             return None
-        bad_step, bad_rows, count, num_stuck = previous
+        bad_step, bad_batch, count, num_stuck = previous
         num_bad = int(count)
         if num_bad == 0:
-            self._row_start = None
-        elif self._row_start is None:
-            self._row_start = bad_step - num_bad + 1
-        if self._row_start is None or int(num_stuck) < self._config.max_nonfinite_steps:
+            self._streak_start = None
+        elif self._streak_start is None:
+            self._streak_start = bad_step - num_bad + 1
+        if self._streak_start is None or int(num_stuck) < self._config.max_nonfinite_steps:
             return None
         # A spike skipped during the streak belongs to it but is not counted, so remember the start
         # of the streak instead of computing it from the count.
-        first = self._row_start
-        self._row_start = None
+        first = self._streak_start
+        self._streak_start = None
         self._previous = None
         what = (
             f"the loss or the gradients of {num_bad} steps in a row, up to step {bad_step}, were "
-            f"not finite ({_save(bad_rows, bad_step, self._workdir)})"
+            f"not finite ({_save(bad_batch, bad_step, self._workdir)})"
         )
         if self._config.on_nonfinite == "stop" or self._num_rollbacks == MAX_ROLLBACKS:
             after = f" after {self._num_rollbacks} rollbacks" if self._num_rollbacks else ""
@@ -110,12 +110,12 @@ class NonfiniteMonitor:
         return first
 
 
-def _save(rows: Mapping[str, np.ndarray], step: int, workdir: Path) -> str:
-    """Save this process's rows of a batch; return a message with the file, or the error."""
+def _save(local_batch: Mapping[str, np.ndarray], step: int, workdir: Path) -> str:
+    """Save this process's part of a batch; return a message with the file, or the error."""
     process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
     path = workdir / f"nonfinite_step_{step}{process}.npz"
     try:
-        write_with(path, lambda file: np.savez(file, allow_pickle=False, **rows))
+        write_with(path, lambda file: np.savez(file, allow_pickle=False, **local_batch))
     except OSError as error:
         return f"its batch could not be saved: {error}"
     return f"its batch is in {path}"

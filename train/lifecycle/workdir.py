@@ -72,7 +72,7 @@ def check(workdir: Path, run: Run) -> None:
             f"{workdir} is a converted model, not a run; start from it with "
             f"--config.init_from={workdir}, and choose another --workdir"
         )
-    lines = differences(_completed(saved, run), resolved(run), FIXED)
+    lines = differences(_completed(saved, run), full_config(run), FIXED)
     lines = [line for line in lines if line.partition(":")[0] not in FREE]
     if lines:
         raise ValueError(
@@ -92,7 +92,10 @@ def check_processes_agree(run: Run, corpus: Corpus) -> None:
         ValueError: on all processes, if one of them differs from the first.
     """
     exchange = Exchange()
-    for what, value in (("config", repr(resolved(run).to_dict())), ("data", corpus.fingerprint)):
+    for what, value in (
+        ("config", repr(full_config(run).to_dict())),
+        ("data", corpus.fingerprint),
+    ):
         own = hashlib.sha256(value.encode()).hexdigest()
         is_same = exchange.on_first(lambda own=own: own) == own
         problem = exchange.agree(None if is_same else f"its {what} differs from process 0")
@@ -121,7 +124,7 @@ def write_run_files(
         return
     hf = workdir / HF_FILES
     hf.mkdir(parents=True, exist_ok=True)
-    write_text(workdir / CONFIG_FILE, as_yaml(resolved(run)))
+    write_text(workdir / CONFIG_FILE, as_yaml(full_config(run)))
     write_text(workdir / "memory.txt", report + "\n")
     if source is not None:
         keep_hf_files(source, workdir)
@@ -168,7 +171,7 @@ def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
     return ConfigDict(completed)
 
 
-def resolved(run: Run) -> ConfigDict:
+def full_config(run: Run) -> ConfigDict:
     """Return the full config of a run, including the values that it took from the data."""
     config = run.config
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}

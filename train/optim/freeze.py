@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -60,16 +60,19 @@ def with_frozen_params(functions: ModelFunctions, frozen: Tree) -> ModelFunction
 
         return jax.tree.map(stop, params, marks)
 
-    def freeze_end_params(function):
-        return lambda end_params, *args: function(stop_gradients(end_params, marks["ends"]), *args)
+    def freeze(function: Callable, marks: Tree) -> Callable:
+        return lambda params, *args: function(stop_gradients(params, marks), *args)
 
-    def freeze_layer(stack, block):
-        return lambda params, *args: block(stop_gradients(params, marks["layers"][stack]), *args)
+    def freeze_non_stack(function: Callable) -> Callable:
+        return freeze(function, marks["non_stack"])
 
     return dataclasses.replace(
         functions,
-        embed=freeze_end_params(functions.embed),
-        blocks={stack: freeze_layer(stack, block) for stack, block in functions.blocks.items()},
-        before={stack: freeze_end_params(before) for stack, before in functions.before.items()},
-        head=freeze_end_params(functions.head),
+        embed=freeze_non_stack(functions.embed),
+        blocks={
+            stack: freeze(block, marks["stacks"][stack])
+            for stack, block in functions.blocks.items()
+        },
+        before={stack: freeze_non_stack(before) for stack, before in functions.before.items()},
+        head=freeze_non_stack(functions.head),
     )

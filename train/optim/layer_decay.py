@@ -45,7 +45,7 @@ def depths_of(functions: ModelFunctions, params: Tree, batch: Tree) -> Depths:
         params: the parameters, as for models.stack.check.
         batch: a batch, as for models.stack.check.
     """
-    non_stack_params = functions.split(params)["ends"]
+    non_stack_params = functions.split(params)["non_stack"]
     depths = dict.fromkeys(_read_by(functions.embed, non_stack_params, batch), -1)
     types = functions.types(non_stack_params, batch)
     first_layers = {}

@@ -99,7 +99,7 @@ class OptimizerConfig(Section, section="optimizer"):
         super().__post_init__()
 
 
-def make_learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Return the learning-rate schedule: linear warmup, then decay.
 
     Args:
@@ -155,7 +155,7 @@ def decay_mask(params: Any, not_decayed: Collection[str] = ()) -> Any:
 
 def make_optimizer(
     config: OptimizerConfig,
-    schedule: optax.Schedule,
+    learning_rate_schedule: optax.Schedule,
     *,
     stacks: Collection[str] = (),
     not_decayed: Collection[str] = (),
@@ -171,7 +171,7 @@ def make_optimizer(
 
     Args:
         config: the optimizer and its hyperparameters.
-        schedule: learning rate of every update.
+        learning_rate_schedule: the learning rate of every update.
         stacks: first keys of parameters with shape `[slots, ...]`, which hold one tensor per slot.
         not_decayed: names from the model's class; see models/stack.py.
         depths: depths of the parameters; required if `layer_decay` is not 1.
@@ -180,7 +180,8 @@ def make_optimizer(
     Raises:
         ValueError: `config.name` is neither an optimizer nor an import path.
     """
-    optimizer = _named(config, schedule, stacks, partial(decay_mask, not_decayed=not_decayed))
+    mask = partial(decay_mask, not_decayed=not_decayed)
+    optimizer = _named(config, learning_rate_schedule, stacks, mask)
     if config.layer_decay != 1:
         assert depths is not None
         optimizer = scaled_by_depth(optimizer, config.layer_decay, depths)
@@ -194,13 +195,13 @@ def make_optimizer(
 
 def _named(
     config: OptimizerConfig,
-    schedule: optax.Schedule,
+    learning_rate_schedule: optax.Schedule,
     stacks: Collection[str],
     mask: Callable[[Any], Any],
 ) -> optax.GradientTransformation:
     if config.name == "adamw":
         return optax.adamw(
-            schedule,
+            learning_rate_schedule,
             b1=config.beta1,
             b2=config.beta2,
             eps=config.epsilon,
@@ -208,7 +209,7 @@ def _named(
             mask=mask,
         )
     decay = optax.add_decayed_weights(config.weight_decay, mask=mask)
-    rate = optax.scale_by_learning_rate(schedule)
+    rate = optax.scale_by_learning_rate(learning_rate_schedule)
     momentum = optax.trace(config.momentum) if config.momentum else optax.identity()
     if config.name == "lamb":
         adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
@@ -219,14 +220,14 @@ def _named(
         return optax.chain(decay, ratio, rate, momentum)
     if config.name == "sgd":
         return optax.chain(decay, momentum, rate)
-    return _imported(config, schedule)
+    return _imported(config, learning_rate_schedule)
 
 
-def _imported(config: OptimizerConfig, schedule: optax.Schedule) -> Any:
+def _imported(config: OptimizerConfig, learning_rate_schedule: optax.Schedule) -> Any:
     make = import_object(config.name, "optimizer.name", OPTIMIZERS)
     if not callable(make):
         raise ValueError(
             f"optimizer.name={config.name!r} is of type {type(make).__name__}, but must be a "
             "function of the config and the schedule that returns an optimizer"
         )
-    return make(config, schedule)
+    return make(config, learning_rate_schedule)

@@ -160,7 +160,7 @@ def compiled_bytes(run: Run) -> int | None:
         return None
     train = memory(run.compile_train_step()).in_all
     evaluation = memory(run.compile_eval_step()).in_all
-    state = run.state.abstract
+    state = run.state_layout.abstract
     unread = _device_bytes((state.params, state.opt_state)) - _device_bytes(run.evaluated(state))
     known = None if train is None or evaluation is None else max(train, unread + evaluation)
     answers = Exchange().words(None if known is None else str(known))

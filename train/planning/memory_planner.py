@@ -1,7 +1,8 @@
 """Checks that a run fits into memory, and with `memory.placement=auto` makes it fit.
 
-The search for settings is in train/planning/memory_search.py. Memory is checked twice: as estimated
-from a trace of the step, and again after it is compiled.
+Memory is checked twice: as estimated from a trace of the step (`check_estimate`), and again after
+it is compiled (`check_compiled`). The plans that `search` chooses from are in
+train/planning/memory_search.py.
 """
 
 import itertools
@@ -30,38 +31,53 @@ _log = logging.getLogger(__name__)
 
 
 class MemoryPlanner:
-    """Builds runs that fit into memory, or explains why a run does not.
+    """Checks runs against a memory budget, and searches for runs that fit.
 
     Args:
-        make: builds the run of a config, or raises ValueError.
+        assemble: builds the run of a config, or raises ValueError. The search calls it for every
+            setting that it tries, and so does an error message that lists settings that fit.
         budget: memory that the run may use.
+
+    Attributes:
+        report: the memory of the last run that was found to fit, and its plan, as text.
     """
 
-    def __init__(self, make: Callable[[RunConfig], Run], budget: Budget):
-        self._make = make
+    def __init__(self, assemble: Callable[[RunConfig], Run], budget: Budget):
+        self._assemble = assemble
         self._budget = budget
-        self.report = ""  # the chosen plan and its memory, as text
+        self.report = ""
 
-    def plan(self, config: RunConfig) -> Run:
-        """Return the run of a config; with `memory.placement=auto`, of the fastest fitting plan.
+    def check_estimate(self, run: Run) -> None:
+        """Check the estimated memory of a run's training step; this traces the step.
 
         Args:
-            config: the run's config.
+            run: a run that need not be compiled.
 
         Raises:
-            ValueError: the run exceeds the budget by more than TOLERANCE, or no plan fits. The
-                message lists settings that would fit, if there are any.
+            ValueError: the estimate exceeds the budget by more than TOLERANCE. The message lists
+                settings that would fit, if there are any.
         """
-        if config.memory.placement != AUTO:
-            run = self._make(config)
-            needs = needs_of(run, self._budget)
-            # The compiler may need less device memory than estimated, so there is a tolerance.
-            # Host memory is known exactly.
-            if excess(needs, self._budget, device_bytes=needs.device_bytes / (1 + TOLERANCE)) > 1:
-                raise ValueError(self._refusal(run, None))
-            self.report = table(needs, self._budget)
-            return run
-        search = MemorySearch(config, self._make, self._budget)
+        needs = needs_of(run, self._budget)
+        # The compiler may need less device memory than estimated, so there is a tolerance. Host
+        # memory is known exactly.
+        if excess(needs, self._budget, device_bytes=needs.device_bytes / (1 + TOLERANCE)) > 1:
+            raise ValueError(self._refusal(run, None))
+        self.report = table(needs, self._budget)
+
+    def search(self, config: RunConfig) -> Run:
+        """Return the run of the fastest plan that fits, for `memory.placement=auto`.
+
+        It assembles and traces many runs, and compiles those that fit by their estimate until one
+        fits as compiled.
+
+        Args:
+            config: the run's config, whose `memory.placement` is "auto".
+
+        Raises:
+            ValueError: no plan fits.
+        """
+        assert config.memory.placement == AUTO
+        search = MemorySearch(config, self._assemble, self._budget)
         for candidate in itertools.islice(search.fitting(), _MAX_COMPILED):
             compiled = compiled_bytes(candidate.run)
             over = excess(candidate.needs, self._budget, device_bytes=compiled)
@@ -74,7 +90,7 @@ class MemoryPlanner:
                 search.correction = max(search.correction, compiled / candidate.needs.device_bytes)
         raise ValueError(self._nothing_fits(search))
 
-    def check(self, run: Run) -> None:
+    def check_compiled(self, run: Run) -> None:
         """Check the memory of compiled steps.
 
         Args:
@@ -101,7 +117,7 @@ class MemoryPlanner:
         """
         needs = needs_of(run, self._budget)
         how = ""
-        search = MemorySearch(run.config, self._make, self._budget)
+        search = MemorySearch(run.config, self._assemble, self._budget)
         if compiled is not None:
             search.correction = max(1.0, compiled / needs.device_bytes)
             how = f": {size(compiled)} a device, as compiled"

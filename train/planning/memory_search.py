@@ -54,15 +54,15 @@ class Candidate:
 class MemorySearch:
     """All plans for a config, traced on demand."""
 
-    def __init__(self, config: RunConfig, make: Callable[[RunConfig], Run], budget: Budget):
+    def __init__(self, config: RunConfig, assemble: Callable[[RunConfig], Run], budget: Budget):
         # Plans start from the configured placement. With placement=auto, and if the configured
         # placement exceeds host memory, they start with everything on the device.
         is_open = config.memory.placement == AUTO
         self._start = {} if config.memory.placement == "device" else _ON_DEVICE
-        if not is_open and needs_of(make(config), budget).host_bytes <= budget.host_bytes:
+        if not is_open and needs_of(assemble(config), budget).host_bytes <= budget.host_bytes:
             self._start = {}
         self._config = _changed(config, self._start)
-        self._make = make
+        self._assemble = assemble
         self._budget = budget
         self.rates = rates_of(budget.device_kind, config.precision.compute)
         self.correction = 1.0  # factor on estimates of device memory, learnt from compiled steps
@@ -71,7 +71,7 @@ class MemorySearch:
     @cached_property
     def base(self) -> Candidate:
         """The plan with level 0 on every lever."""
-        return self._candidate(self._start, self._make(self._config))
+        return self._candidate(self._start, self._assemble(self._config))
 
     @cached_property
     def levers(self) -> list[list[Setting]]:
@@ -160,7 +160,7 @@ class MemorySearch:
             chosen = [lever[level - 1] for lever, level in pairs if level]
             setting = {key: value for part in (self._start, *chosen) for key, value in part.items()}
             try:
-                run = self._make(_changed(self._config, setting))
+                run = self._assemble(_changed(self._config, setting))
                 self._known[levels] = self._candidate(setting, run)
             except (ValueError, TypeError):  # e.g. replicated parameters cannot be on the host
                 self._known[levels] = None
@@ -184,7 +184,7 @@ class MemorySearch:
         while config.data.global_batch_size % (count * replicas) == 0:
             setting = {"train.num_microbatches": count}
             try:
-                self._make(_changed(config, setting))
+                self._assemble(_changed(config, setting))
             except (ValueError, TypeError):  # e.g. a .csv schedule is for a fixed number
                 break
             settings.append(setting)

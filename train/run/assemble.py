@@ -1,6 +1,16 @@
 """Assembles a run from its config and a mesh, and checks that its parts are compatible.
 
-All parts use abstract arrays, so this computes nothing and needs no device memory.
+All parts use abstract arrays, so this computes nothing and needs no device memory. It does trace
+the model, though. A block of every stack is traced in these places, the first two of which run
+while the run is assembled:
+
+    check_parts             compatibility.py        checks that a block keeps the type of its input;
+                                                    collects activation names for `train.remat`
+    attention_choices       attention_kernels.py    finds the attention kernels that blocks use
+    count_work              stage_balance.py        counts FLOPs, for the summary and to balance
+                                                    stages; see `Run.work`
+    Run.trace_train_step    run.py                  for the memory estimate and the compiler
+    Run.compile_eval_step   run.py
 """
 
 import dataclasses
@@ -13,11 +23,11 @@ import jax
 import optax
 from flax import nnx
 
-from models.functions import ModelFunctions, partition
+from models.functions import ModelFunctions, functions_of
 from sharding.analysis.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
-from sharding.pipeline.config import AUTO
+from sharding.pipeline.config import BALANCED
 from sharding.pipeline.layout import cut
 from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import Schedule
@@ -27,7 +37,7 @@ from train.config.shapes import microbatch
 from train.optim.ema import average_params
 from train.optim.freeze import frozen_params
 from train.optim.layer_decay import depths_of
-from train.optim.optimizer import make_learning_rate, make_optimizer
+from train.optim.optimizer import make_learning_rate_schedule, make_optimizer
 from train.run.attention_kernels import attention_choices
 from train.run.compatibility import (
     check_axes,
@@ -72,17 +82,17 @@ def assemble_run(
     model = abstract.model
     functions = abstract.functions
     check_parts(config, mesh, hardware, model, functions)
-    learning_rate = make_learning_rate(config.optimizer, config.train.num_steps)
-    optimizer, frozen = _optimizer(config, mesh, model, functions, learning_rate)
+    learning_rate_schedule = make_learning_rate_schedule(config.optimizer, config.train.num_steps)
+    optimizer, frozen = _optimizer(config, mesh, model, functions, learning_rate_schedule)
     schedule = _schedule(config, mesh)
     work = functools.cache(partial(_work, config, mesh, model, functions))
     layer_counts = config.pipeline.layers_per_stage
-    if layer_counts == AUTO:
+    if layer_counts == BALANCED:
         layer_counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
     layouts = cut(functions.num_layers, schedule.placement, layer_counts)
     state_spec = _state_spec(config, abstract.build, optimizer, frozen)
-    state = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
-    check_axes(model, partition_specs_of(state.abstract.params), rules, mesh)
+    state_layout = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
+    check_axes(model, partition_specs_of(state_layout.abstract.params), rules, mesh)
     return Run(
         config=config,
         mesh=mesh,
@@ -95,12 +105,12 @@ def assemble_run(
         model=model,
         functions=functions,
         optimizer=optimizer,
-        learning_rate=learning_rate,
+        learning_rate_schedule=learning_rate_schedule,
         schedule=schedule,
         layouts=layouts,
-        state=state,
+        state_layout=state_layout,
         frozen=frozen,
-        attention=attention_choices(config, mesh, hardware, rules, model, functions),
+        attention_choices=attention_choices(config, mesh, hardware, rules, model, functions),
         work=work,
     )
 
@@ -136,7 +146,7 @@ def _abstract_model(
 
     model = nnx.eval_shape(build)
     offload = config.memory.offload_activations
-    functions = partition(model, remat=config.train.remat, offload=offload)
+    functions = functions_of(model, remat=config.train.remat, offload=offload)
     return _AbstractModel(config=model_config, build=build, model=model, functions=functions)
 
 
@@ -170,7 +180,7 @@ def _optimizer(
     mesh: AnyMesh,
     model: nnx.Module,
     functions: ModelFunctions,
-    learning_rate: optax.Schedule,
+    learning_rate_schedule: optax.Schedule,
 ) -> tuple[optax.GradientTransformation, Any]:
     """Return the optimizer, and a bool per parameter, whether it is frozen, or None."""
     check_optimizer(config)
@@ -181,7 +191,7 @@ def _optimizer(
         average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
     optimizer = make_optimizer(
         config.optimizer,
-        learning_rate,
+        learning_rate_schedule,
         stacks=functions.num_layers,
         not_decayed=getattr(model, "not_decayed", ()),
         depths=None if config.optimizer.layer_decay == 1 else depths_of(functions, *arguments),

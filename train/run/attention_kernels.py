@@ -41,7 +41,7 @@ def attention_choices(
             `model.attention` does not ask for it.
     """
     params, batch = microbatch(config, mesh, model)
-    cut = functions.split(params)
+    parts = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     # The microbatch belongs to one replica already, so its batch axis must not be split again.
     per_example_rules = {**rules, "batch": ()}
@@ -51,9 +51,9 @@ def attention_choices(
         use_mesh(mesh),
         axis_rules(per_example_rules),
     ):
-        for stack, (_, x) in functions.types(cut["ends"], batch).items():
+        for stack, (_, x) in functions.types(parts["non_stack"], batch).items():
             jax.eval_shape(
-                functions.blocks[stack], one_layer(cut["layers"][stack]), x, batch, number
+                functions.blocks[stack], one_layer(parts["stacks"][stack]), x, batch, number
             )
     for choice in found:
         is_asked_for = config.attention == "plain"

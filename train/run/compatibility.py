@@ -177,12 +177,12 @@ def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> No
             )
 
 
-def check_tokenizer(config: RunConfig, model: Any, corpus: Corpus) -> None:
+def check_tokenizer(config: RunConfig, model_config: Any, corpus: Corpus) -> None:
     """Check that the model agrees with the tokenizer about special tokens.
 
     Args:
         config: the run's config.
-        model: the model's config.
+        model_config: the model's dataclass, with all sizes.
         corpus: the data; only text has a tokenizer.
 
     Raises:
@@ -193,7 +193,7 @@ def check_tokenizer(config: RunConfig, model: Any, corpus: Corpus) -> None:
         return
     tokenizer = corpus.tokenizer
     pad = tokenizer.special_ids.get("pad")
-    pad_id = getattr(model, "pad_id", None)
+    pad_id = getattr(model_config, "pad_id", None)
     if pad_id is not None and pad is not None and pad_id != pad:
         raise ValueError(
             f"model.pad_id={pad_id}, but padding is token {pad} of data.tokenizer="
@@ -202,8 +202,8 @@ def check_tokenizer(config: RunConfig, model: Any, corpus: Corpus) -> None:
         )
     shapes = batch_shapes(config.data, config.images)
     has_types = tokenizer.has_token_types and "token_types" in shapes
-    if has_types and getattr(model, "num_token_types", 2) < 2:
+    if has_types and getattr(model_config, "num_token_types", 2) < 2:
         raise ValueError(
-            f"model.num_token_types={model.num_token_types}, but data.objective="
+            f"model.num_token_types={model_config.num_token_types}, but data.objective="
             f"{config.data.objective!r} has two texts per row; set model.num_token_types=2"
         )

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tree:
-    """Return the initial parameters, with the layout of `run.state.portable.params`.
+    """Return the initial parameters, with the layout of `run.state_layout.portable.params`.
 
     Parameters of a head that the checkpoint lacks, or has for another task, are newly initialized.
 
@@ -49,7 +49,7 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
         ValueError: the checkpoint has other parameters, shapes, patches, windows or labels.
     """
     _check_windows(run, source)
-    wanted = _flat(run.state.portable.params)
+    wanted = _flat(run.state_layout.portable.params)
     stored = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
     keeps_head = _keeps_head(run, source, wanted)
     order = _label_order(wanted, stored, labels, run, source) if keeps_head else None
@@ -172,7 +172,7 @@ def _check_patches(
     run: Run, source: Source, paths: Sequence[Path], stored: Mapping[Path, Any]
 ) -> None:
     """Reject another image size if a parameter depends on the number of patches."""
-    wanted = _flat(run.state.portable.params)
+    wanted = _flat(run.state_layout.portable.params)
     ours, theirs = (getattr(c, "image_size", None) for c in (run.model_config, source.config))
     others = [path for path in paths if wanted[path].shape != stored[path].shape]
     if ours != theirs and others:
@@ -223,7 +223,7 @@ def _reordered(
 
 def _newly_initialized(run: Run, paths: Sequence[Path]) -> dict[Path, jax.Array]:
     """Initialize parameters as in a run without a checkpoint."""
-    wanted = _flat(run.state.portable.params)
+    wanted = _flat(run.state_layout.portable.params)
 
     def make():
         params = _flat(nnx.to_pure_dict(nnx.split(run.build())[1]))

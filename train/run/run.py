@@ -41,6 +41,8 @@ T = TypeVar("T")
 
 def _once(method: Callable[["Run"], T]) -> Callable[["Run"], T]:
     """Cache the result of a method without arguments, per object."""
+    # Not `cached_property`: tracing and compiling may take minutes, so they should look like calls.
+    # Not `functools.cache`: a Run cannot be hashed.
     name = f"_{method.__name__}_result"
 
     @functools.wraps(method)
@@ -67,12 +69,12 @@ class Run:
     model: nnx.Module  # abstract
     functions: ModelFunctions  # the model's functions
     optimizer: optax.GradientTransformation  # without clipping, which the step does
-    learning_rate: optax.Schedule
+    learning_rate_schedule: optax.Schedule
     schedule: Schedule  # pipeline schedule
     layouts: Mapping[str, Layout]  # stack -> layers of every stage
-    state: StateLayout
+    state_layout: StateLayout
     frozen: Any  # a bool per parameter; None: no parameter is frozen
-    attention: tuple[Choice, ...]  # kernels that the blocks use; () without attention
+    attention_choices: tuple[Choice, ...]  # kernels that the blocks use; () without attention
     work: Callable[[], LayerCosts]  # FLOPs of a microbatch; counted at the first call
 
     @cached_property
@@ -94,7 +96,7 @@ class Run:
     @cached_property
     def num_params(self) -> int:
         """Number of parameters of the model."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.state.portable.params))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.state_layout.portable.params))
 
     @property
     def unit(self) -> str:
@@ -106,7 +108,9 @@ class Run:
         """Number of frozen parameters."""
         if self.frozen is None:
             return 0
-        pairs = zip(*map(jax.tree.leaves, (self.state.portable.params, self.frozen)), strict=True)
+        pairs = zip(
+            *map(jax.tree.leaves, (self.state_layout.portable.params, self.frozen)), strict=True
+        )
         return sum(leaf.size for leaf, is_frozen in pairs if is_frozen)
 
     @cached_property
@@ -129,7 +133,7 @@ class Run:
     def trace_train_step(self) -> jax.stages.Traced:
         """Trace `train_step(state, batch)`, which donates the state. The result is cached."""
         step = self._train_step_function()
-        out_shardings = (shardings_of(self.state.abstract), None)
+        out_shardings = (shardings_of(self.state_layout.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
         with use_mesh(self.trace_mesh):
             return jitted.trace(*self._arguments)
@@ -169,14 +173,14 @@ class Run:
 
     @property
     def _arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
-        return self.state.abstract, self._abstract_batch("index")
+        return self.state_layout.abstract, self._abstract_batch("index")
 
     def _train_step_function(self) -> Callable:
-        specs = partition_specs_of(self.state.abstract.params)
+        specs = partition_specs_of(self.state_layout.abstract.params)
         update = Update(
             self.optimizer,
             self.config.optimizer.clip_norm,
-            self.state,
+            self.state_layout,
             self.layouts,
             self.trace_mesh,
             self.config.train.seed,
@@ -186,7 +190,7 @@ class Run:
             if self.frozen is None
             else with_frozen_params(self.functions, self.frozen),
             update,
-            self.learning_rate,
+            self.learning_rate_schedule,
             self._step_config(),
             self.trace_mesh,
             self.rules,
@@ -199,12 +203,12 @@ class Run:
 
         `evaluated` returns the first two arguments.
         """
-        specs = partition_specs_of(self.state.abstract.params)
+        specs = partition_specs_of(self.state_layout.abstract.params)
         step = make_eval_step(
             self.functions, self._step_config(), self.trace_mesh, self.rules, specs
         )
         with use_mesh(self.trace_mesh):
-            arguments = (*self.evaluated(self.state.abstract), self._abstract_batch())
+            arguments = (*self.evaluated(self.state_layout.abstract), self._abstract_batch())
             traced = jax.jit(step).trace(*arguments)
         return self._compile(traced)
 

@@ -82,12 +82,12 @@ def count_work(
         batch: one microbatch; ShapeDtypeStructs suffice.
         recomputes: the backward pass of a chunk runs its forward pass again.
     """
-    cut = functions.split(params)
-    types = functions.types(cut["ends"], batch)
+    parts = functions.split(params)
+    types = functions.types(parts["non_stack"], batch)
     layers: list[int] = []
     recomputed: list[int] = []
     for name, num_layers in functions.num_layers.items():
-        layer = one_layer(cut["layers"][name])
+        layer = one_layer(parts["stacks"][name])
         (_, x) = types[name]
         block = functions.blocks[name]
         arguments = (layer, x, batch, jax.ShapeDtypeStruct((), jnp.int32))
@@ -95,14 +95,17 @@ def count_work(
         recomputed += [recomputes * traced_flops(block, *arguments)] * num_layers
     (embedded, _) = [*types.values()][0]
     (_, x) = [*types.values()][-1]
-    head = jax.grad(lambda ends, x, batch: functions.head(ends, x, batch)[0], argnums=(0, 1))
+
+    def loss(non_stack_params: Tree, x: Tree, batch: Tree) -> jax.Array:
+        return functions.head(non_stack_params, x, batch)[0]
+
+    head = jax.grad(loss, argnums=(0, 1))
+    head_batch = functions.with_teacher_output_types(parts["non_stack"], x, batch)
     return LayerCosts(
         layers=tuple(layers),
         recomputed=tuple(recomputed),
-        embed=traced_flops(_with_backward(functions.embed, 1), cut["ends"], batch, embedded),
-        head=traced_flops(
-            head, cut["ends"], x, functions.with_teacher_outputs(cut["ends"], x, batch)
-        ),
+        embed=traced_flops(_with_backward(functions.embed, 1), parts["non_stack"], batch, embedded),
+        head=traced_flops(head, parts["non_stack"], x, head_batch),
     )
 
 

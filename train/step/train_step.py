@@ -1,15 +1,16 @@
 """The training and evaluation steps, as pure functions that are jitted once.
 
-The path of a batch through the training step (B is the global batch, M the number of microbatches):
+The path of a batch through the training step, with M microbatches of B examples:
 
-    batch [B, ...]
+    batch [M·B, ...]
       -> equalize the sums of loss weights, and scale them for float16
       -> a dropout key per example, from its index
-      -> microbatches [M, B/M, ...]
+      -> microbatches [M, B, ...]
       -> teacher outputs, for a model that learns from the average of its parameters
       -> loss_and_grad: the pipeline schedule; sums of losses, weights and gradients
-      -> divide by the sum of weights
-      -> update: clip, apply the optimizer; skipped if the step is nonfinite or a spike
+      -> divide the losses and metrics by the sum of weights, for the log
+      -> update (update.py): divide the gradients by it, clip, apply the optimizer; skipped if the
+         step is nonfinite or a spike
 """
 
 import dataclasses
@@ -69,7 +70,7 @@ class StepConfig:
 def make_train_step(
     functions: ModelFunctions,
     update: Update,
-    learning_rate: optax.Schedule,
+    learning_rate_schedule: optax.Schedule,
     config: StepConfig,
     mesh: AnyMesh,
     rules: Rules,
@@ -78,7 +79,7 @@ def make_train_step(
     """Build the function `train_step(state, batch) -> (state, metrics)`.
 
     The batch contains the inputs of the model's `embed` and `head`, including `weights`, and
-    `index` uint32[B], the number of each example in the run.
+    `index` uint32[M·B], the number of each example in the run.
 
     The loss is the sum over all microbatches and devices, divided by the sum of `weights`. The
     weights of additional losses, `*_weights`, are first scaled to the same sum.
@@ -96,7 +97,7 @@ def make_train_step(
     Args:
         functions: the model's functions.
         update: the optimizer update.
-        learning_rate: schedule, for the metric.
+        learning_rate_schedule: for the metric; the optimizer has the same.
         config: all other settings of the step.
         mesh: the mesh.
         rules: sharding rules.
@@ -106,20 +107,20 @@ def make_train_step(
     loss_and_grad = make_loss_and_grad(
         functions, config.schedule, config.layouts, param_sharding, config.pipeline
     )
-    with_teacher_outputs = _with_teacher_outputs(functions, config, param_sharding)
+    add_teacher_outputs = _make_add_teacher_outputs(functions, config, param_sharding)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_loss_weights(batch, state, config)
         keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules), traced_for(config.hardware, config.attention):
-            microbatches = with_teacher_outputs(averaged(state), _to_microbatches(batch, config))
+            microbatches = add_teacher_outputs(averaged(state), _to_microbatches(batch, config))
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(functions.split(state.params), microbatches)
         weight = _nonzero(sums.pop("weight"))
         grads = functions.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
         metrics["grad_norm"] = update.norm(grads, weight)
-        metrics["learning_rate"] = learning_rate(state.step - state.num_skipped)
+        metrics["learning_rate"] = learning_rate_schedule(state.step - state.num_skipped)
         if state.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.value(config.precision)
         state = _next(state, grads, weight, metrics, update, config)
@@ -150,17 +151,17 @@ def make_eval_step(
     param_sharding = _param_sharding(functions.split(specs), mesh, config)
     forwards = _forwards(config.schedule)
     evaluate = make_evaluate(functions, forwards, config.layouts, param_sharding, config.pipeline)
-    with_teacher_outputs = _with_teacher_outputs(functions, config, param_sharding)
+    add_teacher_outputs = _make_add_teacher_outputs(functions, config, param_sharding)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = _to_microbatches(_with_even_weights(batch), config)
-            return evaluate(functions.split(params), with_teacher_outputs(teacher, microbatches))
+            return evaluate(functions.split(params), add_teacher_outputs(teacher, microbatches))
 
     return eval_step
 
 
-def _with_teacher_outputs(
+def _make_add_teacher_outputs(
     functions: ModelFunctions, config: StepConfig, param_sharding: ParamSharding
 ) -> Callable[[Tree | None, Batch], Batch]:
     """Return `f(teacher, microbatches)`, which adds the outputs of `teach` to the microbatches."""
@@ -169,11 +170,11 @@ def _with_teacher_outputs(
     forwards = _forwards(config.schedule)
     teach = make_teach(functions, forwards, config.layouts, param_sharding, config.pipeline)
 
-    def with_teacher_outputs(teacher: Tree | None, microbatches: Batch) -> Batch:
+    def add_teacher_outputs(teacher: Tree | None, microbatches: Batch) -> Batch:
         assert teacher is not None
         return microbatches | teach(functions.split(teacher), microbatches)
 
-    return with_teacher_outputs
+    return add_teacher_outputs
 
 
 def _forwards(schedule: Schedule) -> Schedule:
@@ -311,16 +312,16 @@ def _with_scaled_weights(batch: Batch, scale: jax.Array) -> Batch:
 
 
 def _dropout_keys(batch: Batch, seed: int) -> jax.Array:
-    """Return a key per example, key[B], which depends only on the seed and the example's index."""
+    """Return a key per example, key[M·B], which depends only on the seed and its index."""
     # Folded twice, so that no key equals one that an initial parameter was drawn from.
     base = jax.random.fold_in(jax.random.key(seed), _DROPOUT_TAG)
     return jax.vmap(jax.random.fold_in, (None, 0))(base, batch["index"])
 
 
 def _to_microbatches(batch: Batch, config: StepConfig) -> Batch:
-    """Reshape a batch to `[M, B/M, ...]`: row r goes to microbatch r mod M.
+    """Reshape a batch `[M·B, ...]` to `[M, B, ...]`: row r goes to microbatch r mod M.
 
-    No row moves to another device. With B = 8, M = 2 and 2 replicas, which hold rows 0-3 and 4-7:
+    No row moves to another device. With M = 2, B = 4 and 2 replicas, which hold rows 0-3 and 4-7:
 
         microbatch 0: rows 0 2 | 4 6
         microbatch 1: rows 1 3 | 5 7

@@ -5,7 +5,7 @@ device never holds more than one of them:
 
     for each slot of a stack (or for some rows of another parameter):
         copy master weights and moments to the device
-        apply the optimizer, clip and round
+        divide and clip the gradients, apply the optimizer, round
         copy them back, in place
 
 Clipping needs the gradient norm first, so a separate pass computes it. Slicing requires an

@@ -4,8 +4,8 @@
 several microbatches are in flight and weight gradients may run many ticks later, and it must not
 put the weights there. `BlockVJP` therefore traces the block once and classifies its residuals:
 
-- Parameters and side inputs are not saved; the backward reads the originals.
-- Values that depend only on parameters and side inputs are recomputed, unless random bits were
+- Parameters and the microbatch are not saved; the backward reads the originals.
+- Values that depend only on parameters and the microbatch are recomputed, unless random bits were
   drawn for them.
 - All other residuals are `saved`. A loop or branch counts as one operation: if one of its inputs
   depends on x, all its outputs do.
@@ -37,16 +37,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 
-from sharding.jaxprs import inner_jaxprs, walk
+from sharding.jaxprs import (
+    environment,
+    evaluate,
+    inlined,
+    inner_jaxprs,
+    needed_equations,
+    value_of,
+    variables_of,
+    walk,
+)
 from sharding.memory import HOST
 from sharding.pipeline.runtime.min_cut import cheapest_cut
 
 Tree = Any
 
-#: Primitives that only call a jaxpr. They are inlined before a backward is cut in two.
-_CALLS = ("jit", "remat2")
 #: Primitives that draw random bits. Their outputs are saved rather than drawn again.
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "random_gamma")
 #: Primitives that never run twice. The same holds for every operation with a jaxpr of its own:
@@ -55,13 +62,15 @@ _COSTLY = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dila
 
 
 class BlockVJP:
-    """The forward and backward of `block(params, x, side) -> y` as separate functions.
+    """The forward and backward of a block as separate functions.
 
     Args:
-        block: a pure function; y has the same structure, shapes and dtypes as x.
+        block: a pure function `(params, x, microbatch, number) -> y`; y has the same structure,
+            shapes and dtypes as x.
         params: the block's parameters. These arguments are arrays or ShapeDtypeStructs.
         x: the block's input.
-        side: further inputs that receive no gradient, such as masks and dropout keys.
+        microbatch: further inputs that receive no gradient, such as masks and dropout keys.
+        number: the number of the layer, int32[].
 
     Attributes:
         saved: shape and dtype of the residuals that `forward` returns.
@@ -69,12 +78,21 @@ class BlockVJP:
     """
 
     def __init__(
-        self, block: Callable[[Tree, Tree, Tree], Tree], params: Tree, x: Tree, side: Tree
+        self,
+        block: Callable[[Tree, Tree, Tree, jax.Array], Tree],
+        params: Tree,
+        x: Tree,
+        microbatch: Tree,
+        number: jax.Array | jax.ShapeDtypeStruct,
     ):
         self._block = block
-        self._params, self._x, self._side = (_abstract(tree) for tree in (params, x, side))
-        self._forward = _flat(self._with_residuals, self._params, self._x, self._side)
-        num_inputs = [len(jax.tree.leaves(tree)) for tree in (params, x, side)]
+        self._params = _abstract(params)
+        self._x = _abstract(x)
+        self._microbatch = _abstract(microbatch)
+        self._number = _abstract(number)
+        inputs = (self._params, self._x, self._microbatch, self._number)
+        self._forward = inlined(self._with_residuals, *inputs)
+        num_inputs = [len(jax.tree.leaves(tree)) for tree in inputs]
         jaxpr = self._forward.jaxpr
         num_y = num_inputs[1]
         if self._y != self._x:
@@ -83,36 +101,48 @@ class BlockVJP:
             )
         self._residuals = jaxpr.outvars[num_y:]
         x_vars = jaxpr.invars[num_inputs[0] : sum(num_inputs[:2])]
-        side_vars = jaxpr.invars[sum(num_inputs[:2]) :]
-        # Residuals outside this set depend only on params and side, and are recomputed.
-        kept = _following(jaxpr, x_vars) - set(side_vars)
-        self._saved = [v for v in _variables(self._residuals) if v in kept]
+        microbatch_vars = jaxpr.invars[sum(num_inputs[:2]) :]  # and number
+        # Residuals outside this set depend only on params and microbatch, and are recomputed.
+        kept = _following(jaxpr, x_vars) - set(microbatch_vars)
+        self._saved = [v for v in variables_of(self._residuals) if v in kept]
         self.saved = [_shape(v) for v in self._saved]
         self.saved_on_host = [v.aval.memory_space == HOST for v in self._saved]
 
-    def forward(self, params: Tree, x: Tree, side: Tree) -> tuple[Tree, list[jax.Array]]:
+    def forward(
+        self, params: Tree, x: Tree, microbatch: Tree, number: jax.Array
+    ) -> tuple[Tree, list[jax.Array]]:
         """Return (y, the saved residuals)."""
-        y, residuals = self._with_residuals(params, x, side)
+        y, residuals = self._with_residuals(params, x, microbatch, number)
         by_var = dict(zip(map(id, self._residuals), residuals, strict=True))
         return y, [by_var[id(v)] for v in self._saved]
 
     def backward(
-        self, params: Tree, side: Tree, saved: Sequence[jax.Array], dy: Tree
+        self,
+        params: Tree,
+        microbatch: Tree,
+        number: jax.Array,
+        saved: Sequence[jax.Array],
+        dy: Tree,
     ) -> tuple[Tree, Tree]:
         """Return (gradients of params, gradient of x)."""
         jaxpr = self._forward.jaxpr
-        inputs = [*jax.tree.leaves(params), *jax.tree.leaves(self._x), *jax.tree.leaves(side)]
-        env = _environment(self._forward, inputs)
+        inputs = jax.tree.leaves((params, self._x, microbatch, number))
+        env = environment(self._forward, inputs)
         env |= dict(zip(self._saved, saved, strict=True))
         # Recompute the residuals that were not saved, then apply jax's own VJP to all of them. The
         # ShapeDtypeStructs of x are placeholders: nothing that depends on x is recomputed.
-        needed = _needed(jaxpr.eqns, self._residuals, known=set(env))
-        _run([jaxpr.eqns[i] for i in needed], env)
-        vjp = jax.tree.unflatten(self._vjp_structure, [_value(v, env) for v in self._residuals])
+        needed = needed_equations(jaxpr.eqns, self._residuals, known=set(env))
+        evaluate([jaxpr.eqns[i] for i in needed], env)
+        vjp = jax.tree.unflatten(self._vjp_structure, [value_of(v, env) for v in self._residuals])
         return vjp(dy)
 
     def input_gradient(
-        self, params: Tree, side: Tree, saved: Sequence[jax.Array], dy: Tree
+        self,
+        params: Tree,
+        microbatch: Tree,
+        number: jax.Array,
+        saved: Sequence[jax.Array],
+        dy: Tree,
     ) -> tuple[Tree, list[jax.Array | None], list[jax.Array]]:
         """Run the first half of the backward.
 
@@ -122,23 +152,29 @@ class BlockVJP:
             it.
         """
         cut = self._cut
-        env = cut.environment((params, side, saved, dy))
-        _run(cut.first, env)
+        env = cut.environment_of((params, microbatch, number, saved, dy))
+        evaluate(cut.first, env)
         early = [
-            _value(v, env) if is_early else None
+            value_of(v, env) if is_early else None
             for v, is_early in zip(cut.weights, cut.is_early, strict=True)
         ]
-        dx = jax.tree.unflatten(jax.tree.structure(self._x), [_value(v, env) for v in cut.inputs])
-        return dx, early, [_value(v, env) for v in cut.handed]
+        dx = jax.tree.unflatten(jax.tree.structure(self._x), [value_of(v, env) for v in cut.inputs])
+        return dx, early, [value_of(v, env) for v in cut.handed]
 
     def weight_gradient(
-        self, params: Tree, side: Tree, saved: Sequence[jax.Array], handed: Sequence[jax.Array]
+        self,
+        params: Tree,
+        microbatch: Tree,
+        number: jax.Array,
+        saved: Sequence[jax.Array],
+        handed: Sequence[jax.Array],
     ) -> list[jax.Array | None]:
         """Run the second half of the backward.
 
         Args:
             params: the block's parameters.
-            side: its side inputs.
+            microbatch: its further inputs.
+            number: the number of its layer.
             saved: only the saved residuals with the indices `saved_for_weights`.
             handed: the values that `input_gradient` handed over.
 
@@ -152,11 +188,11 @@ class BlockVJP:
             arrays[i] = array
         # The second half never reads dy itself: if it is needed, it is among `handed`. The
         # ShapeDtypeStructs of x, which has the same type, stand in for it.
-        env = cut.environment((params, side, arrays, self._x))
+        env = cut.environment_of((params, microbatch, number, arrays, self._x))
         env |= dict(zip(cut.handed, handed, strict=True))
-        _run(cut.second, env)
+        evaluate(cut.second, env)
         return [
-            None if is_early else _value(v, env)
+            None if is_early else value_of(v, env)
             for v, is_early in zip(cut.weights, cut.is_early, strict=True)
         ]
 
@@ -170,16 +206,16 @@ class BlockVJP:
         """Indices of the saved residuals that `weight_gradient` reads."""
         return self._cut.saved_for_weights
 
-    def _with_residuals(self, params, x, side):
-        y, vjp = jax.vjp(lambda params, x: self._block(params, x, side), params, x)
+    def _with_residuals(self, params, x, microbatch, number):
+        y, vjp = jax.vjp(lambda params, x: self._block(params, x, microbatch, number), params, x)
         residuals, self._vjp_structure = jax.tree.flatten(vjp)
         self._y = _abstract(y)
         return y, residuals
 
     @cached_property
     def _cut(self) -> "_Cut":
-        example = (self._params, self._side, self.saved, self._x)
-        flat = _flat(self.backward, *example)
+        example = (self._params, self._microbatch, self._number, self.saved, self._x)
+        flat = inlined(self.backward, *example)
         return _Cut.of(flat, [len(jax.tree.leaves(tree)) for tree in example])
 
 
@@ -187,7 +223,7 @@ class BlockVJP:
 class _Cut:
     """The equations of a backward, split into two halves."""
 
-    jaxpr: Any  # the closed jaxpr of the backward; its inputs are params, side, saved, dy
+    jaxpr: Any  # the closed jaxpr of the backward; its inputs: see `BlockVJP.backward`
     first: list  # equations that the gradient of x needs
     second: list  # equations that the remaining gradients need, including recomputation
     inputs: list  # variables: the gradient of x
@@ -202,25 +238,26 @@ class _Cut:
 
         Args:
             closed: closed jaxpr of the backward, with calls inlined.
-            num_inputs: number of leaves of params, side, saved and dy.
+            num_inputs: number of leaves of params, microbatch, number, saved and dy.
         """
         jaxpr = closed.jaxpr
-        num_params, num_side, num_saved, _ = num_inputs
-        variable = jaxpr.invars[num_params + num_side :]
+        num_params, num_microbatch, num_number, num_saved, _ = num_inputs
+        num_free = num_params + num_microbatch + num_number
+        variable = jaxpr.invars[num_free:]
         weights = jaxpr.outvars[:num_params]
         inputs = jaxpr.outvars[num_params:]
-        # Parameters, side inputs and constants are available to both halves at no cost.
-        free = {*jaxpr.invars[: num_params + num_side], *jaxpr.constvars}
+        # Parameters, the microbatch and constants are available to both halves at no cost.
+        free = {*jaxpr.invars[:num_free], *jaxpr.constvars}
         saved = variable[:num_saved]
         dy = variable[num_saved:]
         # Lists and dicts instead of sets: iteration order decides the order of equations and
         # buffers, and every process must build the same program.
         eqns = jaxpr.eqns
         is_known = {*free, *variable}
-        first = _needed(eqns, inputs, known=is_known)
-        made = _variables(v for i in first for v in eqns[i].outvars)
+        first = needed_equations(eqns, inputs, known=is_known)
+        made = variables_of(v for i in first for v in eqns[i].outvars)
         # The equations that the gradients of params need after the whole first half has run.
-        late = _needed(eqns, weights, known={*is_known, *made})
+        late = needed_equations(eqns, weights, known={*is_known, *made})
         yielded = {v for i in late for v in eqns[i].outvars}
         # Cheap operations, such as norms and activation functions, may run a second time: that
         # costs less than keeping their outputs for many ticks. So the cut may move upstream of
@@ -233,19 +270,21 @@ class _Cut:
             uses=[
                 (a, b)
                 for e in again
-                for a in _variables(e.invars)
+                for a in variables_of(e.invars)
                 if a in values
                 for b in e.outvars
             ],
             given=[*variable, *(v for v in made if v not in cheap)],
-            wanted=[v for v in _variables(v for i in late for v in eqns[i].invars) if v in values],
+            wanted=[
+                v for v in variables_of(v for i in late for v in eqns[i].invars) if v in values
+            ],
         )
         is_early = [isinstance(v, Literal) or v not in yielded for v in weights]
         late_weights = [v for v, early in zip(weights, is_early, strict=True) if not early]
         return cls(
             jaxpr=closed,
             first=[eqns[i] for i in first],
-            second=[eqns[i] for i in _needed(eqns, late_weights, known=free | kept)],
+            second=[eqns[i] for i in needed_equations(eqns, late_weights, known=free | kept)],
             inputs=inputs,
             weights=weights,
             is_early=is_early,
@@ -253,13 +292,13 @@ class _Cut:
             saved_for_weights=[i for i, v in enumerate(saved) if v in kept],
         )
 
-    def environment(self, inputs: tuple) -> dict:
+    def environment_of(self, inputs: tuple) -> dict:
         """Return the values of the jaxpr's inputs and constants; None stands for absent inputs."""
 
         def is_none(leaf):
             return leaf is None
 
-        return _environment(self.jaxpr, jax.tree.leaves(inputs, is_leaf=is_none))
+        return environment(self.jaxpr, jax.tree.leaves(inputs, is_leaf=is_none))
 
 
 def _following(jaxpr, variables: Iterable) -> set:
@@ -268,7 +307,7 @@ def _following(jaxpr, variables: Iterable) -> set:
     for eqn in jaxpr.eqns:
         # Deriving a key from a key runs the same primitives, but is cheap to repeat.
         draws = _draws(eqn) and not any(_is_key(v) for v in eqn.outvars)
-        if draws or found.intersection(_variables(eqn.invars)):
+        if draws or found.intersection(variables_of(eqn.invars)):
             found.update(eqn.outvars)
     return found
 
@@ -283,63 +322,6 @@ def _is_costly(eqn) -> bool:
 
 def _is_key(v) -> bool:
     return jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
-
-
-def _needed(eqns: Sequence, outputs: Iterable, *, known: set) -> list[int]:
-    """Return the indices of the equations that compute `outputs` from the `known` variables."""
-    wanted = set(_variables(outputs)) - known
-    needed = []
-    for i in reversed(range(len(eqns))):
-        if wanted.intersection(eqns[i].outvars):
-            needed.append(i)
-            wanted.update(v for v in _variables(eqns[i].invars) if v not in known)
-    return needed[::-1]
-
-
-def _environment(closed, inputs: Sequence) -> dict:
-    """Map the inputs and constants of a closed jaxpr to their values."""
-    env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
-    return env | dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-
-def _run(eqns: Sequence, env: dict) -> None:
-    """Evaluate equations, reading variables from `env` and writing them to it."""
-    for eqn in eqns:
-        inputs = [_value(v, env) for v in eqn.invars]
-        with eqn.ctx.manager:
-            values = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-        values = values if eqn.primitive.multiple_results else [values]
-        env.update(zip(eqn.outvars, values, strict=True))
-
-
-def _flat(function: Callable, *args: Tree):
-    """Trace `function` to a closed jaxpr with all calls inlined."""
-    whole = jax.make_jaxpr(function)(*args)
-    return jax.make_jaxpr(lambda *leaves: _run_flat(whole, leaves))(*jax.tree.leaves(args))
-
-
-def _run_flat(closed, args: Sequence) -> list:
-    """Evaluate a closed jaxpr with all calls inlined."""
-    jaxpr = closed.jaxpr
-    env = _environment(closed, args)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _CALLS:
-            inner = eqn.params["jaxpr"]
-            inner = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
-            values = _run_flat(inner, [_value(v, env) for v in eqn.invars])
-            env.update(zip(eqn.outvars, values, strict=True))
-        else:
-            _run([eqn], env)
-    return [_value(v, env) for v in jaxpr.outvars]
-
-
-def _value(v, env: dict):
-    return v.val if isinstance(v, Literal) else env[v]
-
-
-def _variables(values: Iterable) -> list:
-    """Return the distinct variables among variables and literals, in order."""
-    return list(dict.fromkeys(v for v in values if not isinstance(v, Literal)))
 
 
 def _shape(v) -> jax.ShapeDtypeStruct:

@@ -30,16 +30,20 @@ ChunkResiduals = dict[str, Residuals]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackPart:
-    """One stack, as seen by one device.
+    """One stack, as seen by one device: its layers of every chunk of the device.
+
+    The methods take and return packed activations.
 
     Attributes:
         layers: the stack's layers on this device.
-        before: `before(end_params, x, microbatch) -> x`, runs ahead of the stack's first layer; may
-            be None.
+        before: `before(non_stack_params, x, microbatch) -> x`, runs ahead of the stack's first
+            layer; may be None.
         input_type: type of the input of `before`, a tree of ShapeDtypeStructs.
         block_type: type of the input of the stack's blocks, a tree of ShapeDtypeStructs.
         contains_layers: for each chunk of this device, whether it contains layers of the stack.
         contains_first: for each chunk, whether it contains the stack's first layer.
+        packed: packs activations for sending, and unpacks them.
+        non_stack_params: the non-stack parameters, which `before` may read.
     """
 
     layers: Layers
@@ -48,6 +52,135 @@ class StackPart:
     block_type: Tree
     contains_layers: Flag
     contains_first: Flag
+    packed: PackedActivations
+    non_stack_params: Tree
+
+    def residuals(self, num_slots: Mapping[str, int]) -> Residuals:
+        """Return empty buffers; see `Chunks.residuals`."""
+        residuals = self.layers.residuals(num_slots)
+        if self.before is None or "saved" not in num_slots:
+            return residuals
+        before_inputs = zeros(self.input_type, num_slots["saved"])
+        return dataclasses.replace(residuals, before_inputs=before_inputs)
+
+    def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+        """Return x after the chunk's layers of this stack."""
+
+        def run() -> Tree:
+            block_input = self._block_input(chunk, x, microbatch)
+            return self.packed.pack(self.layers.forward(chunk, block_input, microbatch))
+
+        return self._if_present(chunk, run, x)
+
+    def forward_saving_residuals(
+        self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: Residuals, slots: Slots
+    ) -> tuple[Tree, Residuals]:
+        """Return x after the chunk's layers of this stack, and the buffers with its residuals."""
+
+        def run() -> tuple[Tree, Residuals]:
+            buffers = residuals
+            if self.before is not None:
+                before_input = self.packed.unpack(x, self.input_type)
+                before_inputs = write(buffers.before_inputs, slots.saved, before_input)
+                buffers = dataclasses.replace(buffers, before_inputs=before_inputs)
+            block_input = self._block_input(chunk, x, microbatch)
+            y, buffers = self.layers.forward_saving_residuals(
+                chunk, block_input, microbatch, buffers, slots
+            )
+            return self.packed.pack(y), buffers
+
+        return self._if_present(chunk, run, (x, residuals))
+
+    def backward(
+        self,
+        chunk: jax.Array,
+        dx: Tree,
+        microbatch: Tree,
+        residuals: Residuals,
+        slots: Slots,
+        grads: tuple[Tree, Tree],
+    ) -> tuple[Tree, tuple[Tree, Tree], Residuals]:
+        """Run the backward of the chunk's layers of this stack, or its first half.
+
+        Args:
+            chunk: the chunk's number on this device.
+            dx: gradient of the output.
+            microbatch: the microbatch.
+            residuals: the buffers of this stack.
+            slots: the slots of the buffers.
+            grads: gradients of the non-stack parameters and of the stack's parameters so far.
+
+        Returns:
+            (gradient of the input, `grads` with new gradients added, buffers).
+        """
+
+        def run() -> tuple[Tree, tuple[Tree, Tree], Residuals]:
+            non_stack_grads, stack_grads = grads
+            buffers = residuals
+            dy = self.packed.unpack(dx, self.block_type)
+            if self.layers.splits:
+                block_dx, stack_grads, handed = self.layers.input_gradient(
+                    chunk, dy, microbatch, buffers, slots, stack_grads
+                )
+                buffers = dataclasses.replace(buffers, handed=handed)
+            else:
+                block_dx, stack_grads = self.layers.backward(
+                    chunk, dy, microbatch, buffers, slots, stack_grads
+                )
+            input_dx, non_stack_grads = self._through_before(
+                chunk, block_dx, microbatch, buffers, slots, non_stack_grads
+            )
+            return input_dx, (non_stack_grads, stack_grads), buffers
+
+        return self._if_present(chunk, run, (dx, grads, residuals))
+
+    def _if_present(self, chunk: jax.Array, run: Callable[[], Tree], otherwise: Tree) -> Tree:
+        """Return run() if the chunk contains layers of the stack, else `otherwise`.
+
+        If all activations have the same type, `run` is called unconditionally: it skips absent
+        layers itself and then returns `otherwise`.
+        """
+        if self.packed.are_alike:
+            return run()
+        return self.contains_layers.choose(chunk, run, lambda: otherwise)
+
+    def _block_input(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+        """Return the input of the stack's blocks, after `before` if the stack begins here."""
+        unpack = self.packed.unpack
+        before = self.before
+        if before is None:
+            return unpack(x, self.block_type)
+        return self.contains_first.choose(
+            chunk,
+            lambda: before(self.non_stack_params, unpack(x, self.input_type), microbatch),
+            lambda: unpack(x, self.block_type),
+        )
+
+    def _through_before(
+        self,
+        chunk: jax.Array,
+        dx: Tree,
+        microbatch: Tree,
+        residuals: Residuals,
+        slots: Slots,
+        non_stack_grads: Tree,
+    ) -> tuple[Tree, Tree]:
+        """Return the gradient of `before`'s input, and the gradients with its own added."""
+        pack = self.packed.pack
+        before = self.before
+        if before is None:
+            return pack(dx), non_stack_grads
+        x = read(residuals.before_inputs, slots.saved)
+
+        def through():
+            def run(non_stack_params, x):
+                return before(non_stack_params, x, microbatch)
+
+            _, vjp = jax.vjp(run, self.non_stack_params, x)
+            grads, dx_before = vjp(dx)
+            return pack(dx_before), add(non_stack_grads, grads)
+
+        return self.contains_first.choose(chunk, through, lambda: (pack(dx), non_stack_grads))
 
 
 class Chunks:
@@ -55,26 +188,10 @@ class Chunks:
 
     Args:
         parts: stack -> its part on this device, in the order in which the stacks run.
-        packed: packs activations for sending, and unpacks them.
-        end_params: the non-stack parameters, which `before` functions may read.
-        splits: whether backwards run as input gradient and weight gradient.
     """
 
-    def __init__(
-        self,
-        parts: Mapping[str, StackPart],
-        packed: PackedActivations,
-        end_params: Tree,
-        *,
-        splits: bool,
-    ):
-        self._parts = {
-            name: dataclasses.replace(part, before=_alone(name, part.before))
-            for name, part in parts.items()
-        }
-        self._packed = packed
-        self._end_params = end_params
-        self._splits = splits
+    def __init__(self, parts: dict[str, StackPart]):
+        self._parts = parts
 
     def no_gradients(self) -> dict[str, Tree]:
         """Return, for each stack, zero gradients of its layers on this device."""
@@ -86,52 +203,33 @@ class Chunks:
         Args:
             num_slots: buffer -> number of slots. Buffers that it does not name are left out.
         """
-        residuals = {}
-        for name, part in self._parts.items():
-            residuals[name] = part.layers.residuals(num_slots)
-            if part.before is not None and "saved" in num_slots:
-                before_inputs = zeros(part.input_type, num_slots["saved"])
-                residuals[name] = dataclasses.replace(residuals[name], before_inputs=before_inputs)
+        residuals = {name: part.residuals(num_slots) for name, part in self._parts.items()}
         return counted_as("activations", residuals)
 
-    def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Return x after the chunk, without saving residuals."""
+    def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+        """Return x after the chunk, without saving anything for a backward.
+
+        Evaluations run this, and so does training if backwards recompute their chunk's forward
+        (`pipeline.remat=full`): those call `forward_saving_residuals`.
+        """
         for part in self._parts.values():
-
-            def run(x: Tree, part=part) -> Tree:
-                x = self._made_ready(part, chunk, x, microbatch)
-                return self._packed.pack(part.layers.evaluate(chunk, x, microbatch))
-
-            x = self._if_present(part, chunk, run, x)
+            x = part.forward(chunk, x, microbatch)
         return x
 
-    def forward(
-        self, chunk, x: Tree, microbatch: Tree, residuals: ChunkResiduals, slots: Slots
+    def forward_saving_residuals(
+        self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: ChunkResiduals, slots: Slots
     ) -> tuple[Tree, ChunkResiduals]:
         """Return x after the chunk, and the buffers with the residuals for its backward."""
         residuals = dict(residuals)
         for name, part in self._parts.items():
-
-            def run(state, part=part):
-                x, stack_residuals = state
-                if part.before is not None:
-                    before_input = self._packed.unpack(x, part.input_type)
-                    before_inputs = write(stack_residuals.before_inputs, slots.saved, before_input)
-                    stack_residuals = dataclasses.replace(
-                        stack_residuals, before_inputs=before_inputs
-                    )
-                x = self._made_ready(part, chunk, x, microbatch)
-                x, stack_residuals = part.layers.forward(
-                    chunk, x, microbatch, stack_residuals, slots
-                )
-                return self._packed.pack(x), stack_residuals
-
-            x, residuals[name] = self._if_present(part, chunk, run, (x, residuals[name]))
+            x, residuals[name] = part.forward_saving_residuals(
+                chunk, x, microbatch, residuals[name], slots
+            )
         return x, residuals
 
     def backward(
         self,
-        chunk,
+        chunk: jax.Array,
         dx: Tree,
         microbatch: Tree,
         residuals: ChunkResiduals,
@@ -146,101 +244,42 @@ class Chunks:
             `weight_gradient`.
         """
         residuals = dict(residuals)
-        end_grads = grads["ends"]
-        layer_grads = dict(grads["layers"])
+        non_stack_grads = grads["non_stack"]
+        stacks_grads = dict(grads["stacks"])
         for name, part in reversed(self._parts.items()):
-
-            def run(state, part=part):
-                dx, end_grads, stack_grads, stack_residuals = state
-                dx = self._packed.unpack(dx, part.block_type)
-                args = (chunk, dx, microbatch, stack_residuals, slots, stack_grads)
-                if self._splits:
-                    dx, stack_grads, handed = part.layers.input_gradient(*args)
-                    stack_residuals = dataclasses.replace(stack_residuals, handed=handed)
-                else:
-                    dx, stack_grads = part.layers.backward(*args)
-                dx, end_grads = self._through_before(
-                    part, chunk, dx, microbatch, stack_residuals, slots, end_grads
-                )
-                return dx, end_grads, stack_grads, stack_residuals
-
-            state = (dx, end_grads, layer_grads[name], residuals[name])
-            state = self._if_present(part, chunk, run, state)
-            dx, end_grads, layer_grads[name], residuals[name] = state
-        return dx, {"ends": end_grads, "layers": layer_grads}, residuals
+            part_grads = (non_stack_grads, stacks_grads[name])
+            dx, part_grads, residuals[name] = part.backward(
+                chunk, dx, microbatch, residuals[name], slots, part_grads
+            )
+            non_stack_grads, stacks_grads[name] = part_grads
+        return dx, {"non_stack": non_stack_grads, "stacks": stacks_grads}, residuals
 
     def weight_gradient(
         self,
-        chunk,
+        chunk: jax.Array,
         microbatch: Tree,
         residuals: ChunkResiduals,
         slots: Slots,
         grads: dict[str, Tree],
     ) -> dict[str, Tree]:
         """Return `grads` plus the gradients that the first half of the backward left out."""
-        layer_grads = dict(grads["layers"])
+        stacks_grads = dict(grads["stacks"])
         for name, part in self._parts.items():
-            args = (chunk, microbatch, residuals[name], slots, layer_grads[name])
-            layer_grads[name] = part.layers.weight_gradient(*args)
-        return grads | {"layers": layer_grads}
-
-    def _if_present(self, part: StackPart, chunk, run: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return run(state) if the chunk contains layers of the stack, else state.
-
-        If all activations have the same type, `run` is called unconditionally: it skips absent
-        layers itself and then leaves the state unchanged.
-        """
-        if self._packed.are_alike:
-            return run(state)
-        return part.contains_layers.choose(chunk, lambda: run(state), lambda: state)
-
-    def _made_ready(self, part: StackPart, chunk, x: Tree, microbatch: Tree) -> Tree:
-        """Return the input of a stack's blocks, having run `before` if the stack begins here."""
-        unpack = self._packed.unpack
-        before = part.before
-        if before is None:
-            return unpack(x, part.block_type)
-        return part.contains_first.choose(
-            chunk,
-            lambda: before(self._end_params, unpack(x, part.input_type), microbatch),
-            lambda: unpack(x, part.block_type),
-        )
-
-    def _through_before(
-        self,
-        part: StackPart,
-        chunk,
-        dx: Tree,
-        microbatch: Tree,
-        residuals: Residuals,
-        slots: Slots,
-        end_grads: Tree,
-    ) -> tuple[Tree, Tree]:
-        """Return the gradient of `before`'s input, and `end_grads` plus its gradients."""
-        pack = self._packed.pack
-        before = part.before
-        if before is None:
-            return pack(dx), end_grads
-        x = read(residuals.before_inputs, slots.saved)
-
-        def through():
-            def run(end_params, x):
-                return before(end_params, x, microbatch)
-
-            _, vjp = jax.vjp(run, self._end_params, x)
-            grads, dx_before = vjp(dx)
-            return pack(dx_before), add(end_grads, grads)
-
-        return part.contains_first.choose(chunk, through, lambda: (pack(dx), end_grads))
+            stacks_grads[name] = part.layers.weight_gradient(
+                chunk, microbatch, residuals[name], slots, stacks_grads[name]
+            )
+        return grads | {"stacks": stacks_grads}
 
 
-def _alone(stack: str, before: Callable[[Tree, Tree, Tree], Tree] | None) -> Callable | None:
+def running_alone(
+    stack: str, before: Callable[[Tree, Tree, Tree], Tree] | None
+) -> Callable[[Tree, Tree, Tree], Tree] | None:
     """Make `before` fail if it uses an axis split over stages, because only one stage runs it."""
     if before is None:
         return None
 
-    def run(end_params: Tree, x: Tree, microbatch: Tree) -> Tree:
+    def run(non_stack_params: Tree, x: Tree, microbatch: Tree) -> Tree:
         with runs_alone(f"before_{stack}"):
-            return before(end_params, x, microbatch)
+            return before(non_stack_params, x, microbatch)
 
     return run

@@ -8,14 +8,16 @@
 
 A stage (stage.py) calls the methods of either class at the same places of every tick:
 
-    method                  when                          OnOneStage         OnAllStages
-    embed_ahead             before all else               -                  embedding
-    chunk_input             in F, and in B if recomputed  embedding          -
-    head_ahead              between F and B               -                  head and its gradient
-    output_cotangent        in B                          head, its gradient -
-    add_embed_gradient      in B                          embedding gradient -
-    embed_gradient_after    between B and W               -                  embedding gradient
-    collect                 after F, in evaluations       head               head
+    method                       when                      OnOneStage          OnAllStages
+    embed_ahead                  before all else           -                   embedding
+    chunk_input                  in F; in B if recomputed  embedding           -
+    head_ahead                   between F and B           -                   head, its gradient
+    loss_and_output_cotangent    in B                      head, its gradient  -
+    add_embed_gradient           in B                      embedding gradient  -
+    embed_gradient_after         between B and W           -                   embedding gradient
+    collect                      after F, in evaluations   head                head
+
+"Head" includes the loss, which is added to the sums.
 """
 
 from collections.abc import Callable
@@ -25,8 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from sharding.collectives import psum
-from sharding.pipeline.runtime.model import Model
 from sharding.pipeline.runtime.packed_activations import PackedActivations
+from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.tick_plan import Operation, TickPlan
 from sharding.pipeline.runtime.trees import add, read, where, write, zeros
 
@@ -37,68 +39,69 @@ class EmbedAndHead:
     """The embedding and head of a model on packed activations.
 
     Args:
-        model: provides `embed`, `head` and `teach`.
+        functions: provide `embed`, `head` and `teach`.
         packed: converts activations to and from the form in which they are sent.
         head_input_type: type of the head's input, a tree of ShapeDtypeStructs.
-        end_params: the non-stack parameters; this stage's part of those that are split over stages.
-        batch: arrays `[M, B, ...]`.
+        non_stack_params: the parameters outside the stacks; of those that are split over stages,
+            this stage's part.
+        microbatches: arrays `[M, B, ...]`.
     """
 
     def __init__(
         self,
-        model: Model,
+        functions: PipelineFunctions,
         packed: PackedActivations,
         head_input_type: Tree,
-        end_params: Tree,
-        batch: Tree,
+        non_stack_params: Tree,
+        microbatches: Tree,
     ):
-        self._model = model
+        self._functions = functions
         self._packed = packed
         self._head_input_type = head_input_type
-        self.end_params = end_params
-        self._batch = batch
+        self.non_stack_params = non_stack_params
+        self._microbatches = microbatches
 
     def embed(self, microbatch: Tree) -> Tree:
         """Return the activations that enter the first layer, packed."""
-        return self._embed(self.end_params, microbatch)
+        return self._embed(self.non_stack_params, microbatch)
 
     def embed_gradient(self, dx: Tree, microbatch: Tree) -> Tree:
         """Return the embedding's gradients of the non-stack parameters."""
 
-        def embed(end_params):
-            return self._embed(end_params, microbatch)
+        def embed(non_stack_params):
+            return self._embed(non_stack_params, microbatch)
 
-        _, vjp = jax.vjp(embed, self.end_params)
-        (end_grads,) = vjp(dx)
-        return end_grads
+        _, vjp = jax.vjp(embed, self.non_stack_params)
+        (non_stack_grads,) = vjp(dx)
+        return non_stack_grads
 
     def sums(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Return the head's `loss`, `weight` and metrics, summed over the microbatch."""
-        return self._sums(self.end_params, x, microbatch)
+        return self._sums(self.non_stack_params, x, microbatch)
 
     def teacher_outputs(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Return the outputs of the model's `teach`, which runs in place of the head."""
-        assert self._model.teach is not None
+        assert self._functions.teach is not None
         x = self._packed.unpack(x, self._head_input_type)
-        return self._model.teach(self.end_params, x, microbatch)
+        return self._functions.teach(self.non_stack_params, x, microbatch)
 
     def head_gradient(self, x: Tree, microbatch: Tree) -> tuple[dict, Tree, Tree]:
         """Return (sums, gradients of the non-stack parameters, gradient of x)."""
 
-        def loss(end_params, x):
-            sums = self._sums(end_params, x, microbatch)
+        def loss(non_stack_params, x):
+            sums = self._sums(non_stack_params, x, microbatch)
             return sums["loss"], sums
 
         grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
-        (end_grads, dx), sums = grad(self.end_params, x)
-        return sums, end_grads, dx
+        (non_stack_grads, dx), sums = grad(self.non_stack_params, x)
+        return sums, non_stack_grads, dx
 
-    def _embed(self, end_params: Tree, microbatch: Tree) -> Tree:
-        return self._packed.pack(self._model.embed(end_params, microbatch))
+    def _embed(self, non_stack_params: Tree, microbatch: Tree) -> Tree:
+        return self._packed.pack(self._functions.embed(non_stack_params, microbatch))
 
-    def _sums(self, end_params: Tree, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
+    def _sums(self, non_stack_params: Tree, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         x = self._packed.unpack(x, self._head_input_type)
-        loss, weight, metrics = self._model.head(end_params, x, microbatch)
+        loss, weight, metrics = self._functions.head(non_stack_params, x, microbatch)
         return jax.tree.map(jnp.asarray, {"loss": loss, "weight": weight, **metrics})
 
 
@@ -118,16 +121,16 @@ class OnOneStage(EmbedAndHead):
         return operation.if_first(embedded, lambda: arrived)
 
     def head_ahead(
-        self, sums: Tree, end_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
+        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
     ) -> tuple[Tree, Tree, Tree]:
-        """Return sums and gradients unchanged, and None: `output_cotangent` runs the head."""
-        return sums, end_grads, None
+        """Return sums and gradients unchanged: `loss_and_output_cotangent` runs the head."""
+        return sums, non_stack_grads, None
 
-    def output_cotangent(
+    def loss_and_output_cotangent(
         self,
         operation: Operation,
         sums: Tree,
-        end_grads: Tree,
+        non_stack_grads: Tree,
         dy_from_head: Tree,
         arrived: Tree | None,
         y: Tree,
@@ -138,7 +141,7 @@ class OnOneStage(EmbedAndHead):
         Args:
             operation: the backward.
             sums: sums of losses, weights and metrics so far.
-            end_grads: gradients of the non-stack parameters so far.
+            non_stack_grads: gradients of the non-stack parameters so far.
             dy_from_head: the last value that `head_ahead` returned.
             arrived: the cotangent that the next chunk sent; None if no chunk sends one.
             y: output of the chunk; None if it is not the last one.
@@ -147,47 +150,47 @@ class OnOneStage(EmbedAndHead):
 
         def run_head():
             more, grads, dy = self.head_gradient(y, microbatch)
-            return add(sums, more), add(end_grads, grads), dy
+            return add(sums, more), add(non_stack_grads, grads), dy
 
-        return operation.if_last(run_head, lambda: (sums, end_grads, arrived))
+        return operation.if_last(run_head, lambda: (sums, non_stack_grads, arrived))
 
     def add_embed_gradient(
-        self, operation: Operation, end_grads: Tree, dx: Tree, microbatch: Tree
+        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
         """Return the gradients of non-stack parameters; the first chunk adds the embedding's."""
 
         def embedded():
-            return add(end_grads, self.embed_gradient(dx, microbatch))
+            return add(non_stack_grads, self.embed_gradient(dx, microbatch))
 
-        return operation.if_first(embedded, lambda: end_grads)
+        return operation.if_first(embedded, lambda: non_stack_grads)
 
-    def embed_gradient_after(self, end_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
         """Return the gradients unchanged: `add_embed_gradient` has added the embedding's."""
-        return end_grads
+        return non_stack_grads
 
-    def collect(self, collect: Callable, collected: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
-        """Add the result of the last chunk's forward: `collect(collected, y, microbatch)`."""
+    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+        """Add the result of the last chunk's forward: `include(result, y, microbatch)`."""
 
         def more():
-            return collect(collected, y, tick_plan.forward.microbatch)
+            return include(result, y, tick_plan.forward.microbatch)
 
-        return tick_plan.forward.if_last(more, lambda: collected)
+        return tick_plan.forward.if_last(more, lambda: result)
 
 
 class OnAllStages(EmbedAndHead):
     """All stages embed and run the head together, each with its part of the vocabulary.
 
     Args:
-        stage: int32[], this device's stage.
+        stage_index: int32[], this device's stage.
         first: the stage that has the model's first chunk.
         last: the stage that has the model's last chunk.
         is_split: for each non-stack parameter, whether it is split over the stages.
         *args: the arguments of `EmbedAndHead`.
     """
 
-    def __init__(self, stage: jax.Array, first: int, last: int, is_split: Tree, *args: Any):
+    def __init__(self, stage_index: jax.Array, first: int, last: int, is_split: Tree, *args: Any):
         super().__init__(*args)
-        self._stage = stage
+        self._stage_index = stage_index
         self._first = first
         self._last = last
         self._is_split = is_split
@@ -196,7 +199,7 @@ class OnAllStages(EmbedAndHead):
         """Embed a microbatch; the first stage writes it to its buffer of inputs."""
 
         def embed():
-            x = self.embed(read(self._batch, tick_plan.embed.microbatch))
+            x = self.embed(read(self._microbatches, tick_plan.embed.microbatch))
             written = write(inputs, tick_plan.forward.slots.input, x)
             return self._only_on(self._first, written, inputs)
 
@@ -207,26 +210,28 @@ class OnAllStages(EmbedAndHead):
         return arrived
 
     def head_ahead(
-        self, sums: Tree, end_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
+        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
     ) -> tuple[Tree, Tree, Tree]:
         """Run the head and its gradient; return (sums, gradients, gradient of the head's input)."""
 
         def head():
             y = self._broadcast(self._last, read(head_inputs, tick_plan.backward.slots.head_input))
-            more, grads, dy = self.head_gradient(y, read(self._batch, tick_plan.head.microbatch))
+            more, grads, dy = self.head_gradient(
+                y, read(self._microbatches, tick_plan.head.microbatch)
+            )
             more = self._only_on(self._last, add(sums, more), sums)
-            return more, self._add_once(self._last, end_grads, grads), dy
+            return more, self._add_once(self._last, non_stack_grads, grads), dy
 
         def nothing():
-            return sums, end_grads, zeros(self._packed.type)
+            return sums, non_stack_grads, zeros(self._packed.type)
 
         return tick_plan.head.if_runs(head, nothing)
 
-    def output_cotangent(
+    def loss_and_output_cotangent(
         self,
         operation: Operation,
         sums: Tree,
-        end_grads: Tree,
+        non_stack_grads: Tree,
         dy_from_head: Tree,
         arrived: Tree | None,
         y: Tree,
@@ -234,33 +239,33 @@ class OnAllStages(EmbedAndHead):
     ) -> tuple[Tree, Tree, Tree]:
         """Return (sums, gradients, cotangent of a chunk's output); see `OnOneStage`."""
         return operation.if_last(
-            lambda: (sums, end_grads, dy_from_head), lambda: (sums, end_grads, arrived)
+            lambda: (sums, non_stack_grads, dy_from_head), lambda: (sums, non_stack_grads, arrived)
         )
 
     def add_embed_gradient(
-        self, operation: Operation, end_grads: Tree, dx: Tree, microbatch: Tree
+        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
         """Return the gradients unchanged: `embed_gradient_after` adds the embedding's."""
-        return end_grads
+        return non_stack_grads
 
-    def embed_gradient_after(self, end_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
         """Add the embedding's gradients, from the first chunk's input gradient."""
 
         def embed():
-            microbatch = read(self._batch, tick_plan.embed_gradient.microbatch)
+            microbatch = read(self._microbatches, tick_plan.embed_gradient.microbatch)
             grads = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
-            return self._add_once(self._first, end_grads, grads)
+            return self._add_once(self._first, non_stack_grads, grads)
 
-        return tick_plan.embed_gradient.if_runs(embed, lambda: end_grads)
+        return tick_plan.embed_gradient.if_runs(embed, lambda: non_stack_grads)
 
-    def collect(self, collect: Callable, collected: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
         """Add the result of the last chunk's forward, on the last stage; all run the head."""
 
         def together():
-            more = collect(collected, self._broadcast(self._last, y), tick_plan.head.microbatch)
-            return self._only_on(self._last, more, collected)
+            more = include(result, self._broadcast(self._last, y), tick_plan.head.microbatch)
+            return self._only_on(self._last, more, result)
 
-        return tick_plan.head.if_runs(together, lambda: collected)
+        return tick_plan.head.if_runs(together, lambda: result)
 
     def _broadcast(self, stage: int, x: Tree) -> Tree:
         """Broadcast `x` from one stage to all stages."""
@@ -268,7 +273,7 @@ class OnAllStages(EmbedAndHead):
 
     def _only_on(self, stage: int, then: Tree, otherwise: Tree) -> Tree:
         """Return `then` on the given stage, and `otherwise` on all others."""
-        return where(self._stage == stage, then, otherwise)
+        return where(self._stage_index == stage, then, otherwise)
 
     def _add_once(self, stage: int, total: Tree, grads: Tree) -> Tree:
         """Add `grads`, gradients that all stages have computed together to `total`.

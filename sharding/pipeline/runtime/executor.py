@@ -1,9 +1,9 @@
 """Executes a pipeline schedule inside one jit, as one program that every device runs.
 
-The executor does not depend on a particular model. From a model's functions (`Model`) and a
-schedule table, it builds a function that maps parameters and microbatches to summed losses and
-gradients. A `lax.scan` runs over the ticks of the table. For example, tick 6 of `zero_bubble` with
-3 stages and 8 microbatches, on stage 1, whose cell is F5 I3 W2:
+The executor does not depend on a particular model. From a model's functions (`PipelineFunctions`)
+and a schedule table, it builds a function that maps parameters and microbatches to summed losses
+and gradients. A `lax.scan` runs over the ticks of the table. For example, tick 6 of `zero_bubble`
+with 3 stages and 8 microbatches, on stage 1, whose cell is F5 I3 W2:
 
     time     ------------------------------------------------------------------------------>
     compute  [embed*]  [ F5 ]  [head*]  [    I3    ]  [embed gradient*]  [   W2   ]  [arrive]
@@ -19,9 +19,17 @@ Each of F, B (or I) and W runs under a `lax.cond`, because a stage may be idle. 
 is sent before the backward begins, and the input gradient's output before the weight gradient
 begins, so a send can overlap with the work that follows it. Sends end with the tick.
 
+An operation that runs in every tick of every stage has no `lax.cond`, and one that never runs is
+not in the program at all. With one stage and `pipeline.remat=full`, for example, there is one tick
+per microbatch, and it has only a B, which runs the forward too: plain gradient accumulation,
+without a `lax.cond` or a send.
+
 The path of a batch: `make_loss_and_grad` here, then on every device a `TrainingStage`
 (training.py), which runs one `TickPlan` (tick_plan.py, buffers.py) per tick, its `Chunks`
 (chunks.py) of `Layers` (layers.py), and the model's block.
+
+In shapes, M is the number of microbatches and B the number of examples of one microbatch: of all
+replicas in the arguments of the functions that are built here, of one replica inside `shard_map`.
 
 - `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
   written here and in gather.py. The other axes stay automatic.
@@ -49,7 +57,7 @@ from sharding.pipeline.runtime.gather import (
     on_shards,
     total,
 )
-from sharding.pipeline.runtime.model import Model
+from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.stage import Stage
 from sharding.pipeline.runtime.training import TrainingStage
 from sharding.pipeline.runtime.trees import zeros
@@ -60,7 +68,7 @@ Params = dict[str, Tree]
 
 
 def make_loss_and_grad(
-    model: Model,
+    functions: PipelineFunctions,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
     param_sharding: ParamSharding,
@@ -69,17 +77,17 @@ def make_loss_and_grad(
     """Build the function that computes losses and gradients with a training schedule.
 
     Args:
-        model: the model's functions.
+        functions: the model's functions.
         schedule: a verified table with as many stages as the mesh has devices along `pipeline`.
         layouts: the layout of every stack, in the order in which the stacks run.
         param_sharding: how the parameters are sharded over the mesh.
         config: only `remat` and `share_vocab` are read.
 
     Returns:
-        `f(params, batch) -> (sums, gradients)`. `params` has the structure of
-        `param_sharding.specs`, and the arrays of `batch` are `[M, B, ...]`. `sums` holds `loss`,
-        `weight` and the head's metrics, summed over microbatches and devices. `gradients` are the
-        gradients of `sums["loss"]`, in float32 or wider, sharded like the parameters.
+        `f(params, microbatches) -> (sums, gradients)`. `params` has the structure of
+        `param_sharding.specs`, and the arrays of `microbatches` are `[M, B, ...]`. `sums` holds
+        `loss`, `weight` and the head's metrics, summed over microbatches and devices. `gradients`
+        are the gradients of `sums["loss"]`, in float32 or wider, sharded like the parameters.
 
     Raises:
         ValueError: a parameter is split over `data` without ZeRO, or a dim other than layers is
@@ -88,8 +96,8 @@ def make_loss_and_grad(
     assert schedule.has_backward()
     plan = _plan(schedule, param_sharding, config)
 
-    def local(params, batch):
-        stage = TrainingStage(model, plan, layouts, param_sharding, params, batch)
+    def local(params, microbatches):
+        stage = TrainingStage(functions, plan, layouts, param_sharding, params, microbatches)
         sums, gradients = stage.train()
         return total(sums, param_sharding.mesh, MANUAL_AXES), stage.reduced(gradients)
 
@@ -99,7 +107,7 @@ def make_loss_and_grad(
 
 
 def make_evaluate(
-    model: Model,
+    functions: PipelineFunctions,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
     param_sharding: ParamSharding,
@@ -108,14 +116,14 @@ def make_evaluate(
     """Build the function that computes losses with a schedule of forwards only.
 
     Args:
-        model: as for `make_loss_and_grad`.
+        functions: as for `make_loss_and_grad`.
         schedule: a verified table without backwards.
         layouts: as for `make_loss_and_grad`.
         param_sharding: as for `make_loss_and_grad`.
         config: as for `make_loss_and_grad`.
 
     Returns:
-        `f(params, batch) -> sums`.
+        `f(params, microbatches) -> sums`.
 
     Raises:
         ValueError: as for `make_loss_and_grad`.
@@ -123,16 +131,16 @@ def make_evaluate(
     assert not schedule.has_backward()
     plan = _plan(schedule, param_sharding, config)
 
-    def local(params, batch):
-        stage = Stage(model, plan, layouts, param_sharding, params, batch)
-        sums = stage.evaluate(zeros(stage.sums_type), stage.with_sums)
+    def local(params, microbatches):
+        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
+        sums = stage.evaluate(zeros(stage.sums_type), stage.add_sums)
         return total(sums, param_sharding.mesh, MANUAL_AXES)
 
     return _on_mesh(local, plan, param_sharding, PartitionSpec())
 
 
 def make_teach(
-    model: Model,
+    functions: PipelineFunctions,
     schedule: Schedule,
     layouts: Mapping[str, Layout],
     param_sharding: ParamSharding,
@@ -141,15 +149,15 @@ def make_teach(
     """Build the function that runs forwards up to `model.teach`.
 
     Args:
-        model: as for `make_loss_and_grad`; it has `teach`.
+        functions: as for `make_loss_and_grad`; it has `teach`.
         schedule: a verified table without backwards.
         layouts: as for `make_loss_and_grad`.
         param_sharding: as for `make_loss_and_grad`.
         config: as for `make_loss_and_grad`.
 
     Returns:
-        `f(params, batch) -> teacher_outputs`, the outputs of `teach` for every microbatch: arrays
-        `[M, B, ...]`, sharded like the batch.
+        `f(params, microbatches) -> teacher_outputs`, the outputs of `teach` for every microbatch:
+        arrays `[M, B, ...]`, sharded like the microbatches.
 
     Raises:
         ValueError: as for `make_loss_and_grad`.
@@ -157,10 +165,10 @@ def make_teach(
     assert not schedule.has_backward()
     plan = _plan(schedule, param_sharding, config)
 
-    def local(params, batch):
-        stage = Stage(model, plan, layouts, param_sharding, params, batch)
+    def local(params, microbatches):
+        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
         teacher_outputs = stage.evaluate(
-            zeros(stage.teacher_outputs_type, plan.num_microbatches), stage.with_teacher_outputs
+            zeros(stage.teacher_outputs_type, plan.num_microbatches), stage.write_teacher_outputs
         )
         return total(teacher_outputs, param_sharding.mesh, ("pipeline",))
 
@@ -177,7 +185,7 @@ def _plan(
 
 def _on_mesh(local, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
     check_specs(param_sharding, shares_vocab=plan.shares_vocab)
-    batch = PartitionSpec(None, REPLICA_AXES)
+    microbatches = PartitionSpec(None, REPLICA_AXES)
     return on_shards(
-        local, param_sharding.mesh, (manual_specs(param_sharding.specs), batch), out_specs
+        local, param_sharding.mesh, (manual_specs(param_sharding.specs), microbatches), out_specs
     )

@@ -48,17 +48,17 @@ class ParamSharding:
     """How a run's parameters are sharded, and the dtypes of gathers and reductions."""
 
     mesh: AnyMesh  # all axes are Auto
-    # {"ends": ..., "layers": {stack: ...}}: the PartitionSpec of every parameter. Leaves of
+    # {"non_stack": ..., "stacks": {stack: ...}}: the PartitionSpec of every parameter. Leaves of
     # `layers` have a leading slot dim, split over `pipeline`.
     specs: dict[str, Tree]
     memory: MemoryConfig = MemoryConfig()  # ZeRO stage and placement, already applied to `specs`
     compute_dtype: str | None = None  # dtype of parameters in the model; None = unchanged
     reduce_dtype: str | None = None  # dtype of gradient reductions over devices; None = unchanged
 
-    def end_gatherer(self) -> "ParamGatherer":
+    def non_stack_gatherer(self) -> "ParamGatherer":
         """Return the gatherer of non-stack parameters, which are gathered once per step."""
-        once = jax.tree.map(lambda _: GatherMode.ONCE, self.specs["ends"], is_leaf=is_spec)
-        return ParamGatherer(self.specs["ends"], self, ("pipeline",), once)
+        once = jax.tree.map(lambda _: GatherMode.ONCE, self.specs["non_stack"], is_leaf=is_spec)
+        return ParamGatherer(self.specs["non_stack"], self, ("pipeline",), once)
 
     def stack_gatherer(self, name: str, params: Tree) -> "ParamGatherer":
         """Return the gatherer of a stack's parameters.
@@ -67,7 +67,7 @@ class ParamSharding:
             name: the stack.
             params: this device's arrays of the stack, or their ShapeDtypeStructs.
         """
-        specs = self.specs["layers"][name]
+        specs = self.specs["stacks"][name]
         params = jax.tree.map(self._whole, params, specs)
 
         def gather_mode(by_layer: bool, streams: bool) -> GatherMode:
@@ -108,7 +108,7 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
     split -= {"data"} if param_sharding.memory.zero_stage else set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         name = ".".join(str(key.key) for key in path[1:])
-        is_stack = path[0].key == "layers"
+        is_stack = path[0].key == "stacks"
         first = axes_of(spec[:1])
         if is_stack and "pipeline" in split - first:
             raise ValueError(

@@ -28,7 +28,7 @@ from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
 from sharding.pipeline.runtime.block_vjp import BlockVJP
 from sharding.pipeline.runtime.gather import ParamGatherer
 from sharding.pipeline.runtime.tick_plan import Slots
-from sharding.pipeline.runtime.trees import wide
+from sharding.pipeline.runtime.trees import branch, wide
 
 Tree = Any
 Buffer = list[jax.Array]
@@ -64,8 +64,8 @@ class Layers:
         gatherer: gathers the parameters of one layer, and reduces its gradients.
         numbers: int32[stages, param slots of a stage], the layer's number or -1; known during
             tracing.
-        here: (stage, x, microbatch): this device's stage, int32[], and x and a microbatch or their
-            ShapeDtypeStructs.
+        stage_index: this device's stage, int32[].
+        example: x and a microbatch, or their ShapeDtypeStructs.
         num_chunks: number of chunks per stage.
         splits: whether backwards run in two halves.
     """
@@ -76,7 +76,8 @@ class Layers:
         params: Tree,
         gatherer: ParamGatherer,
         numbers: np.ndarray,
-        here: tuple[jax.Array, Tree, Tree],
+        stage_index: jax.Array,
+        example: tuple[Tree, Tree],
         num_chunks: int,
         *,
         splits: bool,
@@ -84,22 +85,22 @@ class Layers:
         self._block = block
         self._params = params
         self._gatherer = gatherer
-        self._splits = splits
-        stage, self._x, self._microbatch = here
-        self._numbers = jnp.asarray(numbers)[stage]
+        self.splits = splits
+        self._x, self._microbatch = example
+        self._numbers = jnp.asarray(numbers)[stage_index]
         self._has_padding = bool((numbers < 0).any())
         self._max_layers_per_chunk = numbers.shape[1] // num_chunks
 
     @cached_property
     def _vjp(self) -> BlockVJP:
         params = jax.eval_shape(lambda: self._layer(jnp.int32(0)))
-        side = (self._microbatch, jax.ShapeDtypeStruct((), jnp.int32))
-        return BlockVJP(lambda p, x, side: self._block(p, x, *side), params, self._x, side)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        return BlockVJP(self._block, params, self._x, self._microbatch, number)
 
     @cached_property
     def _for_weights(self) -> list[int]:
         """Indices of the saved residuals that weight gradients read."""
-        return self._vjp.saved_for_weights if self._splits else []
+        return self._vjp.saved_for_weights if self.splits else []
 
     def no_gradients(self) -> Tree:
         """Return zero gradients in float32 or wider, in the same memory as the parameters."""
@@ -135,26 +136,26 @@ class Layers:
             saved=buffer("saved", saved),
             for_weights=buffer("for_weights", for_weights),
             handed=buffer("handed", [(shape, False) for shape in self._vjp.handed])
-            if self._splits
+            if self.splits
             else None,
         )
 
-    def evaluate(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Return x after the chunk's layers, without saving residuals."""
+    def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+        """Return x after the chunk's layers, without saving anything for a backward."""
 
         def body(x, i, param_slot, number):
             return self._block(self._layer(param_slot), x, microbatch, number)
 
         return self._loop(chunk, body, x)
 
-    def forward(
+    def forward_saving_residuals(
         self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: Residuals, slots: Slots
     ) -> tuple[Tree, Residuals]:
         """Return x after the chunk's layers, and the buffers with the saved residuals."""
 
         def body(carry, i, param_slot, number):
             x, residuals = carry
-            x, values = self._vjp.forward(self._layer(param_slot), x, (microbatch, number))
+            x, values = self._vjp.forward(self._layer(param_slot), x, microbatch, number)
             saved, for_weights = self._parted(values)
             residuals = dataclasses.replace(
                 residuals,
@@ -180,7 +181,7 @@ class Layers:
             dx, grads = carry
             saved = _read(residuals.saved, slots.saved, i)
             gradients, dx = self._vjp.backward(
-                self._layer(param_slot), (microbatch, number), saved, dx
+                self._layer(param_slot), microbatch, number, saved, dx
             )
             return dx, self._accumulate(grads, param_slot, jax.tree.leaves(gradients))
 
@@ -209,7 +210,7 @@ class Layers:
                 _read(residuals.for_weights, slots.for_weights, i),
             )
             dx, early, values = self._vjp.input_gradient(
-                self._layer(param_slot), (microbatch, number), saved, dx
+                self._layer(param_slot), microbatch, number, saved, dx
             )
             handed = _write(handed, slots.handed, i, values)
             return dx, self._accumulate(grads, param_slot, early), handed
@@ -224,7 +225,8 @@ class Layers:
         def body(grads, i, param_slot, number):
             late = self._vjp.weight_gradient(
                 self._layer(param_slot),
-                (microbatch, number),
+                microbatch,
+                number,
                 _read(residuals.for_weights, slots.for_weights, i),
                 _read(residuals.handed, slots.handed, i),
             )
@@ -268,13 +270,11 @@ class Layers:
         def step(carry, i):
             param_slot = chunk * self._max_layers_per_chunk + i
             number = self._numbers[param_slot]
-            if not self._has_padding:
-                return body(carry, i, param_slot, number), None
-
-            def run(carry):
-                return body(carry, i, param_slot, number)
-
-            return jax.lax.cond(number >= 0, run, lambda carry: carry, carry), None
+            is_layer = None if self._has_padding else True
+            after = branch(
+                is_layer, number >= 0, lambda: body(carry, i, param_slot, number), lambda: carry
+            )
+            return after, None
 
         steps = jnp.arange(self._max_layers_per_chunk, dtype=jnp.int32)
         with jax.named_scope("layers"):

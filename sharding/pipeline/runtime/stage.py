@@ -1,4 +1,4 @@
-"""One device's view of a pipelined step: its parameters, its batch, its column of the plan.
+"""One device's view of a pipelined step: its parameters, its microbatches, its column of the plan.
 
 A stage runs the same tick again and again. This module has everything that training (training.py)
 and evaluation share, and the tick of an evaluation.
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from sharding.estimate.labels import counted_as
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.buffers import Channel, ExecutionPlan
-from sharding.pipeline.runtime.chunks import Chunks, StackPart
+from sharding.pipeline.runtime.chunks import Chunks, StackPart, running_alone
 from sharding.pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.runtime.layers import Layers
-from sharding.pipeline.runtime.model import Model
 from sharding.pipeline.runtime.packed_activations import PackedActivations
+from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.tick_plan import TICKS, TickPlan
 from sharding.pipeline.runtime.trees import Flag, add, read, wide, write, zeros
 from sharding.pipeline.schedules.table import FORWARD
@@ -32,64 +32,70 @@ class Stage:
     """One device's stage.
 
     Args:
-        model: the model's functions.
+        functions: the model's functions.
         plan: the schedule, ready to be executed.
         layouts: the layout of every stack, in the order in which the stacks run.
         param_sharding: how the parameters are sharded over the mesh.
-        params: this device's shards of the parameters, `{"ends": ..., "layers": {stack: ...}}`.
-        batch: this device's part of the batch, arrays `[M, B, ...]`.
+        params: this device's shards of the parameters, `{"non_stack": ..., "stacks": ...}`.
+        microbatches: this device's part of all microbatches, arrays `[M, B, ...]`.
     """
 
     def __init__(
         self,
-        model: Model,
+        functions: PipelineFunctions,
         plan: ExecutionPlan,
         layouts: Mapping[str, Layout],
         param_sharding: ParamSharding,
         params: Params,
-        batch: Tree,
+        microbatches: Tree,
     ):
+        self._functions = functions
         self._plan = plan
-        self._batch = batch
-        assert {len(x) for x in jax.tree.leaves(batch)} == {plan.num_microbatches}
-        self._index = jax.lax.axis_index("pipeline")
+        self._microbatches = microbatches
+        assert {len(x) for x in jax.tree.leaves(microbatches)} == {plan.num_microbatches}
+        self._stage_index = jax.lax.axis_index("pipeline")
         self._first_microbatch = self._microbatch(jnp.int32(0))
-        self._end_gatherer = param_sharding.end_gatherer()
+        self._non_stack_gatherer = param_sharding.non_stack_gatherer()
         self._stack_gatherers = {
-            name: param_sharding.stack_gatherer(name, params["layers"][name]) for name in layouts
+            name: param_sharding.stack_gatherer(name, params["stacks"][name]) for name in layouts
         }
-        end_params = self._end_gatherer.gather_once(params["ends"])
-        types = model.types(end_params, self._first_microbatch)
-        packed = PackedActivations([x for pair in types.values() for x in pair])
+        self._non_stack_params = self._non_stack_gatherer.gather_once(params["non_stack"])
+        types = functions.types(self._non_stack_params, self._first_microbatch)
+        self._packed = PackedActivations([x for pair in types.values() for x in pair])
+        self._x_type = self._packed.type
         _, head_input_type = [*types.values()][-1]
-        self._x_type = packed.type
-        arguments = (model, packed, head_input_type, end_params, batch)
+        arguments = (
+            functions,
+            self._packed,
+            head_input_type,
+            self._non_stack_params,
+            microbatches,
+        )
         if plan.shares_vocab:
             is_split = jax.tree.map(
-                lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["ends"]
+                lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["non_stack"]
             )
             stages = (plan.first_stage, plan.last_stage)
-            self._embed_and_head = OnAllStages(self._index, *stages, is_split, *arguments)
+            self._embed_and_head = OnAllStages(self._stage_index, *stages, is_split, *arguments)
         else:
             self._embed_and_head = OnOneStage(*arguments)
         parts = {
-            name: self._part(model, name, layout, types[name], params["layers"][name])
+            name: self._part(name, layout, types[name], params["stacks"][name])
             for name, layout in layouts.items()
         }
-        self._chunks = Chunks(parts, packed, end_params, splits=plan.splits_backward)
+        self._chunks = Chunks(parts)
 
-    def _part(
-        self, model: Model, name: str, layout: Layout, types: tuple[Tree, Tree], params: Tree
-    ) -> StackPart:
+    def _part(self, name: str, layout: Layout, types: tuple[Tree, Tree], params: Tree) -> StackPart:
         """Return this device's part of a stack."""
         input_type, block_type = types
         gatherer = self._stack_gatherers[name]
         layers = Layers(
-            model.blocks[name],
+            self._functions.blocks[name],
             gatherer.gather_once(params),
             gatherer,
             layout.layer_of_slot.reshape(len(layout.chunks), -1),
-            (self._index, block_type, self._first_microbatch),
+            self._stage_index,
+            (block_type, self._first_microbatch),
             len(layout.chunks[0]),
             splits=self._plan.splits_backward,
         )
@@ -97,11 +103,13 @@ class Stage:
         contains_first = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
         return StackPart(
             layers=layers,
-            before=model.before.get(name),
+            before=running_alone(name, self._functions.before.get(name)),
             input_type=input_type,
             block_type=block_type,
-            contains_layers=Flag(contains_layers, self._index),
-            contains_first=Flag(contains_first, self._index),
+            contains_layers=Flag(contains_layers, self._stage_index),
+            contains_first=Flag(contains_first, self._stage_index),
+            packed=self._packed,
+            non_stack_params=self._non_stack_params,
         )
 
     @property
@@ -118,42 +126,42 @@ class Stage:
 
     # Evaluation.
 
-    def evaluate(self, collected: Tree, collect: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
+    def evaluate(self, result: Tree, include: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
         """Run a table of forwards, and collect a result from the output of every microbatch.
 
         Args:
-            collected: the initial value of the result.
-            collect: (result so far, output of the last layer, microbatch) -> result.
+            result: the initial value of the result.
+            include: (result so far, output of the last layer, microbatch) -> result.
 
         Returns:
-            The result after all microbatches. Only the last stage has it; on others it is
-            `collected`.
+            The result after all microbatches. Only the last stage has it; others return the initial
+            value.
         """
 
         def tick(carry: tuple[Tree, Tree], tick_plan: TickPlan) -> tuple[tuple[Tree, Tree], None]:
-            collected, inputs = carry
+            result, inputs = carry
             inputs = self._embed_and_head.embed_ahead(inputs, tick_plan)
             arrived = read_or_none(inputs, tick_plan.forward.slots.input)
 
             def forward() -> Tree:
                 microbatch = self._microbatch(tick_plan.forward.microbatch)
                 x = self._embed_and_head.chunk_input(tick_plan.forward, arrived, microbatch)
-                return self._chunks.evaluate(tick_plan.forward.chunk, x, microbatch)
+                return self._chunks.forward(tick_plan.forward.chunk, x, microbatch)
 
             y = tick_plan.forward.if_runs(forward, lambda: zeros(self._x_type))
             arrivals = self._send(FORWARD, y)
-            collected = self._embed_and_head.collect(collect, collected, y, tick_plan)
-            return (collected, self._receive(FORWARD, inputs, arrivals, tick_plan)), None
+            result = self._embed_and_head.collect(include, result, y, tick_plan)
+            return (result, self._receive(FORWARD, inputs, arrivals, tick_plan)), None
 
-        column = self._plan.table.column(self._index)
+        column = self._plan.table.column(self._stage_index)
         with jax.named_scope(TICKS):
-            return jax.lax.scan(tick, (collected, self._buffer("input")), column)[0][0]
+            return jax.lax.scan(tick, (result, self._buffer("input")), column)[0][0]
 
-    def with_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
+    def add_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
         """Return `sums` with the head's sums of a microbatch added."""
         return add(sums, self._embed_and_head.sums(x, self._microbatch(index)))
 
-    def with_teacher_outputs(
+    def write_teacher_outputs(
         self, teacher_outputs: dict[str, Tree], x: Tree, index: jax.Array
     ) -> dict[str, Tree]:
         """Return `teacher_outputs` with the outputs of `teach` for one microbatch filled in."""
@@ -164,7 +172,7 @@ class Stage:
     # Buffers and sends.
 
     def _microbatch(self, index: jax.Array) -> Tree:
-        return read(self._batch, index)
+        return read(self._microbatches, index)
 
     def _buffer(self, name: str) -> Tree | None:
         """Return an empty buffer of activations, or None if the plan has no such buffer."""

@@ -5,7 +5,7 @@ ticks and stages. Each device takes the column of its own stage and scans over i
 the leaves are scalars:
 
     plan.table                       all ticks and stages    int32[ticks, stages]
-    plan.table.column(stage)         one stage, all ticks    int32[ticks]
+    plan.table.column(stage_index)   one stage, all ticks    int32[ticks]
     tick_plan                        one stage, one tick     int32[]
 
 For example, `tick_plan.forward.microbatch` is the microbatch whose forward the stage runs in this
@@ -163,7 +163,7 @@ class TickPlan:
         operations = (self.embed, self.head, self.embed_gradient)
         return {operation.name: operation for operation in operations}
 
-    def column(self, stage: jax.Array) -> "TickPlan":
+    def column(self, stage_index: jax.Array) -> "TickPlan":
         """Return one stage's column of the tables, `int32[ticks]`, ready to be scanned over.
 
         Tables of work that all stages do together are `int32[ticks]` already.
@@ -171,6 +171,6 @@ class TickPlan:
 
         def stage_column(table: Array) -> jax.Array:
             table = jnp.asarray(table, jnp.int32)
-            return table[:, stage] if table.ndim == 2 else table
+            return table[:, stage_index] if table.ndim == 2 else table
 
         return jax.tree.map(stage_column, self)

@@ -35,7 +35,7 @@ class TrainingCarry:
 
     Attributes:
         sums: sums of losses, weights and metrics so far.
-        gradients: sums of gradients so far, `{"ends": ..., "layers": {stack: ...}}`.
+        gradients: sums of gradients so far, `{"non_stack": ..., "stacks": {stack: ...}}`.
         residuals: stack -> buffers for the residuals that backwards read.
         inputs: chunk inputs that have arrived.
         cotangents: gradients of chunk outputs that have arrived.
@@ -57,8 +57,8 @@ class TrainingStage(Stage):
         """Run a training schedule; return this device's (sums, gradients)."""
         plan = self._plan
         gradients = {
-            "ends": zeros(wide(self._embed_and_head.end_params)),
-            "layers": self._chunks.no_gradients(),
+            "non_stack": zeros(wide(self._embed_and_head.non_stack_params)),
+            "stacks": self._chunks.no_gradients(),
         }
         carry = TrainingCarry(
             sums=zeros(self.sums_type),
@@ -68,7 +68,7 @@ class TrainingStage(Stage):
             cotangents=self._buffer("cotangent"),
             head_inputs=self._buffer("head_input"),
         )
-        column = plan.table.column(self._index)
+        column = plan.table.column(self._stage_index)
         with jax.named_scope(TICKS):
             carry, _ = jax.lax.scan(self._train_tick, carry, column)
         return carry.sums, carry.gradients
@@ -97,10 +97,10 @@ class TrainingStage(Stage):
             carry = change(carry, residuals=residuals, head_inputs=head_inputs)
             arrivals |= self._send(FORWARD, y)
 
-        sums, end_grads, dy_from_head = embed_and_head.head_ahead(
-            carry.sums, carry.gradients["ends"], carry.head_inputs, tick_plan
+        sums, non_stack_grads, dy_from_head = embed_and_head.head_ahead(
+            carry.sums, carry.gradients["non_stack"], carry.head_inputs, tick_plan
         )
-        carry = change(carry, sums=sums, gradients=carry.gradients | {"ends": end_grads})
+        carry = change(carry, sums=sums, gradients=carry.gradients | {"non_stack": non_stack_grads})
 
         dx, sums, gradients, residuals = tick_plan.backward.if_runs(
             lambda: self._backward(carry, tick_plan.backward, x_backward, dy, dy_from_head),
@@ -109,8 +109,10 @@ class TrainingStage(Stage):
         carry = change(carry, sums=sums, gradients=gradients, residuals=residuals)
         arrivals |= self._send(BACKWARD, dx)
 
-        end_grads = embed_and_head.embed_gradient_after(carry.gradients["ends"], dx, tick_plan)
-        carry = change(carry, gradients=carry.gradients | {"ends": end_grads})
+        non_stack_grads = embed_and_head.embed_gradient_after(
+            carry.gradients["non_stack"], dx, tick_plan
+        )
+        carry = change(carry, gradients=carry.gradients | {"non_stack": non_stack_grads})
 
         if tick_plan.weight_gradient.always is not False:
             gradients = tick_plan.weight_gradient.if_runs(
@@ -135,9 +137,11 @@ class TrainingStage(Stage):
         x = self._embed_and_head.chunk_input(operation, arrived, microbatch)
         residuals = carry.residuals
         if self._plan.recomputes:
-            y = self._chunks.evaluate(chunk, x, microbatch)
+            y = self._chunks.forward(chunk, x, microbatch)
         else:
-            y, residuals = self._chunks.forward(chunk, x, microbatch, residuals, operation.slots)
+            y, residuals = self._chunks.forward_saving_residuals(
+                chunk, x, microbatch, residuals, operation.slots
+            )
         head_inputs = carry.head_inputs
         if head_inputs is not None:
             head_inputs = operation.if_last(
@@ -172,22 +176,24 @@ class TrainingStage(Stage):
             x = self._embed_and_head.chunk_input(operation, arrived, microbatch)
             residuals = self._with_scratch(residuals)
             slots = dataclasses.replace(slots, saved=jnp.int32(0))
-            y, residuals = self._chunks.forward(chunk, x, microbatch, residuals, slots)
+            y, residuals = self._chunks.forward_saving_residuals(
+                chunk, x, microbatch, residuals, slots
+            )
         if carry.head_inputs is not None:
             y = read(carry.head_inputs, slots.head_input)
-        sums, end_grads, dx = self._embed_and_head.output_cotangent(
-            operation, carry.sums, carry.gradients["ends"], dy_from_head, dy, y, microbatch
+        sums, non_stack_grads, dx = self._embed_and_head.loss_and_output_cotangent(
+            operation, carry.sums, carry.gradients["non_stack"], dy_from_head, dy, y, microbatch
         )
-        gradients = carry.gradients | {"ends": end_grads}
+        gradients = carry.gradients | {"non_stack": non_stack_grads}
         dx, gradients, residuals = self._chunks.backward(
             chunk, dx, microbatch, residuals, slots, gradients
         )
-        end_grads = self._embed_and_head.add_embed_gradient(
-            operation, gradients["ends"], dx, microbatch
+        non_stack_grads = self._embed_and_head.add_embed_gradient(
+            operation, gradients["non_stack"], dx, microbatch
         )
         if self._plan.recomputes:
             residuals = _without_scratch(residuals)
-        return dx, sums, gradients | {"ends": end_grads}, residuals
+        return dx, sums, gradients | {"non_stack": non_stack_grads}, residuals
 
     def _with_scratch(self, residuals: ChunkResiduals) -> ChunkResiduals:
         """Add buffers with one slot for residuals that only the current operation reads."""
@@ -211,10 +217,10 @@ class TrainingStage(Stage):
     def reduced(self, gradients: dict[str, Tree]) -> dict[str, Tree]:
         """Return the gradients summed over all devices, each sharded like its parameter."""
         reduced = {
-            "ends": self._end_gatherer.reduced(gradients["ends"]),
-            "layers": {
+            "non_stack": self._non_stack_gatherer.reduced(gradients["non_stack"]),
+            "stacks": {
                 name: self._stack_gatherers[name].reduced(stack_grads)
-                for name, stack_grads in gradients["layers"].items()
+                for name, stack_grads in gradients["stacks"].items()
             },
         }
         return counted_as("gradients", reduced)

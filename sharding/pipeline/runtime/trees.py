@@ -18,13 +18,13 @@ class Flag:
 
     Args:
         table: `table[stage][chunk]`, known during tracing.
-        stage: int32[], this device's stage.
+        stage_index: int32[], this device's stage.
     """
 
-    def __init__(self, table: Sequence[Sequence[bool]], stage: jax.Array):
+    def __init__(self, table: Sequence[Sequence[bool]], stage_index: jax.Array):
         values = np.array(table)
         self._known = bool(values.flat[0]) if (values == values.flat[0]).all() else None
-        self._here = jnp.asarray(values)[stage]
+        self._here = jnp.asarray(values)[stage_index]
 
     def choose(
         self, chunk: jax.Array, then: Callable[[], Tree], otherwise: Callable[[], Tree]

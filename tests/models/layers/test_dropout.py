@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.functions import partition
+from models.functions import functions_of
 from models.layers.basic import dropout
 from models.stack import Stack
 from models.text.gpt2 import GPT2, GPT2Config
@@ -37,13 +37,13 @@ class ProbeModel(nnx.Module):
 def draw_masks(keys: jax.Array, layers: range) -> np.ndarray:
     """Return float32[B, 2·layers, 64], the dropout masks of these layers of a model."""
     model = ProbeModel(len(layers), rngs=nnx.Rngs(0))
-    made = partition(model, remat="none")
+    made = functions_of(model, remat="none")
     params = made.split(nnx.to_pure_dict(nnx.split(model)[1]))
     x = jnp.zeros((len(keys), 2 * len(layers), 64))
     block = made.blocks["stack"]
     batch = {"dropout_keys": keys}
     for i, number in enumerate(layers):
-        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]["stack"])
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["stacks"]["stack"])
         x = block(layer, x, batch, jnp.int32(number))
     return np.asarray(x)
 

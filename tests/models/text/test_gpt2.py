@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel
 
 from configs import gpt2 as gpt2_config
 from models.flops import train_flops
-from models.functions import partition
+from models.functions import functions_of
 from models.stack import run_layers
 from models.text.common import padded_vocab
 from models.text.gpt2 import GPT2, GPT2Config
@@ -56,7 +56,7 @@ def build(config: GPT2Config, seed: int = 0) -> GPT2:
 
 @functools.cache
 def functions():
-    return partition(nnx.eval_shape(lambda: build(CONFIG)), remat="none")
+    return functions_of(nnx.eval_shape(lambda: build(CONFIG)), remat="none")
 
 
 @functools.cache
@@ -90,9 +90,9 @@ def model_with(params: dict) -> GPT2:
 def loss_of(params: dict, batch: dict) -> tuple[jax.Array, jax.Array]:
     """Return the sum of losses and the sum of weights."""
     cut = functions().split(params)
-    x = functions().embed(cut["ends"], batch)
-    x = run_layers(functions().blocks["decoder"], cut["layers"]["decoder"], x, batch)
-    loss, weight, metrics = functions().head(cut["ends"], x, batch)
+    x = functions().embed(cut["non_stack"], batch)
+    x = run_layers(functions().blocks["decoder"], cut["stacks"]["decoder"], x, batch)
+    loss, weight, metrics = functions().head(cut["non_stack"], x, batch)
     assert metrics == {}
     return loss, weight
 
@@ -198,11 +198,11 @@ def test_vocab_padding_has_zero_gradient_and_probability():
 def test_causality():
     """The output at a position has no gradient with respect to later inputs."""
     cut = functions().split(random_params())
-    x_BTD = functions().embed(cut["ends"], batch())[:1, :8]
+    x_BTD = functions().embed(cut["non_stack"], batch())[:1, :8]
     direction = jax.random.normal(jax.random.key(0), (EMBED,))
 
     def output(x_BTD, position):
-        y_BTD = run_layers(functions().blocks["decoder"], cut["layers"]["decoder"], x_BTD, {})
+        y_BTD = run_layers(functions().blocks["decoder"], cut["stacks"]["decoder"], x_BTD, {})
         return y_BTD[0, position] @ direction
 
     grads_PTD = jax.jit(jax.vmap(jax.grad(output), (None, 0)))(x_BTD, jnp.arange(8))[:, 0]

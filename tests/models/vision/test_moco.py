@@ -138,7 +138,7 @@ def test_step_computes_keys_with_the_average():
         config = str(ROOT / "configs" / "moco.py")
         without_dropout = ("model.dropout=0.0", "model.drop_path=0.0")
         run, corpus = make_run((*SHARED, *MODELS["MoCo v3"][1], *FLOAT64, *without_dropout), config)
-        state = run.state.initial()
+        state = run.state_layout.initial()
         graph = nnx.split(run.model)[0]
         batches = train_batches(corpus, run.config.data, run.rows)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.runs import CONFIG
 from train.config import config_files
-from train.config.schema import RunConfig, resolve
+from train.config.schema import RunConfig, validate_config
 
 
 def load(path: str, changes: Sequence[str] = ()) -> Any:
@@ -14,4 +14,4 @@ def load(path: str, changes: Sequence[str] = ()) -> Any:
 
 
 def run_of(*changes: str, config: str = CONFIG) -> RunConfig:
-    return resolve(load(config, changes))
+    return validate_config(load(config, changes))

@@ -9,7 +9,7 @@ import yaml
 from tests.runs import CONFIG
 from tests.train.config.loading import load, run_of
 from train.config.config_files import as_yaml, default_workdir, differences, overrides, shorten
-from train.config.schema import RunConfig, resolve
+from train.config.schema import RunConfig, validate_config
 from train.main import main
 
 
@@ -57,8 +57,8 @@ def test_yaml_round_trip_gives_an_equal_config(changes, tmp_path):
     again = load(str(tmp_path / "config.yaml"))
     assert again.to_dict() == config.to_dict()
     assert differences(again, config, list(config)) == []
-    before = resolve(config)
-    after = resolve(again)
+    before = validate_config(config)
+    after = validate_config(again)
     for field in dataclasses.fields(RunConfig):
         if field.name != "source":
             assert getattr(before, field.name) == getattr(after, field.name)
@@ -150,7 +150,7 @@ def test_differences_names_keys_below_the_given_ones_with_both_values():
 def test_shorten_makes_a_run_of_3_steps_that_resolves():
     config = load(f"{CONFIG}:small")
     shorten(config)
-    run = resolve(config)
+    run = validate_config(config)
     assert (run.train.num_steps, run.log.every_steps, run.eval.num_batches) == (3, 1, 1)
 
 
@@ -203,7 +203,7 @@ def test_partial_config_takes_defaults_and_overrides(kind, tmp_path):
         "model.dropout=0",
         "mesh.data=2",
     ]
-    config = resolve(load(str(file), overrides))
+    config = validate_config(load(str(file), overrides))
     assert config.train.num_steps == 7 and config.mesh.data == 2
     assert config.model_config(vocab_size=50).num_heads == 2
 
@@ -217,5 +217,5 @@ def test_partial_config_takes_defaults_and_overrides(kind, tmp_path):
     ],
 )
 def test_every_field_of_a_model_can_be_set(config, override, field, value):
-    loaded = resolve(load(f"configs/{config}.py", [f"model.{override}"]))
+    loaded = validate_config(load(f"configs/{config}.py", [f"model.{override}"]))
     assert loaded.model_fields[field] == value and type(loaded.model_fields[field]) is type(value)

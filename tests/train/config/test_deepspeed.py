@@ -7,7 +7,7 @@ import pytest
 from tests.runs import CONFIG, TINY
 from train.config.config_files import load
 from train.config.deepspeed import read
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main
 
@@ -68,7 +68,7 @@ def written(tree: dict, tmp_path) -> str:
 def translated(tree: dict, tmp_path, *own: str):
     """Return the run config for a JSON, with command-line overrides."""
     found = read(written(tree, tmp_path), load(CONFIG, own))
-    return resolve(load(CONFIG, [*found, *own]))
+    return validate_config(load(CONFIG, [*found, *own]))
 
 
 def test_tutorial_file_is_translated(tmp_path, caplog):

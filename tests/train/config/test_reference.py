@@ -12,7 +12,7 @@ from tests.runs import CONFIG, ROOT
 from train import main
 from train.config import reference
 from train.config.config_files import load
-from train.config.schema import SECTIONS, resolve
+from train.config.schema import SECTIONS, validate_config
 
 KEYS = [key for _, _, keys in reference.groups() for key in keys]
 
@@ -76,7 +76,7 @@ def test_defaults_are_written_as_the_command_line_takes_them():
         for name, section in common.get_config().items():
             plain[name] = section
     again = load(CONFIG, overrides)
-    assert resolve(again) == resolve(plain)
+    assert validate_config(again) == validate_config(plain)
 
 
 def test_help_shows_every_key_with_its_default(capsys):

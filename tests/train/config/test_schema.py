@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from sharding.mesh import MeshConfig
 from tests.runs import CONFIG, ROOT
 from tests.train.config.loading import load, run_of
-from train.config.schema import resolve
+from train.config.schema import validate_config
 
 USERS_CONFIG = """
 from configs import common
@@ -106,7 +106,7 @@ def edited(section: str, key: str, value: object) -> Any:
 )
 def test_bad_value_in_a_file_is_rejected_with_its_key(section, key, value, message):
     with pytest.raises(ValueError, match=message):
-        resolve(edited(section, key, value))
+        validate_config(edited(section, key, value))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_list_values_of_wrong_types_are_rejected(key, value):
     with config.unlocked(), config.ignore_type():
         config.model[key] = value
     with pytest.raises(ValueError, match=rf"model\.{key}=.* must be a list of values of type \w+ "):
-        resolve(config)
+        validate_config(config)
 
 
 def test_unknown_section_names_the_nearest():
@@ -126,7 +126,7 @@ def test_unknown_section_names_the_nearest():
     with config.unlocked():
         config.optimiser = ConfigDict()
     with pytest.raises(ValueError, match="config.optimiser is unknown.* nearest .* optimizer"):
-        resolve(config)
+        validate_config(config)
 
 
 def test_key_outside_every_section_is_refused_by_name():
@@ -134,7 +134,7 @@ def test_key_outside_every_section_is_refused_by_name():
     with config.unlocked():
         config.num_steps = 3
     with pytest.raises(ValueError, match="config.num_steps"):
-        resolve(config)
+        validate_config(config)
 
 
 def test_missing_key_is_refused_by_name():
@@ -142,7 +142,7 @@ def test_missing_key_is_refused_by_name():
     with config.unlocked():
         del config.train.num_steps
     with pytest.raises(ValueError, match="config.train.num_steps is missing"):
-        resolve(config)
+        validate_config(config)
 
 
 def test_file_without_a_model_lists_the_models():
@@ -150,7 +150,7 @@ def test_file_without_a_model_lists_the_models():
     with config.unlocked():
         del config.model
     with pytest.raises(ValueError, match="config.model.name is missing; choose gpt2"):
-        resolve(config)
+        validate_config(config)
 
 
 def test_users_own_model_by_import_path(users_config):
@@ -196,7 +196,7 @@ def test_model_config_without_a_size_names_the_missing_key():
     with config.unlocked():
         del config.model.num_heads
     with pytest.raises(ValueError, match=r"model\.num_heads is missing"):
-        resolve(config).model_config(vocab_size=300)
+        validate_config(config).model_config(vocab_size=300)
 
 
 def test_indivisible_batch_size_error_names_the_next_that_fits():
@@ -211,8 +211,8 @@ def test_indivisible_batch_size_error_names_the_next_that_fits():
 def test_batch_is_checked_once_a_free_axis_has_its_size():
     run = run_of("data.global_batch_size=20", "mesh.data=-1")
     with pytest.raises(ValueError, match=r"mesh\.data=8.* must divide data\.global_batch_size=20"):
-        dataclasses.replace(run, mesh=run.mesh.resolve(8))
-    assert dataclasses.replace(run, mesh=run.mesh.resolve(4)).mesh == MeshConfig(data=4)
+        dataclasses.replace(run, mesh=run.mesh.filled_in(8))
+    assert dataclasses.replace(run, mesh=run.mesh.filled_in(4)).mesh == MeshConfig(data=4)
 
 
 def test_context_that_does_not_divide_the_sequence_is_refused():
@@ -222,13 +222,13 @@ def test_context_that_does_not_divide_the_sequence_is_refused():
 
 def test_attention_belongs_to_the_run_not_to_the_model():
     config = load(f"{ROOT}/configs/gpt2.py", ("model.attention=plain",))
-    resolved = resolve(config)
-    assert resolved.attention == "plain"
-    assert "attention" not in resolved.model_fields
-    assert resolve(load(f"{ROOT}/configs/gpt2.py")).attention == "auto"
+    validated = validate_config(config)
+    assert validated.attention == "plain"
+    assert "attention" not in validated.model_fields
+    assert validate_config(load(f"{ROOT}/configs/gpt2.py")).attention == "auto"
 
 
 def test_unknown_attention_is_refused():
     config = load(f"{ROOT}/configs/gpt2.py", ("model.attention=fast",))
     with pytest.raises(ValueError, match="model.attention='fast' is unknown; choose auto or plain"):
-        resolve(config)
+        validate_config(config)

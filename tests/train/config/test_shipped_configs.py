@@ -1,4 +1,4 @@
-"""The configs in configs/: they resolve, fit their meshes and are documented."""
+"""The configs in configs/: they are valid, fit their meshes and are documented."""
 
 import importlib
 

@@ -22,7 +22,7 @@ from train.lifecycle import divergence
 from train.lifecycle.divergence import MAX_ROLLBACKS, Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import DIVERGED, FINISHED
 from train.lifecycle.phases import Phases
-from train.lifecycle.position import find_position
+from train.lifecycle.restore import restore_or_initialize
 from train.lifecycle.stop_signals import StopSignals
 from train.main import main
 from train.reporting.metrics import read_metrics
@@ -80,18 +80,18 @@ def test_consecutive_bad_steps_are_counted_across_a_resume_until_a_good_one(
     run, corpus = make_run((*TINY, *corpus_overrides))
     good = placed_batch(run, corpus)
     bad = placed_batch(run, corpus, **NAN)
-    state = run.state.initial()
+    state = run.state_layout.initial()
     counts = []
     for step, batch in enumerate((bad, good, bad, bad, bad, good), 1):
         state, metrics = run.compile_train_step()(state, batch)
         counts.append((int(metrics["num_nonfinite_in_a_row"]), int(metrics["num_skipped"])))
         if step == 4:
             checkpoints = Checkpoints(tmp_path, CheckpointConfig(every_steps=1, max_to_keep=1))
-            checkpoints.save(step, run.state.to_portable(state), {})
-            restored = checkpoints.restore(run.state.portable)
+            checkpoints.save(step, run.state_layout.to_portable(state), {})
+            restored = checkpoints.restore(run.state_layout.portable)
             checkpoints.close()
             assert restored is not None
-            state = run.state.from_portable(restored[1])
+            state = run.state_layout.from_portable(restored[1])
     assert counts == [(1, 1), (0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
 
 
@@ -192,7 +192,7 @@ class Poisoned:
 
 def train(workdir: Path, overrides, bad_steps) -> int:
     run, corpus = make_run(overrides)
-    start = find_position(run, corpus, workdir)
+    start = restore_or_initialize(run, corpus, workdir)
     start = dataclasses.replace(start, batches=Poisoned(start.batches, bad_steps))
     phases = Phases()
     signals = StopSignals()
@@ -229,7 +229,7 @@ def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
         "are examples 64 to 143 of the run"
     )
     run, corpus = make_run(overrides)
-    state = run.state.initial()
+    state = run.state_layout.initial()
     expected = {}
     batches = train_batches(corpus, run.config.data, run.rows)
     for step in range(1, 13):
@@ -241,7 +241,7 @@ def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
         of_run = logged(tmp_path, name)
         assert {step: of_run[step] for step in expected} == {s: v[i] for s, v in expected.items()}
     assert logged(tmp_path, "num_skipped")[12] == 5
-    restored = find_position(*make_run(overrides), tmp_path)
+    restored = restore_or_initialize(*make_run(overrides), tmp_path)
     assert (restored.step, int(restored.state.step)) == (12, 12)
     assert digest(restored.state.params) == digest(state.params)
 
@@ -261,7 +261,7 @@ def test_ruined_parameters_are_set_aside_and_displace_no_good_ones(
         train(tmp_path, (*overrides, "train.num_steps=40"), set(range(7, 41)))
     assert names(tmp_path) == ["3", "6.diverged"]
     assert "step 9 is not saved, because the last 3 step(s) were skipped" in caplog.text
-    assert find_position(*make_run(overrides), tmp_path).step == 3
+    assert restore_or_initialize(*make_run(overrides), tmp_path).step == 3
 
 
 def test_save_follows_after_the_next_good_step(corpus_overrides, tmp_path):
@@ -302,7 +302,7 @@ def test_diverged_run_exits_with_its_own_code_and_one_sentence(corpus_overrides,
 def test_checkpoint_resumes_with_any_set_of_counters(before, now, corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides)
     run, corpus = make_run((*overrides, "train.skip_spikes=2") if before == "on" else overrides)
-    state = run.state.to_portable(run.state.initial())
+    state = run.state_layout.to_portable(run.state_layout.initial())
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     if before == "older":
         del fields["num_nonfinite_in_a_row"], fields["spikes"]
@@ -311,5 +311,5 @@ def test_checkpoint_resumes_with_any_set_of_counters(before, now, corpus_overrid
     checkpoints.save(7, fields, {"batches": batches, "corpus": corpus.fingerprint})
     checkpoints.close()
     now_run, _ = make_run((*overrides, *now))
-    position = find_position(now_run, corpus, tmp_path)
-    assert position.step == 7 and digest(position.state) == digest(now_run.state.initial())
+    restored = restore_or_initialize(now_run, corpus, tmp_path)
+    assert restored.step == 7 and digest(restored.state) == digest(now_run.state_layout.initial())

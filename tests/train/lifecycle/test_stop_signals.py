@@ -144,11 +144,11 @@ SLOW_START = """
 import sys, time
 import jax
 from train import main
-find_position = main.find_position
+restore_or_initialize = main.restore_or_initialize
 def slow(*args):
     time.sleep(18 * jax.process_index())
-    return find_position(*args)
-main.find_position = slow
+    return restore_or_initialize(*args)
+main.restore_or_initialize = slow
 sys.exit(main.main(sys.argv[1:]))
 """
 

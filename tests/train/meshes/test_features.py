@@ -60,7 +60,7 @@ def combinations():
 def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
     """Return the losses of the first steps, and the final averages in the portable form."""
     run, corpus = make_run(overrides)
-    state = run.state.initial()
+    state = run.state_layout.initial()
     losses = []
     batches = train_batches(corpus, run.config.data, run.rows)
     size = 16
@@ -68,7 +68,7 @@ def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
         batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
         state, metrics = run.compile_train_step()(state, batch)
         losses.append(float(metrics["loss"]))
-    return losses, jax.device_get(jax.tree.leaves(averaged(run.state.to_portable(state))))
+    return losses, jax.device_get(jax.tree.leaves(averaged(run.state_layout.to_portable(state))))
 
 
 @functools.cache

@@ -63,7 +63,7 @@ def test_losses_equal_one_device_float64(mesh, corpus_overrides):
 def test_initial_parameters_equal_one_device_to_the_bit(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides)
     run, _ = make_run((*base, *MESHES[mesh]))
-    assert digest(run.state.initial().params) == reference_digest(base)
+    assert digest(run.state_layout.initial().params) == reference_digest(base)
 
 
 @pytest.mark.thorough(but=["vocab over fsdp"])

@@ -63,7 +63,7 @@ def check(case, corpus_overrides, *, x64: bool) -> None:
     num_steps, tolerance = (4, 1e-9) if x64 else (10, 1e-4)
     with jax.enable_x64(x64):
         run, corpus = make_run((*base, *overrides_of(*case)))
-        initial = run.state.to_portable(run.state.initial())
+        initial = run.state_layout.to_portable(run.state_layout.initial())
         assert digest(initial.params) == reference_digest(base)
         found = losses(run, corpus, num_steps)
         np.testing.assert_allclose(found, reference_losses(base, num_steps), rtol=tolerance, atol=0)

@@ -19,7 +19,7 @@ from tests.runs import FLOAT64, TINY, digest, make_run, placed_batch
 from train.config.train_config import TrainConfig
 from train.evaluation import evaluate
 from train.lifecycle.phases import Phases
-from train.lifecycle.position import Position, find_position
+from train.lifecycle.restore import RestoredRun, restore_or_initialize
 from train.lifecycle.workdir import write_run_files
 from train.optim.ema import average_params
 from train.state.averaged import averaged
@@ -68,7 +68,7 @@ def test_average_of_a_run_equals_the_average_of_its_parameters(corpus_overrides)
     """Include the initial average, a skipped step, and frozen parameters."""
     with jax.enable_x64(True):
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
-        state = run.state.initial()
+        state = run.state_layout.initial()
         expected = jax.device_get(state.params)
         assert digest(averaged(state)) == digest(state.params)
         for step in range(3):
@@ -96,18 +96,18 @@ def test_average_is_initialized_to_the_parameters_in_host_memory_too(given, corp
     run, _ = run_of(*corpus_overrides, *EMA, FROZEN, *where)
     params = None
     if given:
-        other = run_of(*corpus_overrides, *UNEVEN, *where, "train.seed=1")[0].state
+        other = run_of(*corpus_overrides, *UNEVEN, *where, "train.seed=1")[0].state_layout
         params = other.to_portable(other.initial()).params
-        params = jax.device_put(params, shardings_of(run.state.portable.params))
-    state = run.state.initial(params)
-    assert shardings_of(run.state.abstract) == jax.tree.map(lambda x: x.sharding, state)
+        params = jax.device_put(params, shardings_of(run.state_layout.portable.params))
+    state = run.state_layout.initial(params)
+    assert shardings_of(run.state_layout.abstract) == jax.tree.map(lambda x: x.sharding, state)
     average = averaged(state)
-    frozen = averaged(run.state.abstract)["token_embedding"]
+    frozen = averaged(run.state_layout.abstract)["token_embedding"]
     wide = jax.tree.map(lambda x: np.asarray(x, np.float32), state.params)
     assert digest(jax.tree.map(lambda x: np.asarray(x, np.float32), average)) == digest(wide)
     assert average["decoder"]["layers"]["attention"]["qkv"]["kernel"].dtype == jnp.float32
     assert frozen.dtype == jnp.bfloat16  # a frozen parameter's average is the parameter itself
-    seeds = run_of(*corpus_overrides, *where)[0].state.initial().params
+    seeds = run_of(*corpus_overrides, *where)[0].state_layout.initial().params
     assert (digest(state.params) == digest(seeds)) != given
 
 
@@ -115,7 +115,7 @@ def test_evaluation_uses_the_average(corpus_overrides):
     with jax.enable_x64(True):
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
         plain, _ = run_of(*corpus_overrides, *FLOAT64)
-        state, _ = run.compile_train_step()(run.state.initial(), placed_batch(run, corpus))
+        state, _ = run.compile_train_step()(run.state_layout.initial(), placed_batch(run, corpus))
         scores = evaluate(run, corpus, state, Phases())
 
         def of(params) -> dict | None:
@@ -125,7 +125,7 @@ def test_evaluation_uses_the_average(corpus_overrides):
         assert scores == of(averaged(state)) != of(state.params)
 
 
-def steps(run, start: Position, count: int, *, save_after: int = 0) -> tuple[list, Any]:
+def steps(run, start: RestoredRun, count: int, *, save_after: int = 0) -> tuple[list, Any]:
     """Run `count` steps; return their losses and the final state in the portable form."""
     state = start.state
     losses = []
@@ -137,9 +137,9 @@ def steps(run, start: Position, count: int, *, save_after: int = 0) -> tuple[lis
         if step == save_after:
             fingerprint = load_corpus(run.config.data).fingerprint
             data_state = {"batches": start.batches.get_state(), "corpus": fingerprint}
-            start.checkpoints.save(step, run.state.to_portable(state), data_state)
+            start.checkpoints.save(step, run.state_layout.to_portable(state), data_state)
             start.checkpoints.wait()
-    return losses, run.state.to_portable(state)
+    return losses, run.state_layout.to_portable(state)
 
 
 @pytest.mark.thorough
@@ -148,17 +148,17 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
     base = (*TINY, *corpus_overrides, *FLOAT64, *features)
     with jax.enable_x64(True):
         run, corpus = make_run((*base, *UNEVEN))
-        losses, whole = steps(run, find_position(run, corpus, tmp_path), 4, save_after=2)
-        again, state = steps(run, find_position(run, corpus, tmp_path), 2)
+        losses, whole = steps(run, restore_or_initialize(run, corpus, tmp_path), 4, save_after=2)
+        again, state = steps(run, restore_or_initialize(run, corpus, tmp_path), 2)
         assert again == losses[2:] and digest(state) == digest(whole)
         other, _ = make_run((*base, "mesh.fsdp=2", "memory.zero_stage=2"))
-        start = find_position(other, corpus, tmp_path)
-        restored = averaged(other.state.to_portable(start.state))
+        start = restore_or_initialize(other, corpus, tmp_path)
+        restored = averaged(other.state_layout.to_portable(start.state))
         # Starting from the run, or converting it, uses the average.
         write_run_files(tmp_path, run, corpus)
         for is_averaged in (True, False):
             source = read_source(tmp_path, averaged=is_averaged)
-            read = load_params(source, other.state.portable.params)
+            read = load_params(source, other.state_layout.portable.params)
             assert (digest(read) == digest(restored)) == is_averaged
         again, state = steps(other, start, 2)
         np.testing.assert_allclose(again, losses[2:], rtol=1e-9, atol=0)

@@ -47,7 +47,7 @@ def run_of(*overrides: str):
 
 def a_step(run, corpus):
     """Return (parameters before, state after, metrics) of one step."""
-    state = run.state.initial()
+    state = run.state_layout.initial()
     size = run.config.data.global_batch_size
     before = jax.device_get(state.params)
     rows = next(train_batches(corpus, run.config.data, run.rows))
@@ -97,7 +97,7 @@ def test_gradients_of_frozen_parameters_are_not_computed(schedule, corpus_overri
 
     (plain_flops, plain_bytes) = found(plain)
     (frozen_flops, frozen_bytes) = found(frozen)
-    sizes = jax.tree_util.tree_leaves_with_path(frozen.state.abstract.params)
+    sizes = jax.tree_util.tree_leaves_with_path(frozen.state_layout.abstract.params)
     of_mlp = sum(x.size * 4 for path, x in sizes if "['mlp']" in jax.tree_util.keystr(path))
     assert frozen_bytes == plain_bytes - of_mlp // 2  # each stage has half of the layers
     assert frozen_flops < 0.9 * plain_flops

@@ -17,8 +17,13 @@ from models.vision.vit import ViT, ViTConfig
 from sharding.mesh import make_mesh
 from tests.runs import CONFIG, ROOT
 from train.config.config_files import load
-from train.config.schema import resolve
-from train.optim.optimizer import OptimizerConfig, decay_mask, make_learning_rate, make_optimizer
+from train.config.schema import validate_config
+from train.optim.optimizer import (
+    OptimizerConfig,
+    decay_mask,
+    make_learning_rate_schedule,
+    make_optimizer,
+)
 from train.run.assemble import assemble_run
 
 BASE = OptimizerConfig(
@@ -36,7 +41,7 @@ BASE = OptimizerConfig(
 
 
 def rate(step: int, num_steps: int = 24, **changes) -> float:
-    schedule: Any = make_learning_rate(dataclasses.replace(BASE, **changes), num_steps)
+    schedule: Any = make_learning_rate_schedule(dataclasses.replace(BASE, **changes), num_steps)
     return float(schedule(step))
 
 
@@ -69,7 +74,9 @@ def test_rate_of_a_compiled_step_is_never_negative(schedule):
     """A compiler may multiply by the reciprocal of the number of steps, which is rounded."""
     config = dataclasses.replace(BASE, schedule=schedule, final_learning_rate_fraction=0.0)
     for num_steps in range(10, 60):
-        rates = jax.jit(jax.vmap(make_learning_rate(config, num_steps)))(jnp.arange(num_steps))
+        rates = jax.jit(jax.vmap(make_learning_rate_schedule(config, num_steps)))(
+            jnp.arange(num_steps)
+        )
         assert float(rates.min()) >= 0
 
 
@@ -84,17 +91,17 @@ def adafactor(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradie
 
 def test_optimizer_with_factored_state_works_on_a_mesh():
     overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
-    config = resolve(load(CONFIG, overrides))
+    config = validate_config(load(CONFIG, overrides))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
-    state = run.state.initial()
+    state = run.state_layout.initial()
     shapes = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
     assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
 
 
 def test_decay_mask_of_gpt2_selects_matrices_and_embeddings():
-    config = resolve(load(CONFIG))
+    config = validate_config(load(CONFIG))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
-    mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state.abstract.params))
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state_layout.abstract.params))
     names = {".".join(key.key for key in path): decayed for path, decayed in mask}
     decayed = {name for name, is_decayed in names.items() if is_decayed}
     assert decayed == {
@@ -141,9 +148,9 @@ def test_image_models_do_not_decay_tokens_positions_and_scales():
 
 @pytest.mark.thorough
 def test_run_does_not_decay_parameters_named_by_the_model():
-    config = resolve(load(str(ROOT / "configs" / "vit.py"), ["optimizer.warmup_steps=0"]))
+    config = validate_config(load(str(ROOT / "configs" / "vit.py"), ["optimizer.warmup_steps=0"]))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), num_labels=10)
-    params = run.state.initial().params
+    params = run.state_layout.initial().params
     zeros: Any = jax.tree.map(jnp.zeros_like, params)
     updates: Any = run.optimizer.update(zeros, run.optimizer.init(params), params)[0]
     largest = jax.tree.map(lambda x: float(jnp.abs(x).max()), updates)
@@ -153,7 +160,7 @@ def test_run_does_not_decay_parameters_named_by_the_model():
 
 def test_adamw_equals_pytorchs():
     """Ten steps on random gradients; only the kernel is decayed."""
-    schedule: Any = make_learning_rate(BASE, 10)
+    schedule: Any = make_learning_rate_schedule(BASE, 10)
     rng = np.random.default_rng(0)
     start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=(2, 3))}
     with jax.enable_x64(True):
@@ -226,7 +233,7 @@ def lars(name, w, g, memory, rate, step):
 @pytest.mark.parametrize("formula", [lamb, lars])
 def test_optimizer_equals_its_published_formula_for_every_tensor(formula):
     """Each layer of a stack counts as a separate tensor, and padding stays zero."""
-    schedule: Any = make_learning_rate(BASE, 6)
+    schedule: Any = make_learning_rate_schedule(BASE, 6)
     rng = np.random.default_rng(0)
     memory = {}
     with jax.enable_x64(True):

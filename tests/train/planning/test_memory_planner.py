@@ -16,7 +16,7 @@ from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
 from tests.runs import CONFIG, FLOAT64, TINY, arguments, losses, make_run
 from train.config.config_files import load
-from train.config.schema import RunConfig, resolve
+from train.config.schema import RunConfig, validate_config
 from train.main import main
 from train.planning.memory_budget import Budget, budget_of, compiled_bytes, host_memory_bytes
 from train.planning.memory_planner import MemoryPlanner
@@ -97,7 +97,7 @@ def test_auto_fits_an_eighth_of_the_memory_with_equal_losses(mesh, corpus_overri
     with jax.enable_x64(True):
         plain, corpus = make_run((*base(corpus_overrides), *FLOAT64, *MESHES[mesh]))
         budget = of_device(plain.estimate_memory().device_bytes / 8)
-        run = planner(plain, budget).plan(with_auto(plain))
+        run = planner(plain, budget).search(with_auto(plain))
         assert run.estimate_memory().device_bytes <= budget.device_bytes
         # Rounding errors in float64 are about 1e-16 per sum; bugs cause far larger differences.
         np.testing.assert_allclose(
@@ -108,7 +108,8 @@ def test_auto_fits_an_eighth_of_the_memory_with_equal_losses(mesh, corpus_overri
 @pytest.mark.thorough
 def test_auto_keeps_a_config_that_fits(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
-    run = planner(plain, of_device(4 * plain.estimate_memory().device_bytes)).plan(with_auto(plain))
+    budget = of_device(4 * plain.estimate_memory().device_bytes)
+    run = planner(plain, budget).search(with_auto(plain))
     assert run.config == plain.config
 
 
@@ -125,7 +126,7 @@ def test_plan_too_large_after_compilation_is_followed_by_a_leaner_one(
         return 2 * run.estimate_memory().device_bytes
 
     monkeypatch.setattr("train.planning.memory_planner.compiled_bytes", twice_the_estimate)
-    run = planner(plain, budget).plan(with_auto(plain))
+    run = planner(plain, budget).search(with_auto(plain))
     assert len(compiled) == 2 and compiled[1] <= budget.device_bytes / 2 < compiled[0]
     assert run.estimate_memory().device_bytes == compiled[1]
     # Saving a little memory costs a little time; host memory is the last resort.
@@ -137,7 +138,7 @@ def test_error_lists_changes_that_fit(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     budget = of_device(plain.estimate_memory().device_bytes / 2)
     with pytest.raises(ValueError, match="a step takes more memory than there is") as raised:
-        planner(plain, budget).plan(plain.config)
+        planner(plain, budget).check_estimate(plain)
     ways = re.findall(r"^  --config\.(.+?): ", str(raised.value), re.MULTILINE)
     assert {way.partition("=")[0] for way in ways} >= {"train.num_microbatches"}
     for way in ways:
@@ -149,9 +150,13 @@ def test_error_lists_changes_that_fit(corpus_overrides):
 def test_run_that_no_plan_fits_is_rejected_with_the_leanest_plan(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     budget = of_device(plain.estimate_memory().device_bytes / 1000)
-    for config in (plain.config, with_auto(plain)):
+    checked = planner(plain, budget)
+    for is_auto in (False, True):
         with pytest.raises(ValueError, match="no plan fits into memory") as raised:
-            planner(plain, budget).plan(config)
+            if is_auto:
+                checked.search(with_auto(plain))
+            else:
+                checked.check_estimate(plain)
         assert "memory.placement=host" in str(raised.value)
         assert "Use more devices" in str(raised.value)
 
@@ -161,13 +166,13 @@ def test_host_memory_has_a_budget_too(corpus_overrides):
     plain, _ = make_run((*base(corpus_overrides), "memory.placement=host"))
     host = plain.estimate_memory().host_bytes
     budget = dataclasses.replace(of_device(math.inf), host_bytes=4.1 * host, devices_per_host=4)
-    assert planner(plain, budget).plan(plain.config) is not None
+    planner(plain, budget).check_estimate(plain)
     budget = dataclasses.replace(budget, host_bytes=3.9 * host)
     with pytest.raises(ValueError, match="takes more memory than there is") as raised:
-        planner(plain, budget).plan(plain.config)
+        planner(plain, budget).check_estimate(plain)
     assert "--config.memory.placement=device" in str(raised.value)
     budget = dataclasses.replace(budget, device_bytes=2.0 * plain.estimate_memory().device_bytes)
-    assert planner(plain, budget).plan(with_auto(plain)).estimate_memory().host_bytes < host
+    assert planner(plain, budget).search(with_auto(plain)).estimate_memory().host_bytes < host
 
 
 @pytest.mark.thorough
@@ -184,9 +189,9 @@ def test_run_with_auto_saves_its_plan_and_resumes_with_it(corpus_overrides, tmp_
     assert main(arguments(tmp_path, overrides)) == 0
     saved: Any = load(str(tmp_path / "config.yaml"))
     assert saved.memory.placement == "host" and saved.train.num_microbatches > 2
-    replayed = resolve(saved)
+    replayed = validate_config(saved)
     assert main(arguments(tmp_path, (*overrides, "train.num_steps=5"))) == 0
-    assert resolve(load(str(tmp_path / "config.yaml"))).memory == replayed.memory
+    assert validate_config(load(str(tmp_path / "config.yaml"))).memory == replayed.memory
     assert "plan    --config.memory.placement=" in (tmp_path / "memory.txt").read_text()
     again = [f"--config={tmp_path / 'config.yaml'}", f"--workdir={tmp_path}"]
     assert main([*again, "--config.train.num_steps=6"]) == 0
@@ -210,7 +215,7 @@ def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatc
     limit = 1.05 * plain.estimate_memory().device_bytes
     monkeypatch.setattr("train.planning.memory_planner.compiled_bytes", lambda run: 1.1 * limit)
     with pytest.raises(ValueError, match="as compiled"):
-        planner(plain, of_device(limit)).check(plain)
+        planner(plain, of_device(limit)).check_compiled(plain)
 
 
 def test_compiled_bytes_equal_the_larger_step(corpus_overrides):
@@ -249,7 +254,7 @@ def test_budget_is_configured_or_nine_tenths_of_the_memory(monkeypatch):
 )
 def test_invalid_budgets_are_rejected(overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        resolve(load(CONFIG, overrides))
+        validate_config(load(CONFIG, overrides))
 
 
 def test_step_time_adds_transfers_to_the_slower_of_compute_and_memory():

@@ -21,7 +21,7 @@ from tests.train.meshes.models_on_meshes import write_labelled
 from tests.train.test_main import error_line, run_main
 from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
@@ -98,10 +98,10 @@ def test_evaluation_of_a_checkpoint_equals_transformers(opt, text, tmp_path, cap
 
     config = load(FINETUNE, overrides)
     inherit_config(config, read_source(directory), overrides)
-    resolved = resolve(config)
+    validated = validate_config(config)
     total = weight = 0.0
-    corpus = load_text(resolved.data)
-    for batch in validation_batches(corpus, resolved.data, range(8)):
+    corpus = load_text(validated.data)
+    for batch in validation_batches(corpus, validated.data, range(8)):
         with torch.no_grad():
             logits = model(torch.tensor(batch["tokens"])).logits
         losses = torch.nn.functional.cross_entropy(
@@ -134,10 +134,10 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     config = load(CLASSIFY, (*overrides, "mesh.fsdp=2"))
     source = read_source(bert)
     inherit_config(config, source, overrides)
-    resolved = resolve(config)
-    vocab_size = resolved.model_fields["vocab_size"]
+    validated = validate_config(config)
+    vocab_size = validated.model_fields["vocab_size"]
     run = assemble_run(
-        resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=vocab_size, num_labels=2
+        validated, make_mesh(validated.mesh, jax.devices()), vocab_size=vocab_size, num_labels=2
     )
     params = start_params(run, source)
     plain = nnx.to_pure_dict(nnx.split(load_model(bert))[1])
@@ -145,7 +145,7 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     assert plain.keys() - params.keys() == {"masked_lm"}
     for name in params.keys() & plain.keys():
         jax.tree.map(np.testing.assert_array_equal, params[name], plain[name])
-    fresh = run.state.initial().params["classifier"]
+    fresh = run.state_layout.initial().params["classifier"]
     jax.tree.map(np.testing.assert_array_equal, params["classifier"], fresh)
 
 
@@ -156,9 +156,9 @@ def run_from(directory, text, labels, *overrides):
     config = load(CLASSIFY, overrides)
     source = read_source(directory)
     inherit_config(config, source, overrides)
-    resolved = resolve(config)
-    sizes = {"vocab_size": resolved.model_fields["vocab_size"], "num_labels": labels}
-    return assemble_run(resolved, make_mesh(resolved.mesh, jax.devices()), **sizes), source
+    validated = validate_config(config)
+    sizes = {"vocab_size": validated.model_fields["vocab_size"], "num_labels": labels}
+    return assemble_run(validated, make_mesh(validated.mesh, jax.devices()), **sizes), source
 
 
 @pytest.mark.thorough
@@ -168,7 +168,7 @@ def test_classifier_is_new_if_the_checkpoint_has_another_task(text, tmp_path):
         run, source = run_from(tmp_path, text, num_labels)
         assert run.model_config.num_labels == num_labels
         params = start_params(run, source)
-        fresh = run.state.initial().params["classifier"]
+        fresh = run.state_layout.initial().params["classifier"]
         jax.tree.map(np.testing.assert_array_equal, params["classifier"], fresh)
         theirs = nnx.to_pure_dict(nnx.split(load_model(tmp_path))[1])
         jax.tree.map(np.testing.assert_array_equal, params["pooler"], theirs["pooler"])
@@ -199,7 +199,7 @@ def test_classifier_of_another_task_is_reinitialized_on_request(text, tmp_path):
         run, source = run_from(tmp_path, text, num_labels, "train.init_labels=new")
         params = start_params(run, source, "abc"[:num_labels])
         assert run.model_config.num_labels == num_labels
-        fresh = run.state.initial().params["classifier"]
+        fresh = run.state_layout.initial().params["classifier"]
         jax.tree.map(np.testing.assert_array_equal, params.pop("classifier"), fresh)
         assert params.keys() == theirs.keys() - {"classifier"}
         for name in params:
@@ -220,8 +220,8 @@ def test_init_labels_without_a_classifier_is_rejected(bert, opt, text):
     config = load(FINETUNE, overrides)
     source = read_source(opt[0])
     inherit_config(config, source, overrides)
-    resolved = resolve(config)
-    run = assemble_run(resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None)
+    validated = validate_config(config)
+    run = assemble_run(validated, make_mesh(validated.mesh, jax.devices()), vocab_size=None)
     with pytest.raises(ValueError, match="train.init_labels='new' is for a classifier, but .*opt"):
         start_params(run, source)
 

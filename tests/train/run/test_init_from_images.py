@@ -23,7 +23,7 @@ from tests.train.run.test_init_from import losses_of
 from tests.train.test_main import error_line, run_main
 from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
-from train.config.schema import resolve
+from train.config.schema import validate_config
 from train.main import main
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
@@ -89,14 +89,14 @@ def run_from(directory, config, *overrides):
     given = load(config, overrides)
     source = read_source(directory)
     inherit_config(given, source, overrides)
-    resolved = resolve(given)
-    labels = load_corpus(resolved.data, resolved.images).labels
+    validated = validate_config(given)
+    labels = load_corpus(validated.data, validated.images).labels
     run = assemble_run(
-        resolved, make_mesh(resolved.mesh, jax.devices()), vocab_size=None, num_labels=len(labels)
+        validated, make_mesh(validated.mesh, jax.devices()), vocab_size=None, num_labels=len(labels)
     )
     params = start_params(run, source, labels)
     for found, wanted in zip(
-        jax.tree.leaves(params), jax.tree.leaves(run.state.portable.params), strict=True
+        jax.tree.leaves(params), jax.tree.leaves(run.state_layout.portable.params), strict=True
     ):
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
         assert found.sharding == wanted.sharding
@@ -115,7 +115,7 @@ def test_run_can_start_from_a_pretrained_encoder(pretrained, cache, caplog):
     assert OF_THE_ENCODER == params.keys() - {"classifier"} == params.keys() & theirs.keys()
     for name in OF_THE_ENCODER:
         assert_same(params[name], theirs[name])
-    assert_same(params["classifier"], run.state.initial().params["classifier"])
+    assert_same(params["classifier"], run.state_layout.initial().params["classifier"])
     config = run.model_config
     assert (config.pool, config.drop_path, config.num_labels) == ("mean", 0.25, 10)
     assert (config.num_layers, config.embed_dim, config.mlp_dim) == (2, 16, 24)
@@ -254,7 +254,7 @@ def test_pool_is_taken_with_the_classifier(pretrained, cache, tmp_path):
     run, params, theirs = run_from(tmp_path, VIT, cache, "train.init_labels=new")
     assert run.model_config.pool == "class_token"
     assert_same(params["encoder"], theirs["encoder"])
-    assert_same(params["classifier"], run.state.initial().params["classifier"])
+    assert_same(params["classifier"], run.state_layout.initial().params["classifier"])
     with pytest.raises(
         ValueError, match=r"model\.pool='class_token', but the checkpoint init_from=.* 'mean'"
     ):

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from models.flops import traced_flops
-from models.functions import partition
+from models.functions import functions_of
 from models.text.gpt2 import GPT2, GPT2Config
 from train.run.stage_balance import count_work
 
@@ -106,7 +106,7 @@ def gpt2(vocab_size: int):
     model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
     ids = struct(B, T, dtype=jnp.int32)
     batch = {"tokens": ids, "targets": ids, "weights": struct(B, T)}
-    return partition(model, remat="none"), nnx.to_pure_dict(nnx.split(model)[1]), batch
+    return functions_of(model, remat="none"), nnx.to_pure_dict(nnx.split(model)[1]), batch
 
 
 def layer_flops(*, recomputes: bool) -> int:
@@ -174,7 +174,7 @@ def test_layer_flops_of_the_formula_equal_the_traced_ones():
     """The other tests rely on the formula above."""
     functions, params, batch = gpt2(8)
     layer = jax.tree.map(
-        lambda p: struct(*p.shape[1:]), functions.split(params)["layers"]["decoder"]
+        lambda p: struct(*p.shape[1:]), functions.split(params)["stacks"]["decoder"]
     )
     x = struct(B, T, D)
     number = struct(dtype=jnp.int32)

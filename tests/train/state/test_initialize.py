@@ -39,9 +39,9 @@ MESHES = {
 def test_initial_parameters_in_host_memory_equal_one_device(mesh, placement, corpus_overrides):
     base = (*TINY, *corpus_overrides)
     run, _ = make_run((*base, *MESHES[mesh], *PLACEMENTS[placement]))
-    state = run.state.initial()
-    assert jax.tree.map(lambda x: x.sharding, state) == shardings_of(run.state.abstract)
-    assert digest(run.state.to_portable(state).params) == reference_digest(base)
+    state = run.state_layout.initial()
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings_of(run.state_layout.abstract)
+    assert digest(run.state_layout.to_portable(state).params) == reference_digest(base)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
 
 
@@ -50,20 +50,22 @@ def test_given_parameters_are_moved_to_host_memory_unchanged(mesh, corpus_overri
     base = (*TINY, *corpus_overrides, *MESHES[mesh])
     plain, _ = make_run((*base, "train.seed=1"))
     hosted, _ = make_run((*base, *HOSTED))
-    given = plain.state.to_portable(plain.state.initial()).params
+    given = plain.state_layout.to_portable(plain.state_layout.initial()).params
     expected = digest(given)
-    given = jax.device_put(given, jax.tree.map(lambda x: x.sharding, hosted.state.portable.params))
-    state = hosted.state.initial(given)
-    assert digest(hosted.state.to_portable(state).params) == expected
-    assert jax.tree.map(lambda x: x.sharding, state) == shardings_of(hosted.state.abstract)
+    given = jax.device_put(
+        given, jax.tree.map(lambda x: x.sharding, hosted.state_layout.portable.params)
+    )
+    state = hosted.state_layout.initial(given)
+    assert digest(hosted.state_layout.to_portable(state).params) == expected
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings_of(hosted.state_layout.abstract)
 
 
 @pytest.mark.thorough(but=["2x2x2, fsdp"])
 @pytest.mark.parametrize("mesh", ["data=8, ZeRO 3", "2x2x2, fsdp", "chunks"])
 def test_initialization_uses_only_the_shards_of_each_device(mesh, corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *MESHES[mesh], "model.embed_dim=128"))
-    compiled = run.state.state_init.initialize_at_once.lower().compile()
-    leaves = jax.tree.leaves(run.state.abstract)
+    compiled = run.state_layout.state_init.initialize_at_once.lower().compile()
+    leaves = jax.tree.leaves(run.state_layout.abstract)
     shards = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
     made = memory(compiled).in_all
     # A shard and its random bits exist at the same time; the whole is eight times as large.
@@ -77,7 +79,7 @@ def test_initialization_keeps_offloaded_stacks_out_of_device_memory(corpus_overr
     """Layers are created one at a time; see only_layers in models/stack.py."""
     run, _ = make_run((*TINY, *corpus_overrides, *HOSTED))
     with jax.set_mesh(run.mesh):
-        program = open_jaxpr(run.state.state_init.initialize_at_once.trace().jaxpr, ())
+        program = open_jaxpr(run.state_layout.state_init.initialize_at_once.trace().jaxpr, ())
     found = estimate(program, (), run.mesh.shape, platform="cpu")
-    ends = {name: x for name, x in run.state.abstract.params.items() if name != "decoder"}
+    ends = {name: x for name, x in run.state_layout.abstract.params.items() if name != "decoder"}
     assert found.device_bytes <= 2 * sum(map(num_bytes, jax.tree.leaves(ends)))

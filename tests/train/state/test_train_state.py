@@ -93,7 +93,7 @@ def some_state(run) -> TrainState:
             values[layout.layer_of_slot < 0] = 0
         return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
 
-    return jax.tree_util.tree_map_with_path(make, run.state.abstract)
+    return jax.tree_util.tree_map_with_path(make, run.state_layout.abstract)
 
 
 def as_restored(run, portable: TrainState) -> TrainState:
@@ -101,7 +101,7 @@ def as_restored(run, portable: TrainState) -> TrainState:
     return jax.tree.map(
         lambda leaf, target: jax.device_put(np.asarray(leaf), target.sharding),
         portable,
-        run.state.portable,
+        run.state_layout.portable,
     )
 
 
@@ -111,19 +111,19 @@ def test_portable_round_trip_is_exact(name, corpus_overrides):
     state = some_state(run)
     slot_of_layer = run.layouts["decoder"].slot_of_layer
     before = {path: np.asarray(leaf) for path, leaf in leaves(state).items()}
-    portable = run.state.to_portable(state)
+    portable = run.state_layout.to_portable(state)
     in_stack = stack_leaves(portable)
     for path, leaf in leaves(portable).items():
-        wanted = leaves(run.state.portable)[path]
+        wanted = leaves(run.state_layout.portable)[path]
         assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype), path
         assert spec_of(leaf) == spec_of(wanted), path
         layers = before[path][slot_of_layer] if path in in_stack else before[path]
         np.testing.assert_array_equal(np.asarray(leaf), layers, err_msg=path)
     restored = as_restored(run, portable)
-    after = run.state.from_portable(restored)
+    after = run.state_layout.from_portable(restored)
     for path, leaf in leaves(after).items():
         np.testing.assert_array_equal(np.asarray(leaf), before[path], err_msg=path)
-        assert leaf.sharding == leaves(run.state.abstract)[path].sharding, path
+        assert leaf.sharding == leaves(run.state_layout.abstract)[path].sharding, path
     # Converted arrays are deleted, because there may be no room for two copies of the state.
     gone = {path for path, leaf in leaves(restored).items() if leaf.is_deleted()}
     assert gone == (set(in_stack) if name in CHANGED else set())
@@ -135,10 +135,10 @@ def test_state_becomes_portable_without_recompilation(corpus_overrides, compilat
     # No other test has this width, so the first conversion has to be compiled.
     run = run_of(corpus_overrides, "uneven", "model.embed_dim=80")[0]
     state = some_state(run)
-    run.state.to_portable(state)
+    run.state_layout.to_portable(state)
     count = len(compilations)
     assert count > 0  # the control: the first conversion is compiled
-    run.state.to_portable(state)
+    run.state_layout.to_portable(state)
     assert len(compilations) == count
 
 
@@ -146,15 +146,15 @@ def test_from_portable_accepts_the_shardings_of_to_portable(corpus_overrides):
     run = run_of(corpus_overrides, "uneven")[0]
     state = some_state(run)
     wanted = digest(state)
-    assert digest(run.state.from_portable(run.state.to_portable(state))) == wanted
+    assert digest(run.state_layout.from_portable(run.state_layout.to_portable(state))) == wanted
 
 
 @pytest.mark.thorough(but=["uneven"])
 @pytest.mark.parametrize("name", CHANGED)
 def test_portable_initial_state_equals_one_device_to_the_bit(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
-    initial = run.state.initial()
-    portable = run.state.to_portable(initial)
+    initial = run.state_layout.initial()
+    portable = run.state_layout.to_portable(initial)
     assert digest(portable) == digest_of_one_device(corpus_overrides)
     # The digest is not a digest of zeros.
     assert all(np.any(leaf) for path, leaf in leaves(portable.params).items() if "kernel" in path)
@@ -169,7 +169,7 @@ def test_portable_initial_state_equals_one_device_to_the_bit(name, corpus_overri
 
 
 def test_counters_missing_in_a_checkpoint_start_at_zero(corpus_overrides):
-    state_layout = run_of(corpus_overrides, "uneven")[0].state
+    state_layout = run_of(corpus_overrides, "uneven")[0].state_layout
     portable = state_layout.to_portable(state_layout.initial())
     lacking = dataclasses.replace(portable, num_nonfinite_in_a_row=None)
     count = state_layout.from_portable(lacking).num_nonfinite_in_a_row
@@ -179,7 +179,7 @@ def test_counters_missing_in_a_checkpoint_start_at_zero(corpus_overrides):
 
 @functools.cache
 def digest_of_one_device(corpus_overrides: tuple[str, ...]) -> str:
-    state_layout = make_run((*TINY, *corpus_overrides))[0].state
+    state_layout = make_run((*TINY, *corpus_overrides))[0].state_layout
     return digest(state_layout.initial())
 
 
@@ -187,8 +187,8 @@ def digest_of_one_device(corpus_overrides: tuple[str, ...]) -> str:
 def test_portable_arrays_are_not_split_by_layers(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
     num_stages = run.mesh.shape["pipeline"]
-    in_slots = stack_leaves(run.state.abstract)
-    for path, leaf in stack_leaves(run.state.portable).items():
+    in_slots = stack_leaves(run.state_layout.abstract)
+    for path, leaf in stack_leaves(run.state_layout.portable).items():
         shard = leaf.sharding.shard_shape(leaf.shape)
         assert shard[0] == leaf.shape[0] == run.layouts["decoder"].num_layers, path
         # A device has no more of an array than a stage does; a stage has at least one slot.
@@ -203,11 +203,13 @@ def test_portable_arrays_are_not_split_by_layers(name, corpus_overrides):
 def test_portable_array_without_a_divisible_dim_is_replicated(corpus_overrides):
     overrides = ("mesh.pipeline=4", "pipeline.layers_per_stage=2,1,1,0", "model.embed_dim=6")
     run, _ = make_run((*TINY, *corpus_overrides, "model.num_heads=1", *overrides))
-    norms = [leaf for path, leaf in stack_leaves(run.state.portable).items() if "norm" in path]
+    norms = [
+        leaf for path, leaf in stack_leaves(run.state_layout.portable).items() if "norm" in path
+    ]
     assert norms
     for leaf in norms:  # [layers, 6], and 4 stages
         assert leaf.sharding.shard_shape(leaf.shape) == leaf.shape
-    up = [leaf for path, leaf in stack_leaves(run.state.portable).items() if "up" in path]
+    up = [leaf for path, leaf in stack_leaves(run.state_layout.portable).items() if "up" in path]
     for leaf in up:  # [layers, 6, 24] and [layers, 24]: the dim that 4 divides
         assert leaf.sharding.shard_shape(leaf.shape) == (*leaf.shape[:-1], 6)
 
@@ -216,7 +218,7 @@ def test_portable_array_without_a_divisible_dim_is_replicated(corpus_overrides):
 def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrides):
     overrides = ("mesh.pipeline=2", "pipeline.layers_per_stage=3,1", "optimizer.weight_decay=0.5")
     run, corpus = make_run((*TINY, *corpus_overrides, *overrides))
-    state = run.state.initial()
+    state = run.state_layout.initial()
     before = {path: np.asarray(leaf) for path, leaf in stack_leaves(state).items()}
     batches = train_batches(corpus, run.config.data, run.rows)
     size = run.config.data.global_batch_size
@@ -244,4 +246,4 @@ def test_optimizer_with_other_shapes_is_rejected_if_layers_are_permuted(corpus_o
     ):
         make_run((*base, *CHANGED["uneven"]))
     run, _ = make_run((*base, *LAYOUTS["even"][0]))
-    assert isinstance(run.state, StateLayout)
+    assert isinstance(run.state_layout, StateLayout)

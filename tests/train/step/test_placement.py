@@ -80,10 +80,10 @@ def kinds(state) -> dict[str, str]:
 @pytest.mark.parametrize("placement", ["optimizer", "half the parameters", "all"])
 def test_state_is_in_the_configured_memory_before_and_after_a_step(placement, corpus_overrides):
     run, corpus = make_run((*TINY, *corpus_overrides, "mesh.fsdp=2", *PLACEMENTS[placement]))
-    abstract = kinds(run.state.abstract)
-    state = run.state.initial()
+    abstract = kinds(run.state_layout.abstract)
+    state = run.state_layout.initial()
     assert kinds(state) == abstract
-    assert kinds(run.state.from_portable(run.state.to_portable(state))) == abstract
+    assert kinds(run.state_layout.from_portable(run.state_layout.to_portable(state))) == abstract
     batches = train_batches(corpus, run.config.data, run.rows)
     size = run.config.data.global_batch_size
     batch = place_batch(next(batches), run.rows, run.batch_sharding, size)

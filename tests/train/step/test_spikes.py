@@ -17,14 +17,14 @@ CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 
 def test_state_has_no_spike_statistics_by_default(corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides))
-    assert run.state.abstract.spikes is run.state.portable.spikes is None
+    assert run.state_layout.abstract.spikes is run.state_layout.portable.spikes is None
 
 
 def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]]:
     """Return (grad_norm, num_skipped, mean norm) for a normal step, an outlier, a normal step."""
     run, corpus = make_run((*TINY, *corpus_overrides, *mesh, "train.skip_spikes=2.0"))
     usual = placed_batch(run, corpus)
-    state = run.state.initial()
+    state = run.state_layout.initial()
     # The loss of the outlier comes from a single token, which does not occur in the text.
     odd = np.zeros((16, 16), np.float32)
     odd[0, 0] = 1

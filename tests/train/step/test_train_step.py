@@ -28,7 +28,7 @@ def test_nothing_crosses_data_inside_the_microbatch_loop(mesh, corpus_overrides)
     # Every gradient is reduced once: its bytes on a device, and a few scalars.
     gradient_bytes = sum(
         4 * np.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(run.state.abstract.params)
+        for leaf in jax.tree.leaves(run.state_layout.abstract.params)
     )
     assert gradient_bytes <= sum(c.bytes for c in outside) <= gradient_bytes + 64
 
@@ -66,7 +66,7 @@ def test_loss_is_the_weighted_mean_for_any_number_of_microbatches(corpus_overrid
         overrides = (*TINY, *corpus_overrides, f"train.num_microbatches={count}")
         run, corpus = make_run(overrides)
         state, metrics = run.compile_train_step()(
-            run.state.initial(), placed_batch(run, corpus, weights=weights)
+            run.state_layout.initial(), placed_batch(run, corpus, weights=weights)
         )
         values.append(metrics["loss"])
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)  # float32, other order of summation
@@ -75,7 +75,7 @@ def test_loss_is_the_weighted_mean_for_any_number_of_microbatches(corpus_overrid
 
 def test_step_with_non_finite_loss_changes_only_the_counters(corpus_overrides):
     run, corpus = make_run((*TINY, *corpus_overrides))
-    before = run.state.initial()
+    before = run.state_layout.initial()
     expected = jax.device_get((before.params, before.opt_state))
     weights = np.full((16, 16), np.nan, np.float32)
     state, metrics = run.compile_train_step()(before, placed_batch(run, corpus, weights=weights))
@@ -94,7 +94,9 @@ def test_bfloat16_compute_keeps_float32_master_weights_and_close_losses(corpus_o
     values = {}
     for compute in ("float32", "bfloat16"):
         run, corpus = make_run((*overrides, f"precision.compute={compute}"))
-        state, metrics = run.compile_train_step()(run.state.initial(), placed_batch(run, corpus))
+        state, metrics = run.compile_train_step()(
+            run.state_layout.initial(), placed_batch(run, corpus)
+        )
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
         values[compute] = float(metrics["loss"])
     assert values["bfloat16"] != values["float32"]
@@ -104,7 +106,7 @@ def test_bfloat16_compute_keeps_float32_master_weights_and_close_losses(corpus_o
 
 def test_parameters_and_optimizer_state_are_split_over_the_mesh(corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, "mesh.fsdp=2", "mesh.model=2", "mesh.pipeline=2"))
-    state = run.state.initial()
+    state = run.state_layout.initial()
     kernel = state.params["decoder"]["layers"]["mlp"]["up"]["kernel"]
     assert kernel.shape == (4, 32, 128)
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 64)

@@ -35,7 +35,9 @@ def test_losses_equal_one_device(mesh, stage, corpus_overrides):
     with jax.enable_x64(True):
         base = (*TINY, *corpus_overrides, *FLOAT64)
         run, corpus = make_run((*base, *MESHES[mesh], f"memory.zero_stage={stage}"))
-        assert digest(run.state.to_portable(run.state.initial()).params) == reference_digest(base)
+        assert digest(
+            run.state_layout.to_portable(run.state_layout.initial()).params
+        ) == reference_digest(base)
         # Rounding errors in float64 are about 1e-16 per sum; bugs cause far larger differences.
         found = losses(run, corpus, 5)
         np.testing.assert_allclose(found, reference_losses(base, 5), rtol=1e-9, atol=0)
@@ -57,7 +59,7 @@ def num_bytes(tree) -> int:
 def test_parameters_and_optimizer_state_are_split_into_eighths(stage, corpus_overrides):
     run = a_run(corpus_overrides, "mesh.data=8", f"memory.zero_stage={stage}")
     whole = 4 * run.num_params
-    state = run.state.abstract
+    state = run.state_layout.abstract
     parts = 8 if stage else 1
     assert num_bytes(state.params) == whole // parts
     (moments,) = [
@@ -66,7 +68,7 @@ def test_parameters_and_optimizer_state_are_split_into_eighths(stage, corpus_ove
     assert num_bytes(moments.mu) == num_bytes(moments.nu) == whole // parts
     # The state is created with these shardings, and a step keeps them.
     for leaf, real in zip(
-        jax.tree.leaves(state), jax.tree.leaves(run.state.initial()), strict=True
+        jax.tree.leaves(state), jax.tree.leaves(run.state_layout.initial()), strict=True
     ):
         assert real.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
@@ -93,7 +95,7 @@ def test_collectives_over_data_match_the_zero_stage(corpus_overrides):
         return bytes_by_kind(a_run(corpus_overrides, "mesh.data=8", stage, *overrides))
 
     run = a_run(corpus_overrides, "mesh.data=8")
-    params = run.state.abstract.params
+    params = run.state_layout.abstract.params
     whole = num_bytes(params)
     layer = num_bytes(params["decoder"]) // 4
     ends = whole - 4 * layer
@@ -142,7 +144,7 @@ def test_no_device_stores_all_gradients_in_stage_3(corpus_overrides):
         run = a_run(corpus_overrides, "mesh.data=8", f"memory.zero_stage={stage}", *layers)
         memory = run.compile_train_step().memory_analysis()
         assert memory is not None
-        return memory.temp_size_in_bytes, num_bytes(run.state.abstract.params) * 8
+        return memory.temp_size_in_bytes, num_bytes(run.state_layout.abstract.params) * 8
 
     (of_2, whole) = temporaries(2)
     (of_3, _) = temporaries(3)

@@ -27,7 +27,8 @@ class Example(NamedTuple):
     block: Callable
     params: Any
     x: Any
-    side: Any = ()
+    microbatch: Any = ()
+    number: Any = np.int32(0)
 
     def taken_apart(self) -> BlockVJP:
         return BlockVJP(*self)
@@ -43,23 +44,23 @@ def shapes(leaves) -> list[tuple[int, ...]]:
 
 def check(example: Example) -> tuple[list[jax.Array], list[jax.Array]]:
     """Compare all parts with jax.vjp, and return the saved and the handed-over arrays."""
-    block, params, x, side = example
+    block, params, x, microbatch, number = example
     taken = example.taken_apart()
     dy = jax.tree.map(lambda leaf: draw(*leaf.shape, seed=1), x)
 
     # A low optimization level, because compilation dominates the time of these tests.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def run(params, x, side, dy):
-        y, vjp = jax.vjp(lambda params, x: block(params, x, side), params, x)
+    def run(params, x, microbatch, number, dy):
+        y, vjp = jax.vjp(lambda params, x: block(params, x, microbatch, number), params, x)
         wanted = y, *vjp(dy)
-        y, saved = taken.forward(params, x, side)
-        whole = y, *taken.backward(params, side, saved, dy)
-        dx, early, handed = taken.input_gradient(params, side, saved, dy)
+        y, saved = taken.forward(params, x, microbatch, number)
+        whole = y, *taken.backward(params, microbatch, number, saved, dy)
+        dx, early, handed = taken.input_gradient(params, microbatch, number, saved, dy)
         kept = [saved[i] for i in taken.saved_for_weights]
-        late = taken.weight_gradient(params, side, kept, handed)
+        late = taken.weight_gradient(params, microbatch, number, kept, handed)
         return wanted, whole, (dx, early, late), saved, handed
 
-    wanted, whole, (dx, early, late), saved, handed = run(params, x, side, dy)
+    wanted, whole, (dx, early, late), saved, handed = run(params, x, microbatch, number, dy)
 
     def close(found, expected):
         # The same operations, possibly fused or summed in another order. The tolerance allows for
@@ -82,10 +83,10 @@ def check(example: Example) -> tuple[list[jax.Array], list[jax.Array]]:
 def costs(example: Example) -> tuple[int, int, int]:
     """Return the FLOPs of a whole backward, and of its two halves."""
     taken = example.taken_apart()
-    (_, params, x, side) = example
+    (_, params, x, microbatch, number) = example
     kept = [taken.saved[i] for i in taken.saved_for_weights]
     return (
-        traced_flops(taken.backward, params, side, taken.saved, x),
-        traced_flops(taken.input_gradient, params, side, taken.saved, x),
-        traced_flops(taken.weight_gradient, params, side, kept, taken.handed),
+        traced_flops(taken.backward, params, microbatch, number, taken.saved, x),
+        traced_flops(taken.input_gradient, params, microbatch, number, taken.saved, x),
+        traced_flops(taken.weight_gradient, params, microbatch, number, kept, taken.handed),
     )

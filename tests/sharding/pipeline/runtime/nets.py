@@ -30,18 +30,18 @@ class Net:
     def blocks(self):
         return {"body": self.block}
 
-    def types(self, end_params, microbatch):
+    def types(self, non_stack_params, microbatch):
         types = {}
-        x = jax.eval_shape(self.embed, end_params, microbatch)
+        x = jax.eval_shape(self.embed, non_stack_params, microbatch)
         for name in self.num_layers:
             input_type = x
-            before = self.before.get(name)
-            x = jax.eval_shape(before, end_params, input_type, microbatch) if before else input_type
+            if name in self.before:
+                x = jax.eval_shape(self.before[name], non_stack_params, input_type, microbatch)
             types[name] = (input_type, x)
         return types
 
-    def embed(self, end_params, microbatch):
-        return jnp.tanh(microbatch["x"] @ end_params["table"])
+    def embed(self, non_stack_params, microbatch):
+        return jnp.tanh(microbatch["x"] @ non_stack_params["table"])
 
     def block(self, params, x, microbatch, number):
         keys = jax.vmap(jax.random.fold_in, (0, None))(microbatch["keys"], number)
@@ -49,31 +49,31 @@ class Net:
         scale = microbatch["scale"][:, None] * (1.0 + 0.1 * (number + 1).astype(x.dtype))
         return x + jnp.where(keep, jnp.tanh(x @ params["kernel"]) * scale, 0.0)
 
-    def head(self, end_params, x, microbatch):
-        error = jnp.square(x @ end_params["table"].T - microbatch["y"]).sum(axis=1)
+    def head(self, non_stack_params, x, microbatch):
+        error = jnp.square(x @ non_stack_params["table"].T - microbatch["y"]).sum(axis=1)
         weight = microbatch["weight"]
         return jnp.sum(error * weight), jnp.sum(weight), {"largest": jnp.sum(jnp.max(x, axis=1))}
 
     def specs(self):
         return {
-            "ends": {"table": PartitionSpec("fsdp", "model")},
-            "layers": {"body": {"kernel": PartitionSpec("pipeline", "fsdp", "model")}},
+            "non_stack": {"table": PartitionSpec("fsdp", "model")},
+            "stacks": {"body": {"kernel": PartitionSpec("pipeline", "fsdp", "model")}},
         }
 
     def params(self, draw, width: int):
         layers = {"body": {"kernel": 0.5 * draw(self.num_layers["body"], width, width)}}
-        return {"ends": {"table": draw(width, width)}, "layers": layers}
+        return {"non_stack": {"table": draw(width, width)}, "stacks": layers}
 
 
 class Teacher(Net):
     """A net whose `teach` returns a total per example; its head reports it as a metric."""
 
-    def teach(self, end_params, x, microbatch):
-        return {"total": jnp.sum(x @ end_params["table"].T, axis=1)}
+    def teach(self, non_stack_params, x, microbatch):
+        return {"total": jnp.sum(x @ non_stack_params["table"].T, axis=1)}
 
-    def head(self, end_params, x, microbatch):
-        loss, weight, _ = super().head(end_params, x, microbatch)
-        return loss, weight, {"totals": self.teach(end_params, x, microbatch)["total"]}
+    def head(self, non_stack_params, x, microbatch):
+        loss, weight, _ = super().head(non_stack_params, x, microbatch)
+        return loss, weight, {"totals": self.teach(non_stack_params, x, microbatch)["total"]}
 
 
 class EncoderDecoder(Net):
@@ -89,29 +89,29 @@ class EncoderDecoder(Net):
     def before(self):
         return {"decoder": self.between}
 
-    def embed(self, end_params, microbatch):
-        embedded = jnp.tanh(microbatch["x"] @ end_params["table"])
+    def embed(self, non_stack_params, microbatch):
+        embedded = jnp.tanh(microbatch["x"] @ non_stack_params["table"])
         return {"memory": embedded, "x": jnp.zeros_like(embedded)}
 
     def encode(self, params, x, microbatch, number):
         return x | {"memory": self.block(params, x["memory"], microbatch, number)}
 
-    def between(self, end_params, x, microbatch):
-        memory = x["memory"] * end_params["norm"]
-        return {"memory": memory, "x": jnp.tanh(microbatch["y"] @ end_params["table"])}
+    def between(self, non_stack_params, x, microbatch):
+        memory = x["memory"] * non_stack_params["norm"]
+        return {"memory": memory, "x": jnp.tanh(microbatch["y"] @ non_stack_params["table"])}
 
     def decode(self, params, x, microbatch, number):
         read = jnp.tanh(x["memory"] @ params["cross"])
         return x | {"x": self.block(params, x["x"] + read, microbatch, number)}
 
-    def head(self, end_params, x, microbatch):
-        return super().head(end_params, x["x"], microbatch)
+    def head(self, non_stack_params, x, microbatch):
+        return super().head(non_stack_params, x["x"], microbatch)
 
     def specs(self):
         kernel = PartitionSpec("pipeline", "fsdp", "model")
         return {
-            "ends": {"table": PartitionSpec("fsdp", "model"), "norm": PartitionSpec(None)},
-            "layers": {
+            "non_stack": {"table": PartitionSpec("fsdp", "model"), "norm": PartitionSpec(None)},
+            "stacks": {
                 "encoder": {"kernel": kernel},
                 "decoder": {"kernel": kernel, "cross": kernel},
             },
@@ -120,8 +120,8 @@ class EncoderDecoder(Net):
     def params(self, draw, width: int):
         encoder, decoder = self.num_layers.values()
         return {
-            "ends": {"table": draw(width, width), "norm": draw(width)},
-            "layers": {
+            "non_stack": {"table": draw(width, width), "norm": draw(width)},
+            "stacks": {
                 "encoder": {"kernel": 0.5 * draw(encoder, width, width)},
                 "decoder": {
                     "kernel": 0.5 * draw(decoder, width, width),
@@ -149,8 +149,8 @@ class Pyramid(Net):
     def before(self):
         return {"pair": self.halve, "narrow": self.join}
 
-    def halve(self, end_params, x, microbatch):
-        left, right = jnp.split(x * end_params["norm"], 2, axis=1)
+    def halve(self, non_stack_params, x, microbatch):
+        left, right = jnp.split(x * non_stack_params["norm"], 2, axis=1)
         return {"left": left, "right": right, "copy": jnp.tile(right, (1, 3)).astype(jnp.float32)}
 
     def pair(self, params, x, microbatch, number):
@@ -158,26 +158,26 @@ class Pyramid(Net):
         left = self.block(params, x["left"] + copy[:, : x["left"].shape[1]], microbatch, number)
         return {"left": left, "right": x["right"] + left, "copy": copy}
 
-    def join(self, end_params, x, microbatch):
-        return x["left"] + x["right"] * end_params["norm"][: x["right"].shape[1]]
+    def join(self, non_stack_params, x, microbatch):
+        return x["left"] + x["right"] * non_stack_params["norm"][: x["right"].shape[1]]
 
-    def head(self, end_params, x, microbatch):
-        return super().head(end_params, jnp.concatenate([x, jnp.tanh(x)], axis=1), microbatch)
+    def head(self, non_stack_params, x, microbatch):
+        return super().head(non_stack_params, jnp.concatenate([x, jnp.tanh(x)], axis=1), microbatch)
 
     def specs(self):
         # Nothing is split over `model`: cutting such arrays would need communication inside
         # branches that not all stages execute.
         kernel = PartitionSpec("pipeline", "fsdp")
         return {
-            "ends": {"table": PartitionSpec("fsdp"), "norm": PartitionSpec(None)},
-            "layers": {name: {"kernel": kernel} for name in self.num_layers},
+            "non_stack": {"table": PartitionSpec("fsdp"), "norm": PartitionSpec(None)},
+            "stacks": {name: {"kernel": kernel} for name in self.num_layers},
         }
 
     def params(self, draw, width: int):
         widths = {"wide": width, "pair": width // 2, "narrow": width // 2}
         return {
-            "ends": {"table": draw(width, width), "norm": draw(width)},
-            "layers": {
+            "non_stack": {"table": draw(width, width), "norm": draw(width)},
+            "stacks": {
                 name: {"kernel": 0.5 * draw(count, widths[name], widths[name])}
                 for name, count in self.num_layers.items()
             },
@@ -204,14 +204,14 @@ def inputs(
 def plain_sums(net: Net, params, data):
     """Return (loss, sums) of the whole batch, computed layer by layer."""
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), data)
-    x = net.embed(params["ends"], flat)
+    x = net.embed(params["non_stack"], flat)
     for name, num_layers in net.num_layers.items():
         if name in net.before:
-            x = net.before[name](params["ends"], x, flat)
+            x = net.before[name](params["non_stack"], x, flat)
         for i in range(num_layers):
-            layer = jax.tree.map(lambda p, i=i: p[i], params["layers"][name])
+            layer = jax.tree.map(lambda p, i=i: p[i], params["stacks"][name])
             x = net.blocks[name](layer, x, flat, jnp.int32(i))
-    loss, weight, metrics = net.head(params["ends"], x, flat)
+    loss, weight, metrics = net.head(params["non_stack"], x, flat)
     return loss, {"loss": loss, "weight": weight, **metrics}
 
 
@@ -220,8 +220,8 @@ def specs_of(net: Net, params, mesh, zero: MemoryConfig):
     if not zero.zero_stage:
         return net.specs()
     is_layers = {
-        "ends": jax.tree.map(lambda _: False, params["ends"]),
-        "layers": jax.tree.map(lambda _: True, params["layers"]),
+        "non_stack": jax.tree.map(lambda _: False, params["non_stack"]),
+        "stacks": jax.tree.map(lambda _: True, params["stacks"]),
     }
     return split_over_data(net.specs(), params, is_layers, mesh)
 
@@ -234,11 +234,11 @@ def place(net: Net, layouts, mesh, params, data, zero: MemoryConfig = NO_ZERO):
 
     slots = {
         name: jax.tree.map(layouts[name].to_slots, layers)
-        for name, layers in params["layers"].items()
+        for name, layers in params["stacks"].items()
     }
     batch = PartitionSpec(None, ("data", "fsdp"))
     specs = specs_of(net, params, mesh, zero)
-    placed = jax.tree.map(put, {**params, "layers": slots}, specs)
+    placed = jax.tree.map(put, {**params, "stacks": slots}, specs)
     return placed, jax.tree.map(lambda x: put(x, batch), data)
 
 
@@ -247,6 +247,6 @@ def to_layers(layouts, grads):
     grads = jax.tree.map(np.asarray, grads)
     layers = {
         name: jax.tree.map(layouts[name].to_layers, slots)
-        for name, slots in grads["layers"].items()
+        for name, slots in grads["stacks"].items()
     }
-    return {**grads, "layers": layers}
+    return {**grads, "stacks": layers}

@@ -27,64 +27,64 @@ from tests.sharding.pipeline.schedules.tables import properties
 # Hand-made blocks: each is a case in which residuals could be classified incorrectly.
 
 
-def dense(params, x, side):
+def dense(params, x, microbatch, number):
     return x + jnp.tanh(x @ params)
 
 
-def shared_weight(params, x, side):
+def shared_weight(params, x, microbatch, number):
     """A kernel that is used twice, the second time transposed."""
     return x + jnp.tanh(x @ params) @ params.T
 
 
-def computed_weight(params, x, side):
+def computed_weight(params, x, microbatch, number):
     return x @ jnp.tanh(params["w"] * params["scale"]).T
 
 
-def masked(params, x, side):
-    """A causal mask built in the block, and a mask that depends on the side input."""
+def masked(params, x, microbatch, number):
+    """A causal mask built in the block, and a mask that depends on the microbatch."""
     causal = jnp.tril(jnp.ones((WIDTH, WIDTH), bool))
-    seen = jax.nn.relu(side) > 0
-    return jnp.tanh(x @ jnp.where(causal, params, 0)) * jax.nn.gelu(side) * seen
+    seen = jax.nn.relu(microbatch) > 0
+    return jnp.tanh(x @ jnp.where(causal, params, 0)) * jax.nn.gelu(microbatch) * seen
 
 
-def two_keys(params, x, side):
+def two_keys(params, x, microbatch, number):
     """Dropout with a typed key and with a raw one."""
-    typed, raw = side
+    typed, raw = microbatch
     x = jnp.where(jax.random.bernoulli(typed, 0.7, x.shape), x @ params, 0)
     raw = jax.random.fold_in(raw, 3)
     return jnp.where(jax.random.bernoulli(raw, 0.7, x.shape), x / 0.7, 0)
 
 
-def inner_loop(params, x, side):
+def inner_loop(params, x, microbatch, number):
     return x + jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0]
 
 
-def inner_loop_of_one_weight(params, x, side):
+def inner_loop_of_one_weight(params, x, microbatch, number):
     def body(h, scale):
         return jnp.tanh(h @ jnp.tanh(params)) * scale, None
 
-    return jax.lax.scan(body, x, side)[0] @ params
+    return jax.lax.scan(body, x, microbatch)[0] @ params
 
 
-def inner_loop_that_makes_weights(params, x, side):
+def inner_loop_that_makes_weights(params, x, microbatch, number):
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ jnp.tanh(w)), None), x, params)[0]
 
 
-def branches(params, x, side):
-    return jax.lax.cond(side > 0, lambda: jnp.tanh(x @ params), lambda: x)
+def branches(params, x, microbatch, number):
+    return jax.lax.cond(microbatch > 0, lambda: jnp.tanh(x @ params), lambda: x)
 
 
-def passed_through(params, x, side):
+def passed_through(params, x, microbatch, number):
     read = jnp.tanh(x["memory"] @ params["cross"])
     return x | {"x": x["x"] + read @ params["out"]}
 
 
-def closing_over(params, x, side):
+def closing_over(params, x, microbatch, number):
     return x * params["w"] * np.arange(float(WIDTH)) + params["b"]
 
 
-def own_derivative(params, x, side):
-    return cubed(x * params) + cubed(side)
+def own_derivative(params, x, microbatch, number):
+    return cubed(x * params) + cubed(microbatch)
 
 
 @functools.partial(jax.custom_vjp)
@@ -131,9 +131,13 @@ BLOCKS: dict[str, Callable[[], Example]] = {
     "own derivative": lambda: Example(
         own_derivative, draw(WIDTH), draw(ROWS, WIDTH), draw(WIDTH, seed=2)
     ),
-    "nothing saved": lambda: Example(lambda p, x, side: x + p, draw(WIDTH), draw(ROWS, WIDTH)),
-    "x not read": lambda: Example(lambda p, x, side: p * 2.0, draw(ROWS, WIDTH), draw(ROWS, WIDTH)),
-    "identity": lambda: Example(lambda p, x, side: x, draw(WIDTH), draw(ROWS, WIDTH)),
+    "nothing saved": lambda: Example(
+        lambda p, x, microbatch, number: x + p, draw(WIDTH), draw(ROWS, WIDTH)
+    ),
+    "x not read": lambda: Example(
+        lambda p, x, microbatch, number: p * 2.0, draw(ROWS, WIDTH), draw(ROWS, WIDTH)
+    ),
+    "identity": lambda: Example(lambda p, x, microbatch, number: x, draw(WIDTH), draw(ROWS, WIDTH)),
 }
 RANDOM = ("two keys",)
 #: All outputs of a loop or a branch count as depending on x if one of them does.
@@ -153,7 +157,7 @@ def test_block_vjp_saves_nothing_that_x_does_not_change(name):
         taken = example.taken_apart()
         _, saved = taken.forward(*example[1:])
         x = jax.tree.map(lambda leaf: draw(*leaf.shape, seed=7) - leaf, example.x)
-        _, others = taken.forward(example.params, x, example.side)
+        _, others = taken.forward(example.params, x, example.microbatch, example.number)
         same = [a.shape for a, b in zip(saved, others, strict=True) if np.array_equal(a, b)]
         assert not same
 
@@ -195,14 +199,20 @@ def test_halves_hand_over_the_least():
 def test_halves_of_an_unused_parameter_give_zeros():
     with jax.enable_x64(True):
         params = {"used": draw(WIDTH, WIDTH), "unused": draw(INNER)}
-        check(Example(lambda p, x, side: x + jnp.tanh(x @ p["used"]), params, draw(ROWS, WIDTH)))
+        check(
+            Example(
+                lambda p, x, microbatch, number: x + jnp.tanh(x @ p["used"]),
+                params,
+                draw(ROWS, WIDTH),
+            )
+        )
 
 
 def test_halves_of_a_parameter_whose_gradient_is_dy_yield_it_in_the_first():
     with jax.enable_x64(True):
         params = {"bias": draw(ROWS, WIDTH, seed=2), "kernel": draw(WIDTH, WIDTH)}
         example = Example(
-            lambda p, x, side: x + jnp.tanh(x @ p["kernel"]) + p["bias"],
+            lambda p, x, microbatch, number: x + jnp.tanh(x @ p["kernel"]) + p["bias"],
             params,
             draw(ROWS, WIDTH),
         )
@@ -210,7 +220,7 @@ def test_halves_of_a_parameter_whose_gradient_is_dy_yield_it_in_the_first():
         taken = example.taken_apart()
         dy = draw(ROWS, WIDTH, seed=1)
         _, saved = taken.forward(*example[1:])
-        _, early, handed = taken.input_gradient(params, (), saved, dy)
+        _, early, handed = taken.input_gradient(params, (), example.number, saved, dy)
         assert early[1] is None
         np.testing.assert_array_equal(early[0], dy)
         # dy itself is not handed over for the bias; the gradient of x @ kernel is.
@@ -227,9 +237,9 @@ def test_halves_run_no_matrix_product_twice(name):
 @pytest.mark.parametrize(
     "block",
     [
-        lambda p, x, side: x[:, :-1],
-        lambda p, x, side: x.astype(jnp.float16),
-        lambda p, x, side: (x, x),
+        lambda p, x, microbatch, number: x[:, :-1],
+        lambda p, x, microbatch, number: x.astype(jnp.float16),
+        lambda p, x, microbatch, number: (x, x),
     ],
     ids=["shape", "dtype", "number"],
 )
@@ -237,33 +247,35 @@ def test_a_block_that_returns_something_else_than_x_is_refused(block):
     with pytest.raises(
         ValueError, match=r"a block's output must have the type of its input, .*float32.*returns"
     ):
-        BlockVJP(block, jnp.ones(3), jnp.ones((2, 3)), ())
+        BlockVJP(block, jnp.ones(3), jnp.ones((2, 3)), (), jnp.int32(0))
 
 
 # Blocks of random pieces.
 
 
 def pieces(w, scale, bias):
-    """Return name -> (x, side) -> x; `w` is [WIDTH, WIDTH], `scale` and `bias` are [WIDTH]."""
+    """Return name -> (x, microbatch) -> x; `w` is [WIDTH, WIDTH], the others are [WIDTH]."""
 
     def norm(x):
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 0.1) * scale + bias
 
     return {
-        "dot": lambda x, side: jnp.tanh(x @ w),
-        "residual": lambda x, side: x + jax.nn.gelu(x @ w + bias) @ w.T,
-        "norm": lambda x, side: norm(x),
-        "checkpoint": lambda x, side: jax.checkpoint(lambda x: jnp.tanh(norm(x) @ w))(x),
-        "jit": lambda x, side: jax.jit(lambda x: x * scale + x)(x),
-        "relu": lambda x, side: jax.nn.relu(x + bias),
-        "side": lambda x, side: x * jnp.sin(side["scale"]),
-        "dropout": lambda x, side: jnp.where(jax.random.bernoulli(side["key"], 0.8, x.shape), x, 0),
-        "loop": lambda x, side: jax.lax.scan(
-            lambda h, s: (jnp.tanh(h @ w * s), None), x, side["scale"]
+        "dot": lambda x, microbatch: jnp.tanh(x @ w),
+        "residual": lambda x, microbatch: x + jax.nn.gelu(x @ w + bias) @ w.T,
+        "norm": lambda x, microbatch: norm(x),
+        "checkpoint": lambda x, microbatch: jax.checkpoint(lambda x: jnp.tanh(norm(x) @ w))(x),
+        "jit": lambda x, microbatch: jax.jit(lambda x: x * scale + x)(x),
+        "relu": lambda x, microbatch: jax.nn.relu(x + bias),
+        "microbatch": lambda x, microbatch: x * jnp.sin(microbatch["scale"]),
+        "dropout": lambda x, microbatch: jnp.where(
+            jax.random.bernoulli(microbatch["key"], 0.8, x.shape), x, 0
+        ),
+        "loop": lambda x, microbatch: jax.lax.scan(
+            lambda h, s: (jnp.tanh(h @ w * s), None), x, microbatch["scale"]
         )[0],
-        "softmax": lambda x, side: jax.nn.softmax(x @ x.T, axis=-1) @ (x @ w),
-        "custom": lambda x, side: cubed(x) * 0.1,
+        "softmax": lambda x, microbatch: jax.nn.softmax(x @ x.T, axis=-1) @ (x @ w),
+        "custom": lambda x, microbatch: cubed(x) * 0.1,
     }
 
 
@@ -281,13 +293,13 @@ def test_blocks_of_random_pieces_equal_jax_vjp(names, shares_weights):
             for i in range(count)
         ]
 
-        def block(params, x, side):
+        def block(params, x, microbatch, number):
             for i, name in enumerate(names):
-                x = pieces(**params[i % count])[name](x, side)
+                x = pieces(**params[i % count])[name](x, microbatch)
             return x
 
-        side = {"scale": draw(WIDTH, seed=9), "key": jax.random.key(0)}
-        example = Example(block, params, draw(ROWS, WIDTH), side)
+        microbatch = {"scale": draw(WIDTH, seed=9), "key": jax.random.key(0)}
+        example = Example(block, params, draw(ROWS, WIDTH), microbatch)
         saved, _ = check(example)
         # Neither weights nor values computed from weights alone are saved.
         assert not {(WIDTH, WIDTH), (WIDTH,)} & set(shapes(saved))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.functions import partition
+from models.functions import functions_of
 from models.text.gpt2 import GPT2, GPT2Config
 from tests.runs import ROOT
 from tests.sharding.pipeline.runtime.blocks import (
@@ -34,17 +34,15 @@ def gpt2_block(remat: str, *, uses_dropout: bool, length: int = T) -> Example:
         vocab_size=40, max_positions=length, num_layers=2, num_heads=N, embed_dim=D, dropout=0.2
     )
     model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
-    functions = partition(model, remat=remat)
-    layers = functions.split(nnx.to_pure_dict(nnx.split(model)[1]))["layers"]["decoder"]
+    functions = functions_of(model, remat=remat)
+    layers = functions.split(nnx.to_pure_dict(nnx.split(model)[1]))["stacks"]["decoder"]
     # Not the initial values: zero biases and small kernels would hide wrong gradients.
     params = jax.tree.map(lambda p: 0.3 * draw(*p.shape[1:]), layers)
     batch = {"weights": draw(B, length)}
     if uses_dropout:
         batch["dropout_keys"] = jax.random.split(jax.random.key(0), B)
     block = functions.blocks["decoder"]
-    return Example(
-        lambda p, x, side: block(p, x, *side), params, draw(B, length, D), (batch, jnp.int32(1))
-    )
+    return Example(block, params, draw(B, length, D), batch, jnp.int32(1))
 
 
 @pytest.mark.thorough(but=["none-False", "dots-False"])
@@ -114,8 +112,9 @@ with jax.enable_x64(True):
     example = gpt2_block("none", uses_dropout=True)
     taken = example.taken_apart()
     kept = [taken.saved[i] for i in taken.saved_for_weights]
-    args = example.params, example.side, taken.saved, example.x
-    late = example.params, example.side, kept, taken.handed
+    free = example.params, example.microbatch, example.number
+    args = *free, taken.saved, example.x
+    late = *free, kept, taken.handed
     print([(s.shape, s.dtype.name) for s in (*taken.saved, *taken.handed)])
     print(taken.saved_for_weights)
     for function, inputs in ((taken.input_gradient, args), (taken.weight_gradient, late)):

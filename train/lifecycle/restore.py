@@ -1,4 +1,4 @@
-"""The position of a run: where it starts or resumes, and where it rolls back to."""
+"""Restores a run from its checkpoints, at the start and when it rolls back."""
 
 import dataclasses
 import logging
@@ -22,19 +22,19 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Position:
-    """The position of a run: its beginning, or the newest checkpoint of its workdir."""
+class RestoredRun:
+    """The state of a run, with its data and checkpoints open: ready for the next step."""
 
-    step: int  # steps done
+    step: int  # steps done; 0 if there was no checkpoint
     state: TrainState  # after that step
     batches: DatasetIterator  # continues with the next step's batch
-    checkpoints: Checkpoints
+    checkpoints: Checkpoints  # of the workdir; must be closed
 
 
-def find_position(
+def restore_or_initialize(
     run: Run, corpus: Corpus, workdir: Path, source: Source | None = None
-) -> Position:
-    """Return the position of the newest intact checkpoint, or the initial one without any.
+) -> RestoredRun:
+    """Restore a run from the newest intact checkpoint of its workdir, or initialize its state.
 
     Args:
         run: the run.
@@ -48,14 +48,14 @@ def find_position(
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     batches = train_batches(corpus, run.config.data, run.rows)
-    restored = checkpoints.restore(run.state.portable, may_lack=MAY_LACK)
+    restored = checkpoints.restore(run.state_layout.portable, may_lack=MAY_LACK)
     if restored is None:
         params = None if source is None else start_params(run, source, corpus.labels)
         step = 0
-        state = run.state.initial(params)
+        state = run.state_layout.initial(params)
     else:
         step, portable, data_state = restored
-        state = run.state.from_portable(portable)
+        state = run.state_layout.from_portable(portable)
         if data_state["corpus"] != corpus.fingerprint:
             raise ValueError(
                 f"the data of data.name={run.config.data.name!r} has changed since step {step} in "
@@ -71,18 +71,20 @@ def find_position(
         )
     if not len(corpus.validation):
         _log.warning("the validation split is empty: nothing will be evaluated")
-    return Position(step=step, state=state, batches=batches, checkpoints=checkpoints)
+    return RestoredRun(step=step, state=state, batches=batches, checkpoints=checkpoints)
 
 
-def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: int) -> TrainState:
-    """Restore the newest checkpoint from before several bad steps in a row.
+def roll_back(
+    run: Run, checkpoints: Checkpoints, state: TrainState, *, first_bad_step: int
+) -> TrainState:
+    """Restore the newest checkpoint from before a streak of bad steps.
 
     The position in the data is not rolled back: all steps since that checkpoint count as skipped,
     and their examples are not used again in this epoch.
 
     Args:
         run: the run.
-        start: where the run started; its checkpoints are used.
+        checkpoints: the checkpoints of its workdir.
         state: the state after the newest step; it is deleted.
         first_bad_step: the first bad step. The step before it produced the parameters that failed,
             so its checkpoint is not used either.
@@ -96,8 +98,8 @@ def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: i
     step = int(state.step)
     sharding = state.step.sharding
     jax.tree.map(lambda leaf: leaf.delete(), state)  # there may be no room for two states
-    restored = start.checkpoints.restore(
-        run.state.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
+    restored = checkpoints.restore(
+        run.state_layout.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
     )
     if restored is None:
         raise Diverged(
@@ -106,7 +108,7 @@ def roll_back(run: Run, start: Position, state: TrainState, *, first_bad_step: i
             "checkpoint.max_to_keep)"
         )
     saved_step, portable, _ = restored
-    state = run.state.from_portable(portable)
+    state = run.state_layout.from_portable(portable)
     size = run.config.data.global_batch_size
     _log.warning(
         "continuing after step %d with the parameters of step %d; steps %d to %d are skipped, "

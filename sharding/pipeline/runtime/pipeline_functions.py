@@ -1,4 +1,4 @@
-"""A model as the executor sees it: functions of parameters, activations and microbatches."""
+"""A model as the pipeline sees it: functions of parameters, activations and microbatches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -8,11 +8,11 @@ import jax
 Tree = Any
 
 
-class Model(Protocol):
-    """A model as the executor sees it.
+class PipelineFunctions(Protocol):
+    """A model's functions. Those of this project's models are a `models.functions.ModelFunctions`.
 
-    `end_params` are the parameters outside the stacks. The arrays of `microbatch` have a leading
-    batch dim.
+    `non_stack_params` are the parameters outside the stacks: of the embedding, the head and the
+    `before` functions. The arrays of `microbatch` are `[B, ...]`.
     """
 
     @property
@@ -22,32 +22,32 @@ class Model(Protocol):
 
     @property
     def before(self) -> Mapping[str, Callable[[Tree, Tree, Tree], Tree]]:
-        """Stack -> `before(end_params, x, microbatch) -> x`, run ahead of the stack's first layer.
+        """Stack -> `before(non_stack_params, x, microbatch) -> x`, run ahead of its first layer.
 
         Stacks without such a function are absent. The output may have another type than the input.
         """
         ...
 
-    def types(self, end_params: Tree, microbatch: Tree, /) -> Mapping[str, tuple[Tree, Tree]]:
+    def types(self, non_stack_params: Tree, microbatch: Tree, /) -> Mapping[str, tuple[Tree, Tree]]:
         """Return stack -> (type before the stack, type of its blocks' input and output).
 
         Types are trees of ShapeDtypeStructs. The stacks are in the order in which they run.
         """
         ...
 
-    def embed(self, end_params: Tree, microbatch: Tree, /) -> Tree:
+    def embed(self, non_stack_params: Tree, microbatch: Tree, /) -> Tree:
         """Return the activations that enter the first layer: a tree of floating-point arrays."""
         ...
 
     def head(
-        self, end_params: Tree, x: Tree, microbatch: Tree, /
+        self, non_stack_params: Tree, x: Tree, microbatch: Tree, /
     ) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of losses, sum of weights, sums of further metrics), all scalars."""
         ...
 
     @property
     def teach(self) -> Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None:
-        """`teach(end_params, x, microbatch) -> arrays [B, ...]`.
+        """`teach(non_stack_params, x, microbatch) -> arrays [B, ...]`.
 
         It replaces the head in `make_teach`.
         """
