@@ -259,6 +259,7 @@ def _check_complete(
         (kind, microbatch, virtual) for kind in _RANK
     )
     missing = [forward] if forward not in ran else []
+    parts: list[Key] = []
     if has_backward:
         parts = [part for part in (input_gradient, weight_gradient) if part in ran]
         if backward in ran and parts:
@@ -272,7 +273,11 @@ def _check_complete(
             wanted = [input_gradient, weight_gradient] if in_parts else [backward]
             missing += [key for key in wanted if key not in ran]
     if missing:
-        raise ValueError(f"{schedule.name}: {_label(schedule, missing[0])} never runs")
+        message = f"{schedule.name}: {_label(schedule, missing[0])} never runs"
+        if parts and missing[0] != forward:
+            half = f"{_label(schedule, parts[0])}, runs in tick {ran[parts[0]]}"
+            message += f", but the other half of its backward, {half}"
+        raise ValueError(message)
 
 
 def _label(schedule: Schedule, key: Key) -> str:
