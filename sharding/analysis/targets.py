@@ -14,6 +14,7 @@ The compiler is part of jax's CUDA plugin, which does not need a driver for this
 
 import dataclasses
 import importlib.util
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,13 @@ class Target:
         found = re.search(rf"\b{field}:\s*([\d.]+)", self.description)
         if found is None:
             raise ValueError(f"--target={self.name}: its description lacks {field}; add this field")
-        return float(found[1])
+        try:
+            number = float(found[1])
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise ValueError(f"--target={self.name}: {found[0][:80]} must be a positive number")
+        return number
 
 
 def has_compiler() -> bool:

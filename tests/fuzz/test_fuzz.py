@@ -27,20 +27,18 @@ MAX_BYTES = 2**30
 
 
 @contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """Check that the block takes only a few seconds, and limit its memory."""
+def limited_memory() -> Iterator[None]:
+    """Limit what the block allocates."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/statm") as file:
         num_pages = int(file.read().split()[5])  # of data
     resource.setrlimit(
         resource.RLIMIT_DATA, (num_pages * resource.getpagesize() + MAX_BYTES, limits[1])
     )
-    start = time.perf_counter()
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
-    assert time.perf_counter() - start < MAX_SECONDS
 
 
 pytestmark = [
@@ -90,12 +88,19 @@ def attack(parser: Parser, directory: Path, num_inputs: int, *, derandomize: boo
     def try_one(content):
         nonlocal num_tried
         num_tried += 1
-        file.write_bytes(content)
-        with limited():
-            try:
-                parser.parse(directory)
-            except (ValueError, OSError) as error:
-                check_sentence(error)
+        # Another process may have taken the core, so an input is slow if it is slow three times.
+        for _ in range(3):
+            start = time.perf_counter()
+            file.write_bytes(content)
+            with limited_memory():
+                try:
+                    parser.parse(directory)
+                except (ValueError, OSError) as error:
+                    check_sentence(error)
+            seconds = time.perf_counter() - start
+            if seconds < MAX_SECONDS:
+                break
+        assert seconds < MAX_SECONDS
 
     try_one()
     assert num_tried >= num_inputs

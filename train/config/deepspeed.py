@@ -37,6 +37,8 @@ from untrusted.messages import shortened
 from untrusted.schema import is_of
 
 AUTO = "auto"
+#: Unknown keys that a message names. The search for the nearest known key takes 10 ms for each.
+_MAX_NAMED = 10
 
 _log = logging.getLogger(__name__)
 
@@ -97,8 +99,11 @@ class _Translation:
             if key in self._values:
                 self._set(ours, self._take(key))
         known = [*RENAMED, *LEFT_TO_XLA, *ONLY, "train_batch_size", "fp16.loss_scale"]
-        for key in self._values:
+        unknown = list(self._values)
+        for key in unknown[:_MAX_NAMED]:
             self._refuse(f"{key} is not supported{nearest(key, known)}")
+        if len(unknown) > _MAX_NAMED:
+            self._refuse(f"{len(unknown) - _MAX_NAMED:,} further keys are not supported")
 
     def _check_types(self) -> None:
         for key, (kind, least, most) in TYPES.items():

@@ -205,6 +205,11 @@ def test_keys_without_counterpart_are_listed_and_rejected(tree, messages, tmp_pa
         assert message in str(caught.value)
 
 
+def test_many_unknown_keys_are_counted(tmp_path):
+    with pytest.raises(ValueError, match="unknown_9 is not supported.*; 4,990 further keys are"):
+        translated({f"unknown_{i}": i for i in range(5000)}, tmp_path)
+
+
 def test_invalid_file_is_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match="the file does not exist"):
         read(str(tmp_path / "none.json"), load(CONFIG))
