@@ -11,8 +11,9 @@ hold the same state. With
 
 Below stage 3, parameters are all-gathered once per step, in the compute dtype.
 
-train/state/layout.py calls `split_over_data` to shard the state (stages 1 to 3), and
-sharding/pipeline/runtime/gather.py calls `one_layer_at_a_time` to gather by layer (stage 3).
+train/state/layout.py calls `split_over_data` to shard the state (stages 1 to 3).
+sharding/pipeline/runtime/gather.py reduce-scatters the gradients instead of summing them (stages 2
+and 3), and calls `one_layer_at_a_time` to gather by layer (stage 3).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
 (2020), section 5.

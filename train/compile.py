@@ -301,7 +301,7 @@ def _ticks(run: Run) -> Ticks | None:
     if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
         return None
     pipeline = run.config.pipeline
-    shares_vocab = pipeline.share_vocab and run.schedule.num_stages > 1
+    shares_vocab = pipeline.shares_vocab(run.schedule.num_stages)
     return Ticks.of_plan(
         make_execution_plan(run.schedule, remat=pipeline.remat, shares_vocab=shares_vocab)
     )

@@ -47,6 +47,10 @@ class PipelineConfig(Section, section="pipeline"):
         False, "Split embedding and head over all stages, along the vocabulary."
     )
 
+    def shares_vocab(self, num_stages: int) -> bool:
+        """Return whether a pipeline of `num_stages` stages splits the vocabulary over them."""
+        return self.share_vocab and num_stages > 1
+
     def __post_init__(self):
         counts = self.layers_per_stage
         counts = tuple(counts) if isinstance(counts, list | tuple) else (counts,)

@@ -76,7 +76,7 @@ def assemble_run(
     hardware = hardware_of(mesh.devices.flat[0])
     trace_mesh = _trace_mesh(config, mesh, target)
     check_mesh(config, mesh)
-    shares_vocab = config.pipeline.share_vocab and mesh.shape["pipeline"] > 1
+    shares_vocab = config.pipeline.shares_vocab(mesh.shape["pipeline"])
     rules = make_rules(config.rules, shares_vocab=shares_vocab)
     abstract = _abstract_model(config, vocab_size=vocab_size, num_labels=num_labels)
     model = abstract.model

@@ -80,7 +80,7 @@ def check_parts(
         ValueError: the reason.
     """
     name = type(model).__name__
-    if config.pipeline.share_vocab and mesh.shape["pipeline"] > 1 and not can_share_vocab(model):
+    if config.pipeline.shares_vocab(mesh.shape["pipeline"]) and not can_share_vocab(model):
         raise ValueError(
             f"pipeline.share_vocab=True: {name} does not declare that its embedding and its loss "
             "work on a part of the vocab (can_share_vocab = True; see models/stack.py); set "

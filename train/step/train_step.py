@@ -54,7 +54,7 @@ Batch = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """All inputs of a step's construction except the model, the mesh and the sharding rules."""
+    """The settings that both the training step and the evaluation step are built from."""
 
     pipeline: PipelineConfig
     schedule: Schedule  # pipeline schedule, verified

@@ -68,7 +68,7 @@ class Update:
         optimizer: the optimizer, without clipping. It must be element-wise if any state is in host
             memory.
         clip_norm: largest global gradient norm; 0: no clipping.
-        state: layout of the run's state.
+        state_layout: layout of the run's state.
         layouts: stack -> its layout.
         mesh: the mesh.
         seed: for stochastic rounding.
@@ -78,7 +78,7 @@ class Update:
         self,
         optimizer: optax.GradientTransformation,
         clip_norm: float,
-        state: StateLayout,
+        state_layout: StateLayout,
         layouts: Mapping[str, Layout],
         mesh: AnyMesh,
         seed: int,
@@ -88,8 +88,8 @@ class Update:
         self._seed = seed
         self._layouts = layouts
         self._mesh = mesh
-        params = state.abstract.params
-        is_offloaded = state.is_offloaded
+        params = state_layout.abstract.params
+        is_offloaded = state_layout.is_offloaded
         self._trained = jax.tree.map(lambda _: True, is_offloaded)
         self._stays_on_device = jax.tree.map(lambda leaf: not leaf, is_offloaded)
         self._groups = self._grouped(params, is_offloaded)

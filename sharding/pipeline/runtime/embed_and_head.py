@@ -112,13 +112,13 @@ class OnOneStage(EmbedAndHead):
         """Return the buffer of inputs unchanged: `chunk_input` embeds."""
         return inputs
 
-    def chunk_input(self, operation: Operation, arrived: Tree | None, microbatch: Tree) -> Tree:
-        """Return a chunk's input: the embedding on the model's first chunk, else the arrival."""
+    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
+        """Return a chunk's input: the embedding on the first chunk, else `x`, which arrived."""
 
         def embedded():
             return self.embed(microbatch)
 
-        return operation.if_first(embedded, lambda: arrived)
+        return operation.if_first(embedded, lambda: x)
 
     def head_ahead(
         self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
@@ -132,7 +132,7 @@ class OnOneStage(EmbedAndHead):
         sums: Tree,
         non_stack_grads: Tree,
         dy_from_head: Tree,
-        arrived: Tree | None,
+        dy: Tree | None,
         y: Tree,
         microbatch: Tree,
     ) -> tuple[Tree, Tree, Tree]:
@@ -143,16 +143,16 @@ class OnOneStage(EmbedAndHead):
             sums: sums of losses, weights and metrics so far.
             non_stack_grads: gradients of the non-stack parameters so far.
             dy_from_head: the last value that `head_ahead` returned.
-            arrived: the cotangent that the next chunk sent; None if no chunk sends one.
+            dy: the cotangent that the next chunk sent; None if no chunk sends one.
             y: output of the chunk; None if it is not the last one.
             microbatch: the microbatch of the operation.
         """
 
         def run_head():
-            more, grads, dy = self.head_gradient(y, microbatch)
-            return add(sums, more), add(non_stack_grads, grads), dy
+            more, grads, dy_of_loss = self.head_gradient(y, microbatch)
+            return add(sums, more), add(non_stack_grads, grads), dy_of_loss
 
-        return operation.if_last(run_head, lambda: (sums, non_stack_grads, arrived))
+        return operation.if_last(run_head, lambda: (sums, non_stack_grads, dy))
 
     def add_embed_gradient(
         self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
@@ -205,9 +205,9 @@ class OnAllStages(EmbedAndHead):
 
         return tick_plan.embed.if_runs(embed, lambda: inputs)
 
-    def chunk_input(self, operation: Operation, arrived: Tree | None, microbatch: Tree) -> Tree:
+    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
         """Return the value in the buffer of inputs, where `embed_ahead` wrote the embedding."""
-        return arrived
+        return x
 
     def head_ahead(
         self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
@@ -233,13 +233,13 @@ class OnAllStages(EmbedAndHead):
         sums: Tree,
         non_stack_grads: Tree,
         dy_from_head: Tree,
-        arrived: Tree | None,
+        dy: Tree | None,
         y: Tree,
         microbatch: Tree,
     ) -> tuple[Tree, Tree, Tree]:
         """Return (sums, gradients, cotangent of a chunk's output); see `OnOneStage`."""
         return operation.if_last(
-            lambda: (sums, non_stack_grads, dy_from_head), lambda: (sums, non_stack_grads, arrived)
+            lambda: (sums, non_stack_grads, dy_from_head), lambda: (sums, non_stack_grads, dy)
         )
 
     def add_embed_gradient(

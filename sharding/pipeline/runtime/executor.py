@@ -179,7 +179,7 @@ def _plan(
     schedule: Schedule, param_sharding: ParamSharding, config: PipelineConfig
 ) -> ExecutionPlan:
     assert schedule.num_stages == param_sharding.mesh.shape["pipeline"]
-    shares_vocab = config.share_vocab and schedule.num_stages > 1
+    shares_vocab = config.shares_vocab(schedule.num_stages)
     return make_execution_plan(schedule, remat=config.remat, shares_vocab=shares_vocab)
 
 

@@ -126,15 +126,16 @@ class TrainingStage(Stage):
         return change(carry, inputs=inputs, cotangents=cotangents), None
 
     def _forward(
-        self, carry: TrainingCarry, operation: Operation, arrived: Tree
+        self, carry: TrainingCarry, operation: Operation, x: Tree
     ) -> tuple[Tree, ChunkResiduals, Tree]:
         """Run a chunk's forward; return (output, residuals, head_inputs).
 
-        The residuals are not kept if the backward recomputes them.
+        `x` is the chunk's input, if it arrived from another chunk. The residuals are not kept if
+        the backward recomputes them.
         """
         chunk = operation.chunk
         microbatch = self._microbatch(operation.microbatch)
-        x = self._embed_and_head.chunk_input(operation, arrived, microbatch)
+        x = self._embed_and_head.chunk_input(operation, x, microbatch)
         residuals = carry.residuals
         if self._plan.recomputes:
             y = self._chunks.forward(chunk, x, microbatch)
@@ -154,7 +155,7 @@ class TrainingStage(Stage):
         self,
         carry: TrainingCarry,
         operation: Operation,
-        arrived: Tree,
+        x: Tree,
         dy: Tree,
         dy_from_head: Tree,
     ) -> tuple[Tree, dict, dict, ChunkResiduals]:
@@ -163,7 +164,7 @@ class TrainingStage(Stage):
         Args:
             carry: the carry.
             operation: the backward, or the input gradient.
-            arrived: the chunk's input, if it arrived from another chunk.
+            x: the chunk's input, if it arrived from another chunk.
             dy: gradient of the chunk's output, if it arrived from another chunk.
             dy_from_head: gradient of the head's input, if all stages have just computed it.
         """
@@ -173,7 +174,7 @@ class TrainingStage(Stage):
         slots = operation.slots
         y = None
         if self._plan.recomputes:
-            x = self._embed_and_head.chunk_input(operation, arrived, microbatch)
+            x = self._embed_and_head.chunk_input(operation, x, microbatch)
             residuals = self._with_scratch(residuals)
             slots = dataclasses.replace(slots, saved=jnp.int32(0))
             y, residuals = self._chunks.forward_saving_residuals(
@@ -181,12 +182,12 @@ class TrainingStage(Stage):
             )
         if carry.head_inputs is not None:
             y = read(carry.head_inputs, slots.head_input)
-        sums, non_stack_grads, dx = self._embed_and_head.loss_and_output_cotangent(
+        sums, non_stack_grads, dy = self._embed_and_head.loss_and_output_cotangent(
             operation, carry.sums, carry.gradients["non_stack"], dy_from_head, dy, y, microbatch
         )
         gradients = carry.gradients | {"non_stack": non_stack_grads}
         dx, gradients, residuals = self._chunks.backward(
-            chunk, dx, microbatch, residuals, slots, gradients
+            chunk, dy, microbatch, residuals, slots, gradients
         )
         non_stack_grads = self._embed_and_head.add_embed_gradient(
             operation, gradients["non_stack"], dx, microbatch
