@@ -22,7 +22,7 @@ from models.registry import find_model
 from models.stack import logical_axes
 from untrusted.documents import read_json, read_yaml
 from untrusted.files import check_link, check_tree
-from untrusted.imports import check_imports
+from untrusted.imports import allow_imports, check_imports, record_received
 from untrusted.schema import check_fields
 
 CONFIG_FILE = "config.yaml"
@@ -95,7 +95,9 @@ def open_run(
     check_fields(config, {"model": dict[str, Any]}, file)
     fields = config["model"]
     check_fields(fields, {"name": str}, f"{file}: model")
-    check_imports({"model": fields}, file, allow_import)
+    allow_imports(allow_import)
+    record_received(config, file)
+    check_imports({"model": fields})
     name = fields.pop("name")
     model_class = find_model(name)
     if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
