@@ -168,13 +168,17 @@ def _import_paths(value: object) -> Iterator[tuple[str, str]]:
 
 
 def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, string) for every string in a value, such as ("data.mixture", "1 text")."""
+    """Yield (key, string) for every string in a value, such as ("data.mixture", "1 text").
+
+    This includes the names of keys, and the sets that a YAML file can contain.
+    """
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
         for name, item in value.items():
+            yield key, str(name)
             yield from _strings(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
             yield from _strings(item, key)
 

@@ -96,6 +96,10 @@ def test_import_is_refused_however_a_received_value_becomes_its_path(payload, tm
     with pytest.raises(ValueError, match=r"file has a\.b\.c='0\.5  gift_payload:corpus', which"):
         import_object("gift_payload:corpus", "data.name")
     assert not payload.exists()
+    record_received({"x": {"gift_payload:key": {"gift_payload:element"}}}, tmp_path / "file")
+    for path in ("gift_payload:key", "gift_payload:element"):
+        with pytest.raises(ValueError, match="would import"):
+            import_object(path, "data.name")
     allow_imports_in("(1 text, '2 gift_payload:corpus')")
     assert callable(import_object("gift_payload:corpus", "data.name"))
 
