@@ -11,6 +11,7 @@ from flax import nnx
 from checkpoint.lazy import LazyArray
 from convert.architecture import Architecture
 from untrusted.documents import read_json
+from untrusted.imports import record_received
 from untrusted.schema import check_fields
 
 Tree = Any
@@ -97,6 +98,7 @@ def read_config(file: Path, *, within: Path) -> dict[str, Any]:
         OSError: The file cannot be read.
     """
     hf = read_json(file, within=within)
+    record_received(hf, file)
     check_fields(hf, _CONFIG_TYPES, file)
     for label in hf.get("id2label") or ():
         if not label.isdecimal():

@@ -21,7 +21,8 @@ from fields.types import check_types
 from models.registry import find_model
 from models.stack import logical_axes
 from untrusted.documents import read_json, read_yaml
-from untrusted.imports import check_imports
+from untrusted.files import check_link, check_tree
+from untrusted.imports import allow_imports, check_imports, record_received
 from untrusted.schema import check_fields
 
 CONFIG_FILE = "config.yaml"
@@ -46,7 +47,7 @@ def newest_checkpoint(path: Path) -> Path:
         The directory of the checkpoint.
 
     Raises:
-        ValueError: There is no intact checkpoint.
+        ValueError: There is no intact checkpoint, or a link in it leads out of the run.
     """
     if path.name.isdigit() and (path / STATE).is_dir():
         candidates = [path]
@@ -54,6 +55,9 @@ def newest_checkpoint(path: Path) -> Path:
         directory = path / CHECKPOINTS
         candidates = [directory / str(step) for step in reversed(steps_in(directory))]
     for step in candidates:
+        run = step.parent.parent
+        check_link(step.parent, run)
+        check_tree(step, run)
         damage = find_damage(step)
         if damage is None:
             return step
@@ -81,7 +85,7 @@ def open_run(
 
     Raises:
         ValueError: The run has no valid config.yaml, or its model class may not or cannot be
-            imported.
+            imported, or `hf/` is a link that leads out of the run.
     """
     workdir = step.parent.parent
     file = workdir / CONFIG_FILE
@@ -91,7 +95,9 @@ def open_run(
     check_fields(config, {"model": dict[str, Any]}, file)
     fields = config["model"]
     check_fields(fields, {"name": str}, f"{file}: model")
-    check_imports({"model": fields}, file, allow_import)
+    allow_imports(allow_import)
+    record_received(config, file)
+    check_imports({"model": fields})
     name = fields.pop("name")
     model_class = find_model(name)
     if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
@@ -100,6 +106,7 @@ def open_run(
     check_keys(model_class.Config, fields, f"{file}: model")
     check_types(model_class.Config, fields, f"{file}: model", tuples=True)
     files = workdir / HF_FILES
+    check_link(files, workdir)
     has_config = (files / "config.json").exists()
     hf = read_config(files / "config.json", within=workdir) if has_config else None
     dtypes = files / DTYPES_FILE

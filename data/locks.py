@@ -22,8 +22,17 @@ def locked(path: Path) -> Iterator[None]:
 
     Yields:
         Nothing.
+
+    Raises:
+        ValueError: There is something other than a file in the place of the lock.
     """
-    lock = filelock.FileLock(f"{path}.lock")
+    file = Path(f"{path}.lock")
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise ValueError(
+            f"{file} is not a regular file, and links are not followed; delete it, or set "
+            "data.cache_dir to another directory"
+        )
+    lock = filelock.FileLock(file)
     try:
         lock.acquire(timeout=_SILENT_S)
     except filelock.Timeout:

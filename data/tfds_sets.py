@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from data.locks import locked
+from untrusted.imports import is_module_allowed
 
 # Data sets that ship with the project: name -> import path of the builder.
 _OWN = {
@@ -105,6 +106,8 @@ def _make_builder(name: str, data_dir: Path) -> Any:
     import tensorflow_datasets.image_classification  # noqa: F401
     import tensorflow_datasets.text  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
+    _check_namespace(name)
+    _check_feature_imports()
     try:
         return tfds.builder(name, data_dir=data_dir, file_format="array_record")
     except tfds.core.DatasetNotFoundError as error:
@@ -114,15 +117,68 @@ def _make_builder(name: str, data_dir: Path) -> Any:
             "or use 'python_stdlib', 'text', 'digits', 'image_folder', or "
             "'package.module:function' of your own"
         ) from error
+    except ForeignFeature:
+        raise
     except Exception as error:  # TFDS raises many types, for configs, versions and libraries.
         set_name, _, config = name.partition("/")
-        configs = list(tfds.builder_cls(set_name.partition(":")[0]).builder_configs)
-        if config and config.partition(":")[0] not in configs:
+        configs = _configs_of(set_name.partition(":")[0])
+        if config and configs is not None and config.partition(":")[0] not in configs:
             raise ValueError(
                 f"data.name={name!r}: the TFDS set {set_name!r} has no config {config!r}; "
                 f"{_nearest(config, configs)}"
             ) from error
         raise ValueError(f"data.name={name!r} cannot be opened: {_first_line(error)}") from error
+
+
+def _configs_of(set_name: str) -> list[str] | None:
+    """Return the configs of a TFDS set, or None if TFDS knows the set only from its files."""
+    import tensorflow_datasets as tfds
+
+    try:
+        return list(tfds.builder_cls(set_name).builder_configs)
+    except tfds.core.DatasetNotFoundError:
+        return None
+
+
+class ForeignFeature(ValueError):
+    """A prepared data set names a class that is not part of TFDS."""
+
+
+def _check_namespace(name: str) -> None:
+    """Refuse the sets of a namespace, such as 'kaggle:x', for which TFDS may download code."""
+    namespace, colon, rest = name.partition("/")[0].partition(":")
+    if colon and not rest[:1].isdigit():
+        raise ValueError(
+            f"data.name={name!r} is in the namespace {namespace!r} of TFDS, whose sets may run "
+            "code that is downloaded; only the sets of TFDS itself can be used, or "
+            "'package.module:function' of your own"
+        )
+
+
+@functools.cache
+def _check_feature_imports() -> None:
+    """Make TFDS check the classes that a features.json names before it imports them.
+
+    A prepared data set that TFDS does not know itself is opened from its files. TFDS imports every
+    `pythonClassName` of its features.json, which may come with the cache directory from somebody
+    else.
+    """
+    import tensorflow_datasets as tfds
+
+    connector: Any = tfds.features.FeatureConnector
+    find_class = connector.cls_from_name.__func__
+
+    def find_allowed_class(cls: Any, python_class_name: str) -> Any:
+        module = python_class_name.rpartition(".")[0]
+        if module.partition(".")[0] != "tensorflow_datasets" and not is_module_allowed(module):
+            raise ForeignFeature(
+                f"the features.json of a data set names the class {python_class_name!r}, which "
+                f"would import the module {module} and run its code; if you trust that code, add "
+                f"--allow_import={module.partition('.')[0]}, otherwise delete the data set"
+            )
+        return find_class(cls, python_class_name)
+
+    connector.cls_from_name = classmethod(find_allowed_class)
 
 
 def _is_prepared(builder: Any) -> bool:

@@ -1,6 +1,7 @@
 """Maps the model names used in configs to classes."""
 
 import dataclasses
+import pkgutil
 from typing import Any
 
 from untrusted.imports import import_object
@@ -29,7 +30,9 @@ def find_model(name: str) -> Any:
     Raises:
         ValueError: There is no such class, or it has no dataclass `Config`.
     """
-    model_class = import_object(MODELS.get(name, name), "model.name", list(MODELS))
+    if name in MODELS:
+        return pkgutil.resolve_name(MODELS[name])
+    model_class = import_object(name, "model.name", list(MODELS))
     if not dataclasses.is_dataclass(getattr(model_class, "Config", None)):
         raise ValueError(f"model.name={name!r}: the class must have a dataclass `Config`")
     return model_class

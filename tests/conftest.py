@@ -10,6 +10,7 @@ import pytest
 
 from sharding.distributed.startup import CPU_XLA_FLAGS
 from tests.runs import write_corpus
+from untrusted import imports
 
 # Compiled code runs only briefly in tests, but generating optimized machine code took two thirds of
 # the total time. The XLA passes before that, which decide collectives, memory and FLOPs, still run.
@@ -54,6 +55,12 @@ def log_handlers():
     before = list(logging.root.handlers)
     yield
     logging.root.handlers[:] = before
+
+
+@pytest.fixture(autouse=True)
+def import_record(monkeypatch):
+    """Let each test begin with an empty record of the imports that the user allows."""
+    monkeypatch.setattr(imports, "_record", imports._Record())
 
 
 def case_of(item: pytest.Item) -> str | None:

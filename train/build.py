@@ -150,7 +150,7 @@ def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:
         _log.info("workdir %s", options.workdir)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     if config.train.compilation_cache:
-        use_compilation_cache(config.data.cache_path / "xla")
+        use_compilation_cache(_program_cache(config, options))
     mesh = startup.start(
         config.mesh,
         start_timeout_s=config.train.start_timeout_s,
@@ -159,3 +159,16 @@ def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:
     if jax.process_index() > 0:
         logging.disable(logging.INFO)
     return mesh
+
+
+def _program_cache(config: RunConfig, options: RunOptions) -> Path:
+    """Return the directory of compiled programs.
+
+    Compiled programs are code. A config.yaml, which may come with a cache from somebody else, does
+    not choose their directory.
+    """
+    data = config.data
+    is_chosen = any(override.startswith("data.cache_dir=") for override in options.overrides)
+    if config_files.is_data_file(options.config) and not is_chosen:
+        data = dataclasses.replace(data, cache_dir="")
+    return data.cache_path / "xla"

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from pathlib import Path
 
-from untrusted.files import open_regular, write_with
+from untrusted.files import open_regular, remove, temporary_of, write_with
 
 _DIGEST_BYTES = 32
 
@@ -20,7 +20,7 @@ def write_cached(path: Path, content: bytes, *, plain: bool = False) -> None:
     """Write a cache file atomically.
 
     Args:
-        path: The path of the file.
+        path: The path of the file; a directory there, which cannot be a cache file, is removed.
         content: Its content.
         plain: Whether the digest is in a file of its own.
 
@@ -29,10 +29,10 @@ def write_cached(path: Path, content: bytes, *, plain: bool = False) -> None:
     """
     digest = hashlib.sha256(content).digest()
     if not plain:
-        write_with(path, lambda file: file.write(digest + content))
+        _write(path, digest + content)
         return
-    write_with(path, lambda file: file.write(content))
-    write_with(_digest_file(path), lambda file: file.write(digest))
+    _write(path, content)
+    _write(_digest_file(path), digest)
 
 
 def read_cached(path: Path, *, plain: bool = False) -> bytes | None:
@@ -60,6 +60,13 @@ def read_cached(path: Path, *, plain: bool = False) -> bytes | None:
         _log.warning("%s is damaged (its SHA-256 differs), it is rebuilt", path)
         return None
     return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    for place in (path, temporary_of(path)):
+        if place.is_dir():
+            remove(place)
+    write_with(path, lambda file: file.write(content))
 
 
 def _read(path: Path) -> bytes:

@@ -67,6 +67,22 @@ def check_links(directory: Path) -> None:
             check_link(path, directory)
 
 
+def check_tree(directory: Path, within: Path) -> None:
+    """Check that neither a directory nor anything in it is a link that leads outside.
+
+    Args:
+        directory: The directory.
+        within: The directory that all links must stay in.
+
+    Raises:
+        ValueError: A link leads out of `within`; the message names it.
+    """
+    check_link(directory, within)
+    for path in directory.rglob("*"):
+        if path.is_symlink():
+            check_link(path, within)
+
+
 def open_regular(path: Path, *, within: Path | None = None) -> BufferedReader:
     """Open a regular file for reading, without blocking.
 
@@ -208,6 +224,11 @@ def open_in_place(path: Path, flags: int) -> int:
     return descriptor
 
 
+def temporary_of(path: Path) -> Path:
+    """Return the path of the file that `write_with` writes before it renames it to `path`."""
+    return path.with_name(f".{path.name}.tmp")
+
+
 def write_with(
     path: Path, write: Callable[[BinaryIO], object], *, reaches_disk: bool = False
 ) -> None:
@@ -221,7 +242,7 @@ def write_with(
     Raises:
         OSError: The file cannot be written; nothing is left behind.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_of(path)
     try:
         with open_new(temporary) as file:
             write(file)
@@ -260,17 +281,32 @@ def _check_regular(descriptor: int, path: Path) -> None:
         raise ValueError(f"{path} is not a regular file; replace it by one")
 
 
+def remove(path: Path) -> None:
+    """Remove whatever is at a path: a file, a link (not its target), or a directory.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def make_private_directory(path: Path) -> None:
     """Create a directory, such as a cache, that only this user may enter.
 
     Args:
-        path: The directory; if it exists, its permissions are left as they are.
+        path: The directory. It and its parents are created if they do not exist; permissions of
+            existing directories are left as they are.
 
     Raises:
         OSError: The directory cannot be created.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
+    # mkdir(parents=True) would create the parents with the default permissions: the first
+    # directory inside a cache would then create the cache itself for everyone to read.
+    for directory in reversed([path, *path.parents]):
+        directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def others_may_write(path: Path) -> bool:

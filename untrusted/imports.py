@@ -1,12 +1,23 @@
 """Imports objects that a config names by their import path, `package.module:attribute`.
 
 Importing a module runs its code. A path in a config.py or on the command line is the user's own
-choice. A path in a config.yaml, which may come with a run from somebody else, is data: it is
-imported only if the user allows it, either with `--allow_import=package` or by giving the same path
-on the command line or in a config.py.
+choice. A path in a file that may come from somebody else, such as the config.yaml of a run, is
+data: it is imported only if the user allows it, either with `--allow_import=package` or by giving
+the same path on the command line or in a config.py.
+
+The decision is made where the import happens, in `import_object`, from a record of this process:
+
+    allow_imports(["gift"])          the user allows a package with --allow_import
+    allow_imports_in(overrides)      the user names paths on the command line or in a config.py
+    record_received(tree, file)      a received file names paths
+    import_object("gift.loss:f")     allowed, because of the first line
+
+So it does not matter how a value of a received file becomes an import path, for example as one of
+the sources of a mixture.
 """
 
 import argparse
+import dataclasses
 import difflib
 import importlib
 import re
@@ -17,6 +28,24 @@ from typing import Any
 # A TFDS name may end with a version, such as 'ag_news_subset:1.0.0'. Versions begin with a digit,
 # which an attribute cannot.
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# What separates the words of a value, such as the sources of a mixture on the command line.
+_SEPARATORS = re.compile(r"[\s,'\"()\[\]]+")
+
+
+@dataclasses.dataclass
+class _Record:
+    """Which import paths the user chose, and which come from files of somebody else.
+
+    Attributes:
+        allowed: Import paths, and names of packages or modules, that the user chose.
+        received: File -> the (key, value) of all its strings that could name an import path.
+    """
+
+    allowed: set[str] = dataclasses.field(default_factory=set)
+    received: dict[Path, list[tuple[str, str]]] = dataclasses.field(default_factory=dict)
+
+
+_record = _Record()
 
 
 def is_import_path(value: object) -> bool:
@@ -24,8 +53,70 @@ def is_import_path(value: object) -> bool:
     return isinstance(value, str) and _IMPORT_PATH.fullmatch(value) is not None
 
 
+def allow_imports(names: Collection[str]) -> None:
+    """Record that the user allows imports, for the rest of this process.
+
+    Args:
+        names: Import paths, and names of packages or modules.
+    """
+    _record.allowed.update(names)
+
+
+def allow_imports_in(value: object) -> None:
+    """Record that the user wrote a value, so that all import paths in it may be imported.
+
+    Args:
+        value: The text of an override, or a config: sections of keys.
+    """
+    allow_imports([path for _, path in _import_paths(value)])
+
+
+def record_received(tree: object, file: Path) -> None:
+    """Record that a file may come from somebody else, so that it does not decide about imports.
+
+    Args:
+        tree: The content of the file.
+        file: The file, for messages.
+    """
+    _record.received[file] = [(key, text) for key, text in _strings(tree) if ":" in text]
+
+
+def check_imports(tree: object) -> None:
+    """Check early that all import paths in a config are allowed; see `check_import`."""
+    for _, path in _import_paths(tree):
+        check_import(path)
+
+
+def check_import(path: str) -> None:
+    """Check that an object may be imported.
+
+    Args:
+        path: Its import path, `package.module:attribute`.
+
+    Raises:
+        ValueError: The path comes from a received file, and the user does not allow it.
+    """
+    module = path.partition(":")[0]
+    if path in _record.allowed or is_module_allowed(module):
+        return
+    for file, strings in _record.received.items():
+        for key, text in strings:
+            # The value may contain more than the path, such as the weight of a source.
+            if path in text:
+                raise ValueError(
+                    f"{file} has {key}={text!r}, which would import the module {module} and run "
+                    "its code; if you trust that code, add "
+                    f"--allow_import={module.partition('.')[0]}, or set {key} yourself"
+                )
+
+
+def is_module_allowed(module: str) -> bool:
+    """Return whether the user allows a module, or a package that it is in."""
+    return any(f"{module}.".startswith(f"{name}.") for name in _record.allowed)
+
+
 def import_object(path: str, key: str, names: Collection[str] = ()) -> Any:
-    """Import an object.
+    """Import an object, if that is allowed.
 
     Args:
         path: Its import path, `package.module:attribute`.
@@ -33,8 +124,8 @@ def import_object(path: str, key: str, names: Collection[str] = ()) -> Any:
         names: The names that `key` may have instead of an import path, for messages.
 
     Raises:
-        ValueError: `path` is not an import path, or there is no such module or attribute, or
-            importing the module fails.
+        ValueError: `path` is not an import path, it may not be imported (see `check_import`),
+            there is no such module or attribute, or importing the module fails.
     """
     if not is_import_path(path):
         known = f"one of {', '.join(names)} nor " if names else ""
@@ -42,6 +133,7 @@ def import_object(path: str, key: str, names: Collection[str] = ()) -> Any:
             f"{key}={path!r} is {'neither ' if names else 'not '}{known}an import path, "
             "'package.module:attribute'"
         )
+    check_import(path)
     module_name, _, attribute = path.partition(":")
     try:
         found = importlib.import_module(module_name)
@@ -67,35 +159,28 @@ def import_object(path: str, key: str, names: Collection[str] = ()) -> Any:
     return found
 
 
-def import_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, import path) for every import path in a config, such as ("model.name", "a:B")."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from import_paths(value, f"{prefix}{key}.")
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if is_import_path(item):
-                yield prefix + key, item
+def _import_paths(value: object) -> Iterator[tuple[str, str]]:
+    """Yield (key, import path) for every import path in a value, such as ("model.name", "a:B")."""
+    for key, text in _strings(value):
+        for word in _SEPARATORS.split(text):
+            if is_import_path(word):
+                yield key, word
 
 
-def check_imports(tree: Mapping[str, Any], file: Path, allowed: Collection[str]) -> None:
-    """Check that the user allows all imports of a config from a file.
+def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, string) for every string in a value, such as ("data.mixture", "1 text").
 
-    Args:
-        tree: The config: sections of keys.
-        file: The file that the config comes from.
-        allowed: Import paths, and names of packages or modules, that may be imported.
-
-    Raises:
-        ValueError: The config has an import path that is not allowed.
+    This includes the names of keys, and the sets that a YAML file can contain.
     """
-    for key, path in import_paths(tree):
-        module = path.partition(":")[0]
-        if path not in allowed and not any(f"{module}.".startswith(f"{p}.") for p in allowed):
-            raise ValueError(
-                f"{file} has {key}={path!r}, which would import the module {module} and run its "
-                f"code; if you trust that code, add --allow_import={module.partition('.')[0]}, or "
-                f"set {key} yourself"
-            )
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield key, str(name)
+            yield from _strings(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _strings(item, key)
 
 
 def add_allow_import(parser: argparse.ArgumentParser) -> None:

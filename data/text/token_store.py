@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,8 @@ from data.locks import locked
 from data.text.documents import Documents
 from data.text.tokenization.tokenizer import Tokenizer
 from untrusted.documents import read_json
-from untrusted.files import open_regular, write_text
+from untrusted.files import check_link, open_regular, remove, write_text
+from untrusted.messages import shortened
 from untrusted.schema import check_fields
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ _BATCH_DOCUMENTS = 4096
 # Larger stores are verified by a thread. About a second's work.
 _VERIFIED_AT_ONCE = 2**30
 _META_TYPES = {"dtype": str, "num_tokens": dict[str, int], "fingerprint": str}
+_SPLITS = ("train", "validation")
 # Number of tokens that `document_ends` searches at once.
 _SEARCHED_TOKENS = 2**24
 
@@ -109,10 +110,10 @@ def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> 
     with locked(final):
         store = _open(final)
         if store is None:
-            # If these directories exist, a build was killed or the files are damaged.
+            # If anything is there, a build was killed or the files are damaged.
             temporary = final.with_suffix(".tmp")
-            for left_over in (temporary, final):
-                shutil.rmtree(left_over, ignore_errors=True)
+            remove(temporary)
+            remove(final)
             temporary.mkdir()
             _build(corpus, tokenizer, temporary)
             os.rename(temporary, final)
@@ -206,8 +207,11 @@ def unknown_ids(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 def _open(directory: Path) -> TokenStore | None:
     """Open the store in a directory; return None if it is absent or damaged."""
     try:
+        check_link(directory, directory.parent)
         meta = read_json(directory / "meta.json")
         check_fields(meta, _META_TYPES, directory / "meta.json")
+        if set(meta["num_tokens"]) != set(_SPLITS):
+            raise ValueError(f"its splits are {shortened(sorted(meta['num_tokens']))}")
         splits = {}
         for split, num_tokens in meta["num_tokens"].items():
             path = directory / f"{split}.bin"

@@ -1,6 +1,9 @@
 """Waiting for the locks of cached files."""
 
+import os
 import threading
+
+import pytest
 
 from data import locks
 from data.locks import locked
@@ -24,3 +27,18 @@ def test_waiting_for_a_lock_is_logged(tmp_path, caplog, monkeypatch):
         pass
     holder.join()
     assert f"waiting for another process, which is making {tmp_path / 'tokens'}" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_anything_but_a_file_at_the_place_of_a_lock_is_refused(kind, tmp_path):
+    lock = tmp_path / "tokens.lock"
+    if kind == "link":
+        lock.symlink_to(tmp_path / "victim")
+    elif kind == "folder":
+        lock.mkdir()
+    else:
+        os.mkfifo(lock)
+    with pytest.raises(ValueError, match=r"tokens\.lock is not a regular file.*delete it"):
+        with locked(tmp_path / "tokens"):
+            pass
+    assert not (tmp_path / "victim").exists()

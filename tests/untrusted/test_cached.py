@@ -1,6 +1,7 @@
 """Cache files with digests, and the cache of compiled programs."""
 
 import logging
+import os
 from typing import Any
 
 import jax
@@ -8,7 +9,11 @@ import jax.numpy as jnp
 import pytest
 from jax._src import compilation_cache
 
+from tests.runs import CONFIG as CONFIG_FILE
+from tests.runs import TINY, write_corpus
 from train.compilation_cache import VerifiedCache, use_compilation_cache
+from train.config.config_files import as_yaml, load
+from train.main import main
 from untrusted.cached import read_cached, write_cached
 from untrusted.files import make_private_directory
 
@@ -32,6 +37,19 @@ def test_damaged_files_are_not_read(plain, tmp_path, caplog):
 def test_directory_is_created_only_for_the_user(tmp_path):
     make_private_directory(tmp_path / "a" / "cache")
     assert (tmp_path / "a" / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_directories_between_are_created_only_for_the_user_too(tmp_path, usual_umask):
+    make_private_directory(tmp_path / "cache" / "xla")
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def usual_umask():
+    """The umask that most systems have: others may read new files."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture
@@ -61,6 +79,31 @@ def test_damaged_programs_are_compiled_and_written_again(own_cache, tmp_path, ca
     assert "is damaged (its SHA-256 differs)" in caplog.text
     cache = VerifiedCache(tmp_path / "xla")
     assert all(cache.get(program.stem) is not None for program in programs)
+
+
+@pytest.mark.parametrize("is_received", [False, True])
+def test_caches_of_a_run_are_private_and_received_programs_are_not_used(
+    is_received, own_cache, usual_umask, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    write_corpus(tmp_path)
+    overrides = [*TINY, f"data.paths={tmp_path}/*.txt"]
+    arguments = [f"--config={CONFIG_FILE}", *(f"--config.{each}" for each in overrides)]
+    data = own = tmp_path / "xdg" / "taibai"
+    if is_received:
+        data = tmp_path / "received"
+        config = load(CONFIG_FILE, [*overrides, f"data.cache_dir={data}"])
+        (tmp_path / "config.yaml").write_text(as_yaml(config))
+        arguments = [f"--config={tmp_path / 'config.yaml'}"]
+    assert main([*arguments, "--fast_dev_run"]) == 0
+    assert list((own / "xla").glob("*.program"))
+    assert list(data.glob("tokens-*"))
+    assert {directory.stat().st_mode & 0o777 for directory in (data, own)} == {0o700}
+    if is_received:
+        assert not (data / "xla").exists()
+        # The user may choose the received directory.
+        assert main([*arguments, "--fast_dev_run", f"--config.data.cache_dir={data}"]) == 0
+        assert (data / "xla").is_dir()
 
 
 def test_directory_that_others_may_write_to_is_not_used(own_cache, tmp_path, caplog):

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from convert import from_hf
+from convert import from_hf, to_hf
+from data.text.tokenization.file_tokenizer import find_tokenizer
 from tests.convert import cases
 from untrusted.files import (
     check_link,
@@ -114,3 +115,46 @@ def test_model_with_a_link_to_a_private_file_is_not_converted(name, secret, tmp_
     assert from_hf.main([str(received), str(tmp_path / "ours")]) == 2
     assert f"{name} is a link to {secret}, outside" in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run, converted from a model with a tokenizer."""
+    cases.save("gpt2", tmp_path / "theirs")
+    (tmp_path / "theirs" / "vocab.txt").write_text("public")
+    assert from_hf.main([str(tmp_path / "theirs"), str(tmp_path / "received" / "run")]) == 0
+    return tmp_path / "received" / "run"
+
+
+@pytest.mark.parametrize(
+    "link", ["hf", "hf/vocab.txt", "checkpoints", "checkpoints/0", "checkpoints/0/state/more"]
+)
+def test_run_with_a_link_to_a_private_directory_is_not_exported(
+    link, secret, run, tmp_path, capsys
+):
+    private = tmp_path / "private"
+    if (run / link).exists():
+        (run / link).rename(private)
+        (run / link).symlink_to(private)
+    else:
+        (run / link).symlink_to(secret)
+    for path in (run, run / "checkpoints" / "0"):
+        assert to_hf.main([str(path), str(tmp_path / "out")]) == 2
+        assert f"{run / link} is a link to" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=f"{run / link} is a link to .*, outside"):
+        to_hf.convert(run, tmp_path / "out")
+
+
+def test_run_that_the_user_names_by_a_link_is_exported(secret, run, tmp_path):
+    (tmp_path / "alias").symlink_to(run)
+    (run / "hf").rename(run / "files")
+    (run / "hf").symlink_to("files")  # Inside the run.
+    assert to_hf.main([str(tmp_path / "alias"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "vocab.txt").read_text() == "public"
+
+
+def test_tokenizer_of_a_run_may_not_be_a_link_to_a_private_file(secret, tmp_path):
+    (tmp_path / "received" / "tokenizer.json").symlink_to(secret)
+    with pytest.raises(ValueError, match="outside"):
+        find_tokenizer(tmp_path / "received")

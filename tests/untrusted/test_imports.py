@@ -1,17 +1,30 @@
 """Code that a received config.yaml names is not imported without the user's consent."""
 
+import json
 import shutil
 import sys
+from typing import Any
 
 import pytest
 import yaml
 
 from convert import from_hf, to_hf
 from convert.from_hf import load
+from data.config import DataConfig
+from data.text.text_corpus import load_text
+from data.tfds_sets import open_builder
 from tests.convert import cases
 from tests.runs import CONFIG, TINY
+from train.config.config_files import load as load_config
 from train.main import main
-from untrusted.imports import check_imports, is_import_path
+from untrusted.imports import (
+    allow_imports,
+    allow_imports_in,
+    check_imports,
+    import_object,
+    is_import_path,
+    record_received,
+)
 
 PAYLOAD = """
 from pathlib import Path
@@ -70,9 +83,109 @@ def test_import_paths_are_recognized():
 @pytest.mark.parametrize("allowed", [["gift"], ["gift.payload"], ["gift.payload:GPT2"]])
 def test_a_package_a_module_and_a_path_can_be_allowed(allowed, tmp_path):
     tree = {"model": {"name": "gift.payload:GPT2"}, "data": {"paths": ["a", "b"]}}
-    check_imports(tree, tmp_path, allowed)
+    record_received(tree, tmp_path)
+    allow_imports(["gif", "gift.pay", "payload", "gift.payload:GPT"])
     with pytest.raises(ValueError, match="would import the module gift.payload"):
-        check_imports(tree, tmp_path, ["gif", "gift.pay", "payload"])
+        check_imports(tree)
+    allow_imports(allowed)
+    check_imports(tree)
+
+
+def test_import_is_refused_however_a_received_value_becomes_its_path(payload, tmp_path):
+    record_received({"a": {"b": [{"c": "0.5  gift_payload:corpus"}]}}, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"file has a\.b\.c='0\.5  gift_payload:corpus', which"):
+        import_object("gift_payload:corpus", "data.name")
+    assert not payload.exists()
+    record_received({"x": {"gift_payload:key": {"gift_payload:element"}}}, tmp_path / "file")
+    for path in ("gift_payload:key", "gift_payload:element"):
+        with pytest.raises(ValueError, match="would import"):
+            import_object(path, "data.name")
+    allow_imports_in("(1 text, '2 gift_payload:corpus')")
+    assert callable(import_object("gift_payload:corpus", "data.name"))
+
+
+def write_yaml(directory, **sections):
+    file = directory / "config.yaml"
+    file.write_text(yaml.safe_dump(sections))
+    return file
+
+
+def test_source_of_a_received_mixture_is_not_imported(payload, tmp_path, capsys):
+    data = {"name": "mixture", "mixture": ["1 gift_payload:corpus"], "sequence_length": 16}
+    data |= {"global_batch_size": 8, "tokenizer": "bytes", "cache_dir": str(tmp_path / "cache")}
+    sizes = {"num_layers": 1, "num_heads": 1, "embed_dim": 8, "dropout": 0.0}
+    file = write_yaml(tmp_path, model={"name": "gpt2", **sizes}, data=data)
+    arguments = [f"--config={file}", "--fast_dev_run", "--config.train.num_microbatches=1"]
+    assert main(arguments) == 2
+    assert "data.mixture='1 gift_payload:corpus', which would import" in error_of(capsys)
+    assert not payload.exists()
+    assert main([*arguments, "--config.data.mixture=1 gift_payload:corpus"]) == 0
+    assert payload.exists()
+
+
+def test_unknown_override_does_not_import_the_model_of_a_received_config(payload, tmp_path, capsys):
+    file = write_yaml(tmp_path, model={"name": "gift_payload:GPT2"})
+    for override in ("optimizr.name=adamw", "model.loss=tests.runs:squared_error", "model.x=1"):
+        assert main([f"--config={file}", f"--config.{override}", "--fast_dev_run"]) == 2
+        assert "would import the module gift_payload" in error_of(capsys)
+        assert not payload.exists()
+    allowed = load_config(str(file), ["model.loss=own:loss"], allow_import=["gift_payload"])
+    assert allowed.model.loss == "own:loss"
+
+
+def test_received_model_may_be_replaced_on_the_command_line(payload, tmp_path):
+    model = {"name": "gift_payload:GPT2", "loss": "gift_payload:loss"}
+    file = write_yaml(tmp_path, model=model)
+    config = load_config(str(file), ["model.name=gpt2", "model.loss=cross_entropy"])
+    assert (config.model.name, config.model.loss) == ("gpt2", "cross_entropy")
+    assert not payload.exists()
+
+
+def test_model_of_a_config_py_is_imported_although_a_received_run_has_it_too(
+    received, payload, tmp_path, capsys
+):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from configs.gpt2 import get_config as base\n"
+        "def get_config():\n"
+        "    config = base()\n"
+        "    config.model.name = 'gift_payload:GPT2'\n"
+        "    return config\n"
+    )
+    assert main([f"--config={file}", "--fast_dev_run", f"--config.init_from={received}"]) == 2
+    assert payload.exists()
+    assert "has neither a tokenizer.json" in error_of(capsys)  # A later check.
+
+
+FEATURES = {"pythonClassName": "gift_payload.Features", "featuresDict": {"features": {}}}
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_classes_of_a_prepared_data_set_are_not_imported(is_mixture, payload, tmp_path):
+    directory = tmp_path / "tensorflow_datasets" / "my_texts" / "1.0.0"
+    directory.mkdir(parents=True)
+    (directory / "features.json").write_text(json.dumps(FEATURES))
+    info = {"name": "my_texts", "version": "1.0.0", "fileFormat": "array_record"}
+    (directory / "dataset_info.json").write_text(json.dumps(info))
+    where: Any = {"name": "my_texts"}
+    if is_mixture:
+        where = {"name": "mixture", "mixture": ("1 my_texts",)}
+    config = DataConfig(
+        sequence_length=8, global_batch_size=8, cache_dir=str(tmp_path), tokenizer="bytes", **where
+    )
+    with pytest.raises(ValueError, match=r"gift_payload\.Features.*add --allow_import=gift_payl"):
+        load_text(config)
+    assert not payload.exists()
+    allow_imports(["gift_payload"])
+    with pytest.raises(ValueError, match="cannot be opened|has no"):  # it is not a feature
+        load_text(config)
+    assert payload.exists()
+
+
+def test_data_sets_whose_code_tfds_downloads_are_refused(tmp_path):
+    for name in ("huggingface:a/b", "kaggle:a/b:1.0.0"):
+        with pytest.raises(ValueError, match="namespace"):
+            open_builder(name, tmp_path, lambda _: None)
 
 
 def test_exporting_a_received_run_imports_nothing(received, payload, tmp_path, capsys):

@@ -14,7 +14,6 @@ from convert import preprocessor
 from convert.source import Source, read_source
 from data.config import IMAGE_OBJECTIVES
 from models.registry import find_model
-from untrusted.imports import import_paths
 
 #: Keys of `model` that the run sets; the checkpoint's values are ignored.
 OF_THE_RUN = (
@@ -46,7 +45,7 @@ def take_init_from(
         config: a ConfigDict, changed in place; see `inherit_config`.
         overrides: `section.key=value` from the command line.
         allow_import: packages and modules that the checkpoint's config may import from. It may also
-            import what `config` itself imports.
+            import what the user names on the command line or in a config.py.
 
     Returns:
         The checkpoint, or None if `init_from` is not set.
@@ -57,8 +56,7 @@ def take_init_from(
     path = config.get("init_from")
     if not path:
         return None
-    own = [import_path for _, import_path in import_paths(config.to_dict())]
-    source = read_source(path, allow_import=[*allow_import, *own])
+    source = read_source(path, allow_import=allow_import)
     inherit_config(config, source, overrides)
     return source
 

@@ -19,7 +19,13 @@ from fields.keys import nearest
 from models.registry import find_model
 from train.config.defaults import default_config
 from untrusted.documents import read_yaml
-from untrusted.imports import check_imports, is_import_path
+from untrusted.imports import (
+    allow_imports,
+    allow_imports_in,
+    check_imports,
+    is_import_path,
+    record_received,
+)
 
 
 def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str] = ()) -> Any:
@@ -43,20 +49,33 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
     file, _, argument = path.partition(":")
     if not Path(file).is_file():
         raise FileNotFoundError(f"--config={path}: file {file} does not exist")
-    is_data = file.endswith((".yaml", ".yml"))
-    config = completed(load_data(Path(file)).to_dict()) if is_data else _load_python(file, argument)
+    is_data = is_data_file(path)
+    allow_imports(allow_import)
+    if is_data:
+        tree = load_data(Path(file)).to_dict()
+        record_received(tree, Path(file))
+        config = completed(tree)
+    else:
+        config = _load_python(file, argument)
+        allow_imports_in(config.to_dict())
     given = [_Override(override) for override in overrides]
+    for each in given:
+        allow_imports_in(each.text)
     # Names come first: the model's name decides which other keys there are.
     names = [each for each in given if each.key.endswith(".name") or is_import_path(each.text)]
     for each in names:
         _set(config, each.key, each.text)
-    if is_data:
-        allowed = [*allow_import, *(each.text for each in names)]
-        check_imports(config.to_dict(), Path(file), allowed)
     for each in given:
         if each not in names:
             _set(config, each.key, each.text)
+    if is_data:
+        check_imports(config.to_dict())  # Now, not after hours of tokenizing.
     return config
+
+
+def is_data_file(path: str) -> bool:
+    """Return whether a config is a file of data, such as a config.yaml, and not the user's code."""
+    return path.partition(":")[0].endswith((".yaml", ".yml"))
 
 
 class _Override:

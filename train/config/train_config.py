@@ -46,7 +46,8 @@ class TrainConfig(Section, section="train"):
     )
     compilation_cache: bool = field(
         True,
-        "Keep compiled steps in `data.cache_dir`, so that a restart does not compile them again.",
+        "Keep compiled steps in `data.cache_dir`, so that a restart does not compile them again. "
+        "If a `config.yaml` sets `data.cache_dir`, they are kept in the default directory instead.",
     )
     max_nonfinite_steps: int = field(
         10,

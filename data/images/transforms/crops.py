@@ -17,6 +17,9 @@ _STEPS = {"LAB": "RGB", "La": "LA"}
 _NUM_TRIES = 10
 
 
+#: The most pixels of an encoded image. A few hundred kilobytes can decode to gigabytes.
+MAX_PIXELS = 2**26
+
 #: The formats of Pillow that are opened. Some others start programs, such as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 
@@ -32,13 +35,19 @@ def open_image(image: Any) -> Image.Image:
         The PIL image.
 
     Raises:
-        ValueError: `image` is none of these.
+        ValueError: `image` is none of these, or encoded bytes have more than MAX_PIXELS pixels.
     """
     if isinstance(image, Image.Image):
         image.load()
         return image.copy()  # Threads share the image, and `Image.draft` would modify it.
     if isinstance(image, bytes):
-        return Image.open(io.BytesIO(image), formats=FORMATS)
+        opened = Image.open(io.BytesIO(image), formats=FORMATS)
+        if opened.width * opened.height > MAX_PIXELS:
+            raise ValueError(
+                f"it has {opened.width} × {opened.height} pixels, but at most {MAX_PIXELS:,} are "
+                "decoded; scale it down"
+            )
+        return opened
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.size:
         if image.ndim == 3 and image.shape[2] == 1:
             image = image[:, :, 0]

@@ -15,7 +15,7 @@ from data.text.tokenization.special_tokens import (
     find_special_ids,
 )
 from untrusted.documents import read_json
-from untrusted.files import read_text
+from untrusted.files import check_link, read_text
 from untrusted.messages import shortened
 from untrusted.schema import check
 
@@ -181,7 +181,12 @@ def _refusing(problem: str, *, remedy: str) -> Iterator[None]:
 
 
 def find_tokenizer(directory: Path) -> Path | None:
-    """Return the path to load the tokenizer of a model directory from, or None if it has none."""
+    """Return the path to load the tokenizer of a model directory from, or None if it has none.
+
+    Raises:
+        ValueError: The tokenizer.json is a link that leads out of the directory.
+    """
+    check_link(directory / "tokenizer.json", directory)
     if (directory / "tokenizer.json").exists():
         return directory / "tokenizer.json"
     older = (directory / "vocab.json", directory / "merges.txt")

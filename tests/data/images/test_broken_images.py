@@ -42,6 +42,11 @@ BROKEN = {
     "empty.png": (b"", "it is empty"),
     "text.jpg": (b"no image at all", "it is not an image in a known format"),
     "link.png": (lambda path: path.symlink_to("nowhere.png"), "FileNotFoundError: No such file"),
+    # 8 KB that decode to 67 million pixels.
+    "bomb.png": (
+        lambda path: Image.new("1", (8193, 8192)).save(path),
+        "8193 × 8192 pixels, but at most 67,108,864 are decoded",
+    ),
     "pipe.png": (os.mkfifo, "it is not a regular file"),
 }
 
@@ -74,7 +79,7 @@ def test_many_broken_files_are_counted_and_three_are_named(tmp_path):
     with pytest.raises(ValueError) as caught:
         folder(tmp_path, tmp_path / "i")
     said = str(caught.value)
-    assert "8 of 20 images cannot be used" in said and "and 5 more; fix or remove them" in said
+    assert "9 of 21 images cannot be used" in said and "and 6 more; fix or remove them" in said
     assert sum(name in said for name in BROKEN) == 3
 
 
