@@ -1,11 +1,12 @@
 """Standard output and error that cannot fail.
 
-A log may be on a full disk, and the program that reads it may have ended. Neither may stop a run.
-This matters most when a run ends: an error while printing the reason would keep the process alive
-while its peers wait for it.
+A log may be on a full disk, the program that reads it may have ended, and a daemon may start a run
+without any output (`>&-`). None of these may stop a run. This matters most when a run ends: an
+error while printing the reason would keep the process alive while its peers wait for it.
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
@@ -42,7 +43,29 @@ class SafeStream:
 
 
 def protect_output() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams that cannot fail."""
-    if not isinstance(sys.stdout, SafeStream):
-        sys.stdout = SafeStream(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
-        sys.stderr = SafeStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
+    """Replace `sys.stdout` and `sys.stderr` by streams that cannot fail.
+
+    Call this before any file is opened: /dev/null takes the place of closed standard streams.
+    Otherwise a file that is opened later, such as a checkpoint, would get their descriptors, and a
+    library that prints would write into it.
+    """
+    _open_closed_descriptors()
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, "w")
+        if not isinstance(stream, SafeStream):
+            setattr(sys, name, SafeStream(stream))
+
+
+def _open_closed_descriptors() -> None:
+    """Open /dev/null on each of the descriptors 0, 1 and 2 that is closed."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            assert opened == descriptor, "the lowest free descriptor is opened first"
+            os.set_inheritable(opened, True)  # for child processes, which print too
