@@ -42,26 +42,13 @@ class SafeStream:
         return getattr(self._stream, name)
 
 
-def protect_output() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams that cannot fail.
+def open_missing_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed.
 
-    Call this before any file is opened: /dev/null takes the place of closed standard streams.
-    Otherwise a file that is opened later, such as a checkpoint, would get their descriptors, and a
-    library that prints would write into it.
+    Call this before any file is opened. Otherwise a file that is opened later, such as a
+    checkpoint, would get the descriptor of a standard stream, and a library that prints would write
+    into it.
     """
-    _open_closed_descriptors()
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull)
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            stream = open(os.devnull, "w")
-        if not isinstance(stream, SafeStream):
-            setattr(sys, name, SafeStream(stream))
-
-
-def _open_closed_descriptors() -> None:
-    """Open /dev/null on each of the descriptors 0, 1 and 2 that is closed."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -69,3 +56,18 @@ def _open_closed_descriptors() -> None:
             opened = os.open(os.devnull, os.O_RDWR)
             assert opened == descriptor, "the lowest free descriptor is opened first"
             os.set_inheritable(opened, True)  # for child processes, which print too
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
+def protect_output() -> None:
+    """Replace `sys.stdout` and `sys.stderr` by streams that cannot fail, even if they are missing.
+
+    Call this before any file is opened; see `open_missing_streams`.
+    """
+    open_missing_streams()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, SafeStream):
+            setattr(sys, name, SafeStream(stream))

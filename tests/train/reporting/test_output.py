@@ -51,3 +51,15 @@ def test_run_without_standard_streams_trains_and_saves(redirections, corpus_over
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoints" / "2").is_dir()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 2
+
+
+@pytest.mark.parametrize("redirections", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_launcher_without_standard_streams_returns_the_code_of_its_processes(redirections):
+    launch = [sys.executable, "-m", "launch.local", "--processes=2", "--"]
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {redirections}', "bash", *launch, "python", "-c", "print(1)"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
