@@ -20,7 +20,7 @@ from train.goodput import GoodputRecord
 from train.lifecycle.divergence import Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
-from train.lifecycle.restore import RestoredRun, roll_back
+from train.lifecycle.restore import RestoredRun, identity_of, roll_back
 from train.lifecycle.stop_signals import DelayedAllReduce, StopSignals, Timer, wait_for_all
 from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
@@ -301,7 +301,7 @@ class _TrainingLoop:
     def _save(self, scores: dict[str, float] | None) -> None:
         with self._phases("save"), self._meter.paused():
             batches_state = self._batches.get_state()
-            data_state = {"batches": batches_state, "corpus": self._corpus.fingerprint}
+            data_state = {"batches": batches_state, **identity_of(self._corpus)}
             portable = self._run.state_layout.to_portable(self._state)
             # Later steps have used the parameters of the last save, and this step was not skipped,
             # so that save is proven good.

@@ -97,7 +97,7 @@ def check_processes_agree(run: Run, corpus: Corpus) -> None:
     exchange = Exchange()
     for what, value in (
         ("config", repr(full_config(run).to_dict())),
-        ("data", corpus.fingerprint),
+        ("data", f"{corpus.fingerprint} {corpus.contents}"),
     ):
         own = hashlib.sha256(value.encode()).hexdigest()
         is_same = exchange.on_first(lambda own=own: own) == own
