@@ -4,26 +4,30 @@ Orbax verifies its own index files only. A flipped byte in an array's data or in
 silently restore as a wrong number. The checksum file has the format of coreutils, so you can verify
 a checkpoint by hand with `sha256sum --check checksums.sha256`:
 
-    # 2 files
+    # 3 files
+    <SHA-256 in hex>  config.yaml
     <SHA-256 in hex>  data_state/metadata
     <SHA-256 in hex>  state/manifest.ocdbt
+
+Lists written by older versions lack `config.yaml`; then it is not compared.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from checkpoint.layout import CONFIG
 from untrusted.files import digest_of, read_text
 
 CHECKSUMS_FILE = "checksums.sha256"
 
 
 def write_checksums(directory: Path) -> None:
-    """Write `checksums.sha256` for all files in the subdirectories of a checkpoint.
+    """Write `checksums.sha256` for `config.yaml` and all files in subdirectories of a checkpoint.
 
-    Files directly in `directory` are left out: Orbax may still write its time stamps there, and
-    restoring does not need them.
+    Other files directly in `directory` are left out: Orbax may still write its time stamps there,
+    and restoring does not need them.
 
     Args:
         directory: a checkpoint whose other files are complete.
@@ -31,8 +35,8 @@ def write_checksums(directory: Path) -> None:
     names = sorted(
         path.relative_to(directory).as_posix()
         for item in directory.iterdir()
-        if item.is_dir()
-        for path in item.rglob("*")
+        if item.is_dir() or item.name == CONFIG
+        for path in (item, *item.rglob("*"))
         if path.is_file()
     )
     with open(directory / CHECKSUMS_FILE, "w") as file:
@@ -62,13 +66,24 @@ def find_damage(directory: Path, part: int = 0, num_parts: int = 1) -> str | Non
         expected = _read_list(directory)
     except ValueError as error:
         return str(error)
-    names = sorted(expected)[part::num_parts]
-    for name, digest in zip(names, _digests(directory, names), strict=True):
-        if digest is None:
-            return f"{name} is missing or cannot be read"
-        if digest != expected[name]:
-            return f"{name} has changed since it was written (its SHA-256 differs)"
-    return None
+    return _compare(directory, expected, sorted(expected)[part::num_parts])
+
+
+def find_damage_of_config(directory: Path) -> str | None:
+    """Compare only `config.yaml` of a checkpoint with its checksum.
+
+    Args:
+        directory: a checkpoint.
+
+    Returns:
+        One sentence that describes the damage; or None if the config is intact, or if the
+        checkpoint is older and has no checksum of it.
+    """
+    try:
+        expected = _read_list(directory)
+    except ValueError as error:
+        return str(error)
+    return _compare(directory, expected, [CONFIG] if CONFIG in expected else [])
 
 
 def find_missing(directory: Path) -> str | None:
@@ -86,6 +101,16 @@ def find_missing(directory: Path) -> str | None:
         return str(error)
     missing = (name for name in names if not (directory / name).is_file())
     return next((f"{name} is missing" for name in missing), None)
+
+
+def _compare(directory: Path, expected: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """Return one sentence that names the first of the files that is damaged, or None."""
+    for name, digest in zip(names, _digests(directory, names), strict=True):
+        if digest is None:
+            return f"{name} is missing or cannot be read"
+        if digest != expected[name]:
+            return f"{name} has changed since it was written (its SHA-256 differs)"
+    return None
 
 
 def _read_list(directory: Path) -> dict[str, str]:

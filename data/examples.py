@@ -139,7 +139,9 @@ class Corpus:
         train: The rows of the train split.
         validation: The rows of the validation split; empty if nothing is held out.
         fingerprint: A hash of all data that is read. Processes whose fingerprints differ would
-            train on different data.
+            train on different data. It covers the sizes of image files, not their contents.
+        contents: With `data.verify=full`, a hash of the contents that `fingerprint` does not cover;
+            otherwise empty.
         labels: The labels of a classification objective, indexed by `targets`; empty for other
             objectives.
     """
@@ -147,6 +149,7 @@ class Corpus:
     train: Examples
     validation: Examples
     fingerprint: str
+    contents: str = ""
     labels: tuple[Label, ...] = ()
 
     @property

@@ -7,6 +7,23 @@ from collections.abc import Collection
 from typing import Any
 
 
+def check_no_nul(name: str, value: Any) -> None:
+    """Check that a string, or each string of a list or tuple, has no NUL character.
+
+    No path may contain one; the errors of the operating system would not say which key it is.
+
+    Args:
+        name: Name of the key or option in the message.
+        value: The value; anything but strings passes.
+
+    Raises:
+        ValueError: The value has a NUL character.
+    """
+    parts = value if isinstance(value, list | tuple) else (value,)
+    if any(isinstance(part, str) and "\0" in part for part in parts):
+        raise ValueError(f"{name}={value!r} must not contain a NUL character (\\0); remove it")
+
+
 def check_types(
     section: type,
     values: dict[str, Any],
@@ -28,12 +45,14 @@ def check_types(
         tuples: Whether to check fields of type `tuple[X, ...]` too.
 
     Raises:
-        ValueError: A value has the wrong type; the message names the key, the value and the type.
+        ValueError: A value has the wrong type, or a string has a NUL character; the message names
+            the key, the value and the type.
     """
     for field in dataclasses.fields(section):
         if field.name not in values or field.name in exclude:
             continue
         value = values[field.name]
+        check_no_nul(f"{name}.{field.name}", value)
         of = field.type
         parts = typing.get_args(of)
         kinds: tuple[Any, ...] = parts if isinstance(of, types.UnionType) else (of,)

@@ -30,6 +30,7 @@ from typing import NoReturn
 from launch import environment
 from launch.processes import Event, Processes
 from train.lifecycle.exit_codes import FINAL, STOPPED
+from train.reporting.output import open_missing_streams
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -226,4 +227,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    open_missing_streams()
     sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ steps that are logged or saved wait for their own results.
 """
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ from train.goodput import GoodputRecord
 from train.lifecycle.divergence import Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
-from train.lifecycle.restore import RestoredRun, roll_back
+from train.lifecycle.restore import RestoredRun, identity_of, roll_back
 from train.lifecycle.stop_signals import DelayedAllReduce, StopSignals, Timer, wait_for_all
 from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
@@ -30,11 +31,46 @@ from train.run.run import Run
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Logs:
+    """The open files in the workdir to which the loop writes."""
+
+    metrics: MetricsWriter
+    goodput: GoodputRecord
+
+
+def open_logs(run: Run, first_step: int, workdir: Path, phases: Phases) -> Logs:
+    """Open all files that the loop writes, so that unusable ones are found before it starts.
+
+    Args:
+        run: the run.
+        first_step: the step that this start resumes from; 0 at the beginning.
+        workdir: the directory for the files.
+        phases: the phases of this process.
+
+    Raises:
+        ValueError: there is something other than a regular file in the place of a file.
+        OSError: a file or a directory cannot be created, read or written.
+    """
+    is_writer = jax.process_index() == 0
+    goodput = GoodputRecord(
+        workdir,
+        phases,
+        first_step=first_step,
+        num_devices=run.mesh.size,
+        num_processes=jax.process_count(),
+        is_writer=is_writer,
+    )
+    metrics = MetricsWriter(workdir, resume_step=first_step, is_writer=is_writer)
+    return Logs(metrics=metrics, goodput=goodput)
+
+
 def train(
     run: Run,
     corpus: Corpus,
     restored: RestoredRun,
     workdir: Path,
+    logs: Logs,
     *,
     saves: bool,
     phases: Phases,
@@ -49,7 +85,8 @@ def train(
         run: the run.
         corpus: its data.
         restored: its state after the steps that are done, its batches and its checkpoints.
-        workdir: directory for metrics and the goodput record.
+        workdir: its directory.
+        logs: the files to which the loop writes; it closes them.
         saves: False disables checkpoints.
         phases: the phases of this process.
         signals: records signals that ask this process to stop.
@@ -61,7 +98,7 @@ def train(
         Diverged: too many steps in a row were not finite.
         BrokenExample: an example that was intact at the start can no longer be read.
     """
-    loop = _TrainingLoop(run, corpus, restored, workdir, phases, signals)
+    loop = _TrainingLoop(run, corpus, restored, workdir, logs, phases, signals)
     signals.defer()
     try:
         if lacks_evaluation(run, corpus, restored.step, workdir):
@@ -94,6 +131,7 @@ class _TrainingLoop:
         corpus: Corpus,
         restored: RestoredRun,
         workdir: Path,
+        logs: Logs,
         phases: Phases,
         signals: StopSignals,
     ):
@@ -107,17 +145,8 @@ class _TrainingLoop:
         self._state = restored.state
         self._compiled_step = run.compile_train_step()
         self._is_first_process = jax.process_index() == 0
-        self._writer = MetricsWriter(
-            workdir, resume_step=restored.step, is_writer=self._is_first_process
-        )
-        self.record = GoodputRecord(
-            workdir,
-            phases,
-            first_step=restored.step,
-            num_devices=run.mesh.size,
-            num_processes=jax.process_count(),
-            is_writer=self._is_first_process,
-        )
+        self._writer = logs.metrics
+        self.record = logs.goodput
         self._progress = Progress(
             self._num_steps, start_step=restored.step, is_shown=self._is_first_process
         )
@@ -272,7 +301,7 @@ class _TrainingLoop:
     def _save(self, scores: dict[str, float] | None) -> None:
         with self._phases("save"), self._meter.paused():
             batches_state = self._batches.get_state()
-            data_state = {"batches": batches_state, "corpus": self._corpus.fingerprint}
+            data_state = {"batches": batches_state, **identity_of(self._corpus)}
             portable = self._run.state_layout.to_portable(self._state)
             # Later steps have used the parameters of the last save, and this step was not skipped,
             # so that save is proven good.

@@ -21,6 +21,7 @@ from typing import NoReturn
 import jax
 
 from data.examples import BrokenExample
+from fields.types import check_no_nul
 from sharding.distributed import startup
 from sharding.distributed.messages import Exchange, may_pass
 from train import evaluation, loop
@@ -101,6 +102,8 @@ def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
     if args.mode == "eval" and args.fast_dev_run:
         parser.error("--fast_dev_run is for training; use --config.eval.num_batches=N instead")
     with refusing_bad_input():
+        for name in ("config", "workdir", "deepspeed"):
+            check_no_nul(f"--{name}", str(getattr(args, name)))
         return args.mode, RunOptions(
             config=args.config,
             overrides=config_files.overrides(others),
@@ -134,12 +137,14 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             with phases("restore"):
                 restored = restore_or_initialize(run, built.corpus, directory, built.source)
             restored.checkpoints.tidy()
+
+            def prepare_files() -> loop.Logs:
+                report = built.planner.report
+                write_run_files(directory, run, built.corpus, built.source, report)
+                return loop.open_logs(run, restored.step, directory, phases)
+
             # All processes are ready before the watchdog starts to limit the time of a step.
-            Exchange(LONGEST_START_S).on_all(
-                lambda: write_run_files(
-                    directory, run, built.corpus, built.source, built.planner.report
-                )
-            )
+            logs = Exchange(LONGEST_START_S).on_all(prepare_files)
         stack.enter_context(closing(_watchdog(run, directory, start_id, phases)))
         try:
             return loop.train(
@@ -147,6 +152,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 built.corpus,
                 restored,
                 directory,
+                logs,
                 saves=not options.is_fast_dev_run,
                 phases=phases,
                 signals=signals,

@@ -10,7 +10,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +101,8 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
         train=_split(listings[0], classes),
         validation=_split(listings[1], classes) if len(listings) > 1 else None,
         classes=classes,
-        key=_key(listings, classes, config.verify),
+        key=_key(listings, classes, _size_of),
+        contents=_key(listings, classes, _digest_of) if config.verify == "full" else "",
     )
 
 
@@ -232,16 +233,23 @@ def _labels(listing: Listing, classes: Sequence[str]) -> np.ndarray:
     return np.array([number[name] for name in listing.folders], np.int32)[listing.of_folder]
 
 
-def _key(listings: Sequence[Listing], classes: Sequence[str], verify: str) -> str:
-    """Hash relative paths, sizes and classes, so that a copy of the folder has the same key.
+def _size_of(path: str) -> str:
+    return str(os.stat(path).st_size)
 
-    If `data.verify` is "full", the contents are hashed instead of the sizes.
-    """
+
+def _digest_of(path: str) -> str:
+    return digest_of(Path(path))
+
+
+def _key(
+    listings: Sequence[Listing], classes: Sequence[str], version_of_file: Callable[[str], str]
+) -> str:
+    """Hash relative paths, versions and classes, so that a copy of the folder has the same key."""
     digest = hashlib.sha256()
     for listing in listings:
         digest.update(f"{len(listing.files)}\0".encode())
         labels = _labels(listing, classes)
         for file, path, label in zip(listing.files, listing.paths, labels, strict=True):
-            version = digest_of(Path(path)) if verify == "full" else os.stat(path).st_size
+            version = version_of_file(path)
             digest.update(bytes(file) + f"\0{version}\0{label}\0".encode())
     return digest.hexdigest()

@@ -280,7 +280,11 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
         for split, rows in targets.items():
             rows.read_in(workers, split)
     return ImageCorpus(
-        train=train, validation=validation, fingerprint=found.key, labels=found.classes
+        train=train,
+        validation=validation,
+        fingerprint=found.key,
+        contents=found.contents,
+        labels=found.classes,
     )
 
 

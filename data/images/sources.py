@@ -133,12 +133,15 @@ class ImageDataset:
         validation: The validation images; None if the data set has no validation split.
         classes: The classes in the order of their numbers; empty if the objective needs no labels.
         key: A string that identifies the content of the data set.
+        contents: A string that also covers the contents of files if `key` covers only their sizes
+            and `data.verify` is "full"; otherwise empty.
     """
 
     train: Split
     validation: Split | None
     classes: tuple[Label, ...]
     key: str
+    contents: str = ""
 
 
 def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> ImageDataset:
@@ -153,24 +156,28 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
         images: The config section `images`, with `train_fraction`.
 
     Returns:
-        The data set with a validation split, which may be empty, and with a new key.
+        The data set with a validation split, which may be empty, and with new keys.
     """
     train = found.train
     validation = found.validation
-    key = found.key
+    choice = ""
     if validation is None:
         is_held = chosen_of_each(train, config.validation_fraction, b"validation", spared=1)
         if config.validation_fraction and len(is_held) > 1 and not is_held.any():
             is_held[_first(train, b"validation")] = True
         validation = train.chosen(np.flatnonzero(is_held))
         train = train.chosen(np.flatnonzero(~is_held))
-        key += f" {config.validation_fraction}"
+        choice += f" {config.validation_fraction}"
     if images.train_fraction < 1:
         is_used = chosen_of_each(train, images.train_fraction, b"train", least=1)
         train = train.chosen(np.flatnonzero(is_used))
-        key += f" {images.train_fraction}"
+        choice += f" {images.train_fraction}"
     return replace(
-        found, train=train, validation=validation, key=hashlib.sha256(key.encode()).hexdigest()
+        found,
+        train=train,
+        validation=validation,
+        key=hashlib.sha256((found.key + choice).encode()).hexdigest(),
+        contents=found.contents and hashlib.sha256((found.contents + choice).encode()).hexdigest(),
     )
 
 

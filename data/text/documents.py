@@ -91,7 +91,7 @@ def _find_text_files(config: DataConfig) -> Documents:
     return Documents(
         key=key,
         open=lambda: text_files.open_text_files(
-            files, config.text_field, config.validation_fraction
+            files, config.text_field, config.validation_fraction, config.sequence_length
         ),
     )
 

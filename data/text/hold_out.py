@@ -8,12 +8,25 @@ are in the lowest 5 % of the range make up almost exactly 5 % of the text, and a
 moves no document to the other split. In a small corpus, single documents are a large part of the
 text. The boundary is then moved until the share is within 1 % of the fraction, and the document at
 the boundary may be cut in two (c).
+
+Sometimes neither helps, because a very long document or many identical ones are at the boundary.
+Then documents that are too large are passed over, and the rest is chosen so that the share is as
+near to the fraction as possible:
+
+    sizes by hash   2 1 90 3 1 2 1      fraction 0.06: hold out 6 of 100
+                    h h    h
 """
+
+import logging
 
 import numpy as np
 
 #: Largest difference between the share and the fraction, as a fraction of the text.
 TOLERANCE = 0.01
+#: A split with less than this part of its due share is nearly empty.
+_NEARLY_EMPTY = 0.01
+
+logger = logging.getLogger(__name__)
 
 
 def held_out_shares(
@@ -56,5 +69,86 @@ def held_out_shares(
         shares[order[:crossing]] = 1
         shares[document] = (wanted - (ends[crossing] - sizes[document])) / sizes[document]
     elif len(boundaries):
-        shares[order[: boundaries[np.argmin(errors)]]] = 1
+        starts = np.concatenate([[0], boundaries])
+        group_shares = _nearest_groups(np.add.reduceat(sizes[order], starts), wanted)
+        shares[order] = np.repeat(group_shares, np.diff([*starts, count]))
     return shares
+
+
+def check_share(held: int, total: int, fraction: float, sequence_size: int, named: str) -> None:
+    """Warn if the held-out share misses the request by more than 1 % and more than one sequence.
+
+    Args:
+        held: Size of the validation split.
+        total: Size of both splits; more than 0.
+        fraction: The fraction that was asked for, `data.validation_fraction`.
+        sequence_size: About the size of one sequence.
+        named: The files, for messages.
+
+    Raises:
+        ValueError: One of the splits is nearly empty.
+    """
+    if abs(held - fraction * total) <= max(TOLERANCE * total, sequence_size):
+        return
+    cause = "identical documents stay in one split, and a line of a .jsonl file is never cut"
+    what = (
+        f"{100 * held / total:.3g} % of the text in {named} instead of {100 * fraction:.3g} % "
+        f"(data.validation_fraction={fraction}), because {cause}"
+    )
+    is_small = held < _NEARLY_EMPTY * fraction * total
+    if is_small or total - held < _NEARLY_EMPTY * (1 - fraction) * total:
+        raise ValueError(
+            f"the validation split would be {what}; remove copies, divide long documents, or set "
+            "data.validation_fraction=0 to hold out none"
+        )
+    logger.warning("Held out %s", what)
+
+
+def _nearest_groups(sizes: np.ndarray, wanted: float) -> np.ndarray:
+    """Choose whole groups of identical documents whose total size is near a wanted size.
+
+    Args:
+        sizes: int64[number of groups], their sizes in the order of the hashes; at least two.
+        wanted: The wanted total, more than 0 and less than the sum of the sizes.
+
+    Returns:
+        bool[number of groups]: the chosen ones, at least one and not all.
+    """
+    total = int(sizes.sum())
+
+    def filled(order: np.ndarray) -> np.ndarray:
+        if wanted > total / 2:
+            return ~_fill(sizes, order, total - wanted)
+        return _fill(sizes, order, wanted)
+
+    def error(chosen: np.ndarray) -> float:
+        return abs(int(sizes[chosen].sum()) - wanted)
+
+    numbers = np.arange(len(sizes))
+    by_hash = filled(numbers)
+    # In the order of the hashes, the choice is a sample of all documents. This is better than one
+    # that is even nearer but prefers long documents.
+    if error(by_hash) <= TOLERANCE * total:
+        return by_hash
+    by_size = filled(np.argsort(-sizes, kind="stable"))
+    lowest = numbers <= np.argmin(np.abs(np.cumsum(sizes)[:-1] - wanted))
+    return min((by_hash, by_size, lowest), key=error)
+
+
+def _fill(sizes: np.ndarray, order: np.ndarray, wanted: float) -> np.ndarray:
+    """Choose every group that still fits, in the given order, and one more if that is nearer."""
+    chosen = np.zeros(len(sizes), bool)
+    rest = wanted
+    smallest = sizes.min()
+    for number in order:
+        if rest < smallest:
+            break
+        if sizes[number] <= rest:
+            chosen[number] = True
+            rest -= sizes[number]
+    others = np.flatnonzero(~chosen)
+    nearest = others[np.argmin(np.abs(sizes[others] - rest))]
+    is_nearer = abs(sizes[nearest] - rest) < rest
+    if not chosen.any() or (is_nearer and len(others) > 1):
+        chosen[nearest] = True
+    return chosen

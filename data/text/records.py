@@ -113,7 +113,7 @@ def open_records(config: DataConfig) -> dict[str, Records]:
             f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads only "
             ".jsonl files; narrow the glob or convert the file"
         )
-    splits = split_files(files, config.validation_fraction)
+    splits = split_files(files, config.validation_fraction, config.sequence_length)
     return {split: Records(files, spans, config) for split, spans in splits.items()}
 
 

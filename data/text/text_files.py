@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data.text.hold_out import TOLERANCE, held_out_shares
+from data.text.hold_out import TOLERANCE, check_share, held_out_shares
 from data.text.spans import DocumentSpans
 from untrusted.documents import parse_json
 from untrusted.files import digest_of, open_regular, version_of
@@ -106,14 +106,15 @@ def files_key(files: list[Path], verify: str) -> str:
 
 
 def open_text_files(
-    files: list[Path], text_field: str, validation_fraction: float
+    files: list[Path], text_field: str, validation_fraction: float, sequence_length: int
 ) -> dict[str, Sequence[str]]:
     """Split the documents of the files into train and validation, in one pass over the files.
 
     Args:
         files: The .txt and .jsonl files.
         text_field: The field of a .jsonl line that contains its text.
-        validation_fraction: The fraction of documents to hold out.
+        validation_fraction: The fraction of the text to hold out.
+        sequence_length: The tokens of a sequence, each of which has at least one byte.
 
     Returns:
         Split -> its documents, read on access.
@@ -123,11 +124,13 @@ def open_text_files(
     """
     return {
         split: FileDocuments(files, spans, text_field)
-        for split, spans in split_files(files, validation_fraction).items()
+        for split, spans in split_files(files, validation_fraction, sequence_length).items()
     }
 
 
-def split_files(files: list[Path], validation_fraction: float) -> dict[str, DocumentSpans]:
+def split_files(
+    files: list[Path], validation_fraction: float, sequence_length: int
+) -> dict[str, DocumentSpans]:
     """Find the spans of the documents of the files, in two splits.
 
     A hash of its content decides whether a document is held out; see data/text/hold_out.py.
@@ -137,6 +140,7 @@ def split_files(files: list[Path], validation_fraction: float) -> dict[str, Docu
     Args:
         files: The .txt and .jsonl files.
         validation_fraction: The fraction of the text to hold out.
+        sequence_length: The tokens of a sequence, each of which has at least one byte.
 
     Returns:
         Split -> the spans of its documents.
@@ -162,9 +166,11 @@ def split_files(files: list[Path], validation_fraction: float) -> dict[str, Docu
         "train": DocumentSpans(spans[~is_held], versions),
         "validation": DocumentSpans(spans[is_held], versions),
     }
-    _require_documents(files, validation_fraction, *map(len, splits.values()))
+    named = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
+    _require_documents(named, validation_fraction, *map(len, splits.values()))
     held = splits["validation"].num_bytes
     total = held + splits["train"].num_bytes
+    check_share(held, total, validation_fraction, sequence_length, named)
     logger.info(
         "Held out for validation: %d of %d documents, %.1f %% of %s bytes of text",
         len(splits["validation"]),
@@ -214,8 +220,7 @@ def _end_of_line(content: bytes, position: int) -> int:
     return position
 
 
-def _require_documents(files: list[Path], fraction: float, num_train: int, num_held: int) -> None:
-    named = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
+def _require_documents(named: str, fraction: float, num_train: int, num_held: int) -> None:
     if num_train + num_held == 0:
         raise ValueError(f"data.paths: there is no text in {named}; add text or correct the glob")
     if num_train == 0 or (fraction and num_held == 0):

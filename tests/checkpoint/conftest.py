@@ -29,7 +29,8 @@ def two_steps(tmp_path_factory):
     directory = tmp_path_factory.mktemp("two_steps") / "checkpoints"
     checkpoints = Checkpoints(directory, KEEP)
     for step in (1, 2):
-        checkpoints.save(step, make_state(step, make_mesh(2, 2, 2)), {"position": step})
+        state = make_state(step, make_mesh(2, 2, 2))
+        checkpoints.save(step, state, {"position": step}, config=f"train: {{num_steps: {step}}}")
     checkpoints.close()
     return directory
 

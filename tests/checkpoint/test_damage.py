@@ -52,6 +52,19 @@ def test_restore_skips_a_checkpoint_with_any_damaged_file(
             assert name.relative_to("2").as_posix() in warning.getMessage()
 
 
+@pytest.mark.parametrize("change", [lambda path: path.write_text("seed: 7"), Path.unlink])
+def test_config_without_a_checksum_is_not_compared(damaged_copy, open_checkpoints, change):
+    """Older versions wrote a config without a checksum, or none."""
+    directory = damaged_copy()
+    change(directory / "2" / "config.yaml")
+    sums = directory / "2" / "checksums.sha256"
+    _, *lines = sums.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "config.yaml" not in line]
+    sums.write_text("".join([f"# {len(kept)} files\n", *kept]))
+    assert len(kept) == len(lines) - 1
+    assert open_checkpoints(directory).restore(abstract(make_state(0)))[0] == 2
+
+
 def test_restore_detects_a_checksum_list_truncated_between_lines(damaged_copy, open_checkpoints):
     directory = damaged_copy()
     sums = directory / "2" / "checksums.sha256"

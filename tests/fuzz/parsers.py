@@ -109,7 +109,7 @@ def _read_target(directory: Path) -> None:
 
 def _read_documents(name: str) -> Callable[[Path], Any]:
     def parse(directory: Path) -> None:
-        for documents in open_text_files([directory / name], "text", 0.5).values():
+        for documents in open_text_files([directory / name], "text", 0.5, 16).values():
             list(documents)
 
     return parse

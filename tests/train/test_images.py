@@ -11,7 +11,8 @@ import pytest
 from convert.from_hf import load as load_model
 from data.images.folder import FolderImages
 from models.vision.resmlp import ResMLP
-from tests.data.images.pictures import write_classes
+from tests.data.images.pictures import encoded, plain, write_classes
+from tests.data.test_verify import replace
 from tests.runs import ROOT, losses, make_run
 from train.config.config_files import load
 from train.config.schema import validate_config
@@ -158,6 +159,21 @@ def test_broken_data_is_refused_before_the_first_step(config, tmp_path, capsys):
     assert "1 of 80 images cannot be used: " in said and f"{image} (" in said
     assert said.endswith("or set images.on_broken='skip' to leave them out")
     assert not (tmp_path / "run").exists()
+
+
+def test_contents_of_images_can_be_verified_from_a_later_start_on(config, tmp_path, capsys):
+    overrides, image = folder_of_images(tmp_path)
+    times = (*overrides, "data.verify=times")
+    full = (*overrides, "data.verify=full")
+    assert run_main(tmp_path / "run", config, *times, "train.num_steps=2") == 0
+    assert run_main(tmp_path / "run", config, *full, "train.num_steps=4") == 0
+    assert run_main(tmp_path / "run", config, *times, "train.num_steps=6") == 0
+    assert run_main(tmp_path / "run", config, *full, "train.num_steps=8") == 0
+    assert capsys.readouterr().err.count("resuming from there") == 3
+    replace(image, encoded(plain(99), "png"))
+    assert run_main(tmp_path / "run", config, *full, "train.num_steps=10") == 2
+    assert "has changed since step 8" in refusal(capsys)
+    assert run_main(tmp_path / "run", config, *times, "train.num_steps=10") == 0
 
 
 def breaking(monkeypatch, image):

@@ -3,13 +3,10 @@
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.runs import CONFIG, TINY, write_corpus
 from train.lifecycle.exit_codes import REFUSED
@@ -155,50 +152,6 @@ def test_longer_run_resumes_and_another_model_is_rejected(trained, tmp_path, cap
     assert run_main(workdir, changed) == 2
     message = error_line(capsys)
     assert "model.num_layers: 4 -> 2" in message and "data.sequence_length: 16 -> 8" in message
-
-
-@pytest.mark.parametrize("config", ["is deleted", "says the same"])
-def test_another_seed_is_rejected_even_if_config_yaml_was_edited(config, trained, tmp_path, capsys):
-    workdir, overrides = trained
-    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "config.yaml"
-    if config == "is deleted":
-        path.unlink()
-    else:
-        path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
-    assert run_main(tmp_path, (*overrides, "train.seed=1")) == 2
-    assert "train.seed: 0 -> 1" in error_line(capsys)
-
-
-def without_configs(checkpoints: Path) -> None:
-    """Make checkpoints look as if an older version without stored configs had written them."""
-    for step in checkpoints.iterdir():
-        (step / "config.yaml").unlink()
-        checksums = step / "checksums.sha256"
-        lines = checksums.read_text().splitlines(keepends=True)
-        checksums.write_text("".join(line for line in lines if "config.yaml" not in line))
-
-
-@pytest.mark.thorough
-def test_run_resumes_from_a_config_without_newer_keys(trained, tmp_path, capsys):
-    workdir, overrides = trained
-    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
-    without_configs(tmp_path / "checkpoints")
-    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    del saved["init_from"], saved["data"]["objective"], saved["model"]["head"]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
-    assert run_main(tmp_path, overrides) == 0
-    assert run_main(tmp_path, (*overrides, "data.objective=masked_lm")) == 2
-    assert "data.objective" in error_line(capsys)
-
-
-def test_checkpoints_without_any_config_are_rejected(trained, tmp_path, capsys):
-    workdir, overrides = trained
-    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
-    without_configs(tmp_path / "checkpoints")
-    (tmp_path / "config.yaml").unlink()
-    assert run_main(tmp_path, overrides) == 2
-    assert "config.yaml is missing" in error_line(capsys)
 
 
 @pytest.mark.thorough

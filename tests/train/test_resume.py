@@ -101,7 +101,10 @@ def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> 
         shorter = make_run((*overrides, f"train.num_steps={stop}"))[0].config
         run = dataclasses.replace(run, config=shorter)
     start = restore_or_initialize(run, corpus, workdir)
-    loop.train(run, corpus, start, workdir, saves=True, phases=Phases(), signals=StopSignals())
+    phases = Phases()
+    signals = StopSignals()
+    logs = loop.open_logs(run, start.step, workdir, phases)
+    loop.train(run, corpus, start, workdir, logs, saves=True, phases=phases, signals=signals)
     return [m["loss"] for m in read_metrics(workdir / "metrics.jsonl") if "loss" in m]
 
 

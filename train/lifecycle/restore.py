@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,7 +58,7 @@ def restore_or_initialize(
     else:
         step, portable, data_state = restored
         state = run.state_layout.from_portable(portable)
-        if data_state["corpus"] != corpus.fingerprint:
+        if not _is_same_data(data_state, corpus):
             raise ValueError(
                 f"the data of data.name={run.config.data.name!r} has changed since step {step} in "
                 f"{workdir}; restore the original data, or choose another --workdir"
@@ -72,6 +74,24 @@ def restore_or_initialize(
     if not len(corpus.validation):
         _log.warning("the validation split is empty: nothing will be evaluated")
     return RestoredRun(step=step, state=state, batches=batches, checkpoints=checkpoints)
+
+
+def identity_of(corpus: Corpus) -> dict[str, str]:
+    """Return the part of a checkpoint's data state that says which data its run has read."""
+    return {"corpus": corpus.fingerprint, "contents": corpus.contents}
+
+
+def _is_same_data(data_state: Mapping[str, Any], corpus: Corpus) -> bool:
+    """Return whether a checkpoint's run has read this corpus.
+
+    Contents are compared only if `data.verify` was "full" in both runs.
+    """
+    saved_contents = data_state.get("contents", "")
+    if corpus.contents and data_state["corpus"] == corpus.contents:
+        return True  # an older version stored the contents in place of the fingerprint
+    if corpus.contents and saved_contents and corpus.contents != saved_contents:
+        return False
+    return data_state["corpus"] == corpus.fingerprint
 
 
 def roll_back(

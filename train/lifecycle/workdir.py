@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
+from checkpoint.checksums import find_damage_of_config
 from checkpoint.layout import CONFIG, steps_in
 from convert.from_hf import keep_hf_files
 from convert.model_on_disk import LABELS_FILE
@@ -36,13 +37,14 @@ FIXED = (
     "optimizer.frozen",
     "precision.params",
 )
-#: Keys below FIXED that may change: they only set how fast and from where data is read. The data
-#: itself is compared by hash.
+#: Keys below FIXED that may change: they only set how fast and from where data is read, and how
+#: changes of it are noticed. The data itself is compared by hash.
 FREE = (
     "data.cache_dir",
     "data.mixture",
     "data.num_threads",
     "data.paths",
+    "data.verify",
     "images.num_workers",
     "images.on_broken",
     "model.attention",
@@ -52,8 +54,9 @@ FREE = (
 def check(workdir: Path, run: Run) -> None:
     """Check that `workdir` has no checkpoints of another run.
 
-    The config that counts is the one in the newest checkpoint. `config.yaml` in the workdir, which
-    anyone can edit, is read only if the checkpoints were written before they contained a config.
+    The config that counts is the one in the newest checkpoint, which must be the one that was
+    written, as its checksum shows. `config.yaml` in the workdir, which anyone can edit, is read
+    only if the checkpoints were written before they contained a config.
 
     Args:
         workdir: the run's directory.
@@ -61,7 +64,7 @@ def check(workdir: Path, run: Run) -> None:
 
     Raises:
         ValueError: it has checkpoints of another model or other data, and the message lists the
-            keys that differ; or their config is missing; or a link in it leads outside.
+            keys that differ; or their config is missing or damaged; or a link in it leads outside.
     """
     check_links(workdir)
     if not has_checkpoint(workdir):
@@ -94,7 +97,7 @@ def check_processes_agree(run: Run, corpus: Corpus) -> None:
     exchange = Exchange()
     for what, value in (
         ("config", repr(full_config(run).to_dict())),
-        ("data", corpus.fingerprint),
+        ("data", f"{corpus.fingerprint} {corpus.contents}"),
     ):
         own = hashlib.sha256(value.encode()).hexdigest()
         is_same = exchange.on_first(lambda own=own: own) == own
@@ -147,12 +150,25 @@ def has_checkpoint(workdir: Path) -> bool:
 
 
 def _saved_config(workdir: Path) -> ConfigDict:
-    """Return the config of the newest checkpoint."""
+    """Return the config of the newest checkpoint whose config is intact."""
     checkpoints = workdir / CHECKPOINTS
-    stored = [checkpoints / str(step) / CONFIG for step in reversed(steps_in(checkpoints))]
-    for path in filter(Path.exists, stored):
-        with contextlib.suppress(ValueError, OSError):  # damaged: the checkpoint will be skipped
-            return load_data(path)
+    damages = []
+    has_older = False  # whether a checkpoint was written before they had a checksum of the config
+    for step in reversed(steps_in(checkpoints)):
+        directory = checkpoints / str(step)
+        damage = find_damage_of_config(directory)
+        if damage is not None:  # the checkpoint will be skipped
+            damages.append(f"{directory}: {damage}")
+            continue
+        if (directory / CONFIG).exists():
+            with contextlib.suppress(ValueError, OSError):
+                return load_data(directory / CONFIG)
+        has_older = True
+    if not has_older:
+        raise ValueError(
+            f"no checkpoint of {workdir} has an intact {CONFIG}, which says what the checkpoint is "
+            f"({damages[0]}); copy an intact checkpoint there, or choose another --workdir"
+        )
     if (workdir / CONFIG_FILE).exists():
         return load_data(workdir / CONFIG_FILE)
     raise ValueError(

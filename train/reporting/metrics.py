@@ -77,7 +77,11 @@ class MetricsWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_lines_after(path, resume_step)
         self._lines = _Appender(path)
-        self._events = _open_event_file(Path(workdir) / TENSORBOARD_DIRECTORY, resume_step)
+        try:
+            self._events = _open_event_file(Path(workdir) / TENSORBOARD_DIRECTORY, resume_step)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line, and one TensorBoard point per number.

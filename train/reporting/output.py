@@ -1,11 +1,12 @@
 """Standard output and error that cannot fail.
 
-A log may be on a full disk, and the program that reads it may have ended. Neither may stop a run.
-This matters most when a run ends: an error while printing the reason would keep the process alive
-while its peers wait for it.
+A log may be on a full disk, the program that reads it may have ended, and a daemon may start a run
+without any output (`>&-`). None of these may stop a run. This matters most when a run ends: an
+error while printing the reason would keep the process alive while its peers wait for it.
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
@@ -41,8 +42,32 @@ class SafeStream:
         return getattr(self._stream, name)
 
 
+def open_missing_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed.
+
+    Call this before any file is opened. Otherwise a file that is opened later, such as a
+    checkpoint, would get the descriptor of a standard stream, and a library that prints would write
+    into it.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            assert opened == descriptor, "the lowest free descriptor is opened first"
+            os.set_inheritable(opened, True)  # for child processes, which print too
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
 def protect_output() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams that cannot fail."""
-    if not isinstance(sys.stdout, SafeStream):
-        sys.stdout = SafeStream(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
-        sys.stderr = SafeStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
+    """Replace `sys.stdout` and `sys.stderr` by streams that cannot fail, even if they are missing.
+
+    Call this before any file is opened; see `open_missing_streams`.
+    """
+    open_missing_streams()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, SafeStream):
+            setattr(sys, name, SafeStream(stream))

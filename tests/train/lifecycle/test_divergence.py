@@ -196,7 +196,8 @@ def train(workdir: Path, overrides, bad_steps) -> int:
     start = dataclasses.replace(start, batches=Poisoned(start.batches, bad_steps))
     phases = Phases()
     signals = StopSignals()
-    return loop.train(run, corpus, start, workdir, saves=True, phases=phases, signals=signals)
+    logs = loop.open_logs(run, start.step, workdir, phases)
+    return loop.train(run, corpus, start, workdir, logs, saves=True, phases=phases, signals=signals)
 
 
 def logged(workdir: Path, name: str) -> dict[int, float]:

@@ -1,13 +1,14 @@
 """The workdir of a run: its lock, and the checks that all processes share it and agree."""
 
 import logging
+import os
 import subprocess
 import sys
 
 import pytest
 
 from sharding.distributed.messages import Exchange, may_pass
-from tests.runs import CONFIG, ROOT, TINY
+from tests.runs import CONFIG, ROOT, TINY, make_run, write_corpus
 from train.lifecycle.exit_codes import FAILED, REFUSED
 from train.lifecycle.workdir_lock import LOCK_FILE, lock
 from train.main import main
@@ -88,13 +89,21 @@ def test_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch,
     assert "cannot be locked" in caplog.text and "do not start a second run there" in caplog.text
 
 
-def of_two(tmp_path, overrides, workdir: str) -> subprocess.CompletedProcess:
-    """Run two processes; $ID in `overrides` and `workdir` is replaced by the process index."""
+def of_two(tmp_path, overrides, workdir: str, setup: str = "") -> subprocess.CompletedProcess:
+    """Run two processes; $ID in the arguments is replaced by the process index.
+
+    Args:
+        tmp_path: a directory for a script.
+        overrides: the overrides of both processes.
+        workdir: their workdir.
+        setup: shell commands that each process runs first.
+    """
     train = [f"--config={CONFIG}", f"--workdir={workdir}"]
     train += [f"--config.{override}" for override in overrides]
     script = tmp_path / "train.sh"
     words = " ".join(f'"{word}"' for word in train)
-    script.write_text(f"ID=$TAIBAI_PROCESS_ID\nexec {sys.executable} -m train.main {words}\n")
+    run = f"exec {sys.executable} -m train.main {words}"
+    script.write_text(f"ID=$TAIBAI_PROCESS_ID\n{setup}\n{run}\n")
     launch = ("-m", "launch.local", "--processes=2", "--devices_per_process=1", "--grace_s=20")
     return subprocess.run(
         [sys.executable, *launch, "--", "bash", str(script)],
@@ -136,6 +145,27 @@ def test_process_with_another_config_is_reported_by_all(corpus_overrides, tmp_pa
     done = of_two(tmp_path, overrides, f"{tmp_path}/run")
     assert done.returncode == REFUSED, done.stderr
     said = "error: process 1: its config differs from process 0; start all processes with the same"
+    assert done.stderr.count(said) == 2, done.stderr
+
+
+@pytest.mark.thorough
+def test_processes_with_different_cached_tokens_are_refused_by_all(tmp_path, monkeypatch):
+    """Both caches are intact and have the same key: the text kept its size and its times."""
+    paths, _ = write_corpus(tmp_path)
+    overrides = (*TINY, paths, "mesh.data=2")
+    file = tmp_path / "part_3.txt"
+    for process in (0, 1):
+        monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache_{process}")
+        make_run((*TINY, paths))
+        status = file.stat()
+        file.write_text(file.read_text().replace("e", "E"))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    keys = [{path.name for path in tmp_path.glob(f"cache_{i}/taibai/tokens-*")} for i in (0, 1)]
+    assert keys[0] == keys[1] != set()
+    setup = f"export XDG_CACHE_HOME={tmp_path}/cache_$ID"
+    done = of_two(tmp_path, overrides, f"{tmp_path}/run", setup)
+    assert done.returncode == REFUSED, done.stderr
+    said = "error: process 1: its data differs from process 0; start all processes with the same"
     assert done.stderr.count(said) == 2, done.stderr
 
 

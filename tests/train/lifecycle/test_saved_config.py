@@ -1,0 +1,119 @@
+"""A run resumes only with the config that its checkpoints were written with."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from checkpoint.__main__ import main as checkpoint
+from tests.runs import TINY, arguments, write_corpus
+from tests.train.refusals import refusal
+from train.main import main
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 4 steps with checkpoints of steps 2 and 4, and its overrides."""
+    directory = tmp_path_factory.mktemp("trained")
+    overrides = (
+        *TINY,
+        *write_corpus(directory),
+        "train.num_steps=4",
+        "checkpoint.every_steps=2",
+        "data.tokenizer=bpe",
+        "data.vocab_size=300",
+    )
+    assert main(arguments(directory / "run", overrides)) == 0
+    return directory / "run", overrides
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    """A copy of the run, to be changed, and the overrides to train it for longer."""
+    shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path, (*trained[1], "train.num_steps=5")
+
+
+def change_seed(file: Path) -> None:
+    text = file.read_text()
+    assert "seed: 0" in text
+    file.write_text(text.replace("seed: 0", "seed: 1"))
+
+
+def drop_checksums_of_configs(run: Path) -> None:
+    """Make checkpoints look as if an older version had written them."""
+    for file in run.glob("checkpoints/*/checksums.sha256"):
+        head, *lines = file.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if "config.yaml" not in line]
+        assert head == f"# {len(lines)} files\n" and len(kept) == len(lines) - 1
+        file.write_text("".join([f"# {len(kept)} files\n", *kept]))
+
+
+@pytest.mark.parametrize("change", [Path.unlink, change_seed])
+def test_another_seed_is_rejected_even_if_the_config_of_the_workdir_was_changed(
+    change, copy, capsys
+):
+    workdir, overrides = copy
+    change(workdir / "config.yaml")
+    error = refusal(workdir, (*overrides, "train.seed=1"), capsys)
+    assert "train.seed: 0 -> 1" in error
+
+
+@pytest.mark.parametrize("change", [Path.unlink, change_seed])
+def test_checkpoints_with_changed_configs_are_damaged(change, copy, capsys):
+    workdir, overrides = copy
+    for file in (workdir / "config.yaml", *workdir.glob("checkpoints/*/config.yaml")):
+        change(file)
+    assert checkpoint(["verify", str(workdir)]) == 1
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"step \d: damaged: config.yaml (is missing|has changed)", printed)) == 2
+    for seed in (0, 1):
+        error = refusal(workdir, (*overrides, f"train.seed={seed}"), capsys)
+        assert "has an intact config.yaml" in error and "checkpoints/4: config.yaml" in error
+
+
+def test_intact_older_checkpoint_decides_if_the_newest_config_was_changed(copy, capsys):
+    workdir, overrides = copy
+    change_seed(workdir / "checkpoints" / "4" / "config.yaml")
+    assert "train.seed: 0 -> 1" in refusal(workdir, (*overrides, "train.seed=1"), capsys)
+    assert main(arguments(workdir, overrides)) == 0
+    log = capsys.readouterr().err
+    assert "checkpoints/4: config.yaml has changed" in log
+    assert "step 2 of train.num_steps=5" in log
+
+
+def test_run_resumes_from_checkpoints_without_checksums_of_their_configs(copy, capsys):
+    workdir, overrides = copy
+    drop_checksums_of_configs(workdir)
+    assert checkpoint(["verify", str(workdir)]) == 0
+    assert "train.seed: 0 -> 1" in refusal(workdir, (*overrides, "train.seed=1"), capsys)
+    assert main(arguments(workdir, overrides)) == 0
+    assert "step 4 of train.num_steps=5" in capsys.readouterr().err
+
+
+def test_run_resumes_from_checkpoints_without_configs(copy, capsys):
+    """The config of the workdir stands in, even if it lacks keys that were added later."""
+    workdir, overrides = copy
+    drop_checksums_of_configs(workdir)
+    for file in workdir.glob("checkpoints/*/config.yaml"):
+        file.unlink()
+    file = workdir / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    file.unlink()
+    assert "config.yaml is missing" in refusal(workdir, overrides, capsys)
+    del saved["init_from"], saved["data"]["objective"], saved["model"]["head"]
+    file.write_text(yaml.safe_dump(saved))
+    error = refusal(workdir, (*overrides, "data.objective=masked_lm"), capsys)
+    assert "data.objective" in error
+    assert main(arguments(workdir, overrides)) == 0
+    assert "step 4 of train.num_steps=5" in capsys.readouterr().err
+
+
+def test_contents_of_files_can_be_verified_from_a_later_start_on(copy, capsys):
+    """The tokenizer and the tokens are computed again, and must be those of the checkpoint."""
+    workdir, overrides = copy
+    assert main(arguments(workdir, (*overrides, "data.verify=full"))) == 0
+    log = capsys.readouterr().err
+    assert "Tokenizing" in log and "step 4 of train.num_steps=5" in log
