@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from fields.numbers import shown
 from untrusted.imports import import_object
 
 #: `model.name` -> import path of the class.
@@ -29,6 +30,11 @@ def find_model(name: str) -> Any:
     Raises:
         ValueError: There is no such class, or it has no dataclass `Config`.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"model.name={shown(name)} must be a string; choose {', '.join(MODELS)}, or an import "
+            "path"
+        )
     model_class = import_object(MODELS.get(name, name), "model.name", list(MODELS))
     if not dataclasses.is_dataclass(getattr(model_class, "Config", None)):
         raise ValueError(f"model.name={name!r}: the class must have a dataclass `Config`")
