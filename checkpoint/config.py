@@ -1,6 +1,5 @@
 """Config section `checkpoint`: when checkpoints are saved and how many are kept."""
 
-import math
 from dataclasses import dataclass
 
 from fields.field import field
@@ -27,7 +26,6 @@ class CheckpointConfig(Section, section="checkpoint"):
         "Also save after this many minutes, by the first process's clock. None: only `every_steps` "
         "applies.",
         gt=0,
-        lt=math.inf,
         remedy="choose a number of minutes, or None to count steps only",
     )
     max_to_keep: int = field(
@@ -53,6 +51,5 @@ class CheckpointConfig(Section, section="checkpoint"):
         TIMEOUT_S,
         "Seconds after which a save counts as hung and fails.",
         gt=0,
-        lt=math.inf,
         remedy="choose several times the duration of a save in seconds",
     )

@@ -24,6 +24,7 @@ from convert.keys import plain
 from convert.model_on_disk import Source, shapes_of
 from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
 from convert.source import load_params, read_source
+from data.text.tokenization.file_tokenizer import MAX_FILE_BYTES
 from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig, check_automatic
 from sharding.rules import make_rules, partition_specs, shardings
@@ -177,11 +178,13 @@ def copy_hf_files(directory: Path, target: Path, names: Sequence[str] = KEPT_FIL
         names: The files to copy, some of which may be absent.
 
     Raises:
-        ValueError: A file is not a regular file, or a link that leads outside of `directory`.
+        ValueError: A file is too large, not a regular file, or a link that leads outside of
+            `directory`.
     """
     for name in names:
         if (directory / name).is_symlink() or (directory / name).exists():
-            copy_file(directory / name, target / name, within=directory)
+            original = directory / name
+            copy_file(original, target / name, within=directory, max_bytes=MAX_FILE_BYTES)
 
 
 def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:

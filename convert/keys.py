@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fields.numbers import shown
+
 REQUIRED = object()
 
 Config = Mapping[str, Any]
@@ -169,8 +171,8 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
     for key in keys:
         try:
             fields |= key.read(hf)
-        except (TypeError, AttributeError, KeyError, OverflowError) as error:
-            found = ", ".join(f"{name}={hf[name]!r}" for name in key.names if name in hf)
+        except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+            found = ", ".join(f"{name}={shown(hf[name])}" for name in key.names if name in hf)
             raise ValueError(
                 f"config.json has {found or f'no {key.names[0]!r}'}, which cannot be read "
                 f"({type(error).__name__}: {error}); correct it"

@@ -156,7 +156,7 @@ class DataConfig(Section, section="data"):
         "their own size.",
         # The vocabulary always contains the 256 bytes and the end-of-document token.
         ge=257,
-        le=2**31 - 1,
+        le=2**24,
         remedy="it includes 256 bytes and the end-of-document token; choose for example 8192",
     )
     sequence_length: int = field(
@@ -190,7 +190,7 @@ class DataConfig(Section, section="data"):
     )
     seed: int = field(0, "Seed of shuffling and masking.", ge=0, le=2**32 - 1, in_config=False)
     num_threads: int = field(
-        2, "Number of threads per process that read batches ahead of the step.", ge=1
+        2, "Number of threads per process that read batches ahead of the step.", ge=1, le=1024
     )
 
     def __post_init__(self) -> None:

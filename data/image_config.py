@@ -1,7 +1,6 @@
 """The config section `images`: crops, augmentation, mixing and selection of images."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ def _of_both_views(doc: str, remedy: str) -> Any:
 
 def _alpha(doc: str) -> Any:
     """Declare alpha of Mixup or CutMix."""
-    return field(0.0, doc, ge=0, lt=math.inf, remedy="choose for example 1.0, or 0 for none")
+    return field(0.0, doc, ge=0, remedy="choose for example 1.0, or 0 for none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,6 @@ class ImageConfig(Section, section="images"):
         "Minimum and maximum width ÷ height of a random crop.",
         length=2,
         gt=0,
-        lt=math.inf,
         remedy="the smaller first; choose for example (0.75, 1.333)",
     )
     flip: bool = field(False, "Mirror an image horizontally with probability 0.5.")
@@ -136,6 +134,7 @@ class ImageConfig(Section, section="images"):
         "Worker processes that read images, per process of the run. 0: read them in the threads of "
         "`data.num_threads`.",
         ge=0,
+        le=1024,
     )
 
     def __post_init__(self) -> None:

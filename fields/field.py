@@ -5,11 +5,11 @@ A section of the config is a dataclass (see fields/section.py) whose fields are 
     num_workers: int = field(0, "Number of worker processes.", ge=0)
 
 The declaration is the only place that states these facts. The section's range check, the default
-ConfigDict, docs/config.md and `--help` all read it.
+ConfigDict, docs/config.md and `--help` all read it. Numbers are also limited to the range of
+fields/numbers.py.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -127,7 +127,7 @@ def field(
         ge: the value, or each element of a tuple, must be at least this.
         gt: it must be more than this.
         le: it must be at most this.
-        lt: it must be less than this; `math.inf` stands for "finite".
+        lt: it must be less than this.
         also: valid values outside the bounds.
         choices: all valid values, if there are only a few.
         length: number of elements of a tuple of numbers.
@@ -169,6 +169,11 @@ def declarations(section: type) -> dict[str, Declaration]:
     }
 
 
+def bound_of(field: dataclasses.Field) -> float | None:
+    """Return the largest value that the declaration of a field states; None if there is none."""
+    return field.metadata[_KEY].le if _KEY in field.metadata else None
+
+
 def joined(values: Sequence[Any]) -> str:
     """Join values for a message: `joined(["a", "b", None])` is "a, b or None"."""
     *others, last = map(str, values)
@@ -186,9 +191,7 @@ def _bounds(declaration: Declaration) -> str:
         ("at most", declaration.le),
         ("less than", declaration.lt),
     ):
-        if bound == math.inf:
-            parts.append("finite")
-        elif bound is not None:
+        if bound is not None:
             parts.append(f"{words} {_number(bound)}")
     return " and ".join(parts)
 

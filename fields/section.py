@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from fields.field import declarations
+from fields.numbers import shown
 from fields.types import check_types
 
 
@@ -48,7 +49,7 @@ class Section:
             value = tuple(value) if isinstance(value, list) else value
             self._set(name, value)
             if problem := declared[name].problem(value):
-                raise ValueError(f"{self.section}.{name}={value!r} {problem}")
+                raise ValueError(f"{self.section}.{name}={shown(value)} {problem}")
 
     def _set(self, name: str, value: Any) -> None:
         """Set a field of this frozen dataclass while it is initialized."""

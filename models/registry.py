@@ -4,6 +4,7 @@ import dataclasses
 import pkgutil
 from typing import Any
 
+from fields.numbers import shown
 from untrusted.imports import import_object
 
 #: `model.name` -> import path of the class.
@@ -30,6 +31,11 @@ def find_model(name: str) -> Any:
     Raises:
         ValueError: There is no such class, or it has no dataclass `Config`.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"model.name={shown(name)} must be a string; choose {', '.join(MODELS)}, or an import "
+            "path"
+        )
     if name in MODELS:
         return pkgutil.resolve_name(MODELS[name])
     model_class = import_object(name, "model.name", list(MODELS))

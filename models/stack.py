@@ -54,6 +54,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fields.numbers import MAX_LAYERS
+
 Tree = Any
 
 #: Primitives whose results are never saved: functions made by `models.layers.basic.recomputed`, and
@@ -106,6 +108,11 @@ class Stack(nnx.Module):
     def __init__(
         self, make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs
     ):
+        if num_layers > MAX_LAYERS:
+            raise ValueError(
+                f"the model has a stack of {num_layers} layers, but at most {MAX_LAYERS} are "
+                "supported; choose fewer"
+            )
         make = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layers"})
 
         @nnx.split_rngs(splits=num_layers)

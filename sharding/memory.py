@@ -78,6 +78,8 @@ class MemoryConfig(Section, section="memory"):
         (),
         "Activations that are kept in host memory between a block's forward and backward pass: "
         "names, as for `train.remat`, such as `qkv,mlp`.",
+        nonempty=True,
+        remedy="write for example ('qkv',)",
     )
     device_budget: float | None = _budget(
         "Memory of each device that a step may use, in GiB. None: 0.9 of its memory."

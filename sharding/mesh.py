@@ -140,9 +140,10 @@ def _meshes_that_fit(config: MeshConfig, num_available: int) -> str:
     """List the largest meshes that shrink the requested one axis by axis, for an error message."""
     options = [{}]
     for axis, size in config.sizes.items():
-        sizes = [n for n in range(1, max(size, 1) + 1) if max(size, 1) % n == 0]
+        size = max(size, 1)
+        sizes = [n for n in range(1, min(size, num_available) + 1) if size % n == 0]
         options = [{**option, axis: n} for option in options for n in sizes]
+        options = [option for option in options if math.prod(option.values()) <= num_available]
     fitting = [MeshConfig(**option) for option in options]
-    fitting = [mesh for mesh in fitting if mesh.num_devices <= num_available]
     most = max(mesh.num_devices for mesh in fitting)
     return "; ".join(str(mesh) for mesh in fitting if mesh.num_devices == most)

@@ -1,7 +1,6 @@
 """Dtypes of a run, loss scaling for float16, and stochastic rounding for bfloat16 weights."""
 
 import dataclasses
-import math
 import zlib
 from typing import Any
 
@@ -44,7 +43,7 @@ class PrecisionConfig(Section, section="precision"):
         choices=("bfloat16", "float16", "float32"),
     )
     loss_scale: float = field(
-        65536.0, "For `compute=float16`: initial scale of the mean loss.", gt=0, lt=math.inf
+        65536.0, "For `compute=float16`: initial scale of the mean loss.", gt=0
     )
     loss_scale_window: int = field(
         2000, "Finite steps after which the loss scale doubles; 0: it never changes.", ge=0
@@ -52,7 +51,7 @@ class PrecisionConfig(Section, section="precision"):
     loss_scale_hysteresis: int = field(
         1, "Steps with NaN or infinity after which the loss scale is halved.", ge=1
     )
-    loss_scale_min: float = field(1.0, "Lower bound of the loss scale.", gt=0, lt=math.inf)
+    loss_scale_min: float = field(1.0, "Lower bound of the loss scale.", gt=0)
 
     def __post_init__(self):
         super().__post_init__()

@@ -260,20 +260,23 @@ def write_text(path: Path, text: str, *, reaches_disk: bool = False) -> None:
     write_with(path, lambda file: file.write(text.encode("utf-8")), reaches_disk=reaches_disk)
 
 
-def copy_file(source: Path, target: Path, *, within: Path | None = None) -> None:
+def copy_file(
+    source: Path, target: Path, *, within: Path | None = None, max_bytes: int = MAX_BYTES
+) -> None:
     """Copy a regular file atomically.
 
     Args:
         source: The file to copy.
         target: The path of the copy.
         within: A directory that the source must be in, even if it is a link.
+        max_bytes: The maximum size of the file; a sparse file becomes as large as it claims to be.
 
     Raises:
-        ValueError: See `open_regular`.
+        ValueError: See `read_bytes`.
         OSError: The file cannot be copied; nothing is left behind.
     """
-    with open_regular(source, within=within) as original:
-        write_with(target, lambda file: shutil.copyfileobj(original, file))
+    content = read_bytes(source, within=within, max_bytes=max_bytes)
+    write_with(target, lambda file: file.write(content))
 
 
 def _check_regular(descriptor: int, path: Path) -> None:

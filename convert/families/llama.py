@@ -7,6 +7,7 @@ from convert.architecture import Architecture
 from convert.keys import Config, Key, Keys, Only
 from convert.names import Row
 from models.text.llama import Llama
+from untrusted.schema import check
 
 _THEIRS = "model.layers.{layer}"
 
@@ -54,7 +55,10 @@ def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> K
         heads = hf["num_attention_heads"]
         kv_heads = hf.get("num_key_value_heads", num_kv_heads)
         size = hf.get("head_dim", head_dim)
-        return {"num_kv_heads": kv_heads or heads, "head_dim": size or hf["hidden_size"] // heads}
+        return {
+            "num_kv_heads": heads if kv_heads is None else kv_heads,
+            "head_dim": hf["hidden_size"] // heads if size is None else size,
+        }
 
     def write(fields: Config) -> dict[str, Any]:
         return {"num_key_value_heads": fields["num_kv_heads"], "head_dim": fields["head_dim"]}
@@ -63,13 +67,17 @@ def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> K
 
 
 def _read_rope(hf: Config) -> dict[str, Any]:
+    for name in ("rope_scaling", "rope_parameters"):
+        check(hf.get(name), dict[str, Any] | None, f"config.json: {name}")
     scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in scaling.values()):
         raise ValueError(
             f"config.json has rope_parameters={scaling}, which must be the same for all layers"
         )
-    theta = scaling.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
-    rotated = scaling.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
+    theta = _first(scaling.pop("rope_theta", None), hf.get("rope_theta"), 10000.0)
+    rotated = _first(
+        scaling.pop("partial_rotary_factor", None), hf.get("partial_rotary_factor"), 1.0
+    )
     if rotated != 1.0:
         raise ValueError(
             f"config.json has partial_rotary_factor={rotated}, which is not supported; it must be "
@@ -86,6 +94,11 @@ def _read_rope(hf: Config) -> dict[str, Any]:
         scaling.pop(key, None)
     scaling = {name: value for name, value in scaling.items() if value is not None}
     return {"rope_theta": float(theta), "rope_scaling": scaling}
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not None; 0 is a value, which the model refuses."""
+    return next(value for value in values if value is not None)
 
 
 def _write_rope(fields: Config) -> dict[str, Any]:

@@ -26,6 +26,8 @@ REVISION = 2
 # A .txt file is cut into documents of about this size. This bounds memory, and lets a single file
 # provide both a train and a validation split.
 TEXT_PART_BYTES = 32 * 1024
+# Longest line of a .jsonl file. A sparse file can claim to have a line of terabytes.
+MAX_LINE_BYTES = 64 * 2**20
 
 
 class FileDocuments(Sequence[str]):
@@ -245,6 +247,11 @@ def _spans_of(file: Path, versions: list[tuple[int, int]]) -> Iterator[tuple[int
             stream.seek(start)
             line = 1
             while content := _read_document(stream, file):
+                if len(content) > MAX_LINE_BYTES:
+                    raise ValueError(
+                        f"data.paths: {file} line {line} is too long: it has more than "
+                        f"{MAX_LINE_BYTES // 2**20} MiB; divide it into several documents"
+                    )
                 if content.strip():
                     yield start, start + len(content), line, content
                 start += len(content)
@@ -261,15 +268,18 @@ def _read_document(stream: BufferedReader, file: Path) -> bytes:
     after twice as many bytes, or a few more for a whole character.
     """
     if _is_jsonl(file):
-        return stream.readline()
+        return stream.readline(MAX_LINE_BYTES + 1)
     lines = []
     left = 2 * TEXT_PART_BYTES
     while left > TEXT_PART_BYTES - 1 and (line := stream.readline(left)):
         lines.append(line)
         left -= len(line) - line.endswith(b"\r\n")
         if len(line) > left and not line.endswith(b"\n"):
-            # The continuation bytes of a UTF-8 character are 10xxxxxx.
-            while (following := stream.peek(1)[:1]) and following[0] & 0xC0 == 0x80:
+            # A UTF-8 character has at most 3 continuation bytes, which are 10xxxxxx.
+            for _ in range(3):
+                following = stream.peek(1)[:1]
+                if not following or following[0] & 0xC0 != 0x80:
+                    break
                 lines.append(stream.read(1))
             break
     return b"".join(lines)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fields.numbers import MAX_INT
 from sharding.logical import manual_axes, offset, sum_over, sum_over_batch
 
 # The whole train state is sharded when it is built, rather than each parameter on creation.
@@ -53,7 +54,16 @@ def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def param(init, rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str | None]) -> nnx.Param:
-    """Return a float32 parameter with a logical axis name per dim."""
+    """Return a float32 parameter with a logical axis name per dim.
+
+    Raises:
+        ValueError: a dim is too large for the int32 indices of a step.
+    """
+    if any(size > MAX_INT for size in shape):
+        raise ValueError(
+            f"the model has a parameter of the shape {[*shape]}, but no dim may be more than "
+            f"{MAX_INT}; reduce the sizes in the section model"
+        )
     return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32), out_sharding=tuple(axes))
 
 

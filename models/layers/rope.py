@@ -96,7 +96,7 @@ def check_scaling(scaling: Scaling | None, head_dim: int) -> None:
             "{'rope_type': 'linear', 'factor': 2.0}, or None"
         )
     kind = scaling.get("rope_type")
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise ValueError(
             f"model.rope_scaling: rope_type={kind!r} is unknown; choose {', '.join(_KEYS)}"
         )

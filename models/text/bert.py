@@ -60,7 +60,7 @@ class BertConfig:
     num_heads: int
     embed_dim: int
     mlp_dim: int
-    dropout: float  # rate for embeddings, residual branches and classifiers, in [0, 1)
+    dropout: float = 0.0  # rate for embeddings, residual branches and classifiers, in [0, 1)
     head: str  # masked_lm | pretraining | sequence | token | none
     num_labels: int = 2  # for the heads "sequence" and "token"
     num_token_types: int = 2  # maximum number of texts per row; RoBERTa: 1

@@ -12,7 +12,6 @@ B batch, T seq, D embed, V vocab.
 """
 
 import dataclasses
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from fields.numbers import MAX_LAYERS, number_problem, shown
 from models.layers.attention import Segments
 from models.losses import chunked_vocab_loss, make_token_loss
 
@@ -185,23 +185,29 @@ def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
 
     Raises:
         ValueError: if `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is
-            less than 1, if `dropout`, `drop_path` or `*_smoothing` is not in [0, 1), if
-            `init_stddev` is negative, if `*_epsilon` is not positive, or if `*_theta` is at most 1.
+            less than 1, if `*_layers` is more than MAX_LAYERS, if `dropout`, `drop_path` or
+            `*_smoothing` is not in [0, 1), if `init_stddev` is negative, if `*_epsilon` is not
+            positive, if `*_theta` is at most 1, or if any number is outside the range of
+            `fields.numbers`.
     """
     for field in dataclasses.fields(config):
         name = field.name
         value: Any = getattr(config, name)
+        if problem := number_problem(value):
+            raise ValueError(f"model.{name}={shown(value)} {problem}")
         if value is None or name in exclude:
             continue
         kind = name.removeprefix("decoder_")
         is_size = kind.endswith(("_dim", "_size", "_multiple")) or kind.startswith(("num_", "max_"))
         if is_size and value < 1:
             raise ValueError(f"model.{name}={value} must be at least 1")
+        if is_size and name.endswith("_layers") and value > MAX_LAYERS:
+            raise ValueError(f"model.{name}={value} must be at most {MAX_LAYERS}")
         if name.endswith(("dropout", "drop_path", "smoothing")) and not (0.0 <= value < 1.0):
             raise ValueError(f"model.{name}={value} must be in [0, 1)")
-        if name == "init_stddev" and not 0 <= value < math.inf:
+        if name == "init_stddev" and not value >= 0:
             raise ValueError(f"model.{name}={value} must be 0 or positive")
-        if name.endswith("_epsilon") and not 0 < value < math.inf:
+        if name.endswith("_epsilon") and not value > 0:
             raise ValueError(f"model.{name}={value} must be positive")
-        if name.endswith("_theta") and not 1 < value < math.inf:
-            raise ValueError(f"model.{name}={value} must be more than 1 and finite")
+        if name.endswith("_theta") and not value > 1:
+            raise ValueError(f"model.{name}={value} must be more than 1")

@@ -44,7 +44,7 @@ class GPT2Config:
     num_layers: int
     num_heads: int
     embed_dim: int
-    dropout: float  # rate for embeddings and residual branches, in [0, 1)
+    dropout: float = 0.0  # rate for embeddings and residual branches, in [0, 1)
     mlp_dim: int | None = None  # 4 × embed_dim if None
     activation: str = "gelu_tanh"  # activation of the MLP; see models/layers/transformer.py
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this

@@ -47,7 +47,7 @@ class OPTConfig:
     num_heads: int
     embed_dim: int  # width of the blocks
     mlp_dim: int
-    dropout: float  # rate for residual branches, in [0, 1)
+    dropout: float = 0.0  # rate for residual branches, in [0, 1)
     token_embed_dim: int | None = None  # width of embedding and head; embed_dim if None
     norm_first: bool = True  # norm before each branch, rather than after its sum with the residual
     activation: str = "relu"

@@ -46,7 +46,7 @@ class T5Config:
     head_dim: int
     embed_dim: int
     mlp_dim: int
-    dropout: float  # rate for embeddings, residual branches and outputs, in [0, 1)
+    dropout: float = 0.0  # rate for embeddings, residual branches and outputs, in [0, 1)
     activation: str = "relu"  # version 1.1: gelu_tanh
     is_gated: bool = False  # version 1.1: True
     tie_embeddings: bool = True  # whether the head uses the token embedding; version 1.1: False

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from fields.numbers import MAX_LAYERS
 from models.layers.transformer import check_activation
 from models.text.common import check_sizes
 from models.vision.common import (
@@ -76,6 +77,10 @@ class SwinConfig(ImageInputConfig):
                     f"model.{name}={of_stages} and model.depths={self.depths} must both have a "
                     "number for each stage"
                 )
+        if sum(self.depths) > MAX_LAYERS:
+            raise ValueError(
+                f"model.depths={self.depths} has more than {MAX_LAYERS} blocks; choose fewer"
+            )
         for depth in self.depths:
             if depth < 2 or depth % 2:
                 raise ValueError(

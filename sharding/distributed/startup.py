@@ -37,6 +37,9 @@ CPU_XLA_FLAGS = {
     "xla_cpu_collective_timeout_seconds": "300",
 }
 
+#: Most devices that a CPU simulates for a mesh; each takes memory.
+_MAX_SIMULATED_DEVICES = 512
+
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +74,8 @@ def start(
     distributed = how is not None
     if per_process or not distributed:
         with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
-            jax.config.update("jax_num_cpu_devices", int(per_process or config.num_devices))
+            num_simulated = min(config.num_devices, _MAX_SIMULATED_DEVICES)
+            jax.config.update("jax_num_cpu_devices", int(per_process or num_simulated))
     devices = jax.devices()
     mesh = make_mesh(config, devices)
     if devices[0].platform == "cpu" and not distributed and mesh.size > 1:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from fields.field import field
+from fields.numbers import MAX_LAYERS
 from fields.section import Section
 from sharding.pipeline.schedule import SCHEDULES
 
@@ -28,6 +29,7 @@ class PipelineConfig(Section, section="pipeline"):
         "Number of chunks (groups of consecutive layers) per stage: 2 for `zbv`; any number for "
         "`gpipe` and `interleaved_1f1b`; 1 for `1f1b` and `zero_bubble`.",
         ge=1,
+        le=MAX_LAYERS,
     )
     remat: str = field(
         "full",

@@ -1,6 +1,7 @@
 """The translation of config.json: old forms of keys, defaults, and keys that are refused."""
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,9 @@ REFUSED = [
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial"),
     ("llama", {"rope_parameters": {"full_attention": {}}}, "must be the same for all layers"),
+    ("llama", {"rope_parameters": "yarn"}, r"config\.json: rope_parameters is 'yarn', but must be"),
+    ("llama", {"rope_scaling": [1]}, r"config\.json: rope_scaling is \[1\], but must be of type"),
+    ("llama", {"head_dim": None, "num_attention_heads": 0}, "num_key_value_heads=.*cannot be read"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantized"),
     ("llama", {"sliding_window": 9}, "sliding_window=9"),
     ("mistral", {"attention_bias": True}, "attention_bias=True"),
@@ -78,6 +82,37 @@ REFUSED = [
 def test_keys_that_change_the_computation_are_refused(name, changes, expected):
     with pytest.raises(ValueError, match=expected):
         fields_of(name, **changes)
+
+
+@pytest.mark.parametrize(
+    "name, key, value, field",
+    [
+        ("llama", "rope_theta", 0, "rope_theta"),
+        ("llama", "head_dim", 0, "head_dim"),
+        ("llama", "num_key_value_heads", 0, "num_kv_heads"),
+        ("qwen3", "head_dim", 0, "head_dim"),
+    ],
+)
+def test_zero_is_a_value_and_not_an_absent_key(name, key, value, field):
+    fields = fields_of(name, rope_parameters=..., **{key: value})
+    assert fields[field] == value
+    with pytest.raises(ValueError, match=rf"model\.{field}=0.* must be"):
+        LlamaConfig(**fields)
+
+
+@pytest.mark.parametrize("value", [10**400, math.inf])
+def test_huge_numbers_in_config_json_are_refused_by_name(value, tmp_path):
+    cases.save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": value}))
+    with pytest.raises(ValueError, match=r"config\.json.*"):
+        load(tmp_path)
+
+
+def test_rope_type_of_a_wrong_type_is_refused_by_name():
+    fields = fields_of("llama", rope_parameters={"rope_type": ["yarn"], "factor": 2.0})
+    with pytest.raises(ValueError, match=r"rope_type=\['yarn'\] is unknown; choose default"):
+        LlamaConfig(**fields)
 
 
 def test_unknown_keys_are_accepted_if_empty_or_declared_harmless(tmp_path):

@@ -37,17 +37,17 @@ IMAGES = DataConfig(name="digits", objective="image_classification", global_batc
         ({"solarize": "often"}, r"images\.solarize='often' must be 2 numbers"),
         ({"erasing": 1.5}, r"images\.erasing=1\.5 must be from 0 to 1; 0 is none, 1 is all"),
         ({"cutmix_share": -1}, r"images\.cutmix_share=-1\.0 must be from 0 to 1"),
-        ({"mixup": -0.1}, r"images\.mixup=-0\.1 must be at least 0 and finite"),
-        ({"cutmix": float("inf")}, r"images\.cutmix=inf must be at least 0 and finite"),
+        ({"mixup": -0.1}, r"images\.mixup=-0\.1 must be at least 0"),
+        ({"cutmix": float("inf")}, r"images\.cutmix=inf must be finite"),
         (
             {"crop_ratio": (1.0, float("inf"))},
-            r"crop_ratio=\(1\.0, inf\) must be 2 numbers, .* finite",
+            r"crop_ratio=\(1\.0, inf\) must be finite",
         ),
         ({"repeats": 0}, r"images\.repeats=0 must be at least 1"),
         ({"eval_crop": 0.0}, r"images\.eval_crop=0\.0 must be more than 0 and at most 1"),
         ({"train_fraction": 2}, r"images\.train_fraction=2\.0 must be more than 0 and at most 1"),
         ({"on_broken": "ignore"}, r"images\.on_broken='ignore' is unknown; choose refuse or skip"),
-        ({"num_workers": -1}, r"images\.num_workers=-1 must be at least 0"),
+        ({"num_workers": -1}, r"images\.num_workers=-1 must be from 0 to 1024"),
     ],
 )
 def test_invalid_image_configs_are_rejected(changes, message):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from hypothesis import strategies as st
 
@@ -40,8 +41,10 @@ from tests.fuzz.mutations import (
     damaged_safetensors,
     damaged_yaml,
 )
+from train.compile import run_for
 from train.config import deepspeed
-from train.config.config_files import load
+from train.config.checkpoint_config import take_init_from
+from train.config.config_files import load, shorten
 from train.config.schema import validate_config
 from train.goodput import summarize
 from train.reporting.metrics import read_metrics
@@ -158,11 +161,22 @@ def _run_file(file: str, damaged: Any, parse: Any = _read_run) -> Parser:
     )
 
 
-def _run_config(prepare: Callable[[Path], Any]) -> Parser:
+def _assemble(directory: Path, target: str) -> None:
+    """Assemble the run of a config for GPUs, without data, as far as the memory estimate needs."""
+    given: Any = load(str(directory / "config.yaml"))
+    shorten(given)
+    take_init_from(given, ())
+    try:
+        run_for(validate_config(given), parse_target(target))
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def _run_config(prepare: Callable[[Path], Any], target: str) -> Parser:
     return Parser(
         file="config.yaml",
         prepare=prepare,
-        parse=lambda directory: validate_config(load(str(directory / "config.yaml"))),
+        parse=lambda directory: _assemble(directory, target),
         damaged=damaged_yaml,
     )
 
@@ -201,8 +215,8 @@ PARSERS: dict[str, Parser] = {
     "vocab.json": _vocab_file("vocab.json", damaged_json),
     "merges.txt": _vocab_file("merges.txt", damaged_bytes),
     "special_tokens_map.json": _vocab_file("special_tokens_map.json", damaged_json),
-    "config.yaml of a text run": _run_config(valid.write_config),
-    "config.yaml of an image run": _run_config(valid.write_image_config),
+    "config.yaml of a text run": _run_config(valid.write_config, "h100:1x8"),
+    "config.yaml of an image run": _run_config(valid.write_image_config, "h100:1x1"),
     "config.yaml of a run to convert": _run_file("config.yaml", damaged_yaml),
     "hf/config.json of a run": _run_file("hf/config.json", damaged_json),
     "hf/dtypes.json of a run": _run_file("hf/dtypes.json", damaged_json),

@@ -1,5 +1,7 @@
 """The mesh: the order of its devices, and the configs that are rejected."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -58,6 +60,14 @@ def test_size_that_is_no_count_is_refused_by_name(size):
         ValueError, match=rf"mesh\.context={size} must be at least 1, or -1; -1 takes"
     ):
         MeshConfig(context=size)
+
+
+def test_huge_mesh_is_refused_without_listing_all_its_divisors():
+    huge = MeshConfig(model=2**31 - 1, data=2**30, fsdp=2**30, expert=2**30)
+    start = time.process_time()
+    with pytest.raises(ValueError, match="needs .* devices but 8 are available; meshes that fit"):
+        huge.filled_in(8)
+    assert time.process_time() - start < 1
 
 
 def test_too_few_devices_lists_exactly_the_largest_meshes_that_fit():

@@ -78,6 +78,14 @@ def test_large_files_are_refused_without_reading_them(tmp_path):
         read_bytes(tmp_path / "sparse")
 
 
+def test_large_files_are_not_copied(tmp_path):
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=r"sparse is too large: it has 1,099,511,627,776 bytes"):
+        copy_file(tmp_path / "sparse", tmp_path / "copy")
+    assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
+
+
 def test_writing_replaces_links_and_leaves_their_targets(secret, tmp_path):
     received = tmp_path / "received"
     for name in ("config.yaml", ".config.yaml.tmp"):

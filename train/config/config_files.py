@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from convert.runs import CONFIG_FILE
 from fields.keys import nearest
+from fields.numbers import number_problem, shown
 from models.registry import find_model
 from train.config.defaults import default_config
 from untrusted.documents import read_yaml
@@ -96,9 +97,10 @@ def completed(tree: Mapping[str, Any]) -> ConfigDict:
     config = default_config()
     with config.unlocked(), config.ignore_type():
         for name, section in tree.items():
-            if isinstance(section, Mapping) and isinstance(config.get(name), ConfigDict):
+            if name in config and isinstance(config[name], ConfigDict):
                 defaults: Any = config[name]
                 for key, value in section.items():
+                    _check_number(f"config.{name}.{key}", value)
                     defaults[key] = value
             else:
                 config[name] = section
@@ -116,13 +118,27 @@ def load_data(file: Path) -> ConfigDict:
         OSError: the file cannot be read.
     """
     tree = read_yaml(file)
-    for name, value in tree.items():
-        if not isinstance(value, dict) and name != "init_from":
-            raise ValueError(
-                f"{file} must contain sections of keys, like a run's config.yaml, but {name} is "
-                f"{value!r}"
-            )
+    _check_sections(tree, str(file))
     return ConfigDict(_tuples(tree))
+
+
+def _check_sections(tree: Mapping[Any, Any], where: str) -> None:
+    """Check that a config consists of sections with strings as keys, and of `init_from`."""
+    for name, value in tree.items():
+        if name == "init_from":
+            if not isinstance(value, str):
+                raise ValueError(
+                    f"{where}: init_from={shown(value)} must be a path, or '' for none"
+                )
+        elif not isinstance(value, Mapping):
+            raise ValueError(
+                f"{where} must contain sections of keys, like a run's config.yaml, but {name} is "
+                f"{shown(value)}"
+            )
+        keys = [name, *(value if isinstance(value, Mapping) else ())]
+        for key in keys:
+            if not isinstance(key, str):
+                raise ValueError(f"{where} has the key {shown(key)}, but keys must be strings")
 
 
 def default_workdir(path: str) -> Path:
@@ -167,10 +183,11 @@ def overrides(arguments: Sequence[str]) -> list[str]:
 
 def shorten(config: Any) -> None:
     """Shorten the run for --fast_dev_run: 3 steps, each logged, and one evaluation batch."""
-    config.train.num_steps = 3
-    config.log.every_steps = 1
-    config.eval.every_steps = 0
-    config.eval.num_batches = 1
+    with config.ignore_type():  # The values in the file may have any type.
+        config.train.num_steps = 3
+        config.log.every_steps = 1
+        config.eval.every_steps = 0
+        config.eval.num_batches = 1
 
 
 def as_yaml(config: ConfigDict) -> str:
@@ -212,14 +229,14 @@ def _load_python(file: str, argument: str) -> ConfigDict:
         raise ValueError(f"--config={file}:{argument}: its get_config() takes no argument")
     with _naming_line(file):
         config = get_config(argument) if argument else get_config()
-    if isinstance(config, Mapping) and not isinstance(config, ConfigDict):
-        return completed(config)
-    if not isinstance(config, ConfigDict):
+    if not isinstance(config, Mapping | ConfigDict):
         raise ValueError(
-            f"--config={file}: get_config() returned {config!r}, but must return a ConfigDict or a "
-            "dict; does it end without a return?"
+            f"--config={file}: get_config() returned {shown(config)}, but must return a ConfigDict "
+            "or a dict; does it end without a return?"
         )
-    return config
+    is_whole = isinstance(config, ConfigDict)
+    _check_sections(config.to_dict() if is_whole else config, f"--config={file}: get_config()")
+    return config if is_whole else completed(config)
 
 
 @contextlib.contextmanager
@@ -264,6 +281,7 @@ def _set(config: Any, key: str, text: str) -> None:
             config.model[name] = default_of(fields[name])
     default = config[section][name]
     value = _parse(text)
+    _check_number(f"--config.{key}", value)
     if isinstance(default, str):
         value = text
     elif isinstance(default, tuple):
@@ -279,6 +297,12 @@ def _set(config: Any, key: str, text: str) -> None:
         raise ValueError(f"--config.{key}={text} must be of type {kind}, such as {default!r}")
     with config.ignore_type():
         config[section][name] = value
+
+
+def _check_number(key: str, value: Any) -> None:
+    """Refuse a number that a ConfigDict could not convert to a float."""
+    if problem := number_problem(value, is_float=True):
+        raise ValueError(f"{key}={shown(value)} {problem}")
 
 
 def _model_fields(config: ConfigDict) -> dict[str, dataclasses.Field]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fields.keys import nearest
+from fields.numbers import number_problem, shown
 from train.config.deepspeed_keys import (
     DEFAULTS,
     DTYPES,
@@ -33,7 +34,6 @@ from train.config.deepspeed_keys import (
 )
 from untrusted.documents import parse_json
 from untrusted.files import read_bytes
-from untrusted.messages import shortened
 from untrusted.schema import is_of
 
 AUTO = "auto"
@@ -106,12 +106,16 @@ class _Translation:
             self._refuse(f"{len(unknown) - _MAX_NAMED:,} further keys are not supported")
 
     def _check_types(self) -> None:
+        for key, value in list(self._values.items()):
+            if problem := number_problem(value, is_float=True):
+                self._refuse(f"{key}={shown(value)} {problem}")
+                del self._values[key]
         for key, (kind, least, most) in TYPES.items():
             value: Any = self._values.get(key)
             is_in_range = is_of(value, kind) and (kind is not int or least <= value <= most)
             if value is not None and not is_in_range:
                 rule = f" from {least} to {most}" if kind is int else ""
-                self._refuse(f"{key}={shortened(repr(value))} must be {KINDS[kind]}{rule}")
+                self._refuse(f"{key}={shown(value)} must be {KINDS[kind]}{rule}")
                 del self._values[key]
 
     def _take(self, key: str, default: Any = None) -> Any:

@@ -30,7 +30,8 @@ keys; do not edit it.
 A config file starts from the defaults on this page (`get_config()` of `configs/common.py`) and
 changes the keys that it needs. You can set any key on the command line:
 `--config.section.key=value`. A tuple is written with commas, as in `--config.images.blur=1.0,0.1`.
-An invalid value is rejected before the run starts.
+Unless its row states another bound, an integer is at most 2**31 - 1, and a float is finite and at
+most 3.4e38. An invalid value is rejected before the run starts.
 """
 _MODEL = f"""\
 Each config file defines the section `model`: its keys are `model.name` and the fields of the

@@ -16,6 +16,7 @@ from data.config import DataConfig
 from data.image_config import ImageConfig, check_images
 from fields.field import field
 from fields.keys import check_keys, nearest
+from fields.numbers import shown
 from fields.section import Section
 from fields.types import check_types
 from models.layers.attention import check_choice
@@ -178,11 +179,11 @@ def validate_config(config: Any) -> RunConfig:
         if name not in known:
             raise ValueError(f"config.{name} is unknown{nearest(name, known)}")
         if name != "init_from" and not isinstance(config[name], ConfigDict):
-            raise ValueError(f"config.{name}={config[name]!r} must be a section of keys")
+            raise ValueError(f"config.{name}={shown(config[name])} must be a section of keys")
     fields = {name: config[name].to_dict() for name in config if name != "init_from"}
     init_from = config.get("init_from", "")
     if not isinstance(init_from, str):
-        raise ValueError(f"config.init_from={init_from!r} must be a path, or '' for none")
+        raise ValueError(f"config.init_from={shown(init_from)} must be a path, or '' for none")
     if not fields.get("model", {}).get("name"):
         raise ValueError(
             f"config.model.name is missing; choose {', '.join(MODELS)}, or an import path, or set "
@@ -203,7 +204,8 @@ def validate_config(config: Any) -> RunConfig:
     if "seed" in fields.get("data", {}):
         raise ValueError("config.data.seed: unknown key; the data uses train.seed")
     sections = {
-        name: _build(section, fields.get(name, {}), name) for name, section in SECTIONS.items()
+        name: build_section(section, fields.get(name, {}), f"config.{name}")
+        for name, section in SECTIONS.items()
     }
     sections["data"] = dataclasses.replace(sections["data"], seed=sections["train"].seed)
     are_open = check_keys(
@@ -221,6 +223,16 @@ def validate_config(config: Any) -> RunConfig:
     )
 
 
-def _build(section: type[Section], values: dict[str, Any], name: str) -> Any:
-    check_keys(section, values, f"config.{name}")
+def build_section(section: type[Section], values: dict[str, Any], where: str) -> Any:
+    """Build a section from the keys of a config.
+
+    Args:
+        section: the dataclass of the section.
+        values: key -> value.
+        where: the name of the section in messages about its keys, such as "config.train".
+
+    Raises:
+        ValueError: a key is unknown or missing, or its value is not valid.
+    """
+    check_keys(section, values, where)
     return section(**values)

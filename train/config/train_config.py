@@ -1,7 +1,6 @@
 """The config sections `train` and `eval`: the length of a run, failures, and evaluations."""
 
 import dataclasses
-import math
 
 from fields.field import field
 from fields.section import Section
@@ -19,6 +18,7 @@ class TrainConfig(Section, section="train"):
         "Microbatches per step, for pipelines and gradient accumulation. num_microbatches × "
         "mesh.data × mesh.fsdp must divide `data.global_batch_size`.",
         ge=1,
+        le=4096,
         required=True,
     )
     seed: int = field(
@@ -67,7 +67,6 @@ class TrainConfig(Section, section="train"):
         "Skip a step whose gradient norm exceeds this multiple of the running mean. None: skip "
         "none.",
         gt=1,
-        lt=math.inf,
         remedy="it is a multiple of the mean gradient norm; choose for example 5, or None to skip "
         "no steps",
     )

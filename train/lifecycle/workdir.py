@@ -20,7 +20,7 @@ from data.text.text_corpus import TextCorpus
 from sharding.distributed.messages import Exchange
 from sharding.memory import MemoryConfig
 from train.config.config_files import as_yaml, differences, load_data
-from train.config.schema import SECTIONS
+from train.config.schema import SECTIONS, build_section
 from train.run.run import Run
 from untrusted.files import check_links, write_text
 
@@ -141,7 +141,7 @@ def planned_memory(workdir: Path) -> MemoryConfig:
     """Return the memory settings that a run with memory.placement=auto chose; else the default."""
     path = workdir / CONFIG_FILE
     saved = load_data(path).to_dict() if path.exists() else {}
-    return MemoryConfig(**saved.get("memory", {}))
+    return build_section(MemoryConfig, saved.get("memory", {}), f"{path}: memory")
 
 
 def has_checkpoint(workdir: Path) -> bool:

@@ -89,6 +89,8 @@ class OptimizerConfig(Section, section="optimizer"):
         (),
         "Parameters that are not trained: names, in which `*` matches anything, such as "
         "`token_embedding,encoder.*`.",
+        nonempty=True,
+        remedy="write for example ('token_embedding',)",
     )
 
     def __post_init__(self):

@@ -93,7 +93,7 @@ class Update:
         self._trained = jax.tree.map(lambda _: True, is_offloaded)
         self._stays_on_device = jax.tree.map(lambda leaf: not leaf, is_offloaded)
         self._groups = self._grouped(params, is_offloaded)
-        self._numbers = jax.tree_util.tree_map_with_path(self._number, params)
+        self._abstract_params = params
 
     def norm(self, grads: Tree, weight: jax.Array) -> jax.Array:
         """Return the global norm of the gradients of trained parameters, divided by `weight`.
@@ -137,7 +137,7 @@ class Update:
             _chosen(grads, stays_on_device),
             self._chosen_state(opt_state, stays_on_device),
             _chosen(params, stays_on_device),
-            _chosen(self._numbers, stays_on_device),
+            _chosen(self._numbers(), stays_on_device),
             outcome,
         )
         for group in self._groups:
@@ -164,7 +164,7 @@ class Update:
         )
         params = _chosen(params, chosen)
         grads = _chosen(grads, chosen)
-        numbers = _chosen(self._numbers, chosen)
+        numbers = _chosen(self._numbers(), chosen)
         # Leaves such as step counts belong to no parameter and are shared. Every slice starts with
         # the old value; the new value comes from the update of the state on the device.
         opt_state = self._chosen_state(opt_state, chosen)
@@ -306,11 +306,16 @@ class Update:
                 groups.append(_Group(marked([path]), num_slices, rows, 1))
         return groups
 
-    def _number(self, path: tuple, param: jax.ShapeDtypeStruct) -> np.ndarray:
-        """Return the layer number of every slot of a stack's parameter; else the row numbers."""
-        if path[0].key in self._layouts:
-            return np.asarray(self._layouts[path[0].key].layer_of_slot, np.int32)
-        return np.arange(math.prod(param.shape[:1]), dtype=np.int32)
+    def _numbers(self) -> Tree:
+        """Return the layer numbers of a stack's slots, the row numbers of other parameters."""
+
+        # Made within the step, so that the memory estimate can refuse a huge table before.
+        def number(path: tuple, param: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
+            if path[0].key in self._layouts:
+                return np.asarray(self._layouts[path[0].key].layer_of_slot, np.int32)
+            return jnp.arange(math.prod(param.shape[:1]), dtype=jnp.int32)
+
+        return jax.tree_util.tree_map_with_path(number, self._abstract_params)
 
     def _chosen_state(self, opt_state: Tree, chosen: Tree) -> Tree:
         return optax.tree_utils.tree_map_params(

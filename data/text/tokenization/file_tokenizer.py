@@ -20,7 +20,7 @@ from untrusted.messages import shortened
 from untrusted.schema import check
 
 # The largest tokenizer.json that is read. Large vocabularies need 35 MB.
-_MAX_FILE_BYTES = 2**28
+MAX_FILE_BYTES = 2**28
 # Real vocabularies have at most a few hundred thousand tokens; arrays are as long as a vocabulary.
 _MAX_VOCAB_SIZE = 2**24
 
@@ -148,7 +148,7 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
         if find_tokenizer(directory) == directory:
             content = _byte_level_bpe(directory)
         else:
-            content = read_text(file, max_bytes=_MAX_FILE_BYTES)
+            content = read_text(file, max_bytes=MAX_FILE_BYTES)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"data.tokenizer={path!r}: there is no file {file}; set it to the path of a "
@@ -200,8 +200,8 @@ def _byte_level_bpe(directory: Path) -> str:
         ValueError: A file is damaged, or leads out of the directory.
         OSError: A file cannot be read.
     """
-    vocab = read_json(directory / "vocab.json", within=directory, max_bytes=_MAX_FILE_BYTES)
-    text = read_text(directory / "merges.txt", within=directory, max_bytes=_MAX_FILE_BYTES)
+    vocab = read_json(directory / "vocab.json", within=directory, max_bytes=MAX_FILE_BYTES)
+    text = read_text(directory / "merges.txt", within=directory, max_bytes=MAX_FILE_BYTES)
     lines = [line for line in text.split("\n") if line and not line.startswith("#version")]
     config: dict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):

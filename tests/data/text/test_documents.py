@@ -42,6 +42,24 @@ def stdlib_config(tmp_path_factory):
     return config
 
 
+def test_very_long_line_is_refused_without_reading_it(tmp_path):
+    path = tmp_path / "sparse.jsonl"
+    path.write_bytes(b'{"text": "one"}\n')
+    with open(path, "ab") as file:
+        file.truncate(2**36)
+    with pytest.raises(ValueError, match=r"sparse\.jsonl line 2 is too long: .* than 64 MiB"):
+        open_documents(text_config(path))
+
+
+def test_text_that_is_not_utf8_is_cut_into_small_parts(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\x80" * 40 * TEXT_PART_BYTES)
+    documents = open_documents(text_config(path))["train"]
+    assert len(documents) == 20
+    with pytest.raises(ValueError, match=r"text\.txt is not UTF-8"):
+        _ = documents[0]
+
+
 def test_python_stdlib_is_the_machines_own_library(stdlib_config):
     documents = open_documents(stdlib_config)
     train = set(documents["train"])

@@ -1,6 +1,7 @@
 """Config files, YAML, and command-line overrides."""
 
 import dataclasses
+import datetime
 import re
 
 import pytest
@@ -30,6 +31,13 @@ def test_load_passes_the_argument_after_the_colon():
         ("broken.yaml", "a: [1", r"broken\.yaml is not valid YAML"),
         ("list.yaml", "- 1", r"list\.yaml must contain sections of keys"),
         ("flat.yaml", "num_steps: 3", r"flat\.yaml must contain sections of keys"),
+        ("none.yaml", "train: null", r"none\.yaml must contain sections .* but train is None"),
+        ("init.yaml", "init_from: [x]", r"init\.yaml: init_from=\['x'\] must be a path"),
+        (
+            "huge.yaml",
+            f"optimizer: {{learning_rate: {10**400}}}",
+            r"config\.optimizer\.learning_rate=an integer of 400 digits must be finite",
+        ),
     ],
 )
 def test_invalid_config_file_is_rejected_by_name(name, text, message, tmp_path):
@@ -147,6 +155,29 @@ def test_differences_names_keys_below_the_given_ones_with_both_values():
     assert differences(old, new, ["mesh", "train.see"]) == []
 
 
+def test_shorten_replaces_values_of_any_type(tmp_path):
+    text = as_yaml(load(CONFIG)).replace("num_steps: ", "num_steps: 2026-01-01 #")
+    (tmp_path / "config.yaml").write_text(text)
+    config = load(str(tmp_path / "config.yaml"))
+    assert isinstance(config.train.num_steps, datetime.date)
+    shorten(config)
+    assert config.train.num_steps == 3
+
+
+@pytest.mark.parametrize("key, value", [("optimizer.epsilon", 10**400), ("model.dropout", "1e999")])
+def test_override_with_a_huge_number_is_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=rf"--config\.{key}=.* must be finite"):
+        load(CONFIG, [f"{key}={value}"])
+
+
+def test_partial_model_takes_the_defaults_of_its_fields(tmp_path):
+    sizes = {"num_layers": 2, "num_heads": 2, "embed_dim": 8, "vocab_size": 300}
+    tree = {"model": {"name": "gpt2", **sizes}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    config = validate_config(load(str(tmp_path / "config.yaml"))).model_config()
+    assert (config.dropout, config.max_positions) == (0.0, 128)
+
+
 def test_shorten_makes_a_run_of_3_steps_that_resolves():
     config = load(f"{CONFIG}:small")
     shorten(config)
@@ -179,9 +210,15 @@ def test_default_workdir_is_named_after_the_config(config, expected):
         ),
         ("def get_config():\n    pass\n", r"get_config\(\) returned None, but must return .* dict"),
         ("def get_config():\n    return 'x'\n", r"get_config\(\) returned 'x', but must return"),
+        ("def get_config(): return {1: {2: 3}}\n", r"get_config\(\) has the key 1, but keys must"),
+        (
+            "def get_config(): return {'train': {2: 3}}\n",
+            r"has the key 2, but keys must be",
+        ),
+        ("def get_config(): return {'train': None}\n", r"sections of keys, .* but train is None"),
         ("get_config = 3\n", r"broken\.py defines no function get_config"),
         ("raise SystemExit('no')\n", r"broken\.py, line 1: SystemExit: no"),
-        ("def get_config(): return {'model': 3}\n", r"config\.model=3 must be a section of keys"),
+        ("def get_config(): return {'model': 3}\n", r"sections of keys, .* but model is 3"),
     ],
 )
 def test_broken_config_file_is_one_sentence_and_exit_code_2(content, message, tmp_path, capsys):

@@ -210,6 +210,16 @@ def test_many_unknown_keys_are_counted(tmp_path):
         translated({f"unknown_{i}": i for i in range(5000)}, tmp_path)
 
 
+@pytest.mark.parametrize("key", ["lr", "eps"])
+def test_huge_numbers_are_refused_by_name(key, tmp_path):
+    path = tmp_path / "deepspeed.json"
+    params = {"lr": 1e-3, key: 10**400}
+    path.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": params}}))
+    message = rf"optimizer\.params\.{key}=an integer of 400 digits must be finite"
+    with pytest.raises(ValueError, match=message):
+        read(str(path), load(CONFIG))
+
+
 def test_invalid_file_is_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match="the file does not exist"):
         read(str(tmp_path / "none.json"), load(CONFIG))

@@ -10,6 +10,7 @@ import pytest
 from sharding.distributed.messages import Exchange, may_pass
 from tests.runs import CONFIG, ROOT, TINY, make_run, write_corpus
 from train.lifecycle.exit_codes import FAILED, REFUSED
+from train.lifecycle.workdir import planned_memory
 from train.lifecycle.workdir_lock import LOCK_FILE, lock
 from train.main import main
 
@@ -45,6 +46,20 @@ def test_second_run_waits_and_its_error_names_the_holder(
     error = capsys.readouterr().err
     assert f"{said}" in error and "after 1 s; wait until that run ends, or choose" in error
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "memory, message",
+    [
+        ("{foo: 1}", r"config\.yaml: memory\.foo: unknown key"),
+        ("{device_budget: [1]}", r"memory\.device_budget=\(1,\) must be of type float or None"),
+        ("3", r"config\.yaml must contain sections of keys, .* but memory is 3"),
+    ],
+)
+def test_planned_memory_of_an_edited_config_is_checked(memory, message, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"memory: {memory}\n")
+    with pytest.raises(ValueError, match=message):
+        planned_memory(tmp_path)
 
 
 def test_run_starts_as_soon_as_the_lock_is_released(holder, tmp_path, caplog):

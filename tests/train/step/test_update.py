@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from sharding.mesh import MeshConfig, make_mesh
+from tests.fuzz.test_fuzz import limited_memory
 from train.step.update import StepOutcome, Update
 
 WEIGHT = 3.0
@@ -41,6 +42,18 @@ def updated(
     for step, grads in enumerate(steps):
         params, opt_state = apply(params, opt_state, grads, jnp.int32(step))
     return params
+
+
+def test_update_of_a_huge_table_needs_no_memory_before_it_runs():
+    """The memory estimate comes later, and must still be able to refuse the table."""
+    rows = 2**31 - 1
+    table = jax.ShapeDtypeStruct((rows, 4), jnp.float32)
+    state: Any = SimpleNamespace(
+        abstract=SimpleNamespace(params={"table": table}), is_offloaded={"table": False}
+    )
+    mesh = make_mesh(MeshConfig(), jax.devices())
+    with limited_memory():
+        Update(optax.sgd(0.1), 0.0, state, {}, mesh, seed=0)
 
 
 def test_update_clips_by_the_global_norm_like_optax():

@@ -1,0 +1,52 @@
+"""The range of every number in a config, unless its declaration states another one.
+
+A step computes with int32 and float32, so a larger number could only overflow there. Numbers from
+files and from the command line have no such range: Python reads 10**400 without a complaint.
+"""
+
+import math
+from typing import Any
+
+#: Largest absolute value of an integer: the largest int32.
+MAX_INT = 2**31 - 1
+#: Largest absolute value of any other number: the largest float32.
+MAX_FLOAT = float.fromhex("0x1.fffffep+127")
+#: Largest number of layers of a model; the deepest published models have about 1,000.
+MAX_LAYERS = 10_000
+
+_MAX_CHARACTERS = 60
+
+
+def number_problem(
+    value: Any, *, is_float: bool = False, max_int: float | None = None
+) -> str | None:
+    """Return why a number is too large, as the rest of a message after `key=value`.
+
+    Args:
+        value: A value, or a tuple or list of values; values that are not numbers are ignored.
+        is_float: Whether an integer stands for a float, as in `learning_rate=1`.
+        max_int: Largest integer, if the field declares one; None for MAX_INT.
+
+    Returns:
+        The violated rule, or None if there is no problem.
+    """
+    most = MAX_INT if max_int is None else max(max_int, MAX_INT)
+    for part in value if isinstance(value, list | tuple) else (value,):
+        if type(part) is int and not is_float and not -most <= part <= most:
+            return f"must be an integer from {-most} to {most}"
+        # NaN is outside of all bounds.
+        if type(part) in (int, float) and not -MAX_FLOAT <= part <= MAX_FLOAT:
+            return "must be finite, with an absolute value of at most 3.4e38 (a float32)"
+    return None
+
+
+def shown(value: Any) -> str:
+    """Return a value as a short part of a message, even if it is an integer of 10,000 digits."""
+    is_long = type(value) is int and value.bit_length() > 1000
+    text = f"an integer of {round(value.bit_length() * math.log10(2)):,} digits" if is_long else ""
+    if not text:
+        try:
+            text = repr(value)
+        except ValueError:  # a tuple that contains such an integer
+            text = f"a {type(value).__name__} with an integer of thousands of digits"
+    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "…"
