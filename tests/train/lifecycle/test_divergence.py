@@ -61,8 +61,8 @@ def ask(nonfinite_monitor: NonfiniteMonitor, *counts: int) -> list[int | None]:
             {"skip_spikes": 1.0},
             r"train\.skip_spikes=1\.0 must be more than 1, or None; .* example 5, or",
         ),
-        ({"skip_spikes": math.nan}, r"train\.skip_spikes=nan must be more than 1"),
-        ({"skip_spikes": math.inf}, r"train\.skip_spikes=inf must be more than 1"),
+        ({"skip_spikes": math.nan}, r"train\.skip_spikes=nan must be finite"),
+        ({"skip_spikes": math.inf}, r"train\.skip_spikes=inf must be finite"),
     ],
 )
 def test_invalid_settings_are_rejected(changes, message):
