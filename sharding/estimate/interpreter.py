@@ -83,10 +83,10 @@ class Interpreter(Kernels):
                 continue
             frame.storage[value] = storage
             is_shared = storage.is_costly and frame.num_uses[value] > 1
-            if op.name == "dynamic_slice" and not self.is_cpu and value in frame.is_reduced:
-                is_shared = True  # XLA's kernels for norms read whole arrays
+            # XLA's kernels for norms read whole arrays, so a slice that they read is copied.
+            is_copied = op.name == "dynamic_slice" and not self.is_cpu and value in frame.is_reduced
             is_early = self.is_cpu and op.name == "broadcast_in_dim" and value in frame.is_early
-            if is_shared or is_early:
+            if is_shared or is_copied or is_early:
                 self.make(value, frame)
 
     def _loop(self, op: Loop, frame: Frame) -> list[Storage]:
@@ -212,5 +212,5 @@ def _passed_through(op: Operation, inputs: Sequence[Storage]) -> list[Buffer | N
         for body in op.bodies:
             if body.outputs[i] in body.inputs:
                 (place,) = inputs[body.inputs.index(body.outputs[i])].buffers
-        places.append(place if places.count(place) == 0 else None)
+        places.append(place if place not in places else None)
     return places
