@@ -26,7 +26,7 @@ from data.images.readability import problem_of
 from data.text.text_files import open_text_files
 from data.text.token_files import open_token_file
 from data.text.tokenization.file_tokenizer import load_tokenizer_file
-from sharding.analysis.targets import parse_target
+from sharding.analysis.targets import Target, parse_target
 from sharding.distributed.channel import Channel
 from sharding.distributed.handshake import Process
 from sharding.pipeline.schedules.csv_table import read_csv, write_csv
@@ -161,13 +161,20 @@ def _run_file(file: str, damaged: Any, parse: Any = _read_run) -> Parser:
     )
 
 
+class _TargetOfCpus(Target):
+    """A target whose devices are simulated, so that it needs no compiler for GPUs."""
+
+    def devices(self) -> list[Any]:
+        return jax.devices()[: self.num_devices]
+
+
 def _assemble(directory: Path, target: str) -> None:
-    """Assemble the run of a config for GPUs, without data, as far as the memory estimate needs."""
+    """Assemble a config's run without data, as far as the memory estimate needs."""
     given: Any = load(str(directory / "config.yaml"))
     shorten(given)
     take_init_from(given, ())
     try:
-        run_for(validate_config(given), parse_target(target))
+        run_for(validate_config(given), _TargetOfCpus(**vars(parse_target(target))))
     finally:
         jax.config.update("jax_enable_x64", False)
 
