@@ -10,25 +10,12 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from models.layers.activations import ACTIVATIONS
 from models.layers.attention import attend
 from models.layers.basic import Linear, recomputed
 from sharding.logical import constrain
 
 Norm = Callable[[jax.Array], jax.Array]
-
-#: Name in configs, and in Hugging Face's -> function.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
-
-
-def check_activation(name: str) -> None:
-    """Raise a ValueError if `name` is not a key of ACTIVATIONS."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"model.activation={name!r} is unknown; choose {', '.join(ACTIVATIONS)}")
 
 
 def identity(x: jax.Array) -> jax.Array:

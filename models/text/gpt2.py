@@ -14,9 +14,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.flops import attention_flops, dense_flops
+from models.layers.activations import check_activation
 from models.layers.attention import Segments, attend
 from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
-from models.layers.transformer import MLP, check_activation
+from models.layers.transformer import MLP
 from models.losses import make_token_loss
 from models.stack import Stack
 from models.text.common import (
@@ -46,7 +47,7 @@ class GPT2Config:
     embed_dim: int
     dropout: float = 0.0  # rate for embeddings and residual branches, in [0, 1)
     mlp_dim: int | None = None  # 4 × embed_dim if None
-    activation: str = "gelu_tanh"  # activation of the MLP; see models/layers/transformer.py
+    activation: str = "gelu_tanh"  # activation of the MLP; see models/layers/activations.py
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     layer_norm_epsilon: float = 1e-5
     init_stddev: float = 0.02

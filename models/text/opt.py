@@ -14,8 +14,9 @@ import jax
 from flax import nnx
 
 from models.flops import attention_flops, dense_flops
+from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
-from models.layers.transformer import MLP, Attention, check_activation
+from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
 from models.text.common import (

@@ -20,8 +20,9 @@ import numpy as np
 from flax import nnx
 
 from models.flops import attention_flops, dense_flops
+from models.layers.activations import check_activation
 from models.layers.basic import RMSNorm, dropout, lookup, param
-from models.layers.transformer import MLP, Attention, check_activation
+from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
 from models.text.common import (

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from fields.numbers import MAX_LAYERS
-from models.layers.transformer import check_activation
+from models.layers.activations import check_activation
 from models.text.common import check_sizes
 from models.vision.common import (
     HEADS,

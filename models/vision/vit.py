@@ -19,8 +19,9 @@ import numpy as np
 from flax import nnx
 
 from models.flops import attention_flops, dense_flops
+from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear, drop_path, dropout, param
-from models.layers.transformer import MLP, Attention, check_activation
+from models.layers.transformer import MLP, Attention
 from models.stack import Stack
 from models.text.common import check_heads_divide, check_sizes
 from models.vision.common import (
