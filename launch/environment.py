@@ -1,4 +1,4 @@
-"""Environment variables of a training process: XLA and NCCL settings, and distributed start-up.
+"""Environment variables that must be set before a training process starts.
 
 `launch.local` sets these variables for the processes that it starts. A batch script starts
 
@@ -6,7 +6,9 @@
 
 which sets the XLA and NCCL settings and then becomes the given command. It needs no variables for
 distributed start-up: under srun, `train.main` reads SLURM's own. Variables that the user has
-already set always take precedence. XLA_FLAGS is merged flag by flag.
+already set always take precedence. XLA_FLAGS is merged flag by flag. Options of the GPU compiler
+are not set here: the training process passes them with every step that it compiles
+(sharding/compiler_options.py).
 """
 
 import argparse
@@ -28,24 +30,6 @@ CPU_XLA_FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "xla_cpu_collective_call_terminate_timeout_seconds": "300",
     "xla_cpu_collective_timeout_seconds": "300",
-}
-
-# At least the size of one layer, so that XLA combines the gathers of a layer's parameters into one.
-_COMBINE_BYTES = str(128 * 2**20)
-
-# pipelined_p2p and collective_permute_decomposer_threshold are left out on purpose: they split
-# collective-permutes into send and receive. How these are ordered relative to collectives inside
-# conditionals is untested.
-GPU_XLA_FLAGS = {
-    "xla_gpu_enable_latency_hiding_scheduler": "true",
-    "xla_gpu_enable_pipelined_all_gather": "true",
-    "xla_gpu_enable_pipelined_reduce_scatter": "true",
-    "xla_gpu_enable_pipelined_all_reduce": "true",
-    "xla_gpu_enable_while_loop_double_buffering": "true",
-    "xla_gpu_all_gather_combine_threshold_bytes": _COMBINE_BYTES,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINE_BYTES,
-    "xla_gpu_all_reduce_combine_threshold_bytes": _COMBINE_BYTES,
-    "xla_gpu_enable_triton_gemm": "false",
 }
 
 GPU_VARIABLES = {
@@ -89,9 +73,9 @@ def compiler_variables(platform: str, user: Mapping[str, str]) -> dict[str, str]
     """
     if platform not in PLATFORMS:
         raise ValueError(f"platform={platform!r} must be one of {', '.join(PLATFORMS)}")
-    flags, variables = (CPU_XLA_FLAGS, {}) if platform == "cpu" else (GPU_XLA_FLAGS, GPU_VARIABLES)
-    missing = {name: value for name, value in variables.items() if name not in user}
-    return missing | {"XLA_FLAGS": merge_xla_flags(flags, user.get("XLA_FLAGS", ""))}
+    if platform == "cpu":
+        return {"XLA_FLAGS": merge_xla_flags(CPU_XLA_FLAGS, user.get("XLA_FLAGS", ""))}
+    return {name: value for name, value in GPU_VARIABLES.items() if name not in user}
 
 
 def merge_xla_flags(flags: Mapping[str, str], user: str) -> str:

@@ -45,6 +45,7 @@ class RunOptions:
         deepspeed: path of a DeepSpeed JSON, or None.
         is_evaluation: whether `--mode=eval` is given.
         is_fast_dev_run: whether `--fast_dev_run` is given: 3 steps, and `workdir` is not used.
+        is_verbose: whether `--verbose` is given.
         allow_import: packages and modules that a `config.yaml` may import from.
     """
 
@@ -54,6 +55,7 @@ class RunOptions:
     deepspeed: str | None = None
     is_evaluation: bool = False
     is_fast_dev_run: bool = False
+    is_verbose: bool = False
     allow_import: tuple[str, ...] = ()
 
 
@@ -93,13 +95,15 @@ def build_run(options: RunOptions) -> BuiltRun:
     corpus = Exchange(LONGEST_START_S).on_all(lambda: load_corpus(config.data, config.images))
     if options.is_evaluation and not len(corpus.validation):
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
+    budget = budget_of(config.memory, mesh)
     assemble = partial(
         assemble_run,
         mesh=mesh,
         vocab_size=corpus.vocab_size,
         num_labels=len(corpus.labels) or None,
+        device_budget=budget.device_bytes,
     )
-    planner = MemoryPlanner(assemble, budget_of(config.memory, mesh))
+    planner = MemoryPlanner(assemble, budget)
     if options.is_evaluation:
         run = assemble(config)
     elif config.memory.placement == AUTO:

@@ -23,11 +23,12 @@ import jax
 
 from data.text.text_corpus import load_fixed_tokenizer
 from sharding.analysis.cost.picture import draw
-from sharding.analysis.cost.prediction import Prediction, format_prediction, predict
+from sharding.analysis.cost.prediction import predict
 from sharding.analysis.cost.ticks import Ticks
 from sharding.analysis.cost.trace import write_trace
-from sharding.analysis.memory import Memory, memory
+from sharding.analysis.memory import memory
 from sharding.analysis.targets import TARGETS, Target, parse_target
+from sharding.compiler_options import describe_options
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from sharding.pipeline.runtime.buffers import make_execution_plan
@@ -35,10 +36,10 @@ from train.config import config_files
 from train.config.checkpoint_config import take_init_from
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED, REFUSED
-from train.planning.memory_budget import Budget, pressure_of, size, target_budget
+from train.planning.memory_budget import target_budget
 from train.planning.memory_planner import MemoryPlanner
 from train.planning.step_time import machine_of
-from train.reporting.throughput import mfu, peak_flops_per_s
+from train.reporting.compiled_step import CompiledStep
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.imports import add_allow_import
@@ -50,119 +51,6 @@ _OTHER_IMAGE_LABELS = 1000  # as in ImageNet
 _TEXT_LABELS = 2
 #: Values of `data.name` that read `data.paths`.
 _READ_FROM_PATHS = ("text", "megatron", "image_folder")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompiledStep:
-    """A training step compiled for a target, and its analysis.
-
-    Attributes:
-        run: the run of the config.
-        target: the GPUs that the step was compiled for.
-        compiled: the compiled step.
-        budget: memory that a step may use.
-        assumed: assumptions about values that the data would determine, as text.
-        trace_s: seconds spent tracing on this machine.
-        compile_s: seconds spent compiling on this machine.
-        memory: memory of the compiled step on one device.
-        prediction: predicted time of the step.
-    """
-
-    run: Run
-    target: Target
-    compiled: jax.stages.Compiled
-    budget: Budget
-    assumed: tuple[str, ...]
-    trace_s: float
-    compile_s: float
-    memory: Memory
-    prediction: Prediction
-
-    @property
-    def units_per_s(self) -> float:
-        """Predicted tokens or images per second, over all devices."""
-        return self.run.units_per_step / self.prediction.step_s
-
-    @property
-    def mfu(self) -> float | None:
-        """Predicted model FLOPs utilization, from 0 to 1; None if FLOPs are unknown."""
-        if not self.run.flops_per_unit:
-            return None
-        peak = peak_flops_per_s(self.run.hardware.device_kind, self.run.config.precision.compute)
-        return mfu(self.run.flops_per_unit * self.units_per_s, self.run.mesh.size, peak)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report of `--json`; docs/before_you_rent.md lists the keys."""
-        run = self.run
-        prediction = self.prediction
-        estimated = run.estimate_memory().device_bytes
-        compiled = self.memory.in_all
-        per_host = self.budget.devices_per_host
-        collectives = [dataclasses.asdict(row) for row in prediction.collectives]
-        return {
-            "target": self.target.name,
-            "mesh": {axis: n for axis, n in run.mesh.shape.items() if n > 1},
-            "num_devices": run.mesh.size,
-            "num_params": run.num_params,
-            "assumed": list(self.assumed),
-            "attention": [dataclasses.asdict(choice) for choice in run.attention_choices],
-            "trace_s": self.trace_s,
-            "compile_s": self.compile_s,
-            "memory": {
-                "compiled_bytes": compiled,
-                "estimated_bytes": estimated,
-                "ratio": estimated / compiled if compiled else None,
-                "device_bytes": self.target.memory_bytes,
-                "budget_bytes": int(self.budget.device_bytes),
-                "warning": pressure_of(run, self.budget),
-                "fits": compiled is not None and compiled <= self.budget.device_bytes,
-                "host_bytes": (self.memory.host_bytes or 0) * per_host,
-                "estimated_host_bytes": run.estimate_memory().host_bytes * per_host,
-            },
-            "collectives": collectives,
-            "predicted": {
-                "step_time_s": prediction.step_s,
-                "matmul_s": prediction.matmul_s,
-                "attention_s": prediction.attention_s,
-                "other_kernels_s": prediction.other_s,
-                "communication_s": prediction.communication_s,
-                "exposed_communication_s": prediction.exposed_communication_s,
-                "host_copy_s": prediction.host_s,
-                "exposed_host_copy_s": prediction.exposed_host_s,
-                "bubble_s": prediction.bubble_s,
-                f"{run.unit}s_per_s": self.units_per_s,
-                "mfu": self.mfu,
-            },
-            "versions": {"jax": jax.__version__},
-        }
-
-    def to_text(self) -> str:
-        """Return the report as text."""
-        run = self.run
-        found = self.to_json()
-        memory = found["memory"]
-        mesh = " × ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
-        utilization = "not known" if self.mfu is None else f"{self.mfu:.1%}"
-        fits = "fits" if memory["fits"] else "does not fit"
-        lines = [
-            f"target     {found['target']}: {run.mesh.size} × {run.hardware.device_kind}",
-            f"mesh       {mesh}",
-            f"model      {type(run.model).__name__}, {run.num_params:,} parameters",
-            *(f"assumed    {line}" for line in self.assumed),
-            *(f"attention  {choice}" for choice in run.attention_choices),
-            f"compiled   {self.trace_s:.1f} s tracing, {self.compile_s:.1f} s compiling",
-            f"memory     {size(memory['compiled_bytes'])} per device compiled, "
-            f"{size(memory['estimated_bytes'])} estimated ({memory['ratio']:.2f}); {fits} into the "
-            f"budget of {size(memory['budget_bytes'])}",
-            f"           {size(memory['host_bytes'])} per host",
-            *([f"warning    {memory['warning']}"] if memory["warning"] else []),
-            "",
-            format_prediction(self.prediction),
-            "",
-            f"predicted: {self.prediction.step_s * 1e3:,.1f} ms per step, "
-            f"{self.units_per_s:,.0f} {run.unit}s/s, MFU {utilization}",
-        ]
-        return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,6 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         help=f"KIND:HOSTSxGPUS, such as h100:8x8; KIND is {', '.join(TARGETS)}, or a file",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print the compiler's options, with reasons"
+    )
     parser.add_argument("--out", type=Path, help="directory for HLO, report, trace and picture")
     add_allow_import(parser)
     args, others = parser.parse_known_args(argv)
@@ -197,7 +88,12 @@ def main(argv: list[str] | None = None) -> int:
         hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
         print(f"error: {sentence_of(error)}\n{hint}", file=sys.stderr)
         return REFUSED
-    print(json.dumps(step.to_json()) if args.json else step.to_text())
+    if args.json:
+        print(json.dumps(step.to_json()))
+        return FINISHED
+    print(step.to_text())
+    if args.verbose:
+        print(describe_options(step.run.compiler_options()))
     return FINISHED
 
 
@@ -245,15 +141,17 @@ def run_for(config: RunConfig, target: Target) -> Run:
     mesh = make_mesh(mesh_config, target.devices())
     sizes = sizes_without_data(config)
     config = dataclasses.replace(config, mesh=mesh_config)
+    budget = target_budget(config.memory, target)
     assemble = partial(
         assemble_run,
         mesh=mesh,
         vocab_size=sizes.vocab_size,
         num_labels=sizes.num_labels,
         target=target,
+        device_budget=budget.device_bytes,
     )
     if config.memory.placement == AUTO:
-        return MemoryPlanner(assemble, target_budget(config.memory, target)).search(config)
+        return MemoryPlanner(assemble, budget).search(config)
     return assemble(config)
 
 

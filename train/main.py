@@ -22,6 +22,7 @@ import jax
 
 from data.examples import BrokenExample
 from fields.types import check_no_nul
+from sharding.compiler_options import describe_options
 from sharding.distributed import startup
 from sharding.distributed.messages import Exchange, may_pass
 from train import evaluation, loop
@@ -39,6 +40,8 @@ from train.reporting.output import protect_output
 from train.run.run import Run
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
+
+_log = logging.getLogger("train.main")  # also when this file is the program
 
 _LOGGED_FOLDERS = ("checkpoint", "data", "models", "sharding", "train")
 
@@ -97,6 +100,9 @@ def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
     parser.add_argument(
         "--fast_dev_run", action="store_true", help="try 3 steps; does not use the workdir"
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="also log the compiler's options, with reasons"
+    )
     add_allow_import(parser)
     args, others = parser.parse_known_args(argv)
     if args.mode == "eval" and args.fast_dev_run:
@@ -111,6 +117,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
             deepspeed=args.deepspeed,
             is_evaluation=args.mode == "eval",
             is_fast_dev_run=args.fast_dev_run,
+            is_verbose=args.verbose,
             allow_import=args.allow_import,
         )
 
@@ -133,6 +140,8 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             start_id = stack.enter_context(workdir_lock)
             with phases("compile"):
                 run.compile()
+                if options.is_verbose:
+                    _log.info("%s", describe_options(run.compiler_options()))
                 built.planner.check_compiled(run)
             with phases("restore"):
                 restored = restore_or_initialize(run, built.corpus, directory, built.source)

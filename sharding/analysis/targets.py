@@ -6,8 +6,9 @@ per host:
 
     target = parse_target("h100:8x8")
     mesh = make_mesh(MeshConfig(pipeline=4, data=2, model=8), target.devices())
-    lowered = jax.jit(step).trace(state, batch).lower(lowering_platforms=("cuda",))
-    compiled = lowered.compile(compiler_options=target.compiler_options())
+    hardware = hardware_of(target.devices()[0])
+    options = options_for(hardware, is_described=True, rematerializes=False)
+    compiled = target.compile(jax.jit(step).trace(state, batch), mesh, options)
 
 The compiler is part of jax's CUDA plugin, which does not need a driver for this.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from sharding.compiler_options import CompilerOption, as_dict
 from sharding.mesh import AnyMesh
 from untrusted.files import read_text
 
@@ -95,30 +97,9 @@ class Target:
             raise ValueError(f"--target={self.name}: XLA rejects it: {error}") from error
         return list(found.devices)
 
-    def compiler_options(self) -> dict[str, Any]:
-        """Return the compiler options for this target that differ from XLA's defaults.
-
-        - Nothing can be autotuned without the GPU. Tuning mostly selects cuBLAS for matrix
-          products, so untuned Triton products, which would keep their result in float32, are
-          disabled.
-        - CUB's sort asks the GPU how much memory it takes, so XLA's own sort is used.
-        - Small all-reduces go to NCCL. jax 0.12 has a kernel of its own for them, which does not
-          appear as a collective in the program, and whose compiler aborts the process for groups
-          across hosts ("size mismatch when packing elements for LLVM struct").
-        - Time estimates are requested for compute capability 9 and later. For other GPUs XLA has
-          none, and fails instead of leaving them out.
-        """
-        options = {
-            "xla_gpu_enable_triton_gemm": "False",
-            "xla_gpu_enable_cub_radix_sort": "False",
-        }
-        if jax.__version_info__ >= (0, 12):
-            options["xla_gpu_experimental_use_collective_kernels"] = ""
-        if self._number(r"cuda_compute_capability\s*{\s*major") >= 9:
-            options["xla_gpu_collect_cost_model_stats"] = "True"
-        return options
-
-    def compile(self, traced: jax.stages.Traced, mesh: AnyMesh) -> jax.stages.Compiled:
+    def compile(
+        self, traced: jax.stages.Traced, mesh: AnyMesh, options: list[CompilerOption]
+    ) -> jax.stages.Compiled:
         """Compile a traced function for these GPUs.
 
         Args:
@@ -126,20 +107,20 @@ class Target:
                 arguments matter: jax keeps them there, but devices that are not installed report
                 none.
             mesh: the mesh that it was traced on.
+            options: options for the compiler.
 
         Returns:
             The compiled program.
         """
         lowered = traced.lower(lowering_platforms=("cuda",))
-        options = self.compiler_options()
         if isinstance(mesh, jax.sharding.Mesh):
-            return lowered.compile(compiler_options=options)
+            return lowered.compile(compiler_options=as_dict(options))
         devices = self.devices()[: mesh.size]
         # For an abstract mesh, jax uses the compiler of the default backend, which is the CPU.
         # There is no public way to select another one.
         arguments: Any = lowered._lowering.compile_args
         arguments["backend"] = devices[0].client
-        return lowered.compile(compiler_options=options, device_assignment=tuple(devices))
+        return lowered.compile(compiler_options=as_dict(options), device_assignment=tuple(devices))
 
     def _number(self, field: str) -> float:
         found = re.search(rf"\b{field}:\s*([\d.]+)", self.description)

@@ -109,3 +109,18 @@ def test_compile_refuses_in_one_sentence(capsys, arguments, message):
     assert code == 2
     assert message in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(("budget", "length", "disables"), [(70, 64, True), (0.001, 96, False)])
+def test_xla_recomputes_only_if_the_step_does_not_fit(capsys, budget, length, disables):
+    code, printed = run(
+        capsys,
+        "--target=h100:1x8",
+        "--verbose",
+        f"--config.memory.device_budget={budget}",
+        f"--config.data.sequence_length={length}",  # no other test compiles this step
+        "--config.precision.compute=bfloat16",
+    )
+    assert code == 0
+    assert ("xla_disable_hlo_passes=rematerialization" in printed.out) == disables
+    assert "xla_gpu_enable_pipelined_all_gather=True: gathers" in printed.out

@@ -17,6 +17,8 @@ from sharding.analysis.cost.prediction import Prediction, predict
 from sharding.analysis.cost.ticks import Operations, Ticks
 from sharding.analysis.cost.trace import trace
 from sharding.analysis.targets import parse_target
+from sharding.compiler_options import options_for
+from sharding.hardware import hardware_of
 from sharding.pipeline.runtime.tick_plan import TICKS, scope_of
 from train.planning.step_time import machine_of
 
@@ -32,9 +34,11 @@ EMBED = 2048
 
 
 def compiled_text(function: Callable, mesh: Mesh, *arguments: Any) -> str:
+    hardware = hardware_of(mesh.devices.flat[0])
+    options = options_for(hardware, is_described=True, rematerializes=True)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-        compiled = lowered.compile(compiler_options={**TARGET.compiler_options()})
+        traced = jax.jit(function).trace(*arguments)
+        compiled = TARGET.compile(traced, mesh, options)
     text = compiled.as_text()
     assert text is not None
     return text

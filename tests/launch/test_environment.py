@@ -20,7 +20,7 @@ def test_merge_xla_flags_keeps_the_users():
 def test_compiler_variables_for_gpus_keep_the_users():
     user = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     found = environment.compiler_variables("gpu", user)
-    assert set(found) == {"XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    assert set(found) == {"XLA_PYTHON_CLIENT_MEM_FRACTION"}
     with pytest.raises(ValueError, match="platform='tpu' must be one of cpu, gpu"):
         environment.compiler_variables("tpu", user)
 
@@ -39,7 +39,7 @@ def test_compiler_flags_for_cpus_equal_those_set_by_the_process():
 
 def test_compiler_flags_are_known_to_xla():
     # XLA aborts if it does not know a flag, and its flags change from version to version.
-    flags = environment.merge_xla_flags(environment.CPU_XLA_FLAGS | environment.GPU_XLA_FLAGS, "")
+    flags = environment.merge_xla_flags(environment.CPU_XLA_FLAGS, "")
     done = subprocess.run(
         [sys.executable, "-c", "import jax; jax.devices()"],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},

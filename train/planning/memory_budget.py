@@ -17,6 +17,7 @@ import jax
 from sharding.analysis.memory import memory
 from sharding.analysis.memory_pressure import memory_pressure
 from sharding.analysis.targets import Target
+from sharding.compiler_options import NO_REMATERIALIZATION
 from sharding.distributed.messages import Exchange
 from sharding.estimate.labels import GAPS, LABELS, TEMPORARIES
 from sharding.estimate.memory_estimate import Needs
@@ -103,6 +104,8 @@ def pressure_of(run: Run, budget: Budget) -> str:
     """Return a warning if XLA recomputes to save memory or exceeds its limit, else ""."""
     if run.hardware.platform != "gpu" or budget.limit_bytes == math.inf:
         return ""
+    if NO_REMATERIALIZATION in run.compiler_options():
+        return ""  # XLA kept to no limit, because the step fits
     found = memory_pressure(
         run.compile_train_step(),
         device_bytes=int(budget.limit_bytes),

@@ -15,7 +15,8 @@ while the run is assembled:
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from sharding.analysis.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
 from sharding.pipeline.config import BALANCED
-from sharding.pipeline.layout import cut
+from sharding.pipeline.layout import Layout, cut
 from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import Schedule
 from sharding.rules import make_rules
@@ -60,6 +61,7 @@ def assemble_run(
     vocab_size: int | None = None,
     num_labels: int | None = None,
     target: Target | None = None,
+    device_budget: float = math.inf,
 ) -> Run:
     """Build the run of a config on a mesh.
 
@@ -69,6 +71,7 @@ def assemble_run(
         vocab_size: number of tokens of the tokenizer; None if there is no tokenizer.
         num_labels: number of labels in the data; None if it has no labels.
         target: GPUs that are not present: steps can be compiled for them, but not run.
+        device_budget: bytes of a device that a step may use.
 
     Raises:
         ValueError: the model, the mesh, the rules and the data are not compatible.
@@ -86,10 +89,7 @@ def assemble_run(
     optimizer, frozen = _optimizer(config, mesh, model, functions, learning_rate_schedule)
     schedule = _schedule(config, mesh)
     work = functools.cache(partial(_work, config, mesh, model, functions))
-    layer_counts = config.pipeline.layers_per_stage
-    if layer_counts == BALANCED:
-        layer_counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
-    layouts = cut(functions.num_layers, schedule.placement, layer_counts)
+    layouts = _layouts(config, functions, schedule, work, shares_vocab=shares_vocab)
     state_spec = _state_spec(config, abstract.build, optimizer, frozen)
     state_layout = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
     check_axes(model, partition_specs_of(state_layout.abstract.params), rules, mesh)
@@ -112,6 +112,7 @@ def assemble_run(
         frozen=frozen,
         attention_choices=attention_choices(config, mesh, hardware, rules, model, functions),
         work=work,
+        device_budget=device_budget,
     )
 
 
@@ -157,6 +158,21 @@ def _schedule(config: RunConfig, mesh: AnyMesh) -> Schedule:
     return make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], num_microbatches, pipeline.chunks
     )
+
+
+def _layouts(
+    config: RunConfig,
+    functions: ModelFunctions,
+    schedule: Schedule,
+    work: Callable[[], LayerCosts],
+    *,
+    shares_vocab: bool,
+) -> Mapping[str, Layout]:
+    """Return the layers of every stage, for each stack."""
+    layer_counts = config.pipeline.layers_per_stage
+    if layer_counts == BALANCED:
+        layer_counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
+    return cut(functions.num_layers, schedule.placement, layer_counts)
 
 
 def _state_spec(

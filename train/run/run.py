@@ -16,8 +16,10 @@ from jax.sharding import NamedSharding
 from models.flops import num_tokens, train_flops
 from models.functions import ModelFunctions, named_activations
 from models.layers.attention import Choice
+from sharding.analysis.memory import memory
 from sharding.analysis.targets import Target
 from sharding.batches import batch_sharding, process_rows
+from sharding.compiler_options import CompilerOption, as_dict, options_for
 from sharding.estimate.jaxpr import open_jaxpr
 from sharding.estimate.memory_estimate import Estimate, estimate
 from sharding.hardware import Hardware
@@ -55,6 +57,14 @@ def _once(method: Callable[["Run"], T]) -> Callable[["Run"], T]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _CompiledStep:
+    """A compiled step, and the options with which it was compiled."""
+
+    compiled: jax.stages.Compiled
+    options: list[CompilerOption]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """All parts of a run, checked for compatibility. Nothing is computed until a step is used."""
 
@@ -76,6 +86,7 @@ class Run:
     frozen: Any  # a bool per parameter; None: no parameter is frozen
     attention_choices: tuple[Choice, ...]  # kernels that the blocks use; () without attention
     work: Callable[[], LayerCosts]  # FLOPs of a microbatch; counted at the first call
+    device_budget: float  # bytes of a device that a step may use; infinite if unknown
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -138,16 +149,38 @@ class Run:
         with use_mesh(self.trace_mesh):
             return jitted.trace(*self._arguments)
 
-    @_once
     def compile_train_step(self) -> jax.stages.Compiled:
         """Compile `train_step(state, batch)`, which donates the state. The result is cached."""
+        return self._compile_train_step().compiled
+
+    @_once
+    def _compile_train_step(self) -> _CompiledStep:
         return self._compile(self.trace_train_step())
 
-    def _compile(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
+    def compiler_options(self) -> list[CompilerOption]:
+        """Return the options with which the training step is compiled; the first call compiles."""
+        return self._compile_train_step().options
+
+    def _compile(self, traced: jax.stages.Traced) -> _CompiledStep:
+        """Compile without XLA's rematerialization; with it only if the step needs too much."""
+        step = self._compile_with(traced, rematerializes=False)
+        needs = memory(step.compiled).in_all
+        if self.hardware.platform == "gpu" and needs is not None and needs > self.device_budget:
+            return self._compile_with(traced, rematerializes=True)
+        return step
+
+    def _compile_with(self, traced: jax.stages.Traced, *, rematerializes: bool) -> _CompiledStep:
+        options = options_for(
+            self.hardware,
+            is_described=self.target is not None,
+            rematerializes=rematerializes,
+        )
         with use_mesh(self.trace_mesh):
             if self.target is not None:
-                return self.target.compile(traced, self.trace_mesh)
-            return traced.lower().compile()
+                compiled = self.target.compile(traced, self.trace_mesh, options)
+            else:
+                compiled = traced.lower().compile(compiler_options=as_dict(options))
+        return _CompiledStep(compiled=compiled, options=options)
 
     @_once
     def estimate_memory(self) -> Estimate:
@@ -210,7 +243,7 @@ class Run:
         with use_mesh(self.trace_mesh):
             arguments = (*self.evaluated(self.state_layout.abstract), self._abstract_batch())
             traced = jax.jit(step).trace(*arguments)
-        return self._compile(traced)
+        return self._compile(traced).compiled
 
     def evaluated(self, state: TrainState) -> tuple[Any, Any]:
         """Return the parameters to evaluate, and the teacher's; see state/averaged.py."""

@@ -4,7 +4,7 @@
     print(format_prediction(prediction))
 
 The program must be scheduled, as the text of every compiled GPU program is. Compile it with
-`Target.compiler_options()`, which makes XLA write its own cost estimates into the program.
+`sharding.compiler_options`, which makes XLA write its own cost estimates into the program.
 
 A prediction has three parts: kernel_time.py estimates the time of one instruction, simulation.py
 runs the program with these times, and picture.py and trace.py draw the result.

@@ -1,0 +1,147 @@
+"""Options for XLA's GPU compiler, each with its reason; XLA_FLAGS overrides every one of them.
+
+    step traced on a mesh -> hardware of its devices -> options_for(hardware) -> lowered.compile()
+
+A GPU that is only described gets the same options as a real one, and a few more for what cannot be
+asked or measured without it. CPUs have none. Variables that must be set before the process starts
+are in launch/environment.py.
+
+Left out on purpose:
+
+- The latency-hiding scheduler is XLA's default.
+- Pipelined reduce-scatters and all-reduces did not change compiled steps.
+- Double buffering of loops changed predicted steps by less than 0.1 %.
+- Thresholds for combining collectives. A combined reduce-scatter starts only when the last gradient
+  of a layer is known, so that nothing is left to hide it behind: thresholds of 128 MiB added 52 ms
+  of exposed communication to a step of 650 ms (LLaMA-2-7B on 8 H100s with fsdp=8, predicted).
+- Fusions with dynamic slices, which would let cuBLAS read a layer's weights where they are stored:
+  jax 0.10 fails to compile them ("BufferAllocation::Slice not assigned"), and jax 0.12 makes none.
+- Splitting collective permutes into send and receive. Their order relative to the collectives in
+  a pipeline's branches is untested.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import jax
+
+from sharding.hardware import Hardware
+
+#: Compute capability of the first GPU of a generation.
+VOLTA = 7.0
+HOPPER = 9.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompilerOption:
+    """An option of XLA's compiler that differs from its default.
+
+    Attributes:
+        name: the name, as in XLA_FLAGS without dashes.
+        value: the value; "True" or "False" for a bool.
+        reason: the reason for the value.
+        since: the first compute capability that has the option.
+        since_jax: the first version of jax that has it.
+        only_described: whether it is only for GPUs that are not present.
+    """
+
+    name: str
+    value: str
+    reason: str
+    since: float = VOLTA
+    since_jax: tuple[int, ...] = ()
+    only_described: bool = False
+
+
+OPTIONS = (
+    CompilerOption(
+        name="xla_gpu_enable_pipelined_all_gather",
+        value="True",
+        reason="gathers the next layer's parameters while a layer computes",
+    ),
+    CompilerOption(
+        name="xla_gpu_enable_triton_gemm",
+        value="False",
+        reason="autotuning Triton products takes minutes and mostly selects cuBLAS; untuned ones "
+        "would keep their results in float32",
+    ),
+    CompilerOption(
+        name="xla_gpu_enable_cub_radix_sort",
+        value="False",
+        reason="CUB's sort asks the GPU how much memory it takes; XLA's own sort does not",
+        only_described=True,
+    ),
+    CompilerOption(
+        name="xla_gpu_collect_cost_model_stats",
+        value="True",
+        reason="writes time estimates into the program, for the prediction; XLA has none for "
+        "earlier GPUs, and fails",
+        since=HOPPER,
+        only_described=True,
+    ),
+    CompilerOption(
+        name="xla_gpu_experimental_use_collective_kernels",
+        value="",
+        reason="leaves small all-reduces to NCCL; XLA's own kernel does not appear as a collective "
+        "in the program, and its compiler aborts for groups across hosts",
+        since_jax=(0, 12),
+        only_described=True,
+    ),
+)
+
+#: For steps that fit without it.
+NO_REMATERIALIZATION = CompilerOption(
+    name="xla_disable_hlo_passes",
+    value="rematerialization",
+    reason="the step fits into memory, so XLA need not recompute anything to save some; what is "
+    "recomputed is for train.remat to decide",
+)
+
+
+def options_for(
+    hardware: Hardware, *, is_described: bool, rematerializes: bool
+) -> list[CompilerOption]:
+    """Return the options for a step, except those that the user sets in XLA_FLAGS.
+
+    Args:
+        hardware: the devices that the step is compiled for.
+        is_described: whether they are only described, as in `Target`.
+        rematerializes: whether XLA may recompute values if the step needs too much memory.
+    """
+    if hardware.platform != "gpu":
+        return []
+    given = flags_in(os.environ.get("XLA_FLAGS", ""))
+    options = OPTIONS if rematerializes else (*OPTIONS, NO_REMATERIALIZATION)
+    return [
+        option
+        for option in options
+        if hardware.compute_capability >= option.since
+        and jax.__version_info__ >= option.since_jax
+        and is_described >= option.only_described
+        and option.name not in given
+    ]
+
+
+def flags_in(xla_flags: str) -> set[str]:
+    """Return the names of the flags in a value of XLA_FLAGS, which may also name a file of flags.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if xla_flags.strip() and not xla_flags.lstrip().startswith("-"):
+        xla_flags = Path(xla_flags.strip()).read_text(encoding="utf-8")
+    return {flag.lstrip("-").partition("=")[0] for flag in xla_flags.split()}
+
+
+def as_dict(options: list[CompilerOption]) -> dict[str, str | bool]:
+    """Return the options as `compile(compiler_options=...)` takes them."""
+    return {option.name: option.value for option in options}
+
+
+def describe_options(options: list[CompilerOption]) -> str:
+    """Return a line for each option, with its value and its reason."""
+    if not options:
+        return "compiler  XLA's defaults"
+    lines = [f"{option.name}={option.value}: {option.reason}" for option in options]
+    return "\n".join(f"compiler  {line}" for line in lines)

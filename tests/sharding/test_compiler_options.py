@@ -1,0 +1,72 @@
+"""Compiler options: which GPU gets which, XLA_FLAGS take precedence, and each has a reason."""
+
+import pytest
+
+from sharding import compiler_options
+from sharding.compiler_options import (
+    NO_REMATERIALIZATION,
+    OPTIONS,
+    as_dict,
+    describe_options,
+    flags_in,
+    options_for,
+)
+from sharding.hardware import Hardware
+
+CPU = Hardware(platform="cpu", device_kind="cpu")
+V100 = Hardware(platform="gpu", device_kind="Tesla V100-SXM2-16GB", compute_capability=7.0)
+H100 = Hardware(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability=9.0)
+
+
+def names_for(hardware, *, is_described=False, rematerializes=True):
+    options = options_for(hardware, is_described=is_described, rematerializes=rematerializes)
+    return {option.name for option in options}
+
+
+def test_cpus_have_no_options():
+    assert options_for(CPU, is_described=False, rematerializes=False) == []
+    assert describe_options([]) == "compiler  XLA's defaults"
+
+
+def test_a_described_gpu_has_the_options_of_a_real_one_and_more(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    real = names_for(H100)
+    described = names_for(H100, is_described=True)
+    assert "xla_gpu_enable_pipelined_all_gather" in real
+    assert real < described
+    assert "xla_gpu_collect_cost_model_stats" in described - real
+    assert "xla_gpu_collect_cost_model_stats" not in names_for(V100, is_described=True)
+
+
+def test_options_wait_for_the_version_of_jax_that_has_them(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    name = "xla_gpu_experimental_use_collective_kernels"
+    monkeypatch.setattr(compiler_options.jax, "__version_info__", (0, 10, 2))
+    assert name not in names_for(H100, is_described=True)
+    monkeypatch.setattr(compiler_options.jax, "__version_info__", (0, 12, 0))
+    assert name in names_for(H100, is_described=True)
+
+
+def test_xla_recomputes_only_where_asked(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert names_for(H100, rematerializes=False) - names_for(H100) == {NO_REMATERIALIZATION.name}
+
+
+def test_flags_of_the_user_take_precedence(monkeypatch, tmp_path):
+    flags = "--xla_gpu_enable_triton_gemm --xla_disable_hlo_passes=fusion"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    expected = {"xla_gpu_enable_pipelined_all_gather"}
+    assert names_for(H100, rematerializes=False) == expected
+    file = tmp_path / "flags.txt"
+    file.write_text(flags.replace(" ", "\n"))
+    monkeypatch.setenv("XLA_FLAGS", str(file))
+    assert names_for(H100, rematerializes=False) == expected
+    with pytest.raises(FileNotFoundError):
+        flags_in(str(tmp_path / "missing.txt"))
+
+
+def test_every_option_says_why():
+    for option in (*OPTIONS, NO_REMATERIALIZATION):
+        assert f"{option.name}={option.value}: {option.reason}" in describe_options([option])
+        assert as_dict([option]) == {option.name: option.value}
+        assert len(option.reason.split()) > 5
