@@ -123,25 +123,29 @@ def chunked_vocab_loss(
     )
 
 
-def _chunk_loss(spec, x_CD, output, targets_C, weights_C):
-    (vocab_size, token_loss) = spec
-    (table_VD, bias_V) = output
+def _logits(x_CD, output):
+    table_VD, bias_V = output
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=wide)
     if bias_V is not None:
         logits_CV += bias_V[None]
-    logits_CV = constrain(logits_CV, None, "vocab")
-    size = table_VD.shape[0]
+    return constrain(logits_CV, None, "vocab")
+
+
+def _logits_loss(spec, logits_CV, targets_C, weights_C):
+    vocab_size, token_loss = spec
+    size = logits_CV.shape[1]
     if manual_axes("vocab") or vocab_size < size:
         is_token = offset("vocab", size) + jnp.arange(size) < vocab_size
-        logits_CV = jnp.where(is_token[None, :], logits_CV, jnp.finfo(wide).min)
-    return jnp.sum(token_loss(logits_CV, targets_C) * weights_C.astype(wide))
+        logits_CV = jnp.where(is_token[None, :], logits_CV, jnp.finfo(logits_CV.dtype).min)
+    return jnp.sum(token_loss(logits_CV, targets_C) * weights_C.astype(logits_CV.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(spec, x, output, targets, weights):
     def add(total, chunk):
-        return total + _chunk_loss(spec, chunk[0], output, *chunk[1:]), None
+        x_CD, targets_C, weights_C = chunk
+        return total + _logits_loss(spec, _logits(x_CD, output), targets_C, weights_C), None
 
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jax.lax.scan(add, jnp.zeros((), wide), (x, targets, weights))[0]
@@ -151,14 +155,22 @@ def _chunked_forward(spec, x, output, targets, weights):
     # The forward pass of the custom VJP: computes the gradients in the same scan as the loss, and
     # returns them as residuals. Gradients of the table and the bias are summed in `wide`.
     wide = jnp.promote_types(x.dtype, jnp.float32)
+    table_VD, _ = output
 
     def add(carry, chunk):
-        total, output_grad = carry
-        value, (x_grad, grad) = jax.value_and_grad(_chunk_loss, argnums=(1, 2))(
-            spec, chunk[0], output, *chunk[1:]
+        total, (table_grad_VD, bias_grad_V) = carry
+        x_CD, targets_C, weights_C = chunk
+        value, grad_CV = jax.value_and_grad(_logits_loss, argnums=1)(
+            spec, _logits(x_CD, output), targets_C, weights_C
         )
-        output_grad = jax.tree.map(lambda total, part: total + part.astype(wide), output_grad, grad)
-        return (total + value, output_grad), x_grad
+        if bias_grad_V is not None:
+            bias_grad_V += jnp.sum(grad_CV, axis=0)
+        # Rounded before the products: a product with one wide factor would not use tensor cores.
+        # Its sum is wide, so that it is added to the table's gradient without a pass of its own.
+        grad_CV = constrain(grad_CV.astype(x.dtype), None, "vocab")
+        x_grad_CD = jnp.einsum("CV,VD->CD", grad_CV, table_VD)
+        table_grad_VD += jnp.einsum("CV,CD->VD", grad_CV, x_CD, preferred_element_type=wide)
+        return (total + value, (table_grad_VD, bias_grad_V)), x_grad_CD
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide), output)
     (total, output_grad), x_grad = jax.lax.scan(
