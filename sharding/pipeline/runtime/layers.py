@@ -37,7 +37,7 @@ Buffer = list[jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """One stack's buffers for values that wait for a backward; buffers.py explains each.
+    """One stack's buffers for values that wait for a backward; execution_plan.py explains each.
 
     An array is `[buffer slots, layers, ...]`. A buffer is None if the schedule has no such
     buffer.

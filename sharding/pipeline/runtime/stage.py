@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from sharding.estimate.labels import counted_as
 from sharding.pipeline.layout import Layout
-from sharding.pipeline.runtime.buffers import Channel, ExecutionPlan
 from sharding.pipeline.runtime.chunks import Chunks, StackPart, running_alone
 from sharding.pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
+from sharding.pipeline.runtime.execution_plan import Channel, ExecutionPlan
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.packed_activations import PackedActivations
