@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from data.shapes import batch_shapes
+from data.shapes import example_shapes
 from sharding.mesh import AnyMesh
 from train.config.schema import RunConfig
 
@@ -18,7 +18,7 @@ def batch_of(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         config: the run's config.
         size: number of examples, the leading dimension of every array.
     """
-    shapes = batch_shapes(config.data, config.images)
+    shapes = example_shapes(config.data, config.images)
     return {name: jax.ShapeDtypeStruct((size, *s), dtype) for name, (s, dtype) in shapes.items()}
 
 

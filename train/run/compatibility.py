@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from data.examples import Corpus
-from data.shapes import batch_shapes
+from data.shapes import example_shapes
 from data.text.text_corpus import TextCorpus
 from models.functions import ModelFunctions, can_share_vocab, check, named_activations
 from models.stack import REMAT_POLICIES
@@ -95,7 +95,7 @@ def check_parts(
         raise ValueError(
             f"{name} reads {error} from the batch, but "
             f"data.objective={config.data.objective!r} provides "
-            f"{', '.join(batch_shapes(config.data, config.images))}"
+            f"{', '.join(example_shapes(config.data, config.images))}"
         ) from None
     with traced_for(hardware, config.attention):
         _check_names(config, model, arguments)
@@ -200,7 +200,7 @@ def check_tokenizer(config: RunConfig, model_config: Any, corpus: Corpus) -> Non
             f"{config.data.tokenizer!r}; set model.pad_id={pad} and "
             f"model.first_position={pad + 1}"
         )
-    shapes = batch_shapes(config.data, config.images)
+    shapes = example_shapes(config.data, config.images)
     has_types = tokenizer.has_token_types and "token_types" in shapes
     if has_types and getattr(model_config, "num_token_types", 2) < 2:
         raise ValueError(
