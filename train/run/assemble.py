@@ -33,7 +33,7 @@ from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import Schedule
 from sharding.rules import make_rules
 from train.config.schema import RunConfig
-from train.config.shapes import microbatch
+from train.config.shapes import microbatch_shapes, param_shapes
 from train.optim.ema import average_params
 from train.optim.freeze import frozen_params
 from train.optim.layer_decay import depths_of
@@ -185,7 +185,10 @@ def _optimizer(
     """Return the optimizer, and a bool per parameter, whether it is frozen, or None."""
     check_optimizer(config)
     train = config.train
-    arguments = microbatch(config, mesh, model)
+    params = param_shapes(config, model)
+    depths = None
+    if config.optimizer.layer_decay != 1:
+        depths = depths_of(functions, params, microbatch_shapes(config, mesh))
     average = None
     if train.ema_decay is not None:
         average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
@@ -194,11 +197,11 @@ def _optimizer(
         learning_rate_schedule,
         stacks=functions.num_layers,
         not_decayed=getattr(model, "not_decayed", ()),
-        depths=None if config.optimizer.layer_decay == 1 else depths_of(functions, *arguments),
+        depths=depths,
         average=average,
     )
     patterns = config.optimizer.frozen
-    return optimizer, frozen_params(arguments[0], patterns) if patterns else None
+    return optimizer, frozen_params(params, patterns) if patterns else None
 
 
 def _work(
@@ -206,4 +209,6 @@ def _work(
 ) -> LayerCosts:
     """Return the FLOPs of a microbatch of one replica."""
     recomputes = config.pipeline.remat == "full"
-    return count_work(functions, *microbatch(config, mesh, model), recomputes=recomputes)
+    params = param_shapes(config, model)
+    microbatch = microbatch_shapes(config, mesh)
+    return count_work(functions, params, microbatch, recomputes=recomputes)

@@ -11,7 +11,7 @@ from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.mesh import AnyMesh, use_mesh
 from train.config.schema import RunConfig
-from train.config.shapes import microbatch
+from train.config.shapes import microbatch_shapes, param_shapes
 from train.step.tracing import traced_for
 
 #: Largest array of attention scores on a device, unless the config asks for plain attention.
@@ -40,8 +40,8 @@ def attention_choices(
         ValueError: plain attention would need more than MAX_SCORES_BYTES for its scores, and
             `model.attention` does not ask for it.
     """
-    params, batch = microbatch(config, mesh, model)
-    parts = functions.split(params)
+    parts = functions.split(param_shapes(config, model))
+    microbatch = microbatch_shapes(config, mesh)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     # The microbatch belongs to one replica already, so its batch axis must not be split again.
     per_example_rules = {**rules, "batch": ()}
@@ -51,10 +51,9 @@ def attention_choices(
         use_mesh(mesh),
         axis_rules(per_example_rules),
     ):
-        for stack, (_, x) in functions.types(parts["non_stack"], batch).items():
-            jax.eval_shape(
-                functions.blocks[stack], one_layer(parts["stacks"][stack]), x, batch, number
-            )
+        for stack, (_, x) in functions.types(parts["non_stack"], microbatch).items():
+            layer = one_layer(parts["stacks"][stack])
+            jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
     for choice in found:
         is_asked_for = config.attention == "plain"
         if choice.kernel != "plain" or is_asked_for or choice.scores_bytes <= MAX_SCORES_BYTES:

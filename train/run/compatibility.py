@@ -17,7 +17,7 @@ from sharding.logical import Rules
 from sharding.mesh import AnyMesh
 from sharding.rules import unused_axes
 from train.config.schema import RunConfig
-from train.config.shapes import microbatch
+from train.config.shapes import microbatch_shapes, param_shapes
 from train.optim.optimizer import ELEMENTWISE
 from train.step.tracing import traced_for
 
@@ -88,9 +88,10 @@ def check_parts(
         )
     check_objective(config, model)
     _check_whole_batch(config, model, functions)
-    arguments = microbatch(config, mesh, model)
+    params = param_shapes(config, model)
+    microbatch = microbatch_shapes(config, mesh)
     try:
-        check(functions, *arguments)
+        check(functions, params, microbatch)
     except KeyError as error:
         raise ValueError(
             f"{name} reads {error} from the batch, but "
@@ -98,7 +99,7 @@ def check_parts(
             f"{', '.join(example_shapes(config.data, config.images))}"
         ) from None
     with traced_for(hardware, config.attention):
-        _check_names(config, model, arguments)
+        _check_names(config, model, params, microbatch)
 
 
 def _check_whole_batch(config: RunConfig, model: nnx.Module, functions: ModelFunctions) -> None:
@@ -117,14 +118,14 @@ def _check_whole_batch(config: RunConfig, model: nnx.Module, functions: ModelFun
         )
 
 
-def _check_names(config: RunConfig, model: nnx.Module, arguments: tuple[Any, Any]) -> None:
+def _check_names(config: RunConfig, model: nnx.Module, params: Any, microbatch: Any) -> None:
     """Reject names of activations that the model's blocks do not have."""
     remat = config.train.remat
     offload = config.memory.offload_activations
     kept = () if remat in REMAT_POLICIES else tuple(remat.split(","))
     if not kept and not offload:
         return
-    known = named_activations(model, *arguments)
+    known = named_activations(model, params, microbatch)
     named = ", ".join(sorted(known)) or "none"
     for name in (*kept, *offload):
         if name not in known:

@@ -26,7 +26,7 @@ from sharding.mesh import AnyMesh, use_mesh
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.schedules.table import Schedule
 from train.config.schema import RunConfig
-from train.config.shapes import batch_of, microbatch
+from train.config.shapes import batch_shapes, microbatch_shapes, param_shapes
 from train.optim.freeze import with_frozen_params
 from train.run.stage_balance import LayerCosts
 from train.state.averaged import evaluated
@@ -90,8 +90,10 @@ class Run:
     @cached_property
     def activation_names(self) -> set[str]:
         """The names of activations in the model's blocks, for `train.remat`."""
+        params = param_shapes(self.config, self.model)
+        microbatch = microbatch_shapes(self.config, self.mesh)
         with traced_for(self.hardware, self.config.attention):
-            return named_activations(self.model, *microbatch(self.config, self.mesh, self.model))
+            return named_activations(self.model, params, microbatch)
 
     @cached_property
     def num_params(self) -> int:
@@ -253,7 +255,7 @@ class Run:
 
     def _abstract_batch(self, *per_example: str) -> dict[str, jax.ShapeDtypeStruct]:
         size = self.config.data.global_batch_size
-        batch = batch_of(self.config, size)
+        batch = batch_shapes(self.config, size)
         batch |= {name: jax.ShapeDtypeStruct((size,), jnp.uint32) for name in per_example}
         sharding = batch_sharding(self.trace_mesh, self.rules)
         return {name: leaf.update(sharding=sharding) for name, leaf in batch.items()}
