@@ -78,14 +78,12 @@ def make_train_step(
     weights of additional losses, `*_weights`, are first scaled to the same sum.
 
     Metrics are scalars: `loss, grad_norm, learning_rate, num_skipped, num_nonfinite_in_a_row`, and
-    the head's metrics as weighted means.
+    the head's metrics as weighted means. In float16 there are two more: `loss_scale`, and
+    `num_stuck_in_a_row`, the nonfinite steps at which the scale could not become smaller.
 
     A step whose loss or gradients are not finite changes only the counters, and in float16 the loss
     scale. With `skip_spikes`, the same holds for a step whose gradient norm exceeds this multiple
     of the mean norm of the accepted steps before it.
-
-    In float16 there are two more metrics: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite
-    steps at which the scale could not become smaller.
 
     Args:
         functions: the model's functions.
@@ -112,11 +110,12 @@ def make_train_step(
         weight = _nonzero(sums.pop("weight"))
         grads = functions.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
-        metrics["grad_norm"] = update.norm(grads, weight)
-        metrics["learning_rate"] = learning_rate_schedule(state.step - state.num_skipped)
+        grad_norm = update.norm(grads, weight)
+        learning_rate = learning_rate_schedule(state.step - state.num_skipped)
+        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if state.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.value(config.precision)
-        state = _next(state, grads, weight, metrics, update, config)
+        state = _apply_gradients(state, grads, weight, metrics["loss"], grad_norm, update, config)
         return state, metrics | _counters(state)
 
     return train_step
@@ -190,22 +189,37 @@ def _param_sharding(specs: Tree, mesh: AnyMesh, config: StepConfig) -> ParamShar
     )
 
 
-def _next(
-    state: TrainState, grads: Tree, weight: jax.Array, metrics: dict, update: Update, config
+def _apply_gradients(
+    state: TrainState,
+    grads: Tree,
+    weight: jax.Array,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    update: Update,
+    config: StepConfig,
 ) -> TrainState:
-    """Return the state after the step: updated, or with changed counters only."""
-    finite = accepted = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    """Return the state after the step: updated, or with changed counters only.
+
+    Args:
+        state: the state before the step.
+        grads: sums of gradients.
+        weight: sum of weights, by which `update` divides the gradients.
+        loss: mean loss.
+        grad_norm: global norm of the divided gradients.
+        update: the optimizer update.
+        config: settings of the step.
+    """
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    accepted = finite
     spikes = state.spikes
     loss_scale = state.loss_scale
     if config.skip_spikes is not None:
         assert spikes is not None
-        accepted, spikes = detect_spike(spikes, metrics["grad_norm"], finite, config.skip_spikes)
+        accepted, spikes = detect_spike(spikes, grad_norm, finite, config.skip_spikes)
     if loss_scale is not None:
         loss_scale = loss_scale.after(finite, config.precision)
     in_a_row = state.num_nonfinite_in_a_row + jnp.where(finite, 0, 1)
-    outcome = StepOutcome(
-        step=state.step, weight=weight, norm=metrics["grad_norm"], accepted=accepted
-    )
+    outcome = StepOutcome(step=state.step, weight=weight, norm=grad_norm, accepted=accepted)
     params, opt_state = update(state.params, state.opt_state, grads, outcome)
     return TrainState(
         step=state.step + 1,
