@@ -6,7 +6,7 @@ while the run is assembled:
 
     check_parts             compatibility.py        checks that a block keeps the type of its input;
                                                     collects activation names for `train.remat`
-    attention_choices       attention_kernels.py    finds the attention kernels that blocks use
+    attention_kernels       attention_kernels.py    finds the attention kernels that blocks use
     count_work              stage_balance.py        counts FLOPs, for the summary and to balance
                                                     stages; see `Run.work`
     Run.trace_train_step    run.py                  for the memory estimate and the compiler
@@ -38,7 +38,7 @@ from train.optim.ema import average_params
 from train.optim.freeze import frozen_params
 from train.optim.layer_decay import depths_of
 from train.optim.optimizer import make_learning_rate_schedule, make_optimizer
-from train.run.attention_kernels import attention_choices
+from train.run.attention_kernels import attention_kernels
 from train.run.compatibility import (
     check_axes,
     check_mesh,
@@ -110,7 +110,7 @@ def assemble_run(
         layouts=layouts,
         state_layout=state_layout,
         frozen=frozen,
-        attention_choices=attention_choices(config, mesh, hardware, rules, model, functions),
+        attention_kernels=attention_kernels(config, mesh, hardware, rules, model, functions),
         work=work,
     )
 

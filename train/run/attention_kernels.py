@@ -6,7 +6,7 @@ from flax import nnx
 
 from models.functions import ModelFunctions, one_layer
 from models.layers import attention
-from models.layers.attention import Choice
+from models.layers.attention import SelectedKernel
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.mesh import AnyMesh, use_mesh
@@ -18,14 +18,14 @@ from train.step.tracing import traced_for
 MAX_SCORES_BYTES = 2**30
 
 
-def attention_choices(
+def attention_kernels(
     config: RunConfig,
     mesh: AnyMesh,
     hardware: Hardware,
     rules: Rules,
     model: nnx.Module,
     functions: ModelFunctions,
-) -> tuple[Choice, ...]:
+) -> tuple[SelectedKernel, ...]:
     """Return the kernels of all attention in the model's stacks; () if there is none.
 
     Args:
@@ -46,7 +46,7 @@ def attention_choices(
     # The microbatch belongs to one replica already, so its batch axis must not be split again.
     per_example_rules = {**rules, "batch": ()}
     with (
-        attention.recorded_choices() as found,
+        attention.recorded_kernels() as found,
         traced_for(hardware, config.attention),
         use_mesh(mesh),
         axis_rules(per_example_rules),
@@ -54,13 +54,13 @@ def attention_choices(
         for stack, (_, x) in functions.types(parts["non_stack"], microbatch).items():
             layer = one_layer(parts["stacks"][stack])
             jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
-    for choice in found:
+    for selected in found:
         is_asked_for = config.attention == "plain"
-        if choice.kernel != "plain" or is_asked_for or choice.scores_bytes <= MAX_SCORES_BYTES:
+        if selected.kernel != "plain" or is_asked_for or selected.scores_bytes <= MAX_SCORES_BYTES:
             continue
         raise ValueError(
-            f"attention would be {choice}, which needs {choice.scores_bytes / 2**30:.1f} GiB for "
-            "its scores on each device; set precision.compute=bfloat16 if that is the reason, use "
-            "more microbatches or a shorter sequence, or accept it with model.attention=plain"
+            f"attention would be {selected}, which needs {selected.scores_bytes / 2**30:.1f} GiB "
+            "for its scores on each device; set precision.compute=bfloat16 if that is the reason, "
+            "use more microbatches or a shorter sequence, or accept it with model.attention=plain"
         )
     return tuple(found)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from models.flops import num_tokens, train_flops
 from models.functions import ModelFunctions, named_activations
-from models.layers.attention import Choice
+from models.layers.attention import SelectedKernel
 from sharding.analysis.targets import Target
 from sharding.batches import batch_sharding, process_rows
 from sharding.estimate.jaxpr import open_jaxpr
@@ -74,7 +74,7 @@ class Run:
     layouts: Mapping[str, Layout]  # stack -> layers of every stage
     state_layout: StateLayout
     frozen: Any  # a bool per parameter; None: no parameter is frozen
-    attention_choices: tuple[Choice, ...]  # kernels that the blocks use; () without attention
+    attention_kernels: tuple[SelectedKernel, ...]  # of the blocks; () without attention
     work: Callable[[], LayerCosts]  # FLOPs of a microbatch; counted at the first call
 
     @cached_property

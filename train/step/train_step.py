@@ -57,7 +57,7 @@ class StepConfig:
     memory: MemoryConfig
     hardware: Hardware  # devices that the step is compiled for
     skip_spikes: float | None = None  # largest gradient norm / running mean; None: any
-    attention: str = "auto"  # one of models.layers.attention.CHOICES
+    attention: str = "auto"  # `model.attention`: one of models.layers.attention.SETTINGS
 
 
 def make_train_step(
