@@ -110,11 +110,11 @@ def functions_of(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Mode
         setattr(without_stacks, stack, None)
     non_stack_graph = nnx.split(without_stacks)[0]
     blocks = {}
-    first_site = 1
+    first_layer = 0
     policy = checkpoint_policy(remat, offload)
     for key, stack in stacks.items():
-        blocks[key] = block_function(nnx.split(stack.layers)[0], policy, first_site=first_site)
-        first_site += stack.num_layers
+        blocks[key] = block_function(nnx.split(stack.layers)[0], policy, first_layer=first_layer)
+        first_layer += stack.num_layers
 
     def method(name: str) -> Callable:
         """Return `f(non_stack_params, *args)`, which calls a method of the model."""
