@@ -32,7 +32,7 @@ from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from sharding.pipeline.runtime.execution_plan import make_execution_plan
 from train.config import config_files
-from train.config.checkpoint_config import take_init_from
+from train.config.inherit_config import take_init_from
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.planning.memory_budget import Budget, pressure_of, size, target_budget
