@@ -51,7 +51,7 @@ def attention_kernels(
         use_mesh(mesh),
         axis_rules(per_example_rules),
     ):
-        for stack, (_, x) in functions.types(parts["non_stack"], microbatch).items():
+        for stack, (_, x) in functions.activation_types(parts["non_stack"], microbatch).items():
             layer = one_layer(parts["stacks"][stack])
             jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
     for selected in found:

@@ -28,7 +28,9 @@ class PipelineFunctions(Protocol):
         """
         ...
 
-    def types(self, non_stack_params: Tree, microbatch: Tree, /) -> Mapping[str, tuple[Tree, Tree]]:
+    def activation_types(
+        self, non_stack_params: Tree, microbatch: Tree, /
+    ) -> Mapping[str, tuple[Tree, Tree]]:
         """Return stack -> (type before the stack, type of its blocks' input and output).
 
         Types are trees of ShapeDtypeStructs. The stacks are in the order in which they run.
