@@ -29,7 +29,7 @@ from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes, microbatch_shapes, param_shapes
 from train.optim.freeze import with_frozen_params
 from train.run.stage_balance import LayerCosts
-from train.state.averaged import evaluated
+from train.state.averaged import params_to_evaluate
 from train.state.layout import StateLayout
 from train.state.train_state import TrainState, partition_specs_of, shardings_of
 from train.step.tracing import traced_for
@@ -203,20 +203,20 @@ class Run:
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compile `eval_step(params, teacher, batch)`. The result is cached.
 
-        `evaluated` returns the first two arguments.
+        `params_to_evaluate` returns the first two arguments.
         """
         specs = partition_specs_of(self.state_layout.abstract.params)
         step = make_eval_step(
             self.functions, self._step_config(), self.trace_mesh, self.rules, specs
         )
         with use_mesh(self.trace_mesh):
-            arguments = (*self.evaluated(self.state_layout.abstract), self._abstract_batch())
-            traced = jax.jit(step).trace(*arguments)
+            params, teacher = self.params_to_evaluate(self.state_layout.abstract)
+            traced = jax.jit(step).trace(params, teacher, self._abstract_batch())
         return self._compile(traced)
 
-    def evaluated(self, state: TrainState) -> tuple[Any, Any]:
+    def params_to_evaluate(self, state: TrainState) -> tuple[Any, Any]:
         """Return the parameters to evaluate, and the teacher's; see state/averaged.py."""
-        return evaluated(state, teaches=self.functions.teach is not None)
+        return params_to_evaluate(state, teaches=self.functions.teach is not None)
 
     def compile(self) -> None:
         """Compile both steps.

@@ -104,7 +104,8 @@ def make_train_step(
         batch = _with_loss_weights(batch, state, config)
         keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules), traced_for(config.hardware, config.attention):
-            microbatches = add_teacher_outputs(averaged(state), _to_microbatches(batch, config))
+            microbatches = _to_microbatches(batch, config)
+            microbatches = add_teacher_outputs(averaged(state), microbatches)
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(functions.split(state.params), microbatches)
         weight = _nonzero(sums.pop("weight"))
@@ -130,8 +131,8 @@ def make_eval_step(
 ) -> Callable[[Tree, Tree | None, Batch], dict[str, jax.Array]]:
     """Build the function `eval_step(params, teacher, batch) -> sums`.
 
-    Its first two arguments come from train.state.averaged.evaluated. The sums are of `loss`,
-    `weight` and the head's metrics.
+    Its first two arguments come from train.state.averaged.params_to_evaluate. The sums are of
+    `loss`, `weight` and the head's metrics.
 
     Args:
         functions: the model's functions.
