@@ -185,6 +185,8 @@ def checkpoint_policy(remat: str, offload: Sequence[str]) -> Callable:
 def block_function(graph, policy: Callable | None, *, first_layer: int):
     """Return `block(params, x, microbatch, number)`, which applies one layer of a stack.
 
+    `number` is the layer's number within the stack, int32[], from 0.
+
     Args:
         graph: graph definition of the block.
         policy: policy for `jax.checkpoint`; None saves everything that the backward pass reads.

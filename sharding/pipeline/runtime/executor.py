@@ -24,9 +24,14 @@ not in the program at all. With one stage and `pipeline.remat=full`, for example
 per microbatch, and it has only a B, which runs the forward too: plain gradient accumulation,
 without a `lax.cond` or a send.
 
-The path of a batch: `make_loss_and_grad` here, then on every device a `TrainingStage`
-(training.py), which runs one `TickPlan` (tick_plan.py, execution_plan.py) per tick, its `Chunks`
-(chunks.py) of `Layers` (layers.py), and the model's block.
+The path of a batch, from call to call:
+
+    make_loss_and_grad   here; the rest runs on every device
+    TrainingStage        training.py, stage.py: one `TickPlan` (tick_plan.py) per tick
+    Chunks, StackPart    chunks.py: the stacks of a chunk
+    Layers               layers.py: the layers of a stack
+    BlockVJP             block_vjp.py: forward and backward of a block, unless nothing is saved
+    block                the model's
 
 In shapes, M is the number of microbatches and B the number of examples of one microbatch: of all
 replicas in the arguments of the functions that are built here, of one replica inside `shard_map`.

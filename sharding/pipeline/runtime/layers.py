@@ -59,7 +59,8 @@ class Layers:
     """One device's layers of one stack.
 
     Args:
-        block: `(params, x, microbatch, number) -> x`; `number` is the layer's number, from 0.
+        block: `(params, x, microbatch, number) -> x`; `number` is the layer's number within the
+            stack, from 0.
         params: this stage's parameters, `[param slots of this stage, ...]`.
         gatherer: gathers the parameters of one layer, and reduces its gradients.
         numbers: int32[stages, param slots of a stage], the layer's number or -1; known during

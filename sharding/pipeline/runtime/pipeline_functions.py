@@ -17,7 +17,10 @@ class PipelineFunctions(Protocol):
 
     @property
     def blocks(self) -> Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]:
-        """Stack -> `block(params of one layer, x, microbatch, layer number) -> x`."""
+        """Stack -> `block(params of one layer, x, microbatch, number of the layer) -> x`.
+
+        Layers are numbered within their stack, from 0.
+        """
         ...
 
     @property
