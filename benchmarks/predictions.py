@@ -70,7 +70,7 @@ def _measured(case: gpu_estimates.Case) -> dict[str, Any]:
     step = compile_run(run)
     found = step.to_json()
     return described | {
-        "attention": sorted({choice.kernel for choice in run.attention_choices}),
+        "attention": sorted({selected.kernel for selected in run.attention_kernels}),
         "seconds": round(step.trace_s + step.compile_s, 1),
         "compiled_bytes": found["memory"]["compiled_bytes"],
         "estimated_bytes": found["memory"]["estimated_bytes"],

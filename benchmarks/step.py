@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.harness import report
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
-from data.shapes import batch_shapes
+from data.shapes import example_shapes
 from sharding.analysis.collective_table import summary
 from sharding.analysis.communication import collectives
 from sharding.analysis.memory import memory
@@ -168,7 +168,7 @@ def _random_images(run: Run, rng: np.random.Generator) -> dict[str, np.ndarray]:
     batch: dict[str, np.ndarray] = {"index": np.arange(size, dtype=np.uint32)}
     highs = {"images": 256, "mask_seeds": 2**32}
     num_labels = getattr(run.model_config, "num_labels", 1)
-    for name, (shape, dtype) in batch_shapes(run.config.data, run.config.images).items():
+    for name, (shape, dtype) in example_shapes(run.config.data, run.config.images).items():
         if dtype == np.float32:
             batch[name] = np.ones((size, *shape), dtype)
         else:

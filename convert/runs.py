@@ -101,7 +101,7 @@ def open_run(
     name = fields.pop("name")
     model_class = find_model(name)
     if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
-        # For this model, `attention` is the run's choice of a kernel, not part of the model.
+        # For this model, `attention` is a setting of the run, not part of the model.
         fields.pop("attention", None)
     check_keys(model_class.Config, fields, f"{file}: model")
     check_types(model_class.Config, fields, f"{file}: model", tuples=True)

@@ -45,7 +45,7 @@ def train_batches(
             global_batch_size - 1, in the order in which they are returned.
 
     Returns:
-        An iterator over batches with the keys of `batch_shapes`, R rows each, and
+        An iterator over batches with the keys of `data.shapes.example_shapes`, R rows each, and
         `index: uint32[R]`, the number of the element modulo 2**32, which identifies an example
         regardless of the order of the rows.
 

@@ -1,4 +1,4 @@
-"""The shapes and dtypes of batches, derived from the config alone before any data is read.
+"""The shapes and dtypes of examples, derived from the config alone before any data is read.
 
 The arrays themselves are made by the `Examples` of each objective, in data/text/objectives/ and
 data/images/image_corpus.py: a change of a shape belongs in both places.
@@ -13,7 +13,7 @@ from data.text.objectives.span_corruption import target_length
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
-def batch_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
+def example_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
     """Return the shape of one example and its dtype, for every key of a batch except `index`.
 
     Args:

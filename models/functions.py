@@ -57,7 +57,9 @@ class ModelFunctions:
             return microbatch
         return microbatch | jax.eval_shape(self.teach, non_stack_params, x, microbatch)
 
-    def types(self, non_stack_params: Tree, microbatch: Tree) -> dict[str, tuple[Tree, Tree]]:
+    def activation_types(
+        self, non_stack_params: Tree, microbatch: Tree
+    ) -> dict[str, tuple[Tree, Tree]]:
         """Return, per stack, the types of the activations before it and of its blocks.
 
         Args:
@@ -110,11 +112,11 @@ def functions_of(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Mode
         setattr(without_stacks, stack, None)
     non_stack_graph = nnx.split(without_stacks)[0]
     blocks = {}
-    first_site = 1
+    first_layer = 0
     policy = checkpoint_policy(remat, offload)
     for key, stack in stacks.items():
-        blocks[key] = block_function(nnx.split(stack.layers)[0], policy, first_site=first_site)
-        first_site += stack.num_layers
+        blocks[key] = block_function(nnx.split(stack.layers)[0], policy, first_layer=first_layer)
+        first_layer += stack.num_layers
 
     def method(name: str) -> Callable:
         """Return `f(non_stack_params, *args)`, which calls a method of the model."""
@@ -183,7 +185,7 @@ def check(functions: ModelFunctions, params: Tree, microbatch: Tree) -> None:
     number = jax.ShapeDtypeStruct((), jnp.int32)
     _check_floating("embed", jax.eval_shape(functions.embed, parts["non_stack"], microbatch))
     x = None
-    for stack, (_, x) in functions.types(parts["non_stack"], microbatch).items():
+    for stack, (_, x) in functions.activation_types(parts["non_stack"], microbatch).items():
         if stack in functions.before:
             _check_floating(f"before_{stack}", x)
         layer = one_layer(parts["stacks"][stack])
@@ -245,7 +247,7 @@ def named_activations(model: Any, params: Tree, microbatch: Tree) -> set[str]:
         return jax.vjp(lambda params, x: block(params, x, microbatch, number), params, x)
 
     found: set[str] = set()
-    for stack, (_, x) in functions.types(parts["non_stack"], microbatch).items():
+    for stack, (_, x) in functions.activation_types(parts["non_stack"], microbatch).items():
         block = functions.blocks[stack]
         args = (one_layer(parts["stacks"][stack]), x, microbatch, number)
         jaxpr = jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr

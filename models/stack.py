@@ -130,7 +130,7 @@ class Stack(nnx.Module):
     def __call__(self, x: Any, batch: Tree) -> Any:
         """Apply all blocks to `x`."""
         graph, layers = nnx.split(self.layers)
-        return run_layers(block_function(graph, None, first_site=1), layers, x, batch)
+        return run_layers(block_function(graph, None, first_layer=0), layers, x, batch)
 
 
 def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:
@@ -182,21 +182,23 @@ def checkpoint_policy(remat: str, offload: Sequence[str]) -> Callable:
     return policy
 
 
-def block_function(graph, policy: Callable | None, *, first_site: int):
+def block_function(graph, policy: Callable | None, *, first_layer: int):
     """Return `block(params, x, microbatch, number)`, which applies one layer of a stack.
+
+    `number` is the layer's number within the stack, int32[], from 0.
 
     Args:
         graph: graph definition of the block.
         policy: policy for `jax.checkpoint`; None saves everything that the backward pass reads.
-        first_site: number that layer 0 folds into the dropout keys; layer n folds in
-            first_site + n. No two layers of a model fold in the same number.
+        first_layer: number of the stack's first layer, counted from 0 over all stacks. Layer n of
+            all stacks folds 1 + n into the dropout keys, so no two layers draw the same masks.
     """
 
     def block(params, x, microbatch, number):
-        batch = microbatch | {"layer": number + (first_site - 1)}
+        batch = microbatch | {"layer": number + first_layer}
         keys = batch.get("dropout_keys")
         if keys is not None:
-            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first_site + number)
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 1 + first_layer + number)
         return nnx.merge(graph, params)(x, batch, keys)
 
     return block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False)

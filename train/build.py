@@ -18,7 +18,7 @@ from sharding.distributed.messages import Exchange
 from sharding.memory import AUTO
 from train.compilation_cache import use_compilation_cache
 from train.config import config_files, deepspeed
-from train.config.checkpoint_config import take_init_from
+from train.config.inherit_config import take_init_from
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.planning.memory_budget import budget_of

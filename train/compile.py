@@ -31,9 +31,9 @@ from sharding.analysis.targets import TARGETS, Target, parse_target
 from sharding.compiler_options import describe_options
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
-from sharding.pipeline.runtime.buffers import make_execution_plan
+from sharding.pipeline.runtime.execution_plan import make_execution_plan
 from train.config import config_files
-from train.config.checkpoint_config import take_init_from
+from train.config.inherit_config import take_init_from
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.planning.memory_budget import target_budget

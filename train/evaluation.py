@@ -43,7 +43,7 @@ def evaluate(
         eval_step = run.compile_eval_step()
     sums: dict[str, np.ndarray] = {}
     config = run.config.data
-    params = run.evaluated(state)
+    params = run.params_to_evaluate(state)
     with phases("eval"):
         for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
             with phases("eval"):  # restarts the watchdog's timeout, train.failure_timeout_s

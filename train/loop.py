@@ -164,9 +164,11 @@ class _TrainingLoop:
     def next_batch(self) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
         """Begin the next step: read this process's rows of its batch, place them on the mesh."""
         self.step += 1
+        run = self._run
+        size = run.config.data.global_batch_size
         with self._phases("data", self.step), self._meter.waiting():
             local_batch = next(self._batches)
-            return local_batch, _place(local_batch, self._run)
+            return local_batch, place_batch(local_batch, run.rows, run.batch_sharding, size)
 
     def run_step(
         self, local_batch: dict[str, np.ndarray], batch: dict[str, jax.Array]
@@ -320,11 +322,6 @@ class _TrainingLoop:
         stop, save = self._all_reduce.max(self._signals.has_received, is_timer_due)
         self._is_save_requested |= save > 0
         return stop > 0
-
-
-def _place(local_batch: dict[str, np.ndarray], run: Run) -> dict[str, jax.Array]:
-    size = run.config.data.global_batch_size
-    return place_batch(local_batch, run.rows, run.batch_sharding, size)
 
 
 def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:

@@ -30,7 +30,7 @@ from data.images.sources import ImageDataset, ImageSource, hold_out
 from data.images.transforms.augment import augment, central
 from data.images.transforms.mixing import draw_mix
 from data.images.workers import Workers
-from data.shapes import batch_shapes
+from data.shapes import example_shapes
 from untrusted.imports import is_import_path
 
 # Appended to the random key of a row to make the key of its mask.
@@ -77,7 +77,7 @@ class Images(Examples):
         self._images = images
         self._split = ""
         self._workers = None
-        self._shapes = batch_shapes(data, images)
+        self._shapes = example_shapes(data, images)
         self._lost: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:

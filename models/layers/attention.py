@@ -1,6 +1,7 @@
-"""Scaled dot-product attention, and the choice of its kernel.
+"""Scaled dot-product attention, and the selection of its kernel.
 
-`attend` picks the kernel from the hardware that the step is compiled for and from the config:
+The setting `model.attention` is `auto` or `plain`. From it and from the hardware that the step is
+compiled for, `attend` selects the kernel:
 
     "cudnn"     GPUs       cuDNN's fused kernel (cudnn_attention.py)
     "blocked"   CPUs       blocks of queries in jax.numpy (blocked_attention.py); also float64
@@ -29,12 +30,12 @@ from sharding.ops.heads import over_heads
 Segments = tuple[jax.Array, jax.Array]
 Kernel = Literal["cudnn", "blocked", "plain"]
 
-#: Values of `model.attention`.
-CHOICES = ("auto", "plain")
+#: Values of the setting `model.attention`: "auto" selects the best kernel for the hardware.
+SETTINGS = ("auto", "plain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+class SelectedKernel:
     """The kernel that runs one attention, and the reason.
 
     Attributes:
@@ -53,39 +54,37 @@ class Choice:
         return f"{self.kernel} ({self.why})"
 
 
-_implementation: contextvars.ContextVar[str] = contextvars.ContextVar(
-    "attention_implementation", default="auto"
-)
-_choices: contextvars.ContextVar[dict[Choice, None] | None] = contextvars.ContextVar(
-    "attention_choices", default=None
+_setting: contextvars.ContextVar[str] = contextvars.ContextVar("attention_setting", default="auto")
+_recorded: contextvars.ContextVar[dict[SelectedKernel, None] | None] = contextvars.ContextVar(
+    "recorded_attention_kernels", default=None
 )
 
 
 @contextlib.contextmanager
-def use(implementation: str) -> Iterator[None]:
-    """Use an implementation, one of CHOICES, for all attention that is traced in this context."""
-    token = _implementation.set(implementation)
+def use(setting: str) -> Iterator[None]:
+    """Use one of SETTINGS for all attention that is traced in this context."""
+    token = _setting.set(setting)
     try:
         yield
     finally:
-        _implementation.reset(token)
+        _setting.reset(token)
 
 
 @contextlib.contextmanager
-def recorded_choices() -> Iterator[dict[Choice, None]]:
-    """Yield a dict whose keys are the choices for all attention that is traced in this context."""
-    found: dict[Choice, None] = {}
-    token = _choices.set(found)
+def recorded_kernels() -> Iterator[dict[SelectedKernel, None]]:
+    """Yield a dict whose keys are the kernels of all attention that is traced in this context."""
+    found: dict[SelectedKernel, None] = {}
+    token = _recorded.set(found)
     try:
         yield found
     finally:
-        _choices.reset(token)
+        _recorded.reset(token)
 
 
-def check_choice(name: str) -> None:
-    """Raise a ValueError if `name` is not a value of `model.attention`."""
-    if name not in CHOICES:
-        raise ValueError(f"model.attention={name!r} is unknown; choose {' or '.join(CHOICES)}")
+def check_setting(setting: str) -> None:
+    """Raise a ValueError if `setting` is not a value of `model.attention`."""
+    if setting not in SETTINGS:
+        raise ValueError(f"model.attention={setting!r} is unknown; choose {' or '.join(SETTINGS)}")
 
 
 def attend(
@@ -102,7 +101,7 @@ def attend(
     """Return softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
 
     The kernel depends on the hardware that the step is compiled for (sharding/hardware.py) and on
-    the config (`use`). Its residuals are named "attention"; plain attention has no named residuals.
+    the setting (`use`). Its residuals are named "attention"; plain attention does not name any.
 
     Args:
         q_BTNH: queries, of a floating dtype.
@@ -125,9 +124,9 @@ def attend(
     arrays = (q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
 
     def run(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments) -> jax.Array:
-        choice = choose(q_BTNH, k_BSKH, bias_BNTS, segments)
-        if (found := _choices.get()) is not None:
-            found[choice] = None
+        selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments)
+        if (found := _recorded.get()) is not None:
+            found[selected] = None
         options = {
             "is_causal": is_causal,
             "window": window,
@@ -135,9 +134,9 @@ def attend(
             "bias_BNTS": bias_BNTS,
             "scale": scale,
         }
-        if choice.kernel == "blocked":
+        if selected.kernel == "blocked":
             return blocked_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options)
-        if choice.kernel == "cudnn":
+        if selected.kernel == "cudnn":
             can_pack = _can_pack()
             return cudnn_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options, can_pack=can_pack)
         return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **options)
@@ -145,12 +144,12 @@ def attend(
     return over_heads(run, *arrays)
 
 
-def choose(
+def select_kernel(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     bias_BNTS: jax.Array | None,
     segments: Segments | None,
-) -> Choice:
+) -> SelectedKernel:
     """Return the kernel that runs for these arrays, whose shapes are those on one device."""
     device = hardware.current()
     dtype = q_BTNH.dtype.name
@@ -158,14 +157,16 @@ def choose(
     scores = batch * num_heads * length * k_BSKH.shape[1]
     wide = max(q_BTNH.dtype.itemsize, 4)
     if dtype == "float64":
-        return Choice(kernel="blocked", why="float64, which the others round to float32")
-    if _implementation.get() == "plain":
-        return Choice(kernel="plain", why="model.attention=plain", scores_bytes=wide * scores)
+        return SelectedKernel(kernel="blocked", why="float64, which the others round to float32")
+    if _setting.get() == "plain":
+        return SelectedKernel(
+            kernel="plain", why="model.attention=plain", scores_bytes=wide * scores
+        )
     if device.runs_on_cpu:
-        return Choice(kernel="blocked", why=f"platform {device.platform}")
+        return SelectedKernel(kernel="blocked", why=f"platform {device.platform}")
     why_not = _why_not_cudnn(device, dtype, head_dim)
     if why_not:
-        return Choice(kernel="plain", why=why_not, scores_bytes=wide * scores)
+        return SelectedKernel(kernel="plain", why=why_not, scores_bytes=wide * scores)
     why = f"{dtype}, head_dim {head_dim}, {device.device_kind}"
     scores_bytes = 0
     if segments is not None and bias_BNTS is None:
@@ -180,7 +181,7 @@ def choose(
         heads = num_heads if bias_BNTS.shape[1] > 1 else 1
         examples = batch if segments is not None else bias_BNTS.shape[0]
         scores_bytes = q_BTNH.dtype.itemsize * examples * heads * length * k_BSKH.shape[1]
-    return Choice(kernel="cudnn", why=why, scores_bytes=scores_bytes)
+    return SelectedKernel(kernel="cudnn", why=why, scores_bytes=scores_bytes)
 
 
 def _why_not_cudnn(device: hardware.Hardware, dtype: str, head_dim: int) -> str:

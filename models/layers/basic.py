@@ -244,7 +244,8 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) ->
         x: float[B, ...].
         rate: probability that an element is set to zero, in [0, 1).
         keys: key[B], one per example; None disables dropout.
-        site: number of this dropout, unique among those that use the same `keys`.
+        site: number of this dropout among those that use the same `keys`, such as 0 and 1 for the
+            two in a block. It must be unique, so that their masks differ.
     """
     if keys is None or rate == 0.0:
         return x
@@ -261,7 +262,7 @@ def drop_path(x: jax.Array, rate: Any, keys: jax.Array | None, site: int = 0) ->
         x: float[B, ...], a residual branch.
         rate: probability that an example is set to zero, in [0, 1): a number or float[].
         keys: key[B], one per example; None disables it.
-        site: as for `dropout`.
+        site: as for `dropout`, in the same numbering.
 
     Source: Huang et al. 2016 (arXiv:1603.09382), applied to each example independently.
     """

@@ -109,22 +109,25 @@ class Block(nnx.Module):
     def __call__(self, x_BHWC: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BHWC`; arguments as in models/stack.py."""
         config = self.config
-        site = 4 if self.second else 0
+        first_site = 4 if self.second else 0
         branch_number = 2 * batch["layer"] + int(self.second)
         rate = drop_path_rate(config.drop_path, branch_number, sum(config.depths))
 
+        def dropped(branch, site):
+            return dropout(branch, config.dropout, keys, first_site + site)
+
         def added(x, branch, site):
-            return x + drop_path(branch, rate, keys, site=site)
+            return x + drop_path(branch, rate, keys, first_site + site)
 
         if config.version == 1:
-            branch = self._attend(self.attention_norm(x_BHWC))
-            x_BHWC = added(x_BHWC, dropout(branch, config.dropout, keys, site), site + 1)
-            branch = self._mlp(self.mlp_norm(x_BHWC))
-            return added(x_BHWC, dropout(branch, config.dropout, keys, site + 2), site + 3)
-        branch = dropout(self._attend(x_BHWC), config.dropout, keys, site)
-        x_BHWC = added(x_BHWC, self.attention_norm(branch), site + 1)
-        branch = dropout(self._mlp(x_BHWC), config.dropout, keys, site + 2)
-        return added(x_BHWC, self.mlp_norm(branch), site + 3)
+            branch = dropped(self._attend(self.attention_norm(x_BHWC)), site=0)
+            x_BHWC = added(x_BHWC, branch, site=1)
+            branch = dropped(self._mlp(self.mlp_norm(x_BHWC)), site=2)
+            return added(x_BHWC, branch, site=3)
+        branch = self.attention_norm(dropped(self._attend(x_BHWC), site=0))
+        x_BHWC = added(x_BHWC, branch, site=1)
+        branch = self.mlp_norm(dropped(self._mlp(x_BHWC), site=2))
+        return added(x_BHWC, branch, site=3)
 
     def _mlp(self, x_BHWC: jax.Array) -> jax.Array:
         batch, height, width, dim = x_BHWC.shape

@@ -43,8 +43,8 @@ from tests.fuzz.mutations import (
 )
 from train.compile import run_for
 from train.config import deepspeed
-from train.config.checkpoint_config import take_init_from
 from train.config.config_files import load, shorten
+from train.config.inherit_config import take_init_from
 from train.config.schema import validate_config
 from train.goodput import summarize
 from train.reporting.metrics import read_metrics

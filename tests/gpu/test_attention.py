@@ -71,7 +71,7 @@ def test_packed_documents_are_given_to_the_kernel():
 )
 def test_attention_is_fused(config, dtype, overrides):
     run = steps.make_run(config, (*overrides, f"precision.compute={dtype}"))
-    assert {choice.kernel for choice in run.attention_choices} == {"cudnn"}
+    assert {selected.kernel for selected in run.attention_kernels} == {"cudnn"}
     assert "__cudnn$fmha" in steps.text_of(run)
     steps.forget()
 
@@ -83,4 +83,4 @@ def test_plain_attention_that_makes_too_many_scores_is_refused():
     ):
         steps.make_run("gpt2", overrides)
     run = steps.make_run("gpt2", (*overrides, "model.attention=plain"))
-    assert run.attention_choices[0].kernel == "plain"
+    assert run.attention_kernels[0].kernel == "plain"

@@ -26,7 +26,7 @@ def test_compile_reports_a_step_and_writes_its_files(capsys, tmp_path):
     assert code == 0
     found = json.loads(printed.out)
     assert found["mesh"] == {"pipeline": 2, "data": 2, "model": 2}
-    assert [choice["kernel"] for choice in found["attention"]] == ["cudnn"]
+    assert [selected["kernel"] for selected in found["attention"]] == ["cudnn"]
     memory = found["memory"]
     assert memory["fits"] and memory["compiled_bytes"] > 0 and memory["host_bytes"] == 0
     assert memory["ratio"] == memory["estimated_bytes"] / memory["compiled_bytes"]

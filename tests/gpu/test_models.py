@@ -27,7 +27,7 @@ def test_step_compiles_with_fused_attention(model, mesh):
         overrides = (*overrides, "train.num_microbatches=1")
     run = steps.model_run(model, *overrides)
     text = steps.text_of(run)
-    kernels = {choice.kernel for choice in run.attention_choices}
+    kernels = {selected.kernel for selected in run.attention_kernels}
     assert kernels == (set() if model == "ResMLP" else {"cudnn"})
     assert ("__cudnn$fmha" in text) == bool(kernels)
     assert steps.compiled_bytes(run) > 0

@@ -12,8 +12,8 @@ from sharding.batches import place_batch
 from sharding.mesh import make_mesh
 from tests.hugging_face import save_model
 from tests.runs import ROOT, write_corpus
-from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
+from train.config.inherit_config import inherit_config
 from train.config.schema import validate_config
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params

@@ -126,13 +126,13 @@ def test_examples_equal_an_undisturbed_run_on_8_then_4_then_8_devices(
 ):
     base = (*TINY, *corpus_overrides)
     seen = []
-    place = loop._place
+    place_batch = loop.place_batch
 
-    def place_and_remember(rows, run):
-        seen.append({name: rows[name].tolist() for name in ("index", "tokens")})
-        return place(rows, run)
+    def place_and_remember(batch, *args):
+        seen.append({name: batch[name].tolist() for name in ("index", "tokens")})
+        return place_batch(batch, *args)
 
-    monkeypatch.setattr(loop, "_place", place_and_remember)
+    monkeypatch.setattr(loop, "place_batch", place_and_remember)
     train((*base, *CUBE), tmp_path / "whole", 12)
     expected = list(seen)
     assert sum((batch["index"] for batch in expected), []) == list(range(12 * 16))

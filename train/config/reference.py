@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fields.field import Declaration, declarations, joined
-from models.layers.attention import CHOICES
+from models.layers.attention import SETTINGS
 from train.config.schema import SECTIONS, RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
@@ -36,7 +36,7 @@ most 3.4e38. An invalid value is rejected before the run starts.
 _MODEL = f"""\
 Each config file defines the section `model`: its keys are `model.name` and the fields of the
 model's dataclass `Config`. Every model with attention also has the key `model.attention`:
-{" or ".join(f"`{choice}`" for choice in CHOICES)}, where `auto` is the best kernel for the devices.
+{" or ".join(f"`{each}`" for each in SETTINGS)}, where `auto` is the best kernel for the devices.
 docs/models.md lists the models.
 """
 _WIDTH = 100  # columns of the text of --help

@@ -19,7 +19,7 @@ from fields.keys import check_keys, nearest
 from fields.numbers import shown
 from fields.section import Section
 from fields.types import check_types
-from models.layers.attention import check_choice
+from models.layers.attention import check_setting
 from models.registry import MODELS, find_model
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
@@ -74,7 +74,7 @@ class RunConfig:
     precision: PrecisionConfig
     log: LogConfig
     model_name: str
-    attention: str  # `model.attention`: one of models.layers.attention.CHOICES
+    attention: str  # `model.attention`: one of models.layers.attention.SETTINGS
     model_class: type
     model_fields: Mapping[str, Any]  # the keys of `model` that are fields of model_class.Config
 
@@ -195,12 +195,12 @@ def validate_config(config: Any) -> RunConfig:
         )
     model_name = fields["model"].pop("name")
     model_class = find_model(model_name)
-    # The attention kernel is a choice of the run, not of the model, so it is not in the model's
+    # `model.attention` is a setting of the run, not of the model, so it is not in the model's
     # dataclass (unless a user's model has a field of this name).
     attention = "auto"
     if "attention" not in {each.name for each in dataclasses.fields(model_class.Config)}:
         attention = fields["model"].pop("attention", "auto")
-    check_choice(attention)
+    check_setting(attention)
     if "seed" in fields.get("data", {}):
         raise ValueError("config.data.seed: unknown key; the data uses train.seed")
     sections = {

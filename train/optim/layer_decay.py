@@ -42,12 +42,12 @@ def depths_of(functions: ModelFunctions, params: Tree, batch: Tree) -> Depths:
 
     Args:
         functions: the model's functions.
-        params: the parameters, as for models.stack.check.
-        batch: a batch, as for models.stack.check.
+        params: the parameters, as for models.functions.check.
+        batch: a batch, as for models.functions.check.
     """
     non_stack_params = functions.split(params)["non_stack"]
     depths = dict.fromkeys(_read_by(functions.embed, non_stack_params, batch), -1)
-    types = functions.types(non_stack_params, batch)
+    types = functions.activation_types(non_stack_params, batch)
     first_layers = {}
     num_layers = 0
     for stack, count in functions.num_layers.items():

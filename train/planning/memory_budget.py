@@ -164,7 +164,8 @@ def compiled_bytes(run: Run) -> int | None:
     train = memory(run.compile_train_step()).in_all
     evaluation = memory(run.compile_eval_step()).in_all
     state = run.state_layout.abstract
-    unread = _device_bytes((state.params, state.opt_state)) - _device_bytes(run.evaluated(state))
+    read = _device_bytes(run.params_to_evaluate(state))
+    unread = _device_bytes((state.params, state.opt_state)) - read
     known = None if train is None or evaluation is None else max(train, unread + evaluation)
     answers = Exchange().words(None if known is None else str(known))
     return None if None in answers else max(int(word) for word in answers if word is not None)

@@ -67,7 +67,7 @@ class CompiledStep:
             "num_devices": run.mesh.size,
             "num_params": run.num_params,
             "assumed": list(self.assumed),
-            "attention": [dataclasses.asdict(choice) for choice in run.attention_choices],
+            "attention": [dataclasses.asdict(choice) for choice in run.attention_kernels],
             "trace_s": self.trace_s,
             "compile_s": self.compile_s,
             "memory": {
@@ -112,7 +112,7 @@ class CompiledStep:
             f"mesh       {mesh}",
             f"model      {type(run.model).__name__}, {run.num_params:,} parameters",
             *(f"assumed    {line}" for line in self.assumed),
-            *(f"attention  {choice}" for choice in run.attention_choices),
+            *(f"attention  {choice}" for choice in run.attention_kernels),
             f"compiled   {self.trace_s:.1f} s tracing, {self.compile_s:.1f} s compiling",
             f"memory     {size(memory['compiled_bytes'])} per device compiled, "
             f"{size(memory['estimated_bytes'])} estimated ({memory['ratio']:.2f}); {fits} into the "

@@ -6,7 +6,7 @@ while the run is assembled:
 
     check_parts             compatibility.py        checks that a block keeps the type of its input;
                                                     collects activation names for `train.remat`
-    attention_choices       attention_kernels.py    finds the attention kernels that blocks use
+    attention_kernels       attention_kernels.py    finds the attention kernels that blocks use
     count_work              stage_balance.py        counts FLOPs, for the summary and to balance
                                                     stages; see `Run.work`
     Run.trace_train_step    run.py                  for the memory estimate and the compiler
@@ -34,12 +34,12 @@ from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import Schedule
 from sharding.rules import make_rules
 from train.config.schema import RunConfig
-from train.config.shapes import microbatch
+from train.config.shapes import microbatch_shapes, param_shapes
 from train.optim.ema import average_params
 from train.optim.freeze import frozen_params
 from train.optim.layer_decay import depths_of
 from train.optim.optimizer import make_learning_rate_schedule, make_optimizer
-from train.run.attention_kernels import attention_choices
+from train.run.attention_kernels import attention_kernels
 from train.run.compatibility import (
     check_axes,
     check_mesh,
@@ -110,7 +110,7 @@ def assemble_run(
         layouts=layouts,
         state_layout=state_layout,
         frozen=frozen,
-        attention_choices=attention_choices(config, mesh, hardware, rules, model, functions),
+        attention_kernels=attention_kernels(config, mesh, hardware, rules, model, functions),
         work=work,
         device_budget=device_budget,
     )
@@ -201,7 +201,10 @@ def _optimizer(
     """Return the optimizer, and a bool per parameter, whether it is frozen, or None."""
     check_optimizer(config)
     train = config.train
-    arguments = microbatch(config, mesh, model)
+    params = param_shapes(config, model)
+    depths = None
+    if config.optimizer.layer_decay != 1:
+        depths = depths_of(functions, params, microbatch_shapes(config, mesh))
     average = None
     if train.ema_decay is not None:
         average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
@@ -210,11 +213,11 @@ def _optimizer(
         learning_rate_schedule,
         stacks=functions.num_layers,
         not_decayed=getattr(model, "not_decayed", ()),
-        depths=None if config.optimizer.layer_decay == 1 else depths_of(functions, *arguments),
+        depths=depths,
         average=average,
     )
     patterns = config.optimizer.frozen
-    return optimizer, frozen_params(arguments[0], patterns) if patterns else None
+    return optimizer, frozen_params(params, patterns) if patterns else None
 
 
 def _work(
@@ -222,4 +225,6 @@ def _work(
 ) -> LayerCosts:
     """Return the FLOPs of a microbatch of one replica."""
     recomputes = config.pipeline.remat == "full"
-    return count_work(functions, *microbatch(config, mesh, model), recomputes=recomputes)
+    params = param_shapes(config, model)
+    microbatch = microbatch_shapes(config, mesh)
+    return count_work(functions, params, microbatch, recomputes=recomputes)

@@ -6,26 +6,26 @@ from flax import nnx
 
 from models.functions import ModelFunctions, one_layer
 from models.layers import attention
-from models.layers.attention import Choice
+from models.layers.attention import SelectedKernel
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.mesh import AnyMesh, use_mesh
 from train.config.schema import RunConfig
-from train.config.shapes import microbatch
+from train.config.shapes import microbatch_shapes, param_shapes
 from train.step.tracing import traced_for
 
 #: Largest array of attention scores on a device, unless the config asks for plain attention.
 MAX_SCORES_BYTES = 2**30
 
 
-def attention_choices(
+def attention_kernels(
     config: RunConfig,
     mesh: AnyMesh,
     hardware: Hardware,
     rules: Rules,
     model: nnx.Module,
     functions: ModelFunctions,
-) -> tuple[Choice, ...]:
+) -> tuple[SelectedKernel, ...]:
     """Return the kernels of all attention in the model's stacks; () if there is none.
 
     Args:
@@ -40,28 +40,27 @@ def attention_choices(
         ValueError: plain attention would need more than MAX_SCORES_BYTES for its scores, and
             `model.attention` does not ask for it.
     """
-    params, batch = microbatch(config, mesh, model)
-    parts = functions.split(params)
+    parts = functions.split(param_shapes(config, model))
+    microbatch = microbatch_shapes(config, mesh)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     # The microbatch belongs to one replica already, so its batch axis must not be split again.
     per_example_rules = {**rules, "batch": ()}
     with (
-        attention.recorded_choices() as found,
+        attention.recorded_kernels() as found,
         traced_for(hardware, config.attention),
         use_mesh(mesh),
         axis_rules(per_example_rules),
     ):
-        for stack, (_, x) in functions.types(parts["non_stack"], batch).items():
-            jax.eval_shape(
-                functions.blocks[stack], one_layer(parts["stacks"][stack]), x, batch, number
-            )
-    for choice in found:
+        for stack, (_, x) in functions.activation_types(parts["non_stack"], microbatch).items():
+            layer = one_layer(parts["stacks"][stack])
+            jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
+    for selected in found:
         is_asked_for = config.attention == "plain"
-        if choice.kernel != "plain" or is_asked_for or choice.scores_bytes <= MAX_SCORES_BYTES:
+        if selected.kernel != "plain" or is_asked_for or selected.scores_bytes <= MAX_SCORES_BYTES:
             continue
         raise ValueError(
-            f"attention would be {choice}, which needs {choice.scores_bytes / 2**30:.1f} GiB for "
-            "its scores on each device; set precision.compute=bfloat16 if that is the reason, use "
-            "more microbatches or a shorter sequence, or accept it with model.attention=plain"
+            f"attention would be {selected}, which needs {selected.scores_bytes / 2**30:.1f} GiB "
+            "for its scores on each device; set precision.compute=bfloat16 if that is the reason, "
+            "use more microbatches or a shorter sequence, or accept it with model.attention=plain"
         )
     return tuple(found)

@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from data.examples import Corpus
-from data.shapes import batch_shapes
+from data.shapes import example_shapes
 from data.text.text_corpus import TextCorpus
 from models.functions import ModelFunctions, can_share_vocab, check, named_activations
 from models.stack import REMAT_POLICIES
@@ -17,7 +17,7 @@ from sharding.logical import Rules
 from sharding.mesh import AnyMesh
 from sharding.rules import unused_axes
 from train.config.schema import RunConfig
-from train.config.shapes import microbatch
+from train.config.shapes import microbatch_shapes, param_shapes
 from train.optim.optimizer import ELEMENTWISE
 from train.step.tracing import traced_for
 
@@ -88,17 +88,18 @@ def check_parts(
         )
     check_objective(config, model)
     _check_whole_batch(config, model, functions)
-    arguments = microbatch(config, mesh, model)
+    params = param_shapes(config, model)
+    microbatch = microbatch_shapes(config, mesh)
     try:
-        check(functions, *arguments)
+        check(functions, params, microbatch)
     except KeyError as error:
         raise ValueError(
             f"{name} reads {error} from the batch, but "
             f"data.objective={config.data.objective!r} provides "
-            f"{', '.join(batch_shapes(config.data, config.images))}"
+            f"{', '.join(example_shapes(config.data, config.images))}"
         ) from None
     with traced_for(hardware, config.attention):
-        _check_names(config, model, arguments)
+        _check_names(config, model, params, microbatch)
 
 
 def _check_whole_batch(config: RunConfig, model: nnx.Module, functions: ModelFunctions) -> None:
@@ -117,14 +118,14 @@ def _check_whole_batch(config: RunConfig, model: nnx.Module, functions: ModelFun
         )
 
 
-def _check_names(config: RunConfig, model: nnx.Module, arguments: tuple[Any, Any]) -> None:
+def _check_names(config: RunConfig, model: nnx.Module, params: Any, microbatch: Any) -> None:
     """Reject names of activations that the model's blocks do not have."""
     remat = config.train.remat
     offload = config.memory.offload_activations
     kept = () if remat in REMAT_POLICIES else tuple(remat.split(","))
     if not kept and not offload:
         return
-    known = named_activations(model, *arguments)
+    known = named_activations(model, params, microbatch)
     named = ", ".join(sorted(known)) or "none"
     for name in (*kept, *offload):
         if name not in known:
@@ -200,7 +201,7 @@ def check_tokenizer(config: RunConfig, model_config: Any, corpus: Corpus) -> Non
             f"{config.data.tokenizer!r}; set model.pad_id={pad} and "
             f"model.first_position={pad + 1}"
         )
-    shapes = batch_shapes(config.data, config.images)
+    shapes = example_shapes(config.data, config.images)
     has_types = tokenizer.has_token_types and "token_types" in shapes
     if has_types and getattr(model_config, "num_token_types", 2) < 2:
         raise ValueError(

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from models.flops import num_tokens, train_flops
 from models.functions import ModelFunctions, named_activations
-from models.layers.attention import Choice
+from models.layers.attention import SelectedKernel
 from sharding.analysis.memory import memory
 from sharding.analysis.targets import Target
 from sharding.batches import batch_sharding, process_rows
@@ -28,10 +28,10 @@ from sharding.mesh import AnyMesh, use_mesh
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.schedules.table import Schedule
 from train.config.schema import RunConfig
-from train.config.shapes import batch_of, microbatch
+from train.config.shapes import batch_shapes, microbatch_shapes, param_shapes
 from train.optim.freeze import with_frozen_params
 from train.run.stage_balance import LayerCosts
-from train.state.averaged import evaluated
+from train.state.averaged import params_to_evaluate
 from train.state.layout import StateLayout
 from train.state.train_state import TrainState, partition_specs_of, shardings_of
 from train.step.tracing import traced_for
@@ -84,7 +84,7 @@ class Run:
     layouts: Mapping[str, Layout]  # stack -> layers of every stage
     state_layout: StateLayout
     frozen: Any  # a bool per parameter; None: no parameter is frozen
-    attention_choices: tuple[Choice, ...]  # kernels that the blocks use; () without attention
+    attention_kernels: tuple[SelectedKernel, ...]  # of the blocks; () without attention
     work: Callable[[], LayerCosts]  # FLOPs of a microbatch; counted at the first call
     device_budget: float  # bytes of a device that a step may use; infinite if unknown
 
@@ -101,8 +101,10 @@ class Run:
     @cached_property
     def activation_names(self) -> set[str]:
         """The names of activations in the model's blocks, for `train.remat`."""
+        params = param_shapes(self.config, self.model)
+        microbatch = microbatch_shapes(self.config, self.mesh)
         with traced_for(self.hardware, self.config.attention):
-            return named_activations(self.model, *microbatch(self.config, self.mesh, self.model))
+            return named_activations(self.model, params, microbatch)
 
     @cached_property
     def num_params(self) -> int:
@@ -234,20 +236,20 @@ class Run:
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compile `eval_step(params, teacher, batch)`. The result is cached.
 
-        `evaluated` returns the first two arguments.
+        `params_to_evaluate` returns the first two arguments.
         """
         specs = partition_specs_of(self.state_layout.abstract.params)
         step = make_eval_step(
             self.functions, self._step_config(), self.trace_mesh, self.rules, specs
         )
         with use_mesh(self.trace_mesh):
-            arguments = (*self.evaluated(self.state_layout.abstract), self._abstract_batch())
-            traced = jax.jit(step).trace(*arguments)
+            params, teacher = self.params_to_evaluate(self.state_layout.abstract)
+            traced = jax.jit(step).trace(params, teacher, self._abstract_batch())
         return self._compile(traced).compiled
 
-    def evaluated(self, state: TrainState) -> tuple[Any, Any]:
+    def params_to_evaluate(self, state: TrainState) -> tuple[Any, Any]:
         """Return the parameters to evaluate, and the teacher's; see state/averaged.py."""
-        return evaluated(state, teaches=self.functions.teach is not None)
+        return params_to_evaluate(state, teaches=self.functions.teach is not None)
 
     def compile(self) -> None:
         """Compile both steps.
@@ -286,7 +288,7 @@ class Run:
 
     def _abstract_batch(self, *per_example: str) -> dict[str, jax.ShapeDtypeStruct]:
         size = self.config.data.global_batch_size
-        batch = batch_of(self.config, size)
+        batch = batch_shapes(self.config, size)
         batch |= {name: jax.ShapeDtypeStruct((size,), jnp.uint32) for name in per_example}
         sharding = batch_sharding(self.trace_mesh, self.rules)
         return {name: leaf.update(sharding=sharding) for name, leaf in batch.items()}

@@ -83,7 +83,7 @@ def count_work(
         recomputes: the backward pass of a chunk runs its forward pass again.
     """
     parts = functions.split(params)
-    types = functions.types(parts["non_stack"], batch)
+    types = functions.activation_types(parts["non_stack"], batch)
     layers: list[int] = []
     recomputed: list[int] = []
     for name, num_layers in functions.num_layers.items():

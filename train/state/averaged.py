@@ -21,7 +21,7 @@ def averaged(state: TrainState) -> Tree:
     return state.params if average is None else merged(average, state.params)
 
 
-def evaluated(state: TrainState, *, teaches: bool) -> tuple[Tree, Tree | None]:
+def params_to_evaluate(state: TrainState, *, teaches: bool) -> tuple[Tree, Tree | None]:
     """Return (parameters to evaluate, teacher's parameters or None).
 
     That is (average, None), or (parameters, average) for a model that learns from its average.

@@ -34,17 +34,10 @@ from sharding.pipeline.schedule import forward_only
 from sharding.pipeline.schedules.table import Schedule
 from train.precision import PrecisionConfig
 from train.state.averaged import averaged
-from train.state.train_state import Spikes, TrainState
+from train.state.train_state import TrainState
+from train.step.spikes import detect_spike
 from train.step.tracing import traced_for
 from train.step.update import StepOutcome, Update
-
-#: Decay of the mean gradient norm per accepted step: it averages over about 100 steps.
-SPIKE_MEAN_DECAY = 0.99
-#: Number of norms in the mean before a step can count as a spike.
-MIN_NORMS = 20
-#: After this many spikes in a row, the next one counts as a new level: it is accepted, and the mean
-#: starts again.
-MAX_SPIKES = 10
 
 _DROPOUT_TAG = 0x0D0D
 
@@ -64,7 +57,7 @@ class StepConfig:
     memory: MemoryConfig
     hardware: Hardware  # devices that the step is compiled for
     skip_spikes: float | None = None  # largest gradient norm / running mean; None: any
-    attention: str = "auto"  # one of models.layers.attention.CHOICES
+    attention: str = "auto"  # `model.attention`: one of models.layers.attention.SETTINGS
 
 
 def make_train_step(
@@ -85,14 +78,12 @@ def make_train_step(
     weights of additional losses, `*_weights`, are first scaled to the same sum.
 
     Metrics are scalars: `loss, grad_norm, learning_rate, num_skipped, num_nonfinite_in_a_row`, and
-    the head's metrics as weighted means.
+    the head's metrics as weighted means. In float16 there are two more: `loss_scale`, and
+    `num_stuck_in_a_row`, the nonfinite steps at which the scale could not become smaller.
 
     A step whose loss or gradients are not finite changes only the counters, and in float16 the loss
     scale. With `skip_spikes`, the same holds for a step whose gradient norm exceeds this multiple
     of the mean norm of the accepted steps before it.
-
-    In float16 there are two more metrics: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite
-    steps at which the scale could not become smaller.
 
     Args:
         functions: the model's functions.
@@ -113,17 +104,19 @@ def make_train_step(
         batch = _with_loss_weights(batch, state, config)
         keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules), traced_for(config.hardware, config.attention):
-            microbatches = add_teacher_outputs(averaged(state), _to_microbatches(batch, config))
+            microbatches = _to_microbatches(batch, config)
+            microbatches = add_teacher_outputs(averaged(state), microbatches)
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(functions.split(state.params), microbatches)
         weight = _nonzero(sums.pop("weight"))
         grads = functions.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
-        metrics["grad_norm"] = update.norm(grads, weight)
-        metrics["learning_rate"] = learning_rate_schedule(state.step - state.num_skipped)
+        grad_norm = update.norm(grads, weight)
+        learning_rate = learning_rate_schedule(state.step - state.num_skipped)
+        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if state.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.value(config.precision)
-        state = _next(state, grads, weight, metrics, update, config)
+        state = _apply_gradients(state, grads, weight, metrics["loss"], grad_norm, update, config)
         return state, metrics | _counters(state)
 
     return train_step
@@ -138,8 +131,8 @@ def make_eval_step(
 ) -> Callable[[Tree, Tree | None, Batch], dict[str, jax.Array]]:
     """Build the function `eval_step(params, teacher, batch) -> sums`.
 
-    Its first two arguments come from train.state.averaged.evaluated. The sums are of `loss`,
-    `weight` and the head's metrics.
+    Its first two arguments come from train.state.averaged.params_to_evaluate. The sums are of
+    `loss`, `weight` and the head's metrics.
 
     Args:
         functions: the model's functions.
@@ -197,22 +190,37 @@ def _param_sharding(specs: Tree, mesh: AnyMesh, config: StepConfig) -> ParamShar
     )
 
 
-def _next(
-    state: TrainState, grads: Tree, weight: jax.Array, metrics: dict, update: Update, config
+def _apply_gradients(
+    state: TrainState,
+    grads: Tree,
+    weight: jax.Array,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    update: Update,
+    config: StepConfig,
 ) -> TrainState:
-    """Return the state after the step: updated, or with changed counters only."""
-    finite = accepted = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    """Return the state after the step: updated, or with changed counters only.
+
+    Args:
+        state: the state before the step.
+        grads: sums of gradients.
+        weight: sum of weights, by which `update` divides the gradients.
+        loss: mean loss.
+        grad_norm: global norm of the divided gradients.
+        update: the optimizer update.
+        config: settings of the step.
+    """
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    accepted = finite
     spikes = state.spikes
     loss_scale = state.loss_scale
     if config.skip_spikes is not None:
         assert spikes is not None
-        accepted, spikes = detect_spike(spikes, metrics["grad_norm"], finite, config.skip_spikes)
+        accepted, spikes = detect_spike(spikes, grad_norm, finite, config.skip_spikes)
     if loss_scale is not None:
         loss_scale = loss_scale.after(finite, config.precision)
     in_a_row = state.num_nonfinite_in_a_row + jnp.where(finite, 0, 1)
-    outcome = StepOutcome(
-        step=state.step, weight=weight, norm=metrics["grad_norm"], accepted=accepted
-    )
+    outcome = StepOutcome(step=state.step, weight=weight, norm=grad_norm, accepted=accepted)
     params, opt_state = update(state.params, state.opt_state, grads, outcome)
     return TrainState(
         step=state.step + 1,
@@ -222,40 +230,6 @@ def _next(
         opt_state=opt_state,
         spikes=spikes,
         loss_scale=loss_scale,
-    )
-
-
-def detect_spike(
-    spikes: Spikes, norm: jax.Array, finite: jax.Array, skip_spikes: float
-) -> tuple[jax.Array, Spikes]:
-    """Decide whether a step is accepted, from its gradient norm.
-
-    A norm above `skip_spikes` × the mean of accepted norms is a spike, and its step is not
-    accepted. After MAX_SPIKES spikes in a row, the next norm counts as a new level: its step is
-    accepted, and the mean starts again from it.
-
-    Args:
-        spikes: statistics before the step.
-        norm: global gradient norm of the step.
-        finite: bool[], whether loss and gradients are finite.
-        skip_spikes: multiple of the mean norm.
-
-    Returns:
-        (accepted bool[], statistics after the step).
-    """
-    # The average starts at 0; dividing by 1 - decay^n removes this bias, as in Adam.
-    mean = spikes.norm_mean / (1 - SPIKE_MEAN_DECAY ** jnp.maximum(spikes.num_norms, 1))
-    is_high = finite & (spikes.num_norms >= MIN_NORMS) & (norm > skip_spikes * mean)
-    is_spike = is_high & (spikes.num_in_a_row < MAX_SPIKES)
-    accepted = finite & ~is_spike
-    is_new_level = is_high & ~is_spike
-    norm_mean = jnp.where(is_new_level, 0, spikes.norm_mean)
-    norm_mean = SPIKE_MEAN_DECAY * norm_mean + (1 - SPIKE_MEAN_DECAY) * norm
-    num_norms = jnp.where(is_new_level, 0, spikes.num_norms) + 1
-    return accepted, Spikes(
-        norm_mean=jnp.where(accepted, norm_mean, spikes.norm_mean),
-        num_norms=jnp.where(accepted, num_norms, spikes.num_norms),
-        num_in_a_row=jnp.where(accepted, 0, spikes.num_in_a_row + jnp.where(is_spike, 1, 0)),
     )
 
 

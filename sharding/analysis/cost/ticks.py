@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from sharding.pipeline.runtime.buffers import ExecutionPlan
+from sharding.pipeline.runtime.execution_plan import ExecutionPlan
 
 #: The operations that one stage runs in one tick: "F", "B", "W", flags that apply to these, such as
 #: "B.is_last", and names of a `SharedOperation`.

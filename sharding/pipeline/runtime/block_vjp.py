@@ -70,7 +70,7 @@ class BlockVJP:
         params: the block's parameters. These arguments are arrays or ShapeDtypeStructs.
         x: the block's input.
         microbatch: further inputs that receive no gradient, such as masks and dropout keys.
-        number: the number of the layer, int32[].
+        number: the number of the layer within its stack, int32[].
 
     Attributes:
         saved: shape and dtype of the residuals that `forward` returns.

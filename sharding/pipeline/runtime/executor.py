@@ -24,16 +24,21 @@ not in the program at all. With one stage and `pipeline.remat=full`, for example
 per microbatch, and it has only a B, which runs the forward too: plain gradient accumulation,
 without a `lax.cond` or a send.
 
-The path of a batch: `make_loss_and_grad` here, then on every device a `TrainingStage`
-(training.py), which runs one `TickPlan` (tick_plan.py, buffers.py) per tick, its `Chunks`
-(chunks.py) of `Layers` (layers.py), and the model's block.
+The path of a batch, from call to call:
+
+    make_loss_and_grad   here; the rest runs on every device
+    TrainingStage        training.py, stage.py: one `TickPlan` (tick_plan.py) per tick
+    Chunks, StackPart    chunks.py: the stacks of a chunk
+    Layers               layers.py: the layers of a stack
+    BlockVJP             block_vjp.py: forward and backward of a block, unless nothing is saved
+    block                the model's
 
 In shapes, M is the number of microbatches and B the number of examples of one microbatch: of all
 replicas in the arguments of the functions that are built here, of one replica inside `shard_map`.
 
 - `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
   written here and in gather.py. The other axes stay automatic.
-- Everything that waits for a later tick is stored in the buffers that buffers.py plans.
+- Everything that waits for a later tick is stored in the buffers that execution_plan.py plans.
 - Gradients are summed over microbatches locally. They are summed over `data` and `fsdp` once, after
   the scan, except for parameters that are gathered layer by layer (ZeRO 3): their gradients are
   reduce-scattered at every layer.
@@ -48,7 +53,7 @@ from jax.sharding import PartitionSpec
 from sharding.mesh import REPLICA_AXES
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import Layout
-from sharding.pipeline.runtime.buffers import ExecutionPlan, make_execution_plan
+from sharding.pipeline.runtime.execution_plan import ExecutionPlan, make_execution_plan
 from sharding.pipeline.runtime.gather import (
     MANUAL_AXES,
     ParamSharding,

@@ -37,7 +37,7 @@ Buffer = list[jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """One stack's buffers for values that wait for a backward; buffers.py explains each.
+    """One stack's buffers for values that wait for a backward; execution_plan.py explains each.
 
     An array is `[buffer slots, layers, ...]`. A buffer is None if the schedule has no such
     buffer.
@@ -59,7 +59,8 @@ class Layers:
     """One device's layers of one stack.
 
     Args:
-        block: `(params, x, microbatch, number) -> x`; `number` is the layer's number, from 0.
+        block: `(params, x, microbatch, number) -> x`; `number` is the layer's number within the
+            stack, from 0.
         params: this stage's parameters, `[param slots of this stage, ...]`.
         gatherer: gathers the parameters of one layer, and reduces its gradients.
         numbers: int32[stages, param slots of a stage], the layer's number or -1; known during

@@ -17,7 +17,10 @@ class PipelineFunctions(Protocol):
 
     @property
     def blocks(self) -> Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]:
-        """Stack -> `block(params of one layer, x, microbatch, layer number) -> x`."""
+        """Stack -> `block(params of one layer, x, microbatch, number of the layer) -> x`.
+
+        Layers are numbered within their stack, from 0.
+        """
         ...
 
     @property
@@ -28,7 +31,9 @@ class PipelineFunctions(Protocol):
         """
         ...
 
-    def types(self, non_stack_params: Tree, microbatch: Tree, /) -> Mapping[str, tuple[Tree, Tree]]:
+    def activation_types(
+        self, non_stack_params: Tree, microbatch: Tree, /
+    ) -> Mapping[str, tuple[Tree, Tree]]:
         """Return stack -> (type before the stack, type of its blocks' input and output).
 
         Types are trees of ShapeDtypeStructs. The stacks are in the order in which they run.

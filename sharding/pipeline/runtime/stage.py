@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from sharding.estimate.labels import counted_as
 from sharding.pipeline.layout import Layout
-from sharding.pipeline.runtime.buffers import Channel, ExecutionPlan
 from sharding.pipeline.runtime.chunks import Chunks, StackPart, running_alone
 from sharding.pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
+from sharding.pipeline.runtime.execution_plan import Channel, ExecutionPlan
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.packed_activations import PackedActivations
@@ -60,7 +60,7 @@ class Stage:
             name: param_sharding.stack_gatherer(name, params["stacks"][name]) for name in layouts
         }
         self._non_stack_params = self._non_stack_gatherer.gather_once(params["non_stack"])
-        types = functions.types(self._non_stack_params, self._first_microbatch)
+        types = functions.activation_types(self._non_stack_params, self._first_microbatch)
         self._packed = PackedActivations([x for pair in types.values() for x in pair])
         self._x_type = self._packed.type
         _, head_input_type = [*types.values()][-1]

@@ -1,8 +1,8 @@
 """The work of one stage in one tick, as typed scalars, and the tables that contain it.
 
-A `TickPlan` has the same fields in three forms. buffers.py makes one whose leaves are tables of all
-ticks and stages. Each device takes the column of its own stage and scans over it, so within a tick
-the leaves are scalars:
+A `TickPlan` has the same fields in three forms. execution_plan.py makes one whose leaves are
+tables of all ticks and stages. Each device takes the column of its own stage and scans over it, so
+within a tick the leaves are scalars:
 
     plan.table                       all ticks and stages    int32[ticks, stages]
     plan.table.column(stage_index)   one stage, all ticks    int32[ticks]
@@ -47,7 +47,7 @@ def scope_of(part: str) -> str:
 class Slots:
     """The slot of each buffer that an operation reads or writes; None if it does not use it.
 
-    buffers.py explains the buffers.
+    execution_plan.py explains the buffers.
     """
 
     input: Array = None

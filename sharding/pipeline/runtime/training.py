@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from sharding.estimate.labels import counted_as
-from sharding.pipeline.runtime.buffers import Channel
 from sharding.pipeline.runtime.chunks import ChunkResiduals
+from sharding.pipeline.runtime.execution_plan import Channel
 from sharding.pipeline.runtime.stage import Stage, read_or_none
 from sharding.pipeline.runtime.tick_plan import TICKS, Operation, TickPlan
 from sharding.pipeline.runtime.trees import read, wide, write, zeros

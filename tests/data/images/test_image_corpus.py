@@ -14,7 +14,7 @@ from data.examples import PAIR, generator
 from data.image_config import ImageConfig
 from data.images.image_corpus import Images
 from data.images.transforms.mixing import draw_mix
-from data.shapes import batch_shapes
+from data.shapes import example_shapes
 from tests.data.corpora import assert_rows, take
 from tests.data.images.pictures import NUM_PLAIN, image_config, load, values_of
 
@@ -63,7 +63,7 @@ def case(request, tmp_path):
 
 def test_batches_have_the_shapes_given_by_the_config(case):
     name, config, images, corpus = case
-    shapes = batch_shapes(config, images)
+    shapes = example_shapes(config, images)
     assert shapes.keys() == KEYS[name]
     expected = {key: ((4, *shape), dtype) for key, (shape, dtype) in shapes.items()}
     expected["index"] = ((4,), np.dtype(np.uint32))

@@ -12,8 +12,8 @@ from models.layers import attention, cudnn_kernel
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all attention run as on an H100, with the stand-in as the kernel."""
-    choice = attention.Choice(kernel="cudnn", why="a test")
-    monkeypatch.setattr(attention, "choose", lambda *_: choice)
+    selected = attention.SelectedKernel(kernel="cudnn", why="a test")
+    monkeypatch.setattr(attention, "select_kernel", lambda *_: selected)
     monkeypatch.setattr(attention, "_can_pack", lambda: True)
     monkeypatch.setattr(cudnn_kernel, "forward", forward)
     monkeypatch.setattr(cudnn_kernel, "backward", backward)

@@ -169,28 +169,28 @@ def arrays_of(dtype: str, *, head_dim: int = 64, length: int = 64) -> tuple[Any,
         (hardware.ANY, "bfloat16", 64, "blocked"),
     ],
 )
-def test_choose_depends_on_the_hardware_of_the_trace(device, dtype, head_dim, kernel):
+def test_select_kernel_depends_on_the_hardware_of_the_trace(device, dtype, head_dim, kernel):
     with hardware.use(device):
-        choice = attention.choose(*arrays_of(dtype, head_dim=head_dim), None, None)
-    assert choice.kernel == kernel
-    assert (choice.scores_bytes > 0) == (kernel == "plain")
+        selected = attention.select_kernel(*arrays_of(dtype, head_dim=head_dim), None, None)
+    assert selected.kernel == kernel
+    assert (selected.scores_bytes > 0) == (kernel == "plain")
 
 
-def test_choose_is_plain_if_configured():
+def test_select_kernel_is_plain_if_configured():
     with hardware.use(H100), attention.use("plain"):
-        choice = attention.choose(*arrays_of("bfloat16"), None, None)
-    assert (choice.kernel, choice.why) == ("plain", "model.attention=plain")
-    assert choice.scores_bytes == 4 * 2 * 4 * 64 * 64
+        selected = attention.select_kernel(*arrays_of("bfloat16"), None, None)
+    assert (selected.kernel, selected.why) == ("plain", "model.attention=plain")
+    assert selected.scores_bytes == 4 * 2 * 4 * 64 * 64
 
 
-def test_choose_counts_documents_as_a_mask_on_devices_that_cannot_pack():
+def test_select_kernel_counts_documents_as_a_mask_on_devices_that_cannot_pack():
     ids: Any = jax.ShapeDtypeStruct((2, 64), "int32")
     with hardware.use(A100):
-        choice = attention.choose(*arrays_of("bfloat16"), None, (ids, ids))
-    assert choice.kernel == "cudnn"
-    assert choice.scores_bytes == 2 * 2 * 64 * 64
+        selected = attention.select_kernel(*arrays_of("bfloat16"), None, (ids, ids))
+    assert selected.kernel == "cudnn"
+    assert selected.scores_bytes == 2 * 2 * 64 * 64
     with hardware.use(H100):
-        assert attention.choose(*arrays_of("bfloat16"), None, (ids, ids)).scores_bytes == 0
+        assert attention.select_kernel(*arrays_of("bfloat16"), None, (ids, ids)).scores_bytes == 0
 
 
 def test_kernel_traces_without_a_gpu():

@@ -19,8 +19,8 @@ from tests.hugging_face import save_model
 from tests.runs import ROOT, write_corpus
 from tests.train.meshes.models_on_meshes import write_labelled
 from tests.train.test_main import error_line, run_main
-from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
+from train.config.inherit_config import inherit_config
 from train.config.schema import validate_config
 from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run

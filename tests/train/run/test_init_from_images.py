@@ -21,8 +21,8 @@ from sharding.mesh import make_mesh
 from tests.runs import ROOT
 from tests.train.run.test_init_from import losses_of
 from tests.train.test_main import error_line, run_main
-from train.config.checkpoint_config import inherit_config
 from train.config.config_files import load
+from train.config.inherit_config import inherit_config
 from train.config.schema import validate_config
 from train.main import main
 from train.run.assemble import assemble_run

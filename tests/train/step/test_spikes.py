@@ -10,7 +10,7 @@ import pytest
 from sharding.analysis.communication import collectives
 from tests.runs import TINY, digest, make_run, placed_batch
 from train.state.train_state import Spikes
-from train.step.train_step import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, detect_spike
+from train.step.spikes import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, detect_spike
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 

@@ -7,7 +7,7 @@ import pytest
 
 from data.batches import train_batches, validation_batches
 from data.image_config import ImageConfig
-from data.shapes import batch_shapes
+from data.shapes import example_shapes
 from data.text.text_corpus import load_text
 from tests.data.corpora import WORDS, assert_rows, documents, jsonl_config, take
 
@@ -50,7 +50,7 @@ def case(request, tmp_path):
 
 def test_batches_have_the_shapes_given_by_the_config(case):
     name, config, corpus = case
-    shapes = batch_shapes(config, ImageConfig())
+    shapes = example_shapes(config, ImageConfig())
     assert shapes.keys() == KEYS[name]
     expected = {key: ((4, *shape), dtype) for key, (shape, dtype) in shapes.items()}
     expected["index"] = ((4,), np.dtype(np.uint32))

@@ -4,7 +4,7 @@ import pytest
 
 from sharding.analysis.cost import kernel_time
 from sharding.analysis.cost.ticks import Ticks
-from sharding.pipeline.runtime.buffers import make_execution_plan
+from sharding.pipeline.runtime.execution_plan import make_execution_plan
 from sharding.pipeline.schedule import make_schedule
 from tests.sharding.analysis.cost.programs import US, computation, conditional, fusion, loop, step
 

@@ -30,7 +30,7 @@ class Net:
     def blocks(self):
         return {"body": self.block}
 
-    def types(self, non_stack_params, microbatch):
+    def activation_types(self, non_stack_params, microbatch):
         types = {}
         x = jax.eval_shape(self.embed, non_stack_params, microbatch)
         for name in self.num_layers:

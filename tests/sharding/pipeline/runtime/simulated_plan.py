@@ -1,8 +1,8 @@
 """An independent simulation of execution plans, which does not know how they were made.
 
-It follows the five phases documented in buffers.py. Values are names such as ("y", microbatch,
-virtual stage). A slot holds one of them, and every operation must find its inputs in the slots that
-the plan names.
+It follows the five phases documented in execution_plan.py. Values are names such as ("y",
+microbatch, virtual stage). A slot holds one of them, and every operation must find its inputs in
+the slots that the plan names.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from sharding.pipeline.runtime.buffers import ExecutionPlan, make_execution_plan
+from sharding.pipeline.runtime.execution_plan import ExecutionPlan, make_execution_plan
 from sharding.pipeline.schedules.table import Schedule
 
 NOTHING = "nothing"  # the value that an idle stage sends

@@ -1,8 +1,12 @@
-"""Compiles a schedule table into integer arrays, with a buffer slot for every value that must wait.
+"""Execution plans: a schedule with a buffer slot for every value that must wait, ready to run.
 
-The compiled step (executor.py) is one program for all stages. In every tick it looks up in these
-arrays which microbatch and chunk to work on and which buffer slots to read and write. This module
-is pure Python and NumPy.
+A schedule (schedules/table.py) says which operations each stage runs in each tick. Its
+`ExecutionPlan` adds where the values are: the buffer slots that each operation reads and writes,
+and the channels through which stages exchange values at the end of a tick.
+
+The compiled step (executor.py) is one program for all stages. In every tick it looks up in the
+plan's integer arrays which microbatch and chunk to work on and which buffer slots to read and
+write. This module is pure Python and NumPy.
 
 A tick has five phases, in this order: embed, forward, backward (or input gradient), weight
 gradient, arrival. A value occupies a slot of its buffer from the phase that writes it to the last

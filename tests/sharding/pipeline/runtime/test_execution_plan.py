@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.pipeline.runtime.buffers import make_execution_plan
+from sharding.pipeline.runtime.execution_plan import make_execution_plan
 from sharding.pipeline.schedule import SCHEDULES, forward_only, make_schedule
 from sharding.pipeline.schedules.table import Op, Schedule, verify
 from tests.sharding.pipeline.runtime.simulated_plan import simulate
