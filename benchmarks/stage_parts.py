@@ -176,7 +176,17 @@ class StageParts:
             once = jax.tree.map(lambda _: GatherMode.ONCE, params)
             param_sharding = ParamSharding(mesh=self._run.mesh, specs={})
             gatherer = ParamGatherer(specs, param_sharding, (), once)
-            return Layers(block, params, gatherer, numbers, jnp.int32(0), example, 1, splits=splits)
+            return Layers(
+                block,
+                params,
+                gatherer,
+                numbers,
+                jnp.int32(0),
+                example,
+                1,
+                splits=splits,
+                accumulates=True,
+            )
 
         return make_layers
 

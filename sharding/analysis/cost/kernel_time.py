@@ -122,6 +122,8 @@ class Costs:
         if instruction.opcode in asynchrony.NO_WORK:
             return None
         target = custom_call_target(instruction)
+        if target == "AllocateBuffer":
+            return None  # memory without a value
         if target.startswith("__cudnn$fmha"):
             return _kernel("attention", self._attention_s(instruction))
         flops = self._flops(instruction)

@@ -69,6 +69,7 @@ class Layers:
         example: x and a microbatch, or their ShapeDtypeStructs.
         num_chunks: number of chunks per stage.
         splits: whether backwards run in two halves.
+        accumulates: whether several backwards of a layer add up their gradients in a step.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class Layers:
         num_chunks: int,
         *,
         splits: bool,
+        accumulates: bool,
     ):
         self._block = block
         self._params = params
         self._gatherer = gatherer
         self.splits = splits
+        self._accumulates = accumulates
         self._x, self._microbatch = example
         self._numbers = jnp.asarray(numbers)[stage_index]
         self._has_padding = bool((numbers < 0).any())
@@ -104,12 +107,17 @@ class Layers:
         return self._vjp.saved_for_weights if self.splits else []
 
     def no_gradients(self) -> Tree:
-        """Return zero gradients in float32 or wider, in the same memory as the parameters."""
+        """Return gradients to start with, in float32 or wider, in the parameters' memory.
+
+        They are zeros, or without values if every slot is written before it is read.
+        """
         gradients = jax.eval_shape(lambda: self._gatherer.scattered(self._layer(jnp.int32(0))))
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
-            make = zeros_on_host if is_on_host(param) else jnp.zeros
-            return make(shape.shape, shape.dtype)
+            if is_on_host(param):
+                return zeros_on_host(shape.shape, shape.dtype)
+            is_written_first = not (self._accumulates or self._has_padding)
+            return (jax.lax.empty if is_written_first else jnp.zeros)(shape.shape, shape.dtype)
 
         return jax.tree.map(empty, wide(gradients, len(self._numbers)), self._params)
 
@@ -126,7 +134,7 @@ class Layers:
             whole = (count, self._max_layers_per_chunk, *shape.shape)
             if on_host:
                 return zeros_on_host(whole, shape.dtype, num_loop_dims=2)
-            return jnp.zeros(whole, shape.dtype)
+            return jax.lax.empty(whole, shape.dtype)  # a slot is written before it is read
 
         def buffer(name: str, shapes: list) -> Buffer | None:
             if name not in num_slots:
@@ -244,14 +252,19 @@ class Layers:
     def _accumulate(
         self, grads: Tree, param_slot: jax.Array, values: Sequence[jax.Array | None]
     ) -> Tree:
-        """Add a layer's gradients that are not None to `grads`, in the dtype of `grads`."""
+        """Add a layer's gradients that are not None to `grads`, in the dtype of `grads`.
+
+        If a layer has only one backward, they are written without an addition. XLA can then let
+        their reduce-scatter end in the next iteration, because nothing in this one reads it.
+        """
         leaves, structure = jax.tree.flatten(grads)
         pairs = zip(leaves, values, strict=True)
         converted = [value if value is None else value.astype(g.dtype) for g, value in pairs]
         scattered = self._gatherer.scattered(jax.tree.unflatten(structure, converted))
         values = structure.flatten_up_to(scattered)
         pairs = zip(leaves, values, strict=True)
-        return jax.tree.unflatten(structure, [_added(g, param_slot, value) for g, value in pairs])
+        add = _added if self._accumulates else _written
+        return jax.tree.unflatten(structure, [add(g, param_slot, value) for g, value in pairs])
 
     def _parted(self, saved: Sequence) -> tuple[list, list]:
         """Split saved residuals between the buffers `saved` and `for_weights`."""
@@ -268,18 +281,20 @@ class Layers:
     def _loop(self, chunk, body: Callable, carry: Tree, *, reverse: bool = False) -> Tree:
         """Scan `body(carry, i, param_slot, number)` over the chunk's layers, skipping padding."""
 
-        def step(carry, i):
+        def step(count_and_carry, _):
+            count, carry = count_and_carry
+            i = self._max_layers_per_chunk - 1 - count if reverse else count
             param_slot = chunk * self._max_layers_per_chunk + i
             number = self._numbers[param_slot]
             is_layer = None if self._has_padding else True
             after = branch(
                 is_layer, number >= 0, lambda: body(carry, i, param_slot, number), lambda: carry
             )
-            return after, None
+            return (count + 1, after), None
 
-        steps = jnp.arange(self._max_layers_per_chunk, dtype=jnp.int32)
         with jax.named_scope("layers"):
-            return jax.lax.scan(step, carry, steps, reverse=reverse)[0]
+            start = (jnp.int32(0), carry)
+            return jax.lax.scan(step, start, None, length=self._max_layers_per_chunk)[0][1]
 
 
 def _added(g: jax.Array, param_slot: jax.Array, value: jax.Array | None) -> jax.Array:
@@ -291,6 +306,13 @@ def _added(g: jax.Array, param_slot: jax.Array, value: jax.Array | None) -> jax.
     before = jax.lax.dynamic_index_in_dim(g, param_slot, keepdims=False)
     after = to_where(to_device(before) + value, g)
     return jax.lax.dynamic_update_index_in_dim(g, after, param_slot, 0)
+
+
+def _written(g: jax.Array, param_slot: jax.Array, value: jax.Array | None) -> jax.Array:
+    """Return `g`, on the device or in host memory, with `value` in one parameter slot."""
+    if value is None:
+        return g
+    return jax.lax.dynamic_update_index_in_dim(g, to_where(value, g), param_slot, 0)
 
 
 def _write(buffer: Buffer | None, buffer_slot, i, values: Sequence[jax.Array]) -> Buffer | None:

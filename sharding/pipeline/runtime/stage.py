@@ -98,6 +98,7 @@ class Stage:
             (block_type, self._first_microbatch),
             len(layout.chunks[0]),
             splits=self._plan.splits_backward,
+            accumulates=self._plan.num_microbatches > 1,
         )
         contains_layers = [[count > 0 for _, count in stage] for stage in layout.chunks]
         contains_first = [[start == 0 < count for start, count in stage] for stage in layout.chunks]

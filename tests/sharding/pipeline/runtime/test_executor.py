@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -39,6 +40,17 @@ MESHES = {
     "pipeline=2 data=2 model=2": {"pipeline": 2, "data": 2, "model": 2},
     "pipeline=2 fsdp=2 model=2": {"pipeline": 2, "fsdp": 2, "model": 2},
 }
+
+
+@pytest.fixture(autouse=True)
+def empty_is_not_zero(monkeypatch):
+    """On GPUs, `jax.lax.empty` has arbitrary values. On CPUs it has zeros, which hide errors."""
+
+    def make(shape, dtype):
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        return jnp.full(shape, jnp.nan if is_float else True, dtype)
+
+    monkeypatch.setattr(jax.lax, "empty", make)
 
 
 def check(
