@@ -198,6 +198,16 @@ def test_exporting_a_received_run_imports_nothing(received, payload, tmp_path, c
     assert not payload.exists()
 
 
+def test_config_of_a_received_checkpoint_imports_nothing(converted, payload, tmp_path, capsys):
+    run = tmp_path / "received"
+    shutil.copytree(converted, run)
+    shutil.copy(run / "config.yaml", run / "checkpoints" / "0")
+    edit(run / "checkpoints" / "0" / "config.yaml", "model", name="gift_payload:GPT2")
+    assert to_hf.main([str(run), str(tmp_path / "out")]) == 2
+    assert "checkpoints/0/config.yaml has model.name='gift_payload:GPT2', w" in error_of(capsys)
+    assert not payload.exists()
+
+
 def test_training_from_a_received_run_imports_nothing(
     received, payload, corpus_overrides, tmp_path, capsys
 ):
