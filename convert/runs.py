@@ -27,7 +27,7 @@ from models.stack import logical_axes
 from untrusted.documents import read_json, read_yaml
 from untrusted.files import check_link, check_tree
 from untrusted.imports import allow_imports, check_imports, record_received
-from untrusted.schema import check_fields
+from untrusted.schema import check, check_fields
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -135,7 +135,9 @@ def open_run(
     check_link(files, workdir)
     has_config = (files / "config.json").exists()
     hf = read_config(files / "config.json", within=workdir) if has_config else None
-    dtypes = files / DTYPES_FILE
+    dtypes_file = files / DTYPES_FILE
+    dtypes = read_json(dtypes_file, within=workdir) if dtypes_file.exists() else {}
+    check(dtypes, dict[str, str], dtypes_file)
     source = Source(
         path=path,
         model=name,
@@ -146,7 +148,7 @@ def open_run(
         hf_config=hf,
         tokenizer=find_tokenizer(files),
         open=lambda shapes: _open_checkpoint(source, step, shapes, averaged),
-        dtypes=read_json(dtypes, within=workdir) if dtypes.exists() else {},
+        dtypes=dtypes,
     )
     return source
 
