@@ -12,6 +12,7 @@ from checkpoint.lazy import LazyArray
 from convert.architecture import Architecture
 from untrusted.documents import read_json
 from untrusted.imports import record_received
+from untrusted.messages import shortened
 from untrusted.schema import check_fields
 
 Tree = Any
@@ -101,8 +102,11 @@ def read_config(file: Path, *, within: Path) -> dict[str, Any]:
     record_received(hf, file)
     check_fields(hf, _CONFIG_TYPES, file)
     for label in hf.get("id2label") or ():
-        if not label.isdecimal():
-            raise ValueError(f"{file}: id2label has the key {label!r}, which must be a number")
+        if not label.isdecimal() or len(label) > 9:
+            raise ValueError(
+                f"{file}: id2label has the key {shortened(label)!r}, which must be a number of at "
+                "most 9 digits"
+            )
     return hf
 
 

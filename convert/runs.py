@@ -1,4 +1,8 @@
-"""Open the checkpoint of a run: a directory with `config.yaml`, `checkpoints/` and maybe `hf/`."""
+"""Open the checkpoint of a run: a directory with `config.yaml`, `checkpoints/` and maybe `hf/`.
+
+The model of a checkpoint is named by the config in the checkpoint, which its checksums cover. The
+`config.yaml` of the run, which anyone can edit, names it only if the checkpoint has no config.
+"""
 
 import dataclasses
 import logging
@@ -11,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from checkpoint.checksums import find_damage
-from checkpoint.layout import STATE, steps_in
+from checkpoint.layout import CONFIG, STATE, steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
 from convert.model_on_disk import Shapes, Source, check_known, read_config
 from convert.registry import find
@@ -23,7 +27,7 @@ from models.stack import logical_axes
 from untrusted.documents import read_json, read_yaml
 from untrusted.files import check_link, check_tree
 from untrusted.imports import allow_imports, check_imports, record_received
-from untrusted.schema import check_fields
+from untrusted.schema import check, check_fields
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -69,6 +73,30 @@ def newest_checkpoint(path: Path) -> Path:
     )
 
 
+def config_of(step: Path) -> Path:
+    """Return the path of the config that names the model of a checkpoint.
+
+    Args:
+        step: The directory of a checkpoint that `newest_checkpoint` has found intact.
+
+    Returns:
+        The checkpoint's own config; or that of the run, if the checkpoint was converted, or written
+        before checkpoints had a config.
+
+    Raises:
+        ValueError: There is neither.
+    """
+    if (step / CONFIG).exists():
+        return step / CONFIG
+    file = step.parent.parent / CONFIG_FILE
+    if not file.exists():
+        raise ValueError(
+            f"{file} is missing, but it names the model of {step}; put it back, or choose another "
+            "run"
+        )
+    return file
+
+
 def open_run(
     path: Path, step: Path, *, averaged: bool = True, allow_import: Sequence[str] = ()
 ) -> Source:
@@ -76,21 +104,19 @@ def open_run(
 
     Args:
         path: The path that the user gave: the directory of the run or of the checkpoint.
-        step: The directory of the checkpoint.
+        step: The directory of the checkpoint, as `newest_checkpoint` returns it.
         averaged: Whether to use the averages of the parameters, if the run kept such averages.
-        allow_import: Import paths, packages and modules that config.yaml may import from.
+        allow_import: Import paths, packages and modules that the config may import from.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: The run has no valid config.yaml, or its model class may not or cannot be
+        ValueError: The checkpoint has no valid config, or its model class may not or cannot be
             imported, or `hf/` is a link that leads out of the run.
     """
     workdir = step.parent.parent
-    file = workdir / CONFIG_FILE
-    if not file.exists():
-        raise ValueError(f"{file} is missing, but it names the model of {step}")
+    file = config_of(step)
     config = read_yaml(file, within=workdir)
     check_fields(config, {"model": dict[str, Any]}, file)
     fields = config["model"]
@@ -109,7 +135,9 @@ def open_run(
     check_link(files, workdir)
     has_config = (files / "config.json").exists()
     hf = read_config(files / "config.json", within=workdir) if has_config else None
-    dtypes = files / DTYPES_FILE
+    dtypes_file = files / DTYPES_FILE
+    dtypes = read_json(dtypes_file, within=workdir) if dtypes_file.exists() else {}
+    check(dtypes, dict[str, str], dtypes_file)
     source = Source(
         path=path,
         model=name,
@@ -120,7 +148,7 @@ def open_run(
         hf_config=hf,
         tokenizer=find_tokenizer(files),
         open=lambda shapes: _open_checkpoint(source, step, shapes, averaged),
-        dtypes=read_json(dtypes, within=workdir) if dtypes.exists() else {},
+        dtypes=dtypes,
     )
     return source
 

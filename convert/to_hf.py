@@ -22,13 +22,13 @@ from convert.keys import plain, read, write
 from convert.model_on_disk import Source, shapes_of
 from convert.names import TensorMapping
 from convert.registry import architectures
-from convert.runs import newest_checkpoint
+from convert.runs import DTYPES_FILE, newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
 from convert.tokenizer_files import write_tokenizer
 from untrusted.files import write_text
 from untrusted.imports import add_allow_import
-from untrusted.messages import sentence_of
+from untrusted.messages import sentence_of, shortened
 
 #: Config fields that config.json cannot express, and that a Hugging Face model does not need.
 _WITHOUT_COUNTERPART = (
@@ -119,6 +119,12 @@ def _write_tensors(
         )
     }
     dtypes = {} if dtype is not None else source.dtypes
+    for name, known in dtypes.items():
+        if known not in _DTYPES:
+            raise ValueError(
+                f"{DTYPES_FILE} of {source.path} has the dtype {shortened(known)!r} for "
+                f"{shortened(name)}; it must be one of {', '.join(_DTYPES)}, or set --dtype"
+            )
     tensors = [
         (name, _DTYPES[dtypes.get(name, default)], place.their_shape)
         for name, place in tensor_mappings.items()
@@ -237,7 +243,9 @@ def _labels(source: Source) -> dict[str, Any]:
 def _with_dtype(hf: dict[str, Any], dtype: str | None) -> tuple[dict[str, Any], str]:
     """Return config.json with its dtype, which is also the dtype of tensors without a known one."""
     name = "torch_dtype" if "torch_dtype" in hf else "dtype"
-    chosen = dtype or (hf[name] if hf.get(name) in _DTYPES else "float32")
+    original = hf.get(name)
+    known = original if isinstance(original, str) and original in _DTYPES else "float32"
+    chosen = dtype or known
     return {**hf, name: chosen}, chosen
 
 

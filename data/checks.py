@@ -1,6 +1,8 @@
 """Helpers that config sections use to validate their fields and to word their messages."""
 
+import glob
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeGuard
 
 
@@ -27,3 +29,15 @@ def listed(found: Sequence[str], most: int = 3) -> str:
     """
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
+
+
+def matches_of(pattern: str) -> list[str]:
+    """Return the paths that a glob of a config matches, in any order.
+
+    A `**` matches any number of folders, so a second one directly after it adds nothing. It is
+    dropped, because the time of glob.glob grows exponentially with their number.
+    """
+    parts = Path(pattern).expanduser().parts
+    pairs = zip(("", *parts), parts, strict=False)
+    kept = [part for previous, part in pairs if not previous == part == "**"]
+    return glob.glob(str(Path(*kept)), recursive=True)

@@ -32,6 +32,8 @@ from launch.processes import Event, Processes
 from train.lifecycle.exit_codes import FINAL, STOPPED
 from train.reporting.output import open_missing_streams
 
+#: Largest number of processes, and of devices of a process: more could end a machine.
+_MAX_COUNT = 512
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -94,14 +96,18 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= _MAX_COUNT:
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} must be a whole number of at least 1 and at most {_MAX_COUNT}"
+        )
     return int(text)
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} must be a whole number of at least 0, with at most 9 digits"
+        )
     return int(text)
 
 

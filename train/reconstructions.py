@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from convert.from_hf import load
-from convert.runs import CONFIG_FILE
+from convert.runs import config_of, newest_checkpoint
 from data.corpus import load_corpus
 from data.images.image_corpus import Images
 from train.config import config_files
@@ -58,9 +58,8 @@ def _rows(
     workdir: Path, num_images: int, allow_import: Sequence[str]
 ) -> list[tuple[np.ndarray, ...]]:
     """Return (image, visible patches, reconstruction) of each image, floats from 0 to 1."""
-    file = workdir / CONFIG_FILE
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist; give the workdir of a run")
+    step = newest_checkpoint(workdir)
+    file = config_of(step)
     config = validate_config(config_files.load(str(file), allow_import=allow_import))
     if not hasattr(config.model_class, "reconstructions"):
         raise ValueError(
@@ -74,7 +73,7 @@ def _rows(
     if not len(validation):
         raise ValueError(f"{file}: the data has no validation images to draw")
     images = validation.evaluation_rows(range(min(num_images, len(validation))))["images"]
-    seen, reconstructed = load(workdir, allow_import=allow_import).reconstructions(images)
+    seen, reconstructed = load(step, allow_import=allow_import).reconstructions(images)
     return list(zip(images / 255, np.asarray(seen), np.asarray(reconstructed), strict=True))
 
 

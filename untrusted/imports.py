@@ -99,10 +99,12 @@ def check_import(path: str) -> None:
     module = path.partition(":")[0]
     if path in _record.allowed or is_module_allowed(module):
         return
+    # The value may contain more than the path, such as the weight of a source, but its names must
+    # be whole: neither 'my_own:loss' nor 'my.own:loss' would import the module of 'own:loss'.
+    whole = re.compile(rf"(?<!\w)(?<!\w\.){re.escape(path)}(?!\w)")
     for file, strings in _record.received.items():
         for key, text in strings:
-            # The value may contain more than the path, such as the weight of a source.
-            if path in text:
+            if whole.search(text):
                 raise ValueError(
                     f"{file} has {key}={text!r}, which would import the module {module} and run "
                     "its code; if you trust that code, add "

@@ -3,7 +3,6 @@
 One pass over the files finds the byte span of each document. Only the spans stay in memory.
 """
 
-import glob
 import hashlib
 import logging
 from array import array
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from data.checks import matches_of
 from data.text.hold_out import TOLERANCE, check_share, held_out_shares
 from data.text.spans import DocumentSpans
 from untrusted.documents import parse_json
@@ -70,7 +70,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     """
     files: set[Path] = set()
     for pattern in patterns:
-        matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+        matches = matches_of(pattern)
         found = {Path(match) for match in matches if Path(match).is_file()}
         folder = next((Path(match) for match in matches if Path(match).is_dir()), None)
         if not found and folder is not None:

@@ -26,6 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
+from data.checks import matches_of
+
 _MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQ")
@@ -75,7 +77,7 @@ def find_token_files(patterns: Iterable[str]) -> list[str]:
         if not glob.has_magic(stem) or Path(f"{stem}.bin").expanduser().is_file():
             prefixes.append(stem)
             continue
-        matches = sorted(glob.glob(str(Path(f"{stem}.bin").expanduser()), recursive=True))
+        matches = sorted(matches_of(f"{stem}.bin"))
         if not matches:
             raise FileNotFoundError(
                 f"data.paths: no token file matches {pattern!r} (in {Path.cwd()}); correct the glob"

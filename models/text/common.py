@@ -202,7 +202,9 @@ def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
         if is_size and value < 1:
             raise ValueError(f"model.{name}={value} must be at least 1")
         if is_size and name.endswith("_layers") and value > MAX_LAYERS:
-            raise ValueError(f"model.{name}={value} must be at most {MAX_LAYERS}")
+            raise ValueError(
+                f"model.{name}={value} must be at most {MAX_LAYERS}; choose fewer layers"
+            )
         if name.endswith(("dropout", "drop_path", "smoothing")) and not (0.0 <= value < 1.0):
             raise ValueError(f"model.{name}={value} must be in [0, 1)")
         if name == "init_stddev" and not value >= 0:

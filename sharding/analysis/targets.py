@@ -125,7 +125,8 @@ class Target:
     def _number(self, field: str) -> float:
         found = re.search(rf"\b{field}:\s*([\d.]+)", self.description)
         if found is None:
-            raise ValueError(f"--target={self.name}: its description lacks {field}; add this field")
+            shown = field.replace(r"\s*", " ")
+            raise ValueError(f"--target={self.name}: its description lacks {shown}; add this field")
         try:
             number = float(found[1])
         except ValueError:
@@ -152,11 +153,11 @@ def parse_target(text: str) -> Target:
             kind nor a file.
     """
     kind, _, shape = text.rpartition(":")
-    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+    sizes = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", shape)
     if not kind or sizes is None:
         raise ValueError(
-            f"--target={text!r} must be KIND:HOSTSxGPUS, such as h100:8x8 for 8 hosts of 8 GPUs; "
-            f"KIND is {', '.join(TARGETS)}, or a file"
+            f"--target={text[:200]!r} must be KIND:HOSTSxGPUS, such as h100:8x8 for 8 hosts of 8 "
+            f"GPUs; KIND is {', '.join(TARGETS)}, or a file"
         )
     num_hosts = int(sizes[1])
     gpus_per_host = int(sizes[2])

@@ -24,10 +24,12 @@ from typing import Any
 
 import jax
 
+from fields.numbers import shown
 from sharding.distributed.channel import bind_address
 from sharding.distributed.handshake import Process, perform_handshake
 from sharding.distributed.secret import run_secret
 from sharding.mesh import MeshConfig, make_mesh
+from untrusted.messages import shortened
 
 #: Longer timeouts: with simulated devices on few, busy cores, a collective can take longer than
 #: XLA's default timeouts, and XLA would abort the process.
@@ -67,7 +69,9 @@ def start(
     extra = [f"--{name}={value}" for name, value in CPU_XLA_FLAGS.items() if name not in flags]
     os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
 
-    per_process = os.environ.get("TAIBAI_DEVICES_PER_PROCESS")
+    per_process = None
+    if "TAIBAI_DEVICES_PER_PROCESS" in os.environ:
+        per_process = _number(os.environ, "TAIBAI_DEVICES_PER_PROCESS", 1, _MAX_SIMULATED_DEVICES)
     how = read_distributed_env(os.environ)
     if how is not None:
         _join(how, start_timeout_s, failure_timeout_s)
@@ -75,8 +79,8 @@ def start(
     if per_process or not distributed:
         with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
             num_simulated = min(config.num_devices, _MAX_SIMULATED_DEVICES)
-            jax.config.update("jax_num_cpu_devices", int(per_process or num_simulated))
-    devices = jax.devices()
+            jax.config.update("jax_num_cpu_devices", per_process or num_simulated)
+    devices = _devices()
     mesh = make_mesh(config, devices)
     if devices[0].platform == "cpu" and not distributed and mesh.size > 1:
         _log.info("simulating the mesh's %d devices on this machine's CPU", mesh.size)
@@ -126,29 +130,82 @@ class DistributedEnv:
 
 
 def read_distributed_env(env: Mapping[str, str]) -> DistributedEnv | None:
-    """Read from the environment how this process was started; None if it is the only one."""
-    if int(env.get("TAIBAI_NUM_PROCESSES", "1")) > 1:
+    """Read from the environment how this process was started; None if it is the only one.
+
+    Raises:
+        ValueError: a variable is missing or is not a number; the message names it.
+    """
+    num_processes = _number(env, "TAIBAI_NUM_PROCESSES", 1, default="1")
+    if num_processes > 1:
         return DistributedEnv(
-            coordinator=env["TAIBAI_COORDINATOR"],
-            num_processes=int(env["TAIBAI_NUM_PROCESSES"]),
-            process_id=int(env["TAIBAI_PROCESS_ID"]),
+            coordinator=_text(env, "TAIBAI_COORDINATOR"),
+            num_processes=num_processes,
+            process_id=_number(env, "TAIBAI_PROCESS_ID", 0, num_processes - 1),
             local_device_ids=None,
         )
-    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) <= 1:
+    num_tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1, default="1")
+    if num_tasks == 1:
         return None
     # The first host of "n[01-03,7]" or "n01,m7", and a port that is unlikely to be used by the step
     # of another job.
-    host = "".join(re.findall(r"^([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])[0])
-    step = int(env["SLURM_JOB_ID"]) * 8 + int(env.get("SLURM_STEP_ID", "0"))
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", _text(env, "SLURM_STEP_NODELIST"))
+    host = "".join(first.groups(default="")) if first else ""
+    if not host:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={shown(env['SLURM_STEP_NODELIST'])} names no host; start with "
+            "srun or launch/train.sbatch"
+        )
+    step = _number(env, "SLURM_JOB_ID", 0) * 8 + _number(env, "SLURM_STEP_ID", 0, default="0")
     # If several processes share a host and each sees all its GPUs, each takes one of them.
     shares_host = not re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    sees_one = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
+    takes_one = shares_host and "," in env.get("CUDA_VISIBLE_DEVICES", ",")
     return DistributedEnv(
         coordinator=f"{host}:{61440 + step % 4096}",
-        num_processes=int(env["SLURM_STEP_NUM_TASKS"]),
-        process_id=int(env["SLURM_PROCID"]),
-        local_device_ids=[int(env["SLURM_LOCALID"])] if shares_host and not sees_one else None,
+        num_processes=num_tasks,
+        process_id=_number(env, "SLURM_PROCID", 0, num_tasks - 1),
+        local_device_ids=[_number(env, "SLURM_LOCALID", 0)] if takes_one else None,
     )
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    """Return a variable that a launcher must set."""
+    if not env.get(name):
+        raise ValueError(
+            f"the environment variable {name} is missing; start all processes with "
+            "python -m launch.local, srun or launch/train.sbatch, which set it"
+        )
+    return env[name]
+
+
+def _number(
+    env: Mapping[str, str], name: str, least: int, most: int = 2**32 - 1, default: str | None = None
+) -> int:
+    """Return a variable of a launcher that is an integer from `least` to `most`."""
+    text = _text(env, name) if default is None else env.get(name, default)
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
+        raise ValueError(
+            f"the environment variable {name}={shown(text)} must be an integer from {least} to "
+            f"{most}; correct it, or unset it to start a single process"
+        )
+    return int(text)
+
+
+def _devices() -> list[Any]:
+    """Return the devices that jax finds.
+
+    Raises:
+        ValueError: JAX_PLATFORMS names a platform that jax does not have.
+    """
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        if "list of known backends" not in str(error):
+            raise
+        config: Any = jax.config
+        raise ValueError(
+            f"JAX_PLATFORMS={shown(config.jax_platforms)} names an unknown platform "
+            f"({shortened(error)}); correct it, or unset it to let jax choose"
+        ) from error
 
 
 def _join(start: DistributedEnv, start_timeout_s: float, failure_timeout_s: float) -> None:

@@ -9,7 +9,9 @@ choose.
 
 import argparse
 from collections.abc import Callable
+from typing import NoReturn
 
+from fields.numbers import shown
 from sharding.pipeline.schedules.csv_table import read_csv, write_csv
 from sharding.pipeline.schedules.drawing import draw_picture, draw_text
 from sharding.pipeline.schedules.generators import (
@@ -21,7 +23,7 @@ from sharding.pipeline.schedules.generators import (
     zero_bubble,
 )
 from sharding.pipeline.schedules.simulate import CLOCKS, Times, bubble_fraction
-from sharding.pipeline.schedules.table import Schedule, max_in_flight, verify
+from sharding.pipeline.schedules.table import Schedule, check_size, max_in_flight, verify
 from untrusted.messages import sentence_of
 
 __all__ = ["SCHEDULES", "forward_only", "make_schedule"]
@@ -49,8 +51,8 @@ def make_schedule(
         num_chunks: number of chunks of layers per stage, V.
 
     Raises:
-        ValueError: the name is unknown, the schedule does not exist for these counts, or the table
-            in the file has other counts or breaks a rule.
+        ValueError: the name is unknown, the schedule does not exist for these counts or its table
+            would be too large, or the table in the file has other counts or breaks a rule.
     """
     counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
     for count, value in counts.items():
@@ -62,6 +64,9 @@ def make_schedule(
                 f"pipeline.schedule={name_or_csv_path!r} is unknown; choose from "
                 f"{', '.join(SCHEDULES)}, or give the path of a CSV table (*.csv)"
             )
+        check_size(
+            f"pipeline.schedule={name_or_csv_path}", num_stages, num_microbatches, num_chunks
+        )
         schedule = SCHEDULES[name_or_csv_path](num_stages, num_microbatches, num_chunks)
         verify(schedule)
         return schedule
@@ -92,7 +97,11 @@ def _read_training_table(path: str) -> Schedule:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print a pipeline schedule's table, bubbles, memory and step time."""
+    """Print a pipeline schedule's table, bubbles, memory and step time.
+
+    Raises:
+        SystemExit: the schedule does not exist or a file cannot be used; the exit code is 2.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -130,8 +139,18 @@ def describe(schedule: Schedule, times: Times) -> str:
     return "\n".join(lines)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line; argparse would print all options first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sharding.pipeline.schedule", description=main.__doc__)
+    parser = _Parser(
+        prog="sharding.pipeline.schedule",
+        description="Prints a pipeline schedule's table, bubbles, memory and step time.",
+    )
     parser.add_argument(
         "--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, or the path of a CSV table"
     )
@@ -171,7 +190,7 @@ def _schedule(args: argparse.Namespace) -> Schedule:
     asked = {name: counts[name] if given[name] is None else given[name] for name in counts}
     for name, value in asked.items():
         if value < 1:
-            raise ValueError(f"--{name}={value} must be at least 1")
+            raise ValueError(f"--{name}={shown(value)} must be at least 1")
     return make_schedule(args.schedule, asked["stages"], asked["microbatches"], asked["chunks"])
 
 

@@ -228,6 +228,38 @@ def test_to_hf_rejects_anything_but_an_intact_run(spoil, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("dtypes.json", {"transformer.wte.weight": 5}, "dtypes.json is {'transformer.wte.weight'"),
+        ("dtypes.json", {"transformer.wte.weight": ["F32"]}, "but must be of type dict[str, str]"),
+        ("dtypes.json", {"transformer.wte.weight": "int4"}, "has the dtype 'int4' for transformer"),
+        ("config.json", {"id2label": {"9" * 5000: "a"}}, "must be a number of at most 9 digits"),
+    ],
+)
+def test_to_hf_rejects_wrong_values_in_the_files_of_the_original_model(
+    file, content, message, tmp_path, capsys
+):
+    cases.save("gpt2", tmp_path / "theirs")
+    from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
+    path = tmp_path / "ours" / "hf" / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **content}))
+    assert to_hf.main([str(tmp_path / "ours"), str(tmp_path / "back")]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("error: ") and message in line
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("dtype", [["x"], 5, "int4", {"a": 1}])
+def test_to_hf_replaces_a_dtype_that_it_does_not_know(dtype, tmp_path):
+    cases.save("gpt2", tmp_path / "theirs")
+    from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
+    path = tmp_path / "ours" / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": dtype}))
+    assert to_hf.main([str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
+
+
 @pytest.mark.parametrize("size", [0, -5])
 def test_to_hf_rejects_files_of_no_size(size, tmp_path, capsys):
     arguments = [str(tmp_path / "run"), str(tmp_path / "back"), f"--max_shard_bytes={size}"]

@@ -3,17 +3,15 @@
 `python -m pytest -m slow tests/fuzz` is the campaign with 100,000 inputs.
 """
 
-import contextlib
-import resource
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 from tests.fuzz.parsers import PARSERS, Parser
+from tests.limits import MAX_SECONDS, limited_memory
 from untrusted.messages import sentence_of
 
 #: Inputs of a campaign, over all parsers.
@@ -22,23 +20,6 @@ CAMPAIGN_INPUTS = 100_000
 QUICK_INPUTS = 25
 #: Hypothesis would refuse inputs that are large or slow to draw.
 CHECKS = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large)
-MAX_SECONDS = 5.0
-MAX_BYTES = 2**30
-
-
-@contextlib.contextmanager
-def limited_memory() -> Iterator[None]:
-    """Limit what the block allocates."""
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    with open("/proc/self/statm") as file:
-        num_pages = int(file.read().split()[5])  # of data
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (num_pages * resource.getpagesize() + MAX_BYTES, limits[1])
-    )
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
 pytestmark = [

@@ -298,6 +298,8 @@ def test_run_stops_all_processes_when_nobody_reads_the_output(tmp_path):
     [
         ([], "the following arguments are required: --processes"),
         (["--processes=0", "--", "true"], "'0' must be a whole number of at least 1"),
+        (["--processes=100000000", "--", "true"], "must be a whole number of at least 1 and at mo"),
+        (["--processes=" + "9" * 5000, "--", "true"], "9' must be a whole number of at least 1"),
         (["--processes=two", "--", "true"], "'two' must be a whole number of at least 1"),
         (["--processes=2", "--devices_per_process=-1", "--", "true"], "'-1' must be a whole"),
         (["--processes=2", "--grace_s=-1", "--", "true"], "'-1' must be a number of seconds"),

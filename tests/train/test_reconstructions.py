@@ -4,6 +4,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from convert import from_hf
+from tests.convert import cases
 from tests.runs import ROOT
 from train.config import config_files
 from train.main import main as train
@@ -41,10 +43,12 @@ def test_reconstructions_of_a_run_are_drawn(tmp_path, capsys):
 
 
 def test_model_without_reconstructions_is_rejected(tmp_path):
-    with pytest.raises(SystemExit, match=r"config\.yaml does not exist; give the workdir"):
+    with pytest.raises(SystemExit, match="neither a config.json nor a checkpoint; use the direc"):
         main([str(tmp_path)])
-    (tmp_path / "config.yaml").write_text(
+    cases.save("vit", tmp_path / "theirs")
+    from_hf.convert(tmp_path / "theirs", tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(
         config_files.as_yaml(config_files.load(f"{ROOT}/configs/vit.py"))
     )
     with pytest.raises(SystemExit, match="model.name='vit', which does not reconstruct images"):
-        main([str(tmp_path)])
+        main([str(tmp_path / "run")])

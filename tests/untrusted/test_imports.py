@@ -104,6 +104,35 @@ def test_import_is_refused_however_a_received_value_becomes_its_path(payload, tm
     assert callable(import_object("gift_payload:corpus", "data.name"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["my_own:loss", "my.own:loss", "1 my.own:loss", "own:loss_2", "own:lossy.part", "own.x:l"],
+)
+def test_received_path_does_not_refuse_paths_that_are_only_a_part_of_its_text(text, tmp_path):
+    record_received({"model": {"loss": text}}, tmp_path / "file")
+    check_imports({"model": {"loss": "own:loss"}})
+    with pytest.raises(ValueError, match="would import"):
+        check_imports({"model": {"loss": text}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "own:loss",
+        "0.5 own:loss",
+        "(own:loss)",
+        "x=own:loss;",
+        "a:own:loss",
+        "own:loss.part",
+        ".own:loss",
+    ],
+)
+def test_received_path_is_found_among_other_characters(text, tmp_path):
+    record_received({"model": {"loss": text}}, tmp_path / "file")
+    with pytest.raises(ValueError, match="would import the module own and"):
+        check_imports({"model": {"loss": "own:loss"}})
+
+
 def write_yaml(directory, **sections):
     file = directory / "config.yaml"
     file.write_text(yaml.safe_dump(sections))
@@ -195,6 +224,16 @@ def test_exporting_a_received_run_imports_nothing(received, payload, tmp_path, c
     assert "--allow_import=gift_payload" in error
     with pytest.raises(ValueError, match="would import the module gift_payload"):
         load(received)
+    assert not payload.exists()
+
+
+def test_config_of_a_received_checkpoint_imports_nothing(converted, payload, tmp_path, capsys):
+    run = tmp_path / "received"
+    shutil.copytree(converted, run)
+    shutil.copy(run / "config.yaml", run / "checkpoints" / "0")
+    edit(run / "checkpoints" / "0" / "config.yaml", "model", name="gift_payload:GPT2")
+    assert to_hf.main([str(run), str(tmp_path / "out")]) == 2
+    assert "checkpoints/0/config.yaml has model.name='gift_payload:GPT2', w" in error_of(capsys)
     assert not payload.exists()
 
 

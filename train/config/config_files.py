@@ -294,7 +294,7 @@ def _set(config: Any, key: str, text: str) -> None:
     # `validate_config` knows the type of each key. It checks None, and int versus float in `model`.
     if None not in (default, value) and type(value) is not type(default) and not numbers:
         kind = type(default).__name__
-        raise ValueError(f"--config.{key}={text} must be of type {kind}, such as {default!r}")
+        raise ValueError(f"--config.{key}={text[:60]} must be of type {kind}, such as {default!r}")
     with config.ignore_type():
         config[section][name] = value
 
@@ -324,7 +324,7 @@ def default_of(field: dataclasses.Field) -> Any:
 def _parse(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # nested too deeply
         return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)
 
 

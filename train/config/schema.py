@@ -24,6 +24,8 @@ from models.registry import MODELS, find_model
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline.config import PipelineConfig
+from sharding.pipeline.schedule import SCHEDULES
+from sharding.pipeline.schedules.table import check_size
 from train.config.train_config import EvalConfig, TrainConfig
 from train.optim.optimizer import OptimizerConfig
 from train.precision import PrecisionConfig
@@ -88,6 +90,13 @@ class RunConfig:
         mesh = self.mesh
         batch = self.data.global_batch_size
         parts = self.train.num_microbatches
+        if mesh.pipeline > 0 and self.pipeline.schedule in SCHEDULES:
+            check_size(
+                f"pipeline.schedule={self.pipeline.schedule}",
+                mesh.pipeline,
+                parts,
+                self.pipeline.chunks,
+            )
         if -1 in (mesh.data, mesh.fsdp):
             return  # checked again once the number of devices is known
         if batch % (parts * mesh.data * mesh.fsdp):

@@ -19,6 +19,7 @@ class TrainConfig(Section, section="train"):
         "mesh.data × mesh.fsdp must divide `data.global_batch_size`.",
         ge=1,
         le=4096,
+        remedy="choose fewer microbatches of more examples each",
         required=True,
     )
     seed: int = field(

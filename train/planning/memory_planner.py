@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable
 
+from sharding.estimate.memory_estimate import Needs
 from sharding.memory import AUTO
 from train.config.schema import RunConfig
 from train.planning.memory_budget import (
@@ -120,36 +121,44 @@ class MemoryPlanner:
         search = MemorySearch(run.config, self._assemble, self._budget)
         if compiled is not None:
             search.correction = max(1.0, compiled / needs.device_bytes)
-            how = f": {size(compiled)} a device, as compiled"
+            how = f", and {size(compiled)} a device as compiled"
         found = search.single()
         if not found:
             found = list(itertools.islice(search.fitting(), 1))
         if not found:
             return self._nothing_fits(search)
-        choices = "\n".join(f"  {self._describe(search, candidate)}" for candidate in found)
+        _log.warning("%s", table(needs, self._budget))
+        choices = "; ".join(self._describe(search, candidate) for candidate in found)
         return (
-            f"a step takes more memory than there is{how}\n{table(needs, self._budget)}\n"
-            f"Each of these would fit:\n{choices}\n"
-            "memory.placement=auto chooses the fastest that fits; memory.device_budget and "
-            "memory.host_budget set the budget"
+            f"a step takes more memory than there is, {self._compared(needs)}{how}; each of these "
+            f"would fit: {choices}; memory.placement=auto chooses the fastest that fits, and "
+            "memory.device_budget and memory.host_budget set the budget"
         )
 
     def _nothing_fits(self, search: MemorySearch) -> str:
         leanest = search.leanest
         factor = search.correction
         reads_images = leanest.run.config.data.reads_images
-        corrected = f"Compiled steps took {factor:.2f} times their estimate.\n" * (factor > 1)
+        corrected = f", and compiled steps took {factor:.2f} times their estimate" * (factor > 1)
         is_host = leanest.needs.host_bytes > self._budget.host_bytes
         parts = leanest.needs.host if is_host else leanest.needs.device
+        to_shrink = "images.size" if reads_images else "data.sequence_length"
         most = f"{max(parts, key=lambda k: parts[k])} {'in host memory' if is_host else ''}".strip()
+        _log.warning("%s", table(leanest.needs, self._budget))
         return (
             "no plan fits into memory; the leanest, "
-            f"{_text(leanest.setting) or 'as configured'}, takes\n"
-            f"{table(leanest.needs, self._budget)}\n{corrected}"
-            f"The largest part is: {most}. Use more devices (mesh.pipeline and mesh.model split "
-            "the model, mesh.fsdp with memory.zero_stage=3 splits its state), a smaller model, or "
-            f"a smaller {'images.size' if reads_images else 'data.sequence_length'} or "
-            "data.global_batch_size"
+            f"{_text(leanest.setting) or 'as configured'}, takes {self._compared(leanest.needs)}"
+            f"{corrected}; the largest part is {most}; use more devices (mesh.pipeline and "
+            "mesh.model split the model, mesh.fsdp with memory.zero_stage=3 splits its state), a "
+            f"smaller model, or a smaller {to_shrink} or data.global_batch_size"
+        )
+
+    def _compared(self, needs: Needs) -> str:
+        """Return what a step needs and may use, on a device and on a host."""
+        budget = self._budget
+        return (
+            f"{size(needs.device_bytes)} a device (budget: {size(budget.device_bytes)}) and "
+            f"{size(needs.host_bytes)} a host (budget: {size(budget.host_bytes)})"
         )
 
     def _describe(self, search: MemorySearch, candidate: Candidate) -> str:

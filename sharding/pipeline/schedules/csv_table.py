@@ -13,13 +13,19 @@ read without changes.
 """
 
 import csv
+import math
 import re
 from pathlib import Path
 
-from sharding.pipeline.schedules.table import Op, Schedule
+from sharding.pipeline.schedules.table import MAX_SIZE, Op, Schedule, check_size, chunk_indices
 from untrusted.files import read_text
+from untrusted.messages import shortened
 
-_OP = re.compile(r"(\d+)([FBIW])(\d+)")
+_OP = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+#: Largest rows × columns. A schedule takes at most about 4 ticks per microbatch and chunk.
+_MAX_CELLS = 4 * MAX_SIZE
+#: Largest number of rows, which are stages: (microbatches + stages) × stages is limited.
+_MAX_ROWS = math.isqrt(MAX_SIZE)
 
 
 def read_csv(path: str | Path) -> Schedule:
@@ -48,13 +54,16 @@ def read_csv(path: str | Path) -> Schedule:
             "have the same number of them, and they must be numbered from 0 without gaps"
         )
     placement = tuple(stage_of[virtual] for virtual in sorted(stage_of))
-    chunk_of = [placement[:virtual].count(stage) for virtual, stage in enumerate(placement)]
+    num_chunks = len(placement) // len(rows)
+    num_microbatches = 1 + max(m for row in rows for cell in row for _, m, _ in cell)
+    check_size(str(path), len(rows), num_microbatches, num_chunks)
+    chunk_of = chunk_indices(placement)
     num_ticks = max(map(len, rows))
     return Schedule(
         name=str(path),
         num_stages=len(rows),
-        num_chunks=len(placement) // len(rows),
-        num_microbatches=1 + max(m for row in rows for cell in row for _, m, _ in cell),
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
         placement=placement,
         ticks=tuple(
             tuple(
@@ -84,28 +93,37 @@ def _read_rows(path: Path) -> list[list[list[tuple[str, int, int]]]]:
         text = read_text(path).removeprefix("\ufeff")
     except OSError as error:
         raise ValueError(f"the schedule table {path} cannot be read: {error.strerror}") from None
+    # Counted before the text is parsed: a cell takes a byte in the file, but a list in memory.
+    texts = text.splitlines()
+    num_columns = 1 + max((line.count(",") for line in texts), default=0)
+    num_rows = len(texts)
+    num_ops = text.count(";") + num_rows * num_columns
+    if num_rows > _MAX_ROWS or num_ops > _MAX_CELLS:
+        raise ValueError(
+            f"the schedule table {path} is too large: it has {num_rows} rows and {num_columns} "
+            f"columns, but at most {_MAX_ROWS} rows and {_MAX_CELLS} cells or operations are "
+            "allowed; choose fewer microbatches or stages"
+        )
     try:
-        lines = list(csv.reader(text.splitlines()))
+        lines = list(csv.reader(texts))
     except csv.Error as error:
         raise ValueError(f"the schedule table {path} is not a CSV file: {error}") from None
     return [
-        [
-            _parse_cell(cell, f"{path}, row {row}, column {column}")
-            for column, cell in enumerate(line, 1)
-        ]
+        [_parse_cell(cell, path, row, column) for column, cell in enumerate(line, 1)]
         for row, line in enumerate(lines, 1)
         if line
     ]
 
 
-def _parse_cell(cell: str, place: str) -> list[tuple[str, int, int]]:
+def _parse_cell(cell: str, path: Path, row: int, column: int) -> list[tuple[str, int, int]]:
     ops = []
     for text in filter(None, (part.strip() for part in cell.split(";"))):
         match = _OP.fullmatch(text)
         if not match:
             raise ValueError(
-                f"{place}: {text!r} is not an operation; write virtual stage, F, B, I or W, and "
-                "microbatch, such as 5F3, and separate the operations of a cell by ';'"
+                f"{path}, row {row}, column {column}: {shortened(text)!r} is not an operation; "
+                "write virtual stage, F, B, I or W, and microbatch, such as 5F3, and separate the "
+                "operations of a cell by ';'"
             )
         virtual, kind, microbatch = match.groups()
         ops.append((kind, int(microbatch), int(virtual)))

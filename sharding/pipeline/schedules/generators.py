@@ -28,6 +28,7 @@ from sharding.pipeline.schedules.table import (
     Key,
     Op,
     Schedule,
+    chunk_indices,
     loop_placement,
     v_placement,
 )
@@ -245,7 +246,7 @@ def _from_ticks(
 ) -> Schedule:
     """Build the table in which each operation runs in its given tick, F first in its cell."""
     placement = tuple(placement)
-    chunk_of = [placement[:virtual].count(stage) for virtual, stage in enumerate(placement)]
+    chunk_of = chunk_indices(placement)
     num_ticks = 1 + max(when.values())
     cells: list[list[list[Op]]] = [[[] for _ in range(num_stages)] for _ in range(num_ticks)]
     for (kind, microbatch, virtual), tick in when.items():

@@ -23,8 +23,11 @@ simulate.py times them.
 """
 
 import dataclasses
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
+
+from fields.numbers import shown
 
 #: Kinds of operations, in PyTorch's letters. A whole backward (B) computes the input gradient (I)
 #: and the weight gradient (W) together.
@@ -35,6 +38,10 @@ WEIGHT_GRADIENT = "W"
 
 #: Order of the operations within a cell.
 _RANK = {FORWARD: 0, BACKWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 2}
+
+#: Largest (microbatches + stages) × stages × chunks, about the number of cells of a table. A larger
+#: table would take minutes to make; 16 stages with 8 chunks and 512 microbatches need 67,584.
+MAX_SIZE = 2**18
 
 #: Identifies an operation of a table: (kind, microbatch, virtual stage).
 Key = tuple[str, int, int]
@@ -118,6 +125,37 @@ def loop_placement(num_stages: int, num_chunks: int) -> tuple[int, ...]:
 def v_placement(num_stages: int) -> tuple[int, ...]:
     """Return the placement 0..S-1, S-1..0 of two chunks; stage 0 has the first and last layers."""
     return (*range(num_stages), *reversed(range(num_stages)))
+
+
+def chunk_indices(placement: Sequence[int]) -> list[int]:
+    """Return the index of each virtual stage among the chunks of its stage."""
+    num_chunks: Counter[int] = Counter()
+    indices = []
+    for stage in placement:
+        indices.append(num_chunks[stage])
+        num_chunks[stage] += 1
+    return indices
+
+
+def check_size(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+    """Check that a table is small enough to be made, before it is.
+
+    Args:
+        name: the name of the schedule, for the message.
+        num_stages: number of stages, S.
+        num_microbatches: number of microbatches, M.
+        num_chunks: number of chunks of layers per stage, V.
+
+    Raises:
+        ValueError: the table would have more than MAX_SIZE cells.
+    """
+    if (num_microbatches + num_stages) * num_stages * num_chunks > MAX_SIZE:
+        raise ValueError(
+            f"{name}: a table of {shown(num_stages)} stages, {shown(num_chunks)} chunks per stage "
+            f"and {shown(num_microbatches)} microbatches is too large: (microbatches + stages) × "
+            f"stages × chunks must be at most {MAX_SIZE}; choose fewer microbatches "
+            "(train.num_microbatches), stages (mesh.pipeline) or chunks (pipeline.chunks)"
+        )
 
 
 def needs(key: Key, ran: Container[Key], num_virtual_stages: int) -> list[Key]:

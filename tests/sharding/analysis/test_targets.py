@@ -11,3 +11,16 @@ def test_memory_of_a_target_must_be_a_positive_number(number, tmp_path):
     path.write_text(f"gpu_device_info {{ device_memory_size: {number} }}")
     with pytest.raises(ValueError, match="device_memory_size: .* must be a positive number"):
         _ = parse_target(f"{path}:1x8").memory_bytes
+
+
+def test_missing_field_of_a_target_is_named_in_its_own_notation(tmp_path):
+    path = tmp_path / "gpu.txtpb"
+    path.write_text("gpu_device_info { device_memory_size: 1 }")
+    with pytest.raises(ValueError, match="lacks cuda_compute_capability { major; add this field"):
+        parse_target(f"{path}:1x8").compiler_options()
+
+
+def test_endless_number_of_hosts_is_refused():
+    with pytest.raises(ValueError, match="must be KIND:HOSTSxGPUS") as caught:
+        parse_target(f"h100:{'9' * 5000}x8")
+    assert len(str(caught.value)) < 500

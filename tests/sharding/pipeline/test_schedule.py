@@ -11,6 +11,7 @@ from sharding.pipeline.schedules.csv_table import read_csv, write_csv
 from sharding.pipeline.schedules.drawing import draw_text
 from sharding.pipeline.schedules.generators import forward_only, one_f_one_b, zbv
 from sharding.pipeline.schedules.table import Op
+from tests.limits import limited_resources
 from tests.sharding.pipeline.schedules.tables import properties, schedules, with_cell
 
 DOCS = Path(__file__).parents[3] / "docs" / "pipelines.md"
@@ -131,8 +132,20 @@ def test_command_line_writes_a_table_that_it_reads(tmp_path, capsys):
 def test_command_line_refuses_bad_arguments_in_one_sentence(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    *_, last = capsys.readouterr().err.strip().splitlines()
-    assert "error: " in last and message in last
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+@pytest.mark.parametrize(
+    "counts", [(1000, 100_000, 1), (10**9, 1, 1), (2, 4, 10**9), (1, 10**5000, 1)]
+)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_huge_table_is_refused_before_it_is_made(name, counts):
+    with limited_resources(), pytest.raises(ValueError) as caught:
+        make_schedule(name, *counts)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"pipeline.schedule={name}: a table of ")
+    assert "must be at most 262144; choose fewer microbatches" in sentence and len(sentence) < 500
 
 
 def documented_commands() -> list[list[str]]:

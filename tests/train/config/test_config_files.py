@@ -256,3 +256,10 @@ def test_partial_config_takes_defaults_and_overrides(kind, tmp_path):
 def test_every_field_of_a_model_can_be_set(config, override, field, value):
     loaded = validate_config(load(f"configs/{config}.py", [f"model.{override}"]))
     assert loaded.model_fields[field] == value and type(loaded.model_fields[field]) is type(value)
+
+
+@pytest.mark.parametrize("text", ["-" * 100_000 + "1", "[" * 5000, "9" * 5000])
+def test_value_that_python_cannot_parse_is_refused_in_one_short_sentence(text):
+    with pytest.raises(ValueError, match="^--config.train.num_steps=.{1,60} must be ") as caught:
+        load(CONFIG, [f"train.num_steps={text}"])
+    assert len(str(caught.value)) < 200

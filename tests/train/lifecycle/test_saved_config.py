@@ -1,5 +1,6 @@
-"""A run resumes only with the config that its checkpoints were written with."""
+"""A run resumes, and is exported and continued elsewhere, with the config of its checkpoints."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from checkpoint.__main__ import main as checkpoint
+from convert import to_hf
 from tests.runs import TINY, arguments, write_corpus
 from tests.train.refusals import refusal
 from train.main import main
@@ -40,6 +42,13 @@ def change_seed(file: Path) -> None:
     text = file.read_text()
     assert "seed: 0" in text
     file.write_text(text.replace("seed: 0", "seed: 1"))
+
+
+def change_activation(file: Path) -> None:
+    """Change a value that no shape depends on, so that no other check could notice it."""
+    text = file.read_text()
+    assert "activation: gelu_tanh" in text
+    file.write_text(text.replace("activation: gelu_tanh", "activation: relu"))
 
 
 def drop_checksums_of_configs(run: Path) -> None:
@@ -117,3 +126,47 @@ def test_contents_of_files_can_be_verified_from_a_later_start_on(copy, capsys):
     assert main(arguments(workdir, (*overrides, "data.verify=full"))) == 0
     log = capsys.readouterr().err
     assert "Tokenizing" in log and "step 4 of train.num_steps=5" in log
+
+
+def exported_activation(run: Path, to: Path) -> str:
+    """Export a run; return the activation of the exported model."""
+    assert to_hf.main([str(run), str(to)]) == 0
+    return json.loads((to / "config.json").read_text())["activation_function"]
+
+
+@pytest.mark.parametrize("change", [Path.unlink, change_activation])
+def test_conversion_and_init_from_ignore_a_changed_config_of_the_workdir(
+    change, copy, tmp_path_factory
+):
+    run, overrides = copy
+    change(run / "config.yaml")
+    out = tmp_path_factory.mktemp("out")
+    assert exported_activation(run, out / "exported") == "gelu_new"
+    started = (*overrides, "train.num_steps=1", f"init_from={run}")
+    assert main(arguments(out / "started", started)) == 0
+    assert "activation: gelu_tanh" in (out / "started" / "config.yaml").read_text()
+
+
+def test_conversion_skips_a_checkpoint_whose_config_was_changed(copy, tmp_path_factory, capsys):
+    run, overrides = copy
+    out = tmp_path_factory.mktemp("out")
+    change_activation(run / "checkpoints" / "4" / "config.yaml")
+    assert exported_activation(run, out / "exported") == "gelu_new"
+    assert "checkpoints/4 is skipped: config.yaml has changed" in capsys.readouterr().err
+    change_activation(run / "checkpoints" / "2" / "config.yaml")
+    assert to_hf.main([str(run), str(out / "another")]) == 2
+    assert "contains only damaged checkpoints" in capsys.readouterr().err
+    assert not (out / "another").exists()
+    error = refusal(out / "started", (*overrides, f"init_from={run}"), capsys)
+    assert "contains only damaged checkpoints" in error
+
+
+def test_conversion_of_checkpoints_without_configs_reads_the_config_of_the_workdir(
+    copy, tmp_path_factory
+):
+    run, _ = copy
+    drop_checksums_of_configs(run)
+    for file in run.glob("checkpoints/*/config.yaml"):
+        file.unlink()
+    change_activation(run / "config.yaml")
+    assert exported_activation(run, tmp_path_factory.mktemp("out") / "exported") == "relu"

@@ -8,6 +8,7 @@ from hypothesis import given
 from sharding.pipeline.schedules.csv_table import read_csv, write_csv
 from sharding.pipeline.schedules.generators import one_f_one_b, zbv
 from sharding.pipeline.schedules.table import Op, verify
+from tests.limits import limited_resources
 from tests.sharding.pipeline.schedules.tables import properties, schedules
 
 #: Written by ScheduleZBVZeroBubble(2 stages, 2 microbatches)._dump_csv of torch 2.13.
@@ -94,3 +95,25 @@ def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"a\.csv cannot be read: it is not text"):
         read_csv(tmp_path / "a.csv")
+
+
+HUGE_TABLES = {
+    "a row of commas": lambda: "0F0" + "," * 15_000_000,
+    "a million rows": lambda: "".join(f"{row}F0\n" for row in range(1_000_000)),
+    "short rows, and one of a million columns": lambda: "0F0" + "," * 10**6 + "\n1F0" * 10**6,
+    "empty lines": lambda: "0F0" + "\n" * 15_000_000,
+    "cells of many operations": lambda: ("0F0;" * 30_000 + ",") * 100,
+    "a billion microbatches": lambda: "0F0,0F999999999,0B0",
+    "an endless microbatch": lambda: "0F" + "9" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", HUGE_TABLES)
+def test_huge_table_is_refused_in_one_short_sentence(name, tmp_path):
+    path = tmp_path / "huge.csv"
+    path.write_text(HUGE_TABLES[name]())
+    with limited_resources(), pytest.raises(ValueError) as caught:
+        read_csv(path)
+    sentence = str(caught.value)
+    assert "huge.csv" in sentence and "choose fewer" in sentence or "is not an op" in sentence
+    assert sentence.isprintable() and len(sentence) < 500
