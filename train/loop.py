@@ -159,7 +159,6 @@ class _TrainingLoop:
         self._is_save_requested = False  # whether the first process's timer asks for a save
         self._is_save_due = False  # whether to save after the next step that is not skipped
         self._last_saved_step = restored.step
-        self._metrics: dict[str, jax.Array] = {}  # of the newest step
 
     def next_batch(self) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
         """Begin the next step: read this process's rows of its batch, place them on the mesh."""
@@ -180,7 +179,6 @@ class _TrainingLoop:
         """
         with self._phases("step"):
             self._state, metrics = self._compiled_step(self._state, batch)
-            self._metrics = metrics
             self.is_stopping = self._agree_to_stop()
             self._meter.step(metrics["loss"])
             every_steps = self._run.config.log.every_steps
@@ -220,7 +218,6 @@ class _TrainingLoop:
         if scores is None:
             self.is_stopping = True
             return None
-        self.is_stopping = False
         self._writer.write(self.step, scores)
         self._progress.evaluation(self.step, scores)
         return scores
@@ -277,11 +274,11 @@ class _TrainingLoop:
         """Return how many steps in a row were skipped, up to this one; waits for this step."""
         state = self._state
         is_last = self.is_stopping or self.step == self._num_steps
-        if is_last and "num_stuck_in_a_row" in self._metrics:
+        if is_last and state.loss_scale is not None:
             # In float16 a step is occasionally skipped because its loss scale was too large. After
             # the last step there is no later one that the save could wait for, so count only skips
             # at the smallest scale.
-            count = int(self._metrics["num_stuck_in_a_row"])
+            count = int(state.loss_scale.num_stuck)
         else:
             count = int(state.num_nonfinite_in_a_row)
         return count if state.spikes is None else count + int(state.spikes.num_in_a_row)

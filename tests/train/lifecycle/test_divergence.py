@@ -278,6 +278,15 @@ def test_run_does_not_end_with_a_skipped_step(corpus_overrides, tmp_path):
     assert names(tmp_path) == ["3", "6"]
 
 
+def test_rollback_at_the_last_step_saves_the_restored_state_in_float16(corpus_overrides, tmp_path):
+    """The skipped steps are those of the metrics, not those of the restored state."""
+    changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
+    float16 = ("precision.compute=float16", "precision.loss_scale_window=0")
+    overrides = (*TINY, *corpus_overrides, *changes, *float16, "checkpoint.every_steps=2")
+    assert train(tmp_path, (*overrides, "train.num_steps=8"), {6, 7, 8}) == FINISHED
+    assert names(tmp_path)[-1] == "8"
+
+
 def test_rollback_without_an_older_checkpoint_raises_an_error(corpus_overrides, tmp_path):
     changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
     with pytest.raises(
