@@ -262,7 +262,7 @@ def _set(config: Any, key: str, text: str) -> None:
     if key == "init_from":
         config.init_from = text
         return
-    if key == "model.attention" and "attention" not in config.get("model", ()):
+    if key == "model.attention" and "model" in config and "attention" not in config.model:
         # Every model accepts this key (see RunConfig.attention), so config files may omit it.
         with config.unlocked():
             config.model.attention = text

@@ -263,3 +263,10 @@ def test_value_that_python_cannot_parse_is_refused_in_one_short_sentence(text):
     with pytest.raises(ValueError, match="^--config.train.num_steps=.{1,60} must be ") as caught:
         load(CONFIG, [f"train.num_steps={text}"])
     assert len(str(caught.value)) < 200
+
+
+def test_attention_of_a_config_without_a_model_is_refused_by_name(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("data:\n  name: stdlib\n")
+    with pytest.raises(ValueError, match=r"--config\.model\.attention: unknown key"):
+        load(str(path), ["model.attention=plain"])
