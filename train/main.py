@@ -70,19 +70,19 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
         The exit code; see train/lifecycle/exit_codes.py.
     """
     try:
-        mode, options = parse_arguments(argv)
+        options = parse_arguments(argv)
         logging.basicConfig(format="%(message)s", force=True)
         for folder in _LOGGED_FOLDERS:
             logging.getLogger(folder).setLevel(logging.INFO)
         with ExitStack() as stack:
             signals = signals or stack.enter_context(StopSignals())
-            return evaluate(options) if mode == "eval" else train(options, signals)
+            return evaluate(options) if options.is_evaluation else train(options, signals)
     except Refused as refused:
         return refused.exit_code
 
 
-def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
-    """Return the mode ("train" or "eval") and the options of a command line."""
+def parse_arguments(argv: list[str] | None) -> RunOptions:
+    """Return the options of a command line."""
     parser = argparse.ArgumentParser(
         prog="python -m train.main",
         allow_abbrev=False,
@@ -110,7 +110,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[str, RunOptions]:
     with refusing_bad_input():
         for name in ("config", "workdir", "deepspeed"):
             check_no_nul(f"--{name}", str(getattr(args, name)))
-        return args.mode, RunOptions(
+        return RunOptions(
             config=args.config,
             overrides=config_files.overrides(others),
             workdir=args.workdir or config_files.default_workdir(args.config),
@@ -147,13 +147,13 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 restored = restore_or_initialize(run, built.corpus, directory, built.source)
             restored.checkpoints.tidy()
 
-            def prepare_files() -> loop.Logs:
+            def write_files_and_open_logs() -> loop.Logs:
                 report = built.planner.report
                 write_run_files(directory, run, built.corpus, built.source, report)
                 return loop.open_logs(run, restored.step, directory, phases)
 
             # All processes are ready before the watchdog starts to limit the time of a step.
-            logs = Exchange(LONGEST_START_S).on_all(prepare_files)
+            logs = Exchange(LONGEST_START_S).on_all(write_files_and_open_logs)
         stack.enter_context(closing(_watchdog(run, directory, start_id, phases)))
         try:
             return loop.train(

@@ -53,7 +53,7 @@ class StepConfig:
     schedule: Schedule  # pipeline schedule, verified
     layouts: Mapping[str, Layout]  # stack -> layers of every stage
     precision: PrecisionConfig
-    seed: int  # for dropout and stochastic rounding
+    seed: int  # for dropout
     memory: MemoryConfig
     hardware: Hardware  # devices that the step is compiled for
     skip_spikes: float | None = None  # largest gradient norm / running mean; None: any

@@ -94,45 +94,46 @@ class StackPart:
     def backward(
         self,
         chunk: jax.Array,
-        dx: Tree,
+        dy: Tree,
         microbatch: Tree,
         residuals: Residuals,
         slots: Slots,
-        grads: tuple[Tree, Tree],
-    ) -> tuple[Tree, tuple[Tree, Tree], Residuals]:
+        non_stack_grads: Tree,
+        stack_grads: Tree,
+    ) -> tuple[Tree, Tree, Tree, Residuals]:
         """Run the backward of the chunk's layers of this stack, or its first half.
 
         Args:
             chunk: the chunk's number on this device.
-            dx: gradient of the output.
+            dy: gradient of the output.
             microbatch: the microbatch.
             residuals: the buffers of this stack.
             slots: the slots of the buffers.
-            grads: gradients of the non-stack parameters and of the stack's parameters so far.
+            non_stack_grads: gradients of the non-stack parameters so far.
+            stack_grads: gradients of the stack's parameters so far.
 
         Returns:
-            (gradient of the input, `grads` with new gradients added, buffers).
+            (gradient of the input, both gradients with new ones added, buffers).
         """
 
-        def run() -> tuple[Tree, tuple[Tree, Tree], Residuals]:
-            non_stack_grads, stack_grads = grads
+        def run() -> tuple[Tree, Tree, Tree, Residuals]:
             buffers = residuals
-            dy = self.packed.unpack(dx, self.block_type)
+            block_dy = self.packed.unpack(dy, self.block_type)
             if self.layers.splits:
-                block_dx, stack_grads, handed = self.layers.input_gradient(
-                    chunk, dy, microbatch, buffers, slots, stack_grads
+                block_dx, new_stack_grads, handed = self.layers.input_gradient(
+                    chunk, block_dy, microbatch, buffers, slots, stack_grads
                 )
                 buffers = dataclasses.replace(buffers, handed=handed)
             else:
-                block_dx, stack_grads = self.layers.backward(
-                    chunk, dy, microbatch, buffers, slots, stack_grads
+                block_dx, new_stack_grads = self.layers.backward(
+                    chunk, block_dy, microbatch, buffers, slots, stack_grads
                 )
-            input_dx, non_stack_grads = self._through_before(
+            dx, new_non_stack_grads = self._through_before(
                 chunk, block_dx, microbatch, buffers, slots, non_stack_grads
             )
-            return input_dx, (non_stack_grads, stack_grads), buffers
+            return dx, new_non_stack_grads, new_stack_grads, buffers
 
-        return self._if_present(chunk, run, (dx, grads, residuals))
+        return self._if_present(chunk, run, (dy, non_stack_grads, stack_grads, residuals))
 
     def _if_present(self, chunk: jax.Array, run: Callable[[], Tree], otherwise: Tree) -> Tree:
         """Return run() if the chunk contains layers of the stack, else `otherwise`.
@@ -159,7 +160,7 @@ class StackPart:
     def _through_before(
         self,
         chunk: jax.Array,
-        dx: Tree,
+        block_dx: Tree,
         microbatch: Tree,
         residuals: Residuals,
         slots: Slots,
@@ -169,7 +170,7 @@ class StackPart:
         pack = self.packed.pack
         before = self.before
         if before is None:
-            return pack(dx), non_stack_grads
+            return pack(block_dx), non_stack_grads
         x = read(residuals.before_inputs, slots.saved)
 
         def through():
@@ -177,10 +178,10 @@ class StackPart:
                 return before(non_stack_params, x, microbatch)
 
             _, vjp = jax.vjp(run, self.non_stack_params, x)
-            grads, dx_before = vjp(dx)
-            return pack(dx_before), add(non_stack_grads, grads)
+            grads, dx = vjp(block_dx)
+            return pack(dx), add(non_stack_grads, grads)
 
-        return self.contains_first.choose(chunk, through, lambda: (pack(dx), non_stack_grads))
+        return self.contains_first.choose(chunk, through, lambda: (pack(block_dx), non_stack_grads))
 
 
 class Chunks:
@@ -230,7 +231,7 @@ class Chunks:
     def backward(
         self,
         chunk: jax.Array,
-        dx: Tree,
+        dy: Tree,
         microbatch: Tree,
         residuals: ChunkResiduals,
         slots: Slots,
@@ -247,12 +248,11 @@ class Chunks:
         non_stack_grads = grads["non_stack"]
         stacks_grads = dict(grads["stacks"])
         for name, part in reversed(self._parts.items()):
-            part_grads = (non_stack_grads, stacks_grads[name])
-            dx, part_grads, residuals[name] = part.backward(
-                chunk, dx, microbatch, residuals[name], slots, part_grads
+            # The gradient of a part's input is that of the output of the part before it.
+            dy, non_stack_grads, stacks_grads[name], residuals[name] = part.backward(
+                chunk, dy, microbatch, residuals[name], slots, non_stack_grads, stacks_grads[name]
             )
-            non_stack_grads, stacks_grads[name] = part_grads
-        return dx, {"non_stack": non_stack_grads, "stacks": stacks_grads}, residuals
+        return dy, {"non_stack": non_stack_grads, "stacks": stacks_grads}, residuals
 
     def weight_gradient(
         self,

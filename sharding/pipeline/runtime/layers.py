@@ -178,7 +178,7 @@ class Layers:
     def backward(
         self,
         chunk: jax.Array,
-        dx: Tree,
+        dy: Tree,
         microbatch: Tree,
         residuals: Residuals,
         slots: Slots,
@@ -187,19 +187,19 @@ class Layers:
         """Return the gradient of the chunk's input, and `grads` plus the layers' gradients."""
 
         def body(carry, i, param_slot, number):
-            dx, grads = carry
+            dy, grads = carry
             saved = _read(residuals.saved, slots.saved, i)
             gradients, dx = self._vjp.backward(
-                self._layer(param_slot), microbatch, number, saved, dx
+                self._layer(param_slot), microbatch, number, saved, dy
             )
             return dx, self._accumulate(grads, param_slot, jax.tree.leaves(gradients))
 
-        return self._loop(chunk, body, (dx, grads), reverse=True)
+        return self._loop(chunk, body, (dy, grads), reverse=True)
 
     def input_gradient(
         self,
         chunk: jax.Array,
-        dx: Tree,
+        dy: Tree,
         microbatch: Tree,
         residuals: Residuals,
         slots: Slots,
@@ -213,18 +213,18 @@ class Layers:
         """
 
         def body(carry, i, param_slot, number):
-            dx, grads, handed = carry
+            dy, grads, handed = carry
             saved = self._joined(
                 _read(residuals.saved, slots.saved, i),
                 _read(residuals.for_weights, slots.for_weights, i),
             )
             dx, early, values = self._vjp.input_gradient(
-                self._layer(param_slot), microbatch, number, saved, dx
+                self._layer(param_slot), microbatch, number, saved, dy
             )
             handed = _write(handed, slots.handed, i, values)
             return dx, self._accumulate(grads, param_slot, early), handed
 
-        return self._loop(chunk, body, (dx, grads, residuals.handed), reverse=True)
+        return self._loop(chunk, body, (dy, grads, residuals.handed), reverse=True)
 
     def weight_gradient(
         self, chunk: jax.Array, microbatch: Tree, residuals: Residuals, slots: Slots, grads: Tree
