@@ -17,8 +17,8 @@ Left out on purpose:
 - Thresholds for combining collectives. A combined reduce-scatter starts only when the last gradient
   of a layer is known, so that nothing is left to hide it behind: thresholds of 128 MiB added 52 ms
   of exposed communication to a step of 650 ms (LLaMA-2-7B on 8 H100s with fsdp=8, predicted).
-- Fusions with dynamic slices, which would let cuBLAS read a layer's weights where they are stored:
-  jax 0.10 fails to compile them ("BufferAllocation::Slice not assigned"), and jax 0.12 makes none.
+- Fusions with dynamic slices, which let cuBLAS read a layer's weights where they are stored, are a
+  default of jax 0.12. jax 0.10 fails to compile them ("BufferAllocation::Slice not assigned").
 - Splitting collective permutes into send and receive. Their order relative to the collectives in
   a pipeline's branches is untested.
 """

@@ -77,7 +77,9 @@ class Kernels:
         buffers = tuple(dict.fromkeys(b for storage in inputs for b in storage.buffers))
         is_costly = op.name in COSTLY or any(h.is_costly and not h.is_made for h in inputs)
         moved = frozenset(buffers if op.name in MOVES else (b for h in inputs for b in h.moved))
-        fused = Storage(buffers, is_costly=is_costly, moved=moved)
+        # The layers' loop reads their parameters and residuals in this way, by its counter.
+        is_slice = op.name == "dynamic_slice" and inputs[0].is_made
+        fused = Storage(buffers, is_costly=is_costly, moved=moved, is_slice=is_slice)
         outputs = [self.memory.retain(fused) for _ in op.outputs]
         self.done(frame, *op.inputs)
         return outputs
@@ -172,6 +174,7 @@ class Kernels:
                 buffer.is_written_over = is_output
             buffer.is_read_at_end |= is_output
         made = made or self.memory.allocate(value, storage.label, frame.places.get(value))
+        made = dataclasses.replace(made, is_slice=storage.is_slice)
         self.memory.release(storage)
         frame.storage[value] = made
         return made
