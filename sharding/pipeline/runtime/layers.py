@@ -107,17 +107,14 @@ class Layers:
         return self._vjp.saved_for_weights if self.splits else []
 
     def no_gradients(self) -> Tree:
-        """Return gradients to start with, in float32 or wider, in the parameters' memory.
-
-        They are zeros, or without values if every slot is written before it is read.
-        """
+        """Return zero gradients in float32 or wider, in the same memory as the parameters."""
         gradients = jax.eval_shape(lambda: self._gatherer.scattered(self._layer(jnp.int32(0))))
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
-            if is_on_host(param):
-                return zeros_on_host(shape.shape, shape.dtype)
-            is_written_first = not (self._accumulates or self._has_padding)
-            return (jax.lax.empty if is_written_first else jnp.zeros)(shape.shape, shape.dtype)
+            # Zeros even if every slot is written once: XLA would allocate an empty array at the
+            # beginning of the step, so that it would take memory during the forward pass too.
+            make = zeros_on_host if is_on_host(param) else jnp.zeros
+            return make(shape.shape, shape.dtype)
 
         return jax.tree.map(empty, wide(gradients, len(self._numbers)), self._params)
 
