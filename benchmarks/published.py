@@ -1,0 +1,336 @@
+"""Predicts the steps of published training jobs, and compares their speed with the published one.
+
+    python -m benchmarks.published --out=benchmarks/results/published.json
+    python -m benchmarks.published --docs
+
+The second command writes the tables and the plot of docs/published.md from the results. Each row is
+one call of `train.compile`, which takes less than a minute. Our figures are predictions for GPUs
+that are only described; the published ones were measured. This needs `jax[cuda12]`, but no GPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from benchmarks.harness import report
+from sharding.analysis.targets import parse_target
+from train.compile import compile_step
+
+_ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results" / "published.json"
+_DOCS = _ROOT / "docs" / "published.md"
+_PLOT = _ROOT / "docs" / "scaling.svg"
+_BEGIN = "<!-- {} -->\n"
+_END = "\n<!-- end of {} -->"
+
+_BFLOAT16 = "precision.compute=bfloat16"
+#: By-layer gathers over all replicas, one microbatch, and nothing recomputed but norms.
+_ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=none")
+_PIPELINE = ("memory.zero_stage=1", "train.remat=full")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A published training job.
+
+    Attributes:
+        name: model and hardware.
+        config: file in configs/ with a size.
+        target: the GPUs, as for `--target`.
+        overrides: overrides of the config.
+        published: measured tokens/s per GPU of somebody else; None if there is none for this job.
+        source: who published it.
+    """
+
+    name: str
+    config: str
+    target: str
+    overrides: tuple[str, ...]
+    published: float | None = None
+    source: str = ""
+
+
+JOBS = (
+    Job(
+        name="LLaMA-2-7B, 8 H100s",
+        config="llama.py:2-7b",
+        target="h100:1x8",
+        overrides=(
+            "mesh.data=8",
+            "data.global_batch_size=16",
+            "data.sequence_length=4096",
+            *_ZERO3,
+        ),
+        published=2 * 4096 / 0.721,
+        source="MaxText, 721 ms a step",
+    ),
+    Job(
+        name="LLaMA-3-8B, 8 H100s",
+        config="llama.py:3-8b",
+        target="h100:1x8",
+        overrides=("mesh.data=8", "data.global_batch_size=8", *_ZERO3),
+        published=6667,
+        source="torchtitan",
+    ),
+    Job(
+        name="LLaMA-3-70B, 64 H100s, ZeRO 3",
+        config="llama.py:3-70b",
+        target="h100:8x8",
+        overrides=(
+            "mesh.data=64",
+            "data.global_batch_size=64",
+            "memory.zero_stage=3",
+            "train.num_microbatches=1",
+            "train.remat=full",
+        ),
+    ),
+    Job(
+        name="LLaMA-3-70B, 64 H100s, pipeline",
+        config="llama.py:3-70b",
+        target="h100:8x8",
+        overrides=(
+            "mesh.pipeline=4",
+            "mesh.data=2",
+            "mesh.model=8",
+            "data.global_batch_size=64",
+            "train.num_microbatches=32",
+            *_PIPELINE,
+        ),
+    ),
+    Job(
+        name="LLaMA-3-70B, 256 H200s",
+        config="llama.py:3-70b",
+        target="h200:32x8",
+        overrides=(
+            "mesh.data=256",
+            "data.global_batch_size=256",
+            "memory.zero_stage=3",
+            "train.num_microbatches=1",
+            "train.remat=full",
+        ),
+        published=1056,
+        source="MaxText",
+    ),
+    Job(
+        name="LLaMA-3.1-405B, 512 H100s",
+        config="llama.py:3.1-405b",
+        target="h100:64x8",
+        overrides=(
+            "mesh.pipeline=16",
+            "mesh.data=4",
+            "mesh.model=8",
+            "data.global_batch_size=256",
+            "train.num_microbatches=64",
+            *_PIPELINE,
+        ),
+    ),
+    Job(
+        name="LLaMA-3.1-405B, 1,024 H100s",
+        config="llama.py:3.1-405b",
+        target="h100:128x8",
+        overrides=(
+            "mesh.pipeline=16",
+            "mesh.data=8",
+            "mesh.model=8",
+            "data.global_batch_size=512",
+            "train.num_microbatches=64",
+            *_PIPELINE,
+        ),
+    ),
+    Job(
+        name="GPT-3 175B, 1,024 H100s",
+        config="gpt2.py:175b",
+        target="h100:128x8",
+        overrides=(
+            "mesh.pipeline=8",
+            "mesh.data=16",
+            "mesh.model=8",
+            "data.global_batch_size=1536",
+            "train.num_microbatches=96",
+            *_PIPELINE,
+        ),
+    ),
+)
+
+
+def _scaled(name: str, config: str, num_gpus: int, *overrides: str) -> Job:
+    return Job(
+        name=f"{name}, {num_gpus:,} H100s",
+        config=config,
+        target=f"h100:{num_gpus // 8}x8",
+        overrides=overrides,
+    )
+
+
+#: Weak scaling, model -> jobs: the number of sequences per GPU is the same for all of them.
+SCALING = {
+    "LLaMA-3-8B": [
+        _scaled(
+            "LLaMA-3-8B",
+            "llama.py:3-8b",
+            count,
+            f"mesh.data={count}",
+            f"data.global_batch_size={count}",
+            *_ZERO3,
+        )
+        for count in (8, 64, 512, 4096)
+    ],
+    "LLaMA-3-70B": [
+        _scaled(
+            "LLaMA-3-70B",
+            "llama.py:3-70b",
+            count,
+            "mesh.pipeline=4",
+            f"mesh.data={count // 32}",
+            "mesh.model=8",
+            f"data.global_batch_size={count}",
+            "train.num_microbatches=32",
+            *_PIPELINE,
+        )
+        for count in (64, 512, 4096)
+    ],
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the figures, or the tables and the plot of the docs; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=_RESULTS, help="write the figures to this file")
+    parser.add_argument(
+        "--docs", action="store_true", help="write docs/published.md from the results"
+    )
+    args = parser.parse_args(argv)
+    if args.docs:
+        results = json.loads(_RESULTS.read_text(encoding="utf-8"))
+        _DOCS.write_text(with_tables(_DOCS.read_text(encoding="utf-8"), results), encoding="utf-8")
+        _draw(results["scaling"], _PLOT)
+        return 0
+    jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
+    arguments = sys.argv[1:] if argv is None else argv
+    whole = {
+        "command": shlex.join(["python", "-m", "benchmarks.published", *arguments]),
+        "versions": report.versions(),
+        "jobs": [_measured(job) for job in JOBS],
+        "scaling": {model: [_measured(job) for job in jobs] for model, jobs in SCALING.items()},
+    }
+    args.out.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return 0
+
+
+def command_of(job: Job) -> str:
+    """Return the command that compiles a job."""
+    overrides = [f"--config.{override}" for override in (*job.overrides, _BFLOAT16)]
+    words = [f"--config=configs/{job.config}", f"--target={job.target}", *overrides]
+    return shlex.join(["python", "-m", "train.compile", *words])
+
+
+def _measured(job: Job) -> dict[str, Any]:
+    path = str(_ROOT / "configs" / job.config)
+    step = compile_step(path, parse_target(job.target), [*job.overrides, _BFLOAT16])
+    found = step.to_json()
+    predicted = found["predicted"]
+    figures = {
+        "name": job.name,
+        "command": command_of(job),
+        "gpus": found["num_devices"],
+        "mesh": found["mesh"],
+        "seconds": round(step.trace_s + step.compile_s, 1),
+        "compiled_bytes": found["memory"]["compiled_bytes"],
+        "fits": found["memory"]["fits"],
+        "step_time_s": predicted["step_time_s"],
+        "tokens_per_s_per_gpu": predicted["tokens_per_s"] / found["num_devices"],
+        "exposed": predicted["exposed_communication_s"] / predicted["step_time_s"],
+        "mfu": predicted["mfu"],
+        "published": job.published,
+        "source": job.source,
+    }
+    jax.clear_caches()
+    print(json.dumps(figures), flush=True)
+    return figures
+
+
+def with_tables(text: str, results: dict[str, Any]) -> str:
+    """Return the text of the docs page with its tables replaced.
+
+    Args:
+        text: the text of the page.
+        results: the figures, as this command writes them.
+
+    Raises:
+        ValueError: the page lacks a comment that marks the beginning or end of a table.
+    """
+    scaling = [job for jobs in results["scaling"].values() for job in jobs]
+    tables = {
+        "jobs": table(results["jobs"]),
+        "commands": "\n".join(
+            f"- {job['name']}\n\n  ```\n  {job['command']}\n  ```" for job in results["jobs"]
+        ),
+        "scaling": table(scaling),
+    }
+    for name, new in tables.items():
+        begin = _BEGIN.format(name)
+        end = _END.format(name)
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"{_DOCS} lacks {begin.strip()} or {end.strip()}; add a line for each")
+        text = f"{before}{begin}{new}{end}{after}"
+    return text
+
+
+def table(jobs: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of jobs, with the published speed where there is one."""
+    heads = ["job", "mesh", "memory, GiB", "predicted step, ms", "predicted tokens/s per GPU"]
+    heads += ["exposed communication", "predicted MFU"]
+    has_published = any(job["published"] for job in jobs)
+    heads += ["published tokens/s per GPU", "predicted ÷ published"] if has_published else []
+    rows = [heads, ["---"] * len(heads)]
+    for job in jobs:
+        speed = job["tokens_per_s_per_gpu"]
+        row = [
+            job["name"],
+            " × ".join(f"{axis}={n}" for axis, n in job["mesh"].items()),
+            f"{job['compiled_bytes'] / 2**30:.1f}",
+            f"{1e3 * job['step_time_s']:,.0f}",
+            f"{speed:,.0f}",
+            f"{job['exposed']:.1%}",
+            f"{job['mfu']:.1%}",
+        ]
+        if has_published:
+            is_known = job["published"] is not None
+            row.append(f"{job['published']:,.0f} ({job['source']})" if is_known else "–")
+            row.append(f"{speed / job['published']:.2f}" if is_known else "–")
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _draw(scaling: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Plot the predicted speed per GPU over the number of GPUs."""
+    matplotlib.rcParams["svg.hashsalt"] = "taibai"  # the same file for the same figures
+    figure, axes = plt.subplots(figsize=(7, 3.5))
+    for model, jobs in scaling.items():
+        speeds = [job["tokens_per_s_per_gpu"] for job in jobs]
+        shares = [100 * speed / speeds[0] for speed in speeds]
+        axes.plot([job["gpus"] for job in jobs], shares, marker="o", label=model)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 110)
+    axes.set_xlabel("H100 GPUs")
+    axes.set_ylabel("predicted speed per GPU, %\nof the smallest mesh")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

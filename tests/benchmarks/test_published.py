@@ -1,0 +1,53 @@
+"""The page of published jobs: every config is valid, and the tables show the stored figures."""
+
+import json
+
+import pytest
+
+from benchmarks import published
+from sharding.analysis.targets import parse_target
+from train.config.config_files import load
+from train.config.schema import validate_config
+
+JOBS = [*published.JOBS, *(job for jobs in published.SCALING.values() for job in jobs)]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_mesh_of_a_job_has_the_gpus_of_its_target(job):
+    path = str(published._ROOT / "configs" / job.config)
+    config = validate_config(load(path, list(job.overrides)))
+    assert config.mesh.num_devices == parse_target(job.target).num_devices
+    command = published.command_of(job).split()
+    assert command[:3] == ["python", "-m", "train.compile"]
+    assert {f"--config.{override}" for override in job.overrides} <= set(command)
+
+
+def test_docs_show_the_stored_results():
+    results = json.loads(published._RESULTS.read_text(encoding="utf-8"))
+    assert [job["name"] for job in results["jobs"]] == [job.name for job in published.JOBS]
+    text = published._DOCS.read_text(encoding="utf-8")
+    assert published.with_tables(text, results) == text
+
+
+def test_page_without_a_marker_is_refused():
+    with pytest.raises(ValueError, match="lacks <!-- jobs -->"):
+        published.with_tables("no table", {"jobs": [], "scaling": {}})
+
+
+def test_table_shows_the_ratio_only_where_a_speed_is_published():
+    row = {
+        "name": "model",
+        "mesh": {"data": 8},
+        "compiled_bytes": 2**31,
+        "step_time_s": 1.5,
+        "tokens_per_s_per_gpu": 3000.0,
+        "exposed": 0.0125,
+        "mfu": 0.5,
+        "published": 1500.0,
+        "source": "somebody",
+    }
+    known, unknown = published.table([row, row | {"published": None}]).splitlines()[2:]
+    assert known == (
+        "| model | data=8 | 2.0 | 1,500 | 3,000 | 1.2% | 50.0% | 1,500 (somebody) | 2.00 |"
+    )
+    assert unknown.endswith("| 50.0% | – | – |")
