@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import gpu_estimates, report
+from benchmarks.harness import docs_page, gpu_estimates, report
 from sharding.analysis.memory import memory
 from sharding.analysis.targets import TARGETS
 from sharding.mesh import make_mesh
@@ -205,18 +205,8 @@ def with_tables(text: str) -> str:
         f"With jax {found['versions']['jax']}:\n\n{gpu_estimates.tables(found['cases'])}"
         for found in h100_results()
     ]
-    tables = {"cpu": "\n".join(rows), "h100": "\n\n".join(on_gpus)}
-    for kind, table in tables.items():
-        begin = f"<!-- {kind} estimates -->\n"
-        end = f"\n<!-- end of {kind} estimates -->"
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise ValueError(
-                f"docs/memory.md lacks {begin.strip()} or {end.strip()}; add a line for each"
-            )
-        text = f"{before}{begin}{table}{end}{after}"
-    return text
+    tables = {"cpu estimates": "\n".join(rows), "h100 estimates": "\n\n".join(on_gpus)}
+    return docs_page.with_tables(text, tables, _DOCS)
 
 
 def h100_results() -> list[dict[str, Any]]:

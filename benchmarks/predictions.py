@@ -16,15 +16,13 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import gpu_estimates, report
+from benchmarks.harness import docs_page, gpu_estimates, report
 from train.compile import compile_run
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "h100_predictions.json"
 _DOCS = _ROOT / "docs" / "before_you_rent.md"
 _MESH = "2×2×2"
-_BEGIN = "<!-- predictions -->\n"
-_END = "\n<!-- end of predictions -->"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,12 +90,8 @@ def with_table(text: str) -> str:
     Raises:
         ValueError: the page lacks a comment that marks the beginning or end of the table.
     """
-    before, _, rest = text.partition(_BEGIN)
-    _, found, after = rest.partition(_END)
-    if not found:
-        raise ValueError(f"{_DOCS} lacks {_BEGIN.strip()} or {_END.strip()}; add a line for each")
     cases = json.loads(_RESULTS.read_text(encoding="utf-8"))["cases"]
-    return f"{before}{_BEGIN}{table(cases)}{_END}{after}"
+    return docs_page.with_tables(text, {"predictions": table(cases)}, _DOCS)
 
 
 def table(cases: dict[str, dict[str, Any]]) -> str:

@@ -22,7 +22,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from benchmarks.harness import report
+from benchmarks.harness import docs_page, report
 from sharding.analysis.targets import parse_target
 from train.compile import compile_step
 
@@ -30,8 +30,6 @@ _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "published.json"
 _DOCS = _ROOT / "docs" / "published.md"
 _PLOT = _ROOT / "docs" / "scaling.svg"
-_BEGIN = "<!-- {} -->\n"
-_END = "\n<!-- end of {} -->"
 
 _BFLOAT16 = "precision.compute=bfloat16"
 #: By-layer gathers over all replicas, one microbatch, and nothing recomputed but norms.
@@ -280,15 +278,7 @@ def with_tables(text: str, results: dict[str, Any]) -> str:
         ),
         "scaling": table(scaling),
     }
-    for name, new in tables.items():
-        begin = _BEGIN.format(name)
-        end = _END.format(name)
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise ValueError(f"{_DOCS} lacks {begin.strip()} or {end.strip()}; add a line for each")
-        text = f"{before}{begin}{new}{end}{after}"
-    return text
+    return docs_page.with_tables(text, tables, _DOCS)
 
 
 def table(jobs: list[dict[str, Any]]) -> str:

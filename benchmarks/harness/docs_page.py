@@ -1,0 +1,31 @@
+"""Replaces the tables of a docs page, each between two comments that name it.
+
+<!-- NAME -->
+the table
+<!-- end of NAME -->
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def with_tables(text: str, tables: Mapping[str, str], page: Path) -> str:
+    """Return the text of a docs page with its tables replaced.
+
+    Args:
+        text: the text of the page.
+        tables: name -> the new table, or other Markdown.
+        page: the path of the page, for messages.
+
+    Raises:
+        ValueError: the page lacks a comment that marks the beginning or end of a table.
+    """
+    for name, table in tables.items():
+        begin = f"<!-- {name} -->\n"
+        end = f"\n<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"{page} lacks {begin.strip()} or {end.strip()}; add a line for each")
+        text = f"{before}{begin}{table}{end}{after}"
+    return text
