@@ -125,8 +125,7 @@ class Target:
     def _number(self, field: str) -> float:
         found = re.search(rf"\b{field}:\s*([\d.]+)", self.description)
         if found is None:
-            shown = field.replace(r"\s*", " ")
-            raise ValueError(f"--target={self.name}: its description lacks {shown}; add this field")
+            raise ValueError(f"--target={self.name}: its description lacks {field}; add this field")
         try:
             number = float(found[1])
         except ValueError:

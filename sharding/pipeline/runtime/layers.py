@@ -278,6 +278,8 @@ class Layers:
     def _loop(self, chunk, body: Callable, carry: Tree, *, reverse: bool = False) -> Tree:
         """Scan `body(carry, i, param_slot, number)` over the chunk's layers, skipping padding."""
 
+        # The loop counts in its carry. XLA does not recognize a counter that is read from an array,
+        # and would neither pipeline collectives nor read weights where they are stored.
         def step(count_and_carry, _):
             count, carry = count_and_carry
             i = self._max_layers_per_chunk - 1 - count if reverse else count
@@ -301,8 +303,7 @@ def _added(g: jax.Array, param_slot: jax.Array, value: jax.Array | None) -> jax.
     if not is_on_host(g):
         return g.at[param_slot].add(value)
     before = jax.lax.dynamic_index_in_dim(g, param_slot, keepdims=False)
-    after = to_where(to_device(before) + value, g)
-    return jax.lax.dynamic_update_index_in_dim(g, after, param_slot, 0)
+    return _written(g, param_slot, to_device(before) + value)
 
 
 def _written(g: jax.Array, param_slot: jax.Array, value: jax.Array | None) -> jax.Array:
