@@ -279,7 +279,7 @@ def test_run_does_not_end_with_a_skipped_step(corpus_overrides, tmp_path):
 
 
 def test_rollback_at_the_last_step_saves_the_restored_state_in_float16(corpus_overrides, tmp_path):
-    """The skipped steps are those of the metrics, not those of the restored state."""
+    """The rollback restores the state, which then counts no skipped steps."""
     changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
     float16 = ("precision.compute=float16", "precision.loss_scale_window=0")
     overrides = (*TINY, *corpus_overrides, *changes, *float16, "checkpoint.every_steps=2")
