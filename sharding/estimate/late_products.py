@@ -12,9 +12,10 @@ the backward in the order of the trace, and in the order in which it is schedule
     run       da = dy @ w2.T    dh    dx = dh @ w1.T    dw2 = a.T @ dy    dw1 = x.T @ dh
 
 so a and dh are in memory together. In the body of a loop this holds for all such products.
-Elsewhere it holds for gradients that are reduce-scattered: the scheduler delays their products
-until the transfer, which it overlaps with other work. Both were measured with the steps of
-docs/memory.md.
+Elsewhere it holds for gradients that are reduce-scattered, and for those whose parameters are copied
+to host memory: the scheduler delays their products until the transfer, which it overlaps with other
+work. Before copies to host memory, it delays the sums that are gradients of biases and of scales
+too. All of this was measured with the steps of docs/memory.md.
 """
 
 from sharding.estimate.operations import Operation, Program
@@ -43,14 +44,19 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
 
     is_awaited: dict[int, bool] = {}  # whether a product or kernel follows from the operation
     is_scattered: dict[int, bool] = {}  # whether a reduce-scatter does
+    is_sent: dict[int, bool] = {}  # whether a copy to host memory does
     for i in reversed(range(len(operations))):
         following = readers.get(i, ())
         is_awaited[i] = any(is_awaited[j] or _has_product(operations[j]) for j in following)
         is_scattered[i] = any(is_scattered[j] or is_scatter(j) for j in following)
+        is_sent[i] = any(is_sent[j] or _is_sent_to_host(operations[j]) for j in following)
     late: set[int] = set()
     for i, op in enumerate(operations):
-        is_late = op.name in PRODUCTS and not is_awaited[i] and (is_body or is_scattered[i])
-        if is_late or i in late:
+        if op.name in PRODUCTS:
+            is_late = is_body or is_scattered[i] or is_sent[i]
+        else:
+            is_late = op.name == "reduce_sum" and is_sent[i]
+        if i in late or is_late and not is_awaited[i]:
             late.add(i)
             late |= readers.get(i, set())
     early = [op for i, op in enumerate(operations) if i not in late]
@@ -65,3 +71,7 @@ def _has_product(op: Operation) -> bool:
         or op.name.startswith(KERNELS)
         or any(_has_product(inner) for body in op.bodies for inner in body.operations)
     )
+
+
+def _is_sent_to_host(op: Operation) -> bool:
+    return op.name == "device_put" and any(value.on_host for value in op.outputs)

@@ -71,3 +71,24 @@ def test_weight_gradients_outside_of_loops_are_late_only_if_they_are_reduce_scat
     assert order(sliced, with_late_products(sliced, is_body=False)) == [2, 3, 4, 5, 6, 0, 1, 7]
     local = backward()
     assert order(local, with_late_products(local, is_body=False)) == list(range(5))
+
+
+def test_gradients_of_parameters_that_are_copied_to_host_memory_are_late():
+    names = ("x", "dy", "w", "dw", "bias_gradient", "dx")
+    values = {name: Value((8, 8), itemsize=4, on_host=False, axes=((), ())) for name in names}
+
+    def program(*, to_host: bool) -> Program:
+        operations = [
+            Operation("dot_general", [values["x"], values["dy"]], [values["dw"]], {}),
+            Operation("reduce_sum", [values["dy"]], [values["bias_gradient"]], {}),
+            Operation("dot_general", [values["dy"], values["w"]], [values["dx"]], {}),
+        ]
+        for gradient in ("dw", "bias_gradient"):
+            output = Value((8, 8), itemsize=4, on_host=to_host, axes=((), ()))
+            operations.append(Operation("device_put", [values[gradient]], [output], {}))
+        return Program([values[n] for n in ("x", "dy", "w")], operations, [values["dx"]])
+
+    sent = program(to_host=True)
+    assert order(sent, with_late_products(sent, is_body=False)) == [2, 0, 1, 3, 4]
+    kept = program(to_host=False)
+    assert order(kept, with_late_products(kept, is_body=False)) == [0, 1, 2, 3, 4]
