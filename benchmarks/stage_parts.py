@@ -29,7 +29,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender
 from benchmarks.step import random_batch
 from sharding.analysis.flops import matmul_flops
-from sharding.pipeline.runtime.gather import GatherMode, ParamGatherer, ParamSharding
+from sharding.gather_modes import all_once
+from sharding.pipeline.runtime.gather import ParamGatherer, ParamSharding
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.tick_plan import Slots
 from sharding.pipeline.runtime.trees import add, wide, zeros
@@ -173,9 +174,8 @@ class StageParts:
 
         def make_layers(params):
             specs = jax.tree.map(lambda _: PartitionSpec(), params)
-            once = jax.tree.map(lambda _: GatherMode.ONCE, params)
-            param_sharding = ParamSharding(mesh=self._run.mesh, specs={})
-            gatherer = ParamGatherer(specs, param_sharding, (), once)
+            param_sharding = ParamSharding(mesh=self._run.mesh, specs={}, gather_modes={})
+            gatherer = ParamGatherer(specs, param_sharding, (), all_once(specs))
             return Layers(
                 block,
                 params,

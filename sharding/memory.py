@@ -10,8 +10,6 @@ from jax.sharding import NamedSharding
 
 from fields.field import field
 from fields.section import Section
-from sharding.mesh import REPLICA_AXES, AnyMesh
-from sharding.spec import axes_of, is_spec
 
 #: Placement that lets train/planning/memory_planner.py choose settings with which the run fits.
 AUTO = "auto"
@@ -109,30 +107,6 @@ class MemoryConfig(Section, section="memory"):
                 f"memory.offload_parameters_fraction={self.offload_parameters_fraction} requires "
                 f"memory.placement=host, not {self.placement}; change one of the two"
             )
-
-
-def streamed(params: Any, specs: Any, mesh: AnyMesh, config: MemoryConfig) -> Any:
-    """Choose the parameters of a stack that forward and backward read from host memory.
-
-    The largest parameters come first. A parameter that is replicated over a replica axis stays on
-    the device, because its gradients are summed for all layers at once.
-
-    Args:
-        params: arrays or ShapeDtypeStructs of the stack.
-        specs: the same tree of PartitionSpecs.
-        mesh: the run's mesh.
-        config: sets the fraction of the stack's bytes to read from host memory.
-
-    Returns:
-        The same tree of bools.
-    """
-    leaves, structure = jax.tree.flatten(params)
-
-    replicas = {axis for axis in REPLICA_AXES if mesh.shape[axis] > 1}
-    is_split = [replicas <= axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
-    is_large = largest(leaves, config.offload_parameters_fraction)
-    both = [split and large for split, large in zip(is_split, is_large, strict=True)]
-    return jax.tree.unflatten(structure, both)
 
 
 def largest(leaves: Sequence[Any], fraction: float) -> list[bool]:

@@ -11,9 +11,9 @@ hold the same state. With
 
 Below stage 3, parameters are all-gathered once per step, in the compute dtype.
 
-train/state/layout.py calls `split_over_data` to shard the state (stages 1 to 3).
-sharding/pipeline/runtime/gather.py reduce-scatters the gradients instead of summing them (stages 2
-and 3), and calls `one_layer_at_a_time` to gather by layer (stage 3).
+train/state/layout.py calls `split_over_data` to shard the state (stages 1 to 3), and chooses which
+parameters are gathered by layer (stage 3, gather_modes.py). sharding/pipeline/runtime/gather.py
+reduce-scatters the gradients instead of summing them (stages 2 and 3).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
 (2020), section 5.
@@ -25,7 +25,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from sharding.memory import MemoryConfig, largest
 from sharding.mesh import AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec, spec_of
 
@@ -68,21 +67,3 @@ def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> T
         return spec_of(parts)
 
     return jax.tree.map(split, specs, params, layers, is_leaf=is_spec)
-
-
-def one_layer_at_a_time(params: Tree, config: MemoryConfig) -> Tree:
-    """Choose the parameters of a stack that are gathered one layer at a time.
-
-    The largest parameters come first, until `shard_parameters_fraction` of all bytes is reached.
-    Below stage 3 there are none.
-
-    Args:
-        params: arrays or ShapeDtypeStructs of a stack.
-        config: sets the ZeRO stage and the fraction.
-
-    Returns:
-        The same tree of bools.
-    """
-    leaves, structure = jax.tree.flatten(params)
-    fraction = config.shard_parameters_fraction if config.zero_stage == 3 else 0.0
-    return jax.tree.unflatten(structure, largest(leaves, fraction))

@@ -12,10 +12,10 @@ the backward in the order of the trace, and in the order in which it is schedule
     run       da = dy @ w2.T    dh    dx = dh @ w1.T    dw2 = a.T @ dy    dw1 = x.T @ dh
 
 so a and dh are in memory together. In the body of a loop this holds for all such products.
-Elsewhere it holds for gradients that are reduce-scattered, and for those whose parameters are copied
-to host memory: the scheduler delays their products until the transfer, which it overlaps with other
-work. Before copies to host memory, it delays the sums that are gradients of biases and of scales
-too. All of this was measured with the steps of docs/memory.md.
+Elsewhere it holds for gradients that are reduce-scattered, and for those whose parameters are
+copied to host memory: the scheduler delays their products until the transfer, which it overlaps
+with other work. Before copies to host memory, it also delays the sums that are the gradients of
+biases and scales. All of this was measured with the steps of docs/memory.md.
 """
 
 from sharding.estimate.operations import Operation, Program

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from models.functions import can_share_vocab, check, functions_of
 from models.layers.basic import Linear
 from models.stack import Stack, run_layers
+from sharding.gather_modes import all_once
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import cut
@@ -106,9 +107,8 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
             "stacks": jax.tree.map(lambda _: PartitionSpec("pipeline"), slots),
         }
         config = PipelineConfig(remat=remat)
-        run = make_loss_and_grad(
-            functions, table, layouts, ParamSharding(mesh=mesh, specs=specs), config
-        )
+        param_sharding = ParamSharding(mesh=mesh, specs=specs, gather_modes=all_once(specs))
+        run = make_loss_and_grad(functions, table, layouts, param_sharding, config)
         with jax.set_mesh(mesh):
             sums, grads = jax.jit(run)({"non_stack": params["non_stack"], "stacks": slots}, batch)
         layers = {

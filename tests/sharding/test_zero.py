@@ -1,4 +1,4 @@
-"""ZeRO: the dim of a parameter that is split over `data`, and parameters gathered by layer."""
+"""ZeRO: the dim of a parameter that is split over `data`, and the checks of its settings."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.zero import one_layer_at_a_time, split_over_data
+from sharding.zero import split_over_data
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -38,23 +38,6 @@ def test_dim_that_is_split(sizes, spec, is_layers, expected):
 def test_nothing_is_split_with_one_replica():
     mesh = make_mesh(MeshConfig(model=2), jax.devices())
     assert split_over_data([P("model")], [shape(8, 8)], [False], mesh) == [P("model")]
-
-
-@pytest.mark.parametrize(
-    ("stage", "fraction", "expected"),
-    [
-        (3, 1.0, [True, True, True]),
-        (3, 0.7, [False, True, True]),  # 6 of 9 elements are below 0.7, so the next is taken too
-        (3, 0.5, [False, True, False]),
-        (3, 0.0, [False, False, False]),
-        (2, 1.0, [False, False, False]),
-    ],
-)
-def test_largest_come_first_until_the_fraction_is_reached(stage, fraction, expected):
-    config = MemoryConfig(
-        zero_stage=stage, **({} if stage != 3 else {"shard_parameters_fraction": fraction})
-    )
-    assert one_layer_at_a_time([shape(1), shape(6), shape(2)], config) == expected
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh, use_mesh
 from sharding.pipeline.layout import Layout
+from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedules.table import Schedule
 from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes, microbatch_shapes, param_shapes
@@ -211,7 +212,6 @@ class Run:
         return self.state_layout.abstract, self._abstract_batch("index")
 
     def _train_step_function(self) -> Callable:
-        specs = partition_specs_of(self.state_layout.abstract.params)
         update = Update(
             self.optimizer,
             self.config.optimizer.clip_norm,
@@ -227,9 +227,8 @@ class Run:
             update,
             self.learning_rate_schedule,
             self._step_config(),
-            self.trace_mesh,
+            self._param_sharding(),
             self.rules,
-            specs,
         )
 
     @_once
@@ -238,9 +237,8 @@ class Run:
 
         `params_to_evaluate` returns the first two arguments.
         """
-        specs = partition_specs_of(self.state_layout.abstract.params)
         step = make_eval_step(
-            self.functions, self._step_config(), self.trace_mesh, self.rules, specs
+            self.functions, self._step_config(), self._param_sharding(), self.rules
         )
         with use_mesh(self.trace_mesh):
             params, teacher = self.params_to_evaluate(self.state_layout.abstract)
@@ -280,10 +278,20 @@ class Run:
             layouts=self.layouts,
             precision=self.config.precision,
             seed=self.config.train.seed,
-            memory=self.config.memory,
             skip_spikes=self.config.train.skip_spikes,
             hardware=self.hardware,
             attention=self.config.attention,
+        )
+
+    def _param_sharding(self) -> ParamSharding:
+        specs = partition_specs_of(self.state_layout.abstract.params)
+        return ParamSharding(
+            mesh=self.trace_mesh,
+            specs=self.functions.split(specs),
+            gather_modes=self.functions.split(self.state_layout.gather_modes),
+            zero_stage=self.config.memory.zero_stage,
+            compute_dtype=self.config.precision.compute,
+            reduce_dtype=self.config.precision.reduce,
         )
 
     def _abstract_batch(self, *per_example: str) -> dict[str, jax.ShapeDtypeStruct]:

@@ -23,8 +23,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.stack import logical_axes
+from sharding.gather_modes import GatherMode, all_once, stack_gather_modes
 from sharding.logical import Rules
-from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest, streamed
+from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest
 from sharding.mesh import AnyMesh
 from sharding.pipeline.layout import Layout
 from sharding.rules import partition_specs
@@ -51,6 +52,7 @@ class StateLayout:
     Attributes:
         abstract: the state in the step, as ShapeDtypeStructs with shardings.
         portable: the state in a checkpoint, also as ShapeDtypeStructs with shardings.
+        gather_modes: a GatherMode per parameter.
         is_offloaded: a bool per parameter, None for frozen ones: whether its master weights or its
             optimizer state are in host memory.
 
@@ -87,7 +89,8 @@ class StateLayout:
                 lambda path, _: path[0].key in layouts, slots.params
             )
             specs = split_over_data(specs, slots.params, is_layers, mesh)
-        kinds, is_offloaded = self._memory_kinds(slots, specs, memory)
+        self.gather_modes = self._gather_modes(slots.params, specs, memory)
+        kinds, is_offloaded = self._memory_kinds(slots, memory)
         self.is_offloaded = state_spec.trained(is_offloaded)
         specs = self._per_leaf(
             slots,
@@ -220,14 +223,41 @@ class StateLayout:
                 break
         return spec_of(parts)
 
-    def _memory_kinds(
-        self, slots: TrainState, specs: Tree, memory: MemoryConfig
-    ) -> tuple[TrainState, Tree]:
+    def _gather_modes(self, params: Tree, specs: Tree, memory: MemoryConfig) -> Tree:
+        """Choose when each parameter is gathered; only stacks are gathered by layer.
+
+        Args:
+            params: the parameters in the form of the step, without shardings.
+            specs: the PartitionSpec of every parameter.
+            memory: the ZeRO stage and the fractions.
+
+        Returns:
+            A GatherMode per parameter.
+
+        Raises:
+            ValueError: parameters should be streamed from host memory, but none can be.
+        """
+        modes = {
+            name: stack_gather_modes(params[name], specs[name], self._mesh, memory)
+            if name in self._layouts
+            else all_once(specs[name])
+            for name in params
+        }
+        streams = GatherMode.STREAMED in jax.tree.leaves(modes)
+        if memory.offload_parameters_fraction and not streams:
+            sizes = " × ".join(f"mesh.{axis}={self._mesh.shape[axis]}" for axis in ("data", "fsdp"))
+            raise ValueError(
+                f"memory.offload_parameters_fraction={memory.offload_parameters_fraction}: on "
+                f"{sizes} no parameter of a stack can be read from the host one layer at a time, "
+                "because all are replicated; set memory.zero_stage to 1, 2 or 3"
+            )
+        return modes
+
+    def _memory_kinds(self, slots: TrainState, memory: MemoryConfig) -> tuple[TrainState, Tree]:
         """Decide which parts of the state are in host memory.
 
         Args:
             slots: the state in the form of the step, without shardings.
-            specs: the PartitionSpec of every parameter.
             memory: the fractions of the state that are in host memory.
 
         Returns:
@@ -237,19 +267,11 @@ class StateLayout:
         are_large = largest(leaves, memory.optimizer_fraction)
         are_cut = (bool(leaf.shape) for leaf in leaves)  # scalars stay: they have no slices
         offloaded = structure.unflatten(a and b for a, b in zip(are_large, are_cut, strict=True))
-        streams = dict.fromkeys(slots.params)
-        for name, params in slots.params.items():
-            is_stack = name in self._layouts
-            fits = streamed(params, specs[name], self._mesh, memory) if is_stack else None
-            streams[name] = fits or jax.tree.map(lambda _: False, params)
-        if memory.offload_parameters_fraction and not any(jax.tree.leaves(streams)):
-            sizes = " × ".join(f"mesh.{axis}={self._mesh.shape[axis]}" for axis in ("data", "fsdp"))
-            raise ValueError(
-                f"memory.offload_parameters_fraction={memory.offload_parameters_fraction}: on "
-                f"{sizes} no parameter of a stack can be read from the host one layer at a time, "
-                "because all are replicated; set memory.zero_stage to 1, 2 or 3"
-            )
-        is_offloaded = jax.tree.map(lambda a, b: a or b, offloaded, streams)
+        is_offloaded = jax.tree.map(
+            lambda is_large, mode: is_large or mode is GatherMode.STREAMED,
+            offloaded,
+            self.gather_modes,
+        )
 
         def kind(on_host):
             return HOST_KIND if on_host else ""

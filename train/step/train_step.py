@@ -24,8 +24,6 @@ import optax
 from models.functions import ModelFunctions
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
-from sharding.memory import MemoryConfig
-from sharding.mesh import AnyMesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
@@ -54,7 +52,6 @@ class StepConfig:
     layouts: Mapping[str, Layout]  # stack -> layers of every stage
     precision: PrecisionConfig
     seed: int  # for dropout
-    memory: MemoryConfig
     hardware: Hardware  # devices that the step is compiled for
     skip_spikes: float | None = None  # largest gradient norm / running mean; None: any
     attention: str = "auto"  # `model.attention`: one of models.layers.attention.SETTINGS
@@ -65,9 +62,8 @@ def make_train_step(
     update: Update,
     learning_rate_schedule: optax.Schedule,
     config: StepConfig,
-    mesh: AnyMesh,
+    param_sharding: ParamSharding,
     rules: Rules,
-    specs: Tree,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Build the function `train_step(state, batch) -> (state, metrics)`.
 
@@ -90,11 +86,9 @@ def make_train_step(
         update: the optimizer update.
         learning_rate_schedule: for the metric; the optimizer has the same.
         config: all other settings of the step.
-        mesh: the mesh.
+        param_sharding: how the parameters are sharded over the mesh.
         rules: sharding rules.
-        specs: the PartitionSpec of every parameter.
     """
-    param_sharding = _param_sharding(functions.split(specs), mesh, config)
     loss_and_grad = make_loss_and_grad(
         functions, config.schedule, config.layouts, param_sharding, config.pipeline
     )
@@ -125,9 +119,8 @@ def make_train_step(
 def make_eval_step(
     functions: ModelFunctions,
     config: StepConfig,
-    mesh: AnyMesh,
+    param_sharding: ParamSharding,
     rules: Rules,
-    specs: Tree,
 ) -> Callable[[Tree, Tree | None, Batch], dict[str, jax.Array]]:
     """Build the function `eval_step(params, teacher, batch) -> sums`.
 
@@ -137,11 +130,9 @@ def make_eval_step(
     Args:
         functions: the model's functions.
         config: settings of the step.
-        mesh: the mesh.
+        param_sharding: how the parameters are sharded over the mesh.
         rules: sharding rules.
-        specs: the PartitionSpec of every parameter.
     """
-    param_sharding = _param_sharding(functions.split(specs), mesh, config)
     forwards = _forwards(config.schedule)
     evaluate = make_evaluate(functions, forwards, config.layouts, param_sharding, config.pipeline)
     add_teacher_outputs = _make_add_teacher_outputs(functions, config, param_sharding)
@@ -177,16 +168,6 @@ def _forwards(schedule: Schedule) -> Schedule:
         schedule.num_microbatches,
         schedule.num_chunks,
         placement=schedule.placement,
-    )
-
-
-def _param_sharding(specs: Tree, mesh: AnyMesh, config: StepConfig) -> ParamSharding:
-    return ParamSharding(
-        mesh=mesh,
-        specs=specs,
-        memory=config.memory,
-        compute_dtype=config.precision.compute,
-        reduce_dtype=config.precision.reduce,
     )
 
 

@@ -2,18 +2,11 @@
 
 Inside the step, `pipeline`, `data` and `fsdp` are manual axes, so these collectives are explicit.
 Parameters that fsdp or ZeRO split are all-gathered before use, either once per step or one layer at
-a time. Gradients are summed over `data` and `fsdp` once after all microbatches, or layer by layer:
-
-    GatherMode   forward and backward            gradients
-    ONCE         all-gather once per step        summed once, after the last microbatch
-    BY_LAYER     all-gather layer by layer       reduce-scatter layer by layer
-    STREAMED     host -> device and all-gather   reduce-scatter layer by layer, device -> host
-                 layer by layer
+a time. Gradients are summed over `data` and `fsdp` once after all microbatches, or layer by layer.
+sharding/gather_modes.py has the table of these modes.
 """
 
 import dataclasses
-import enum
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,24 +16,15 @@ from jax.sharding import PartitionSpec
 
 from sharding.collectives import psum
 from sharding.estimate.labels import counted_as
-from sharding.memory import MemoryConfig, is_on_host, streamed, to_device
+from sharding.gather_modes import GatherMode
+from sharding.memory import is_on_host, to_device
 from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec, restricted, spec_of
-from sharding.zero import one_layer_at_a_time
 
 #: Mesh axes whose collectives are explicit; `shard_map` is manual over them.
 MANUAL_AXES = ("pipeline", "data", "fsdp")
 
 Tree = Any
-
-
-class GatherMode(enum.Enum):
-    """When a parameter is gathered on the device."""
-
-    ONCE = "once"  # once per step
-    BY_LAYER = "by_layer"  # one layer at a time; only for parameters of stacks
-    # One layer at a time, from host memory; its gradients are stored there too.
-    STREAMED = "streamed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,42 +35,20 @@ class ParamSharding:
     # {"non_stack": ..., "stacks": {stack: ...}}: the PartitionSpec of every parameter. Leaves of
     # `layers` have a leading slot dim, split over `pipeline`.
     specs: dict[str, Tree]
-    memory: MemoryConfig = MemoryConfig()  # ZeRO stage and placement, already applied to `specs`
+    gather_modes: dict[str, Tree]  # the same trees, with the GatherMode of every parameter
+    zero_stage: int = 0  # `memory.zero_stage`, already applied to `specs` and `gather_modes`
     compute_dtype: str | None = None  # dtype of parameters in the model; None = unchanged
     reduce_dtype: str | None = None  # dtype of gradient reductions over devices; None = unchanged
 
     def non_stack_gatherer(self) -> "ParamGatherer":
-        """Return the gatherer of non-stack parameters, which are gathered once per step."""
-        once = jax.tree.map(lambda _: GatherMode.ONCE, self.specs["non_stack"], is_leaf=is_spec)
-        return ParamGatherer(self.specs["non_stack"], self, ("pipeline",), once)
+        """Return the gatherer of the parameters that are in no stack."""
+        specs = self.specs["non_stack"]
+        return ParamGatherer(specs, self, ("pipeline",), self.gather_modes["non_stack"])
 
-    def stack_gatherer(self, name: str, params: Tree) -> "ParamGatherer":
-        """Return the gatherer of a stack's parameters.
-
-        Args:
-            name: the stack.
-            params: this device's arrays of the stack, or their ShapeDtypeStructs.
-        """
-        specs = self.specs["stacks"][name]
-        params = jax.tree.map(self._whole, params, specs)
-
-        def gather_mode(by_layer: bool, streams: bool) -> GatherMode:
-            if streams:
-                return GatherMode.STREAMED
-            return GatherMode.BY_LAYER if by_layer else GatherMode.ONCE
-
-        gather_modes = jax.tree.map(
-            gather_mode,
-            one_layer_at_a_time(params, self.memory),
-            streamed(params, specs, self.mesh, self.memory),
-        )
-        return ParamGatherer(specs, self, (), gather_modes, has_slots=True)
-
-    def _whole(self, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """Return a one-dimensional stand-in with the size of the parameter over all manual axes."""
-        axes = [axis for axis in axes_of(spec) if axis in MANUAL_AXES]
-        size = x.size * math.prod(self.mesh.shape[axis] for axis in axes)
-        return jax.ShapeDtypeStruct((size,), x.dtype)
+    def stack_gatherer(self, name: str) -> "ParamGatherer":
+        """Return the gatherer of the parameters of the stack of this name."""
+        modes = self.gather_modes["stacks"][name]
+        return ParamGatherer(self.specs["stacks"][name], self, (), modes, has_slots=True)
 
 
 def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
@@ -95,7 +57,7 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
     Parameters may be split over `data` only if `memory.zero_stage` is at least 1.
 
     Args:
-        param_sharding: the parameters' specs, mesh and memory config.
+        param_sharding: the parameters' specs, mesh and ZeRO stage.
         shares_vocab: whether the stages share embedding and head, so that non-stack parameters may
             be split over `pipeline`.
 
@@ -105,7 +67,7 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
     specs = param_sharding.specs
     mesh = param_sharding.mesh
     split = {axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1}
-    split -= {"data"} if param_sharding.memory.zero_stage else set()
+    split -= {"data"} if param_sharding.zero_stage else set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         name = ".".join(str(key.key) for key in path[1:])
         is_stack = path[0].key == "stacks"
@@ -163,7 +125,7 @@ class ParamGatherer:
         self._axes = axes
         self._gather_modes = gather_modes
         self._has_slots = has_slots
-        self._slices = param_sharding.memory.zero_stage == 1
+        self._slices = param_sharding.zero_stage == 1
         self._compute_dtype = param_sharding.compute_dtype
         self._reduce_dtype = param_sharding.reduce_dtype
 

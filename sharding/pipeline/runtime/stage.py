@@ -56,9 +56,7 @@ class Stage:
         self._stage_index = jax.lax.axis_index("pipeline")
         self._first_microbatch = self._microbatch(jnp.int32(0))
         self._non_stack_gatherer = param_sharding.non_stack_gatherer()
-        self._stack_gatherers = {
-            name: param_sharding.stack_gatherer(name, params["stacks"][name]) for name in layouts
-        }
+        self._stack_gatherers = {name: param_sharding.stack_gatherer(name) for name in layouts}
         self._non_stack_params = self._non_stack_gatherer.gather_once(params["non_stack"])
         types = functions.activation_types(self._non_stack_params, self._first_microbatch)
         self._packed = PackedActivations([x for pair in types.values() for x in pair])

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding.gather_modes import all_once, stack_gather_modes
 from sharding.memory import MemoryConfig
+from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.zero import split_over_data
 
 WIDTH = 8
@@ -224,6 +226,21 @@ def specs_of(net: Net, params, mesh, zero: MemoryConfig):
         "stacks": jax.tree.map(lambda _: True, params["stacks"]),
     }
     return split_over_data(net.specs(), params, is_layers, mesh)
+
+
+def param_sharding_of(net: Net, params, mesh, zero: MemoryConfig = NO_ZERO) -> ParamSharding:
+    """Return how the parameters are sharded, and when they are gathered."""
+    specs = specs_of(net, params, mesh, zero)
+    stacks = {
+        name: stack_gather_modes(params["stacks"][name], specs["stacks"][name], mesh, zero)
+        for name in params["stacks"]
+    }
+    return ParamSharding(
+        mesh=mesh,
+        specs=specs,
+        gather_modes={"non_stack": all_once(specs["non_stack"]), "stacks": stacks},
+        zero_stage=zero.zero_stage,
+    )
 
 
 def place(net: Net, layouts, mesh, params, data, zero: MemoryConfig = NO_ZERO):

@@ -17,7 +17,6 @@ from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.layout import cut
 from sharding.pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
-from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedule import forward_only, make_schedule
 from sharding.pipeline.schedules.table import Op, Schedule, verify
 from tests.sharding.pipeline.runtime.nets import (
@@ -27,9 +26,9 @@ from tests.sharding.pipeline.runtime.nets import (
     Pyramid,
     Teacher,
     inputs,
+    param_sharding_of,
     place,
     plain_sums,
-    specs_of,
     to_layers,
 )
 
@@ -66,8 +65,7 @@ def check(
     layouts = cut(net.num_layers, table.placement, counts)
     differentiate = jax.value_and_grad(lambda p: plain_sums(net, p, data), has_aux=True)
     (_, expected_sums), expected = differentiate(params)
-    specs = specs_of(net, params, mesh, zero)
-    param_sharding = ParamSharding(mesh=mesh, specs=specs, memory=zero)
+    param_sharding = param_sharding_of(net, params, mesh, zero)
     run = make_loss_and_grad(net, table, layouts, param_sharding, config)
     shape = table.num_stages, table.num_microbatches, table.num_chunks
     forwards = forward_only(*shape, placement=table.placement)
@@ -129,7 +127,7 @@ def test_teacher_outputs_belong_to_their_examples(schedule, mesh, share_vocab):
         forwards = forward_only(stages, 5, chunks, placement=table.placement)
         params, data = inputs(net, 5)
         layouts = cut(net.num_layers, table.placement)
-        param_sharding = ParamSharding(mesh=devices, specs=net.specs())
+        param_sharding = param_sharding_of(net, params, devices)
         config = PipelineConfig(share_vocab=share_vocab)
         with jax.set_mesh(devices):
             teach = jax.jit(make_teach(net, forwards, layouts, param_sharding, config))
@@ -205,9 +203,8 @@ def compiled(
     table = make_schedule(schedule, mesh.shape["pipeline"], num_microbatches, chunks)
     layouts = cut(net.num_layers, table.placement)
     config = PipelineConfig(remat=remat)
-    run = make_loss_and_grad(
-        net, table, layouts, ParamSharding(mesh=mesh, specs=net.specs()), config
-    )
+    param_sharding = param_sharding_of(net, params, mesh)
+    run = make_loss_and_grad(net, table, layouts, param_sharding, config)
     with jax.set_mesh(mesh):
         placed = place(net, layouts, mesh, params, data)
         return jax.jit(run).lower(*placed).compile(), mesh

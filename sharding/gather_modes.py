@@ -1,0 +1,72 @@
+"""When the devices gather each parameter, and where its gradients are reduced.
+
+Parameters that fsdp or ZeRO split are all-gathered before a device computes with them:
+
+    GatherMode   forward and backward            gradients
+    ONCE         all-gather once per step        summed once, after the last microbatch
+    BY_LAYER     all-gather layer by layer       reduce-scatter layer by layer
+    STREAMED     host -> device and all-gather   reduce-scatter layer by layer, device -> host
+                 layer by layer
+
+train/state/layout.py chooses the mode of every parameter once, with the rest of its layout.
+sharding/pipeline/runtime/gather.py carries it out.
+"""
+
+import enum
+from typing import Any
+
+import jax
+
+from sharding.memory import MemoryConfig, largest
+from sharding.mesh import REPLICA_AXES, AnyMesh
+from sharding.spec import axes_of, is_spec
+
+Tree = Any
+
+
+class GatherMode(enum.Enum):
+    """When a parameter is gathered on the device."""
+
+    ONCE = "once"  # once per step
+    BY_LAYER = "by_layer"  # one layer at a time; only for parameters of stacks
+    # One layer at a time, from host memory; its gradients are stored there too.
+    STREAMED = "streamed"
+
+
+def all_once(specs: Tree) -> Tree:
+    """Return the mode ONCE for every parameter.
+
+    Args:
+        specs: the PartitionSpec of every parameter.
+    """
+    return jax.tree.map(lambda _: GatherMode.ONCE, specs, is_leaf=is_spec)
+
+
+def stack_gather_modes(params: Tree, specs: Tree, mesh: AnyMesh, config: MemoryConfig) -> Tree:
+    """Choose the modes of a stack's parameters.
+
+    With ZeRO stage 3, the largest parameters are gathered one layer at a time, until
+    `shard_parameters_fraction` of all bytes is reached. Likewise, the largest are read from host
+    memory, until `offload_parameters_fraction` is reached. A parameter that is replicated over a
+    replica axis is not, because its gradients are summed for all layers at once.
+
+    Args:
+        params: arrays or ShapeDtypeStructs of the stack, of all devices together.
+        specs: the same tree of PartitionSpecs.
+        mesh: the run's mesh.
+        config: sets the ZeRO stage and the fractions.
+
+    Returns:
+        The same tree of GatherModes.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    replicas = {axis for axis in REPLICA_AXES if mesh.shape[axis] > 1}
+    by_layer = largest(leaves, config.shard_parameters_fraction if config.zero_stage == 3 else 0.0)
+    from_host = largest(leaves, config.offload_parameters_fraction)
+    modes = []
+    for i, spec in enumerate(jax.tree.leaves(specs, is_leaf=is_spec)):
+        if from_host[i] and replicas <= axes_of(spec):
+            modes.append(GatherMode.STREAMED)
+        else:
+            modes.append(GatherMode.BY_LAYER if by_layer[i] else GatherMode.ONCE)
+    return jax.tree.unflatten(structure, modes)
