@@ -7,7 +7,7 @@ operation needs it as an array in memory.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 
@@ -30,7 +30,7 @@ from sharding.jaxprs import dot_general_flops
 IS_NEW_XLA = jax.__version_info__ >= (0, 12)
 #: cuBLAS's workspace, which exists while a product runs.
 WORKSPACE_BYTES = 4 * 2**20
-#: The same for a product that reads a loop's slice of an array and whose result is not added.
+#: The same for a product that reads a loop's slice of an array where the array is stored.
 SLICED_WORKSPACE_BYTES = (32 if IS_NEW_XLA else 4) * 2**20
 
 
@@ -42,14 +42,21 @@ class Kernels:
         memory: allocates the buffers, and keeps their totals and peaks.
         copied: bytes of inputs that are copied before they are updated.
         work: the work of the operations that have run.
+        counted_slices: slices that loops read by their counters.
     """
 
-    def __init__(self, mesh_shape: Mapping[str, int], platform: str):
+    def __init__(
+        self,
+        mesh_shape: Mapping[str, int],
+        platform: str,
+        counted_slices: Iterable[Value] = (),
+    ):
         self._mesh_shape = mesh_shape
         self.is_cpu = platform == "cpu"
         self.memory = Allocator(mesh_shape)
         self.copied: list[int] = []
         self.work = StepCost()
+        self.counted_slices = frozenset(counted_slices)
 
     def view(self, op: Operation, frame: Frame) -> list[Storage]:
         """Return an existing array under another name, or copy it between device and host."""
@@ -77,8 +84,7 @@ class Kernels:
         buffers = tuple(dict.fromkeys(b for storage in inputs for b in storage.buffers))
         is_costly = op.name in COSTLY or any(h.is_costly and not h.is_made for h in inputs)
         moved = frozenset(buffers if op.name in MOVES else (b for h in inputs for b in h.moved))
-        # The layers' loop reads their parameters and residuals in this way, by its counter.
-        is_slice = op.name == "dynamic_slice" and inputs[0].is_made
+        is_slice = op.outputs[0] in self.counted_slices and inputs[0].is_made
         fused = Storage(buffers, is_costly=is_costly, moved=moved, is_slice=is_slice)
         outputs = [self.memory.retain(fused) for _ in op.outputs]
         self.done(frame, *op.inputs)
@@ -117,7 +123,6 @@ class Kernels:
             else:
                 outputs.append(self.memory.allocate(output, place=frame.places.get(output)))
         if op.name in PRODUCTS and not self.is_cpu:
-            reads_slice &= frame.is_added.isdisjoint(op.outputs)
             size = SLICED_WORKSPACE_BYTES if reads_slice else WORKSPACE_BYTES
             workspace = Value((size,), itemsize=1, on_host=False, axes=((),))
             self.memory.release(self.memory.allocate(workspace))

@@ -32,6 +32,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from sharding.estimate.counted_slices import counted_slices
 from sharding.estimate.interpreter import Interpreter
 from sharding.estimate.labels import GAPS, TEMPORARIES
 from sharding.estimate.operations import Program
@@ -91,7 +92,7 @@ def estimate(
     """
     if platform != "cpu":
         program = simplified(program)
-    run = Interpreter(mesh_shape, platform)
+    run = Interpreter(mesh_shape, platform, counted_slices(program, mesh_shape))
     inputs = []
     for value, label in zip(program.inputs, labels, strict=True):
         storage = run.memory.allocate(value, label)

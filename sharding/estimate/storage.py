@@ -62,8 +62,6 @@ class Frame:
             if op.name in REDUCTIONS or not self.is_reduced.isdisjoint(op.outputs):
                 if op.name not in UNFUSED and not isinstance(op, Loop) and not op.bodies:
                     self.is_reduced.update(op.inputs)
-        #: Values that are added to another one.
-        self.is_added = {v for op in program.operations if op.name == "add" for v in op.inputs}
         #: Initial values of loops, which are stored as soon as they are defined, even plain zeros.
         self.is_early: set[Value] = set()
         for op in reversed(program.operations):
