@@ -1,11 +1,12 @@
 """Runs the program of a step with sizes instead of numbers, as memory_estimate.py explains."""
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 
 from sharding.estimate.kernels import IS_NEW_XLA, Kernels
 from sharding.estimate.late_products import with_late_products
-from sharding.estimate.operations import Loop, Operation, Program
+from sharding.estimate.operations import Loop, Operation, Program, Value
 from sharding.estimate.primitives import KERNELS, REDUCTIONS, UNFUSED, VIEWS
 from sharding.estimate.step_cost import StepCost
 from sharding.estimate.storage import Buffer, Frame, Storage
@@ -76,18 +77,28 @@ class Interpreter(Kernels):
         else:
             outputs = self.fused(op, frame)
         for value, storage in zip(op.outputs, outputs, strict=True):
-            # Free unread outputs at once. Store expensive values that several operations read,
-            # where XLA would otherwise recompute them in each reader's fusion.
-            if not frame.num_uses[value]:
+            if not frame.num_uses[value]:  # free unread outputs at once
                 self.memory.release(storage)
                 continue
+            if storage.is_costly and value in frame.summands and not self.is_cpu:
+                # The fusion of the reduction also computes what follows, over no other array.
+                storage = dataclasses.replace(storage, moved=frozenset(storage.buffers))
             frame.storage[value] = storage
-            is_shared = storage.is_costly and frame.num_uses[value] > 1
-            # XLA's kernels for norms read whole arrays, so a slice that they read is copied.
-            is_copied = op.name == "dynamic_slice" and not self.is_cpu and value in frame.is_reduced
-            is_early = self.is_cpu and op.name == "broadcast_in_dim" and value in frame.is_early
-            if is_shared or is_copied or is_early:
+            if self._is_stored_early(op, value, frame):
                 self.make(value, frame)
+
+    def _is_stored_early(self, op: Operation, value: Value, frame: Frame) -> bool:
+        """Return whether an output is stored although its readers could compute it themselves."""
+        # Expensive values are stored if they would be computed several times.
+        if frame[value].is_costly and frame.num_recomputations[value] > 1:
+            return True
+        if self.is_cpu:
+            return op.name == "broadcast_in_dim" and value in frame.is_early
+        # If a reduction and two more operations read a value, the reduction's fusion stores it.
+        if value in frame.summands and frame.num_uses[value] > 2:
+            return True
+        # XLA's kernels for norms read whole arrays, so a slice that they read is copied.
+        return op.name == "dynamic_slice" and value in frame.is_reduced
 
     def _loop(self, op: Loop, frame: Frame) -> list[Storage]:
         """Run a loop: its body once, with the work of all iterations."""

@@ -123,12 +123,22 @@ class Kernels:
             else:
                 outputs.append(self.memory.allocate(output, place=frame.places.get(output)))
         if op.name in PRODUCTS and not self.is_cpu:
+            has_epilogue = not frame.has_epilogue.isdisjoint(op.outputs)
+            reads_slice &= not has_epilogue or self._is_reduced_over_devices(op)
             size = SLICED_WORKSPACE_BYTES if reads_slice else WORKSPACE_BYTES
             workspace = Value((size,), itemsize=1, on_host=False, axes=((),))
             self.memory.release(self.memory.allocate(workspace))
         self._count(op)
         self.done(frame, *op.inputs)
         return outputs
+
+    def _is_reduced_over_devices(self, op: Operation) -> bool:
+        """Return whether every device computes a part of a sum, which is reduced afterwards."""
+        if op.name != "dot_general":
+            return False
+        (contracted, _), _ = op.params["dimension_numbers"]
+        axes = [axis for dim in contracted for axis in op.inputs[0].axes[dim]]
+        return any(self._mesh_shape[axis] > 1 for axis in axes)
 
     def _count(self, op: Operation) -> None:
         """Count the work of an operation."""

@@ -56,12 +56,29 @@ class Frame:
         self.own_inputs: set[Buffer] = set()
         self.num_uses = collections.Counter(v for op in program.operations for v in op.inputs)
         self.num_uses.update(program.outputs)
+        #: How often each value would be computed again if it was not stored. Reductions do not
+        #: count: they compute their inputs in their own fusion.
+        self.num_recomputations = collections.Counter(
+            v for op in program.operations if op.name not in REDUCTIONS for v in op.inputs
+        )
+        self.num_recomputations.update(program.outputs)
+        #: Values that reductions read directly.
+        self.summands = {v for op in program.operations if op.name in REDUCTIONS for v in op.inputs}
         #: Values that reductions read, directly or as part of a fusion.
         self.is_reduced: set[Value] = set()
         for op in reversed(program.operations):
             if op.name in REDUCTIONS or not self.is_reduced.isdisjoint(op.outputs):
                 if op.name not in UNFUSED and not isinstance(op, Loop) and not op.bodies:
                     self.is_reduced.update(op.inputs)
+        #: Values to which a bias is added, or relu applied: as part of a product, cuBLAS does that.
+        self.has_epilogue: set[Value] = set()
+        made_by = {value: op for op in program.operations for value in op.outputs}
+        for op in reversed(program.operations):
+            if _is_epilogue(op, made_by):
+                self.has_epilogue.update(op.inputs)
+            elif op.name in (*VIEWS, "convert_element_type"):
+                both = zip(op.inputs, op.outputs, strict=True)
+                self.has_epilogue.update(v for v, output in both if output in self.has_epilogue)
         #: Initial values of loops, which are stored as soon as they are defined, even plain zeros.
         self.is_early: set[Value] = set()
         for op in reversed(program.operations):
@@ -82,6 +99,14 @@ class Frame:
                 for value, output in pairs(op):
                     if output in self.places:
                         self.places.setdefault(value, self.places[output])
+
+
+def _is_epilogue(op: Operation, made_by: Mapping[Value, Operation]) -> bool:
+    """Return whether an operation adds a broadcast array, or is the maximum with a constant."""
+    if op.name == "max":
+        return any(value.literal is not None for value in op.inputs)
+    sources = [made_by[value].name for value in op.inputs if value in made_by]
+    return op.name == "add" and "broadcast_in_dim" in sources
 
 
 def pairs(op: Operation) -> list[tuple[Value, Value]]:

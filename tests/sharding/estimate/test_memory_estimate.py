@@ -237,19 +237,29 @@ def test_loop_copies_slices_for_reductions(is_reduced, num_copies):
     assert found == 8 + 1 + num_copies
 
 
-@pytest.mark.parametrize(("factor", "workspace"), [("slice", 80), ("sine of a slice", 10)])
-def test_product_of_a_slice_has_a_larger_workspace(monkeypatch, factor, workspace):
+_SLICED_PRODUCTS = {
+    "slice": (lambda x, w, b: x @ w, 80),
+    "sine of a slice": (lambda x, w, b: jnp.sin(x) @ w, 10),
+    "sum with an array": (lambda x, w, b: x @ w + w, 80),
+    "bias": (lambda x, w, b: x @ w + b, 10),
+    "relu": (lambda x, w, b: jnp.maximum(x @ w, 0), 10),
+}
+
+
+@pytest.mark.parametrize(
+    ("product", "workspace"), [*_SLICED_PRODUCTS.values()], ids=_SLICED_PRODUCTS
+)
+def test_product_of_a_slice_has_a_larger_workspace(monkeypatch, product, workspace):
     monkeypatch.setattr("sharding.estimate.kernels.WORKSPACE_BYTES", 10 * KIB)
     monkeypatch.setattr("sharding.estimate.kernels.SLICED_WORKSPACE_BYTES", 80 * KIB)
 
-    def products(xs, w):
+    def products(xs, w, b):
         def body(best, x):
-            product = (x if factor == "slice" else jnp.sin(x)) @ w
-            return jnp.maximum(best, product), None
+            return jnp.minimum(best, product(x, w, b)), None
 
         return jax.lax.scan(body, jnp.zeros((16, 16)), xs)[0], xs, w
 
-    found = estimate_of(products, (4, 16, 16), (16, 16)).device_bytes // KIB
+    found = estimate_of(products, (4, 16, 16), (16, 16), (16,)).device_bytes // KIB
     assert 4 + 1 + 1 + workspace < found < 4 + 1 + 1 + workspace + 5
 
 
@@ -263,6 +273,31 @@ def test_value_that_is_also_reduced_is_not_written_over_its_input():
         platform: estimate_of(softmax, (16, 16), (16, 64), platform=platform).device_bytes
         for platform in ("cpu", "gpu")
     }
-    # x, w and the logits take 9 KiB. On GPUs, the weights are not written over the logits; on CPUs
-    # they are, and the sums of all rows are stored.
-    assert found == {"gpu": 9 * KIB + 4 * KIB, "cpu": 9 * KIB + 64}
+    # x, w and the logits take 9 KiB, the sums of all rows 64 bytes. On GPUs, the weights are not
+    # written over the logits; on CPUs they are.
+    assert found == {"gpu": 9 * KIB + 4 * KIB + 64, "cpu": 9 * KIB + 64}
+
+
+def test_exponentials_that_are_summed_are_computed_again_for_their_other_reader():
+    def rounded_softmax(x, w):
+        weights = jnp.exp(x @ w)
+        return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(jnp.bfloat16), x, w
+
+    found = estimate_of(rounded_softmax, (16, 16), (16, 64)).device_bytes
+    assert found == 9 * KIB + 64 + 2 * KIB  # only the result, in bfloat16, and not the exponentials
+
+
+@pytest.mark.parametrize(("has_third_reader", "num_arrays"), [(True, 2), (False, 1)])
+def test_value_with_three_readers_is_stored_by_the_reduction_among_them(
+    has_third_reader, num_arrays
+):
+    def loss(x, bias):
+        logits = x + bias
+        shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+        if has_third_reader:
+            shifted = jnp.where(logits > 0, shifted, 0)
+        return 2 * shifted
+
+    # The result is written over x.
+    found = estimate_of(loss, (16, 256), (256,)).device_bytes
+    assert found // (16 * KIB) == num_arrays
