@@ -239,7 +239,7 @@ def _waits(
 
 
 def _open(data: DataConfig, images: ImageConfig) -> Iterator[Batch]:
-    return train_batches(load_corpus(data, images), data, range(data.global_batch_size))
+    return train_batches(load_corpus(data, images), data, range(data.global_batch_size), seed=0)
 
 
 def _summary(values: list[float]) -> dict[str, float]:

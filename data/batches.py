@@ -30,7 +30,7 @@ _PREFETCHED_BYTES = 2**30
 
 
 def train_batches(
-    corpus: Corpus, config: DataConfig, rows: Sequence[int]
+    corpus: Corpus, config: DataConfig, rows: Sequence[int], *, seed: int
 ) -> grain.DatasetIterator[Batch]:
     """Return an endless iterator over this process's rows of the shuffled train batches.
 
@@ -40,9 +40,10 @@ def train_batches(
 
     Args:
         corpus: The corpus to read.
-        config: Batch size, seed and number of threads.
+        config: Batch size and number of threads.
         rows: The rows of the global batch that this process supplies, each from 0 to
             global_batch_size - 1, in the order in which they are returned.
+        seed: The seed of shuffling, masking and image transforms, from 0 to 2**32 - 1.
 
     Returns:
         An iterator over batches with the keys of `data.shapes.example_shapes`, R rows each, and
@@ -54,11 +55,11 @@ def train_batches(
     """
     check_rows(rows, config.global_batch_size)
     examples = corpus.train
-    order = _order(corpus.train, config)
+    order = _order(corpus.train, config, seed)
 
     def read(elements: Sequence[int]) -> Batch:
         # Randomness depends only on the seed and the element, which has a new number in each epoch.
-        return examples.train_batch(elements, order, config.seed)
+        return examples.train_batch(elements, order, seed)
 
     num_batches = sys.maxsize // config.global_batch_size
     return _iterate(read, config, rows, num_batches, examples.row_bytes)
@@ -137,14 +138,14 @@ def _spread(batch: Batch, is_there: np.ndarray) -> Batch:
     return spread
 
 
-def _order(examples: Examples, config: DataConfig) -> Callable[[int], int]:
+def _order(examples: Examples, config: DataConfig, seed: int) -> Callable[[int], int]:
     """Return a function that maps an element of the endless stream to the number of a row."""
     # Grain adds the epoch to the seed. Without the hash, the first epoch with seed 1 would have the
     # order of the second epoch with seed 0.
-    seed = int(np.random.SeedSequence(config.seed).generate_state(1)[0])
+    hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
 
     def shuffled(length: int) -> Callable[[int], int]:
-        order = grain.MapDataset.range(length).shuffle(seed=seed).repeat()
+        order = grain.MapDataset.range(length).shuffle(seed=hashed).repeat()
         return cast(Callable[[int], int], order.__getitem__)
 
     if isinstance(examples, ConcatExamples):

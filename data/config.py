@@ -188,7 +188,6 @@ class DataConfig(Section, section="data"):
         "Directory of built data sets, trained tokenizers, tokenized corpora and compiled steps. "
         "Empty: `$XDG_CACHE_HOME/taibai`, or `~/.cache/taibai`.",
     )
-    seed: int = field(0, "Seed of shuffling and masking.", ge=0, le=2**32 - 1, in_config=False)
     num_threads: int = field(
         2, "Number of threads per process that read batches ahead of the step.", ge=1, le=1024
     )

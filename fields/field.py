@@ -32,7 +32,6 @@ class Declaration:
     length: int | None = None
     nonempty: bool = False
     remedy: str = ""
-    in_config: bool = True
 
     @property
     def is_optional(self) -> bool:
@@ -117,7 +116,6 @@ def field(
     nonempty: bool = False,
     remedy: str = "",
     required: bool = False,
-    in_config: bool = True,
 ) -> Any:
     """Declare a field of a config dataclass.
 
@@ -135,7 +133,6 @@ def field(
         remedy: end of the error message, which says what to do instead.
         required: whether a config without this key is an error. Otherwise the dataclass has the
             same default as the ConfigDict, so that runs saved before the key existed still load.
-        in_config: whether the key is in the ConfigDict; if not, the program sets the field.
 
     Returns:
         A `dataclasses.field` whose metadata has the Declaration.
@@ -152,7 +149,6 @@ def field(
         length=length,
         nonempty=nonempty,
         remedy=remedy,
-        in_config=in_config,
     )
     metadata = {_KEY: declaration}
     if required:

@@ -57,7 +57,9 @@ def write_corpus(directory: Path) -> tuple[str, ...]:
 
 def placed_batch(run: Run, corpus: Corpus, **changes: np.ndarray) -> dict[str, jax.Array]:
     """Return the first training batch on the mesh, with some of its arrays replaced."""
-    batch = next(train_batches(corpus, run.config.data, run.rows)) | changes
+    batch = (
+        next(train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)) | changes
+    )
     return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
 
 
@@ -81,7 +83,7 @@ def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
     """Return the losses of the first steps."""
     state = run.state_layout.initial()
     values = []
-    batches = train_batches(corpus, run.config.data, run.rows)
+    batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
     size = run.config.data.global_batch_size
     for _ in range(num_steps):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, size)

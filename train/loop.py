@@ -104,8 +104,8 @@ def train(
         if lacks_evaluation(run, corpus, restored.step, workdir):
             loop.evaluate()
         while loop.step < run.config.train.num_steps and not loop.is_stopping:
-            local_batch, batch = loop.next_batch()
-            bad_step = loop.run_step(local_batch, batch)
+            batch = loop.next_batch()
+            bad_step = loop.run_step(batch)
             if bad_step is not None:
                 loop.set_checkpoints_aside(bad_step)
                 loop.roll_back(bad_step)
@@ -154,24 +154,23 @@ class _TrainingLoop:
         self._all_reduce = DelayedAllReduce(run.mesh)
         self._save_timer = Timer(run.config.checkpoint.every_minutes)
         self._nonfinite_monitor = NonfiniteMonitor(run.config.train, workdir)
+        self._local_batch: dict[str, np.ndarray] = {}  # rows of this process, of the newest step
         self.step = restored.step  # number of the newest step that was started
         self.is_stopping = False  # whether all processes stop after this step
         self._is_save_requested = False  # whether the first process's timer asks for a save
         self._is_save_due = False  # whether to save after the next step that is not skipped
         self._last_saved_step = restored.step
 
-    def next_batch(self) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
+    def next_batch(self) -> dict[str, jax.Array]:
         """Begin the next step: read this process's rows of its batch, place them on the mesh."""
         self.step += 1
         run = self._run
         size = run.config.data.global_batch_size
         with self._phases("data", self.step), self._meter.waiting():
-            local_batch = next(self._batches)
-            return local_batch, place_batch(local_batch, run.rows, run.batch_sharding, size)
+            self._local_batch = next(self._batches)
+            return place_batch(self._local_batch, run.rows, run.batch_sharding, size)
 
-    def run_step(
-        self, local_batch: dict[str, np.ndarray], batch: dict[str, jax.Array]
-    ) -> int | None:
+    def run_step(self, batch: dict[str, jax.Array]) -> int | None:
         """Start the step on the devices, and log it if that is due.
 
         Returns:
@@ -187,7 +186,7 @@ class _TrainingLoop:
                 self._writer.write(self.step, logged)
                 self._progress.update(self.step, logged)
                 self.record.write(self.step)
-            return self._nonfinite_monitor.first_bad_step(self.step, local_batch, metrics)
+            return self._nonfinite_monitor.first_bad_step(self.step, self._local_batch, metrics)
 
     def set_checkpoints_aside(self, bad_step: int) -> None:
         """Set aside checkpoints that may have led to `bad_step`, the first of several bad steps."""

@@ -45,7 +45,7 @@ from sharding.estimate.step_cost import StepCost
 GAPS_SHARE = 0.08
 #: For GPUs, where gaps are computed: the same share for XLA's scheduler, which computes some arrays
 #: earlier than they are needed, or reads them later. With it, the mean of the steps in
-#: docs/memory.md is 2 % too high: an estimate that is too low would let a run fail later.
+#: docs/memory.md is 3 % too high: an estimate that is too low would let a run fail later.
 GPU_GAPS_SHARE = 0.03
 #: Arrays smaller than this share of all arrays allocated at the peak leave no gaps worth computing.
 _MIN_PACKED_SHARE = 1 / 2000

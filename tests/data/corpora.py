@@ -19,6 +19,10 @@ FIRST_SENTINEL = 360
 WORDS = "the quick brown foxes jumped over lazy dogs while seventeen unbelievable things".split()
 
 
+#: Seed of the training batches of tests.
+SEED = 7
+
+
 def jsonl_config(directory, records, **changes):
     """Write records or texts to a .jsonl file, and return a config that reads it."""
     records = [r if isinstance(r, dict) else {"text": r} for r in records]
@@ -31,7 +35,6 @@ def jsonl_config(directory, records, **changes):
         "global_batch_size": 6,
         "validation_fraction": 0.3,
         "cache_dir": str(directory / "cache"),
-        "seed": 7,
     }
     return DataConfig(**{**fields, **changes})
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data.batches import train_batches, validation_batches
 from data.blend import Blend, parse_mixture
 from data.text.text_corpus import load_text
-from tests.data.corpora import documents, jsonl_config
+from tests.data.corpora import SEED, documents, jsonl_config
 
 
 @settings(max_examples=100, deadline=None)
@@ -74,7 +74,7 @@ def test_mixture_keeps_the_order_of_each_source(objective, tmp_path):
     originals = "tokens" if objective == "causal_lm" else "targets"
 
     def stream(corpus, config, steps):
-        batches = train_batches(corpus, config, range(6))
+        batches = train_batches(corpus, config, range(6), seed=SEED)
         return [row.tobytes() for _ in range(steps) for row in next(batches)[originals]]
 
     mixed = stream(corpus, config, 60)
@@ -103,12 +103,12 @@ def test_mixture_validates_on_its_sources_in_sequence(tmp_path):
 def test_mixture_resumes_on_any_number_of_processes(tmp_path):
     config = mixture_config(tmp_path)
     corpus = load_text(config)
-    whole = train_batches(corpus, config, range(6))
+    whole = train_batches(corpus, config, range(6), seed=SEED)
     expected = [next(whole) for _ in range(12)][7:]
-    iterator = train_batches(corpus, config, [2])
+    iterator = train_batches(corpus, config, [2], seed=SEED)
     for _ in range(7):
         next(iterator)
-    resumed = train_batches(corpus, config, [5, 0, 1])
+    resumed = train_batches(corpus, config, [5, 0, 1], seed=SEED)
     resumed.set_state(json.loads(json.dumps(iterator.get_state())))
     for batch in expected:
         found = next(resumed)

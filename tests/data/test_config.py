@@ -26,7 +26,6 @@ GOOD = DataConfig(sequence_length=8, global_batch_size=2)
         ({"vocab_size": 256}, r"vocab_size=256 must be from 257 to 16777216; .* 256 bytes and"),
         ({"validation_fraction": 1.0}, r"data\.validation_fraction=1\.0 must be .* less than 1"),
         ({"validation_fraction": -0.1}, r"data\.validation_fraction=-0\.1 must be at least 0"),
-        ({"seed": -1}, r"data\.seed=-1 must be from 0 to 2\*\*32 - 1"),
         ({"cache_dir": None}, r"data\.cache_dir=None must be of type str"),
         ({"objective": "mlm"}, r"data\.objective='mlm' is unknown; choose causal_lm, masked_lm"),
         ({"mask_fraction": 0.0}, r"data\.mask_fraction=0\.0 must be more than 0 and less than 1"),

@@ -118,7 +118,7 @@ def test_losses_of_30_steps_equal_torch(name, tmp_path):
         betas=(validated.optimizer.beta1, validated.optimizer.beta2),
         eps=validated.optimizer.epsilon,
     )
-    batches = train_batches(corpus, validated.data, run.rows)
+    batches = train_batches(corpus, validated.data, run.rows, seed=validated.train.seed)
     ours = []
     theirs = []
     for _ in range(NUM_STEPS):

@@ -31,8 +31,7 @@ def _section(section: type) -> ConfigDict:
     declared = declarations(section)
     values = ConfigDict()
     for each in dataclasses.fields(section):
-        if declared[each.name].in_config:
-            values[each.name] = _value(declared[each.name], each.type)
+        values[each.name] = _value(declared[each.name], each.type)
     return values
 
 

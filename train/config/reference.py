@@ -85,7 +85,6 @@ def keys_of(section: type, prefix: str = "") -> list[Key]:
     return [
         Key(name=prefix + name, declaration=declaration, annotation=annotations[name])
         for name, declaration in declarations(section).items()
-        if declaration.in_config
     ]
 
 

@@ -210,13 +210,10 @@ def validate_config(config: Any) -> RunConfig:
     if "attention" not in {each.name for each in dataclasses.fields(model_class.Config)}:
         attention = fields["model"].pop("attention", "auto")
     check_setting(attention)
-    if "seed" in fields.get("data", {}):
-        raise ValueError("config.data.seed: unknown key; the data uses train.seed")
     sections = {
         name: build_section(section, fields.get(name, {}), f"config.{name}")
         for name, section in SECTIONS.items()
     }
-    sections["data"] = dataclasses.replace(sections["data"], seed=sections["train"].seed)
     are_open = check_keys(
         model_class.Config, fields["model"], "config.model", may_be_open=FROM_DATA
     )

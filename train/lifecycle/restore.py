@@ -49,7 +49,7 @@ def restore_or_initialize(
             other data.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
-    batches = train_batches(corpus, run.config.data, run.rows)
+    batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
     restored = checkpoints.restore(run.state_layout.portable, may_lack=MAY_LACK)
     if restored is None:
         params = None if source is None else start_params(run, source, corpus.labels)

@@ -183,7 +183,6 @@ def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
     for name, section in {**SECTIONS, "model": type(run.model_config)}.items():
         fields = [f for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING]
         completed[name] = {f.name: f.default for f in fields} | completed.get(name, {})
-    completed["data"].pop("seed", None)
     return ConfigDict(completed)
 
 
@@ -191,7 +190,6 @@ def full_config(run: Run) -> ConfigDict:
     """Return the full config of a run, including the values that it took from the data."""
     config = run.config
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
-    del sections["data"]["seed"]  # it is train.seed
     own = dataclasses.asdict(run.model_config)
     model = {"name": config.model_name, "attention": config.attention, **own}
     return ConfigDict(

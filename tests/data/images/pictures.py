@@ -126,7 +126,6 @@ def image_config(directory: Path, **changes) -> DataConfig:
         "objective": "image_classification",
         "global_batch_size": 6,
         "cache_dir": str(directory / "cache"),
-        "seed": 7,
     }
     return DataConfig(**{**fields, **changes})
 

@@ -15,7 +15,7 @@ from data.image_config import ImageConfig
 from data.images.image_corpus import Images
 from data.images.transforms.mixing import draw_mix
 from data.shapes import example_shapes
-from tests.data.corpora import assert_rows, take
+from tests.data.corpora import SEED, assert_rows, take
 from tests.data.images.pictures import NUM_PLAIN, image_config, load, values_of
 
 NOISE = "tests.data.images.pictures:textured_images"
@@ -68,7 +68,7 @@ def test_batches_have_the_shapes_given_by_the_config(case):
     expected = {key: ((4, *shape), dtype) for key, (shape, dtype) in shapes.items()}
     expected["index"] = ((4,), np.dtype(np.uint32))
     rows = [5, 0, 2, 1]
-    batches = take(train_batches(corpus, config, rows), 3)
+    batches = take(train_batches(corpus, config, rows, seed=SEED), 3)
     batches += list(validation_batches(corpus, config, rows))
     for batch in batches:
         assert {key: (value.shape, value.dtype) for key, value in batch.items()} == expected
@@ -76,14 +76,14 @@ def test_batches_have_the_shapes_given_by_the_config(case):
 
 def test_batches_do_not_depend_on_processes_threads_or_restarts(case, tmp_path):
     _, config, images, corpus = case
-    whole = take(train_batches(corpus, config, range(6)), 16)
+    whole = take(train_batches(corpus, config, range(6), seed=SEED), 16)
     assert 16 * 6 > 2 * len(corpus.train)  # The batches reach the third epoch.
     for rows in ([0, 1, 2], [5, 3, 4], [1], [4, 5]):
         threads = dataclasses.replace(config, num_threads=1 + len(rows))
-        iterator = train_batches(corpus, threads, rows)
+        iterator = train_batches(corpus, threads, rows, seed=SEED)
         assert_rows(take(iterator, 7), whole[:7], rows)
         state = json.loads(json.dumps(iterator.get_state()))
-        resumed = train_batches(corpus, config, rows[:2])
+        resumed = train_batches(corpus, config, rows[:2], seed=SEED)
         take(resumed, 2)
         resumed.set_state(state)
         assert_rows(take(resumed, 9), whole[7:], rows[:2])
@@ -92,19 +92,19 @@ def test_batches_do_not_depend_on_processes_threads_or_restarts(case, tmp_path):
 def test_worker_processes_read_the_same_batches_and_states(case, tmp_path):
     _, config, images, corpus = case
     rows = [3, 0, 5, 2]  # Both rows of one pair, and one row of two other pairs.
-    expected = take(train_batches(corpus, config, rows), 8)
+    expected = take(train_batches(corpus, config, rows, seed=SEED), 8)
     evaluated = list(validation_batches(corpus, config, rows))
     in_workers = dataclasses.replace(images, num_workers=2)
     other = load(tmp_path, in_workers, name=config.name, objective=config.objective)
     assert other.fingerprint == corpus.fingerprint
-    iterator = train_batches(other, config, rows)
+    iterator = train_batches(other, config, rows, seed=SEED)
     found = take(iterator, 3)
     state = iterator.get_state()
-    resumed = train_batches(corpus, config, rows)
+    resumed = train_batches(corpus, config, rows, seed=SEED)
     resumed.set_state(state)
     assert_rows(found, expected[:3], slice(None))
     assert_rows(take(resumed, 5), expected[3:], slice(None))
-    back = train_batches(other, config, rows)
+    back = train_batches(other, config, rows, seed=SEED)
     back.set_state(state)
     assert_rows(take(back, 5), expected[3:], slice(None))
     assert_rows(list(validation_batches(other, config, rows)), evaluated, slice(None))
@@ -114,11 +114,13 @@ def test_worker_processes_read_the_same_batches_and_states(case, tmp_path):
 def test_any_number_of_workers_reads_the_same_batches(num_workers, tmp_path):
     config = image_config(tmp_path, name=NOISE, global_batch_size=18)
     images = CASES["image_classification, mixed"]
-    expected = take(train_batches(load_corpus(config, images), config, range(18)), 5)
+    expected = take(train_batches(load_corpus(config, images), config, range(18), seed=SEED), 5)
     workers = load_corpus(config, dataclasses.replace(images, num_workers=num_workers))
-    assert_rows(take(train_batches(workers, config, range(18)), 5), expected, slice(None))
+    assert_rows(
+        take(train_batches(workers, config, range(18), seed=SEED), 5), expected, slice(None)
+    )
     rows = [17, 4, 5, 0, 9]
-    assert_rows(take(train_batches(workers, config, rows), 5), expected, rows)
+    assert_rows(take(train_batches(workers, config, rows, seed=SEED), 5), expected, rows)
 
 
 def test_validation_yields_each_image_once_then_rows_of_zero_weight(case):
@@ -139,7 +141,7 @@ def test_validation_yields_each_image_once_then_rows_of_zero_weight(case):
 
 def test_evaluation_images_depend_only_on_the_row(case, tmp_path):
     _, config, images, corpus = case
-    again = load(tmp_path, images, name=config.name, objective=config.objective, seed=99)
+    again = load(tmp_path, images, name=config.name, objective=config.objective)
     for index in range(3):
         for key, value in corpus.validation[index].items():
             np.testing.assert_array_equal(value, again.validation[index][key])
@@ -147,12 +149,11 @@ def test_evaluation_images_depend_only_on_the_row(case, tmp_path):
 
 def test_augmentation_differs_between_epochs_and_seeds(case, tmp_path):
     name, config, images, corpus = case
-    few = take(train_batches(corpus, config, range(6)), 40)
-    other = load(tmp_path, images, name=config.name, objective=config.objective, seed=8)
+    few = take(train_batches(corpus, config, range(6), seed=SEED), 40)
     # Each image occurs about six times; two random versions of it are very unlikely to be equal.
     seen = {row["images"].tobytes() for row in rows_of(few)}
     assert len(seen) > 0.99 * 240
-    batch = next(train_batches(other, dataclasses.replace(config, seed=8), range(6)))
+    batch = next(train_batches(corpus, config, range(6), seed=SEED + 1))
     assert not {row["images"].tobytes() for row in rows_of([batch])} & seen
     if name == "image_reconstruction":
         assert len({int(row["mask_seeds"]) for row in rows_of(few)}) == 240
@@ -168,17 +169,17 @@ def rows_of(batches):
 
 def test_two_views_of_an_image_differ(tmp_path):
     corpus = load(tmp_path, CASES["image_contrast"], name=NOISE, objective="image_contrast")
-    batch = next(train_batches(corpus, image_config(tmp_path), range(6)))
+    batch = next(train_batches(corpus, image_config(tmp_path), range(6), seed=SEED))
     assert all((first != second).any() for first, second in batch["images"])
     plain = load(tmp_path, ImageConfig(size=8), objective="image_contrast")
-    views = next(train_batches(plain, image_config(tmp_path), range(6)))["images"]
+    views = next(train_batches(plain, image_config(tmp_path), range(6), seed=SEED))["images"]
     np.testing.assert_array_equal(views[:, 0], views[:, 1])
 
 
 def test_train_stream_visits_each_image_once_an_epoch_with_its_label(tmp_path):
     corpus = load(tmp_path, ImageConfig(size=8))
     config = image_config(tmp_path)
-    batches = take(train_batches(corpus, config, range(6)), 2 * NUM_PLAIN // 6)
+    batches = take(train_batches(corpus, config, range(6), seed=SEED), 2 * NUM_PLAIN // 6)
     values = np.concatenate([values_of(batch) for batch in batches])
     targets = np.concatenate([batch["targets"] for batch in batches])
     np.testing.assert_array_equal(targets, values % 3)
@@ -194,8 +195,8 @@ def test_train_stream_visits_each_image_once_an_epoch_with_its_label(tmp_path):
 def test_both_images_of_a_pair_are_mixed_by_the_same_share(rows, tmp_path):
     config = image_config(tmp_path)
     images = ImageConfig(size=8, mixup=0.5)
-    mixed = take(train_batches(load(tmp_path, images), config, rows), 6)
-    alone = take(train_batches(load(tmp_path, ImageConfig(size=8)), config, range(6)), 6)
+    mixed = take(train_batches(load(tmp_path, images), config, rows, seed=SEED), 6)
+    alone = take(train_batches(load(tmp_path, ImageConfig(size=8)), config, range(6), seed=SEED), 6)
     for number, (batch, plain) in enumerate(zip(mixed, alone, strict=True)):
         values = values_of(plain).astype(np.float32)
         for place, row in enumerate(rows):
@@ -203,7 +204,7 @@ def test_both_images_of_a_pair_are_mixed_by_the_same_share(rows, tmp_path):
             element = 6 * number + row
             share = batch["target_shares"][place]
             # The share depends on the seed and the number of the pair.
-            drawn = draw_mix(images, generator((PAIR, config.seed, element // 2))).share
+            drawn = draw_mix(images, generator((PAIR, SEED, element // 2))).share
             assert share == np.float32(drawn)
             expected = share * values[row] + (1 - share) * values[other]
             np.testing.assert_allclose(batch["images"][place], expected, atol=0.501)
@@ -214,7 +215,10 @@ def test_both_images_of_a_pair_are_mixed_by_the_same_share(rows, tmp_path):
 def test_cutmix_shares_equal_the_fractions_of_pixels(tmp_path):
     batches = take(
         train_batches(
-            load(tmp_path, ImageConfig(size=8, cutmix=1.0)), image_config(tmp_path), range(6)
+            load(tmp_path, ImageConfig(size=8, cutmix=1.0)),
+            image_config(tmp_path),
+            range(6),
+            seed=SEED,
         ),
         10,
     )
@@ -228,7 +232,7 @@ def test_cutmix_shares_equal_the_fractions_of_pixels(tmp_path):
 def test_repeated_images_share_a_batch_and_are_not_mixed_with_themselves(tmp_path):
     config = image_config(tmp_path, global_batch_size=12)
     corpus = load(tmp_path, ImageConfig(size=8, repeats=3), global_batch_size=12)
-    batches = take(train_batches(corpus, config, range(12)), 15)
+    batches = take(train_batches(corpus, config, range(12), seed=SEED), 15)
     for batch in batches:
         values = values_of(batch)
         _, counts = np.unique(values, return_counts=True)
@@ -238,7 +242,9 @@ def test_repeated_images_share_a_batch_and_are_not_mixed_with_themselves(tmp_pat
     assert len({value for batch in batches for value in values_of(batch)}) == NUM_PLAIN
     # Three images, four times each, do not fit into ten rows, so some occur only three times.
     uneven = load(tmp_path, ImageConfig(size=8, repeats=4), global_batch_size=10)
-    batch = next(train_batches(uneven, image_config(tmp_path, global_batch_size=10), range(10)))
+    batch = next(
+        train_batches(uneven, image_config(tmp_path, global_batch_size=10), range(10), seed=SEED)
+    )
     assert sorted(np.unique(values_of(batch), return_counts=True)[1]) == [3, 3, 4]
 
 
@@ -273,7 +279,7 @@ def test_large_batches_are_prefetched_less(num_ahead, tmp_path, monkeypatch):
     corpus = load(tmp_path, ImageConfig(size=16, channels=3))
     bound = num_ahead * 6 * corpus.train.row_bytes
     monkeypatch.setattr(batches, "_PREFETCHED_BYTES", bound)
-    iterator = train_batches(corpus, image_config(tmp_path), range(6))
+    iterator = train_batches(corpus, image_config(tmp_path), range(6), seed=SEED)
     next(iterator)
     deadline = time.monotonic() + 30
     while len(read) <= num_ahead and time.monotonic() < deadline:

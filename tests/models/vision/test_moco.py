@@ -140,7 +140,7 @@ def test_step_computes_keys_with_the_average():
         run, corpus = make_run((*SHARED, *MODELS["MoCo v3"][1], *FLOAT64, *without_dropout), config)
         state = run.state_layout.initial()
         graph = nnx.split(run.model)[0]
-        batches = train_batches(corpus, run.config.data, run.rows)
+        batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
 
         def outputs(params, batch, method):
             model: Any = nnx.merge(graph, params)

@@ -116,7 +116,7 @@ def test_arrays_gathered_along_another_dim_are_not_read_in_place(dim, expected):
         return layers(lambda x, i, w: x @ at(w, i).astype(x.dtype))(x, w)
 
     def sharded(x, w):
-        specs = [None] * 3
+        specs: list[str | None] = [None, None, None]
         specs[dim] = "fsdp"
         mesh = jax.sharding.get_abstract_mesh()
         return jax.shard_map(

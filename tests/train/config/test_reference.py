@@ -36,7 +36,6 @@ def test_reference_has_every_key_once():
     names = [key.name for key in KEYS]
     assert len(names) == len(set(names))
     assert set(names) == flat_keys()
-    assert "data.seed" not in names  # it is train.seed
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -232,7 +232,7 @@ def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
     run, corpus = make_run(overrides)
     state = run.state_layout.initial()
     expected = {}
-    batches = train_batches(corpus, run.config.data, run.rows)
+    batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
     for step in range(1, 13):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, 16)
         if not 4 < step < 10:
@@ -317,7 +317,9 @@ def test_checkpoint_resumes_with_any_set_of_counters(before, now, corpus_overrid
     if before == "older":
         del fields["num_nonfinite_in_a_row"], fields["spikes"]
     checkpoints = Checkpoints(tmp_path / "checkpoints", run.config.checkpoint)
-    batches = train_batches(corpus, run.config.data, run.rows).get_state()
+    batches = train_batches(
+        corpus, run.config.data, run.rows, seed=run.config.train.seed
+    ).get_state()
     checkpoints.save(7, fields, {"batches": batches, "corpus": corpus.fingerprint})
     checkpoints.close()
     now_run, _ = make_run((*overrides, *now))

@@ -62,7 +62,7 @@ def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
     run, corpus = make_run(overrides)
     state = run.state_layout.initial()
     losses = []
-    batches = train_batches(corpus, run.config.data, run.rows)
+    batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
     size = 16
     for _ in range(NUM_STEPS):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, size)

@@ -50,7 +50,7 @@ def a_step(run, corpus):
     state = run.state_layout.initial()
     size = run.config.data.global_batch_size
     before = jax.device_get(state.params)
-    rows = next(train_batches(corpus, run.config.data, run.rows))
+    rows = next(train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed))
     batch = place_batch(rows, run.rows, run.batch_sharding, size)
     return before, *run.compile_train_step()(state, batch)
 

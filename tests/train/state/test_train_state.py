@@ -220,7 +220,7 @@ def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrid
     run, corpus = make_run((*TINY, *corpus_overrides, *overrides))
     state = run.state_layout.initial()
     before = {path: np.asarray(leaf) for path, leaf in stack_leaves(state).items()}
-    batches = train_batches(corpus, run.config.data, run.rows)
+    batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
     size = run.config.data.global_batch_size
     for _ in range(3):
         batch = place_batch(next(batches), run.rows, run.batch_sharding, size)

@@ -84,7 +84,7 @@ def test_state_is_in_the_configured_memory_before_and_after_a_step(placement, co
     state = run.state_layout.initial()
     assert kinds(state) == abstract
     assert kinds(run.state_layout.from_portable(run.state_layout.to_portable(state))) == abstract
-    batches = train_batches(corpus, run.config.data, run.rows)
+    batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
     size = run.config.data.global_batch_size
     batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
     assert kinds(run.compile_train_step()(state, batch)[0]) == abstract
