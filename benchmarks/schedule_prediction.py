@@ -34,7 +34,7 @@ def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
     is_first = virtual == 0
     is_last = virtual == len(run.schedule.placement) - 1
     num_layers = layout.chunks[stage][op.chunk][1]
-    recomputes = run.config.pipeline.remat == "full"
+    recomputes = run.config.pipeline.recomputes_chunks
     if op.kind == FORWARD:
         if recomputes and is_last:
             return []  # The backward computes the head, and recomputes these layers anyway.

@@ -1,4 +1,4 @@
-"""When the devices gather each parameter, and where its gradients are reduced.
+"""When the devices gather each parameter and reduce its gradients: once per step or by layer.
 
 Parameters that fsdp or ZeRO split are all-gathered before a device computes with them:
 
@@ -46,9 +46,9 @@ def stack_gather_modes(params: Tree, specs: Tree, mesh: AnyMesh, config: MemoryC
     """Choose the modes of a stack's parameters.
 
     With ZeRO stage 3, the largest parameters are gathered one layer at a time, until
-    `shard_parameters_fraction` of all bytes is reached. Likewise, the largest are read from host
-    memory, until `offload_parameters_fraction` is reached. A parameter that is replicated over a
-    replica axis is not, because its gradients are summed for all layers at once.
+    `shard_parameters_fraction` of all bytes is reached. In the same way, the largest are read from
+    host memory until `offload_parameters_fraction` is reached, but only parameters that all replica
+    axes split: the gradients of the others are summed for all layers at once, on the device.
 
     Args:
         params: arrays or ShapeDtypeStructs of the stack, of all devices together.

@@ -125,8 +125,9 @@ def build_run(options: RunOptions) -> BuiltRun:
 def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
     """Return the config of a run, and the checkpoint that its `init_from` names.
 
-    A later source overrides an earlier one: the `init_from` checkpoint, the config file, the
-    DeepSpeed JSON, the command line.
+    A later source overrides an earlier one: the config file, the DeepSpeed JSON, the command line.
+    Then the model's sizes and the tokenizer are taken from the `init_from` checkpoint; a command
+    line that contradicts them is an error (see config/inherit_config.py).
     """
     overrides = options.overrides
     load = partial(config_files.load, options.config, allow_import=options.allow_import)

@@ -201,7 +201,9 @@ def _ticks(run: Run) -> Ticks | None:
     pipeline = run.config.pipeline
     shares_vocab = pipeline.shares_vocab(run.schedule.num_stages)
     return Ticks.of_plan(
-        make_execution_plan(run.schedule, remat=pipeline.remat, shares_vocab=shares_vocab)
+        make_execution_plan(
+            run.schedule, recomputes=pipeline.recomputes_chunks, shares_vocab=shares_vocab
+        )
     )
 
 

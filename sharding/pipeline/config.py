@@ -49,6 +49,11 @@ class PipelineConfig(Section, section="pipeline"):
         False, "Split embedding and head over all stages, along the vocabulary."
     )
 
+    @property
+    def recomputes_chunks(self) -> bool:
+        """Whether the backward of a chunk runs the chunk's forward again."""
+        return self.remat == "full"
+
     def shares_vocab(self, num_stages: int) -> bool:
         """Return whether a pipeline of `num_stages` stages splits the vocabulary over them."""
         return self.share_vocab and num_stages > 1

@@ -88,7 +88,8 @@ class TrainConfig(Section, section="train"):
         "Rematerialization: activations that a block recomputes in its backward pass. `none`: only "
         "norms and activation functions. `full`: everything. `dots`: everything except matrix "
         "products outside attention. A list of names, such as `qkv,mlp`: everything except these "
-        "activations.",
+        "activations. If `pipeline.remat=full`, the backward pass of a stage also runs the whole "
+        "forward pass of its layers again, whatever this setting.",
         required=True,
     )
 

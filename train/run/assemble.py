@@ -224,7 +224,7 @@ def _work(
     config: RunConfig, mesh: AnyMesh, model: nnx.Module, functions: ModelFunctions
 ) -> LayerCosts:
     """Return the FLOPs of a microbatch of one replica."""
-    recomputes = config.pipeline.remat == "full"
+    recomputes = config.pipeline.recomputes_chunks
     params = param_shapes(config, model)
     microbatch = microbatch_shapes(config, mesh)
     return count_work(functions, params, microbatch, recomputes=recomputes)

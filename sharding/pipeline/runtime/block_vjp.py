@@ -2,7 +2,8 @@
 
 `jax.vjp` keeps its residuals inside a closure. A pipeline must put them into a buffer, because
 several microbatches are in flight and weight gradients may run many ticks later, and it must not
-put the weights there. `BlockVJP` therefore traces the block once and classifies its residuals:
+put the weights there. `BlockVJP` therefore traces the block when it is created, and classifies its
+residuals; `forward` traces it again, as a part of the step, and returns those to save:
 
 - Parameters and the microbatch are not saved; the backward reads the originals.
 - Values that depend only on parameters and the microbatch are recomputed, unless random bits were

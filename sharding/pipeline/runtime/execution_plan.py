@@ -21,7 +21,8 @@ each with one value per chunk and microbatch:
 - `handed`: values that the input gradient hands over to the weight gradient.
 - `head_input`: output of the model's last chunk.
 
-For example, `saved` on stage 0 of 1F1B with 2 stages and 5 microbatches, and `remat="none"`:
+For example, `saved` on stage 0 of 1F1B with 2 stages and 5 microbatches, whose backwards recompute
+nothing:
 
     tick       0      1      2      3      4      5      6
     stage 0    F0     F1     F2 B0  F3 B1  F4 B2  B3     B4
@@ -101,15 +102,16 @@ class ExecutionPlan:
 
 
 def make_execution_plan(
-    schedule: Schedule, *, remat: str = "full", shares_vocab: bool = False
+    schedule: Schedule, *, recomputes: bool = True, shares_vocab: bool = False
 ) -> ExecutionPlan:
     """Return the execution plan of a verified schedule.
 
     Args:
         schedule: a table that `verify` accepts.
-        remat: "full" keeps only a chunk's input, and its backward recomputes the forward. Nothing
-            needs the output of the model's last chunk before its backward, so that forward runs
-            only as a part of the backward. "none" keeps the residuals of the layers.
+        recomputes: whether only a chunk's input is kept, and its backward runs the forward again
+            (`pipeline.remat=full`). Nothing needs the output of the model's last chunk before its
+            backward, so that forward runs only as a part of the backward. Otherwise, the residuals
+            of the layers are kept, as chosen by `train.remat`.
         shares_vocab: all stages compute embedding and head together. The head then runs between the
             last chunk's forward and backward, so that forward is not folded.
 
@@ -121,19 +123,19 @@ def make_execution_plan(
             f"schedule {schedule.name} has whole backwards (B) and split ones (I, W); a table must "
             "split all of them or none"
         )
-    return _PlanBuilder(schedule, remat, shares_vocab).plan()
+    return _PlanBuilder(schedule, recomputes, shares_vocab).plan()
 
 
 class _PlanBuilder:
     """Builds the plan of one schedule: first tables of operations, then slots, then channels."""
 
-    def __init__(self, schedule: Schedule, remat: str, shares_vocab: bool):
+    def __init__(self, schedule: Schedule, recomputes: bool, shares_vocab: bool):
         self.schedule = schedule
         self.shares_vocab = shares_vocab
         self.trains = schedule.has_backward()
         self.splits = schedule.splits_backward()
-        self.keeps_all = remat == "none" and self.trains
-        self.folds = self.trains and not self.keeps_all and not shares_vocab
+        self.recomputes = recomputes and self.trains
+        self.folds = self.recomputes and not shares_vocab
         self.last = len(schedule.placement) - 1
         # The executor knows three kinds: an input gradient takes the place of a whole backward.
         kinds = {INPUT_GRADIENT: BACKWARD}
@@ -190,7 +192,7 @@ class _PlanBuilder:
             first_stage=self.schedule.placement[0],
             last_stage=self.schedule.placement[-1],
             splits_backward=self.splits,
-            recomputes=self.trains and not self.keeps_all,
+            recomputes=self.recomputes,
             shares_vocab=self.shares_vocab,
         )
 
@@ -211,20 +213,19 @@ class _PlanBuilder:
     def _allocate_all(self) -> None:
         every = range(self.last + 1)
         first_arrival = 0 if self.shares_vocab else 1
-        recomputes = self.trains and not self.keeps_all
-        readers = (FORWARD, BACKWARD) if recomputes else (FORWARD,)
+        readers = (FORWARD, BACKWARD) if self.recomputes else (FORWARD,)
         # Without shares_vocab, the first chunk's input is recomputed from the batch when needed.
         self._allocate("input", every[first_arrival:], self._input_written, readers)
         if not self.trains:
             return
         self._allocate("cotangent", every[:-1], self._cotangent_written, (BACKWARD,))
-        if self.keeps_all:
+        if not self.recomputes:
             self._allocate("saved", every, FORWARD, (BACKWARD,))
         if not self.folds:
             self._allocate("head_input", every[-1:], FORWARD, (BACKWARD,))
         if self.splits:
             # If the backward recomputes the forward, residuals exist only from then on.
-            start = FORWARD if self.keeps_all else BACKWARD
+            start = BACKWARD if self.recomputes else FORWARD
             self._allocate("for_weights", every, start, (BACKWARD, WEIGHT_GRADIENT))
             self._allocate("handed", every, BACKWARD, (WEIGHT_GRADIENT,))
 

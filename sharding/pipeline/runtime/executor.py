@@ -185,7 +185,9 @@ def _plan(
 ) -> ExecutionPlan:
     assert schedule.num_stages == param_sharding.mesh.shape["pipeline"]
     shares_vocab = config.shares_vocab(schedule.num_stages)
-    return make_execution_plan(schedule, remat=config.remat, shares_vocab=shares_vocab)
+    return make_execution_plan(
+        schedule, recomputes=config.recomputes_chunks, shares_vocab=shares_vocab
+    )
 
 
 def _on_mesh(local, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):

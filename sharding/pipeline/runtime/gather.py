@@ -36,7 +36,7 @@ class ParamSharding:
     # `layers` have a leading slot dim, split over `pipeline`.
     specs: dict[str, Tree]
     gather_modes: dict[str, Tree]  # the same trees, with the GatherMode of every parameter
-    zero_stage: int = 0  # `memory.zero_stage`, already applied to `specs` and `gather_modes`
+    zero_stage: int = 0  # `memory.zero_stage`; with 1, gradients are all-reduced, then cut
     compute_dtype: str | None = None  # dtype of parameters in the model; None = unchanged
     reduce_dtype: str | None = None  # dtype of gradient reductions over devices; None = unchanged
 

@@ -33,13 +33,15 @@ class Simulation:
         stored: (buffer, stage) -> all values that were ever written to a slot.
     """
 
-    def __init__(self, plan: ExecutionPlan, schedule: Schedule, *, remat: str, shares_vocab: bool):
+    def __init__(
+        self, plan: ExecutionPlan, schedule: Schedule, *, recomputes: bool, shares_vocab: bool
+    ):
         self.plan = plan
         self.placement = schedule.placement
         self.stages = range(schedule.num_stages)
         self.last = len(schedule.placement) - 1
         self.trains = any(op.kind != "F" for _, _, cell in schedule.cells() for op in cell)
-        self.recomputes = remat == "full"
+        self.recomputes = recomputes
         self.shares_vocab = shares_vocab
         self.keeps = self.trains and not self.recomputes
         self.splits = any(op.kind == "W" for _, _, cell in schedule.cells() for op in cell)
@@ -197,12 +199,12 @@ class Simulation:
         return most
 
 
-def simulate(schedule: Schedule, *, remat="full", shares_vocab=False) -> Simulation:
+def simulate(schedule: Schedule, *, recomputes=True, shares_vocab=False) -> Simulation:
     """Run a plan, and check everything that it promises."""
-    plan = make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab)
-    ran = Simulation(plan, schedule, remat=remat, shares_vocab=shares_vocab)
+    plan = make_execution_plan(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
+    ran = Simulation(plan, schedule, recomputes=recomputes, shares_vocab=shares_vocab)
     last = len(schedule.placement) - 1
-    folds = ran.trains and remat == "full" and not shares_vocab
+    folds = ran.trains and recomputes and not shares_vocab
     assert plan.splits_backward == ran.splits
     # Every operation runs once, in the order of the table without the ticks that folding emptied.
     kinds = {"F": "F", "B": "B", "I": "B", "W": "W"}

@@ -73,14 +73,14 @@ SMALL = schedules(stages=st.integers(1, 5), microbatches=st.integers(1, 9))
 
 @given(SMALL, REMAT, st.booleans())
 @settings(properties, max_examples=200)
-def test_plan_provides_the_inputs_of_every_operation(schedule, remat, shares_vocab):
-    simulate(schedule, remat=remat, shares_vocab=shares_vocab)
+def test_plan_provides_the_inputs_of_every_operation(schedule, recomputes, shares_vocab):
+    simulate(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
 
 
 @given(random_tables(), REMAT, st.booleans())
 @settings(properties, max_examples=200)
-def test_plan_of_any_order_and_placement_provides_all_inputs(schedule, remat, shares_vocab):
-    simulate(schedule, remat=remat, shares_vocab=shares_vocab)
+def test_plan_of_any_order_and_placement_provides_all_inputs(schedule, recomputes, shares_vocab):
+    simulate(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.booleans())
@@ -92,19 +92,21 @@ def test_plan_of_forwards_provides_all_inputs(data, S, M, V, shares_vocab):
 
 
 @pytest.mark.parametrize("shares_vocab", [False, True])
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("recomputes", [True, False])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, remat, shares_vocab):
+def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, recomputes, shares_vocab):
     def num_slots(name, M):
         schedule = make_schedule(name, num_stages, M, 1)
-        return make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab).num_slots
+        return make_execution_plan(
+            schedule, recomputes=recomputes, shares_vocab=shares_vocab
+        ).num_slots
 
     for name in ("1f1b", "interleaved_1f1b", "zero_bubble"):
         few = num_slots(name, 2 * num_stages)
         assert all(num_slots(name, M) == few for M in (2 * num_stages + 1, 4 * num_stages, 40))
     # Control: with gpipe every microbatch waits for the turning point.
-    kept = "saved" if remat == "none" else "input"
-    if num_stages > 1 or remat == "none":
+    kept = "input" if recomputes else "saved"
+    if num_stages > 1 or not recomputes:
         assert num_slots("gpipe", 40)[kept] == 40
 
 
@@ -122,14 +124,14 @@ def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_plan_drops_ticks_only_if_the_last_forward_is_folded(name):
     dropped = {}
-    for remat in ("full", "none"):
+    for recomputes in (True, False):
         for shares_vocab in (False, True):
             schedule = make_schedule(name, 3, 4, 2 if name == "zbv" else 1)
-            plan = make_execution_plan(schedule, remat=remat, shares_vocab=shares_vocab)
+            plan = make_execution_plan(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
             (num_ticks,) = {len(table) for table in jax.tree.leaves(plan.table)}
-            dropped[remat, shares_vocab] = len(schedule.ticks) - num_ticks
+            dropped[recomputes, shares_vocab] = len(schedule.ticks) - num_ticks
     # In GPipe the last forward has a tick to itself; in other schedules other stages work then.
-    assert dropped.pop(("full", False)) == (1 if name == "gpipe" else 0)
+    assert dropped.pop((True, False)) == (1 if name == "gpipe" else 0)
     assert set(dropped.values()) == {0}
 
 
