@@ -15,7 +15,6 @@ from data.corpus import load_corpus
 from data.examples import Corpus
 from models.layers.basic import lookup
 from models.text.gpt2 import GPT2
-from sharding.batches import place_batch
 from sharding.mesh import make_mesh
 from train.config.config_files import load
 from train.config.schema import validate_config
@@ -60,7 +59,7 @@ def placed_batch(run: Run, corpus: Corpus, **changes: np.ndarray) -> dict[str, j
     batch = (
         next(train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)) | changes
     )
-    return place_batch(batch, run.rows, run.batch_sharding, run.config.data.global_batch_size)
+    return run.place_batch(batch)
 
 
 def arguments(workdir: Path, overrides: Sequence[str]) -> list[str]:
@@ -84,9 +83,8 @@ def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
     state = run.state_layout.initial()
     values = []
     batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
-    size = run.config.data.global_batch_size
     for _ in range(num_steps):
-        batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
+        batch = run.place_batch(next(batches))
         state, metrics = run.compile_train_step()(state, batch)
         values.append(float(metrics["loss"]))
     return values

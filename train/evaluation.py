@@ -9,7 +9,6 @@ import numpy as np
 
 from data.batches import validation_batches
 from data.examples import Corpus
-from sharding.batches import place_batch
 from sharding.distributed.messages import Exchange
 from train.lifecycle.phases import Phases
 from train.reporting.metrics import METRICS_FILE, read_metrics
@@ -48,7 +47,7 @@ def evaluate(
         for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
             with phases("eval"):  # restarts the watchdog's timeout, train.failure_timeout_s
                 batch.pop("index")
-                placed = place_batch(batch, run.rows, run.batch_sharding, config.global_batch_size)
+                placed = run.place_batch(batch)
                 for name, value in jax.device_get(eval_step(*params, placed)).items():
                     sums[name] = sums.get(name, np.float64(0)) + value
             if is_stopping():

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from data.examples import BrokenExample, Corpus
-from sharding.batches import place_batch
 from train.config.config_files import as_yaml
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
 from train.goodput import GoodputRecord
@@ -164,11 +163,9 @@ class _TrainingLoop:
     def next_batch(self) -> dict[str, jax.Array]:
         """Begin the next step: read this process's rows of its batch, place them on the mesh."""
         self.step += 1
-        run = self._run
-        size = run.config.data.global_batch_size
         with self._phases("data", self.step), self._meter.waiting():
             self._local_batch = next(self._batches)
-            return place_batch(self._local_batch, run.rows, run.batch_sharding, size)
+            return self._run.place_batch(self._local_batch)
 
     def run_step(self, batch: dict[str, jax.Array]) -> int | None:
         """Start the step on the devices, and log it if that is due.

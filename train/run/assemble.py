@@ -51,7 +51,6 @@ from train.run.run import Run
 from train.run.stage_balance import LayerCosts, count_work
 from train.state.initialize import StateSpec
 from train.state.layout import StateLayout
-from train.state.train_state import partition_specs_of
 
 
 def assemble_run(
@@ -92,7 +91,7 @@ def assemble_run(
     layouts = _layouts(config, functions, schedule, work, shares_vocab=shares_vocab)
     state_spec = _state_spec(config, abstract.build, optimizer, frozen)
     state_layout = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
-    check_axes(model, partition_specs_of(state_layout.abstract.params), rules, mesh)
+    check_axes(model, state_layout.param_specs, rules, mesh)
     return Run(
         config=config,
         mesh=mesh,

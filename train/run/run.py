@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -18,7 +19,7 @@ from models.functions import ModelFunctions, named_activations
 from models.layers.attention import SelectedKernel
 from sharding.analysis.memory import memory
 from sharding.analysis.targets import Target
-from sharding.batches import batch_sharding, process_rows
+from sharding.batches import batch_sharding, place_batch, process_rows
 from sharding.compiler_options import CompilerOption, as_dict, options_for
 from sharding.estimate.jaxpr import open_jaxpr
 from sharding.estimate.memory_estimate import Estimate, estimate
@@ -34,7 +35,7 @@ from train.optim.freeze import with_frozen_params
 from train.run.stage_balance import LayerCosts
 from train.state.averaged import params_to_evaluate
 from train.state.layout import StateLayout
-from train.state.train_state import TrainState, partition_specs_of, shardings_of
+from train.state.train_state import TrainState, shardings_of
 from train.step.tracing import traced_for
 from train.step.train_step import StepConfig, make_eval_step, make_train_step
 from train.step.update import Update
@@ -98,6 +99,11 @@ class Run:
     def rows(self) -> list[int]:
         """The rows of each global batch that this process reads."""
         return process_rows(self.batch_sharding, self.config.data.global_batch_size)
+
+    def place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Assemble the global batch on the mesh from the rows that this process read."""
+        size = self.config.data.global_batch_size
+        return place_batch(batch, self.rows, self.batch_sharding, size)
 
     @cached_property
     def activation_names(self) -> set[str]:
@@ -284,10 +290,9 @@ class Run:
         )
 
     def _param_sharding(self) -> ParamSharding:
-        specs = partition_specs_of(self.state_layout.abstract.params)
         return ParamSharding(
             mesh=self.trace_mesh,
-            specs=self.functions.split(specs),
+            specs=self.functions.split(self.state_layout.param_specs),
             gather_modes=self.functions.split(self.state_layout.gather_modes),
             zero_stage=self.config.memory.zero_stage,
             compute_dtype=self.config.precision.compute,

@@ -52,6 +52,7 @@ class StateLayout:
     Attributes:
         abstract: the state in the step, as ShapeDtypeStructs with shardings.
         portable: the state in a checkpoint, also as ShapeDtypeStructs with shardings.
+        param_specs: the PartitionSpec of every parameter in the step.
         gather_modes: a GatherMode per parameter.
         is_offloaded: a bool per parameter, None for frozen ones: whether its master weights or its
             optimizer state are in host memory.
@@ -81,15 +82,16 @@ class StateLayout:
         )
         self._check_optimizer(layers, layout_of_param)
         slots = jax.eval_shape(self._to_slots, layers)
-        specs = partition_specs(
+        param_specs = partition_specs(
             slots.params, logical_axes(nnx.eval_shape(state_spec.build)), rules, mesh
         )
         if memory.zero_stage:
             is_layers = jax.tree_util.tree_map_with_path(
                 lambda path, _: path[0].key in layouts, slots.params
             )
-            specs = split_over_data(specs, slots.params, is_layers, mesh)
-        self.gather_modes = self._gather_modes(slots.params, specs, memory)
+            param_specs = split_over_data(param_specs, slots.params, is_layers, mesh)
+        self.param_specs = param_specs
+        self.gather_modes = self._gather_modes(slots.params, param_specs, memory)
         kinds, is_offloaded = self._memory_kinds(slots, memory)
         self.is_offloaded = state_spec.trained(is_offloaded)
         specs = self._per_leaf(
@@ -97,7 +99,7 @@ class StateLayout:
             lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),
             lambda _: PartitionSpec(),
             slots.params,
-            specs,
+            param_specs,
         )
         portable = jax.tree.map(self._portable_spec, layers, specs, self._layout_of)
         self.abstract: TrainState = jax.tree.map(self._on_mesh, slots, specs, kinds)

@@ -81,8 +81,3 @@ def copy_of(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
 def shardings_of(abstract: Tree) -> Tree:
     """Return the sharding of every leaf of a tree of ShapeDtypeStructs."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-
-def partition_specs_of(abstract: Tree) -> Tree:
-    """Return the PartitionSpec of every leaf of a tree of ShapeDtypeStructs with shardings."""
-    return jax.tree.map(lambda leaf: leaf.sharding.spec, abstract)

@@ -13,7 +13,6 @@ import pytest
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
 from data.batches import train_batches
-from sharding.batches import place_batch
 from tests.runs import CONFIG, TINY, digest, make_run, placed_batch
 from train import loop
 from train.config.train_config import TrainConfig
@@ -234,7 +233,7 @@ def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
     expected = {}
     batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
     for step in range(1, 13):
-        batch = place_batch(next(batches), run.rows, run.batch_sharding, 16)
+        batch = run.place_batch(next(batches))
         if not 4 < step < 10:
             state, metrics = run.compile_train_step()(state, batch)
             expected[step] = [float(metrics[name]) for name in ("loss", "learning_rate")]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from data.batches import train_batches
-from sharding.batches import place_batch
 from tests.runs import FLOAT64, TINY, make_run
 from train.state.averaged import averaged
 
@@ -63,9 +62,8 @@ def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
     state = run.state_layout.initial()
     losses = []
     batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
-    size = 16
     for _ in range(NUM_STEPS):
-        batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
+        batch = run.place_batch(next(batches))
         state, metrics = run.compile_train_step()(state, batch)
         losses.append(float(metrics["loss"]))
     return losses, jax.device_get(jax.tree.leaves(averaged(run.state_layout.to_portable(state))))

@@ -14,7 +14,6 @@ import pytest
 from checkpoint.lazy import stored_arrays
 from convert.source import load_params, read_source
 from data.corpus import load_corpus
-from sharding.batches import place_batch
 from tests.runs import FLOAT64, TINY, digest, make_run, placed_batch
 from train.config.train_config import TrainConfig
 from train.evaluation import evaluate
@@ -129,9 +128,8 @@ def steps(run, start: RestoredRun, count: int, *, save_after: int = 0) -> tuple[
     """Run `count` steps; return their losses and the final state in the portable form."""
     state = start.state
     losses = []
-    size = run.config.data.global_batch_size
     for step in range(1, count + 1):
-        batch = place_batch(next(start.batches), run.rows, run.batch_sharding, size)
+        batch = run.place_batch(next(start.batches))
         state, metrics = run.compile_train_step()(state, batch)
         losses.append(float(metrics["loss"]))
         if step == save_after:

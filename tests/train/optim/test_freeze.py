@@ -10,7 +10,6 @@ import pytest
 from data.batches import train_batches
 from sharding.analysis.communication import collectives
 from sharding.analysis.flops import flops
-from sharding.batches import place_batch
 from tests.runs import TINY, make_run
 from train.lifecycle.workdir import check, write_run_files
 from train.optim.freeze import frozen_params
@@ -48,10 +47,9 @@ def run_of(*overrides: str):
 def a_step(run, corpus):
     """Return (parameters before, state after, metrics) of one step."""
     state = run.state_layout.initial()
-    size = run.config.data.global_batch_size
     before = jax.device_get(state.params)
     rows = next(train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed))
-    batch = place_batch(rows, run.rows, run.batch_sharding, size)
+    batch = run.place_batch(rows)
     return before, *run.compile_train_step()(state, batch)
 
 

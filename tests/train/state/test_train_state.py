@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from data.batches import train_batches
-from sharding.batches import place_batch
 from tests.runs import TINY, digest, make_run
 from train.state.layout import StateLayout
 from train.state.train_state import TrainState
@@ -221,9 +220,8 @@ def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrid
     state = run.state_layout.initial()
     before = {path: np.asarray(leaf) for path, leaf in stack_leaves(state).items()}
     batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
-    size = run.config.data.global_batch_size
     for _ in range(3):
-        batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
+        batch = run.place_batch(next(batches))
         state, _ = run.compile_train_step()(state, batch)
     layer_of_slot = run.layouts["decoder"].layer_of_slot
     padding = np.flatnonzero(layer_of_slot < 0)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from data.batches import train_batches
-from sharding.batches import place_batch
 from sharding.jaxprs import walk
 from sharding.memory import DEVICE, HOST
 from tests.runs import FLOAT64, ROOT, TINY, arguments, losses, make_run, reference_losses
@@ -85,8 +84,7 @@ def test_state_is_in_the_configured_memory_before_and_after_a_step(placement, co
     assert kinds(state) == abstract
     assert kinds(run.state_layout.from_portable(run.state_layout.to_portable(state))) == abstract
     batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
-    size = run.config.data.global_batch_size
-    batch = place_batch(next(batches), run.rows, run.batch_sharding, size)
+    batch = run.place_batch(next(batches))
     assert kinds(run.compile_train_step()(state, batch)[0]) == abstract
 
     def on_host(*words: str) -> list[bool]:
