@@ -40,6 +40,7 @@ from train.planning.memory_budget import target_budget
 from train.planning.memory_planner import MemoryPlanner
 from train.planning.step_time import machine_of
 from train.reporting.compiled_step import CompiledStep
+from train.reporting.output import print_report
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.imports import add_allow_import
@@ -89,11 +90,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {sentence_of(error)}\n{hint}", file=sys.stderr)
         return REFUSED
     if args.json:
-        print(json.dumps(step.to_json()))
+        print_report(json.dumps(step.to_json()))
         return FINISHED
-    print(step.to_text())
+    print_report(step.to_text())
     if args.verbose:
-        print(describe_options(step.run.compiler_options()))
+        print_report(describe_options(step.run.compiler_options()))
     return FINISHED
 
 

@@ -42,6 +42,15 @@ class SafeStream:
         return getattr(self._stream, name)
 
 
+def print_report(text: str) -> None:
+    """Print the result of a command; if its reader, such as `head`, has left, drop the rest."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes its output once more at exit, which must not fail either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def open_missing_streams() -> None:
     """Open /dev/null in place of standard streams that are closed.
 

@@ -63,3 +63,15 @@ def test_launcher_without_standard_streams_returns_the_code_of_its_processes(red
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_report_whose_reader_leaves_ends_without_a_traceback():
+    program = "from train.reporting.output import print_report; print_report('line\\n' * 1_000_000)"
+    done = subprocess.run(
+        ["bash", "-c", '"$@" | head -n 1; exit ${PIPESTATUS[0]}', "bash"]
+        + [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "line\n", "")
