@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sharding.estimate.kernels import IS_NEW_XLA, Kernels
-from sharding.estimate.late_products import with_late_products
+from sharding.estimate.late_products import values_sent_on, with_late_products
 from sharding.estimate.operations import Loop, Operation, Program, Value
 from sharding.estimate.primitives import KERNELS, REDUCTIONS, UNFUSED, VIEWS
 from sharding.estimate.step_cost import StepCost
@@ -127,7 +127,10 @@ class Interpreter(Kernels):
         if self.is_cpu:
             outputs = self.program(op.bodies[0], inputs, op.num_carry)
         else:
+            sent = [self.memory.allocate(value) for value in values_sent_on(op.bodies[0])]
             outputs = self._in_places(op, inputs, [h.buffers[0] for h in inputs[consts:carried]])
+            for storage in sent:
+                self.memory.release(storage)
         before.add(self.work, op.trip_count)
         self.work = before
         self.done(frame, *op.inputs[:consts], *op.inputs[carried:])

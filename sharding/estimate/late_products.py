@@ -1,4 +1,4 @@
-"""Moves products that nothing waits for to where XLA's scheduler for GPUs runs them: late.
+"""What XLA's scheduler for GPUs runs late: products that nothing waits for, and transfers.
 
 In a backward pass every product of the input gradient is waited for by the layer below. The product
 of a weight gradient is not: it runs at the end of the loop over the layers, or after the loop, and
@@ -18,8 +18,8 @@ with other work. Before copies to host memory, it also delays the sums that are 
 biases and scales. All of this was measured with the steps of docs/memory.md.
 """
 
-from sharding.estimate.operations import Operation, Program
-from sharding.estimate.primitives import KERNELS, PRODUCTS
+from sharding.estimate.operations import Operation, Program, Value
+from sharding.estimate.primitives import KERNELS, PRODUCTS, VIEWS
 
 
 def with_late_products(program: Program, *, is_body: bool) -> Program:
@@ -63,6 +63,37 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
     return Program(
         program.inputs, [*early, *(operations[i] for i in sorted(late))], program.outputs
     )
+
+
+def values_sent_on(body: Program) -> list[Value]:
+    """Return what a loop reduce-scatters while its next iteration runs.
+
+    XLA lets a transfer end in the next iteration if its result is only written into an array of the
+    carry. Until then the value that is sent stays in memory.
+
+    Args:
+        body: the body of the loop.
+    """
+    readers: dict[Value, list[Operation]] = {}
+    for op in body.operations:
+        for value in op.inputs:
+            readers.setdefault(value, []).append(op)
+
+    def is_only_written(value: Value) -> bool:
+        ops = readers.get(value, [])
+        return bool(ops) and all(
+            op.name == "dynamic_update_slice"
+            and op.inputs[1] is value
+            or op.name in (*VIEWS, "convert_element_type", "broadcast_in_dim")
+            and all(map(is_only_written, op.outputs))
+            for op in ops
+        )
+
+    return [
+        op.inputs[0]
+        for op in body.operations
+        if op.name == "reduce_scatter" and is_only_written(op.outputs[0])
+    ]
 
 
 def _has_product(op: Operation) -> bool:

@@ -1,6 +1,8 @@
 """Tests that products which nothing waits for are moved to the end of a program."""
 
-from sharding.estimate.late_products import with_late_products
+import pytest
+
+from sharding.estimate.late_products import values_sent_on, with_late_products
 from sharding.estimate.operations import Operation, Program, Value
 
 
@@ -92,3 +94,27 @@ def test_gradients_of_parameters_that_are_copied_to_host_memory_are_late():
     assert order(sent, with_late_products(sent, is_body=False)) == [2, 0, 1, 3, 4]
     kept = program(to_host=False)
     assert order(kept, with_late_products(kept, is_body=False)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("is_added", "num_kept"), [(False, 1), (True, 0)])
+def test_reduce_scatters_of_a_loop_end_in_the_next_iteration_if_nothing_else_reads_them(
+    is_added, num_kept
+):
+    def value() -> Value:
+        return Value((8,), itemsize=4, on_host=False, axes=((),))
+
+    gradients, i, x = value(), value(), value()
+    gradient, scattered, rounded, total, updated = (value() for _ in range(5))
+    operations = [
+        Operation("mul", [x, x], [gradient], {}),
+        Operation("reduce_scatter", [gradient], [scattered], {}),
+        Operation("convert_element_type", [scattered], [rounded], {}),
+        Operation("add", [rounded, x], [total], {}),
+        Operation(
+            "dynamic_update_slice", [gradients, total if is_added else rounded, i], [updated], {}
+        ),
+    ]
+    if not is_added:
+        del operations[3]
+    body = Program([gradients, i, x], operations, [updated])
+    assert values_sent_on(body) == [gradient] * num_kept
