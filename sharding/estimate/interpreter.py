@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from sharding.estimate.kernels import IS_NEW_XLA, Kernels
-from sharding.estimate.late_products import values_sent_on, with_late_products
 from sharding.estimate.operations import Loop, Operation, Program, Value
+from sharding.estimate.passes.late_products import values_sent_on, with_late_products
 from sharding.estimate.primitives import KERNELS, REDUCTIONS, UNFUSED, VIEWS
 from sharding.estimate.step_cost import StepCost
 from sharding.estimate.storage import Buffer, Frame, Storage

@@ -32,12 +32,12 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from sharding.estimate.counted_slices import counted_slices
 from sharding.estimate.interpreter import Interpreter
 from sharding.estimate.labels import GAPS, TEMPORARIES
 from sharding.estimate.operations import Program
 from sharding.estimate.packing import most_bytes_at_once, packed_bytes
-from sharding.estimate.simplify import simplified
+from sharding.estimate.passes.counted_slices import counted_slices
+from sharding.estimate.passes.simplify import simplified
 from sharding.estimate.step_cost import StepCost
 
 #: For CPUs: gaps between arrays of different lifetimes, as a share of the arrays that a step has

@@ -90,8 +90,7 @@ class Update:
         self._mesh = mesh
         params = state_layout.abstract.params
         is_offloaded = state_layout.is_offloaded
-        # Frozen parameters are None in `is_offloaded`, and so in all trees that are made from it.
-        self._trained = jax.tree.map(lambda _: True, is_offloaded)
+        self._trained = jax.tree.map(lambda _: True, is_offloaded)  # frozen parameters are None
         self._stays_on_device = jax.tree.map(lambda leaf: not leaf, is_offloaded)
         self._groups = self._grouped(params, is_offloaded)
         self._abstract_params = params

@@ -1,6 +1,7 @@
 """Packing, shuffling, sharding and resuming of text corpora, compared with plain references."""
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import subprocess
@@ -20,10 +21,7 @@ from tests.data.corpora import SEED, tokens_of
 
 EOS = 256
 DOCUMENTS = [f"document {i}: " + "abcdefgh"[: i % 8] * (i % 5) + "é" for i in range(60)]
-
-
-def seeded_train_batches(corpus, config, rows):
-    return train_batches(corpus, config, rows, seed=SEED)
+seeded_train_batches = functools.partial(train_batches, seed=SEED)
 
 
 def write_config(directory, documents=DOCUMENTS, **changes):

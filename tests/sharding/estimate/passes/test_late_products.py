@@ -2,8 +2,8 @@
 
 import pytest
 
-from sharding.estimate.late_products import values_sent_on, with_late_products
 from sharding.estimate.operations import Operation, Program, Value
+from sharding.estimate.passes.late_products import values_sent_on, with_late_products
 
 
 def backward(*, reduction: str | None = None, slices: bool = False) -> Program:
@@ -100,21 +100,22 @@ def test_gradients_of_parameters_that_are_copied_to_host_memory_are_late():
 def test_reduce_scatters_of_a_loop_end_in_the_next_iteration_if_nothing_else_reads_them(
     is_added, num_kept
 ):
-    def value() -> Value:
-        return Value((8,), itemsize=4, on_host=False, axes=((),))
+    names = ("gradients", "i", "x", "gradient", "scattered", "rounded", "total", "updated")
+    values = {name: Value((8,), itemsize=4, on_host=False, axes=((),)) for name in names}
 
-    gradients, i, x = value(), value(), value()
-    gradient, scattered, rounded, total, updated = (value() for _ in range(5))
+    def operation(kind: str, inputs: str, output: str) -> Operation:
+        return Operation(kind, [values[name] for name in inputs.split()], [values[output]], {})
+
     operations = [
-        Operation("mul", [x, x], [gradient], {}),
-        Operation("reduce_scatter", [gradient], [scattered], {}),
-        Operation("convert_element_type", [scattered], [rounded], {}),
-        Operation("add", [rounded, x], [total], {}),
-        Operation(
-            "dynamic_update_slice", [gradients, total if is_added else rounded, i], [updated], {}
+        operation("mul", "x x", "gradient"),
+        operation("reduce_scatter", "gradient", "scattered"),
+        operation("convert_element_type", "scattered", "rounded"),
+        operation("add", "rounded x", "total"),
+        operation(
+            "dynamic_update_slice", f"gradients {'total' if is_added else 'rounded'} i", "updated"
         ),
     ]
     if not is_added:
         del operations[3]
-    body = Program([gradients, i, x], operations, [updated])
-    assert values_sent_on(body) == [gradient] * num_kept
+    body = Program([values[name] for name in names[:3]], operations, [values["updated"]])
+    assert values_sent_on(body) == [values["gradient"]] * num_kept

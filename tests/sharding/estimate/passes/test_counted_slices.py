@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.estimate.counted_slices import counted_slices
 from sharding.estimate.jaxpr import open_jaxpr
 from sharding.estimate.operations import Program, Value
+from sharding.estimate.passes.counted_slices import counted_slices
 from sharding.mesh import MeshConfig, make_mesh
 
 LAYERS, SLOTS = 3, 2
