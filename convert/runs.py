@@ -4,7 +4,6 @@ The model of a checkpoint is named by the config in the checkpoint, which its ch
 `config.yaml` of the run, which anyone can edit, names it only if the checkpoint has no config.
 """
 
-import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from data.text.tokenization.file_tokenizer import find_tokenizer
 from fields.keys import check_keys
 from fields.types import check_types
 from models.registry import find_model
+from models.section import split_model_keys
 from models.stack import logical_axes
 from untrusted.documents import read_json, read_yaml
 from untrusted.files import check_link, check_tree
@@ -124,11 +124,9 @@ def open_run(
     allow_imports(allow_import)
     record_received(config, file)
     check_imports({"model": fields})
-    name = fields.pop("name")
+    name = fields["name"]
     model_class = find_model(name)
-    if "attention" not in {field.name for field in dataclasses.fields(model_class.Config)}:
-        # For this model, `attention` is a setting of the run, not part of the model.
-        fields.pop("attention", None)
+    fields = split_model_keys(fields).own
     check_keys(model_class.Config, fields, f"{file}: model")
     check_types(model_class.Config, fields, f"{file}: model", tuples=True)
     files = workdir / HF_FILES

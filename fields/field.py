@@ -131,8 +131,9 @@ def field(
         length: number of elements of a tuple of numbers.
         nonempty: whether the string, or each string of a tuple, must not be empty.
         remedy: end of the error message, which says what to do instead.
-        required: whether a config without this key is an error. Otherwise the dataclass has the
-            same default as the ConfigDict, so that runs saved before the key existed still load.
+        required: whether a ConfigDict that lost this key is an error. It has the key at first: a
+            config starts from the default ConfigDict, and a dict or a YAML file is merged into it.
+            Keys that were added later are not required: runs saved before still load.
 
     Returns:
         A `dataclasses.field` whose metadata has the Declaration.

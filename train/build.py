@@ -116,7 +116,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     if not options.is_fast_dev_run:
         workdir.check(options.workdir, run)
     _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
-    problem = export_problem(run.config.model_name, run.model_config, source)
+    problem = export_problem(run.config.model.name, run.model_config, source)
     if problem is not None and jax.process_index() == 0 and not options.is_evaluation:
         _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)
     return BuiltRun(run=run, corpus=corpus, source=source, planner=planner)

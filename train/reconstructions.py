@@ -63,7 +63,7 @@ def _rows(
     config = validate_config(config_files.load(str(file), allow_import=allow_import))
     if not hasattr(config.model_class, "reconstructions"):
         raise ValueError(
-            f"{file} has model.name={config.model_name!r}, which does not reconstruct images; give "
+            f"{file} has model.name={config.model.name!r}, which does not reconstruct images; give "
             "the workdir of an MAE run"
         )
     if num_images < 1:

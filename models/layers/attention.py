@@ -81,12 +81,6 @@ def recorded_kernels() -> Iterator[dict[SelectedKernel, None]]:
         _recorded.reset(token)
 
 
-def check_setting(setting: str) -> None:
-    """Raise a ValueError if `setting` is not a value of `model.attention`."""
-    if setting not in SETTINGS:
-        raise ValueError(f"model.attention={setting!r} is unknown; choose {' or '.join(SETTINGS)}")
-
-
 def attend(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,

@@ -18,6 +18,7 @@ from convert.runs import CONFIG_FILE
 from fields.keys import nearest
 from fields.numbers import number_problem, shown
 from models.registry import find_model
+from models.section import ModelSettings
 from train.config.defaults import default_config
 from untrusted.documents import read_yaml
 from untrusted.imports import (
@@ -262,11 +263,6 @@ def _set(config: Any, key: str, text: str) -> None:
     if key == "init_from":
         config.init_from = text
         return
-    if key == "model.attention" and "model" in config and "attention" not in config.model:
-        # Every model accepts this key (see RunConfig.attention), so config files may omit it.
-        with config.unlocked():
-            config.model.attention = text
-        return
     section, _, name = key.partition(".")
     keys = [f"{s}.{k}" for s in config if isinstance(config[s], ConfigDict) for k in config[s]]
     if section == "rules" and name and "rules" in config:
@@ -306,11 +302,12 @@ def _check_number(key: str, value: Any) -> None:
 
 
 def _model_fields(config: ConfigDict) -> dict[str, dataclasses.Field]:
-    """Return the fields of the model's own dataclass by name; none if the model is not known."""
-    model: Any = config.get("model", {})
-    name = model.get("name")
-    fields = dataclasses.fields(find_model(name).Config) if name else ()
-    return {field.name: field for field in fields}
+    """Return the fields of the section `model`, by name."""
+    if "model" not in config:
+        return {}
+    name = config.model.get("name")
+    own = dataclasses.fields(find_model(name).Config) if name else ()
+    return {field.name: field for field in (*dataclasses.fields(ModelSettings), *own)}
 
 
 def default_of(field: dataclasses.Field) -> Any:

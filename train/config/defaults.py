@@ -20,7 +20,7 @@ def default_config() -> ConfigDict:
     top = declarations(RunConfig)
     config = ConfigDict()
     for each in dataclasses.fields(RunConfig):
-        if each.name in SECTIONS:
+        if each.name in SECTIONS and each.name != "model":  # a config file defines it
             config[each.name] = _section(SECTIONS[each.name])
         elif each.name in top:
             config[each.name] = _value(top[each.name], each.type)

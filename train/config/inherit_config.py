@@ -127,7 +127,7 @@ def _counterpart(config: Any, source: Source) -> tuple[str, Any]:
     """
     name = config.model.get("name")
     encoder = getattr(source.config, "encoder", None)
-    if name in (None, source.model):
+    if not name or name == source.model:
         return source.model, source.config
     if dataclasses.is_dataclass(encoder) and isinstance(encoder, find_model(name).Config):
         return name, encoder

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from fields.field import Declaration, declarations, joined
-from models.layers.attention import SETTINGS
 from train.config.schema import SECTIONS, RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
@@ -32,12 +31,6 @@ changes the keys that it needs. You can set any key on the command line:
 `--config.section.key=value`. A tuple is written with commas, as in `--config.images.blur=1.0,0.1`.
 Unless its row states another bound, an integer is at most 2**31 - 1, and a float is finite and at
 most 3.4e38. An invalid value is rejected before the run starts.
-"""
-_MODEL = f"""\
-Each config file defines the section `model`: its keys are `model.name` and the fields of the
-model's dataclass `Config`. Every model with attention also has the key `model.attention`:
-{" or ".join(f"`{each}`" for each in SETTINGS)}, where `auto` is the best kernel for the devices.
-docs/models.md lists the models.
 """
 _WIDTH = 100  # columns of the text of --help
 
@@ -117,7 +110,6 @@ def page() -> str:
             parts.append(f"{_linked(introduction)}\n")
         parts.append("| key | values | default | meaning |\n|---|---|---|---|")
         parts.append("\n".join(rows) + "\n")
-    parts.append(f"## model\n\n{_linked(_MODEL)}")
     return "\n".join(parts)
 
 
@@ -136,8 +128,6 @@ def help_text() -> str:
             lines.append(
                 textwrap.indent(textwrap.fill(key.declaration.summary, _WIDTH - 6), " " * 6)
             )
-    lines.append("")
-    lines.append("model: the keys of the model's dataclass; see its config file.")
     return "\n".join(lines)
 
 

@@ -19,8 +19,8 @@ from fields.keys import check_keys, nearest
 from fields.numbers import shown
 from fields.section import Section
 from fields.types import check_types
-from models.layers.attention import check_setting
 from models.registry import MODELS, find_model
+from models.section import ModelSettings, split_model_keys
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline.config import PipelineConfig
@@ -45,7 +45,7 @@ _MUST_EQUAL = ("image_size", "num_channels")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The validated config of a run: one dataclass per section, the model's class and fields.
+    """The validated config of a run: one dataclass per section, and the model's class and fields.
 
     The sections and the declared fields, in this order, are the default ConfigDict and the
     reference (see train/config/defaults.py and train/config/reference.py).
@@ -57,6 +57,7 @@ class RunConfig:
         "model, or the directory of a run. Empty: initialize the parameters from `train.seed`.",
         required=True,
     )
+    model: ModelSettings
     mesh: MeshConfig
     rules: Mapping[str, Any] = field(
         {},
@@ -75,8 +76,6 @@ class RunConfig:
     checkpoint: CheckpointConfig
     precision: PrecisionConfig
     log: LogConfig
-    model_name: str
-    attention: str  # `model.attention`: one of models.layers.attention.SETTINGS
     model_class: type
     model_fields: Mapping[str, Any]  # the keys of `model` that are fields of model_class.Config
 
@@ -154,7 +153,7 @@ class RunConfig:
             if field.default is field.default_factory is dataclasses.MISSING:
                 raise ValueError(
                     f"model.{name} is not set, and data.objective={self.data.objective!r} does not "
-                    f"determine it; is model.name={self.model_name!r} a model for this objective?"
+                    f"determine it; is model.name={self.model.name!r} a model for this objective?"
                 )
         elif value is not None and name in _MUST_EQUAL and given != value:
             raise ValueError(
@@ -183,7 +182,7 @@ def validate_config(config: Any) -> RunConfig:
         ValueError: a key is unknown (the message has the nearest known one) or missing, or a value
             is not valid.
     """
-    known = [*SECTIONS, "model", "rules", "init_from"]
+    known = [*SECTIONS, "rules", "init_from"]
     for name in config:
         if name not in known:
             raise ValueError(f"config.{name} is unknown{nearest(name, known)}")
@@ -202,30 +201,20 @@ def validate_config(config: Any) -> RunConfig:
         raise ValueError(
             "data.tokenizer='init_from' needs config.init_from, the checkpoint to start from"
         )
-    model_name = fields["model"].pop("name")
-    model_class = find_model(model_name)
-    # `model.attention` is a setting of the run, not of the model, so it is not in the model's
-    # dataclass (unless a user's model has a field of this name).
-    attention = "auto"
-    if "attention" not in {each.name for each in dataclasses.fields(model_class.Config)}:
-        attention = fields["model"].pop("attention", "auto")
-    check_setting(attention)
+    model_class = find_model(fields["model"]["name"])
+    fields["model"], model_fields = split_model_keys(fields["model"])
     sections = {
         name: build_section(section, fields.get(name, {}), f"config.{name}")
         for name, section in SECTIONS.items()
     }
-    are_open = check_keys(
-        model_class.Config, fields["model"], "config.model", may_be_open=FROM_DATA
-    )
-    check_types(model_class.Config, fields["model"], "model", exclude=are_open, tuples=True)
+    are_open = check_keys(model_class.Config, model_fields, "config.model", may_be_open=FROM_DATA)
+    check_types(model_class.Config, model_fields, "model", exclude=are_open, tuples=True)
     return RunConfig(
         **sections,
         rules=fields.get("rules", {}),
         init_from=init_from,
-        model_name=model_name,
-        attention=attention,
         model_class=model_class,
-        model_fields=fields["model"],
+        model_fields=model_fields,
     )
 
 

@@ -180,7 +180,7 @@ def _saved_config(workdir: Path) -> ConfigDict:
 def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
     """Return a saved config with defaults for keys that were added to the code later."""
     completed = {"init_from": "", **saved.to_dict()}
-    for name, section in {**SECTIONS, "model": type(run.model_config)}.items():
+    for name, section in [*SECTIONS.items(), ("model", type(run.model_config))]:
         fields = [f for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING]
         completed[name] = {f.name: f.default for f in fields} | completed.get(name, {})
     return ConfigDict(completed)
@@ -190,13 +190,5 @@ def full_config(run: Run) -> ConfigDict:
     """Return the full config of a run, including the values that it took from the data."""
     config = run.config
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
-    own = dataclasses.asdict(run.model_config)
-    model = {"name": config.model_name, "attention": config.attention, **own}
-    return ConfigDict(
-        {
-            "init_from": config.init_from,
-            "model": model,
-            **sections,
-            "rules": dict(config.rules),
-        }
-    )
+    sections["model"] |= dataclasses.asdict(run.model_config)
+    return ConfigDict({"init_from": config.init_from, **sections, "rules": dict(config.rules)})

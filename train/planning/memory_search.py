@@ -200,7 +200,7 @@ class MemorySearch:
 
     def _remat_levels(self) -> list[Setting]:
         run = self.base.run
-        names = sorted(run.activation_names - {"mlp"})
+        names = sorted(run.traces.activation_names - {"mlp"})
         levels = ["none", "dots", *([",".join(names)] if names else []), "full"]
         now = self._config.train.remat
         first = levels.index(now) + 1 if now in levels else len(levels) - 1

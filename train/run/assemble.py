@@ -1,23 +1,12 @@
 """Assembles a run from its config and a mesh, and checks that its parts are compatible.
 
 All parts use abstract arrays, so this computes nothing and needs no device memory. It does trace
-the model, though. A block of every stack is traced in these places, the first two of which run
-while the run is assembled:
-
-    check_parts             compatibility.py        checks that a block keeps the type of its input;
-                                                    collects activation names for `train.remat`
-    attention_kernels       attention_kernels.py    finds the attention kernels that blocks use
-    count_work              stage_balance.py        counts FLOPs, for the summary and to balance
-                                                    stages; see `Run.work`
-    Run.trace_train_step    run.py                  for the memory estimate and the compiler
-    Run.compile_eval_step   run.py
+the model, though: see model_traces.py. The steps are traced later, by `Run`.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -34,12 +23,9 @@ from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import Schedule
 from sharding.rules import make_rules
 from train.config.schema import RunConfig
-from train.config.shapes import microbatch_shapes, param_shapes
 from train.optim.ema import average_params
 from train.optim.freeze import frozen_params
-from train.optim.layer_decay import depths_of
 from train.optim.optimizer import make_learning_rate_schedule, make_optimizer
-from train.run.attention_kernels import attention_kernels
 from train.run.compatibility import (
     check_axes,
     check_mesh,
@@ -47,8 +33,8 @@ from train.run.compatibility import (
     check_optimizer,
     check_parts,
 )
+from train.run.model_traces import ModelTraces
 from train.run.run import Run
-from train.run.stage_balance import LayerCosts, count_work
 from train.state.initialize import StateSpec
 from train.state.layout import StateLayout
 
@@ -83,12 +69,12 @@ def assemble_run(
     abstract = _abstract_model(config, vocab_size=vocab_size, num_labels=num_labels)
     model = abstract.model
     functions = abstract.functions
-    check_parts(config, mesh, hardware, model, functions)
+    traces = ModelTraces(config, mesh, hardware, model, functions)
+    check_parts(config, model, functions, traces, shares_vocab=shares_vocab)
     learning_rate_schedule = make_learning_rate_schedule(config.optimizer, config.train.num_steps)
-    optimizer, frozen = _optimizer(config, mesh, model, functions, learning_rate_schedule)
+    optimizer, frozen = _optimizer(config, model, functions, traces, learning_rate_schedule)
     schedule = _schedule(config, mesh)
-    work = functools.cache(partial(_work, config, mesh, model, functions))
-    layouts = _layouts(config, functions, schedule, work, shares_vocab=shares_vocab)
+    layouts = _layouts(config, functions, schedule, traces, shares_vocab=shares_vocab)
     state_spec = _state_spec(config, abstract.build, optimizer, frozen)
     state_layout = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
     check_axes(model, state_layout.param_specs, rules, mesh)
@@ -109,8 +95,8 @@ def assemble_run(
         layouts=layouts,
         state_layout=state_layout,
         frozen=frozen,
-        attention_kernels=attention_kernels(config, mesh, hardware, rules, model, functions),
-        work=work,
+        attention_kernels=traces.attention_kernels(rules),
+        traces=traces,
         device_budget=device_budget,
     )
 
@@ -163,14 +149,14 @@ def _layouts(
     config: RunConfig,
     functions: ModelFunctions,
     schedule: Schedule,
-    work: Callable[[], LayerCosts],
+    traces: ModelTraces,
     *,
     shares_vocab: bool,
 ) -> Mapping[str, Layout]:
     """Return the layers of every stage, for each stack."""
     layer_counts = config.pipeline.layers_per_stage
     if layer_counts == BALANCED:
-        layer_counts = work().balanced(len(schedule.placement), shares_vocab=shares_vocab)
+        layer_counts = traces.work.balanced(len(schedule.placement), shares_vocab=shares_vocab)
     return cut(functions.num_layers, schedule.placement, layer_counts)
 
 
@@ -192,18 +178,14 @@ def _state_spec(
 
 def _optimizer(
     config: RunConfig,
-    mesh: AnyMesh,
     model: nnx.Module,
     functions: ModelFunctions,
+    traces: ModelTraces,
     learning_rate_schedule: optax.Schedule,
 ) -> tuple[optax.GradientTransformation, Any]:
     """Return the optimizer, and a bool per parameter, whether it is frozen, or None."""
     check_optimizer(config)
     train = config.train
-    params = param_shapes(config, model)
-    depths = None
-    if config.optimizer.layer_decay != 1:
-        depths = depths_of(functions, params, microbatch_shapes(config, mesh))
     average = None
     if train.ema_decay is not None:
         average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
@@ -212,18 +194,8 @@ def _optimizer(
         learning_rate_schedule,
         stacks=functions.num_layers,
         not_decayed=getattr(model, "not_decayed", ()),
-        depths=depths,
+        depths=traces.depths if config.optimizer.layer_decay != 1 else None,
         average=average,
     )
     patterns = config.optimizer.frozen
-    return optimizer, frozen_params(params, patterns) if patterns else None
-
-
-def _work(
-    config: RunConfig, mesh: AnyMesh, model: nnx.Module, functions: ModelFunctions
-) -> LayerCosts:
-    """Return the FLOPs of a microbatch of one replica."""
-    recomputes = config.pipeline.recomputes_chunks
-    params = param_shapes(config, model)
-    microbatch = microbatch_shapes(config, mesh)
-    return count_work(functions, params, microbatch, recomputes=recomputes)
+    return optimizer, frozen_params(traces.params, patterns) if patterns else None

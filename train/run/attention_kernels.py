@@ -1,53 +1,51 @@
 """Finds the attention kernels that a run's blocks use on its mesh, by tracing the blocks."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from models.functions import ModelFunctions, one_layer
 from models.layers import attention
 from models.layers.attention import SelectedKernel
-from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.mesh import AnyMesh, use_mesh
-from train.config.schema import RunConfig
-from train.config.shapes import microbatch_shapes, param_shapes
-from train.step.tracing import traced_for
+
+Tree = Any
 
 #: Largest array of attention scores on a device, unless the config asks for plain attention.
 MAX_SCORES_BYTES = 2**30
 
 
 def attention_kernels(
-    config: RunConfig,
-    mesh: AnyMesh,
-    hardware: Hardware,
-    rules: Rules,
-    model: nnx.Module,
     functions: ModelFunctions,
+    params: Tree,
+    microbatch: Tree,
+    mesh: AnyMesh,
+    rules: Rules,
+    *,
+    setting: str,
 ) -> tuple[SelectedKernel, ...]:
     """Return the kernels of all attention in the model's stacks; () if there is none.
 
     Args:
-        config: the run's config.
-        mesh: the mesh.
-        hardware: the devices of the mesh.
-        rules: sharding rules.
-        model: the model; it may be abstract.
         functions: the model's functions.
+        params: shapes of the whole parameters, in the compute dtype.
+        microbatch: shapes of one replica's microbatch.
+        mesh: the mesh.
+        rules: sharding rules.
+        setting: `model.attention`, which is also set for this trace.
 
     Raises:
         ValueError: plain attention would need more than MAX_SCORES_BYTES for its scores, and
             `model.attention` does not ask for it.
     """
-    parts = functions.split(param_shapes(config, model))
-    microbatch = microbatch_shapes(config, mesh)
+    parts = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     # The microbatch belongs to one replica already, so its batch axis must not be split again.
     per_example_rules = {**rules, "batch": ()}
     with (
         attention.recorded_kernels() as found,
-        traced_for(hardware, config.attention),
         use_mesh(mesh),
         axis_rules(per_example_rules),
     ):
@@ -55,8 +53,8 @@ def attention_kernels(
             layer = one_layer(parts["stacks"][stack])
             jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
     for selected in found:
-        is_asked_for = config.attention == "plain"
-        if selected.kernel != "plain" or is_asked_for or selected.scores_bytes <= MAX_SCORES_BYTES:
+        is_large = selected.kernel == "plain" and selected.scores_bytes > MAX_SCORES_BYTES
+        if not is_large or setting == "plain":
             continue
         raise ValueError(
             f"attention would be {selected}, which needs {selected.scores_bytes / 2**30:.1f} GiB "

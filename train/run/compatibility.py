@@ -10,16 +10,14 @@ from flax import nnx
 from data.examples import Corpus
 from data.shapes import example_shapes
 from data.text.text_corpus import TextCorpus
-from models.functions import ModelFunctions, can_share_vocab, check, named_activations
+from models.functions import ModelFunctions, can_share_vocab
 from models.stack import REMAT_POLICIES
-from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh
 from sharding.rules import unused_axes
 from train.config.schema import RunConfig
-from train.config.shapes import microbatch_shapes, param_shapes
 from train.optim.optimizer import ELEMENTWISE
-from train.step.tracing import traced_for
+from train.run.model_traces import ModelTraces
 
 
 def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
@@ -56,31 +54,32 @@ def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
         choices = " or ".join(objectives) or "another model.head: this one cannot be trained"
         raise ValueError(
             f"data.objective={config.data.objective!r} does not match model.name="
-            f"{config.model_name!r} with its head; choose {choices}"
+            f"{config.model.name!r} with its head; choose {choices}"
         )
 
 
 def check_parts(
     config: RunConfig,
-    mesh: AnyMesh,
-    hardware: Hardware,
     model: nnx.Module,
     functions: ModelFunctions,
+    traces: ModelTraces,
+    *,
+    shares_vocab: bool,
 ) -> None:
     """Reject a model that is inconsistent, or that does not match its batch or pipeline.
 
     Args:
         config: the run's config.
-        mesh: the mesh.
-        hardware: the devices of the mesh.
         model: the model; it may be abstract.
         functions: the model's functions.
+        traces: traces of the functions.
+        shares_vocab: whether all pipeline stages share embedding and head.
 
     Raises:
         ValueError: the reason.
     """
     name = type(model).__name__
-    if config.pipeline.shares_vocab(mesh.shape["pipeline"]) and not can_share_vocab(model):
+    if shares_vocab and not can_share_vocab(model):
         raise ValueError(
             f"pipeline.share_vocab=True: {name} does not declare that its embedding and its loss "
             "work on a part of the vocab (can_share_vocab = True; see models/stack.py); set "
@@ -88,18 +87,15 @@ def check_parts(
         )
     check_objective(config, model)
     _check_whole_batch(config, model, functions)
-    params = param_shapes(config, model)
-    microbatch = microbatch_shapes(config, mesh)
     try:
-        check(functions, params, microbatch)
+        traces.check()
     except KeyError as error:
         raise ValueError(
             f"{name} reads {error} from the batch, but "
             f"data.objective={config.data.objective!r} provides "
             f"{', '.join(example_shapes(config.data, config.images))}"
         ) from None
-    with traced_for(hardware, config.attention):
-        _check_names(config, model, params, microbatch)
+    _check_names(config, model, traces)
 
 
 def _check_whole_batch(config: RunConfig, model: nnx.Module, functions: ModelFunctions) -> None:
@@ -118,14 +114,14 @@ def _check_whole_batch(config: RunConfig, model: nnx.Module, functions: ModelFun
         )
 
 
-def _check_names(config: RunConfig, model: nnx.Module, params: Any, microbatch: Any) -> None:
+def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> None:
     """Reject names of activations that the model's blocks do not have."""
     remat = config.train.remat
     offload = config.memory.offload_activations
     kept = () if remat in REMAT_POLICIES else tuple(remat.split(","))
     if not kept and not offload:
         return
-    known = named_activations(model, params, microbatch)
+    known = traces.activation_names
     named = ", ".join(sorted(known)) or "none"
     for name in (*kept, *offload):
         if name not in known:

@@ -122,7 +122,7 @@ def _keeps_head(run: Run, source: Source, wanted: Mapping[Path, Any]) -> bool:
     if mode != "by_name" and not any(path[0] == _TASK_HEAD for path in wanted):
         raise ValueError(
             f"train.init_labels={mode!r} is for a classifier, but model.name="
-            f"{run.config.model_name!r} with model.head={ours!r} has none; do not set it"
+            f"{run.config.model.name!r} with model.head={ours!r} has none; do not set it"
         )
     if mode == "by_position" and ours != theirs:
         raise ValueError(

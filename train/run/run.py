@@ -15,7 +15,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
 from models.flops import num_tokens, train_flops
-from models.functions import ModelFunctions, named_activations
+from models.functions import ModelFunctions
 from models.layers.attention import SelectedKernel
 from sharding.analysis.memory import memory
 from sharding.analysis.targets import Target
@@ -30,13 +30,12 @@ from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedules.table import Schedule
 from train.config.schema import RunConfig
-from train.config.shapes import batch_shapes, microbatch_shapes, param_shapes
+from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
-from train.run.stage_balance import LayerCosts
+from train.run.model_traces import ModelTraces
 from train.state.averaged import params_to_evaluate
 from train.state.layout import StateLayout
 from train.state.train_state import TrainState, shardings_of
-from train.step.tracing import traced_for
 from train.step.train_step import StepConfig, make_eval_step, make_train_step
 from train.step.update import Update
 
@@ -87,7 +86,7 @@ class Run:
     state_layout: StateLayout
     frozen: Any  # a bool per parameter; None: no parameter is frozen
     attention_kernels: tuple[SelectedKernel, ...]  # of the blocks; () without attention
-    work: Callable[[], LayerCosts]  # FLOPs of a microbatch; counted at the first call
+    traces: ModelTraces  # what tracing the model shows, such as the FLOPs of its layers
     device_budget: float  # bytes of a device that a step may use; infinite if unknown
 
     @cached_property
@@ -104,14 +103,6 @@ class Run:
         """Assemble the global batch on the mesh from the rows that this process read."""
         size = self.config.data.global_batch_size
         return place_batch(batch, self.rows, self.batch_sharding, size)
-
-    @cached_property
-    def activation_names(self) -> set[str]:
-        """The names of activations in the model's blocks, for `train.remat`."""
-        params = param_shapes(self.config, self.model)
-        microbatch = microbatch_shapes(self.config, self.mesh)
-        with traced_for(self.hardware, self.config.attention):
-            return named_activations(self.model, params, microbatch)
 
     @cached_property
     def num_params(self) -> int:
@@ -286,7 +277,7 @@ class Run:
             seed=self.config.train.seed,
             skip_spikes=self.config.train.skip_spikes,
             hardware=self.hardware,
-            attention=self.config.attention,
+            attention=self.config.model.attention,
         )
 
     def _param_sharding(self) -> ParamSharding:

@@ -35,7 +35,7 @@ def _describe_stages(run: Run) -> str:
     for layout in run.layouts.values():
         for v, stage in enumerate(run.schedule.placement):
             counts[v] += layout.chunks[stage][run.schedule.chunk_of(v)][1]
-    work = run.work()
+    work = run.traces.work
     shares = run.config.pipeline.share_vocab
 
     def unevenness(counts, shares_vocab):

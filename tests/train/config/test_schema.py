@@ -236,9 +236,9 @@ def test_context_that_does_not_divide_the_sequence_is_refused():
 def test_attention_belongs_to_the_run_not_to_the_model():
     config = load(f"{ROOT}/configs/gpt2.py", ("model.attention=plain",))
     validated = validate_config(config)
-    assert validated.attention == "plain"
+    assert validated.model.attention == "plain"
     assert "attention" not in validated.model_fields
-    assert validate_config(load(f"{ROOT}/configs/gpt2.py")).attention == "auto"
+    assert validate_config(load(f"{ROOT}/configs/gpt2.py")).model.attention == "auto"
 
 
 def test_unknown_attention_is_refused():

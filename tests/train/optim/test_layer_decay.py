@@ -8,8 +8,7 @@ import numpy as np
 import optax
 
 from tests.runs import ROOT, TINY, make_run
-from train.config.shapes import microbatch_shapes, param_shapes
-from train.optim.layer_decay import Depths, depths_of, scaled_by_depth
+from train.optim.layer_decay import Depths, scaled_by_depth
 
 T5 = (
     "model.num_layers=2",
@@ -23,8 +22,7 @@ T5 = (
 def depths(corpus_overrides, config: str, overrides=TINY) -> Depths:
     file = str(ROOT / "configs" / f"{config}.py")
     run, _ = make_run((*overrides, *corpus_overrides), file)
-    params = param_shapes(run.config, run.model)
-    return depths_of(run.functions, params, microbatch_shapes(run.config, run.mesh))
+    return run.traces.depths
 
 
 def names(found: Depths, depth: int) -> set[str]:
