@@ -173,7 +173,7 @@ def _program_cache(config: RunConfig, options: RunOptions) -> Path:
     not choose their directory.
     """
     data = config.data
-    is_chosen = any(override.startswith("data.cache_dir=") for override in options.overrides)
-    if config_files.is_data_file(options.config) and not is_chosen:
+    overridden = [config_files.Override.parse(override).key for override in options.overrides]
+    if config_files.is_data_file(options.config) and "data.cache_dir" not in overridden:
         data = dataclasses.replace(data, cache_dir="")
     return data.cache_path / "xla"

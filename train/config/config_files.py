@@ -9,7 +9,7 @@ import traceback
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from ml_collections import ConfigDict
@@ -60,7 +60,7 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
     else:
         config = _load_python(file, argument)
         allow_imports_in(config.to_dict())
-    given = [_Override(override) for override in overrides]
+    given = [Override.parse(override) for override in overrides]
     for each in given:
         allow_imports_in(each.text)
     # Names come first: the model's name decides which other keys there are.
@@ -80,13 +80,23 @@ def is_data_file(path: str) -> bool:
     return path.partition(":")[0].endswith((".yaml", ".yml"))
 
 
-class _Override:
-    """An override `section.key=value` of the command line."""
+class Override(NamedTuple):
+    """An override `section.key=value` of the command line, split into its parts."""
 
-    def __init__(self, override: str):
-        self.key, equals, self.text = override.partition("=")
+    key: str
+    text: str
+
+    @classmethod
+    def parse(cls, override: str) -> "Override":
+        """Split an override.
+
+        Raises:
+            ValueError: it has no value.
+        """
+        key, equals, text = override.partition("=")
         if not equals:
-            raise ValueError(f"--config.{override} has no value; write --config.{self.key}=value")
+            raise ValueError(f"--config.{override} has no value; write --config.{key}=value")
+        return cls(key, text)
 
 
 def completed(tree: Mapping[str, Any]) -> ConfigDict:
@@ -305,7 +315,8 @@ def _model_fields(config: ConfigDict) -> dict[str, dataclasses.Field]:
     """Return the fields of the section `model`, by name."""
     if "model" not in config:
         return {}
-    name = config.model.get("name")
+    model: Any = config.model
+    name = model.get("name")
     own = dataclasses.fields(find_model(name).Config) if name else ()
     return {field.name: field for field in (*dataclasses.fields(ModelSettings), *own)}
 

@@ -14,6 +14,7 @@ from convert import preprocessor
 from convert.source import Source, read_source
 from data.config import IMAGE_OBJECTIVES
 from models.registry import find_model
+from train.config.config_files import Override
 
 #: Keys of `model` that the run sets; the checkpoint's values are ignored.
 OF_THE_RUN = (
@@ -77,7 +78,7 @@ def inherit_config(config: Any, source: Source, overrides: Sequence[str]) -> Non
         ValueError: an override contradicts the checkpoint, the config is for another model, or a
             text run's checkpoint has no tokenizer.
     """
-    overridden = {override.partition("=")[0] for override in overrides}
+    overridden = {Override.parse(override).key for override in overrides}
     if "model" not in config:
         with config.unlocked():
             config.model = ConfigDict()

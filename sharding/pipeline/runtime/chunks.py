@@ -235,24 +235,23 @@ class Chunks:
         microbatch: Tree,
         residuals: ChunkResiduals,
         slots: Slots,
-        grads: dict[str, Tree],
-    ) -> tuple[Tree, dict[str, Tree], ChunkResiduals]:
+        non_stack_grads: Tree,
+        stacks_grads: dict[str, Tree],
+    ) -> tuple[Tree, Tree, dict[str, Tree], ChunkResiduals]:
         """Run the backward of a chunk, or its first half if backwards are split.
 
         Returns:
-            (gradient of the chunk's input, `grads` plus the gradients of the parameters, buffers).
-            If backwards are split, the buffers contain the values handed over to
-            `weight_gradient`.
+            (gradient of the chunk's input, both gradients with new ones added, buffers). If
+            backwards are split, the buffers contain the values handed over to `weight_gradient`.
         """
         residuals = dict(residuals)
-        non_stack_grads = grads["non_stack"]
-        stacks_grads = dict(grads["stacks"])
+        stacks_grads = dict(stacks_grads)
         for name, part in reversed(self._parts.items()):
             # The gradient of a part's input is that of the output of the part before it.
             dy, non_stack_grads, stacks_grads[name], residuals[name] = part.backward(
                 chunk, dy, microbatch, residuals[name], slots, non_stack_grads, stacks_grads[name]
             )
-        return dy, {"non_stack": non_stack_grads, "stacks": stacks_grads}, residuals
+        return dy, non_stack_grads, stacks_grads, residuals
 
     def weight_gradient(
         self,
@@ -260,15 +259,15 @@ class Chunks:
         microbatch: Tree,
         residuals: ChunkResiduals,
         slots: Slots,
-        grads: dict[str, Tree],
+        stacks_grads: dict[str, Tree],
     ) -> dict[str, Tree]:
-        """Return `grads` plus the gradients that the first half of the backward left out."""
-        stacks_grads = dict(grads["stacks"])
+        """Return `stacks_grads` plus the gradients that the first half of the backward left out."""
+        stacks_grads = dict(stacks_grads)
         for name, part in self._parts.items():
             stacks_grads[name] = part.layers.weight_gradient(
                 chunk, microbatch, residuals[name], slots, stacks_grads[name]
             )
-        return grads | {"stacks": stacks_grads}
+        return stacks_grads
 
 
 def running_alone(

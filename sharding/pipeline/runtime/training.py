@@ -4,7 +4,9 @@ executor.py draws a tick. Between two ticks everything that waits is in the carr
 
     carry      inputs, cotangents          buffers that other stages' values arrive in
                residuals, head_inputs      buffers that this stage's operations fill
-               sums, gradients             totals so far
+               sums                        of losses, weights and metrics so far
+               non_stack_grads             sums of gradients so far, outside all stacks
+               stacks_grads                sums of gradients so far, of each stack
     tick_plan  which microbatch and chunk to work on, and which slots to read and write
 """
 
@@ -35,7 +37,8 @@ class TrainingCarry:
 
     Attributes:
         sums: sums of losses, weights and metrics so far.
-        gradients: sums of gradients so far, `{"non_stack": ..., "stacks": {stack: ...}}`.
+        non_stack_grads: sums of the gradients of non-stack parameters so far.
+        stacks_grads: stack -> sums of the gradients of its parameters so far.
         residuals: stack -> buffers for the residuals that backwards read.
         inputs: chunk inputs that have arrived.
         cotangents: gradients of chunk outputs that have arrived.
@@ -43,7 +46,8 @@ class TrainingCarry:
     """
 
     sums: dict[str, jax.Array]
-    gradients: dict[str, Tree]
+    non_stack_grads: Tree
+    stacks_grads: dict[str, Tree]
     residuals: ChunkResiduals
     inputs: Tree | None
     cotangents: Tree | None
@@ -54,15 +58,16 @@ class TrainingStage(Stage):
     """A stage that runs forwards, backwards and weight gradients."""
 
     def train(self) -> tuple[dict[str, jax.Array], dict[str, Tree]]:
-        """Run a training schedule; return this device's (sums, gradients)."""
+        """Run a training schedule; return this device's (sums, gradients).
+
+        The gradients are `{"non_stack": ..., "stacks": {stack: ...}}`, like the parameters.
+        """
         plan = self._plan
-        gradients = {
-            "non_stack": zeros(wide(self._embed_and_head.non_stack_params)),
-            "stacks": self._chunks.no_gradients(),
-        }
+        non_stack_grads = zeros(wide(self._embed_and_head.non_stack_params))
         carry = TrainingCarry(
             sums=zeros(self.sums_type),
-            gradients=counted_as("gradients", gradients),
+            non_stack_grads=counted_as("gradients", non_stack_grads),
+            stacks_grads=counted_as("gradients", self._chunks.no_gradients()),
             residuals=self._chunks.residuals(plan.num_slots),
             inputs=self._buffer("input"),
             cotangents=self._buffer("cotangent"),
@@ -71,7 +76,7 @@ class TrainingStage(Stage):
         column = plan.table.column(self._stage_index)
         with jax.named_scope(TICKS):
             carry, _ = jax.lax.scan(self._train_tick, carry, column)
-        return carry.sums, carry.gradients
+        return carry.sums, {"non_stack": carry.non_stack_grads, "stacks": carry.stacks_grads}
 
     def _train_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
         """Run one tick; the order of the code is the order of the phases."""
@@ -98,28 +103,38 @@ class TrainingStage(Stage):
             arrivals |= self._send(FORWARD, y)
 
         sums, non_stack_grads, dy_from_head = embed_and_head.head_ahead(
-            carry.sums, carry.gradients["non_stack"], carry.head_inputs, tick_plan
+            carry.sums, carry.non_stack_grads, carry.head_inputs, tick_plan
         )
-        carry = change(carry, sums=sums, gradients=carry.gradients | {"non_stack": non_stack_grads})
+        carry = change(carry, sums=sums, non_stack_grads=non_stack_grads)
 
-        dx, sums, gradients, residuals = tick_plan.backward.if_runs(
+        dx, sums, non_stack_grads, stacks_grads, residuals = tick_plan.backward.if_runs(
             lambda: self._backward(carry, tick_plan.backward, x_backward, dy, dy_from_head),
-            lambda: (zeros(self._x_type), carry.sums, carry.gradients, carry.residuals),
+            lambda: (
+                zeros(self._x_type),
+                carry.sums,
+                carry.non_stack_grads,
+                carry.stacks_grads,
+                carry.residuals,
+            ),
         )
-        carry = change(carry, sums=sums, gradients=gradients, residuals=residuals)
+        carry = change(
+            carry,
+            sums=sums,
+            non_stack_grads=non_stack_grads,
+            stacks_grads=stacks_grads,
+            residuals=residuals,
+        )
         arrivals |= self._send(BACKWARD, dx)
 
-        non_stack_grads = embed_and_head.embed_gradient_after(
-            carry.gradients["non_stack"], dx, tick_plan
-        )
-        carry = change(carry, gradients=carry.gradients | {"non_stack": non_stack_grads})
+        non_stack_grads = embed_and_head.embed_gradient_after(carry.non_stack_grads, dx, tick_plan)
+        carry = change(carry, non_stack_grads=non_stack_grads)
 
         if tick_plan.weight_gradient.always is not False:
-            gradients = tick_plan.weight_gradient.if_runs(
+            stacks_grads = tick_plan.weight_gradient.if_runs(
                 lambda: self._weight_gradient(carry, tick_plan.weight_gradient),
-                lambda: carry.gradients,
+                lambda: carry.stacks_grads,
             )
-            carry = change(carry, gradients=gradients)
+            carry = change(carry, stacks_grads=stacks_grads)
 
         inputs = self._receive(FORWARD, carry.inputs, arrivals, tick_plan)
         cotangents = self._receive(BACKWARD, carry.cotangents, arrivals, tick_plan)
@@ -158,8 +173,8 @@ class TrainingStage(Stage):
         x: Tree,
         dy: Tree,
         dy_from_head: Tree,
-    ) -> tuple[Tree, dict, dict, ChunkResiduals]:
-        """Run a chunk's backward; return (input's cotangent, sums, gradients, residuals).
+    ) -> tuple[Tree, dict, Tree, dict, ChunkResiduals]:
+        """Run a chunk's backward.
 
         Args:
             carry: the carry.
@@ -167,6 +182,10 @@ class TrainingStage(Stage):
             x: the chunk's input, if it arrived from another chunk.
             dy: gradient of the chunk's output, if it arrived from another chunk.
             dy_from_head: gradient of the head's input, if all stages have just computed it.
+
+        Returns:
+            (gradient of the chunk's input, and of the carry: sums, non_stack_grads, stacks_grads,
+            residuals).
         """
         chunk = operation.chunk
         microbatch = self._microbatch(operation.microbatch)
@@ -183,18 +202,17 @@ class TrainingStage(Stage):
         if carry.head_inputs is not None:
             y = read(carry.head_inputs, slots.head_input)
         sums, non_stack_grads, dy = self._embed_and_head.loss_and_output_cotangent(
-            operation, carry.sums, carry.gradients["non_stack"], dy_from_head, dy, y, microbatch
+            operation, carry.sums, carry.non_stack_grads, dy_from_head, dy, y, microbatch
         )
-        gradients = carry.gradients | {"non_stack": non_stack_grads}
-        dx, gradients, residuals = self._chunks.backward(
-            chunk, dy, microbatch, residuals, slots, gradients
+        dx, non_stack_grads, stacks_grads, residuals = self._chunks.backward(
+            chunk, dy, microbatch, residuals, slots, non_stack_grads, carry.stacks_grads
         )
         non_stack_grads = self._embed_and_head.add_embed_gradient(
-            operation, gradients["non_stack"], dx, microbatch
+            operation, non_stack_grads, dx, microbatch
         )
         if self._plan.recomputes:
             residuals = _without_scratch(residuals)
-        return dx, sums, gradients | {"non_stack": non_stack_grads}, residuals
+        return dx, sums, non_stack_grads, stacks_grads, residuals
 
     def _with_scratch(self, residuals: ChunkResiduals) -> ChunkResiduals:
         """Add buffers with one slot for residuals that only the current operation reads."""
@@ -209,10 +227,10 @@ class TrainingStage(Stage):
         }
 
     def _weight_gradient(self, carry: TrainingCarry, operation: Operation) -> dict[str, Tree]:
-        """Return the gradients with the weight gradients of a chunk added."""
+        """Return the stacks' gradients with the weight gradients of a chunk added."""
         microbatch = self._microbatch(operation.microbatch)
         return self._chunks.weight_gradient(
-            operation.chunk, microbatch, carry.residuals, operation.slots, carry.gradients
+            operation.chunk, microbatch, carry.residuals, operation.slots, carry.stacks_grads
         )
 
     def reduced(self, gradients: dict[str, Tree]) -> dict[str, Tree]:
