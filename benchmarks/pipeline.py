@@ -45,7 +45,7 @@ from sharding.mesh import MeshConfig
 from sharding.pipeline.config import REMAT
 from sharding.pipeline.schedule import SCHEDULES
 from sharding.pipeline.schedules.table import max_in_flight
-from train.config import config_files
+from train.config.overrides import parse_overrides
 from train.run.run import Run
 from untrusted.messages import sentence_of
 
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
         runs = make_runs(
             args.config,
-            config_files.overrides(others),
+            parse_overrides(others),
             [name for name in args.schedules.split(",") if name],
             num_stages=_default_stages() if args.stages is None else args.stages,
             num_microbatches=args.microbatches,

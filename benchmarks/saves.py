@@ -26,7 +26,7 @@ from benchmarks.harness import report
 from benchmarks.step import make_run
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
-from train.config import config_files
+from train.config.overrides import parse_overrides
 from train.run.run import Run
 from untrusted.messages import sentence_of
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.rounds < 1:
             raise ValueError(f"--rounds={args.rounds} must be at least 1")
-        run = make_run(args.config, config_files.overrides(others))
+        run = make_run(args.config, parse_overrides(others))
         scratch = Path(tempfile.mkdtemp(prefix="taibai_saves_", dir=args.directory))
         figures = measure(run, scratch, args.rounds)
     except (ValueError, OSError) as error:

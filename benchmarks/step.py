@@ -28,6 +28,7 @@ from sharding.analysis.memory import memory
 from sharding.batches import place_batch
 from sharding.distributed import startup
 from train.config import config_files
+from train.config.overrides import parse_overrides
 from train.config.schema import validate_config
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.assemble import assemble_run
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.peer:  # leave GPU memory to the peer
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         figures = measure(
-            make_run(args.config, config_files.overrides(others)),
+            make_run(args.config, parse_overrides(others)),
             with_torch=args.peer == "torch",
             with_compiled=not args.no_compile,
             num_rounds=args.rounds,

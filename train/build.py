@@ -19,6 +19,7 @@ from sharding.memory import AUTO
 from train.compilation_cache import use_compilation_cache
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
+from train.config.overrides import Override
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.planning.memory_budget import budget_of
@@ -113,8 +114,7 @@ def build_run(options: RunOptions) -> BuiltRun:
         planner.check_estimate(run)  # traces the training step
     check_tokenizer(run.config, run.model_config, corpus)
     workdir.check_processes_agree(run, corpus)
-    if not options.is_fast_dev_run:
-        workdir.check(options.workdir, run)
+    workdir.check(options.workdir, run)
     _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
     problem = export_problem(run.config.model.name, run.model_config, source)
     if problem is not None and jax.process_index() == 0 and not options.is_evaluation:
@@ -173,7 +173,7 @@ def _program_cache(config: RunConfig, options: RunOptions) -> Path:
     not choose their directory.
     """
     data = config.data
-    overridden = [config_files.Override.parse(override).key for override in options.overrides]
+    overridden = [Override.parse(override).key for override in options.overrides]
     if config_files.is_data_file(options.config) and "data.cache_dir" not in overridden:
         data = dataclasses.replace(data, cache_dir="")
     return data.cache_path / "xla"

@@ -34,6 +34,7 @@ from sharding.mesh import make_mesh
 from sharding.pipeline.runtime.execution_plan import make_execution_plan
 from train.config import config_files
 from train.config.inherit_config import take_init_from
+from train.config.overrides import parse_overrides
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.planning.memory_budget import target_budget
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     # Compiling needs no device, and a CUDA plugin without a driver would fail to find one.
     jax.config.update("jax_platforms", "cpu")
     try:
-        overrides = config_files.overrides(others)
+        overrides = parse_overrides(others)
         target = parse_target(args.target)
         step = compile_step(args.config, target, overrides, allow_import=args.allow_import)
         if args.out is not None:

@@ -7,6 +7,7 @@ one sentence, on all processes.
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ from sharding.distributed.messages import Exchange, may_pass
 from train import evaluation, loop
 from train.build import LONGEST_START_S, RunOptions, build_run
 from train.config import config_files, reference
+from train.config.overrides import parse_overrides
 from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.lifecycle.phases import Phases
@@ -112,7 +114,7 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
             check_no_nul(f"--{name}", str(getattr(args, name)))
         return RunOptions(
             config=args.config,
-            overrides=config_files.overrides(others),
+            overrides=parse_overrides(others),
             workdir=args.workdir or config_files.default_workdir(args.config),
             deepspeed=args.deepspeed,
             is_evaluation=args.mode == "eval",
@@ -126,14 +128,14 @@ def train(options: RunOptions, signals: StopSignals) -> int:
     """Train from the newest checkpoint of the workdir, or from the start; return the exit code."""
     phases = Phases()
     with ExitStack() as stack:
-        directory = options.workdir
         if options.is_fast_dev_run:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            options = dataclasses.replace(options, workdir=Path(directory))
         with refusing_bad_input():
             built = build_run(options)
             run = built.run
             workdir_lock = lock(
-                directory,
+                options.workdir,
                 timeout_s=run.config.train.start_timeout_s,
                 is_shared=not options.is_fast_dev_run,
             )
@@ -144,23 +146,23 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                     _log.info("%s", describe_options(run.compiler_options()))
                 built.planner.check_compiled(run)
             with phases("restore"):
-                restored = restore_or_initialize(run, built.corpus, directory, built.source)
+                restored = restore_or_initialize(run, built.corpus, options.workdir, built.source)
             restored.checkpoints.tidy()
 
             def write_files_and_open_logs() -> loop.Logs:
                 report = built.planner.report
-                write_run_files(directory, run, built.corpus, built.source, report)
-                return loop.open_logs(run, restored.step, directory, phases)
+                write_run_files(options.workdir, run, built.corpus, built.source, report)
+                return loop.open_logs(run, restored.step, options.workdir, phases)
 
             # All processes are ready before the watchdog starts to limit the time of a step.
             logs = Exchange(LONGEST_START_S).on_all(write_files_and_open_logs)
-        stack.enter_context(closing(_watchdog(run, directory, start_id, phases)))
+        stack.enter_context(closing(_watchdog(run, options.workdir, start_id, phases)))
         try:
             return loop.train(
                 run,
                 built.corpus,
                 restored,
-                directory,
+                options.workdir,
                 logs,
                 saves=not options.is_fast_dev_run,
                 phases=phases,

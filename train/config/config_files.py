@@ -1,31 +1,25 @@
 """Loads and saves config files, and applies command-line overrides to them."""
 
-import ast
 import contextlib
-import dataclasses
 import importlib.util
 import inspect
 import traceback
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from ml_collections import ConfigDict
 
 from convert.runs import CONFIG_FILE
-from fields.keys import nearest
-from fields.numbers import number_problem, shown
-from models.registry import find_model
-from models.section import ModelSettings
+from fields.numbers import shown
 from train.config.defaults import default_config
+from train.config.overrides import apply_overrides, check_number
 from untrusted.documents import read_yaml
 from untrusted.imports import (
     allow_imports,
     allow_imports_in,
     check_imports,
-    is_import_path,
     record_received,
 )
 
@@ -60,16 +54,7 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
     else:
         config = _load_python(file, argument)
         allow_imports_in(config.to_dict())
-    given = [Override.parse(override) for override in overrides]
-    for each in given:
-        allow_imports_in(each.text)
-    # Names come first: the model's name decides which other keys there are.
-    names = [each for each in given if each.key.endswith(".name") or is_import_path(each.text)]
-    for each in names:
-        _set(config, each.key, each.text)
-    for each in given:
-        if each not in names:
-            _set(config, each.key, each.text)
+    apply_overrides(config, overrides)
     if is_data:
         check_imports(config.to_dict())  # Now, not after hours of tokenizing.
     return config
@@ -78,25 +63,6 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
 def is_data_file(path: str) -> bool:
     """Return whether a config is a file of data, such as a config.yaml, and not the user's code."""
     return path.partition(":")[0].endswith((".yaml", ".yml"))
-
-
-class Override(NamedTuple):
-    """An override `section.key=value` of the command line, split into its parts."""
-
-    key: str
-    text: str
-
-    @classmethod
-    def parse(cls, override: str) -> "Override":
-        """Split an override.
-
-        Raises:
-            ValueError: it has no value.
-        """
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ValueError(f"--config.{override} has no value; write --config.{key}=value")
-        return cls(key, text)
 
 
 def completed(tree: Mapping[str, Any]) -> ConfigDict:
@@ -111,7 +77,7 @@ def completed(tree: Mapping[str, Any]) -> ConfigDict:
             if name in config and isinstance(config[name], ConfigDict):
                 defaults: Any = config[name]
                 for key, value in section.items():
-                    _check_number(f"config.{name}.{key}", value)
+                    check_number(f"config.{name}.{key}", value)
                     defaults[key] = value
             else:
                 config[name] = section
@@ -167,29 +133,6 @@ def default_workdir(path: str) -> Path:
         name = Path(file).resolve().parent.name
     # An argument may contain slashes, a directory name may not.
     return Path("runs") / "_".join(filter(None, [name, argument.replace("/", "_")]))
-
-
-def overrides(arguments: Sequence[str]) -> list[str]:
-    """Return `section.key=value` for every `--config.section.key=value` on a command line.
-
-    Args:
-        arguments: command-line arguments; `--config.key value` is accepted as well.
-
-    Raises:
-        ValueError: an argument has another form.
-    """
-    found = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--config."):
-            raise ValueError(
-                f"unknown argument {argument!r}; config keys are set as --config.section.key=value"
-            )
-        if "=" not in argument and rest and not rest[0].startswith("--"):
-            argument += "=" + rest.pop(0)
-        found.append(argument.removeprefix("--config."))
-    return found
 
 
 def shorten(config: Any) -> None:
@@ -267,73 +210,6 @@ def _naming_line(file: str) -> Iterator[None]:
         where = file if line is None else f"{file}, line {line}"
         name = type(error).__name__
         raise ValueError(f"--config={where}: {name}: {' '.join(what.split())}") from error
-
-
-def _set(config: Any, key: str, text: str) -> None:
-    if key == "init_from":
-        config.init_from = text
-        return
-    section, _, name = key.partition(".")
-    keys = [f"{s}.{k}" for s in config if isinstance(config[s], ConfigDict) for k in config[s]]
-    if section == "rules" and name and "rules" in config:
-        config.rules[name] = _parse(text)
-        return
-    if key not in keys:
-        fields = _model_fields(config)
-        if section != "model" or name not in fields:
-            known = [*keys, *(f"model.{field}" for field in fields)]
-            raise ValueError(f"--config.{key}: unknown key{nearest(key, known)}")
-        with config.unlocked(), config.ignore_type():
-            config.model[name] = default_of(fields[name])
-    default = config[section][name]
-    value = _parse(text)
-    _check_number(f"--config.{key}", value)
-    if isinstance(default, str):
-        value = text
-    elif isinstance(default, tuple):
-        parts = text.split(",") if isinstance(value, str) else value
-        parts = parts if isinstance(parts, tuple | list) else (parts,)
-        value = tuple(part for part in parts if part != "")
-    elif isinstance(default, float) and type(value) is int:
-        value = float(value)
-    numbers = section == "model" and {type(default), type(value)} == {int, float}
-    # `validate_config` knows the type of each key. It checks None, and int versus float in `model`.
-    if None not in (default, value) and type(value) is not type(default) and not numbers:
-        kind = type(default).__name__
-        raise ValueError(f"--config.{key}={text[:60]} must be of type {kind}, such as {default!r}")
-    with config.ignore_type():
-        config[section][name] = value
-
-
-def _check_number(key: str, value: Any) -> None:
-    """Refuse a number that a ConfigDict could not convert to a float."""
-    if problem := number_problem(value, is_float=True):
-        raise ValueError(f"{key}={shown(value)} {problem}")
-
-
-def _model_fields(config: ConfigDict) -> dict[str, dataclasses.Field]:
-    """Return the fields of the section `model`, by name."""
-    if "model" not in config:
-        return {}
-    model: Any = config.model
-    name = model.get("name")
-    own = dataclasses.fields(find_model(name).Config) if name else ()
-    return {field.name: field for field in (*dataclasses.fields(ModelSettings), *own)}
-
-
-def default_of(field: dataclasses.Field) -> Any:
-    """Return a value of the type of a field, or None: its default, or an example."""
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    origin = typing.get_origin(field.type) or field.type
-    return origin() if origin in (int, float, str, bool, tuple) else None
-
-
-def _parse(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # nested too deeply
-        return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)
 
 
 def _plain(value: Any) -> Any:

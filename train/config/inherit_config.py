@@ -14,7 +14,7 @@ from convert import preprocessor
 from convert.source import Source, read_source
 from data.config import IMAGE_OBJECTIVES
 from models.registry import find_model
-from train.config.config_files import Override
+from train.config.overrides import Override
 
 #: Keys of `model` that the run sets; the checkpoint's values are ignored.
 OF_THE_RUN = (

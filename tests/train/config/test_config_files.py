@@ -9,7 +9,8 @@ import yaml
 
 from tests.runs import CONFIG
 from tests.train.config.loading import load, run_of
-from train.config.config_files import as_yaml, default_workdir, differences, overrides, shorten
+from train.config.config_files import as_yaml, default_workdir, differences, shorten
+from train.config.overrides import parse_overrides
 from train.config.schema import RunConfig, validate_config
 from train.main import main
 
@@ -137,9 +138,9 @@ def test_bad_override_is_refused_with_key_and_remedy(override, message):
 
 def test_overrides_reads_both_spellings_of_the_command_line():
     arguments = ["--config.a.b=1", "--config.c.d", "2", "--config.e.f", "-3", "--config.g.h"]
-    assert overrides(arguments) == ["a.b=1", "c.d=2", "e.f=-3", "g.h"]
+    assert parse_overrides(arguments) == ["a.b=1", "c.d=2", "e.f=-3", "g.h"]
     with pytest.raises(ValueError, match="unknown argument '--worlddir=x'"):
-        overrides(["--worlddir=x"])
+        parse_overrides(["--worlddir=x"])
 
 
 def test_differences_names_keys_below_the_given_ones_with_both_values():
