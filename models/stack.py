@@ -164,10 +164,15 @@ def logical_axes(model: nnx.Module) -> Tree:
     return nnx.traversals.unflatten_mapping(axes)
 
 
+def saved_names(remat: str) -> tuple[str, ...]:
+    """Return the names of activations in `train.remat`; () if it is a key of REMAT_POLICIES."""
+    return () if remat in REMAT_POLICIES else tuple(remat.split(","))
+
+
 def checkpoint_policy(remat: str, offload: Sequence[str]) -> Callable:
     """Return a policy for `jax.checkpoint`: which values a block saves for its backward pass."""
     policies = jax.checkpoint_policies
-    saves = REMAT_POLICIES.get(remat) or policies.save_only_these_names(*remat.split(","))
+    saves = REMAT_POLICIES.get(remat) or policies.save_only_these_names(*saved_names(remat))
     moves = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=list(offload),

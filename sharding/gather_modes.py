@@ -8,7 +8,7 @@ Parameters that fsdp or ZeRO split are all-gathered before a device computes wit
     STREAMED     host -> device and all-gather   reduce-scatter layer by layer, device -> host
                  layer by layer
 
-train/state/layout.py chooses the mode of every parameter once, with the rest of its layout.
+train/state/state_layout.py chooses the mode of every parameter once, with the rest of its layout.
 sharding/pipeline/runtime/gather.py carries it out.
 """
 

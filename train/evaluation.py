@@ -46,7 +46,6 @@ def evaluate(
     with phases("eval"):
         for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
             with phases("eval"):  # restarts the watchdog's timeout, train.failure_timeout_s
-                batch.pop("index")
                 placed = run.place_batch(batch)
                 for name, value in jax.device_get(eval_step(*params, placed)).items():
                     sums[name] = sums.get(name, np.float64(0)) + value

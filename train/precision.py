@@ -147,7 +147,7 @@ class LossScale:
         )
 
 
-def rounded_at_random(tree: Tree, like: Tree, numbers: Tree, seed: int, step: jax.Array) -> Tree:
+def rounded_at_random(tree: Tree, like: Tree, row_ids: Tree, seed: int, step: jax.Array) -> Tree:
     """Cast float32 parameters to the dtypes of `like`, with stochastic rounding for bfloat16.
 
     A value is rounded to one of its two bfloat16 neighbours, to the nearer one with higher
@@ -158,7 +158,7 @@ def rounded_at_random(tree: Tree, like: Tree, numbers: Tree, seed: int, step: ja
     Args:
         tree: updated parameters. Some of them may be None, or slices along the first dimension.
         like: the same tree with the target dtypes.
-        numbers: the same tree, int32 of the length of the first dimension: the number of each
+        row_ids: the same tree, int32 of the length of the first dimension: the number of each
             layer or row.
         seed: `train.seed`.
         step: int32[], the step.
@@ -167,16 +167,16 @@ def rounded_at_random(tree: Tree, like: Tree, numbers: Tree, seed: int, step: ja
     """
     base = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _ROUNDING_TAG), step)
 
-    def rounded(path, x, target, numbers):
+    def rounded(path, x, target, row_ids):
         if target.dtype != jnp.bfloat16:
             return x.astype(target.dtype)
         key = jax.random.fold_in(base, zlib.crc32(jax.tree_util.keystr(path).encode()))
         if not x.ndim:
             return to_bfloat16(x, key)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(numbers))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(row_ids))
         return jax.vmap(to_bfloat16)(x, keys)
 
-    return jax.tree_util.tree_map_with_path(rounded, tree, like, numbers)
+    return jax.tree_util.tree_map_with_path(rounded, tree, like, row_ids)
 
 
 def to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -13,10 +13,10 @@ from models.stack import Stack, run_layers
 from sharding.gather_modes import all_once
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.layout import cut
 from sharding.pipeline.runtime.executor import make_loss_and_grad
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedule import make_schedule
+from sharding.pipeline.stack_layout import cut
 
 WIDTH = 8
 BATCH = 2

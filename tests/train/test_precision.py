@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.text.gpt2 import GPT2
-from sharding.pipeline.layout import Layout
+from sharding.pipeline.stack_layout import StackLayout
 from tests.runs import TINY, arguments, losses, make_run, reference_losses
 from train.main import main
 from train.precision import LossScale, PrecisionConfig, rounded_at_random, to_bfloat16
@@ -48,14 +48,14 @@ def test_stochastic_rounding_is_unbiased_between_neighbours():
 
 def test_rounding_depends_on_the_layer_not_on_its_slot():
     layers = jax.random.normal(jax.random.key(0), (5, 7, 3))
-    plain = Layout(num_layers=5, chunks=(((0, 5),),))
-    uneven = Layout(num_layers=5, chunks=(((0, 2), (4, 1)), ((2, 2), (5, 0))))
+    plain = StackLayout(num_layers=5, chunks=(((0, 5),),))
+    uneven = StackLayout(num_layers=5, chunks=(((0, 2), (4, 1)), ((2, 2), (5, 0))))
 
     def rounded(layout, step):
         tree = {"decoder": layout.to_slots(layers), "table": layers}
         like = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
-        numbers = {"decoder": layout.layer_of_slot, "table": np.arange(5)}
-        found = rounded_at_random(tree, like, numbers, 0, jnp.int32(step))
+        row_ids = {"decoder": layout.layer_of_slot, "table": np.arange(5)}
+        found = rounded_at_random(tree, like, row_ids, 0, jnp.int32(step))
         return layout.to_layers(found["decoder"]), found["table"]
 
     for a, b in zip(rounded(plain, 3), rounded(uneven, 3), strict=True):

@@ -4,7 +4,7 @@ import dataclasses
 
 from fields.field import field
 from fields.section import Section
-from models.stack import REMAT_POLICIES
+from models.stack import REMAT_POLICIES, saved_names
 from train.optim import ema
 
 
@@ -95,7 +95,7 @@ class TrainConfig(Section, section="train"):
 
     def __post_init__(self):
         super().__post_init__()
-        if not all(self.remat.split(",")):
+        if not all(saved_names(self.remat)):
             raise ValueError(
                 f"train.remat={self.remat!r} contains an empty name; choose "
                 f"{', '.join(REMAT_POLICIES)}, or names of activations separated by commas"

@@ -83,8 +83,8 @@ def scaled_by_depth(
         depths: depths of the parameters.
 
     Returns:
-        A transformation whose `update` takes an additional argument `numbers`: a tree like the
-        updates, int32[slots] with the layer number of every slot within its stack.
+        A transformation whose `update` takes an additional argument `row_ids`: a tree like
+        the updates, int32[slots] with the layer number of every slot within its stack.
 
     Source: Clark et al., "ELECTRA" (2020), appendix; Bao et al., "BEiT" (2021), and the function
     `param_groups_lrd` of He et al., "Masked Autoencoders" (2021).
@@ -92,15 +92,15 @@ def scaled_by_depth(
     wrapped = optax.with_extra_args_support(optimizer)
     num_layers = depths.num_layers
 
-    def scaled(path: tuple, update: jax.Array, numbers: jax.Array) -> jax.Array:
+    def scaled(path: tuple, update: jax.Array, row_ids: jax.Array) -> jax.Array:
         if path[0].key in depths.first_layers:
-            layers = depths.first_layers[path[0].key] + jnp.asarray(numbers)
+            layers = depths.first_layers[path[0].key] + jnp.asarray(row_ids)
             factors = jnp.power(decay, num_layers - layers).astype(update.dtype)
             return update * factors.reshape(-1, *[1] * (update.ndim - 1))
         return update * decay ** (num_layers - depths.non_stack_params.get(path, num_layers))
 
     def update(updates: Tree, state: Any, params: Tree = None, **others: Any) -> tuple[Tree, Any]:
         updates, state = wrapped.update(updates, state, params, **others)
-        return jax.tree_util.tree_map_with_path(scaled, updates, others["numbers"]), state
+        return jax.tree_util.tree_map_with_path(scaled, updates, others["row_ids"]), state
 
     return optax.GradientTransformationExtraArgs(wrapped.init, update)

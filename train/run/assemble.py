@@ -18,9 +18,9 @@ from sharding.analysis.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
 from sharding.pipeline.config import BALANCED
-from sharding.pipeline.layout import Layout, cut
 from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import Schedule
+from sharding.pipeline.stack_layout import StackLayout, cut
 from sharding.rules import make_rules
 from train.config.schema import RunConfig
 from train.optim.ema import average_params
@@ -36,7 +36,7 @@ from train.run.compatibility import (
 from train.run.model_traces import ModelTraces
 from train.run.run import Run
 from train.state.initialize import StateSpec
-from train.state.layout import StateLayout
+from train.state.state_layout import StateLayout
 
 
 def assemble_run(
@@ -152,7 +152,7 @@ def _layouts(
     traces: ModelTraces,
     *,
     shares_vocab: bool,
-) -> Mapping[str, Layout]:
+) -> Mapping[str, StackLayout]:
     """Return the layers of every stage, for each stack."""
     layer_counts = config.pipeline.layers_per_stage
     if layer_counts == BALANCED:

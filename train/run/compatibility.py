@@ -11,7 +11,7 @@ from data.examples import Corpus
 from data.shapes import example_shapes
 from data.text.text_corpus import TextCorpus
 from models.functions import ModelFunctions, can_share_vocab
-from models.stack import REMAT_POLICIES
+from models.stack import REMAT_POLICIES, saved_names
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh
 from sharding.rules import unused_axes
@@ -118,7 +118,7 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
     """Reject names of activations that the model's blocks do not have."""
     remat = config.train.remat
     offload = config.memory.offload_activations
-    kept = () if remat in REMAT_POLICIES else tuple(remat.split(","))
+    kept = saved_names(remat)
     if not kept and not offload:
         return
     known = traces.activation_names

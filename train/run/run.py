@@ -26,15 +26,15 @@ from sharding.estimate.memory_estimate import Estimate, estimate
 from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh, use_mesh
-from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedules.table import Schedule
+from sharding.pipeline.stack_layout import StackLayout
 from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
 from train.run.model_traces import ModelTraces
 from train.state.averaged import params_to_evaluate
-from train.state.layout import StateLayout
+from train.state.state_layout import StateLayout
 from train.state.train_state import TrainState, shardings_of
 from train.step.train_step import StepConfig, make_eval_step, make_train_step
 from train.step.update import Update
@@ -82,7 +82,7 @@ class Run:
     optimizer: optax.GradientTransformation  # without clipping, which the step does
     learning_rate_schedule: optax.Schedule
     schedule: Schedule  # pipeline schedule
-    layouts: Mapping[str, Layout]  # stack -> layers of every stage
+    layouts: Mapping[str, StackLayout]  # stack -> layers of every stage
     state_layout: StateLayout
     frozen: Any  # a bool per parameter; None: no parameter is frozen
     attention_kernels: tuple[SelectedKernel, ...]  # of the blocks; () without attention
@@ -206,7 +206,7 @@ class Run:
 
     @property
     def _arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
-        return self.state_layout.abstract, self._abstract_batch("index")
+        return self.state_layout.abstract, self._abstract_batch()
 
     def _train_step_function(self) -> Callable:
         update = Update(
@@ -290,9 +290,10 @@ class Run:
             reduce_dtype=self.config.precision.reduce,
         )
 
-    def _abstract_batch(self, *per_example: str) -> dict[str, jax.ShapeDtypeStruct]:
+    def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         size = self.config.data.global_batch_size
-        batch = batch_shapes(self.config, size)
-        batch |= {name: jax.ShapeDtypeStruct((size,), jnp.uint32) for name in per_example}
+        batch = batch_shapes(self.config, size) | {
+            "index": jax.ShapeDtypeStruct((size,), jnp.uint32)
+        }
         sharding = batch_sharding(self.trace_mesh, self.rules)
         return {name: leaf.update(sharding=sharding) for name, leaf in batch.items()}

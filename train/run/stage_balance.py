@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from models.flops import traced_flops
 from models.functions import ModelFunctions, one_layer
-from sharding.pipeline.layout import balanced_cut
+from sharding.pipeline.stack_layout import balanced_cut
 
 Tree = Any
 

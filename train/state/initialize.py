@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from models.stack import only_layers
 from sharding.memory import HOST, in_device_memory, is_on_host, to_device
-from sharding.pipeline.layout import Layout
+from sharding.pipeline.stack_layout import StackLayout
 from train.optim.ema import with_average
 from train.precision import LossScale, PrecisionConfig
 from train.state.train_state import (
@@ -96,14 +96,14 @@ class StateInit:
         spec: contents of the state.
         layouts: stack -> its layout.
         layout_of: the layout of every leaf of the state.
-        abstract: shapes and shardings of the state for the step; see train/state/layout.py.
+        abstract: shapes and shardings of the state for the step; see train/state/state_layout.py.
         portable: shapes and shardings of the state in a checkpoint.
     """
 
     def __init__(
         self,
         spec: StateSpec,
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, StackLayout],
         layout_of: TrainState,
         abstract: TrainState,
         portable: TrainState,

@@ -25,11 +25,11 @@ from models.functions import ModelFunctions
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedule import forward_only
 from sharding.pipeline.schedules.table import Schedule
+from sharding.pipeline.stack_layout import StackLayout
 from train.precision import PrecisionConfig
 from train.state.averaged import averaged
 from train.state.train_state import TrainState
@@ -49,7 +49,7 @@ class StepConfig:
 
     pipeline: PipelineConfig
     schedule: Schedule  # pipeline schedule, verified
-    layouts: Mapping[str, Layout]  # stack -> layers of every stage
+    layouts: Mapping[str, StackLayout]  # stack -> layers of every stage
     precision: PrecisionConfig
     seed: int  # for dropout
     hardware: Hardware  # devices that the step is compiled for
@@ -92,14 +92,15 @@ def make_train_step(
     loss_and_grad = make_loss_and_grad(
         functions, config.schedule, config.layouts, param_sharding, config.pipeline
     )
-    add_teacher_outputs = _make_add_teacher_outputs(functions, config, param_sharding)
+    teach = _make_teach(functions, config, param_sharding)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_loss_weights(batch, state, config)
         keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = _to_microbatches(batch, config)
-            microbatches = add_teacher_outputs(averaged(state), microbatches)
+            if teach is not None:
+                microbatches |= teach(averaged(state), microbatches)
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
             sums, grads = loss_and_grad(functions.split(state.params), microbatches)
         weight = _nonzero(sums.pop("weight"))
@@ -135,30 +136,27 @@ def make_eval_step(
     """
     forwards = _forwards(config.schedule)
     evaluate = make_evaluate(functions, forwards, config.layouts, param_sharding, config.pipeline)
-    add_teacher_outputs = _make_add_teacher_outputs(functions, config, param_sharding)
+    teach = _make_teach(functions, config, param_sharding)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = _to_microbatches(_with_even_weights(batch), config)
-            return evaluate(functions.split(params), add_teacher_outputs(teacher, microbatches))
+            if teach is not None:
+                microbatches |= teach(teacher, microbatches)
+            return evaluate(functions.split(params), microbatches)
 
     return eval_step
 
 
-def _make_add_teacher_outputs(
+def _make_teach(
     functions: ModelFunctions, config: StepConfig, param_sharding: ParamSharding
-) -> Callable[[Tree | None, Batch], Batch]:
-    """Return `f(teacher, microbatches)`, which adds the outputs of `teach` to the microbatches."""
+) -> Callable[[Tree, Batch], Batch] | None:
+    """Return `f(teacher_params, microbatches) -> teacher_outputs`; None without a teacher."""
     if functions.teach is None:
-        return lambda teacher, microbatches: microbatches
+        return None
     forwards = _forwards(config.schedule)
     teach = make_teach(functions, forwards, config.layouts, param_sharding, config.pipeline)
-
-    def add_teacher_outputs(teacher: Tree | None, microbatches: Batch) -> Batch:
-        assert teacher is not None
-        return microbatches | teach(functions.split(teacher), microbatches)
-
-    return add_teacher_outputs
+    return lambda params, microbatches: teach(functions.split(params), microbatches)
 
 
 def _forwards(schedule: Schedule) -> Schedule:

@@ -25,10 +25,10 @@ from jax.sharding import PartitionSpec
 
 from sharding.memory import is_on_host, to_device, to_where
 from sharding.mesh import AnyMesh
-from sharding.pipeline.layout import Layout
+from sharding.pipeline.stack_layout import StackLayout
 from sharding.spec import axes_of
 from train.precision import rounded_at_random
-from train.state.layout import StateLayout
+from train.state.state_layout import StateLayout
 from train.state.train_state import merged
 
 Tree = Any
@@ -79,7 +79,7 @@ class Update:
         optimizer: optax.GradientTransformation,
         clip_norm: float,
         state_layout: StateLayout,
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, StackLayout],
         mesh: AnyMesh,
         seed: int,
     ):
@@ -137,7 +137,7 @@ class Update:
             _chosen(grads, stays_on_device),
             self._chosen_state(opt_state, stays_on_device),
             _chosen(params, stays_on_device),
-            _chosen(self._numbers(), stays_on_device),
+            _chosen(self._row_ids(), stays_on_device),
             outcome,
         )
         for group in self._groups:
@@ -164,7 +164,7 @@ class Update:
         )
         params = _chosen(params, chosen)
         grads = _chosen(grads, chosen)
-        numbers = _chosen(self._numbers(), chosen)
+        row_ids = _chosen(self._row_ids(), chosen)
         # Leaves such as step counts belong to no parameter and are shared. Every slice starts with
         # the old value; the new value comes from the update of the state on the device.
         opt_state = self._chosen_state(opt_state, chosen)
@@ -182,21 +182,21 @@ class Update:
             )
 
         def update(carry, arrays, old, constants):
-            (grads, numbers) = arrays
+            (grads, row_ids) = arrays
             (params, own) = old
             (shared, outcome) = constants
-            params, state = self._updated(grads, whole_state(own, shared), params, numbers, outcome)
+            params, state = self._updated(grads, whole_state(own, shared), params, row_ids, outcome)
             return carry, (params, leaves_of(state, shared=False))
 
         own = leaves_of(opt_state, shared=False)
         shared = leaves_of(opt_state, shared=True)
         _, (params, own) = self._in_slices(
-            group, update, (), (grads, numbers), (params, own), (shared, outcome)
+            group, update, (), (grads, row_ids), (params, own), (shared, outcome)
         )
         return params, whole_state(own, shared)
 
     def _updated(
-        self, grads: Tree, opt_state: Tree, params: Tree, numbers: Tree, outcome: StepOutcome
+        self, grads: Tree, opt_state: Tree, params: Tree, row_ids: Tree, outcome: StepOutcome
     ) -> tuple[Tree, Tree]:
         """Apply the optimizer to arrays on the device; return (params, opt_state).
 
@@ -204,7 +204,7 @@ class Update:
             grads: sums of gradients.
             opt_state: optimizer state.
             params: master weights.
-            numbers: as for `rounded_at_random`.
+            row_ids: as for `rounded_at_random`.
             outcome: scalars of this step.
         """
 
@@ -217,9 +217,9 @@ class Update:
 
         grads = jax.tree.map(ready, grads)
         wide = jax.tree.map(lambda p, g: p.astype(g.dtype), params, grads)
-        updates, new_state = self._optimizer.update(grads, opt_state, wide, numbers=numbers)
+        updates, new_state = self._optimizer.update(grads, opt_state, wide, row_ids=row_ids)
         new_params = rounded_at_random(
-            optax.apply_updates(wide, updates), params, numbers, self._seed, outcome.step
+            optax.apply_updates(wide, updates), params, row_ids, self._seed, outcome.step
         )
 
         def kept(new, old):
@@ -306,8 +306,8 @@ class Update:
                 groups.append(_Group(marked([path]), num_slices, rows, 1))
         return groups
 
-    def _numbers(self) -> Tree:
-        """Return the layer numbers of a stack's slots, the row numbers of other parameters."""
+    def _row_ids(self) -> Tree:
+        """Return the layer numbers of a stack's slots, and the row numbers of other parameters."""
 
         # Made within the step, so that the memory estimate can refuse a huge table before.
         def number(path: tuple, param: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
@@ -343,8 +343,6 @@ def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
 
 def _chosen(tree: Tree, chosen: Tree) -> Tree:
     """Return `tree` with None for leaves that are not chosen (False or None)."""
-
-    def is_none(x):
-        return x is None
-
-    return jax.tree.map(lambda leaf, c: leaf if c else None, tree, chosen, is_leaf=is_none)
+    return jax.tree.map(
+        lambda leaf, c: leaf if c else None, tree, chosen, is_leaf=lambda leaf: leaf is None
+    )

@@ -52,7 +52,6 @@ from jax.sharding import PartitionSpec
 
 from sharding.mesh import REPLICA_AXES
 from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.execution_plan import ExecutionPlan, make_execution_plan
 from sharding.pipeline.runtime.gather import (
     MANUAL_AXES,
@@ -67,6 +66,7 @@ from sharding.pipeline.runtime.stage import Stage
 from sharding.pipeline.runtime.training import TrainingStage
 from sharding.pipeline.runtime.trees import zeros
 from sharding.pipeline.schedules.table import Schedule
+from sharding.pipeline.stack_layout import StackLayout
 
 Tree = Any
 Params = dict[str, Tree]
@@ -75,7 +75,7 @@ Params = dict[str, Tree]
 def make_loss_and_grad(
     functions: PipelineFunctions,
     schedule: Schedule,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, StackLayout],
     param_sharding: ParamSharding,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], tuple[dict, Params]]:
@@ -114,7 +114,7 @@ def make_loss_and_grad(
 def make_evaluate(
     functions: PipelineFunctions,
     schedule: Schedule,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, StackLayout],
     param_sharding: ParamSharding,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], dict]:
@@ -147,7 +147,7 @@ def make_evaluate(
 def make_teach(
     functions: PipelineFunctions,
     schedule: Schedule,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, StackLayout],
     param_sharding: ParamSharding,
     config: PipelineConfig,
 ) -> Callable[[Params, Tree], dict[str, jax.Array]]:

@@ -1,8 +1,9 @@
 """Runs the layers of one chunk one after another: forward, backward, and the backward's two halves.
 
-Parameters and gradients are `[param slots, ...]`, in the layout of sharding/pipeline/layout.py. The
-residuals of a microbatch are written directly into a buffer `[buffer slots, layers, ...]`, and
-gradients are accumulated in place, so no second array of a whole chunk's size is ever allocated.
+Parameters and gradients are `[param slots, ...]`, in the layout of
+sharding/pipeline/stack_layout.py. The residuals of a microbatch are written directly into a buffer
+`[buffer slots, layers, ...]`, and gradients are accumulated in place, so no second array of a whole
+chunk's size is ever allocated.
 With L = `max_layers_per_chunk`:
 
     forward of chunk c, microbatch m         for i in 0 .. L-1

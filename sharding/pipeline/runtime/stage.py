@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from sharding.estimate.labels import counted_as
-from sharding.pipeline.layout import Layout
 from sharding.pipeline.runtime.chunks import Chunks, StackPart, running_alone
 from sharding.pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
 from sharding.pipeline.runtime.execution_plan import Channel, ExecutionPlan
@@ -22,6 +21,7 @@ from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.tick_plan import TICKS, TickPlan
 from sharding.pipeline.runtime.trees import Flag, add, read, wide, write, zeros
 from sharding.pipeline.schedules.table import FORWARD
+from sharding.pipeline.stack_layout import StackLayout
 from sharding.spec import axes_of
 
 Tree = Any
@@ -44,7 +44,7 @@ class Stage:
         self,
         functions: PipelineFunctions,
         plan: ExecutionPlan,
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, StackLayout],
         param_sharding: ParamSharding,
         params: Params,
         microbatches: Tree,
@@ -83,7 +83,9 @@ class Stage:
         }
         self._chunks = Chunks(parts)
 
-    def _part(self, name: str, layout: Layout, types: tuple[Tree, Tree], params: Tree) -> StackPart:
+    def _part(
+        self, name: str, layout: StackLayout, types: tuple[Tree, Tree], params: Tree
+    ) -> StackPart:
         """Return this device's part of a stack."""
         input_type, block_type = types
         gatherer = self._stack_gatherers[name]

@@ -95,11 +95,10 @@ class TrainingStage(Stage):
         # forward of its own (the only virtual stage folds it into its backward) and no weight
         # gradients (backwards are not split), but every training table has backwards.
         if tick_plan.forward.always is not False:
-            y, residuals, head_inputs = tick_plan.forward.if_runs(
+            y, carry = tick_plan.forward.if_runs(
                 lambda: self._forward(carry, tick_plan.forward, x_forward),
-                lambda: (zeros(self._x_type), carry.residuals, carry.head_inputs),
+                lambda: (zeros(self._x_type), carry),
             )
-            carry = change(carry, residuals=residuals, head_inputs=head_inputs)
             arrivals |= self._send(FORWARD, y)
 
         sums, non_stack_grads, dy_from_head = embed_and_head.head_ahead(
@@ -107,22 +106,9 @@ class TrainingStage(Stage):
         )
         carry = change(carry, sums=sums, non_stack_grads=non_stack_grads)
 
-        dx, sums, non_stack_grads, stacks_grads, residuals = tick_plan.backward.if_runs(
+        dx, carry = tick_plan.backward.if_runs(
             lambda: self._backward(carry, tick_plan.backward, x_backward, dy, dy_from_head),
-            lambda: (
-                zeros(self._x_type),
-                carry.sums,
-                carry.non_stack_grads,
-                carry.stacks_grads,
-                carry.residuals,
-            ),
-        )
-        carry = change(
-            carry,
-            sums=sums,
-            non_stack_grads=non_stack_grads,
-            stacks_grads=stacks_grads,
-            residuals=residuals,
+            lambda: (zeros(self._x_type), carry),
         )
         arrivals |= self._send(BACKWARD, dx)
 
@@ -130,11 +116,9 @@ class TrainingStage(Stage):
         carry = change(carry, non_stack_grads=non_stack_grads)
 
         if tick_plan.weight_gradient.always is not False:
-            stacks_grads = tick_plan.weight_gradient.if_runs(
-                lambda: self._weight_gradient(carry, tick_plan.weight_gradient),
-                lambda: carry.stacks_grads,
+            carry = tick_plan.weight_gradient.if_runs(
+                lambda: self._weight_gradient(carry, tick_plan.weight_gradient), lambda: carry
             )
-            carry = change(carry, stacks_grads=stacks_grads)
 
         inputs = self._receive(FORWARD, carry.inputs, arrivals, tick_plan)
         cotangents = self._receive(BACKWARD, carry.cotangents, arrivals, tick_plan)
@@ -142,8 +126,8 @@ class TrainingStage(Stage):
 
     def _forward(
         self, carry: TrainingCarry, operation: Operation, x: Tree
-    ) -> tuple[Tree, ChunkResiduals, Tree]:
-        """Run a chunk's forward; return (output, residuals, head_inputs).
+    ) -> tuple[Tree, TrainingCarry]:
+        """Run a chunk's forward; return (output, carry).
 
         `x` is the chunk's input, if it arrived from another chunk. The residuals are not kept if
         the backward recomputes them.
@@ -164,7 +148,7 @@ class TrainingStage(Stage):
                 lambda: write(carry.head_inputs, operation.slots.head_input, y),
                 lambda: carry.head_inputs,
             )
-        return y, residuals, head_inputs
+        return y, dataclasses.replace(carry, residuals=residuals, head_inputs=head_inputs)
 
     def _backward(
         self,
@@ -173,7 +157,7 @@ class TrainingStage(Stage):
         x: Tree,
         dy: Tree,
         dy_from_head: Tree,
-    ) -> tuple[Tree, dict, Tree, dict, ChunkResiduals]:
+    ) -> tuple[Tree, TrainingCarry]:
         """Run a chunk's backward.
 
         Args:
@@ -184,8 +168,7 @@ class TrainingStage(Stage):
             dy_from_head: gradient of the head's input, if all stages have just computed it.
 
         Returns:
-            (gradient of the chunk's input, and of the carry: sums, non_stack_grads, stacks_grads,
-            residuals).
+            (gradient of the chunk's input, the carry with new totals and residuals).
         """
         chunk = operation.chunk
         microbatch = self._microbatch(operation.microbatch)
@@ -212,7 +195,13 @@ class TrainingStage(Stage):
         )
         if self._plan.recomputes:
             residuals = _without_scratch(residuals)
-        return dx, sums, non_stack_grads, stacks_grads, residuals
+        return dx, dataclasses.replace(
+            carry,
+            sums=sums,
+            non_stack_grads=non_stack_grads,
+            stacks_grads=stacks_grads,
+            residuals=residuals,
+        )
 
     def _with_scratch(self, residuals: ChunkResiduals) -> ChunkResiduals:
         """Add buffers with one slot for residuals that only the current operation reads."""
@@ -226,12 +215,13 @@ class TrainingStage(Stage):
             for name, stack_residuals in residuals.items()
         }
 
-    def _weight_gradient(self, carry: TrainingCarry, operation: Operation) -> dict[str, Tree]:
-        """Return the stacks' gradients with the weight gradients of a chunk added."""
+    def _weight_gradient(self, carry: TrainingCarry, operation: Operation) -> TrainingCarry:
+        """Return the carry with the weight gradients of a chunk added."""
         microbatch = self._microbatch(operation.microbatch)
-        return self._chunks.weight_gradient(
+        stacks_grads = self._chunks.weight_gradient(
             operation.chunk, microbatch, carry.residuals, operation.slots, carry.stacks_grads
         )
+        return dataclasses.replace(carry, stacks_grads=stacks_grads)
 
     def reduced(self, gradients: dict[str, Tree]) -> dict[str, Tree]:
         """Return the gradients summed over all devices, each sharded like its parameter."""

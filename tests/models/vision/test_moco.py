@@ -153,8 +153,7 @@ def test_step_computes_keys_with_the_average():
             keys = outputs(teacher, plain, "teach")
             loss, weight, _ = outputs(student, plain | keys, "head")
             placed = place_batch(batch, run.rows, run.batch_sharding, 8)
-            evaluated = {name: value for name, value in placed.items() if name != "index"}
-            sums = run.compile_eval_step()(*run.params_to_evaluate(state), evaluated)
+            sums = run.compile_eval_step()(*run.params_to_evaluate(state), placed)
             state, metrics = run.compile_train_step()(state, placed)
             np.testing.assert_allclose(metrics["loss"], loss / weight, rtol=1e-12)
             np.testing.assert_allclose(sums["loss"], loss, rtol=1e-12)

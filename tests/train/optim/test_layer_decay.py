@@ -70,17 +70,17 @@ def test_update_is_scaled_by_the_power_of_its_layer():
     ones = {name: jnp.ones((3, 2)) for name in slots} | {
         name: jnp.ones(4) for name in ("table", "in", "out")
     }
-    numbers = slots | {name: np.arange(4) for name in ("table", "in", "out")}
+    row_ids = slots | {name: np.arange(4) for name in ("table", "in", "out")}
     optimizer = scaled_by_depth(optax.sgd(1.0), 0.5, found)
     state = optimizer.init(ones)
     updates: Any
-    updates, _ = jax.jit(optimizer.update)(ones, state, ones, numbers=numbers)
+    updates, _ = jax.jit(optimizer.update)(ones, state, ones, row_ids=row_ids)
     assert -updates["table"][0] == 0.5**6 and updates["out"][0] == -1
     assert -updates["in"][0] == -updates["decoder"][2, 0]
     np.testing.assert_array_equal(-updates["encoder"][[0, 2], 0], [0.5**5, 0.5**4])
     np.testing.assert_array_equal(-updates["decoder"][:, 0], [0.5**1, 0.5**2, 0.5**3])
     # One slot at a time, like updates of state in host memory.
     alone = {"decoder": ones["decoder"][1:2]}
-    numbers = {"decoder": numbers["decoder"][1:2]}
-    updates, _ = optimizer.update(alone, state, alone, numbers=numbers)
+    row_ids = {"decoder": row_ids["decoder"][1:2]}
+    updates, _ = optimizer.update(alone, state, alone, row_ids=row_ids)
     assert updates["decoder"].tolist() == [[-(0.5**2)] * 2]

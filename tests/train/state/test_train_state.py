@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from data.batches import train_batches
 from tests.runs import TINY, digest, make_run
-from train.state.layout import StateLayout
+from train.state.state_layout import StateLayout
 from train.state.train_state import TrainState
 
 #: name -> (overrides, whether slots and layers of the stack differ).

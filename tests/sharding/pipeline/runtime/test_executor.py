@@ -15,10 +15,10 @@ from sharding.analysis.memory import memory
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.layout import cut
 from sharding.pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
 from sharding.pipeline.schedule import forward_only, make_schedule
 from sharding.pipeline.schedules.table import Op, Schedule, verify
+from sharding.pipeline.stack_layout import cut
 from tests.sharding.pipeline.runtime.nets import (
     NO_ZERO,
     EncoderDecoder,

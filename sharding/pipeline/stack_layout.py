@@ -32,7 +32,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class StackLayout:
     """The layers of one stack, cut into chunks.
 
     Attributes:
@@ -89,7 +89,7 @@ def cut(
     num_layers: Mapping[str, int],
     placement: Sequence[int],
     layers_per_virtual_stage: Sequence[int] = (),
-) -> dict[str, Layout]:
+) -> dict[str, StackLayout]:
     """Cut the stacks of a model into virtual stages.
 
     The cut runs over the layers of all stacks in sequence, so a virtual stage may contain the end
@@ -136,7 +136,7 @@ def cut(
             end = min(max(first + count, 0), size)
             stages[stage].append((begin, end - begin))
             first += count
-        layouts[name] = Layout(num_layers=size, chunks=tuple(map(tuple, stages)))
+        layouts[name] = StackLayout(num_layers=size, chunks=tuple(map(tuple, stages)))
         start += size
     return layouts
 

@@ -27,7 +27,7 @@ from sharding.gather_modes import GatherMode, all_once, stack_gather_modes
 from sharding.logical import Rules
 from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest
 from sharding.mesh import AnyMesh
-from sharding.pipeline.layout import Layout
+from sharding.pipeline.stack_layout import StackLayout
 from sharding.rules import partition_specs
 from sharding.spec import axes_by_dim, spec_of
 from sharding.zero import split_over_data
@@ -67,7 +67,7 @@ class StateLayout:
         state_spec: StateSpec,
         mesh: AnyMesh,
         rules: Rules,
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, StackLayout],
         memory: MemoryConfig = ON_DEVICE,
     ):
         self._spec = state_spec
@@ -292,4 +292,4 @@ def _converter(convert: Callable, sharding: NamedSharding) -> Callable:
     return jax.jit(convert, out_shardings=sharding)
 
 
-_PLAIN = Layout(num_layers=1, chunks=(((0, 1),),))
+_PLAIN = StackLayout(num_layers=1, chunks=(((0, 1),),))

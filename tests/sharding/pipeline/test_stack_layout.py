@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.pipeline.layout import Layout, balanced_cut, cut, even_cut
 from sharding.pipeline.schedules.table import loop_placement, v_placement
+from sharding.pipeline.stack_layout import StackLayout, balanced_cut, cut, even_cut
 from tests.sharding.pipeline.schedules.tables import properties
 
 LOOP_4 = loop_placement(4, 1)
@@ -112,7 +112,7 @@ def test_to_slots_passes_gradients_only_to_layers():
 
 def test_cut_of_several_stacks_leaves_empty_chunks():
     layouts = cut({"encoder": 3, "decoder": 5}, LOOP_4)
-    assert layouts["encoder"] == Layout(
+    assert layouts["encoder"] == StackLayout(
         num_layers=3, chunks=(((0, 2),), ((2, 1),), ((3, 0),), ((3, 0),))
     )
     assert layouts["decoder"].layer_of_slot.tolist() == [-1, -1, 0, -1, 1, 2, 3, 4]
