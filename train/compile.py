@@ -31,7 +31,7 @@ from sharding.analysis.targets import TARGETS, Target, parse_target
 from sharding.compiler_options import describe_options
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
-from sharding.pipeline.runtime.execution_plan import make_execution_plan
+from sharding.pipeline.runtime.executor import plan_execution
 from train.config import config_files
 from train.config.inherit_config import take_init_from
 from train.config.overrides import parse_overrides
@@ -200,13 +200,7 @@ def _ticks(run: Run) -> Ticks | None:
     """Return the work of each pipeline stage in each tick; None without a pipeline."""
     if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
         return None
-    pipeline = run.config.pipeline
-    shares_vocab = pipeline.shares_vocab(run.schedule.num_stages)
-    return Ticks.of_plan(
-        make_execution_plan(
-            run.schedule, recomputes=pipeline.recomputes_chunks, shares_vocab=shares_vocab
-        )
-    )
+    return Ticks.of_plan(plan_execution(run.schedule, run.config.pipeline))
 
 
 class DataSizes(NamedTuple):

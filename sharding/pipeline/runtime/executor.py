@@ -72,6 +72,23 @@ Tree = Any
 Params = dict[str, Tree]
 
 
+def plan_execution(schedule: Schedule, config: PipelineConfig) -> ExecutionPlan:
+    """Return the plan that the functions built here carry out.
+
+    Args:
+        schedule: a verified table.
+        config: only `remat` and `share_vocab` are read.
+
+    Raises:
+        ValueError: the table splits some backwards but not others.
+    """
+    return make_execution_plan(
+        schedule,
+        recomputes=config.recomputes_chunks,
+        shares_vocab=config.shares_vocab(schedule.num_stages),
+    )
+
+
 def make_loss_and_grad(
     functions: PipelineFunctions,
     schedule: Schedule,
@@ -99,7 +116,7 @@ def make_loss_and_grad(
             split over `pipeline`.
     """
     assert schedule.has_backward()
-    plan = _plan(schedule, param_sharding, config)
+    plan = plan_execution(schedule, config)
 
     def local(params, microbatches):
         stage = TrainingStage(functions, plan, layouts, param_sharding, params, microbatches)
@@ -134,7 +151,7 @@ def make_evaluate(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    plan = _plan(schedule, param_sharding, config)
+    plan = plan_execution(schedule, config)
 
     def local(params, microbatches):
         stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
@@ -168,7 +185,7 @@ def make_teach(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    plan = _plan(schedule, param_sharding, config)
+    plan = plan_execution(schedule, config)
 
     def local(params, microbatches):
         stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
@@ -180,17 +197,8 @@ def make_teach(
     return _on_mesh(local, plan, param_sharding, PartitionSpec(None, REPLICA_AXES))
 
 
-def _plan(
-    schedule: Schedule, param_sharding: ParamSharding, config: PipelineConfig
-) -> ExecutionPlan:
-    assert schedule.num_stages == param_sharding.mesh.shape["pipeline"]
-    shares_vocab = config.shares_vocab(schedule.num_stages)
-    return make_execution_plan(
-        schedule, recomputes=config.recomputes_chunks, shares_vocab=shares_vocab
-    )
-
-
 def _on_mesh(local, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
+    assert plan.table.forward.microbatch.shape[1] == param_sharding.mesh.shape["pipeline"]
     check_specs(param_sharding, shares_vocab=plan.shares_vocab)
     microbatches = PartitionSpec(None, REPLICA_AXES)
     return on_shards(
