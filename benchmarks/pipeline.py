@@ -45,7 +45,7 @@ from sharding.mesh import MeshConfig
 from sharding.pipeline.config import REMAT
 from sharding.pipeline.schedule import SCHEDULES
 from sharding.pipeline.schedules.table import max_in_flight
-from train.config.overrides import parse_overrides
+from train.config.overrides import Override, parse_overrides
 from train.run.run import Run
 from untrusted.messages import sentence_of
 
@@ -128,7 +128,7 @@ def make_runs(
     Raises:
         ValueError: a setting is invalid, or this benchmark does not support it.
     """
-    for key in (override.partition("=")[0] for override in overrides):
+    for key in (Override.parse(override).key for override in overrides):
         if key in _SET_BY:
             raise ValueError(f"--config.{key} cannot be set here; {_SET_BY[key]}")
     if not schedules:

@@ -34,6 +34,7 @@ from sharding.pipeline.runtime.gather import ParamGatherer, ParamSharding
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.tick_plan import Slots
 from sharding.pipeline.runtime.trees import add, wide, zeros
+from sharding.pipeline.stack_layout import StackLayout
 from train.run.run import Run
 
 Tree = Any
@@ -170,7 +171,7 @@ class StageParts:
         """Return a function from the parameters of `num_layers` layers to these layers."""
         block = self._run.functions.blocks[self._stack]
         example = (self._x, self._microbatch)
-        numbers = np.arange(num_layers)[None]
+        layout = StackLayout(num_layers=num_layers, chunks=(((0, num_layers),),))
 
         def make_layers(params):
             specs = jax.tree.map(lambda _: PartitionSpec(), params)
@@ -180,10 +181,9 @@ class StageParts:
                 block,
                 params,
                 gatherer,
-                numbers,
+                layout,
                 jnp.int32(0),
                 example,
-                1,
                 splits=splits,
                 accumulates=True,
             )

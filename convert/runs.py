@@ -126,7 +126,7 @@ def open_run(
     check_imports({"model": fields})
     name = fields["name"]
     model_class = find_model(name)
-    fields = split_model_keys(fields).own
+    fields = split_model_keys(fields, model_class).own
     check_keys(model_class.Config, fields, f"{file}: model")
     check_types(model_class.Config, fields, f"{file}: model", tuples=True)
     files = workdir / HF_FILES

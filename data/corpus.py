@@ -23,7 +23,7 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
             does not exist.
     """
     images = images or ImageConfig()
-    check_images(config, images)
+    check_images(config, images)  # RunConfig checks it too, but this function takes any sections
     # Imported here so that text corpora do not need Pillow, and image corpora no tokenizers.
     if config.reads_images:
         from data.images.image_corpus import load_images

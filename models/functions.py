@@ -239,6 +239,7 @@ def named_activations(model: Any, params: Tree, microbatch: Tree) -> set[str]:
         params: as for `check`.
         microbatch: as for `check`.
     """
+    # Not the run's own functions: `train.remat` may name activations that do not exist.
     functions = functions_of(model, remat="none")
     parts = functions.split(params)
     number = jax.ShapeDtypeStruct((), jnp.int32)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from fields.field import field
 from fields.section import Section
 from models.layers.attention import SETTINGS
-from models.registry import MODELS, find_model
+from models.registry import MODELS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,14 @@ class ModelKeys(NamedTuple):
     own: dict[str, Any]  # fields of the `Config` of the model's class
 
 
-def split_model_keys(section: Mapping[str, Any]) -> ModelKeys:
+def split_model_keys(section: Mapping[str, Any], model_class: Any) -> ModelKeys:
     """Separate the settings of every model from the fields of the model's own dataclass.
 
     Args:
-        section: the section `model`, with a `name`.
-
-    Raises:
-        ValueError: there is no such model.
+        section: the section `model`.
+        model_class: the class that its `name` stands for.
     """
-    own = {each.name for each in dataclasses.fields(find_model(section["name"]).Config)}
+    own = {each.name for each in dataclasses.fields(model_class.Config)}
     settings = {each.name for each in dataclasses.fields(ModelSettings)} - own | {"name"}
     return ModelKeys(
         settings={key: value for key, value in section.items() if key in settings},

@@ -15,13 +15,13 @@ import jax
 from jax.sharding import NamedSharding
 
 from sharding.logical import Rules, to_spec
-from sharding.mesh import AXES, AnyMesh
+from sharding.mesh import AXES, REPLICA_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec
 
 #: Logical axis -> mesh axes over which the dimension is split, major first.
 #: An `act_` name exists only if activations are sharded differently from the weights.
 DEFAULT_RULES: Rules = {
-    "batch": ("data", "fsdp"),
+    "batch": REPLICA_AXES,  # the pipeline splits its microbatches over the same axes
     "seq": ("context",),
     "embed": ("fsdp",),
     "act_embed": (),
@@ -44,7 +44,7 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
 
     Raises:
         ValueError: a row names an axis that the mesh does not have, or splits an axis other than
-            `layers` over the pipeline.
+            `layers` over the pipeline, or changes the row `batch`.
     """
     rules = dict(DEFAULT_RULES)
     for name, axes in (overrides or {}).items():
@@ -60,6 +60,11 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
                     f"rules.{name}={axes}: only layers can be split over 'pipeline'; remove it, or "
                     "set pipeline.share_vocab=True to split the vocab"
                 )
+        if name == "batch" and axes != REPLICA_AXES:
+            raise ValueError(
+                f"rules.batch={axes}: the batch is split over {' and '.join(REPLICA_AXES)}; do not "
+                "set rules.batch, set the sizes of these axes"
+            )
         rules[name] = axes
     if shares_vocab:
         rules["vocab"] = ("pipeline", *rules["vocab"])

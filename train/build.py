@@ -68,7 +68,7 @@ class BuiltRun:
     steps are compiled too.
 
     Attributes:
-        run: model, mesh, state and steps.
+        run: model, mesh, layout of the state, and steps.
         corpus: training and validation data.
         source: the `init_from` checkpoint, or None.
         planner: checks the memory of the compiled steps, and reports the run's plan.

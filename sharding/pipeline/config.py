@@ -5,7 +5,7 @@ import dataclasses
 from fields.field import field
 from fields.numbers import MAX_LAYERS
 from fields.section import Section
-from sharding.pipeline.schedule import SCHEDULES
+from sharding.pipeline.schedule import check_name
 
 REMAT = ("full", "none")
 #: `layers_per_stage=auto`: cut the layers so that the FLOPs of the stages are balanced.
@@ -63,11 +63,7 @@ class PipelineConfig(Section, section="pipeline"):
         counts = tuple(counts) if isinstance(counts, list | tuple) else (counts,)
         self._set("layers_per_stage", counts)
         super().__post_init__()
-        if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):
-            raise ValueError(
-                f"pipeline.schedule={self.schedule!r} is unknown; choose from "
-                f"{', '.join(SCHEDULES)}, or give the path of a CSV table (*.csv)"
-            )
+        check_name(self.schedule)
         if counts != BALANCED and not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(
                 f"pipeline.layers_per_stage={counts} must list the number of layers of each "

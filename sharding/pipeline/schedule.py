@@ -39,6 +39,19 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
+def check_name(name_or_csv_path: str) -> None:
+    """Check the value of `pipeline.schedule`.
+
+    Raises:
+        ValueError: it is neither a key of SCHEDULES nor the path of a CSV file.
+    """
+    if name_or_csv_path not in SCHEDULES and not name_or_csv_path.endswith(".csv"):
+        raise ValueError(
+            f"pipeline.schedule={name_or_csv_path!r} is unknown; choose from "
+            f"{', '.join(SCHEDULES)}, or give the path of a CSV table (*.csv)"
+        )
+
+
 def make_schedule(
     name_or_csv_path: str, num_stages: int, num_microbatches: int, num_chunks: int
 ) -> Schedule:
@@ -58,12 +71,8 @@ def make_schedule(
     for count, value in counts.items():
         if value < 1:
             raise ValueError(f"{count}={value} must be at least 1")
-    if not name_or_csv_path.endswith(".csv"):
-        if name_or_csv_path not in SCHEDULES:
-            raise ValueError(
-                f"pipeline.schedule={name_or_csv_path!r} is unknown; choose from "
-                f"{', '.join(SCHEDULES)}, or give the path of a CSV table (*.csv)"
-            )
+    check_name(name_or_csv_path)
+    if name_or_csv_path in SCHEDULES:
         check_size(
             f"pipeline.schedule={name_or_csv_path}", num_stages, num_microbatches, num_chunks
         )

@@ -56,11 +56,11 @@ def write_run(directory: Path) -> None:
 
 
 def write_config(directory: Path) -> None:
-    (directory / "config.yaml").write_text(as_yaml(load("configs/gpt2_3d.py")))
+    (directory / "config.yaml").write_text(as_yaml(load("configs/gpt2_3d.py").to_dict()))
 
 
 def write_image_config(directory: Path) -> None:
-    (directory / "config.yaml").write_text(as_yaml(load("configs/vit_finetune.py")))
+    (directory / "config.yaml").write_text(as_yaml(load("configs/vit_finetune.py").to_dict()))
 
 
 def write_deepspeed(directory: Path) -> None:

@@ -48,7 +48,7 @@ def test_model_without_reconstructions_is_rejected(tmp_path):
     cases.save("vit", tmp_path / "theirs")
     from_hf.convert(tmp_path / "theirs", tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text(
-        config_files.as_yaml(config_files.load(f"{ROOT}/configs/vit.py"))
+        config_files.as_yaml(config_files.load(f"{ROOT}/configs/vit.py").to_dict())
     )
     with pytest.raises(SystemExit, match="model.name='vit', which does not reconstruct images"):
         main([str(tmp_path / "run")])

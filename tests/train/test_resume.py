@@ -19,7 +19,6 @@ from train.lifecycle.phases import Phases
 from train.lifecycle.restore import restore_or_initialize
 from train.lifecycle.stop_signals import StopSignals
 from train.reporting.metrics import read_metrics
-from train.run.run import Run
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 KILLED = (*TINY, *CUBE, "train.num_steps=12", "checkpoint.every_steps=3", "eval.every_steps=4")
@@ -127,14 +126,14 @@ def test_examples_equal_an_undisturbed_run_on_8_then_4_then_8_devices(
 ):
     base = (*TINY, *corpus_overrides)
     seen = []
-    place_batch = Run.place_batch
+    next_batch = loop._TrainingLoop.next_batch
 
-    def place_and_remember(self, batch):
-        if "index" in batch:  # not a batch of an evaluation
-            seen.append({name: batch[name].tolist() for name in ("index", "tokens")})
-        return place_batch(self, batch)
+    def next_and_remember(self):
+        placed = next_batch(self)
+        seen.append({name: self._local_batch[name].tolist() for name in ("index", "tokens")})
+        return placed
 
-    monkeypatch.setattr(Run, "place_batch", place_and_remember)
+    monkeypatch.setattr(loop._TrainingLoop, "next_batch", next_and_remember)
     train((*base, *CUBE), tmp_path / "whole", 12)
     expected = list(seen)
     assert sum((batch["index"] for batch in expected), []) == list(range(12 * 16))

@@ -93,7 +93,7 @@ def test_caches_of_a_run_are_private_and_received_programs_are_not_used(
     if is_received:
         data = tmp_path / "received"
         config = load(CONFIG_FILE, [*overrides, f"data.cache_dir={data}"])
-        (tmp_path / "config.yaml").write_text(as_yaml(config))
+        (tmp_path / "config.yaml").write_text(as_yaml(config.to_dict()))
         arguments = [f"--config={tmp_path / 'config.yaml'}"]
     assert main([*arguments, "--fast_dev_run"]) == 0
     assert list((own / "xla").glob("*.program"))

@@ -48,7 +48,7 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
     is_data = is_data_file(path)
     allow_imports(allow_import)
     if is_data:
-        tree = load_data(Path(file)).to_dict()
+        tree = load_data(Path(file))
         record_received(tree, Path(file))
         config = completed(tree)
     else:
@@ -84,7 +84,7 @@ def completed(tree: Mapping[str, Any]) -> ConfigDict:
     return config
 
 
-def load_data(file: Path) -> ConfigDict:
+def load_data(file: Path) -> dict[str, Any]:
     """Load a YAML file with a config, and import nothing.
 
     Args:
@@ -96,7 +96,7 @@ def load_data(file: Path) -> ConfigDict:
     """
     tree = read_yaml(file)
     _check_sections(tree, str(file))
-    return ConfigDict(_tuples(tree))
+    return _tuples(tree)
 
 
 def _check_sections(tree: Mapping[Any, Any], where: str) -> None:
@@ -144,12 +144,14 @@ def shorten(config: Any) -> None:
         config.eval.num_batches = 1
 
 
-def as_yaml(config: ConfigDict) -> str:
+def as_yaml(config: Mapping[str, Any]) -> str:
     """Return the config as text that `load` can read from a YAML file."""
-    return yaml.safe_dump(_plain(config.to_dict()), sort_keys=False)
+    return yaml.safe_dump(_plain(config), sort_keys=False)
 
 
-def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> list[str]:
+def differences(
+    saved: Mapping[str, Any], config: Mapping[str, Any], keys: Sequence[str]
+) -> list[str]:
     """Compare two configs.
 
     Args:
@@ -160,8 +162,8 @@ def differences(saved: ConfigDict, config: ConfigDict, keys: Sequence[str]) -> l
     Returns:
         A line `key: saved -> now` for each key that differs.
     """
-    old = _flat(saved.to_dict())
-    new = _flat(config.to_dict())
+    old = _flat(saved)
+    new = _flat(config)
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted(old | new)

@@ -1,4 +1,8 @@
-"""Applies the overrides of a command line, `--config.section.key=value`, to a config."""
+"""Applies the overrides of a command line, `--config.section.key=value`, to a config.
+
+An override is kept as the text `section.key=value`, on command lines as in the results of
+benchmarks. Code that needs its parts calls `Override.parse`.
+"""
 
 import ast
 import dataclasses
@@ -113,7 +117,8 @@ def _set(config: Any, key: str, text: str) -> None:
     elif isinstance(default, float) and type(value) is int:
         value = float(value)
     numbers = section == "model" and {type(default), type(value)} == {int, float}
-    # `validate_config` knows the type of each key. It checks None, and int versus float in `model`.
+    # A DeepSpeed file is translated with these values, before `validate_config`, which knows the
+    # type of each key, checks them. It also checks None, and int versus float in `model`.
     if None not in (default, value) and type(value) is not type(default) and not numbers:
         kind = type(default).__name__
         raise ValueError(f"--config.{key}={text[:60]} must be of type {kind}, such as {default!r}")

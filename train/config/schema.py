@@ -90,6 +90,7 @@ class RunConfig:
         batch = self.data.global_batch_size
         parts = self.train.num_microbatches
         if mesh.pipeline > 0 and self.pipeline.schedule in SCHEDULES:
+            # The schedule is made after the devices have been found; refuse a huge one before that.
             check_size(
                 f"pipeline.schedule={self.pipeline.schedule}",
                 mesh.pipeline,
@@ -202,7 +203,7 @@ def validate_config(config: Any) -> RunConfig:
             "data.tokenizer='init_from' needs config.init_from, the checkpoint to start from"
         )
     model_class = find_model(fields["model"]["name"])
-    fields["model"], model_fields = split_model_keys(fields["model"])
+    fields["model"], model_fields = split_model_keys(fields["model"], model_class)
     sections = {
         name: build_section(section, fields.get(name, {}), f"config.{name}")
         for name, section in SECTIONS.items()

@@ -19,7 +19,8 @@ def batch_shapes(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct
         size: number of examples, the leading dimension of every array.
     """
     shapes = example_shapes(config.data, config.images)
-    return {name: jax.ShapeDtypeStruct((size, *s), dtype) for name, (s, dtype) in shapes.items()}
+    batch = {name: jax.ShapeDtypeStruct((size, *s), dtype) for name, (s, dtype) in shapes.items()}
+    return batch | {"index": jax.ShapeDtypeStruct((size,), jnp.uint32)}  # see data/batches.py
 
 
 def microbatch_shapes(config: RunConfig, mesh: AnyMesh) -> dict[str, jax.ShapeDtypeStruct]:

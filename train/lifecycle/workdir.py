@@ -5,9 +5,9 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from checkpoint.checksums import find_damage_of_config
 from checkpoint.layout import CONFIG, steps_in
@@ -96,7 +96,7 @@ def check_processes_agree(run: Run, corpus: Corpus) -> None:
     """
     exchange = Exchange()
     for what, value in (
-        ("config", repr(full_config(run).to_dict())),
+        ("config", repr(full_config(run))),
         ("data", f"{corpus.fingerprint} {corpus.contents}"),
     ):
         own = hashlib.sha256(value.encode()).hexdigest()
@@ -140,7 +140,7 @@ def write_run_files(
 def planned_memory(workdir: Path) -> MemoryConfig:
     """Return the memory settings that a run with memory.placement=auto chose; else the default."""
     path = workdir / CONFIG_FILE
-    saved = load_data(path).to_dict() if path.exists() else {}
+    saved = load_data(path) if path.exists() else {}
     return build_section(MemoryConfig, saved.get("memory", {}), f"{path}: memory")
 
 
@@ -149,7 +149,7 @@ def has_checkpoint(workdir: Path) -> bool:
     return bool(steps_in(workdir / CHECKPOINTS))
 
 
-def _saved_config(workdir: Path) -> ConfigDict:
+def _saved_config(workdir: Path) -> dict[str, Any]:
     """Return the config of the newest checkpoint whose config is intact."""
     checkpoints = workdir / CHECKPOINTS
     damages = []
@@ -177,18 +177,18 @@ def _saved_config(workdir: Path) -> ConfigDict:
     )
 
 
-def _completed(saved: ConfigDict, run: Run) -> ConfigDict:
+def _completed(saved: dict[str, Any], run: Run) -> dict[str, Any]:
     """Return a saved config with defaults for keys that were added to the code later."""
-    completed = {"init_from": "", **saved.to_dict()}
+    completed = {"init_from": "", **saved}
     for name, section in [*SECTIONS.items(), ("model", type(run.model_config))]:
         fields = [f for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING]
         completed[name] = {f.name: f.default for f in fields} | completed.get(name, {})
-    return ConfigDict(completed)
+    return completed
 
 
-def full_config(run: Run) -> ConfigDict:
+def full_config(run: Run) -> dict[str, Any]:
     """Return the full config of a run, including the values that it took from the data."""
     config = run.config
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
     sections["model"] |= dataclasses.asdict(run.model_config)
-    return ConfigDict({"init_from": config.init_from, **sections, "rules": dict(config.rules)})
+    return {"init_from": config.init_from, **sections, "rules": dict(config.rules)}

@@ -75,7 +75,7 @@ def assemble_run(
     optimizer, frozen = _optimizer(config, model, functions, traces, learning_rate_schedule)
     schedule = _schedule(config, mesh)
     layouts = _layouts(config, functions, schedule, traces, shares_vocab=shares_vocab)
-    state_spec = _state_spec(config, abstract.build, optimizer, frozen)
+    state_spec = _state_spec(config, abstract, optimizer, frozen)
     state_layout = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
     check_axes(model, state_layout.param_specs, rules, mesh)
     return Run(
@@ -162,13 +162,14 @@ def _layouts(
 
 def _state_spec(
     config: RunConfig,
-    build: Callable[[], nnx.Module],
+    abstract: _AbstractModel,
     optimizer: optax.GradientTransformation,
     frozen: Any,
 ) -> StateSpec:
     """Return the contents of the training state."""
     return StateSpec(
-        build=build,
+        model=abstract.model,
+        build=abstract.build,
         optimizer=optimizer,
         precision=config.precision,
         tracks_spikes=config.train.skip_spikes is not None,

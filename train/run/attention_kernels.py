@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from models.functions import ModelFunctions, one_layer
 from models.layers import attention
 from models.layers.attention import SelectedKernel
+from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.mesh import AnyMesh, use_mesh
+from train.step.tracing import traced_for
 
 Tree = Any
 
@@ -23,6 +25,7 @@ def attention_kernels(
     microbatch: Tree,
     mesh: AnyMesh,
     rules: Rules,
+    hardware: Hardware,
     *,
     setting: str,
 ) -> tuple[SelectedKernel, ...]:
@@ -34,7 +37,8 @@ def attention_kernels(
         microbatch: shapes of one replica's microbatch.
         mesh: the mesh.
         rules: sharding rules.
-        setting: `model.attention`, which is also set for this trace.
+        hardware: the devices of the mesh.
+        setting: `model.attention`.
 
     Raises:
         ValueError: plain attention would need more than MAX_SCORES_BYTES for its scores, and
@@ -46,6 +50,7 @@ def attention_kernels(
     per_example_rules = {**rules, "batch": ()}
     with (
         attention.recorded_kernels() as found,
+        traced_for(hardware, setting),
         use_mesh(mesh),
         axis_rules(per_example_rules),
     ):

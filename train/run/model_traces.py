@@ -92,15 +92,15 @@ class ModelTraces:
         Raises:
             ValueError: plain attention would need too much memory for its scores.
         """
-        with self._tracing():
-            return attention_kernels(
-                self._functions,
-                self.params,
-                self.microbatch,
-                self._mesh,
-                rules,
-                setting=self._config.model.attention,
-            )
+        return attention_kernels(
+            self._functions,
+            self.params,
+            self.microbatch,
+            self._mesh,
+            rules,
+            self._hardware,
+            setting=self._config.model.attention,
+        )
 
     def _tracing(self) -> AbstractContextManager[None]:
         return traced_for(self._hardware, self._config.model.attention)

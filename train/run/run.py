@@ -1,4 +1,4 @@
-"""A run: its config, mesh, model, state and schedule, and the steps that they compile to."""
+"""A run: its config, mesh, model, layout of the state and schedule, and its compiled steps."""
 
 import dataclasses
 import functools
@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -292,8 +291,6 @@ class Run:
 
     def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         size = self.config.data.global_batch_size
-        batch = batch_shapes(self.config, size) | {
-            "index": jax.ShapeDtypeStruct((size,), jnp.uint32)
-        }
+        batch = batch_shapes(self.config, size)
         sharding = batch_sharding(self.trace_mesh, self.rules)
         return {name: leaf.update(sharding=sharding) for name, leaf in batch.items()}

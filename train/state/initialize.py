@@ -45,6 +45,7 @@ class StateSpec:
     """Defines the contents of a training state, apart from its layout.
 
     Attributes:
+        model: the model, abstract.
         build: initializes the model from a fixed seed.
         optimizer: the optimizer.
         precision: dtype of the master weights, and whether the state has a `loss_scale`.
@@ -52,6 +53,7 @@ class StateSpec:
         frozen: a bool per parameter, whether it is hidden from the optimizer; None: no parameter.
     """
 
+    model: nnx.Module
     build: Callable[[], nnx.Module]
     optimizer: optax.GradientTransformation
     precision: PrecisionConfig
@@ -71,8 +73,7 @@ class StateSpec:
         return jax.tree.map(lambda x: x.astype(self.precision.params), params)
 
     def state(self, params: Tree) -> TrainState:
-        """Return the initial state for these parameters."""
-        params = jax.tree.map(lambda x: x.astype(self.precision.params), params)
+        """Return the initial state for these parameters, which have the dtype of `params()`."""
         wide = jax.tree.map(lambda x: x.astype(self.precision.update), params)
         count = jnp.zeros((), jnp.int32)
         spikes = Spikes(

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import optax
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.stack import logical_axes
@@ -82,9 +81,7 @@ class StateLayout:
         )
         self._check_optimizer(layers, layout_of_param)
         slots = jax.eval_shape(self._to_slots, layers)
-        param_specs = partition_specs(
-            slots.params, logical_axes(nnx.eval_shape(state_spec.build)), rules, mesh
-        )
+        param_specs = partition_specs(slots.params, logical_axes(state_spec.model), rules, mesh)
         if memory.zero_stage:
             is_layers = jax.tree_util.tree_map_with_path(
                 lambda path, _: path[0].key in layouts, slots.params

@@ -52,9 +52,9 @@ class StepConfig:
     layouts: Mapping[str, StackLayout]  # stack -> layers of every stage
     precision: PrecisionConfig
     seed: int  # for dropout
+    skip_spikes: float | None  # largest gradient norm / running mean; None: any
     hardware: Hardware  # devices that the step is compiled for
-    skip_spikes: float | None = None  # largest gradient norm / running mean; None: any
-    attention: str = "auto"  # `model.attention`: one of models.layers.attention.SETTINGS
+    attention: str  # `model.attention`: one of models.layers.attention.SETTINGS
 
 
 def make_train_step(
@@ -107,6 +107,7 @@ def make_train_step(
         grads = functions.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
         grad_norm = update.norm(grads, weight)
+        # Optimizers count their updates, and a skipped step is none.
         learning_rate = learning_rate_schedule(state.step - state.num_skipped)
         metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if state.loss_scale is not None:

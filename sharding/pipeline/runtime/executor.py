@@ -64,7 +64,6 @@ from sharding.pipeline.runtime.gather import (
 from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.stage import Stage
 from sharding.pipeline.runtime.training import TrainingStage
-from sharding.pipeline.runtime.trees import zeros
 from sharding.pipeline.schedules.table import Schedule
 from sharding.pipeline.stack_layout import StackLayout
 
@@ -155,7 +154,7 @@ def make_evaluate(
 
     def local(params, microbatches):
         stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
-        sums = stage.evaluate(zeros(stage.sums_type), stage.add_sums)
+        sums = stage.evaluate()
         return total(sums, param_sharding.mesh, MANUAL_AXES)
 
     return _on_mesh(local, plan, param_sharding, PartitionSpec())
@@ -189,9 +188,7 @@ def make_teach(
 
     def local(params, microbatches):
         stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
-        teacher_outputs = stage.evaluate(
-            zeros(stage.teacher_outputs_type, plan.num_microbatches), stage.write_teacher_outputs
-        )
+        teacher_outputs = stage.teach()
         return total(teacher_outputs, param_sharding.mesh, ("pipeline",))
 
     return _on_mesh(local, plan, param_sharding, PartitionSpec(None, REPLICA_AXES))

@@ -23,13 +23,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
 from sharding.pipeline.runtime.block_vjp import BlockVJP
 from sharding.pipeline.runtime.gather import ParamGatherer
 from sharding.pipeline.runtime.tick_plan import Slots
 from sharding.pipeline.runtime.trees import branch, wide
+from sharding.pipeline.stack_layout import StackLayout
 
 Tree = Any
 Buffer = list[jax.Array]
@@ -64,11 +64,9 @@ class Layers:
             stack, from 0.
         params: this stage's parameters, `[param slots of this stage, ...]`.
         gatherer: gathers the parameters of one layer, and reduces its gradients.
-        numbers: int32[stages, param slots of a stage], the layer's number or -1; known during
-            tracing.
+        layout: the stack's layers in the slots of every stage.
         stage_index: this device's stage, int32[].
         example: x and a microbatch, or their ShapeDtypeStructs.
-        num_chunks: number of chunks per stage.
         splits: whether backwards run in two halves.
         accumulates: whether several backwards of a layer add up their gradients in a step.
     """
@@ -78,10 +76,9 @@ class Layers:
         block: Callable[[Tree, Tree, Tree, jax.Array], Tree],
         params: Tree,
         gatherer: ParamGatherer,
-        numbers: np.ndarray,
+        layout: StackLayout,
         stage_index: jax.Array,
         example: tuple[Tree, Tree],
-        num_chunks: int,
         *,
         splits: bool,
         accumulates: bool,
@@ -92,9 +89,10 @@ class Layers:
         self.splits = splits
         self._accumulates = accumulates
         self._x, self._microbatch = example
+        numbers = layout.layer_of_slot.reshape(len(layout.chunks), -1)  # [stages, slots of a stage]
         self._numbers = jnp.asarray(numbers)[stage_index]
         self._has_padding = bool((numbers < 0).any())
-        self._max_layers_per_chunk = numbers.shape[1] // num_chunks
+        self._max_layers_per_chunk = layout.max_layers_per_chunk
 
     @cached_property
     def _vjp(self) -> BlockVJP:

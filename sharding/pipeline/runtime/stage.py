@@ -93,10 +93,9 @@ class Stage:
             self._functions.blocks[name],
             gatherer.gather_once(params),
             gatherer,
-            layout.layer_of_slot.reshape(len(layout.chunks), -1),
+            layout,
             self._stage_index,
             (block_type, self._first_microbatch),
-            len(layout.chunks[0]),
             splits=self._plan.splits_backward,
             accumulates=self._plan.num_microbatches > 1,
         )
@@ -114,20 +113,36 @@ class Stage:
         )
 
     @property
-    def sums_type(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def _sums_type(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the head's sums."""
         return wide(jax.eval_shape(self._embed_and_head.sums, self._x_type, self._first_microbatch))
 
-    @property
-    def teacher_outputs_type(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the outputs of `teach` for one microbatch."""
-        return jax.eval_shape(
-            self._embed_and_head.teacher_outputs, self._x_type, self._first_microbatch
-        )
-
     # Evaluation.
 
-    def evaluate(self, result: Tree, include: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
+    def evaluate(self) -> dict[str, jax.Array]:
+        """Run a table of forwards; return the head's sums, which are 0 except on the last stage."""
+
+        def include(sums: Tree, x: Tree, index: jax.Array) -> Tree:
+            return add(sums, self._embed_and_head.sums(x, self._microbatch(index)))
+
+        return self._collect(zeros(self._sums_type), include)
+
+    def teach(self) -> dict[str, jax.Array]:
+        """Run a table of forwards; return the outputs of `teach` for all microbatches.
+
+        They are arrays `[M, B, ...]`, and 0 except on the last stage.
+        """
+
+        def outputs(x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
+            return self._embed_and_head.teacher_outputs(x, microbatch)
+
+        def include(all_outputs: Tree, x: Tree, index: jax.Array) -> Tree:
+            return write(all_outputs, index, outputs(x, self._microbatch(index)))
+
+        output_type = jax.eval_shape(outputs, self._x_type, self._first_microbatch)
+        return self._collect(zeros(output_type, self._plan.num_microbatches), include)
+
+    def _collect(self, result: Tree, include: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
         """Run a table of forwards, and collect a result from the output of every microbatch.
 
         Args:
@@ -157,18 +172,6 @@ class Stage:
         column = self._plan.table.column(self._stage_index)
         with jax.named_scope(TICKS):
             return jax.lax.scan(tick, (result, self._buffer("input")), column)[0][0]
-
-    def add_sums(self, sums: dict[str, Tree], x: Tree, index: jax.Array) -> dict[str, Tree]:
-        """Return `sums` with the head's sums of a microbatch added."""
-        return add(sums, self._embed_and_head.sums(x, self._microbatch(index)))
-
-    def write_teacher_outputs(
-        self, teacher_outputs: dict[str, Tree], x: Tree, index: jax.Array
-    ) -> dict[str, Tree]:
-        """Return `teacher_outputs` with the outputs of `teach` for one microbatch filled in."""
-        return write(
-            teacher_outputs, index, self._embed_and_head.teacher_outputs(x, self._microbatch(index))
-        )
 
     # Buffers and sends.
 

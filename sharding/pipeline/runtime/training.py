@@ -58,14 +58,15 @@ class TrainingStage(Stage):
     """A stage that runs forwards, backwards and weight gradients."""
 
     def train(self) -> tuple[dict[str, jax.Array], dict[str, Tree]]:
-        """Run a training schedule; return this device's (sums, gradients).
+        """Run a training schedule.
 
-        The gradients are `{"non_stack": ..., "stacks": {stack: ...}}`, like the parameters.
+        Returns:
+            (this device's sums, its gradients as `{"non_stack": ..., "stacks": {stack: ...}}`).
         """
         plan = self._plan
         non_stack_grads = zeros(wide(self._embed_and_head.non_stack_params))
         carry = TrainingCarry(
-            sums=zeros(self.sums_type),
+            sums=zeros(self._sums_type),
             non_stack_grads=counted_as("gradients", non_stack_grads),
             stacks_grads=counted_as("gradients", self._chunks.no_gradients()),
             residuals=self._chunks.residuals(plan.num_slots),

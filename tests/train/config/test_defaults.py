@@ -58,7 +58,7 @@ def test_default_configs_share_nothing():
 
 def test_default_config_constructs_every_section_and_survives_yaml(tmp_path):
     config: Any = common.get_config()
-    (tmp_path / "config.yaml").write_text(as_yaml(config))
+    (tmp_path / "config.yaml").write_text(as_yaml(config.to_dict()))
     for name, section in SECTIONS.items():
         if name == "model":  # a config file defines it
             assert name not in config
