@@ -29,7 +29,7 @@ RESERVED_METRICS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFunctions:
-    """A model as pure functions of its parameters; see `PipelineFunctions` in sharding/pipeline.
+    """A model as pure functions of its parameters; for the pipeline's runtime.
 
     The model's parameters are a tree of arrays, `params`. `split` separates them into
     `non_stack` (everything except the stacks: embedding, head and `before` functions) and `stacks`

@@ -21,7 +21,7 @@ from sharding.spec import axes_by_dim, axes_of, is_spec
 #: Logical axis -> mesh axes over which the dimension is split, major first.
 #: An `act_` name exists only if activations are sharded differently from the weights.
 DEFAULT_RULES: Rules = {
-    "batch": REPLICA_AXES,  # the pipeline splits its microbatches over the same axes
+    "batch": REPLICA_AXES,  # within a step it is always split over these two
     "seq": ("context",),
     "embed": ("fsdp",),
     "act_embed": (),
@@ -44,7 +44,7 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
 
     Raises:
         ValueError: a row names an axis that the mesh does not have, or splits an axis other than
-            `layers` over the pipeline, or changes the row `batch`.
+            `layers` over the pipeline.
     """
     rules = dict(DEFAULT_RULES)
     for name, axes in (overrides or {}).items():
@@ -60,11 +60,6 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
                     f"rules.{name}={axes}: only layers can be split over 'pipeline'; remove it, or "
                     "set pipeline.share_vocab=True to split the vocab"
                 )
-        if name == "batch" and axes != REPLICA_AXES:
-            raise ValueError(
-                f"rules.batch={axes}: the batch is split over {' and '.join(REPLICA_AXES)}; do not "
-                "set rules.batch, set the sizes of these axes"
-            )
         rules[name] = axes
     if shares_vocab:
         rules["vocab"] = ("pipeline", *rules["vocab"])

@@ -115,7 +115,6 @@ def attend(
     if window is not None and not is_causal:
         raise ValueError(f"window={window} needs is_causal=True; set window=None otherwise")
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
-    arrays = (q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
 
     def run(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments) -> jax.Array:
         selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments)
@@ -135,7 +134,7 @@ def attend(
             return cudnn_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options, can_pack=can_pack)
         return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **options)
 
-    return over_heads(run, *arrays)
+    return over_heads(run, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
 
 
 def select_kernel(

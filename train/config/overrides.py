@@ -106,11 +106,9 @@ def _set(config: Any, key: str, text: str) -> None:
         with config.unlocked(), config.ignore_type():
             config.model[name] = _default_of(fields[name])
     default = config[section][name]
-    value = _parse(text)
+    value = text if isinstance(default, str) else _parse(text)
     check_number(f"--config.{key}", value)
-    if isinstance(default, str):
-        value = text
-    elif isinstance(default, tuple):
+    if isinstance(default, tuple):
         parts = text.split(",") if isinstance(value, str) else value
         parts = parts if isinstance(parts, tuple | list) else (parts,)
         value = tuple(part for part in parts if part != "")

@@ -85,11 +85,11 @@ class TrainConfig(Section, section="train"):
     )
     remat: str = field(
         "none",
-        "Rematerialization: activations that a block recomputes in its backward pass. `none`: only "
-        "norms and activation functions. `full`: everything. `dots`: everything except matrix "
-        "products outside attention. A list of names, such as `qkv,mlp`: everything except these "
-        "activations. If `pipeline.remat=full`, the backward pass of a stage also runs the whole "
-        "forward pass of its layers again, whatever this setting.",
+        "Rematerialization: activations that a block keeps for its backward pass, which recomputes "
+        "all others. `none`: recompute only norms and activation functions. `full`: recompute "
+        "everything. `dots`: keep only matrix products outside attention. A list of names, such as "
+        "`qkv,mlp`: keep only these activations. If `pipeline.remat=full`, the backward pass of a "
+        "stage also runs the whole forward pass of its layers again, whatever this setting.",
         required=True,
     )
 

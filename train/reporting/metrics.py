@@ -88,16 +88,15 @@ class MetricsWriter:
 
         Args:
             step: number of steps done.
-            metrics: name -> Python number, or NumPy or JAX scalar.
+            metrics: name -> Python number or None.
         """
         if self._lines is None or self._events is None:
             return
-        values = {name: _to_python(value) for name, value in metrics.items()}
-        line = {"step": int(step)} | {name: _to_json(value) for name, value in values.items()}
+        line = {"step": int(step)} | {name: _to_json(value) for name, value in metrics.items()}
         self._lines.append((json.dumps(line, allow_nan=False) + "\n").encode())
         points = [
             Summary.Value(tag=name, simple_value=value)
-            for name, value in values.items()
+            for name, value in metrics.items()
             if isinstance(value, int | float)
         ]
         event = Event(wall_time=time.time(), step=int(step), summary=Summary(value=points))
@@ -188,10 +187,6 @@ def _record(event: Event) -> bytes:
     content = io.BytesIO()
     RecordWriter(content).write(event.SerializeToString())
     return content.getvalue()
-
-
-def _to_python(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
 
 
 def _to_json(value: Any) -> Any:

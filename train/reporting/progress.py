@@ -93,7 +93,7 @@ def _parts(metrics: Mapping[str, Any]) -> list[str]:
     for name, form, width in _COLUMNS:
         value = metrics.get(name)
         if value is not None:
-            parts.append(form.format(float(value)).ljust(width))
+            parts.append(form.format(value).ljust(width))
         elif name in metrics and name.endswith("_per_s"):
             parts.append(" " * width)  # None at the first step only: keep the columns aligned
     return parts

@@ -144,13 +144,12 @@ class BlockVJP:
         number: jax.Array,
         saved: Sequence[jax.Array],
         dy: Tree,
-    ) -> tuple[Tree, list[jax.Array | None], list[jax.Array]]:
+    ) -> tuple[Tree, Tree, list[jax.Array]]:
         """Run the first half of the backward.
 
         Returns:
-            (gradient of x, gradients of params, values to hand over). The gradients of params are a
-            list in the order of the tree's leaves; an entry is None if `weight_gradient` computes
-            it.
+            (gradient of x, gradients of params, values to hand over). A gradient is None if
+            `weight_gradient` computes it.
         """
         cut = self._cut
         env = cut.environment_of((params, microbatch, number, saved, dy))
@@ -160,7 +159,7 @@ class BlockVJP:
             for v, is_early in zip(cut.weights, cut.is_early, strict=True)
         ]
         dx = jax.tree.unflatten(jax.tree.structure(self._x), [value_of(v, env) for v in cut.inputs])
-        return dx, early, [value_of(v, env) for v in cut.handed]
+        return dx, self._like_params(early), [value_of(v, env) for v in cut.handed]
 
     def weight_gradient(
         self,
@@ -169,7 +168,7 @@ class BlockVJP:
         number: jax.Array,
         saved: Sequence[jax.Array],
         handed: Sequence[jax.Array],
-    ) -> list[jax.Array | None]:
+    ) -> Tree:
         """Run the second half of the backward.
 
         Args:
@@ -180,8 +179,7 @@ class BlockVJP:
             handed: the values that `input_gradient` handed over.
 
         Returns:
-            The gradients of params as a list in the order of the tree's leaves; an entry is None if
-            `input_gradient` computed it.
+            The gradients of params; a gradient is None if `input_gradient` computed it.
         """
         cut = self._cut
         arrays: list[Any] = [None] * len(self._saved)
@@ -192,10 +190,11 @@ class BlockVJP:
         env = cut.environment_of((params, microbatch, number, arrays, self._x))
         env |= dict(zip(cut.handed, handed, strict=True))
         evaluate(cut.second, env)
-        return [
+        late = [
             None if is_early else value_of(v, env)
             for v, is_early in zip(cut.weights, cut.is_early, strict=True)
         ]
+        return self._like_params(late)
 
     @property
     def handed(self) -> list[jax.ShapeDtypeStruct]:
@@ -206,6 +205,9 @@ class BlockVJP:
     def saved_for_weights(self) -> list[int]:
         """Indices of the saved residuals that `weight_gradient` reads."""
         return self._cut.saved_for_weights
+
+    def _like_params(self, values: list[jax.Array | None]) -> Tree:
+        return jax.tree.unflatten(jax.tree.structure(self._params), values)
 
     def _with_residuals(self, params, x, microbatch, number):
         y, vjp = jax.vjp(lambda params, x: self._block(params, x, microbatch, number), params, x)

@@ -58,12 +58,12 @@ class EmbedAndHead:
         self._functions = functions
         self._packed = packed
         self._head_input_type = head_input_type
-        self.non_stack_params = non_stack_params
+        self._non_stack_params = non_stack_params
         self._microbatches = microbatches
 
     def embed(self, microbatch: Tree) -> Tree:
         """Return the activations that enter the first layer, packed."""
-        return self._embed(self.non_stack_params, microbatch)
+        return self._embed(self._non_stack_params, microbatch)
 
     def embed_gradient(self, dx: Tree, microbatch: Tree) -> Tree:
         """Return the embedding's gradients of the non-stack parameters."""
@@ -71,19 +71,19 @@ class EmbedAndHead:
         def embed(non_stack_params):
             return self._embed(non_stack_params, microbatch)
 
-        _, vjp = jax.vjp(embed, self.non_stack_params)
+        _, vjp = jax.vjp(embed, self._non_stack_params)
         (non_stack_grads,) = vjp(dx)
         return non_stack_grads
 
     def sums(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Return the head's `loss`, `weight` and metrics, summed over the microbatch."""
-        return self._sums(self.non_stack_params, x, microbatch)
+        return self._sums(self._non_stack_params, x, microbatch)
 
     def teacher_outputs(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Return the outputs of the model's `teach`, which runs in place of the head."""
         assert self._functions.teach is not None
         x = self._packed.unpack(x, self._head_input_type)
-        return self._functions.teach(self.non_stack_params, x, microbatch)
+        return self._functions.teach(self._non_stack_params, x, microbatch)
 
     def head_gradient(self, x: Tree, microbatch: Tree) -> tuple[dict, Tree, Tree]:
         """Return (sums, gradients of the non-stack parameters, gradient of x)."""
@@ -93,7 +93,7 @@ class EmbedAndHead:
             return sums["loss"], sums
 
         grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
-        (non_stack_grads, dx), sums = grad(self.non_stack_params, x)
+        (non_stack_grads, dx), sums = grad(self._non_stack_params, x)
         return sums, non_stack_grads, dx
 
     def _embed(self, non_stack_params: Tree, microbatch: Tree) -> Tree:

@@ -188,7 +188,7 @@ class Layers:
             gradients, dx = self._vjp.backward(
                 self._layer(param_slot), microbatch, number, saved, dy
             )
-            return dx, self._accumulate(grads, param_slot, jax.tree.leaves(gradients))
+            return dx, self._accumulate(grads, param_slot, gradients)
 
         return self._loop(chunk, body, (dy, grads), reverse=True)
 
@@ -245,22 +245,19 @@ class Layers:
 
         return self._gatherer.gather_layer(jax.tree.map(at, self._params))
 
-    def _accumulate(
-        self, grads: Tree, param_slot: jax.Array, values: Sequence[jax.Array | None]
-    ) -> Tree:
+    def _accumulate(self, grads: Tree, param_slot: jax.Array, values: Tree) -> Tree:
         """Add a layer's gradients that are not None to `grads`, in the dtype of `grads`.
 
         If a layer has only one backward, they are written without an addition. XLA can then let
         their reduce-scatter end in the next iteration, because nothing in this one reads it.
         """
-        leaves, structure = jax.tree.flatten(grads)
-        pairs = zip(leaves, values, strict=True)
-        converted = [value if value is None else value.astype(g.dtype) for g, value in pairs]
-        scattered = self._gatherer.scattered(jax.tree.unflatten(structure, converted))
-        values = structure.flatten_up_to(scattered)
-        pairs = zip(leaves, values, strict=True)
+
+        def converted(g: jax.Array, value: jax.Array | None) -> jax.Array | None:
+            return None if value is None else value.astype(g.dtype)
+
+        values = self._gatherer.scattered(jax.tree.map(converted, grads, values))
         add = _added if self._accumulates else _written
-        return jax.tree.unflatten(structure, [add(g, param_slot, value) for g, value in pairs])
+        return jax.tree.map(lambda g, value: add(g, param_slot, value), grads, values)
 
     def _parted(self, saved: Sequence) -> tuple[list, list]:
         """Split saved residuals between the buffers `saved` and `for_weights`."""

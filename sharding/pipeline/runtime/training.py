@@ -64,7 +64,7 @@ class TrainingStage(Stage):
             (this device's sums, its gradients as `{"non_stack": ..., "stacks": {stack: ...}}`).
         """
         plan = self._plan
-        non_stack_grads = zeros(wide(self._embed_and_head.non_stack_params))
+        non_stack_grads = zeros(wide(self._non_stack_params))
         carry = TrainingCarry(
             sums=zeros(self._sums_type),
             non_stack_grads=counted_as("gradients", non_stack_grads),
