@@ -8,6 +8,12 @@ sharding/rules.py gives for it. Axes that are manual in an enclosing `shard_map`
     call        constrain(x, "batch", "mlp")
     effect      with_sharding_constraint(x, PartitionSpec(None, "model"))
 
+Between its branches (attention and MLP), a block may split the tokens over further axes, which is
+Megatron's sequence parallelism if the axis is `model`: norms, dropout and residuals are then not
+repeated on all devices of the axis, and the sum that ends a branch becomes a reduce-scatter:
+
+    tokens / model --norm--> gather_tokens --branch, over heads or mlp--> scatter_tokens
+
 If the pipeline stages share the vocabulary, each stage has only a part of it. A function over the
 vocabulary accounts for that with `offset`, `sum_over` and `max_over`, which do nothing if the whole
 vocabulary is present.
@@ -19,6 +25,7 @@ whole batch uses `gather_batch`, `first_example` and `sum_over_batch`.
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -67,6 +74,57 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if not axes_of(spec):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def constrain_residual(x_BTD: jax.Array) -> jax.Array:
+    """Constrain activations between the branches of a block, or between blocks.
+
+    With axes in the row `act_tokens` of the rules, they are split over these axes by tokens;
+    otherwise like all other activations.
+    """
+    if _token_axes(x_BTD):
+        return scatter_tokens(x_BTD)
+    return constrain(x_BTD, "batch", "seq", "act_embed")
+
+
+def scatter_tokens(x_BTD: jax.Array) -> jax.Array:
+    """Split the output of a branch over the axes of `act_tokens`; no change without such axes."""
+    return _with_tokens_over(x_BTD, _token_axes(x_BTD), _token_axes(x_BTD))
+
+
+def gather_tokens(x_BTD: jax.Array) -> jax.Array:
+    """Gather the input of a branch over the axes of `act_tokens`; no change without such axes."""
+    return _with_tokens_over(x_BTD, _token_axes(x_BTD), ())
+
+
+def _token_axes(x_BTD: jax.Array) -> tuple[str, ...]:
+    """Return the axes that split the tokens of `x_BTD`: () if they do not divide their number.
+
+    A sequence that `seq` splits stays as it is: its parts are not contiguous among all tokens.
+    """
+    axes = automatic_axes("act_tokens")
+    if not axes or automatic_axes("seq"):
+        return ()
+    mesh = jax.sharding.get_abstract_mesh()
+    count = math.prod(mesh.shape[axis] for axis in (*automatic_axes("batch"), *axes))
+    return () if math.prod(x_BTD.shape[:-1]) % count else axes
+
+
+def _with_tokens_over(
+    x_BTD: jax.Array, axes: tuple[str, ...], wanted: tuple[str, ...]
+) -> jax.Array:
+    """Constrain the tokens, [B·T], to the `wanted` axes, unless there are no `axes` at all.
+
+    Products compute with all tokens in one dimension. XLA makes a reduce-scatter out of a sum and a
+    split of the same dimension only.
+    """
+    if not axes:
+        return x_BTD
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = spec_of([(*automatic_axes("batch"), *wanted), ()])
+    tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
+    tokens = jax.lax.with_sharding_constraint(tokens, NamedSharding(mesh, spec))
+    return tokens.reshape(x_BTD.shape)
 
 
 def automatic_axes(name: str) -> tuple[str, ...]:

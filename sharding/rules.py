@@ -19,10 +19,11 @@ from sharding.mesh import AXES, REPLICA_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec
 
 #: Logical axis -> mesh axes over which the dimension is split, major first.
-#: An `act_` name exists only if activations are sharded differently from the weights.
+#: An `act_` name exists only if activations can be sharded differently from other arrays.
 DEFAULT_RULES: Rules = {
     "batch": REPLICA_AXES,  # within a step it is always split over these two
     "seq": ("context",),
+    "act_tokens": (),  # the tokens of all sequences, between the branches of a block
     "embed": ("fsdp",),
     "act_embed": (),
     "heads": ("model",),

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models.layers.activations import ACTIVATIONS
 from models.layers.attention import attend
 from models.layers.basic import Linear, recomputed
-from sharding.logical import constrain
+from sharding.logical import constrain, gather_tokens, scatter_tokens
 
 Norm = Callable[[jax.Array], jax.Array]
 
@@ -87,7 +87,8 @@ class Attention(nnx.Module):
         Returns:
             `[B, T, D]`.
         """
-        source_BSD = x_BTD if source_BSD is None else source_BSD
+        x_BTD = gather_tokens(x_BTD)
+        source_BSD = x_BTD if source_BSD is None else gather_tokens(source_BSD)
         q = self.q(x_BTD)
         k = self.k(source_BSD)
         v = self.v(source_BSD)
@@ -101,7 +102,7 @@ class Attention(nnx.Module):
         qkv = (checkpoint_name(x, "qkv") for x in (q_BTNH, k_BSKH, v_BSKH))
         y_BTNH = attend(*qkv, **mask_options)
         out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
-        return checkpoint_name(out_BTD, "attention_out")
+        return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
 
 
 class MLP(nnx.Module):
@@ -140,11 +141,13 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the network to `x_BTD`; names the input of the activation "mlp"."""
         activation = ACTIVATIONS[self.activation]
+        x_BTD = gather_tokens(x_BTD)
         h_BTF = self._project(self.up, x_BTD)
         if self.gate is None:
-            return self.down(recomputed(activation)(h_BTF))
+            return scatter_tokens(self.down(recomputed(activation)(h_BTF)))
         gate_BTF = self._project(self.gate, x_BTD)
-        return self.down(recomputed(lambda gate, h: activation(gate) * h)(gate_BTF, h_BTF))
+        product_BTF = recomputed(lambda gate, h: activation(gate) * h)(gate_BTF, h_BTF)
+        return scatter_tokens(self.down(product_BTF))
 
     def _project(self, linear: Linear, x_BTD: jax.Array) -> jax.Array:
         return checkpoint_name(constrain(linear(x_BTD), "batch", "seq", "mlp"), "mlp")

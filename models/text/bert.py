@@ -36,7 +36,7 @@ from models.text.common import (
     vocab_logits,
     vocab_loss,
 )
-from sharding.logical import constrain
+from sharding.logical import constrain_residual
 
 #: `model.head` -> values of `data.objective` that it can be trained with. "masked_lm" predicts
 #: masked tokens; "pretraining" also predicts whether two texts follow each other; "sequence"
@@ -121,7 +121,7 @@ class Block(nnx.Module):
         x_BTD = self.attention_norm(x_BTD + dropout(branch, self.dropout, keys, site=0))
         branch = self.mlp(x_BTD)
         x_BTD = self.mlp_norm(x_BTD + dropout(branch, self.dropout, keys, site=1))
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
 
 class MaskedLMHead(nnx.Module):
@@ -183,7 +183,7 @@ class Bert(nnx.Module):
         types = batch.get("token_types", jnp.zeros((1, 1), jnp.int32))
         x_BTD += self.type_embedding[...][types]
         x_BTD = dropout(self.embedding_norm(x_BTD), config.dropout, batch.get("dropout_keys"))
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, sums of the head's metrics)."""

@@ -33,7 +33,7 @@ from models.text.common import (
     vocab_logits,
     vocab_loss,
 )
-from sharding.logical import constrain
+from sharding.logical import constrain, constrain_residual, gather_tokens, scatter_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,14 @@ class FusedQKVAttention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, segments: Segments | None) -> jax.Array:
         """Return the output projection of the attention, `[B, T, D]`."""
-        qkv = constrain(self.qkv(x_BTD), "batch", "seq", None, "heads", "head_dim")
+        qkv = constrain(self.qkv(gather_tokens(x_BTD)), "batch", "seq", None, "heads", "head_dim")
         qkv = checkpoint_name(qkv, "qkv")
         q_BTNH = qkv[:, :, 0]
         k_BTNH = qkv[:, :, 1]
         v_BTNH = qkv[:, :, 2]
         y_BTNH = attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
         out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
-        return checkpoint_name(out_BTD, "attention_out")
+        return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
 
 
 class Block(nnx.Module):
@@ -107,7 +107,7 @@ class Block(nnx.Module):
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=0)
         branch = self.mlp(self.mlp_norm(x_BTD))
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=1)
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
 
 class GPT2(nnx.Module):
@@ -134,7 +134,7 @@ class GPT2(nnx.Module):
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
         x_BTD += learned_positions(self.position_embedding[...], positions_by_index(batch))
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""

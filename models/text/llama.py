@@ -34,7 +34,7 @@ from models.text.common import (
     vocab_logits,
     vocab_loss,
 )
-from sharding.logical import constrain
+from sharding.logical import constrain_residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class Block(nnx.Module):
             segments=segments(batch),
         )
         x_BTD += self.mlp(self.mlp_norm(x_BTD))
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
 
 class Llama(nnx.Module):
@@ -180,7 +180,7 @@ class Llama(nnx.Module):
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""

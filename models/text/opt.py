@@ -32,7 +32,7 @@ from models.text.common import (
     vocab_logits,
     vocab_loss,
 )
-from sharding.logical import constrain
+from sharding.logical import constrain_residual
 
 #: Row of position 0 in the table of positions; padding uses the row before it.
 _FIRST_POSITION = 2
@@ -110,7 +110,7 @@ class Block(nnx.Module):
         else:
             x_BTD = self.attention_norm(x_BTD + attention(x_BTD))
             x_BTD = self.mlp_norm(x_BTD + mlp(x_BTD))
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
 
 class OPT(nnx.Module):
@@ -149,7 +149,7 @@ class OPT(nnx.Module):
         x_BTD += learned_positions(
             self.position_embedding[...], positions_by_count(batch), first=_FIRST_POSITION
         )
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""

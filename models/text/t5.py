@@ -33,7 +33,7 @@ from models.text.common import (
     vocab_logits,
     vocab_loss,
 )
-from sharding.logical import constrain
+from sharding.logical import constrain_residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class Block(nnx.Module):
             )
             x_BTD += dropout(branch, config.dropout, keys, site=1)
         x_BTD += dropout(self.mlp(self.mlp_norm(x_BTD)), config.dropout, keys, site=2)
-        return {**x, self.side: constrain(x_BTD, "batch", "seq", "act_embed")}
+        return {**x, self.side: constrain_residual(x_BTD)}
 
 
 class T5(nnx.Module):
@@ -184,7 +184,7 @@ class T5(nnx.Module):
         x = {"encoder_bias": self.encoder_bias[...], "decoder_bias": self.decoder_bias[...]}
         for site, (side, name) in enumerate((("encoder", "tokens"), ("decoder", "decoder_tokens"))):
             x_BTD = dropout(lookup(self.token_embedding[...], batch[name]), rate, keys, site=site)
-            x[side] = constrain(x_BTD, "batch", "seq", "act_embed")
+            x[side] = constrain_residual(x_BTD)
         return x
 
     def before_decoder(self, x: dict, batch: dict) -> dict:

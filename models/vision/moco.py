@@ -26,7 +26,7 @@ from flax import nnx
 from models.flops import dense_flops
 from models.layers.basic import BatchNorm, Linear, dropout, unit_length
 from models.vision.vit import Block, ImageEncoder, PreTrainingConfig, encoder_flops
-from sharding.logical import constrain, first_example, gather_batch
+from sharding.logical import constrain_residual, first_example, gather_batch
 
 NUM_VIEWS = 2
 
@@ -140,7 +140,7 @@ class MoCo(ImageEncoder):
         images = batch["images"]
         flat = images.reshape(-1, *images.shape[2:])
         x = jnp.concatenate(self.tokens(flat), axis=1)
-        x = constrain(x, "batch", "seq", "act_embed")
+        x = constrain_residual(x)
         x_BVTD = x.reshape(*images.shape[:2], *x.shape[1:])
         return dropout(x_BVTD, self.config.dropout, batch.get("dropout_keys"))
 

@@ -27,7 +27,7 @@ from models.vision.common import (
     label_logits,
     label_loss,
 )
-from sharding.logical import constrain
+from sharding.logical import constrain_residual, gather_tokens, scatter_tokens
 
 _STDDEV = 0.02  # initial standard deviation of kernels
 
@@ -121,10 +121,11 @@ class Block(nnx.Module):
         x_BTD += drop_path(branch, self.drop_path, keys, site=0)
         branch = self.mlp_scale(self.mlp(self.mlp_affine(x_BTD)))
         x_BTD += drop_path(branch, self.drop_path, keys, site=1)
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
     def _mix(self, x_BTD: jax.Array) -> jax.Array:
-        return self.across_patches(x_BTD.swapaxes(1, 2)).swapaxes(1, 2)
+        mixed_BTD = self.across_patches(gather_tokens(x_BTD).swapaxes(1, 2)).swapaxes(1, 2)
+        return scatter_tokens(mixed_BTD)
 
 
 class ResMLP(nnx.Module):
@@ -158,7 +159,7 @@ class ResMLP(nnx.Module):
             )
         patches = self.patch_embedding(batch["images"])
         x_BTD = patches.reshape(len(patches), self.config.num_patches, -1)
-        return constrain(x_BTD, "batch", "seq", "act_embed")
+        return constrain_residual(x_BTD)
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""

@@ -12,11 +12,14 @@ from jax.sharding import PartitionSpec
 from sharding.logical import (
     axis_rules,
     constrain,
+    constrain_residual,
     first_example,
     gather_batch,
+    gather_tokens,
     manual_axes,
     max_over,
     offset,
+    scatter_tokens,
     sum_over,
     sum_over_batch,
 )
@@ -54,6 +57,41 @@ def test_inside_a_jit_the_rules_split_the_array():
     assert local_shape(DEFAULT_RULES, ("batch", "mlp"), data=2, model=4) == (4, 1)
     assert local_shape(DEFAULT_RULES, ("batch", None), data=2, fsdp=2) == (2, 4)
     assert local_shape(make_rules({"batch": "model"}), ("batch", None), data=2, model=4) == (2, 4)
+
+
+def tokens_shape(function, batch: int, length: int, **sizes: int) -> tuple[int, ...]:
+    """Return the shape of a device's part of [batch, length, 3], after a function."""
+    array = x(batch, length, 3)
+    rules = make_rules({"act_tokens": "model"})
+    with jax.set_mesh(make_mesh(MeshConfig(**sizes), jax.devices())), axis_rules(rules):
+        y = jax.jit(lambda a: function(a))(array)  # a new function: jit does not see the rules
+    np.testing.assert_array_equal(y, array)
+    return y.addressable_shards[0].data.shape
+
+
+@pytest.mark.parametrize("function", [scatter_tokens, constrain_residual])
+def test_tokens_are_split_between_branches_and_whole_within_them(function):
+    assert tokens_shape(function, 1, 4, model=2) == (1, 2, 3)
+    assert tokens_shape(function, 8, 4, model=2) == (4, 4, 3)
+    assert tokens_shape(function, 2, 4, data=2, model=2) == (1, 2, 3)
+    assert tokens_shape(lambda a: gather_tokens(function(a)), 8, 4, model=2) == (8, 4, 3)
+    assert tokens_shape(lambda a: gather_tokens(function(a)), 8, 4, data=2, model=2) == (4, 4, 3)
+
+
+def test_tokens_that_the_axes_do_not_divide_stay_whole():
+    assert tokens_shape(scatter_tokens, 3, 5, model=2) == (3, 5, 3)
+    assert tokens_shape(constrain_residual, 8, 5, data=8) == (1, 5, 3)
+
+
+def test_sequence_split_by_context_stays_as_it_is():
+    assert tokens_shape(constrain_residual, 8, 4, context=2, model=2) == (8, 2, 3)
+
+
+def test_default_rules_do_not_split_tokens():
+    array = x(8, 4, 3)
+    with jax.set_mesh(make_mesh(MeshConfig(model=2), jax.devices())), axis_rules(DEFAULT_RULES):
+        assert gather_tokens(array) is array and scatter_tokens(array) is array
+    assert gather_tokens(array) is array and constrain_residual(array) is array  # without a mesh
 
 
 def test_axes_of_size_one_leave_the_array_unchanged():

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sharding.logical import automatic_axes
 from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
 from sharding.pipeline.runtime.block_vjp import BlockVJP
 from sharding.pipeline.runtime.gather import ParamGatherer
@@ -130,7 +131,11 @@ class Layers:
             whole = (count, self._max_layers_per_chunk, *shape.shape)
             if on_host:
                 return zeros_on_host(whole, shape.dtype, num_loop_dims=2)
-            return jax.lax.empty(whole, shape.dtype)  # a slot is written before it is read
+            # A slot is written before it is read, so zeros are not necessary. But XLA can split
+            # zeros like the values that will be written to them, and not an empty array.
+            if automatic_axes("act_tokens"):
+                return jnp.zeros(whole, shape.dtype)
+            return jax.lax.empty(whole, shape.dtype)
 
         def buffer(name: str, shapes: list) -> Buffer | None:
             if name not in num_slots:

@@ -1,0 +1,31 @@
+"""A step that splits its tokens over `model` between the branches of a block, for H100s."""
+
+import pytest
+
+from benchmarks.harness.gpu_estimates import SMALL_BOUNDS
+from sharding.analysis.communication import collectives
+from tests.gpu import steps
+
+pytestmark = pytest.mark.gpu_compiler
+
+_MODEL = ("mesh.model=2", "data.sequence_length=512", "data.global_batch_size=8")
+_SPLIT = (*_MODEL, "rules.act_tokens=model")
+
+
+def kinds_over_model(run) -> set[str]:
+    """Return the kinds of collectives over `model` in the loops over layers."""
+    found = collectives(run.compile_train_step(), run.mesh)
+    large = (each for each in found if each.bytes > 2**16)  # not the gradients of norms
+    return {each.kind for each in large if each.axes == ("model",) and each.loop == "layers"}
+
+
+@pytest.mark.parametrize("config", ["gpt2", "llama"])
+def test_sums_of_branches_become_reduce_scatters_and_the_step_needs_less_memory(config):
+    sizes = ("data.tokenizer=bytes", "precision.compute=bfloat16")
+    whole = steps.make_run(config, (*sizes, *_MODEL))
+    split = steps.make_run(config, (*sizes, *_SPLIT))
+    assert kinds_over_model(whole) == {"all-reduce"}
+    assert kinds_over_model(split) == {"all-gather", "reduce-scatter"}
+    assert steps.compiled_bytes(split) < steps.compiled_bytes(whole)
+    low, high = SMALL_BOUNDS
+    assert low < split.estimate_memory().device_bytes / steps.compiled_bytes(split) < high
