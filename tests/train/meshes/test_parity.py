@@ -37,8 +37,12 @@ MESHES = {
     "context 2x2x2": ("mesh.pipeline=2", "mesh.context=2", "mesh.data=2"),
     "remat": ("train.remat=full", "mesh.pipeline=2"),
     "tokens 2x2x2": (
-        *("mesh.pipeline=2", "mesh.data=2", "mesh.model=2", "train.num_microbatches=4"),
-        *("rules.act_tokens=model", "pipeline.remat=none"),
+        "mesh.pipeline=2",
+        "mesh.data=2",
+        "mesh.model=2",
+        "train.num_microbatches=4",
+        "rules.act_tokens=model",
+        "pipeline.remat=none",
     ),
 }
 #: Meshes that CI also trains in float32, which cover every axis; `-m slow` adds the others.
