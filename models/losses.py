@@ -177,12 +177,12 @@ def _chunked_forward(spec, x, output, targets, weights):
         add, (jnp.zeros((), wide), zeros), (x, targets, weights)
     )
     output_grad = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), output_grad, output)
-    return total, (sum_over("vocab", x_grad), output_grad, targets, weights)
+    return total, (sum_over("vocab", x_grad), output_grad, weights)
 
 
 def _chunked_backward(spec, residuals, cotangent):
     # The gradients exist already: scale them by the cotangent of the loss.
-    x_grad, output_grad, targets, weights = residuals
+    x_grad, output_grad, weights = residuals
 
     def scale(grad):
         return (grad * cotangent).astype(grad.dtype)

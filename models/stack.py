@@ -16,8 +16,9 @@ A model is an `nnx.Module` with
 `x` is an array or a tree of arrays, all of a floating dtype. It keeps its structure, shapes and
 dtypes within a stack. `batch` is a dict of arrays with a leading batch dim. During training,
 `batch["dropout_keys"]` is key[B], and `keys` are these keys with the layer's number folded in;
-otherwise there are no such keys, and `keys` is None. A block finds the number of its layer, counted
-from 0 over all stacks, in `batch["layer"]`, int32[].
+otherwise there are no such keys, and `keys` is None. `batch["index"]`, uint32[B], has the number of
+each example in the run. A block finds the number of its layer, counted from 0 over all stacks, in
+`batch["layer"]`, int32[].
 
 B is the number of examples in the batch that a model sees. In a training step these are the
 examples of one microbatch on one replica; a model knows of no other microbatch or replica.

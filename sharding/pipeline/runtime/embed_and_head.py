@@ -44,7 +44,6 @@ class EmbedAndHead:
         head_input_type: type of the head's input, a tree of ShapeDtypeStructs.
         non_stack_params: the parameters outside the stacks; of those that are split over stages,
             this stage's part.
-        microbatches: arrays `[M, B, ...]`.
     """
 
     def __init__(
@@ -53,13 +52,11 @@ class EmbedAndHead:
         packed: PackedActivations,
         head_input_type: Tree,
         non_stack_params: Tree,
-        microbatches: Tree,
     ):
         self._functions = functions
         self._packed = packed
         self._head_input_type = head_input_type
         self._non_stack_params = non_stack_params
-        self._microbatches = microbatches
 
     def embed(self, microbatch: Tree) -> Tree:
         """Return the activations that enter the first layer, packed."""
@@ -185,11 +182,21 @@ class OnAllStages(EmbedAndHead):
         first: the stage that has the model's first chunk.
         last: the stage that has the model's last chunk.
         is_split: for each non-stack parameter, whether it is split over the stages.
+        microbatches: arrays `[M, B, ...]`.
         *args: the arguments of `EmbedAndHead`.
     """
 
-    def __init__(self, stage_index: jax.Array, first: int, last: int, is_split: Tree, *args: Any):
+    def __init__(
+        self,
+        stage_index: jax.Array,
+        first: int,
+        last: int,
+        is_split: Tree,
+        microbatches: Tree,
+        *args: Any,
+    ):
         super().__init__(*args)
+        self._microbatches = microbatches
         self._stage_index = stage_index
         self._first = first
         self._last = last

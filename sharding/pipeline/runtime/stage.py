@@ -62,19 +62,19 @@ class Stage:
         self._packed = PackedActivations([x for pair in types.values() for x in pair])
         self._x_type = self._packed.type
         _, head_input_type = [*types.values()][-1]
-        arguments = (
-            functions,
-            self._packed,
-            head_input_type,
-            self._non_stack_params,
-            microbatches,
-        )
+        arguments = (functions, self._packed, head_input_type, self._non_stack_params)
         if plan.shares_vocab:
             is_split = jax.tree.map(
                 lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["non_stack"]
             )
-            stages = (plan.first_stage, plan.last_stage)
-            self._embed_and_head = OnAllStages(self._stage_index, *stages, is_split, *arguments)
+            self._embed_and_head = OnAllStages(
+                self._stage_index,
+                plan.first_stage,
+                plan.last_stage,
+                is_split,
+                microbatches,
+                *arguments,
+            )
         else:
             self._embed_and_head = OnOneStage(*arguments)
         parts = {
