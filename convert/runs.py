@@ -80,8 +80,8 @@ def config_of(step: Path) -> Path:
         step: The directory of a checkpoint that `newest_checkpoint` has found intact.
 
     Returns:
-        The checkpoint's own config. Converted checkpoints and those of older versions have none;
-        for them, it is the config of the run.
+        The checkpoint's own config. Converted checkpoints and checkpoints of older versions have
+        none; for them, it is the config of the run.
 
     Raises:
         ValueError: There is neither.

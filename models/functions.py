@@ -46,7 +46,7 @@ class ModelFunctions:
     def with_teacher_output_types(
         self, non_stack_params: Tree, x: Tree, microbatch: dict[str, Any]
     ) -> dict[str, Any]:
-        """Add the types of the teacher outputs, which the head receives, to those of a microbatch.
+        """Add the types of the teacher outputs to a microbatch's types; the head receives both.
 
         Args:
             non_stack_params: the parameters outside the stacks.

@@ -82,19 +82,19 @@ def constrain_residual(x_BTD: jax.Array) -> jax.Array:
     With axes in the row `act_tokens` of the rules, they are split over these axes by tokens;
     otherwise like all other activations.
     """
-    if _token_axes(x_BTD):
-        return scatter_tokens(x_BTD)
-    return constrain(x_BTD, "batch", "seq", "act_embed")
+    axes = _token_axes(x_BTD)
+    return _over(x_BTD, axes) if axes else constrain(x_BTD, "batch", "seq", "act_embed")
 
 
 def scatter_tokens(x_BTD: jax.Array) -> jax.Array:
     """Split the output of a branch over the axes of `act_tokens`; no change without such axes."""
-    return _with_tokens_over(x_BTD, _token_axes(x_BTD), _token_axes(x_BTD))
+    axes = _token_axes(x_BTD)
+    return _over(x_BTD, axes) if axes else x_BTD
 
 
 def gather_tokens(x_BTD: jax.Array) -> jax.Array:
     """Gather the input of a branch over the axes of `act_tokens`; no change without such axes."""
-    return _with_tokens_over(x_BTD, _token_axes(x_BTD), ())
+    return _over(x_BTD, ()) if _token_axes(x_BTD) else x_BTD
 
 
 def _token_axes(x_BTD: jax.Array) -> tuple[str, ...]:
@@ -110,18 +110,14 @@ def _token_axes(x_BTD: jax.Array) -> tuple[str, ...]:
     return () if math.prod(x_BTD.shape[:-1]) % count else axes
 
 
-def _with_tokens_over(
-    x_BTD: jax.Array, axes: tuple[str, ...], wanted: tuple[str, ...]
-) -> jax.Array:
-    """Constrain the tokens, [B·T], to the `wanted` axes, unless there are no `axes` at all.
+def _over(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Split the tokens, [B·T], over these axes in addition to those of the batch.
 
     Products compute with all tokens in one dimension. XLA makes a reduce-scatter out of a sum and a
     split of the same dimension only.
     """
-    if not axes:
-        return x_BTD
     mesh = jax.sharding.get_abstract_mesh()
-    spec = spec_of([(*automatic_axes("batch"), *wanted), ()])
+    spec = spec_of([(*automatic_axes("batch"), *axes), ()])
     tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
     tokens = jax.lax.with_sharding_constraint(tokens, NamedSharding(mesh, spec))
     return tokens.reshape(x_BTD.shape)

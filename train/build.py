@@ -45,7 +45,7 @@ class RunOptions:
         workdir: directory of the run's files.
         deepspeed: path of a DeepSpeed JSON, or None.
         is_evaluation: whether `--mode=eval` is given.
-        is_fast_dev_run: whether `--fast_dev_run` is given: 3 steps, and `workdir` is not used.
+        is_fast_dev_run: whether `--fast_dev_run` is given: 3 steps, in a temporary `workdir`.
         is_verbose: whether `--verbose` is given.
         allow_import: packages and modules that a `config.yaml` may import from.
     """

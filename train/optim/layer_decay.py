@@ -38,7 +38,7 @@ class Depths:
 
 
 def depths_of(functions: ModelFunctions, params: Tree, batch: Tree) -> Depths:
-    """Find the depths of a model's parameters by tracing which function reads which of them.
+    """Find the depth of each parameter by tracing which of the model's functions read it.
 
     Args:
         functions: the model's functions.

@@ -107,7 +107,7 @@ def make_train_step(
         grads = functions.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
         grad_norm = update.norm(grads, weight)
-        # Optimizers count their updates, and a skipped step is none.
+        # As the optimizer counts: a skipped step is no update.
         learning_rate = learning_rate_schedule(state.step - state.num_skipped)
         metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if state.loss_scale is not None:

@@ -40,7 +40,7 @@ class EmbedAndHead:
 
     Args:
         functions: provide `embed`, `head` and `teach`.
-        packed: converts activations to and from the form in which they are sent.
+        packed: packs activations for sending, and unpacks them.
         head_input_type: type of the head's input, a tree of ShapeDtypeStructs.
         non_stack_params: the parameters outside the stacks; of those that are split over stages,
             this stage's part.

@@ -100,6 +100,11 @@ class ExecutionPlan:
     recomputes: bool
     shares_vocab: bool
 
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.table.forward.microbatch.shape[1]
+
 
 def make_execution_plan(
     schedule: Schedule, *, recomputes: bool = True, shares_vocab: bool = False

@@ -195,7 +195,7 @@ def make_teach(
 
 
 def _on_mesh(local, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
-    assert plan.table.forward.microbatch.shape[1] == param_sharding.mesh.shape["pipeline"]
+    assert plan.num_stages == param_sharding.mesh.shape["pipeline"]
     check_specs(param_sharding, shares_vocab=plan.shares_vocab)
     microbatches = PartitionSpec(None, REPLICA_AXES)
     return on_shards(
