@@ -1,7 +1,8 @@
 """Writes and reads the arrays of a training state with Orbax."""
 
 import asyncio
-from collections.abc import Collection, Coroutine, Sequence
+import contextlib
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from etils import epath
 from checkpoint.layout import STATE
 from checkpoint.lazy import LazyArray, LazyHandler, save_args
 from checkpoint.structure import check_same_structure
+from untrusted.messages import shortened
 
 T = TypeVar("T")
 
@@ -56,10 +58,11 @@ class StateFiles:
             The state, with None in place of each field that the checkpoint does not have.
 
         Raises:
-            ValueError: other names, shapes or dtypes differ.
+            ValueError: other names, shapes or dtypes differ, or somebody has changed the files.
         """
         directory = epath.Path(path / STATE)
-        saved_tree = self._handler.metadata(directory).tree
+        with _readable(path):
+            saved_tree = self._handler.metadata(directory).tree
         present = check_same_structure(path, saved_tree, abstract_state, may_lack)
         args = ocp.args.PyTreeRestore(
             present,
@@ -67,11 +70,29 @@ class StateFiles:
             # The checkpoint may have more fields; the check above requires them in may_lack.
             partial_restore=True,
         )
-        return self._handler.restore(directory, args=args)
+        with _readable(path):
+            return self._handler.restore(directory, args=args)
 
     def close(self) -> None:
         """Free the threads."""
         self._handler.close()
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn Orbax's errors about a checkpoint into a ValueError that names it.
+
+    The checksums are right at this point, so somebody has changed the files on purpose.
+    """
+    try:
+        yield
+    except (OSError, MemoryError, jax.errors.JaxRuntimeError):
+        raise  # the disk, or too little memory
+    except Exception as error:  # Orbax raises many types for files that it does not expect.
+        raise ValueError(
+            f"checkpoint {path} cannot be read ({shortened(error)}); restore the original, or "
+            "delete it to use an older one"
+        ) from error
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:

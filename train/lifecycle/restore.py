@@ -19,7 +19,17 @@ from train.lifecycle.divergence import Diverged
 from train.run.init_from import start_params
 from train.run.run import Run
 from train.state.train_state import MAY_LACK, TrainState
+from untrusted.messages import shortened
+from untrusted.schema import check_fields
 
+#: The largest number of a batch in a checkpoint; larger ones could overflow.
+MAX_POSITION = 2**48
+
+_DATA_STATE_TYPES: dict[str, Any] = {
+    "batches": dict[str, Any],
+    "corpus": str,
+    "contents": str | None,
+}
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +56,7 @@ def restore_or_initialize(
 
     Raises:
         ValueError: there are checkpoints but none is intact, or they belong to another model or to
-            other data.
+            other data, or somebody has changed them.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
@@ -58,12 +68,14 @@ def restore_or_initialize(
     else:
         step, portable, data_state = restored
         state = run.state_layout.from_portable(portable)
+        where = f"the position in the data of step {step} in {workdir}"
+        check_fields(data_state, _DATA_STATE_TYPES, where)
         if not _is_same_data(data_state, corpus):
             raise ValueError(
                 f"the data of data.name={run.config.data.name!r} has changed since step {step} in "
                 f"{workdir}; restore the original data, or choose another --workdir"
             )
-        batches.set_state(data_state["batches"])
+        _set_position(batches, data_state["batches"], where)
         done = step >= run.config.train.num_steps
         _log.info(
             "step %d of train.num_steps=%d is saved; %s",
@@ -74,6 +86,25 @@ def restore_or_initialize(
     if not len(corpus.validation):
         _log.warning("the validation split is empty: nothing will be evaluated")
     return RestoredRun(step=step, state=state, batches=batches, checkpoints=checkpoints)
+
+
+def _set_position(batches: DatasetIterator, saved: dict[str, Any], where: str) -> None:
+    """Continue with the batch that a checkpoint names.
+
+    Args:
+        batches: the iterator.
+        saved: its state in the checkpoint.
+        where: the checkpoint, for messages.
+
+    Raises:
+        ValueError: this is not a state of such an iterator.
+    """
+    own: Any = batches.get_state()
+    check_fields(saved, {name: type(value) for name, value in own.items()}, where)
+    for name, value in saved.items():
+        if name not in own or isinstance(value, int) and not 0 <= value <= MAX_POSITION:
+            raise ValueError(f"{where} is damaged: {name} must not be {shortened(value)}")
+    batches.set_state(saved)
 
 
 def identity_of(corpus: Corpus) -> dict[str, str]:

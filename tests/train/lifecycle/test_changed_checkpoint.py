@@ -1,0 +1,57 @@
+"""A checkpoint that somebody changed, with new checksums, is refused in one sentence."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoint.checksums import write_checksums
+from tests.runs import TINY, arguments, write_corpus
+from tests.train.refusals import refusal
+from train.main import main
+
+POSITION = "data_state/metadata"
+STRUCTURE = "state/_METADATA"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with a checkpoint of step 2, and its overrides."""
+    directory = tmp_path_factory.mktemp("trained")
+    overrides = (*TINY, *write_corpus(directory), "train.num_steps=2", "checkpoint.every_steps=2")
+    assert main(arguments(directory / "run", overrides)) == 0
+    return directory / "run", (*overrides, "train.num_steps=3")
+
+
+def position(**changes) -> dict:
+    return {"batches": {"next_index": 2}, "corpus": "a", "contents": ""} | changes
+
+
+@pytest.mark.parametrize(
+    "file, content, reason",
+    [
+        (POSITION, {}, "it has no 'batches'"),
+        (POSITION, position(corpus=[]), "corpus is [], but must be of type str"),
+        (POSITION, position(batches=3), "batches is 3"),
+        (POSITION, position(batches={}), "it has no 'next_index'"),
+        (POSITION, position(batches={"next_index": "2"}), "next_index is '2'"),
+        (POSITION, position(batches={"next_index": -1}), "next_index must not be -1"),
+        (POSITION, position(batches={"next_index": 2**63}), "next_index must not be 92"),
+        (POSITION, position(batches={"next_index": 2, "x": 1}), "x must not be 1"),
+        (POSITION, [1], "must contain a JSON object"),
+        (STRUCTURE, {}, "cannot be read"),
+        (STRUCTURE, [1], "cannot be read"),
+        (STRUCTURE, {"tree_metadata": 3}, "cannot be read"),
+    ],
+)
+def test_changed_checkpoint_is_refused(file, content, reason, trained, tmp_path, capsys):
+    (run, overrides) = trained
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    step = tmp_path / "checkpoints" / "2"
+    if isinstance(content, dict) and content.get("corpus") == "a":
+        content["corpus"] = json.loads((step / POSITION).read_text())["corpus"]
+    Path(step / file).write_text(json.dumps(content))
+    write_checksums(step)
+    error = refusal(tmp_path, overrides, capsys)
+    assert reason in error and str(tmp_path) in error
