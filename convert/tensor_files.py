@@ -300,11 +300,19 @@ def _open_pickle(file: Path) -> Iterator[Tensor]:
         raise ValueError(
             f"{file} cannot be read as a file of weights only: {shortened(error)}"
         ) from None
-    if not all(isinstance(values, torch.Tensor) for values in state.values()):
+    is_named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
+    if not is_named or not all(isinstance(values, torch.Tensor) for values in state.values()):
         raise ValueError(
-            f"{file} contains objects other than tensors; save only the weights of the model"
+            f"{file} contains other objects than tensors with names; save only the weights of the "
+            "model, torch.save(model.state_dict(), ...)"
         )
     for name, values in state.items():
+        if values.layout is not torch.strided or values.device.type != "cpu":
+            raise ValueError(
+                f"{file} has the tensor {name}, which is {values.layout} on {values.device.type}; "
+                "save dense tensors with their values"
+            )
+        values = values.detach().resolve_neg()
         if values.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             yield _opaque(file, name, str(values.dtype), tuple(values.shape))
             continue

@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from data.checks import matches_of
+from untrusted.files import open_regular
 
 _MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
@@ -121,9 +122,16 @@ def open_token_file(prefix: str) -> TokenFile:
     """
     bin_path, idx_path = token_file_paths(prefix)
     dtype, sizes, pointers, document_starts, kind = _read_index(idx_path)
+    num_bytes = bin_path.stat().st_size
+    # Before all sequences are read, so that a file full of zeros is refused at once.
+    last_end = int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize if len(sizes) else 0
+    _require(
+        last_end == num_bytes,
+        bin_path,
+        f"has {num_bytes} bytes, but in {idx_path.name} the last sequence ends at byte {last_end}",
+    )
     ends = np.cumsum(sizes, dtype=np.int64)
     num_tokens = int(ends[-1]) if len(ends) else 0
-    num_bytes = bin_path.stat().st_size
     _require(
         num_bytes == num_tokens * dtype.itemsize,
         bin_path,
@@ -181,29 +189,30 @@ def write_token_file(prefix: str, documents: Iterable[np.ndarray], dtype: np.dty
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, str]:
     """Read an .idx file: dtype, sizes, pointers, document bounds, and 'Megatron' or 'fairseq'."""
-    content = path.read_bytes()
-    _require(len(content) >= _HEADER.size, path, f"ends within its header of {_HEADER.size} bytes")
-    magic, version, code, num_sequences = _HEADER.unpack_from(content)
+    with open_regular(path) as file:
+        head = file.read(_HEADER.size + 8)
+        num_bytes = os.fstat(file.fileno()).st_size
+    _require(num_bytes >= _HEADER.size, path, f"ends within its header of {_HEADER.size} bytes")
+    magic, version, code, num_sequences = _HEADER.unpack_from(head)
     _require(magic == _MAGIC, path, f"begins with {magic!r} instead of {_MAGIC!r}")
     _require(version == _VERSION, path, f"has version {version}, but only {_VERSION} can be read")
     _require(code in _DTYPES, path, f"has dtype code {code}, which must be one of {[*_DTYPES]}")
     # Each sequence takes 12 bytes, an int32 and an int64. Only a file of fairseq ends there.
     first = _HEADER.size
-    rest = len(content) - _HEADER.size - 12 * num_sequences
+    rest = num_bytes - _HEADER.size - 12 * num_sequences
     is_fairseq = rest == 0
     num_bounds = 0
     if not is_fairseq:
-        _require(
-            rest >= 8, path, f"has {len(content)} bytes, too few for {num_sequences} sequences"
-        )
-        (num_bounds,) = struct.unpack_from("<Q", content, first)
+        _require(rest >= 8, path, f"has {num_bytes} bytes, too few for {num_sequences} sequences")
+        (num_bounds,) = struct.unpack_from("<Q", head, first)
         first += 8
         _require(
             rest == 8 + 8 * num_bounds,
             path,
-            f"has {len(content)} bytes, which does not match {num_sequences} sequences and "
+            f"has {num_bytes} bytes, which does not match {num_sequences} sequences and "
             f"{num_bounds} document bounds",
         )
+    content = np.memmap(path, np.uint8, mode="r")
     sizes = np.frombuffer(content, "<i4", num_sequences, first)
     pointers = np.frombuffer(content, "<i8", num_sequences, first + 4 * num_sequences)
     bounds = np.frombuffer(content, "<i8", num_bounds, first + 12 * num_sequences)

@@ -14,6 +14,7 @@ from convert import from_hf, to_hf
 from convert.from_hf import load
 from convert.names import TensorMapping
 from convert.source import read_source
+from convert.tensor_files import open_tensors
 from models.vision.vit import ViTConfig
 from tests.convert import cases, hf_files
 
@@ -168,6 +169,31 @@ def test_pickles_are_read_if_allowed(is_zip, tmp_path):
     pickle_weights(tmp_path / "theirs", is_zip=is_zip)
     found = hf_files.parameters(tmp_path / "theirs", allow_pickle_weights=True)
     jax.tree.map(np.testing.assert_array_equal, found, hf_files.parameters(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        ([torch.ones(2)], "other objects than tensors with names"),
+        (None, "other objects than tensors with names"),
+        (torch.ones(2), "other objects than tensors with names"),
+        ({1: torch.ones(2)}, "other objects than tensors with names"),
+        ({"x": torch.ones(2, 2).to_sparse()}, "the tensor x, which is torch.sparse_coo on cpu"),
+        ({"x": torch.ones(2, device="meta")}, "the tensor x, which is torch.strided on meta"),
+    ],
+    ids=["list", "None", "tensor", "number", "sparse", "meta"],
+)
+def test_pickles_of_other_objects_are_refused(content, reason, tmp_path):
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=reason):
+        open_tensors(tmp_path, allow_pickle_weights=True)
+
+
+def test_pickled_parameters_are_read(tmp_path):
+    weight = torch.nn.Parameter(torch.arange(3.0))
+    torch.save({"x": weight, "y": -weight.detach()}, tmp_path / "pytorch_model.bin")
+    tensors = open_tensors(tmp_path, allow_pickle_weights=True)
+    assert [t.map().tolist() for t in tensors.values()] == [[0, 1, 2], [0, -1, -2]]
 
 
 class _Payload:

@@ -47,6 +47,7 @@ from train.config.config_files import load, shorten
 from train.config.inherit_config import take_init_from
 from train.config.schema import validate_config
 from train.goodput import summarize
+from train.lifecycle.restore import restore_or_initialize
 from train.reporting.metrics import read_metrics
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -98,6 +99,15 @@ def _read_run_with_new_checksums(directory: Path) -> None:
     step = directory / "run" / "checkpoints" / "0"
     write_checksums(step)  # Like somebody who changes a checkpoint on purpose.
     stored_arrays(step)
+
+
+def _resume(directory: Path) -> None:
+    """Resume a run from a checkpoint that somebody has changed on purpose."""
+    write_checksums(directory / "checkpoints" / "2")
+    (run, corpus) = valid.resumable()
+    restored = restore_or_initialize(run, corpus, directory)
+    restored.checkpoints.close()
+    next(restored.batches)
 
 
 def _read_deepspeed(directory: Path) -> None:
@@ -158,6 +168,16 @@ def _vocab_file(file: str, damaged: Any) -> Parser:
 def _run_file(file: str, damaged: Any, parse: Any = _read_run) -> Parser:
     return Parser(
         file=f"run/{file}", prepare=valid.write_run, parse=parse, damaged=damaged, share=0.3
+    )
+
+
+def _checkpoint_file(file: str) -> Parser:
+    return Parser(
+        file=f"checkpoints/2/{file}",
+        prepare=valid.write_checkpoint,
+        parse=_resume,
+        damaged=damaged_json,
+        share=0.3,
     )
 
 
@@ -236,6 +256,8 @@ PARSERS: dict[str, Parser] = {
     "structure of a checkpoint": _run_file(
         "checkpoints/0/state/_METADATA", damaged_json, _read_run_with_new_checksums
     ),
+    "position of a checkpoint to resume": _checkpoint_file("data_state/metadata"),
+    "structure of a checkpoint to resume": _checkpoint_file("state/_METADATA"),
     "DeepSpeed JSON": Parser(
         file="deepspeed.json",
         prepare=valid.write_deepspeed,

@@ -1,6 +1,9 @@
 """Writes valid files of every kind that the parsers read."""
 
+import contextlib
+import functools
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,16 @@ import torch
 from PIL import Image
 
 from convert import from_hf
+from data.examples import Corpus
 from data.text.token_files import write_token_file
 from sharding.analysis.targets import TARGETS, parse_target
 from sharding.distributed.handshake import Process
 from tests.convert import cases
 from tests.data.corpora import word_piece
+from tests.runs import TINY, make_run, write_corpus
 from train.config.config_files import as_yaml, load
+from train.lifecycle.restore import identity_of, restore_or_initialize
+from train.run.run import Run
 
 TEXT = "The quick brown fox\njumped over  lazy dogs: 数据 🙂\n"
 _DEEPSPEED = {
@@ -53,6 +60,22 @@ def write_vocab(directory: Path) -> None:
 def write_run(directory: Path) -> None:
     source = cases.save("vit", directory / "source")
     from_hf.convert(source, directory / "run")
+
+
+@functools.cache
+def resumable() -> tuple[Run, Corpus]:
+    """A run on one device, and its corpus."""
+    corpus = tempfile.mkdtemp(prefix="taibai_fuzz_")
+    return make_run((*TINY, *write_corpus(Path(corpus))))
+
+
+def write_checkpoint(directory: Path) -> None:
+    """Write a checkpoint of `resumable`."""
+    (run, corpus) = resumable()
+    restored = restore_or_initialize(run, corpus, directory)
+    position = {"batches": restored.batches.get_state(), **identity_of(corpus)}
+    with contextlib.closing(restored.checkpoints) as checkpoints:
+        checkpoints.save(2, run.state_layout.to_portable(restored.state), position)
 
 
 def write_config(directory: Path) -> None:

@@ -59,6 +59,16 @@ def restore_or_initialize(
             other data, or somebody has changed them.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
+    try:
+        return _restored(run, corpus, workdir, source, checkpoints)
+    except BaseException:
+        checkpoints.close()
+        raise
+
+
+def _restored(
+    run: Run, corpus: Corpus, workdir: Path, source: Source | None, checkpoints: Checkpoints
+) -> RestoredRun:
     batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
     restored = checkpoints.restore(run.state_layout.portable, may_lack=MAY_LACK)
     if restored is None:

@@ -1,5 +1,6 @@
 """Token files of Megatron and fairseq, compared with bytes written by hand from the format."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from data.text.documents import open_documents
 from data.text.text_corpus import load_text
 from data.text.token_files import open_token_file, write_token_file
 from tests.data.corpora import jsonl_config, tokens_of
+from tests.limits import limited_resources
 
 # Three sequences in two documents: [[5, 6, 7], [8]] and [[9, 300]].
 BIN = struct.pack("<6H", 5, 6, 7, 8, 9, 300)
@@ -69,12 +71,17 @@ def test_every_dtype_is_read(code, letter, tmp_path):
         (IDX[:17] + b"\x06" + IDX[18:], BIN, r"has dtype code 6, which must be one of \[1, 2, 3"),
         (IDX[:18] + b"\xff" + IDX[19:], BIN, r"too few for 255 sequences"),
         (IDX[:-8], BIN, r"has 86 bytes, which does not match 3 sequences and 3 document bounds"),
-        (IDX, BIN[:-2], r"t\.bin has 10 bytes, but t\.idx lists 6 tokens of 2 bytes"),
-        (IDX, BIN + b"\0", r"t\.bin has 13 bytes, but t\.idx lists 6 tokens"),
+        (IDX, BIN[:-2], r"t\.bin has 10 bytes, but in t\.idx the last sequence ends at byte 12"),
+        (IDX, BIN + b"\0", r"t\.bin has 13 bytes, but in t\.idx the last sequence ends at byte 12"),
         (
-            HEADER + NUM_BOUNDS + SIZES + struct.pack("<3q", 0, 8, 6) + BOUNDS,
+            HEADER + NUM_BOUNDS + SIZES + struct.pack("<3q", 0, 4, 8) + BOUNDS,
             BIN,
             r"sequences that are not contiguous",
+        ),
+        (
+            HEADER + NUM_BOUNDS + struct.pack("<3i", 3, 2, 2) + POINTERS + BOUNDS,
+            BIN,
+            r"t\.bin has 12 bytes, but t\.idx lists 7 tokens of 2 bytes",
         ),
         (
             HEADER
@@ -100,6 +107,15 @@ def test_every_dtype_is_read(code, letter, tmp_path):
 def test_damaged_files_are_refused(idx, content, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         open_token_file(write(tmp_path, idx, content))
+
+
+@pytest.mark.parametrize("num_sequences", [0, 2**36])
+def test_huge_sparse_index_is_refused_without_reading_it(num_sequences, tmp_path):
+    prefix = write(tmp_path, IDX[:18] + struct.pack("<QQ", num_sequences, 2))
+    num_bytes = 34 + 12 * (num_sequences or 2**36) + 16
+    os.truncate(tmp_path / "t.idx", num_bytes)
+    with limited_resources(), pytest.raises(ValueError, match=f"has {num_bytes} bytes|byte 0"):
+        open_token_file(prefix)
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx"])
