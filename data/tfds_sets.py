@@ -5,10 +5,12 @@ themselves.
 """
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import importlib.util
 import io
+import json
 import logging
 import os
 import pkgutil
@@ -19,7 +21,10 @@ from typing import Any
 import numpy as np
 
 from data.locks import locked
+from untrusted.cached import read_cached, write_cached
+from untrusted.files import digest_of, remove
 from untrusted.imports import is_module_allowed
+from untrusted.messages import shortened
 
 # Data sets that ship with the project: name -> import path of the builder.
 _OWN = {
@@ -34,8 +39,9 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
     """Return the builder of a prepared TFDS data set; download and build it on first use.
 
     Data sets are stored in $TFDS_DATA_DIR, or in the cache directory if that is not set. The
-    project's own data sets are always stored in the cache directory. If several processes start
-    together, one of them builds the data set.
+    project's own data sets are always stored in the cache directory, with digests of their files,
+    and are built again if they are damaged. If several processes start together, one of them builds
+    the data set.
 
     Args:
         name: Name of the data set.
@@ -53,16 +59,23 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
     else:
         data_dir = Path(os.environ.get("TFDS_DATA_DIR") or cache_path / "tensorflow_datasets")
     data_dir = data_dir.expanduser()
-    builder = _make_builder(name, data_dir)
-    check(builder)  # Before anything large is downloaded.
-    if _is_prepared(builder):
-        return builder
+    own = _OwnFiles(data_dir / name, cache_path / f"tfds-{name}.digests") if name in _OWN else None
+    if own is None or own.are_intact():
+        builder = _make_builder(name, data_dir)
+        check(builder)  # Before anything large is downloaded.
+        if _is_prepared(builder):
+            return builder
     # The lock is not stored in data_dir, which may be shared and read-only for this user.
     lock_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
     with locked(cache_path / f"tfds-{lock_name}"):
+        if own is not None and not own.are_intact():
+            own.remove()
         builder = _make_builder(name, data_dir)
+        check(builder)
         if not _is_prepared(builder):
             _prepare(builder, name)
+        if own is not None:
+            own.write_digests()
     return builder
 
 
@@ -81,19 +94,82 @@ def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
         decoders: Decoders that replace TFDS's own for some features, in TFDS's format.
 
     Returns:
-        The examples, by position.
+        The examples, by position; a ValueError if one cannot be read.
 
     Raises:
         ValueError: The file format of the data set has no random access.
     """
     try:
-        return builder.as_data_source(split, decoders=decoders)
+        source = builder.as_data_source(split, decoders=decoders)
+        return _Examples(source, f"the {split} split of the TFDS set at {builder.data_path}")
     except (NotImplementedError, ValueError) as error:
         raise ValueError(
             f"data.name: the {split} split of the TFDS set {builder.info.full_name!r} at "
             f"{builder.data_path} cannot be read by position; delete the set there, so that it is "
             "built again as array_record, or set data.cache_dir to build it elsewhere"
         ) from error
+
+
+class _Examples(Sequence[Any]):
+    """The examples of a data source of TFDS, with errors of one sentence.
+
+    Args:
+        source: The data source.
+        where: Its split and directory, for messages.
+    """
+
+    def __init__(self, source: Sequence[Any], where: str):
+        self._source = source
+        self._where = where
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index):
+        try:
+            return self._source[index]
+        except IndexError:
+            raise
+        except Exception as error:  # TFDS and array_record raise many types for damaged files.
+            raise ValueError(
+                f"example {index} of {self._where} cannot be read ({shortened(error)}); delete the "
+                "set there, so that it is built again"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnFiles:
+    """The files of one of the project's own data sets, and a cache file with their digests."""
+
+    directory: Path
+    digests_file: Path
+
+    def are_intact(self) -> bool:
+        """Return whether the files are as they were written, or there are none yet."""
+        if not self.directory.exists():
+            return True
+        digests = self._digests()
+        return digests is not None and digests == read_cached(self.digests_file)
+
+    def remove(self) -> None:
+        """Remove the files, because they are damaged or have no digests."""
+        logger.warning("%s is damaged or was not completed; it is built again", self.directory)
+        remove(self.directory)
+
+    def write_digests(self) -> None:
+        """Write the digests of the files as they are now."""
+        digests = self._digests()
+        if digests is not None:
+            write_cached(self.digests_file, digests)
+
+    def _digests(self) -> bytes | None:
+        """Return the digests as JSON, or None if a file cannot be read."""
+        try:
+            paths = [path for path in self.directory.rglob("*") if not path.is_dir()]
+            names = {str(path.relative_to(self.directory)): digest_of(path) for path in paths}
+        except (OSError, ValueError):
+            return None
+        return json.dumps(names, sort_keys=True).encode()
 
 
 def _make_builder(name: str, data_dir: Path) -> Any:

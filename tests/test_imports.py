@@ -9,6 +9,7 @@ The code calls a top-level folder a room.
 
 import ast
 import graphlib
+import tomllib
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -153,6 +154,16 @@ def test_imports_between_siblings_sees_cycles_through_subfolders():
 def test_every_top_level_folder_has_a_rule():
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert rooms - set(OUTSIDE) <= set(MAY_IMPORT)
+
+
+def test_every_folder_that_another_imports_is_installed_and_its_types_are_checked():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        tools = tomllib.load(file)["tool"]
+    installed = {
+        name.removesuffix("*") for name in tools["setuptools"]["packages"]["find"]["include"]
+    }
+    assert installed == set(MAY_IMPORT) - {"benchmarks"}
+    assert set(tools["basedpyright"]["include"]) == {*MAY_IMPORT, "tests"} - {"configs"}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,6 +16,7 @@ from data.config import DataConfig
 from data.examples import BrokenExample
 from data.text.documents import find_corpus, open_documents
 from data.text.text_files import TEXT_PART_BYTES
+from data.tfds_sets import open_split
 
 
 def text_config(*paths, **changes):
@@ -83,6 +86,41 @@ def test_python_stdlib_needs_no_tensorflow_and_is_built_once(stdlib_config, capl
     assert "tensorflow" not in sys.modules
     version = f"1.{sys.version_info.major * 100 + sys.version_info.minor}.{sys.version_info.micro}"
     assert f"python_stdlib/{version}" in again.key
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+@pytest.mark.parametrize("pattern", ["*.array_record-00000*", "dataset_info.json"])
+def test_damaged_python_stdlib_is_built_again(damage, pattern, stdlib_config, tmp_path, caplog):
+    expected = list(open_documents(stdlib_config)["train"])
+    shutil.copytree(stdlib_config.cache_path, tmp_path, dirs_exist_ok=True)
+    config = dataclasses.replace(stdlib_config, cache_dir=str(tmp_path))
+    damage(next(tmp_path.glob(f"tensorflow_datasets/python_stdlib/*/{pattern}")))
+    assert list(open_documents(config)["train"]) == expected
+    assert "is damaged or was not completed; it is built again" in caplog.text
+    caplog.clear()
+    open_documents(config)
+    assert not caplog.text
+
+
+def test_damaged_example_of_another_tfds_set_names_its_directory(stdlib_config, tmp_path):
+    import tensorflow_datasets as tfds
+
+    shutil.copytree(stdlib_config.cache_path, tmp_path, dirs_exist_ok=True)
+    file = next(tmp_path.glob("tensorflow_datasets/python_stdlib/*/*train.array_record-00000*"))
+    examples = open_split(tfds.builder_from_directory(str(file.parent)), "train")
+    truncate(file)
+    with pytest.raises(ValueError, match=rf"of the train split of the TFDS set at {file.parent} "):
+        list(examples)
 
 
 def test_tfds_set_without_validation_holds_out_the_end_of_train(tmp_path):
