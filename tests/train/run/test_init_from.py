@@ -1,5 +1,7 @@
 """Runs that start from Hugging Face text models, through the command line."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -306,16 +308,38 @@ def test_incompatible_checkpoint_is_rejected_in_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+T5 = {
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "feed_forward_proj": "gated-gelu",
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
+
+
 @pytest.mark.thorough
-def test_example_of_the_docs_trains(opt, capsys):
-    """Run the Python in docs/models.md unchanged."""
+@pytest.mark.parametrize(
+    "name, config", [("OPTForCausalLM", OPT), ("T5ForConditionalGeneration", T5)]
+)
+def test_example_of_the_docs_trains(name, config, tmp_path, capsys):
+    """Run the Python in docs/models.md; for T5, with the call that its comment shows."""
+    save_model(tmp_path, name, **config)
     text = (ROOT / "docs" / "models.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
-    tokens = jax.numpy.asarray(np.random.default_rng(0).integers(105, 361, (3, 12)))
-    names = {"PATH": str(opt[0]), "tokens": tokens}
+    sources, tokens = jax.numpy.asarray(np.random.default_rng(0).integers(105, 361, (2, 3, 12)))
+    inputs = (tokens,)
+    if name.startswith("T5"):
+        call, _, call_of_t5 = re.search(r"logits = (.*?)  # (for T5: )(.*)", code).groups()
+        code = code.replace(call, call_of_t5)
+        inputs = (sources, tokens)
+    names = {"PATH": str(tmp_path), "sources": sources, "tokens": tokens}
     exec(compile(code, "docs/models.md", "exec"), names)
-    before = load_model(opt[0])(tokens)
-    after = names["model"](tokens)
+    before = load_model(tmp_path)(*inputs)
+    after = names["model"](*inputs)
     assert float(np.abs(before - after).max()) > 1e-4
     first, *_, last = map(float, capsys.readouterr().out.split())
     assert last < first
