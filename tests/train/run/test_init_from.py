@@ -1,6 +1,7 @@
 """Runs that start from Hugging Face text models, through the command line."""
 
-import re
+import json
+import shutil
 
 import jax
 import numpy as np
@@ -68,6 +69,23 @@ def test_run_can_start_from_a_converted_model_but_not_resume_it(opt, text, tmp_p
     assert run_main(tmp_path / "ours", overrides, config=FINETUNE) == 0
     assert run_main(tmp_path / "theirs", (*overrides, f"init_from={opt[0]}"), config=FINETUNE) == 0
     assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "theirs")
+
+
+def test_run_starts_from_a_model_with_vocab_and_merges_like_from_one_with_a_tokenizer(
+    opt, text, tmp_path
+):
+    older = tmp_path / "older"
+    shutil.copytree(opt[0], older)
+    (older / "tokenizer.json").unlink()
+    tokenizer = json.loads((opt[0] / "tokenizer.json").read_text())
+    (older / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
+    (older / "merges.txt").write_text("#version: 0.2\n")  # the tokenizer merges nothing
+    (older / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    for name, directory in {"old": older, "new": opt[0]}.items():
+        overrides = (*text[1], *SHORT, f"init_from={directory}")
+        assert run_main(tmp_path / name, overrides, config=FINETUNE) == 0
+    assert losses_of(tmp_path / "old") == losses_of(tmp_path / "new")
+    assert {"vocab.json", "merges.txt"} <= {path.name for path in (tmp_path / "old/hf").iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -306,40 +324,3 @@ def test_incompatible_checkpoint_is_rejected_in_one_sentence(
     assert run_main(tmp_path / "run", overrides, config=FINETUNE) == 2
     assert message in error_line(capsys)
     assert not (tmp_path / "run").exists()
-
-
-T5 = {
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 24,
-    "num_layers": 2,
-    "num_heads": 2,
-    "dropout_rate": 0.0,
-    "feed_forward_proj": "gated-gelu",
-    "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name, config", [("OPTForCausalLM", OPT), ("T5ForConditionalGeneration", T5)]
-)
-def test_example_of_the_docs_trains(name, config, tmp_path, capsys):
-    """Run the Python in docs/models.md; for T5, with the call that its comment shows."""
-    save_model(tmp_path, name, **config)
-    text = (ROOT / "docs" / "models.md").read_text()
-    code = text.partition("```python\n")[2].partition("```")[0]
-    sources, tokens = jax.numpy.asarray(np.random.default_rng(0).integers(105, 361, (2, 3, 12)))
-    inputs = (tokens,)
-    if name.startswith("T5"):
-        call, _, call_of_t5 = re.search(r"logits = (.*?)  # (for T5: )(.*)", code).groups()
-        code = code.replace(call, call_of_t5)
-        inputs = (sources, tokens)
-    names = {"PATH": str(tmp_path), "sources": sources, "tokens": tokens}
-    exec(compile(code, "docs/models.md", "exec"), names)
-    before = load_model(tmp_path)(*inputs)
-    after = names["model"](*inputs)
-    assert float(np.abs(before - after).max()) > 1e-4
-    first, *_, last = map(float, capsys.readouterr().out.split())
-    assert last < first
