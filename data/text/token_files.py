@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from data.checks import matches_of
-from untrusted.files import open_regular
+from untrusted.files import open_new, open_regular
 
 _MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
@@ -172,12 +172,12 @@ def write_token_file(prefix: str, documents: Iterable[np.ndarray], dtype: np.dty
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     sizes = []
-    with open(f"{prefix}.bin.tmp", "wb") as stream:
+    with open_new(Path(f"{prefix}.bin.tmp")) as stream:
         for document in documents:
             stream.write(document.astype(dtype).tobytes())
             sizes.append(len(document))
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-    with open(f"{prefix}.idx.tmp", "wb") as stream:
+    with open_new(Path(f"{prefix}.idx.tmp")) as stream:
         stream.write(_HEADER.pack(_MAGIC, _VERSION, _WRITTEN_DTYPES[dtype], len(sizes)))
         stream.write(struct.pack("<Q", len(sizes) + 1))
         stream.write(np.array(sizes, "<i4").tobytes())

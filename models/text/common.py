@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from fields.numbers import MAX_LAYERS, number_problem, shown
@@ -77,7 +78,8 @@ def check_token_ids(tokens: jax.Array, vocab_size: int) -> None:
     is_known = not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True)
     if not (is_known and tokens.size):
         return
-    for bound in (int(tokens.min()), int(tokens.max())):
+    ids = np.asarray(tokens)  # in NumPy, because jax.Array.min would be traced within jax.jit
+    for bound in (int(ids.min()), int(ids.max())):
         if not 0 <= bound < vocab_size:
             raise ValueError(
                 f"token id {bound} is not in the vocabulary, whose ids are 0 to {vocab_size - 1}; "

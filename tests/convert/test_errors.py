@@ -41,6 +41,12 @@ def truncate_header(directory):
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", 900) + b"{}")
 
 
+def claim_huge_header(directory):
+    with open(directory / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", 3 * 10**9))
+        file.truncate(4 * 10**9)  # sparse: it takes no space on the disk
+
+
 def garble_header(directory):
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
 
@@ -55,6 +61,10 @@ def overlap(directory):
 def remove_shard(directory):
     index = {"weight_map": {"transformer.wte.weight": "model-00001-of-00002.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def list_numbers(directory):
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 1}}))
 
 
 def leave_directory(directory):
@@ -91,9 +101,14 @@ REFUSED = {
     "shape": (reshape, r"h\.1\.mlp\.c_fc\.weight .*\[50, 39\].*\[39, 50\]"),
     "truncated": (truncate, r"model\.safetensors is damaged: it has"),
     "truncated header": (truncate_header, r"damaged: it ends before"),
+    "huge header": (claim_huge_header, r"has a header of 3,000,000,000 bytes, but at most 33,554,"),
     "garbled header": (garble_header, r"the header of .* damaged"),
     "overlap": (overlap, r"damaged: the offsets of b"),
     "no shard": (remove_shard, r"model-00001-of-00002\.safetensors is missing"),
+    "no file name": (
+        list_numbers,
+        r"index\.json: weight_map is \{'a': 1\}, but must be of type dict\[str, str\]",
+    ),
     "outside": (leave_directory, r"must be a name in"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"contains neither"),
     "no config": (lambda d: (d / "config.json").unlink(), r"neither a config\.json"),

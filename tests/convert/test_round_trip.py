@@ -212,6 +212,13 @@ def test_load_accepts_a_mesh_with_some_of_the_axes(tmp_path):
     assert table.sharding.shard_shape(table.shape) == (table.shape[0] // 4, table.shape[1])
 
 
+def test_load_refuses_a_mesh_with_explicit_axes_and_names_the_remedy(tmp_path):
+    directory = cases.save("gpt2_even", tmp_path / "theirs")
+    with jax.set_mesh(jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])):
+        with pytest.raises(ValueError, match=r"explicit axes \(model\).*AxisType\.Auto,\) \* 1 to"):
+            load(directory)
+
+
 def test_tokenizer_is_copied(tmp_path):
     directory = cases.save("gpt2", tmp_path / "theirs")
     text = "a tokenizer and its vocab, carried along"

@@ -107,3 +107,10 @@ def assert_rows(found, whole, rows):
         assert one.keys() == all_rows.keys()
         for key in one:
             np.testing.assert_array_equal(one[key], all_rows[key][rows], err_msg=key)
+
+
+def user_config(name, tmp_path):
+    """Return a config of a corpus without settings of its own, with its cache in `tmp_path`."""
+    return DataConfig(
+        name=name, sequence_length=8, global_batch_size=2, cache_dir=str(tmp_path / "cache")
+    )

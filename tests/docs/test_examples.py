@@ -1,9 +1,14 @@
 """Tests that the documentation's examples run, and that the docs print the code that runs."""
 
+import re
+
+import jax
 import numpy as np
 import pytest
 
+from convert.from_hf import load
 from docs.examples import shard_a_tensor
+from tests.hugging_face import save_model
 from tests.runs import ROOT, losses, make_run
 
 EXAMPLE = str(ROOT / "docs" / "examples" / "gated_mean_config.py")
@@ -13,6 +18,27 @@ SHORT = (
     "model.embed_dim=32",
     "data.name=docs.examples.own_parts:poems",
 )
+#: Sizes of tiny Hugging Face models.
+OPT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "word_embed_proj_dim": 16,
+    "ffn_dim": 24,
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+}
+T5 = {
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "feed_forward_proj": "gated-gelu",
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
 
 
 def test_own_model_and_corpus_have_equal_losses_on_2x2x2_and_one_device(tmp_path):
@@ -53,3 +79,29 @@ def test_printed_model_equals_the_executed_example():
     code = (ROOT / "docs" / "examples" / "gated_mean.py").read_text()
     printed = (ROOT / "docs" / "own_parts.md").read_text()
     assert code[code.index("import dataclasses") :].rstrip() in printed
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name, config",
+    [("OPTForCausalLM", OPT), ("T5ForConditionalGeneration", T5)],
+    ids=["opt", "t5"],
+)
+def test_example_of_models_md_trains(name, config, tmp_path, capsys):
+    """Run the Python in docs/models.md; for T5, with the call that its comment shows."""
+    save_model(tmp_path, name, **config)
+    text = (ROOT / "docs" / "models.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    sources, tokens = jax.numpy.asarray(np.random.default_rng(0).integers(105, 361, (2, 3, 12)))
+    inputs = (tokens,)
+    if name.startswith("T5"):
+        code, count = re.subn("logits = .*  # for T5: (.*)", r"logits = \1", code)
+        assert count == 1
+        inputs = (sources, tokens)
+    names = {"PATH": str(tmp_path), "sources": sources, "tokens": tokens}
+    exec(compile(code, "docs/models.md", "exec"), names)
+    before = load(tmp_path)(*inputs)
+    after = names["model"](*inputs)
+    assert float(np.abs(before - after).max()) > 1e-4
+    first, *_, last = map(float, capsys.readouterr().out.split())
+    assert last < first

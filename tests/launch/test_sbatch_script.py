@@ -1,6 +1,7 @@
 """What `launch/train.sbatch` does with the output of the programs that it starts."""
 
 import os
+import re
 import subprocess
 
 from tests.runs import ROOT
@@ -33,7 +34,10 @@ def test_output_of_srun_is_not_executed(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "$(touch printed) `touch printed`" in done.stdout  # It was passed on, to the log.
     assert "--config=$(touch printed)" in (tmp_path / "arguments").read_text().splitlines()
-    assert "LD_PRELOAD=evil.so" not in (tmp_path / "environment").read_text()
+    environment = (tmp_path / "environment").read_text()
+    assert "LD_PRELOAD=evil.so" not in environment
+    # 64 hexadecimal digits, of 32 random bytes.
+    assert re.search(r"^TAIBAI_SECRET=[0-9a-f]{64}$", environment, re.MULTILINE)
     assert not (tmp_path / "printed").exists()
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -246,6 +247,29 @@ def test_run_that_exceeds_the_memory_of_the_machine_is_refused(corpus_overrides,
     huge = ("model.embed_dim=65536", "model.num_layers=64")  # 13 TB of parameters
     assert run_main(tmp_path / "run", (*TINY, *corpus_overrides, *huge)) == REFUSED
     assert "memory" in error_line(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.thorough
+def test_run_whose_long_sequences_exceed_the_memory_is_refused(tmp_path, capsys):
+    """The parameters take 13 MB, but the activations of 100,000 positions do not fit."""
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text("to be or not to be " * 5_000)
+    overrides = (
+        *TINY,
+        f"data.paths={tmp_path}/*.txt",
+        f"data.cache_dir={tmp_path}/cache",
+        "data.sequence_length=100000",
+        "model.num_layers=1",
+        "memory.device_budget=2.0",
+    )
+    assert run_main(tmp_path / "run", overrides) == REFUSED
+    error = error_line(capsys)
+    assert re.search(r"takes \d+\.\d+ GiB a device \(budget: 2\.00 GiB\)", error)
+    assert re.search(
+        r"the largest part is (activations|temporaries); .* data\.sequence_length", error
+    )
+    assert "compiled" not in error  # refused by the estimate, in a few seconds
     assert not (tmp_path / "run").exists()
 
 

@@ -5,8 +5,10 @@ import os
 
 import pytest
 
-from tests.runs import TINY
+from tests.runs import TINY, arguments
 from tests.train.refusals import refusal
+from train.lifecycle.exit_codes import FINISHED
+from train.main import main
 
 #: What is in the place of a file or folder of the run -> the error message.
 OBSTACLES = {
@@ -18,6 +20,23 @@ OBSTACLES = {
     "hf": "there is a file of this name",
     "lock/": "it is a directory",
 }
+
+
+#: Files that a run writes in its workdir, and the temporary files that become these.
+WRITTEN = (
+    "lock",
+    "metrics.jsonl",
+    "config.yaml",
+    ".config.yaml.tmp",
+    "memory.txt",
+    ".memory.txt.tmp",
+    "hf/tokenizer.json",
+    "hf/.tokenizer.json.tmp",
+    "goodput/.0001.json.tmp",
+    "watchdog/.0.json.tmp",
+)
+#: Files that a run opens in place. It replaces the others.
+OPENED_IN_PLACE = ("lock",)
 
 
 @pytest.fixture
@@ -36,6 +55,54 @@ def test_obstacle_in_the_workdir_is_refused_by_name(obstacle, overrides, tmp_pat
         path.write_text("not a folder")
     error = refusal(tmp_path, overrides, capsys)
     assert str(path) in error and OBSTACLES[obstacle] in error
+
+
+@pytest.fixture
+def private(tmp_path):
+    """A private file outside of the workdir `tmp_path/run`."""
+    file = tmp_path / "private"
+    file.write_text("private")
+    return file
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_link_that_leads_out_of_the_workdir_is_refused_by_name(
+    name, private, overrides, tmp_path, capsys
+):
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(private)
+    error = refusal(tmp_path / "run", overrides, capsys)
+    assert f"{link} is a link to {private}, outside {tmp_path / 'run'}" in error
+    assert private.read_text() == "private"
+    assert os.listdir(tmp_path / "run") == [name.partition("/")[0]]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_link_that_appears_after_the_check_is_not_followed(
+    name, private, overrides, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("train.lifecycle.workdir.check_links", lambda directory: None)
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(private)
+    if name in OPENED_IN_PLACE:
+        error = refusal(tmp_path / "run", overrides, capsys)
+        assert f"{link} is a symbolic link, which is not followed" in error
+    else:
+        assert main(arguments(tmp_path / "run", overrides)) == FINISHED
+        assert not link.is_symlink()
+    assert private.read_text() == "private"
+
+
+def test_link_to_an_absent_file_creates_no_file(private, overrides, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("train.lifecycle.workdir.check_links", lambda directory: None)
+    private.unlink()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to(private)
+    error = refusal(tmp_path / "run", overrides, capsys)
+    assert "metrics.jsonl is a symbolic link, which is not followed" in error
+    assert not private.exists()
 
 
 def test_metrics_file_without_write_permission_is_refused(overrides, tmp_path, capsys, monkeypatch):

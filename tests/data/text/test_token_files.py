@@ -137,6 +137,16 @@ def test_writer_reproduces_the_format_exactly(tmp_path):
     assert len(open_token_file(str(tmp_path / "empty"))) == 0
 
 
+@pytest.mark.parametrize("ending", ["bin", "bin.tmp", "idx", "idx.tmp"])
+def test_writer_replaces_links_and_leaves_their_targets(ending, tmp_path):
+    (tmp_path / "private").write_text("private")
+    (tmp_path / f"w.{ending}").symlink_to(tmp_path / "private")
+    write_token_file(str(tmp_path / "w"), [np.array([5, 6])], np.dtype(np.uint16))
+    assert lists(open_token_file(str(tmp_path / "w"))) == [[5, 6]]
+    assert (tmp_path / "private").read_text() == "private"
+    assert not any(path.is_symlink() for path in tmp_path.iterdir())
+
+
 def megatron_config(directory, *paths, **changes):
     fields = {"name": "megatron", "paths": paths, "validation_fraction": 0.0, "sequence_length": 2}
     return jsonl_config(directory, ["unread"], **{**fields, **changes})

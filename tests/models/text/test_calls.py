@@ -25,6 +25,15 @@ def test_token_ids_outside_the_vocabulary_are_refused(token):
     assert model(jnp.array([[0, 49]])).shape == (1, 2, 50)
 
 
+def test_traced_function_may_use_tokens_that_are_no_argument_of_it():
+    model = gpt2()
+    good = jnp.array([[0, 49]])
+    bad = good + 1
+    assert nnx.jit(lambda model: model(good))(model).shape == (1, 2, 50)
+    with pytest.raises(ValueError, match="token id 50 is not in the vocabulary"):
+        nnx.jit(lambda model: model(bad))(model)
+
+
 def test_token_ids_of_both_sides_of_t5_are_checked():
     config = T5Config(
         vocab_size=50,

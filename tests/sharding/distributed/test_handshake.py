@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import pytest
 
+from sharding.distributed.channel import Channel
 from sharding.distributed.handshake import Process, _own_version, perform_handshake, software
-from sharding.distributed.secret import run_secret
+from sharding.distributed.secret import proof, run_secret
 from sharding.distributed.startup import DistributedEnv, read_distributed_env
 
 SOFTWARE = {"python": "3.11.7", "jax": "0.10.2"}
@@ -76,6 +77,31 @@ def test_processes_with_another_secret_do_not_join():
         str(replies[0]),
     )
     assert re.match(r"process 1 .* and is TAIBAI_SECRET the same for all\?", str(replies[1]))
+
+
+def test_process_0_with_another_secret_is_not_believed():
+    """A lying process 0 accepts everyone, because it checks no proof itself."""
+    coordinator = free_address()
+    stop = threading.Event()
+
+    def lie() -> None:
+        with socket.create_server(("127.0.0.1", int(coordinator.rpartition(":")[2]))) as server:
+            server.settimeout(0.1)
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError, OSError):
+                    connection, _ = server.accept()
+                    with contextlib.closing(Channel(connection, time.monotonic() + 5)) as channel:
+                        channel.send({"nonce": "a"})
+                        nonces = ("a", channel.receive()["nonce"])
+                        code = proof(b"a guess", "answer", *nonces, "null")
+                        channel.send({"answer": "null", "proof": code})
+
+    liar = threading.Thread(target=lie)
+    liar.start()
+    (reply,) = answers(process(1, 2), timeout_s=1.0, coordinator=coordinator)
+    stop.set()
+    liar.join()
+    assert re.search(r"\(the process that answers there has another secret\)", str(reply))
 
 
 def test_missing_processes_are_named_to_those_that_came():
@@ -204,6 +230,24 @@ def test_slow_stranger_does_not_delay_the_deadline():
     first.join(timeout=30)
     ((ended, message),) = replies
     assert ended - since < 6 and message.startswith("1 of 2 processes are missing after 3 s: 1")
+
+
+def test_slow_stranger_is_dropped_long_before_the_deadline(monkeypatch):
+    monkeypatch.setattr("sharding.distributed.handshake._INTRODUCTION_S", 1.0)
+    coordinator = free_address()
+    first = threading.Thread(
+        target=perform_handshake, args=(process(0, 2), coordinator, b"the run's", 60.0)
+    )
+    first.start()
+    since = time.monotonic()
+    with connect(int(coordinator.rpartition(":")[2])) as stranger:
+        with pytest.raises(OSError):
+            while time.monotonic() - since < 20:
+                stranger.sendall(b" ")
+                time.sleep(0.05)
+    perform_handshake(process(1, 2), coordinator, b"the run's", 60.0)
+    first.join(timeout=30)
+    assert not first.is_alive()
 
 
 def test_secret_file_is_created_once_and_must_be_private(tmp_path):

@@ -174,25 +174,26 @@ def test_each_process_saves_its_own_rows(tmp_path, monkeypatch):
 
 
 class Poisoned:
-    """Batches whose weights are NaN at some steps."""
+    """Batches of which some arrays are replaced at some steps."""
 
-    def __init__(self, batches, bad_steps):
+    def __init__(self, batches, bad_steps, replaced):
         self._batches = batches
         self._bad_steps = bad_steps
+        self._replaced = replaced
 
     def __next__(self):
         batch = next(self._batches)
         is_bad = 1 + batch["index"][0] // 16 in self._bad_steps
-        return batch | NAN if is_bad else batch
+        return batch | self._replaced if is_bad else batch
 
     def get_state(self):
         return self._batches.get_state()
 
 
-def train(workdir: Path, overrides, bad_steps) -> int:
+def train(workdir: Path, overrides, bad_steps, replaced=NAN) -> int:
     run, corpus = make_run(overrides)
     start = restore_or_initialize(run, corpus, workdir)
-    start = dataclasses.replace(start, batches=Poisoned(start.batches, bad_steps))
+    start = dataclasses.replace(start, batches=Poisoned(start.batches, bad_steps, replaced))
     phases = Phases()
     signals = StopSignals()
     logs = loop.open_logs(run, start.step, workdir, phases)
@@ -216,33 +217,40 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_and_save_the_batch(corpus_over
         assert np.isnan(saved["weights"]).all() and saved["tokens"].shape == (16, 16)
 
 
+@pytest.mark.parametrize(
+    "num_steps, bad_steps, rollbacks",
+    [(12, {7, 8}, [(4, 9)]), (16, {7, 8, 13, 14}, [(4, 9), (10, 15)])],
+    ids=["once", "twice"],
+)
 def test_rollback_continues_after_the_bad_batches_with_earlier_parameters(
-    corpus_overrides, tmp_path, caplog
+    num_steps, bad_steps, rollbacks, corpus_overrides, tmp_path, caplog
 ):
-    overrides = (*TINY, *corpus_overrides, "checkpoint.every_steps=2", "train.num_steps=12")
+    overrides = (*TINY, *corpus_overrides, "checkpoint.every_steps=2")
+    overrides = (*overrides, f"train.num_steps={num_steps}")
     changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
     with caplog.at_level(logging.WARNING):
-        assert train(tmp_path, (*overrides, *changes), {7, 8}) == FINISHED
+        assert train(tmp_path, (*overrides, *changes), bad_steps) == FINISHED
     # Step 6 produced the parameters that failed at step 7. This is detected after step 9 started.
-    assert caplog.messages[-1] == (
-        "continuing after step 9 with the parameters of step 4; steps 5 to 9 are skipped, which "
-        "are examples 64 to 143 of the run"
-    )
+    assert [text for text in caplog.messages if text.startswith("continuing")] == [
+        f"continuing after step {last} with the parameters of step {first}; steps {first + 1} to "
+        f"{last} are skipped, which are examples {16 * first} to {16 * last - 1} of the run"
+        for first, last in rollbacks
+    ]
     run, corpus = make_run(overrides)
     state = run.state_layout.initial()
     expected = {}
     batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
-    for step in range(1, 13):
+    for step in range(1, num_steps + 1):
         batch = run.place_batch(next(batches))
-        if not 4 < step < 10:
+        if not any(first < step <= last for first, last in rollbacks):
             state, metrics = run.compile_train_step()(state, batch)
             expected[step] = [float(metrics[name]) for name in ("loss", "learning_rate")]
     for i, name in enumerate(("loss", "learning_rate")):
         of_run = logged(tmp_path, name)
         assert {step: of_run[step] for step in expected} == {s: v[i] for s, v in expected.items()}
-    assert logged(tmp_path, "num_skipped")[12] == 5
+    assert logged(tmp_path, "num_skipped")[num_steps] == 5 * len(rollbacks)
     restored = restore_or_initialize(*make_run(overrides), tmp_path)
-    assert (restored.step, int(restored.state.step)) == (12, 12)
+    assert (restored.step, int(restored.state.step)) == (num_steps, num_steps)
     assert digest(restored.state.params) == digest(state.params)
 
 

@@ -174,6 +174,39 @@ def test_hanging_process_is_named_and_the_others_exit(overrides, tmp_path):
     assert "in phase step" in output
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("killed", [0, 1])
+def test_process_with_a_full_log_ends_when_its_peer_is_killed(killed, overrides, tmp_path):
+    """There is no launcher, which would end both: an error in printing must not delay the end."""
+    shared = {
+        "TAIBAI_COORDINATOR": f"unix:{tmp_path}/socket",
+        "TAIBAI_NUM_PROCESSES": "2",
+        "TAIBAI_DEVICES_PER_PROCESS": "4",
+        "TAIBAI_SECRET": "of this test",
+    }
+    both = []
+    try:
+        with open("/dev/full", "wb") as full:
+            for number in range(2):
+                both.append(
+                    subprocess.Popen(
+                        command(tmp_path, (*overrides, "train.num_steps=100000")),
+                        cwd=ROOT,
+                        env={**os.environ, **shared, "TAIBAI_PROCESS_ID": str(number)},
+                        stdout=full,
+                        stderr=full,
+                    )
+                )
+        wait_for_step(both[0], tmp_path, 5)
+        both[killed].kill()
+        # The watchdog would end it after 1.625 × failure_timeout_s, jax after twice that and 10 s.
+        assert both[1 - killed].wait(timeout=60) != 0
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+
+
 def test_delayed_all_reduce_returns_the_maximum_of_the_previous_call():
     all_reduce = DelayedAllReduce(make_mesh(MeshConfig(data=4, model=2), jax.devices()))
     assert all_reduce.max(1, 0) == (0, 0)

@@ -45,6 +45,7 @@ def test_second_run_waits_and_its_error_names_the_holder(
     said = f"--workdir={tmp_path} is in use by process {holder.pid} on "
     error = capsys.readouterr().err
     assert f"{said}" in error and "after 1 s; wait until that run ends, or choose" in error
+    assert error.count(f"{said}{os.uname().nodename}: waiting\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 
 

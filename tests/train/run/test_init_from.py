@@ -1,5 +1,8 @@
 """Runs that start from Hugging Face text models, through the command line."""
 
+import json
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -66,6 +69,23 @@ def test_run_can_start_from_a_converted_model_but_not_resume_it(opt, text, tmp_p
     assert run_main(tmp_path / "ours", overrides, config=FINETUNE) == 0
     assert run_main(tmp_path / "theirs", (*overrides, f"init_from={opt[0]}"), config=FINETUNE) == 0
     assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "theirs")
+
+
+def test_run_starts_from_a_model_with_vocab_and_merges_like_from_one_with_a_tokenizer(
+    opt, text, tmp_path
+):
+    older = tmp_path / "older"
+    shutil.copytree(opt[0], older)
+    (older / "tokenizer.json").unlink()
+    tokenizer = json.loads((opt[0] / "tokenizer.json").read_text())
+    (older / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
+    (older / "merges.txt").write_text("#version: 0.2\n")  # the tokenizer merges nothing
+    (older / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    for name, directory in {"old": older, "new": opt[0]}.items():
+        overrides = (*text[1], *SHORT, f"init_from={directory}")
+        assert run_main(tmp_path / name, overrides, config=FINETUNE) == 0
+    assert losses_of(tmp_path / "old") == losses_of(tmp_path / "new")
+    assert {"vocab.json", "merges.txt"} <= {path.name for path in (tmp_path / "old/hf").iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -304,18 +324,3 @@ def test_incompatible_checkpoint_is_rejected_in_one_sentence(
     assert run_main(tmp_path / "run", overrides, config=FINETUNE) == 2
     assert message in error_line(capsys)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.thorough
-def test_example_of_the_docs_trains(opt, capsys):
-    """Run the Python in docs/models.md unchanged."""
-    text = (ROOT / "docs" / "models.md").read_text()
-    code = text.partition("```python\n")[2].partition("```")[0]
-    tokens = jax.numpy.asarray(np.random.default_rng(0).integers(105, 361, (3, 12)))
-    names = {"PATH": str(opt[0]), "tokens": tokens}
-    exec(compile(code, "docs/models.md", "exec"), names)
-    before = load_model(opt[0])(tokens)
-    after = names["model"](tokens)
-    assert float(np.abs(before - after).max()) > 1e-4
-    first, *_, last = map(float, capsys.readouterr().out.split())
-    assert last < first

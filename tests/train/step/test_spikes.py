@@ -9,6 +9,8 @@ import pytest
 
 from sharding.analysis.communication import collectives
 from tests.runs import TINY, digest, make_run, placed_batch
+from tests.train.lifecycle.test_divergence import logged, names, train
+from train.lifecycle.exit_codes import FINISHED
 from train.state.train_state import Spikes
 from train.step.spikes import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, detect_spike
 
@@ -20,15 +22,20 @@ def test_state_has_no_spike_statistics_by_default(corpus_overrides):
     assert run.state_layout.abstract.spikes is run.state_layout.portable.spikes is None
 
 
+#: Replaces arrays of a batch so that its gradient norm is an outlier: the loss comes from a single
+#: token, which does not occur in the text.
+OUTLIER = {
+    "weights": np.eye(16, dtype=np.float32) * (np.arange(16) == 0),
+    "targets": np.full((16, 16), 250, np.int32),
+}
+
+
 def outlier_steps(corpus_overrides, *mesh: str) -> list[tuple[float, int, float]]:
     """Return (grad_norm, num_skipped, mean norm) for a normal step, an outlier, a normal step."""
     run, corpus = make_run((*TINY, *corpus_overrides, *mesh, "train.skip_spikes=2.0"))
     usual = placed_batch(run, corpus)
     state = run.state_layout.initial()
-    # The loss of the outlier comes from a single token, which does not occur in the text.
-    odd = np.zeros((16, 16), np.float32)
-    odd[0, 0] = 1
-    outlier = placed_batch(run, corpus, weights=odd, targets=np.full((16, 16), 250, np.int32))
+    outlier = placed_batch(run, corpus, **OUTLIER)
     steps = []
     digests = []
     for batch in (usual, outlier, usual):
@@ -55,6 +62,17 @@ def test_outlier_batch_is_skipped_on_all_meshes(corpus_overrides):
     assert steps[1][0] > 2 * steps[0][0]
     # float32 with another order of summation.
     np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), steps, rtol=1e-4)
+
+
+def test_save_after_a_spike_waits_for_the_next_good_step(corpus_overrides, tmp_path, monkeypatch):
+    """Earlier steps may have damaged the parameters, whose gradients are then large."""
+    monkeypatch.setattr("train.step.spikes.MIN_NORMS", 2)
+    changes = ("checkpoint.every_steps=3", "train.num_steps=8", "train.skip_spikes=2.0")
+    overrides = (*TINY, *corpus_overrides, *changes)
+    assert train(tmp_path, overrides, {6}, OUTLIER) == FINISHED
+    num_skipped = logged(tmp_path, "num_skipped")
+    assert (num_skipped[5], num_skipped[6], num_skipped[8]) == (0, 1, 1)
+    assert names(tmp_path) == ["3", "7", "8"]
 
 
 @pytest.mark.thorough
