@@ -64,10 +64,12 @@ def machine_of(target: Target) -> Machine:
     """Return the datasheet rates of a target's GPUs; an A100's if they are unknown."""
     known = rates_of(target.device_kind, "float32")
     names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+    names |= {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
     peaks = {short: peak_flops_per_s(known.device_kind, name) for short, name in names.items()}
     return Machine(
         device_kind=known.device_kind,
-        # A V100 has no bfloat16, and computes such products in float32.
+        # A V100 has no bfloat16, and computes such products in float32. No GPU older than Ada has
+        # float8, but there XLA does not multiply in it either.
         flops_per_s={short: peak for short, peak in peaks.items() if peak is not None},
         memory_bytes_per_s=known.memory_bytes_per_s,
         host_bytes_per_s=known.host_bytes_per_s,

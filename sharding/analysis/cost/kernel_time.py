@@ -40,6 +40,8 @@ MATMUL_EFFICIENCY = 0.7
 #: bandwidth, the product is assumed to be outside the measured range of XLA's tables. There the
 #: share is 0.01 to 0.04; within the range it is 0.6 to 0.8. It is less only for products so small
 #: that launching the kernel dominates; SMALL_S allows for these.
+#: An estimate that exceeds the peak is outside of the range too: of a float8 product, for which the
+#: tables for an H100 have no entry, XLA says 1.2 times the peak.
 LOWEST_EFFICIENCY = 0.4
 SMALL_S = 20e-6
 #: Shares of the bfloat16 peak FLOP/s that cuDNN's flash attention reaches, forward and backward.
@@ -188,8 +190,8 @@ class Costs:
         slowest_s = SMALL_S + max(least_s, num_bytes / memory) / LOWEST_EFFICIENCY
         given = entries(instruction)
         given_s = given.get("sol" if instruction.opcode == "custom-call" else "indexing-cost-model")
-        if given_s is not None and given_s <= slowest_s:
-            return max(given_s, least_s)
+        if given_s is not None and least_s <= given_s <= slowest_s:
+            return given_s
         return max(least_s / MATMUL_EFFICIENCY, num_bytes / (MEMORY_EFFICIENCY * memory))
 
     def _attention_s(self, instruction: Instruction) -> float:

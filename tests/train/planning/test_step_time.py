@@ -20,3 +20,4 @@ def test_machine_of_uses_float32_for_gpus_without_bfloat16():
     volta, hopper = (machine_of(parse_target(f"{name}:1x8")) for name in ("v100", "h100"))
     assert volta.peak_flops_per_s("bf16") == volta.peak_flops_per_s("f32") == 15.7e12
     assert hopper.peak_flops_per_s("bf16") == 989.5e12
+    assert hopper.peak_flops_per_s("f8e5m2") == hopper.peak_flops_per_s("f8e4m3fn") == 1979e12

@@ -67,7 +67,7 @@ def product(name: str, m: int, n: int, k: int, *, out: str = "bf16", sol: float 
     )
 
 
-@pytest.mark.parametrize("sol, expected", [(4.0e3, 4.0e3), (None, None), (5e6, None), (1e3, 2e3)])
+@pytest.mark.parametrize("sol, expected", [(4.0e3, 4.0e3), (None, None), (5e6, None), (1e3, None)])
 def test_predict_replaces_absurd_times_of_products(sol, expected):
     # 2 TFLOP take 2 ms at the peak rate, and usually 2 ms / 0.7.
     found = step("", product("gemm", 10_000, 10_000, 10_000, sol=sol))
