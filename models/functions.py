@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.layers.basic import float8_linears
 from models.stack import Stack, block_function, checkpoint_policy
 from sharding.jaxprs import walk
 
@@ -24,6 +25,8 @@ RESERVED_METRICS = {
     "num_skipped",
     "num_nonfinite_in_a_row",
     "num_stuck_in_a_row",
+    "float8_overflows",
+    "float8_underflows",
 }
 
 
@@ -41,6 +44,8 @@ class ModelFunctions:
     before: Mapping[str, Callable[[Tree, Tree, Tree], Tree]]
     head: Callable[[Tree, Tree, Tree], tuple[jax.Array, jax.Array, dict]]
     num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
+    # stack -> paths of the kernels of a block whose products are in float8; see models/layers
+    float8_kernels: Mapping[str, tuple[tuple, ...]]
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
 
     def with_teacher_output_types(
@@ -92,7 +97,9 @@ class ModelFunctions:
         return {**parts["non_stack"], **stacks}
 
 
-def functions_of(model: Any, *, remat: str, offload: Sequence[str] = ()) -> ModelFunctions:
+def functions_of(
+    model: Any, *, remat: str, offload: Sequence[str] = (), in_float8: bool = False
+) -> ModelFunctions:
     """Return a model's functions.
 
     Args:
@@ -100,6 +107,7 @@ def functions_of(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Mode
         remat: values of a block's forward pass that are saved for its backward pass: a key of
             REMAT_POLICIES, or names of activations, separated by commas.
         offload: names of activations that are saved as well, but in host memory.
+        in_float8: whether the stacks' linear layers compute in float8; see models/layers/float8.py.
 
     Raises:
         ValueError: if the model has no Stack, has several Stacks without an order, lacks `embed` or
@@ -115,7 +123,9 @@ def functions_of(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Mode
     first_layer = 0
     policy = checkpoint_policy(remat, offload)
     for key, stack in stacks.items():
-        blocks[key] = block_function(nnx.split(stack.layers)[0], policy, first_layer=first_layer)
+        blocks[key] = block_function(
+            nnx.split(stack.layers)[0], policy, first_layer=first_layer, in_float8=in_float8
+        )
         first_layer += stack.num_layers
 
     def method(name: str) -> Callable:
@@ -132,6 +142,12 @@ def functions_of(model: Any, *, remat: str, offload: Sequence[str] = ()) -> Mode
         before={key: method(f"before_{key}") for key in stacks if hasattr(model, f"before_{key}")},
         head=method("head"),
         num_layers={key: stack.num_layers for key, stack in stacks.items()},
+        float8_kernels={
+            key: tuple((*path, "kernel") for path in float8_linears(stack.layers))
+            if in_float8
+            else ()
+            for key, stack in stacks.items()
+        },
         teach=method("teach") if hasattr(model, "teach") else None,
     )
 

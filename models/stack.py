@@ -56,6 +56,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fields.numbers import MAX_LAYERS
+from models.layers.basic import use_float8
 
 Tree = Any
 
@@ -188,23 +189,30 @@ def checkpoint_policy(remat: str, offload: Sequence[str]) -> Callable:
     return policy
 
 
-def block_function(graph, policy: Callable | None, *, first_layer: int):
-    """Return `block(params, x, microbatch, number)`, which applies one layer of a stack.
+def block_function(
+    graph, policy: Callable | None, *, first_layer: int, in_float8: bool = False
+) -> Callable:
+    """Return `block(params, x, microbatch, number, scaling=None)`, one layer of a stack.
 
-    `number` is the layer's number within the stack, int32[], from 0.
+    `number` is the layer's number within the stack, int32[], from 0. `scaling` has the scales of
+    the layer's products in float8; None: current scaling.
 
     Args:
         graph: graph definition of the block.
         policy: policy for `jax.checkpoint`; None saves everything that the backward pass reads.
         first_layer: number of the stack's first layer, counted from 0 over all stacks. Layer n of
             all stacks folds 1 + n into the dropout keys, so no two layers draw the same masks.
+        in_float8: whether the linear layers compute in float8; see models/layers/float8.py.
     """
 
-    def block(params, x, microbatch, number):
+    def block(params, x, microbatch, number, scaling=None):
         batch = microbatch | {"layer": number + first_layer}
         keys = batch.get("dropout_keys")
         if keys is not None:
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 1 + first_layer + number)
-        return nnx.merge(graph, params)(x, batch, keys)
+        layer = nnx.merge(graph, params)
+        if in_float8:
+            use_float8(layer, scaling)
+        return layer(x, batch, keys)
 
     return block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False)

@@ -96,9 +96,17 @@ NO_REMATERIALIZATION = CompilerOption(
     "recomputed is for train.remat to decide",
 )
 
+#: For steps that multiply in float8.
+SEPARATE_PRODUCTS = CompilerOption(
+    name="xla_gpu_dot_merger_threshold_mb",
+    value="-1",
+    reason="keeps small products of one input apart, such as those for queries and keys; merged, "
+    "their kernels would have several scales, and the product would not be in float8",
+)
+
 
 def options_for(
-    hardware: Hardware, *, is_described: bool, rematerializes: bool
+    hardware: Hardware, *, is_described: bool, rematerializes: bool, in_float8: bool = False
 ) -> list[CompilerOption]:
     """Return the options for a step, except those that the user sets in XLA_FLAGS.
 
@@ -106,14 +114,15 @@ def options_for(
         hardware: the devices that the step is compiled for.
         is_described: whether they are only described, as in `Target`.
         rematerializes: whether XLA may recompute values if the step needs too much memory.
+        in_float8: whether the step multiplies in float8.
     """
     if hardware.platform != "gpu":
         return []
     given = flags_in(os.environ.get("XLA_FLAGS", ""))
-    options = OPTIONS if rematerializes else (*OPTIONS, NO_REMATERIALIZATION)
+    others = [(not rematerializes, NO_REMATERIALIZATION), (in_float8, SEPARATE_PRODUCTS)]
     return [
         option
-        for option in options
+        for option in [*OPTIONS, *(option for is_used, option in others if is_used)]
         if hardware.compute_capability >= option.since
         and jax.__version_info__ >= option.since_jax
         and is_described >= option.only_described

@@ -320,7 +320,7 @@ class _TrainingLoop:
 def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:
     values = {name: value.item() for name, value in jax.device_get(metrics).items()}
     logged = values | meter.lap()
-    peak = peak_flops_per_s(run.hardware.device_kind, run.config.precision.compute)
+    peak = peak_flops_per_s(run.hardware.device_kind, run.config.precision.compute_dtype)
     units_per_s = logged[f"{run.unit}s_per_s"]
     if peak and units_per_s and run.flops_per_unit:
         flops_per_s = run.flops_per_unit * units_per_s

@@ -1,4 +1,7 @@
-"""Dtypes of a run, loss scaling for float16, and stochastic rounding for bfloat16 weights."""
+"""Dtypes of a run, loss scaling for float16, and stochastic rounding for bfloat16 weights.
+
+Products in float8 are in models/layers/float8.py.
+"""
 
 import dataclasses
 import zlib
@@ -11,6 +14,9 @@ from fields.field import field
 from fields.section import Section
 
 _ROUNDING_TAG = 0x5E0D
+
+#: Largest `precision.float8_history`: float32 counts steps exactly up to here.
+MAX_HISTORY = 2**24
 
 Tree = Any
 
@@ -26,8 +32,9 @@ class PrecisionConfig(Section, section="precision"):
 
     compute: str = field(
         "float32",
-        "dtype of activations, and of the copy of the parameters that layers compute with.",
-        choices=("bfloat16", "float16", "float32", "float64"),
+        "dtype of activations, and of the copy of the parameters that layers compute with. "
+        "float8: bfloat16, but the linear layers of the stacks multiply in float8.",
+        choices=("bfloat16", "float16", "float32", "float64", "float8"),
         required=True,
     )
     params: str = field(
@@ -52,6 +59,15 @@ class PrecisionConfig(Section, section="precision"):
         1, "Steps with NaN or infinity after which the loss scale is halved.", ge=1
     )
     loss_scale_min: float = field(1.0, "Lower bound of the loss scale.", gt=0)
+    float8_scaling: str = field(
+        "delayed",
+        "For `compute=float8`: scale a tensor by its largest values in earlier steps (delayed), or "
+        "by its own (current), which is slower. Evaluations always use current.",
+        choices=("delayed", "current"),
+    )
+    float8_history: int = field(
+        1024, "For `float8_scaling=delayed`: number of earlier steps.", ge=1, le=MAX_HISTORY
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -74,6 +90,21 @@ class PrecisionConfig(Section, section="precision"):
                 f"precision.loss_scale_min={self.loss_scale_min} must not be more than "
                 f"precision.loss_scale={self.loss_scale}; lower it, or raise precision.loss_scale"
             )
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of activations, and of the parameters' copy."""
+        return "bfloat16" if self.in_float8 else self.compute
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether the linear layers of the stacks multiply in float8."""
+        return self.compute == "float8"
+
+    @property
+    def keeps_amax_history(self) -> bool:
+        """Whether the state has the largest values of earlier steps, for delayed scaling."""
+        return self.in_float8 and self.float8_scaling == "delayed"
 
     @property
     def scales_loss(self) -> bool:

@@ -20,7 +20,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fields.numbers import MAX_INT
+from models.layers import float8
 from sharding.logical import manual_axes, offset, sum_over, sum_over_batch
+
+#: cuBLASLt multiplies float8 matrices only if their numbers of rows and columns are multiples.
+_FLOAT8_MULTIPLE = 16
 
 # The whole train state is sharded when it is built, rather than each parameter on creation.
 nnx.use_eager_sharding(False)
@@ -76,7 +80,13 @@ class Linear(nnx.Module):
             whose name starts with `_` are not split over the mesh.
         stddev: standard deviation of the kernel's normal initialization.
         use_bias: whether there is a bias.
+        can_use_float8: whether `use_float8` may apply to it, if its sizes allow it.
         rngs: random keys for the initialization.
+
+    Attributes:
+        can_use_float8: whether its product can be in float8.
+        in_float8: whether its product is in float8.
+        scaling: its scales; None: current scaling. See models/layers/float8.py.
     """
 
     def __init__(
@@ -86,6 +96,7 @@ class Linear(nnx.Module):
         *,
         stddev: float,
         use_bias: bool = True,
+        can_use_float8: bool = True,
         rngs: nnx.Rngs,
     ):
         axes = [None if name.startswith("_") else name for name in (*inputs, *outputs)]
@@ -95,6 +106,10 @@ class Linear(nnx.Module):
         sizes = tuple(outputs.values())
         self.bias = param(zeros, rngs, sizes, axes[len(inputs) :]) if use_bias else None
         self.num_inputs = len(inputs)
+        counts = (math.prod(inputs.values()), math.prod(outputs.values()))
+        self.can_use_float8 = can_use_float8 and all(n % _FLOAT8_MULTIPLE == 0 for n in counts)
+        self.in_float8 = False
+        self.scaling: float8.Scaling | None = nnx.data(None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layer to x `[*batch, *inputs]` and return `[*batch, *outputs]`."""
@@ -104,12 +119,47 @@ class Linear(nnx.Module):
         # cotangent for the weight gradient.
         flat = x.reshape(math.prod(batch), *x.shape[len(batch) :])
         contracted = tuple(range(self.num_inputs))
-        y = jax.lax.dot_general(
-            flat, kernel, ((tuple(i + 1 for i in contracted), contracted), ((), ()))
-        )
+        if self.in_float8:
+            y = float8.product(flat, kernel, self.num_inputs, self.scaling)
+        else:
+            y = jax.lax.dot_general(
+                flat, kernel, ((tuple(i + 1 for i in contracted), contracted), ((), ()))
+            )
         if self.bias is not None:
             y = y + self.bias[...][None]
         return y.reshape(*batch, *y.shape[1:])
+
+
+def float8_linears(block: nnx.Module) -> dict[tuple, Linear]:
+    """Return the linear layers of a block whose products can be in float8: path -> layer.
+
+    The order is the same for every block of a stack.
+    """
+    modules = nnx.iter_modules(block)
+    return {path: m for path, m in modules if isinstance(m, Linear) and m.can_use_float8}
+
+
+def use_float8(block: nnx.Module, scaling: jax.Array | None) -> None:
+    """Make the linear layers of a block compute in float8.
+
+    Args:
+        block: the block; it is changed.
+        scaling: the scales of its `float8_linears`, float[n, 3, NUM_BINS]; None: current
+            scaling. See models/layers/float8.py. Layers that read the same input, as a module says
+            in `same_input`, use the scale of the first of them for it.
+    """
+    linears = list(float8_linears(block).values())
+    numbers = {id(linear): number for number, linear in enumerate(linears)}
+    of_input = dict(numbers)
+    for _, module in nnx.iter_modules(block):
+        sharing = [id(getattr(module, name)) for name in getattr(module, "same_input", ())]
+        sharing = [key for key in sharing if key in numbers]
+        of_input |= {key: numbers[sharing[0]] for key in sharing}
+    for linear in linears:
+        linear.in_float8 = True
+        if scaling is not None:
+            number = numbers[id(linear)]
+            linear.scaling = (scaling[of_input[id(linear)], 0], scaling[number, 1:])
 
 
 class LayerNorm(nnx.Module):

@@ -40,6 +40,8 @@ class Attention(nnx.Module):
         rngs: random keys for the initialization.
     """
 
+    same_input = ("q", "k", "v")
+
     def __init__(
         self,
         embed_dim: int,
@@ -118,6 +120,8 @@ class MLP(nnx.Module):
         stddevs: standard deviations for initializing the kernels of (up and gate, down).
         rngs: random keys for the initialization.
     """
+
+    same_input = ("gate", "up")
 
     def __init__(
         self,

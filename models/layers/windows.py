@@ -139,7 +139,7 @@ class ContinuousBias(nnx.Module):
         self.side = side
         self.pretrained_side = pretrained_side
         hidden = {"_hidden": BIAS_DIM}
-        options: dict[str, Any] = {"stddev": stddev, "rngs": rngs}
+        options: dict[str, Any] = {"stddev": stddev, "can_use_float8": False, "rngs": rngs}
         self.up = Linear({"_offset": 2}, hidden, **options)
         self.down = Linear(hidden, {"heads": num_heads}, use_bias=False, **options)
 

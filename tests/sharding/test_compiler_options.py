@@ -6,6 +6,7 @@ from sharding import compiler_options
 from sharding.compiler_options import (
     NO_REMATERIALIZATION,
     OPTIONS,
+    SEPARATE_PRODUCTS,
     as_dict,
     describe_options,
     flags_in,
@@ -18,8 +19,13 @@ V100 = Hardware(platform="gpu", device_kind="Tesla V100-SXM2-16GB", compute_capa
 H100 = Hardware(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability=9.0)
 
 
-def names_for(hardware, *, is_described=False, rematerializes=True):
-    options = options_for(hardware, is_described=is_described, rematerializes=rematerializes)
+def names_for(hardware, *, is_described=False, rematerializes=True, in_float8=False):
+    options = options_for(
+        hardware,
+        is_described=is_described,
+        rematerializes=rematerializes,
+        in_float8=in_float8,
+    )
     return {option.name for option in options}
 
 
@@ -50,6 +56,11 @@ def test_options_wait_for_the_version_of_jax_that_has_them(monkeypatch):
 def test_xla_recomputes_only_where_asked(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert names_for(H100, rematerializes=False) - names_for(H100) == {NO_REMATERIALIZATION.name}
+
+
+def test_products_in_float8_stay_separate(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert names_for(H100, in_float8=True) - names_for(H100) == {SEPARATE_PRODUCTS.name}
 
 
 def test_flags_of_the_user_take_precedence(monkeypatch, tmp_path):

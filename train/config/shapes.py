@@ -43,7 +43,7 @@ def param_shapes(config: RunConfig, model: nnx.Module) -> Any:
         config: the run's config.
         model: the model; it may be abstract.
     """
-    dtype = jnp.dtype(config.precision.compute)
+    dtype = jnp.dtype(config.precision.compute_dtype)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),
         nnx.to_pure_dict(nnx.split(model)[1]),

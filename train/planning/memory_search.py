@@ -64,7 +64,7 @@ class MemorySearch:
         self._config = _changed(config, self._start)
         self._assemble = assemble
         self._budget = budget
-        self.rates = rates_of(budget.device_kind, config.precision.compute)
+        self.rates = rates_of(budget.device_kind, config.precision.compute_dtype)
         self.correction = 1.0  # factor on estimates of device memory, learnt from compiled steps
         self._known: dict[tuple[int, ...], Candidate | None] = {}  # by levels
 

@@ -50,7 +50,9 @@ class CompiledStep:
         """Predicted model FLOPs utilization, from 0 to 1; None if FLOPs are unknown."""
         if not self.run.flops_per_unit:
             return None
-        peak = peak_flops_per_s(self.run.hardware.device_kind, self.run.config.precision.compute)
+        peak = peak_flops_per_s(
+            self.run.hardware.device_kind, self.run.config.precision.compute_dtype
+        )
         return mfu(self.run.flops_per_unit * self.units_per_s, self.run.mesh.size, peak)
 
     def to_json(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the model, though: see model_traces.py. The steps are traced later, by `Run`.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from train.run.compatibility import (
 )
 from train.run.model_traces import ModelTraces
 from train.run.run import Run
+from train.state.amax_history import empty_history
 from train.state.initialize import StateSpec
 from train.state.state_layout import StateLayout
 
@@ -132,7 +134,12 @@ def _abstract_model(
 
     model = nnx.eval_shape(build)
     offload = config.memory.offload_activations
-    functions = functions_of(model, remat=config.train.remat, offload=offload)
+    functions = functions_of(
+        model,
+        remat=config.train.remat,
+        offload=offload,
+        in_float8=config.precision.in_float8,
+    )
     return _AbstractModel(config=model_config, build=build, model=model, functions=functions)
 
 
@@ -173,6 +180,11 @@ def _state_spec(
         optimizer=optimizer,
         precision=config.precision,
         tracks_spikes=config.train.skip_spikes is not None,
+        empty_history=(
+            partial(empty_history, abstract.functions)
+            if config.precision.keeps_amax_history
+            else None
+        ),
         frozen=frozen,
     )
 

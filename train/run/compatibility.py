@@ -11,7 +11,9 @@ from data.examples import Corpus
 from data.shapes import example_shapes
 from data.text.text_corpus import TextCorpus
 from models.functions import ModelFunctions, can_share_vocab
+from models.layers.float8 import LOWEST_CAPABILITY
 from models.stack import REMAT_POLICIES, saved_names
+from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh
 from sharding.rules import unused_axes
@@ -58,6 +60,24 @@ def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
         )
 
 
+def _check_float8(config: RunConfig, functions: ModelFunctions, hardware: Hardware) -> None:
+    """Reject float8 on GPUs that have none, and for models without layers of suitable sizes."""
+    if not config.precision.in_float8:
+        return
+    if hardware.platform == "gpu" and hardware.compute_capability < LOWEST_CAPABILITY:
+        raise ValueError(
+            f"precision.compute='float8' needs a GPU of compute capability {LOWEST_CAPABILITY} or "
+            f"higher, but {hardware.device_kind} has {hardware.compute_capability}; set "
+            "precision.compute=bfloat16"
+        )
+    if not any(functions.float8_kernels.values()):
+        raise ValueError(
+            f"precision.compute='float8': no linear layer of model.name={config.model.name!r} has "
+            "multiples of 16 inputs and outputs; choose larger sizes, or set "
+            "precision.compute=bfloat16"
+        )
+
+
 def check_parts(
     config: RunConfig,
     model: nnx.Module,
@@ -86,6 +106,7 @@ def check_parts(
             "pipeline.share_vocab=False"
         )
     check_objective(config, model)
+    _check_float8(config, functions, traces.hardware)
     _check_whole_batch(config, model, functions)
     try:
         traces.check()

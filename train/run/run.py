@@ -173,6 +173,7 @@ class Run:
             self.hardware,
             is_described=self.target is not None,
             rematerializes=rematerializes,
+            in_float8=self.config.precision.in_float8,
         )
         with use_mesh(self.trace_mesh):
             if self.target is not None:
@@ -216,10 +217,11 @@ class Run:
             self.trace_mesh,
             self.config.train.seed,
         )
+        functions = self.functions
+        if self.frozen is not None:
+            functions = with_frozen_params(functions, self.frozen)
         return make_train_step(
-            self.functions
-            if self.frozen is None
-            else with_frozen_params(self.functions, self.frozen),
+            functions,
             update,
             self.learning_rate_schedule,
             self._step_config(),
@@ -285,7 +287,7 @@ class Run:
             specs=self.functions.split(self.state_layout.param_specs),
             gather_modes=self.functions.split(self.state_layout.gather_modes),
             zero_stage=self.config.memory.zero_stage,
-            compute_dtype=self.config.precision.compute,
+            compute_dtype=self.config.precision.compute_dtype,
             reduce_dtype=self.config.precision.reduce,
         )
 

@@ -50,6 +50,8 @@ class StateSpec:
         optimizer: the optimizer.
         precision: dtype of the master weights, and whether the state has a `loss_scale`.
         tracks_spikes: whether the state has `spikes`; see train/step/train_step.py.
+        empty_history: returns the first `amax_history`; None: the state has none. See
+            amax_history.py.
         frozen: a bool per parameter, whether it is hidden from the optimizer; None: no parameter.
     """
 
@@ -58,6 +60,7 @@ class StateSpec:
     optimizer: optax.GradientTransformation
     precision: PrecisionConfig
     tracks_spikes: bool = False
+    empty_history: Callable[[], Tree] | None = None
     frozen: Tree = None
 
     def trained(self, params: Tree) -> Tree:
@@ -87,6 +90,7 @@ class StateSpec:
             opt_state=self.optimizer.init(self.trained(wide)),
             spikes=spikes if self.tracks_spikes else None,
             loss_scale=LossScale.initial() if self.precision.scales_loss else None,
+            amax_history=None if self.empty_history is None else self.empty_history(),
         )
 
 

@@ -30,6 +30,7 @@ from sharding.pipeline.stack_layout import StackLayout
 from sharding.rules import partition_specs
 from sharding.spec import axes_by_dim, spec_of
 from sharding.zero import split_over_data
+from train.state.amax_history import HISTORY_SPEC
 from train.state.initialize import StateInit, StateSpec
 from train.state.train_state import MAY_LACK, TrainState, zeros_of
 
@@ -76,9 +77,10 @@ class StateLayout:
         layout_of_param = jax.tree_util.tree_map_with_path(
             lambda path, _: layouts.get(path[0].key, _PLAIN), layers.params
         )
-        self._layout_of = self._per_leaf(
+        layout_of = self._per_leaf(
             layers, lambda _, layout: layout, lambda _: _PLAIN, layout_of_param
         )
+        self._layout_of = _with_history(layout_of, lambda stack: layouts[stack])
         self._check_optimizer(layers, layout_of_param)
         slots = jax.eval_shape(self._to_slots, layers)
         param_specs = partition_specs(slots.params, logical_axes(state_spec.model), rules, mesh)
@@ -98,6 +100,7 @@ class StateLayout:
             slots.params,
             param_specs,
         )
+        specs = _with_history(specs, lambda _: HISTORY_SPEC)
         portable = jax.tree.map(self._portable_spec, layers, specs, self._layout_of)
         self.abstract: TrainState = jax.tree.map(self._on_mesh, slots, specs, kinds)
         self.portable: TrainState = jax.tree.map(self._on_mesh, layers, portable, kinds)
@@ -187,6 +190,7 @@ class StateLayout:
             ),
             spikes=jax.tree.map(of_other, state.spikes),
             loss_scale=jax.tree.map(of_other, state.loss_scale),
+            amax_history=jax.tree.map(of_other, state.amax_history),
         )
 
     def _check_optimizer(self, layers: TrainState, layout_of_param: Tree) -> None:
@@ -281,6 +285,13 @@ class StateLayout:
     def _on_mesh(self, leaf, spec: PartitionSpec, kind: str) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, spec, memory_kind=kind or None)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _with_history(tree: TrainState, of_stack: Callable[[str], Any]) -> TrainState:
+    """Return a tree like the state, with a value per stack for the history of largest values."""
+    if tree.amax_history is None:
+        return tree
+    return dataclasses.replace(tree, amax_history={s: of_stack(s) for s in tree.amax_history})
 
 
 @functools.cache

@@ -14,7 +14,7 @@ Tree = Any
 
 #: Fields that were added to the code later, or depend on the config. A checkpoint may lack them, or
 #: have them although the run does not need them.
-MAY_LACK = ("num_nonfinite_in_a_row", "spikes", "loss_scale")
+MAY_LACK = ("num_nonfinite_in_a_row", "spikes", "loss_scale", "amax_history")
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +39,8 @@ class TrainState:
     opt_state: Tree  # without frozen parameters
     spikes: Spikes | None  # None without train.skip_spikes
     loss_scale: LossScale | None  # None unless precision.compute is float16
+    # stack -> float32[layers, n, 3, NUM_BINS], see amax_history.py; None without delayed scaling
+    amax_history: dict[str, Any] | None
 
 
 def merged(tree: Tree, other: Tree) -> Tree:

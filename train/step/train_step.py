@@ -31,6 +31,14 @@ from sharding.pipeline.schedule import forward_only
 from sharding.pipeline.schedules.table import Schedule
 from sharding.pipeline.stack_layout import StackLayout
 from train.precision import PrecisionConfig
+from train.state.amax_history import (
+    misfit_metrics,
+    updated,
+    with_scaled_blocks,
+    with_scaling,
+    with_scaling_specs,
+    without_scaling,
+)
 from train.state.averaged import averaged
 from train.state.train_state import TrainState
 from train.step.spikes import detect_spike
@@ -75,7 +83,9 @@ def make_train_step(
 
     Metrics are scalars: `loss, grad_norm, learning_rate, num_skipped, num_nonfinite_in_a_row`, and
     the head's metrics as weighted means. In float16 there are two more: `loss_scale`, and
-    `num_stuck_in_a_row`, the nonfinite steps at which the scale could not become smaller.
+    `num_stuck_in_a_row`, the nonfinite steps at which the scale could not become smaller. In
+    float8 with delayed scaling there are `float8_overflows` and `float8_underflows`; see
+    train/state/amax_history.py.
 
     A step whose loss or gradients are not finite changes only the counters, and in float16 the loss
     scale. With `skip_spikes`, the same holds for a step whose gradient norm exceeds this multiple
@@ -89,9 +99,7 @@ def make_train_step(
         param_sharding: how the parameters are sharded over the mesh.
         rules: sharding rules.
     """
-    loss_and_grad = make_loss_and_grad(
-        functions, config.schedule, config.layouts, param_sharding, config.pipeline
-    )
+    loss_and_grad = _make_loss_and_grad(functions, config, param_sharding)
     teach = _make_teach(functions, config, param_sharding)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -102,17 +110,17 @@ def make_train_step(
             if teach is not None:
                 microbatches |= teach(averaged(state), microbatches)
             microbatches |= _to_microbatches({"dropout_keys": keys}, config)
-            sums, grads = loss_and_grad(functions.split(state.params), microbatches)
+            sums, grads, seen = loss_and_grad(state, microbatches)
         weight = _nonzero(sums.pop("weight"))
-        grads = functions.join(grads)
         metrics = {name: value / weight for name, value in sums.items()}
         grad_norm = update.norm(grads, weight)
         # As the optimizer counts: a skipped step is no update.
         learning_rate = learning_rate_schedule(state.step - state.num_skipped)
         metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
-        if state.loss_scale is not None:
-            metrics["loss_scale"] = state.loss_scale.value(config.precision)
-        state = _apply_gradients(state, grads, weight, metrics["loss"], grad_norm, update, config)
+        metrics |= _scaling_metrics(state, seen, config)
+        state = _apply_gradients(
+            state, grads, weight, metrics["loss"], grad_norm, seen, update, config
+        )
         return state, metrics | _counters(state)
 
     return train_step
@@ -149,6 +157,36 @@ def make_eval_step(
     return eval_step
 
 
+def _make_loss_and_grad(
+    functions: ModelFunctions, config: StepConfig, param_sharding: ParamSharding
+) -> Callable[[TrainState, Batch], tuple[dict, Tree, Tree | None]]:
+    """Return `f(state, microbatches) -> (sums, gradients of the parameters, seen)`.
+
+    `seen` says which scales this step needed, in the form of the state's history; None without a
+    history.
+    """
+    scaled = functions
+    if config.precision.keeps_amax_history:
+        param_sharding = with_scaling_specs(param_sharding, functions)
+        scaled = with_scaled_blocks(functions)
+    loss_and_grad = make_loss_and_grad(
+        scaled, config.schedule, config.layouts, param_sharding, config.pipeline
+    )
+
+    def run(state: TrainState, microbatches: Batch):
+        params = functions.split(state.params)
+        history = state.amax_history
+        seen = None
+        if history is not None:
+            params = with_scaling(params, history, functions, config.precision.compute_dtype)
+        sums, grads = loss_and_grad(params, microbatches)
+        if history is not None:
+            grads, seen = without_scaling(grads, history)
+        return sums, functions.join(grads), seen
+
+    return run
+
+
 def _make_teach(
     functions: ModelFunctions, config: StepConfig, param_sharding: ParamSharding
 ) -> Callable[[Tree, Batch], Batch] | None:
@@ -176,6 +214,7 @@ def _apply_gradients(
     weight: jax.Array,
     loss: jax.Array,
     grad_norm: jax.Array,
+    seen: Tree | None,
     update: Update,
     config: StepConfig,
 ) -> TrainState:
@@ -187,6 +226,7 @@ def _apply_gradients(
         weight: sum of weights, by which `update` divides the gradients.
         loss: mean loss.
         grad_norm: global norm of the divided gradients.
+        seen: the largest values of this step, as from `_make_loss_and_grad`.
         update: the optimizer update.
         config: settings of the step.
     """
@@ -199,6 +239,9 @@ def _apply_gradients(
         accepted, spikes = detect_spike(spikes, grad_norm, finite, config.skip_spikes)
     if loss_scale is not None:
         loss_scale = loss_scale.after(finite, config.precision)
+    history = state.amax_history
+    if history is not None and seen is not None:
+        history = updated(history, seen, config.precision.float8_history, finite)
     in_a_row = state.num_nonfinite_in_a_row + jnp.where(finite, 0, 1)
     outcome = StepOutcome(step=state.step, weight=weight, norm=grad_norm, accepted=accepted)
     params, opt_state = update(state.params, state.opt_state, grads, outcome)
@@ -210,7 +253,26 @@ def _apply_gradients(
         opt_state=opt_state,
         spikes=spikes,
         loss_scale=loss_scale,
+        amax_history=history,
     )
+
+
+def _scaling_metrics(
+    state: TrainState, seen: Tree | None, config: StepConfig
+) -> dict[str, jax.Array]:
+    """Return the metrics about the scales of float16 and float8, before the step.
+
+    Args:
+        state: the state before the step.
+        seen: as from `_make_loss_and_grad`.
+        config: settings of the step.
+    """
+    metrics = {}
+    if state.loss_scale is not None:
+        metrics["loss_scale"] = state.loss_scale.value(config.precision)
+    if state.amax_history is not None and seen is not None:
+        metrics |= misfit_metrics(state.amax_history, seen)
+    return metrics
 
 
 def _nonzero(weight: jax.Array) -> jax.Array:

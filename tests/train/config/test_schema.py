@@ -112,7 +112,7 @@ def edited(section: str, key: str, value: object) -> Any:
         ("data", "seed", 3, r"data\.seed: unknown key"),
         ("data", "paths", "a.txt", r"data\.paths='a\.txt' must be"),
         ("mesh", "model", 2.0, r"mesh\.model=2\.0 must be of type int"),
-        ("precision", "compute", "float8", r"precision\.compute='float8' is unknown"),
+        ("precision", "compute", "int8", r"precision\.compute='int8' is unknown"),
         ("precision", "compute", "float64", "set both to float64, or neither"),
         ("pipeline", "schedule", "zigzag", r"pipeline\.schedule='zigzag' is unknown"),
     ],

@@ -1,0 +1,136 @@
+"""Runs in float8: near bfloat16, with the same scales on every mesh, and bit-equal after a stop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoint.lazy import stored_arrays
+from models.layers import float8
+from tests.runs import TINY, arguments, losses, make_run, placed_batch, write_corpus
+from tests.train.refusals import refusal
+from train.main import main
+from train.reporting.metrics import read_metrics
+
+FLOAT8 = (*TINY, "precision.compute=float8")
+BFLOAT16 = (*TINY, "precision.compute=bfloat16")
+MESHES = {
+    "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+    "2x2x2, zero bubble, ZeRO 3": (
+        "mesh.pipeline=2",
+        "mesh.fsdp=2",
+        "mesh.model=2",
+        "pipeline.schedule=zero_bubble",
+        "memory.zero_stage=3",
+    ),
+    "interleaved, uneven": (
+        "mesh.pipeline=2",
+        "pipeline.schedule=interleaved_1f1b",
+        "pipeline.chunks=2",
+        "pipeline.layers_per_stage=2,1,1,0",
+    ),
+    "data=4, host memory": ("mesh.data=4", "memory.zero_stage=1", "memory.placement=host"),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def trained(overrides, num_steps):
+    """Return (losses, exponents of all scales [layers, n, 2]) after some steps."""
+    run, corpus = make_run(overrides)
+    state = run.state_layout.initial()
+    step = run.compile_train_step()
+    found = []
+    batch = placed_batch(run, corpus)
+    for _ in range(num_steps):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    portable = run.state_layout.to_portable(state)
+    history = jnp.asarray(jax.device_get(portable.amax_history["decoder"]))
+    return found, np.asarray(float8.exponents(history))
+
+
+@pytest.mark.thorough(but=["delayed"])
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_losses_are_near_those_of_bfloat16(scaling, corpus):
+    run, data = make_run((*FLOAT8, *corpus, f"precision.float8_scaling={scaling}"))
+    found = losses(run, data, 20)
+    expected = losses(*make_run((*BFLOAT16, *corpus)), 20)
+    np.testing.assert_allclose(found, expected, rtol=0.01)
+    assert found != expected
+
+
+@pytest.mark.thorough(but=["2x2x2"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_losses_and_scales_are_the_same_on_every_mesh(mesh, corpus):
+    overrides = (*FLOAT8, *corpus, "model.dropout=0.0")
+    expected, exponents = trained(overrides, 4)
+    found, found_exponents = trained((*overrides, *MESHES[mesh]), 4)
+    # Sums are rounded to bfloat16 in another order, and float8 magnifies that.
+    np.testing.assert_allclose(found, expected, rtol=3e-3)
+    # A largest value just below a power of two may be rounded to the other side of it.
+    assert np.abs(found_exponents - exponents).max() <= 1
+    assert np.mean(found_exponents == exponents) > 0.9
+
+
+def test_scales_adapt_from_their_first_values(corpus):
+    _, exponents = trained((*FLOAT8, *corpus), 3)
+    first = [float8.FIRST_EXPONENTS[name] for name in float8.WITH_HISTORY]
+    assert exponents.shape == (4, 4, 2)  # four layers of four linear layers
+    assert not (exponents == first).all(axis=(0, 1)).any()
+
+
+def logged(workdir):
+    times = ("step_time_s", "data_wait_s", "tokens_per_s")
+    entries = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in entry.items() if k not in times} for entry in entries]
+
+
+def train(workdir, overrides, num_steps):
+    constant = ("optimizer.schedule=constant", "checkpoint.every_steps=3")
+    assert main(arguments(workdir, (*overrides, *constant, f"train.num_steps={num_steps}"))) == 0
+
+
+def test_resumed_run_is_bitwise_equal(corpus, tmp_path):
+    overrides = (*FLOAT8, *corpus, "eval.every_steps=4")
+    train(tmp_path / "whole", overrides, 8)
+    train(tmp_path / "parts", overrides, 3)
+    train(tmp_path / "parts", overrides, 8)
+    found = [entry for entry in logged(tmp_path / "parts") if entry["step"] != 3]
+    assert found == [entry for entry in logged(tmp_path / "whole") if entry["step"] != 3]
+    assert {"float8_overflows", "float8_underflows"} <= found[0].keys()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("before, after", [(BFLOAT16, FLOAT8), (FLOAT8, BFLOAT16)])
+def test_run_can_change_between_float8_and_bfloat16(before, after, corpus, tmp_path):
+    train(tmp_path, (*before, *corpus), 3)
+    assert ("amax_history.decoder" in stored_arrays(tmp_path / "checkpoints/3")) == (
+        before is FLOAT8
+    )
+    train(tmp_path, (*after, *corpus), 6)
+    found = [entry["loss"] for entry in logged(tmp_path) if "loss" in entry]
+    assert len(found) == 6 and found[-1] < found[0]
+    assert ("amax_history.decoder" in stored_arrays(tmp_path / "checkpoints/6")) == (
+        after is FLOAT8
+    )
+
+
+def test_clipped_values_are_counted(corpus, monkeypatch):
+    def overflows():
+        run, data = make_run((*FLOAT8, *corpus))
+        _, metrics = run.compile_train_step()(run.state_layout.initial(), placed_batch(run, data))
+        return int(metrics["float8_overflows"])
+
+    assert overflows() == 0
+    monkeypatch.setitem(float8.FIRST_EXPONENTS, "input", -12)
+    assert overflows() == 8  # the outputs of the norms; at first, other inputs are smaller
+
+
+def test_model_without_suitable_sizes_is_refused(corpus, tmp_path, capsys):
+    sizes = ("model.embed_dim=40", "model.num_heads=4")
+    error = refusal(tmp_path, (*FLOAT8, *corpus, *sizes, "model.mlp_dim=40"), capsys)
+    assert "no linear layer of model.name='gpt2' has multiples of 16 inputs and outputs" in error
