@@ -1,0 +1,210 @@
+"""Training jobs that others have published, and the jobs of the plot of weak scaling."""
+
+import dataclasses
+
+#: By-layer gathers over all replicas, one microbatch, and nothing recomputed but norms.
+_ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=none")
+#: Blocks save their products except those of the MLP. Between its branches, a block splits its
+#: tokens over `model`.
+_SPLIT_PIPELINE = (
+    "memory.zero_stage=1",
+    "rules.act_tokens=model",
+    "pipeline.remat=none",
+    "train.remat=qkv,attention,attention_out",
+)
+#: Each block's forward runs twice more: once with its chunk's, and once in its own backward.
+_TIGHT_PIPELINE = ("memory.zero_stage=1", "train.remat=full")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A published training job.
+
+    Attributes:
+        name: model and hardware.
+        config: file in configs/ with a size.
+        target: the GPUs, as for `--target`.
+        overrides: overrides of the config.
+        compute: `precision.compute`.
+        published: measured tokens/s per GPU of somebody else; None if there is none for this job.
+        source: who published it.
+    """
+
+    name: str
+    config: str
+    target: str
+    overrides: tuple[str, ...]
+    compute: str = "bfloat16"
+    published: float | None = None
+    source: str = ""
+
+    @property
+    def all_overrides(self) -> list[str]:
+        """The overrides, with that of the precision."""
+        return [*self.overrides, f"precision.compute={self.compute}"]
+
+
+JOBS = (
+    Job(
+        name="LLaMA-2-7B, 8 H100s",
+        config="llama.py:2-7b",
+        target="h100:1x8",
+        overrides=(
+            "mesh.data=8",
+            "data.global_batch_size=16",
+            "data.sequence_length=4096",
+            *_ZERO3,
+        ),
+        published=2 * 4096 / 0.721,
+        source="MaxText, 721 ms a step",
+    ),
+    Job(
+        name="LLaMA-3-8B, 8 H100s",
+        config="llama.py:3-8b",
+        target="h100:1x8",
+        overrides=("mesh.data=8", "data.global_batch_size=8", *_ZERO3),
+        published=6667,
+        source="torchtitan",
+    ),
+    Job(
+        name="LLaMA-3-8B, 8 H100s, float8",
+        config="llama.py:3-8b",
+        target="h100:1x8",
+        overrides=("mesh.data=8", "data.global_batch_size=8", *_ZERO3),
+        compute="float8",
+        published=8532,
+        source="torchtitan",
+    ),
+    Job(
+        name="LLaMA-3-70B, 64 H100s, ZeRO 3",
+        config="llama.py:3-70b",
+        target="h100:8x8",
+        overrides=(
+            "mesh.data=64",
+            "data.global_batch_size=64",
+            "memory.zero_stage=3",
+            "train.num_microbatches=1",
+            "train.remat=full",
+        ),
+    ),
+    Job(
+        name="LLaMA-3-70B, 64 H100s, ZeRO 3, float8",
+        config="llama.py:3-70b",
+        target="h100:8x8",
+        overrides=(
+            "mesh.data=64",
+            "data.global_batch_size=64",
+            "memory.zero_stage=3",
+            "train.num_microbatches=1",
+            "train.remat=full",
+        ),
+        compute="float8",
+        published=1602,
+        source="Megatron-Bridge",
+    ),
+    Job(
+        name="LLaMA-3-70B, 64 H100s, pipeline",
+        config="llama.py:3-70b",
+        target="h100:8x8",
+        overrides=(
+            "mesh.pipeline=4",
+            "mesh.data=2",
+            "mesh.model=8",
+            "data.global_batch_size=64",
+            "train.num_microbatches=32",
+            *_SPLIT_PIPELINE,
+        ),
+    ),
+    Job(
+        name="LLaMA-3-70B, 256 H200s",
+        config="llama.py:3-70b",
+        target="h200:32x8",
+        overrides=(
+            "mesh.data=256",
+            "data.global_batch_size=256",
+            "memory.zero_stage=3",
+            "train.num_microbatches=1",
+            "train.remat=full",
+        ),
+        published=1056,
+        source="MaxText",
+    ),
+    Job(
+        name="LLaMA-3.1-405B, 512 H100s",
+        config="llama.py:3.1-405b",
+        target="h100:64x8",
+        overrides=(
+            "mesh.pipeline=16",
+            "mesh.data=4",
+            "mesh.model=8",
+            "data.global_batch_size=256",
+            "train.num_microbatches=64",
+            *_TIGHT_PIPELINE,
+        ),
+    ),
+    Job(
+        name="LLaMA-3.1-405B, 1,024 H100s",
+        config="llama.py:3.1-405b",
+        target="h100:128x8",
+        overrides=(
+            "mesh.pipeline=16",
+            "mesh.data=8",
+            "mesh.model=8",
+            "data.global_batch_size=512",
+            "train.num_microbatches=64",
+            *_TIGHT_PIPELINE,
+        ),
+    ),
+    Job(
+        name="GPT-3 175B, 1,024 H100s",
+        config="gpt2.py:175b",
+        target="h100:128x8",
+        overrides=(
+            "mesh.pipeline=8",
+            "mesh.data=16",
+            "mesh.model=8",
+            "data.global_batch_size=1536",
+            "train.num_microbatches=96",
+            *_SPLIT_PIPELINE,
+        ),
+    ),
+)
+
+
+def _scaled(name: str, config: str, num_gpus: int, *overrides: str) -> Job:
+    return Job(
+        name=f"{name}, {num_gpus:,} H100s",
+        config=config,
+        target=f"h100:{num_gpus // 8}x8",
+        overrides=overrides,
+    )
+
+
+#: Weak scaling, model -> jobs: the number of sequences per GPU is the same for all of them.
+SCALING = {
+    "LLaMA-3-8B": [
+        _scaled(
+            "LLaMA-3-8B",
+            "llama.py:3-8b",
+            count,
+            f"mesh.data={count}",
+            f"data.global_batch_size={count}",
+            *_ZERO3,
+        )
+        for count in (8, 64, 512, 4096)
+    ],
+    "LLaMA-3-70B": [
+        _scaled(
+            "LLaMA-3-70B",
+            "llama.py:3-70b",
+            count,
+            "mesh.pipeline=4",
+            f"mesh.data={count // 32}",
+            "mesh.model=8",
+            f"data.global_batch_size={count}",
+            "train.num_microbatches=32",
+            *_SPLIT_PIPELINE,
+        )
+        for count in (64, 512, 4096)
+    ],
+}
