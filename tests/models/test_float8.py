@@ -1,5 +1,7 @@
 """Products in float8, compared with numpy and ml_dtypes in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -42,7 +44,7 @@ def scaling(exponents):
 
 
 def check_products(x, kernel, dy, given, scales):
-    y, vjp = jax.vjp(lambda *args: float8.product(*args[:2], 2, args[2]), x, kernel, given)
+    y, vjp = jax.vjp(lambda x, kernel, given: float8.product(x, kernel, 2, given), x, kernel, given)
     (dx, dkernel, _) = vjp(dy)
     x8 = rounded(x, E4M3, scales[0]).reshape(24, 32)
     dy8 = rounded(dy, E5M2, scales[1])
@@ -167,7 +169,7 @@ def test_only_layers_with_suitable_sizes_are_in_float8():
 
 
 def test_layers_of_one_input_share_its_scale():
-    mlp = MLP(
+    mlp: Any = MLP(
         16, 32, activation="silu", is_gated=True, use_bias=False, stddevs=(1, 1), rngs=nnx.Rngs(0)
     )
     paths = [path for (path,) in float8_linears(mlp)]

@@ -49,6 +49,7 @@ def trained(overrides, num_steps):
         state, metrics = step(state, batch)
         found.append(float(metrics["loss"]))
     portable = run.state_layout.to_portable(state)
+    assert portable.amax_history is not None
     history = jnp.asarray(jax.device_get(portable.amax_history["decoder"]))
     return found, np.asarray(float8.exponents(history))
 
