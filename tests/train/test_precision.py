@@ -196,7 +196,7 @@ def test_gradients_are_reduced_in_the_configured_dtype(stage, corpus_overrides):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"compute": "float8"}, "precision.compute='float8' is unknown; choose bfloat16, float16"),
+        ({"compute": "int8"}, "precision.compute='int8' is unknown; choose bfloat16, float16"),
         ({"params": "float16"}, "precision.params='float16' is unknown"),
         ({"reduce": "float16"}, "sums over tokens exceed the range of float16 unless"),
         ({"reduce": "int8"}, "choose bfloat16, float16, float32 or None"),
