@@ -62,8 +62,8 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
     own = _OwnFiles(data_dir / name, cache_path / f"tfds-{name}.digests") if name in _OWN else None
     if own is None or own.are_intact():
         builder = _make_builder(name, data_dir)
-        check(builder)  # Before anything large is downloaded.
         if _is_prepared(builder):
+            check(builder)
             return builder
     # The lock is not stored in data_dir, which may be shared and read-only for this user.
     lock_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
@@ -71,7 +71,7 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
         if own is not None and not own.are_intact():
             own.remove()
         builder = _make_builder(name, data_dir)
-        check(builder)
+        check(builder)  # Before anything large is downloaded.
         if not _is_prepared(builder):
             _prepare(builder, name)
         if own is not None:

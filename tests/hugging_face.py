@@ -10,6 +10,17 @@ import transformers
 #: Special tokens of the tokenizer, with the first ids; the other tokens are bytes.
 SPECIAL = ("<pad>", "</s>", "[CLS]", "[SEP]", "[MASK]", *(f"<extra_id_{i}>" for i in range(100)))
 
+#: Sizes of a tiny OPT.
+OPT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "word_embed_proj_dim": 16,
+    "ffn_dim": 24,
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+}
+
 
 def save_tokenizer(directory: Path) -> int:
     """Write a byte-level tokenizer.json; return its vocabulary size."""

@@ -4,6 +4,11 @@ import dataclasses
 
 #: By-layer gathers over all replicas, one microbatch, and nothing recomputed but norms.
 _ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=none")
+#: The same, but whole blocks are recomputed.
+_ZERO3_RECOMPUTED = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=full")
+#: Jobs that are compared in bfloat16 and in float8.
+_LLAMA_8B = ("mesh.data=8", "data.global_batch_size=8", *_ZERO3)
+_LLAMA_70B = ("mesh.data=64", "data.global_batch_size=64", *_ZERO3_RECOMPUTED)
 #: Blocks save their products except those of the MLP. Between its branches, a block splits its
 #: tokens over `model`.
 _SPLIT_PIPELINE = (
@@ -40,7 +45,7 @@ class Job:
 
     @property
     def all_overrides(self) -> list[str]:
-        """The overrides, with that of the precision."""
+        """All overrides, including `precision.compute`."""
         return [*self.overrides, f"precision.compute={self.compute}"]
 
 
@@ -62,7 +67,7 @@ JOBS = (
         name="LLaMA-3-8B, 8 H100s",
         config="llama.py:3-8b",
         target="h100:1x8",
-        overrides=("mesh.data=8", "data.global_batch_size=8", *_ZERO3),
+        overrides=_LLAMA_8B,
         published=6667,
         source="torchtitan",
     ),
@@ -70,7 +75,7 @@ JOBS = (
         name="LLaMA-3-8B, 8 H100s, float8",
         config="llama.py:3-8b",
         target="h100:1x8",
-        overrides=("mesh.data=8", "data.global_batch_size=8", *_ZERO3),
+        overrides=_LLAMA_8B,
         compute="float8",
         published=8532,
         source="torchtitan",
@@ -79,25 +84,13 @@ JOBS = (
         name="LLaMA-3-70B, 64 H100s, ZeRO 3",
         config="llama.py:3-70b",
         target="h100:8x8",
-        overrides=(
-            "mesh.data=64",
-            "data.global_batch_size=64",
-            "memory.zero_stage=3",
-            "train.num_microbatches=1",
-            "train.remat=full",
-        ),
+        overrides=_LLAMA_70B,
     ),
     Job(
         name="LLaMA-3-70B, 64 H100s, ZeRO 3, float8",
         config="llama.py:3-70b",
         target="h100:8x8",
-        overrides=(
-            "mesh.data=64",
-            "data.global_batch_size=64",
-            "memory.zero_stage=3",
-            "train.num_microbatches=1",
-            "train.remat=full",
-        ),
+        overrides=_LLAMA_70B,
         compute="float8",
         published=1602,
         source="Megatron-Bridge",
@@ -122,9 +115,7 @@ JOBS = (
         overrides=(
             "mesh.data=256",
             "data.global_batch_size=256",
-            "memory.zero_stage=3",
-            "train.num_microbatches=1",
-            "train.remat=full",
+            *_ZERO3_RECOMPUTED,
         ),
         published=1056,
         source="MaxText",

@@ -172,7 +172,7 @@ def updated_history(history: jax.Array, seen: jax.Array, length: int) -> jax.Arr
 
 
 def exponents(history: jax.Array) -> jax.Array:
-    """Return the exponents of the scales, int32[..., 2]: those of the highest bins in use."""
+    """Return the exponents of the scales, int32[..., 2], taken from the highest bins in use."""
     first = jnp.asarray([FIRST_EXPONENTS[name] for name in WITH_HISTORY], jnp.int32)
     return jnp.where(jnp.any(history > 0, axis=-1), _highest(history), first)
 

@@ -8,7 +8,7 @@ import pytest
 
 from convert.from_hf import load
 from docs.examples import shard_a_tensor
-from tests.hugging_face import save_model
+from tests.hugging_face import OPT, save_model
 from tests.runs import ROOT, losses, make_run
 
 EXAMPLE = str(ROOT / "docs" / "examples" / "gated_mean_config.py")
@@ -18,16 +18,7 @@ SHORT = (
     "model.embed_dim=32",
     "data.name=docs.examples.own_parts:poems",
 )
-#: Sizes of tiny Hugging Face models.
-OPT = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_size": 16,
-    "word_embed_proj_dim": 16,
-    "ffn_dim": 24,
-    "max_position_embeddings": 32,
-    "dropout": 0.0,
-}
+#: Sizes of a tiny Hugging Face model.
 T5 = {
     "d_model": 16,
     "d_kv": 8,

@@ -39,7 +39,7 @@ class TrainState:
     opt_state: Tree  # without frozen parameters
     spikes: Spikes | None  # None without train.skip_spikes
     loss_scale: LossScale | None  # None unless precision.compute is float16
-    # stack -> float32[layers, n, 3, NUM_BINS], see amax_history.py; None without delayed scaling
+    # stack -> float32[layers, n, 2, NUM_BINS], see amax_history.py; None without delayed scaling
     amax_history: dict[str, Any] | None
 
 

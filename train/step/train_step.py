@@ -226,7 +226,7 @@ def _apply_gradients(
         weight: sum of weights, by which `update` divides the gradients.
         loss: mean loss.
         grad_norm: global norm of the divided gradients.
-        seen: the largest values of this step, as from `_make_loss_and_grad`.
+        seen: the scales that this step needed, as from `_make_loss_and_grad`.
         update: the optimizer update.
         config: settings of the step.
     """

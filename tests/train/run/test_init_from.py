@@ -18,7 +18,7 @@ from convert.to_hf import convert as to_hf
 from data.batches import validation_batches
 from data.text.text_corpus import load_text
 from sharding.mesh import make_mesh
-from tests.hugging_face import save_model
+from tests.hugging_face import OPT, save_model
 from tests.runs import ROOT, write_corpus
 from tests.train.meshes.models_on_meshes import write_labelled
 from tests.train.test_main import error_line, run_main
@@ -29,15 +29,6 @@ from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
-OPT = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_size": 16,
-    "word_embed_proj_dim": 16,
-    "ffn_dim": 24,
-    "max_position_embeddings": 32,
-    "dropout": 0.0,
-}
 BERT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
