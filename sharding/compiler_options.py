@@ -88,13 +88,21 @@ OPTIONS = (
     ),
 )
 
-#: For steps that fit without it.
 NO_REMATERIALIZATION = CompilerOption(
     name="xla_disable_hlo_passes",
     value="rematerialization",
     reason="the step fits into memory, so XLA need not recompute anything to save some; what is "
     "recomputed is for train.remat to decide",
 )
+OVERLAP = CompilerOption(
+    name="xla_gpu_memory_limit_slop_factor",
+    value="200",
+    reason="the step fits into memory, so collectives may run at the same time as kernels; by "
+    "default XLA's scheduler gives this up for a step that needs more than about three quarters of "
+    "the memory",
+)
+#: For steps that fit into memory with them.
+MEMORY_FOR_SPEED = (NO_REMATERIALIZATION, OVERLAP)
 
 #: For steps that multiply in float8.
 SEPARATE_PRODUCTS = CompilerOption(
@@ -106,23 +114,28 @@ SEPARATE_PRODUCTS = CompilerOption(
 
 
 def options_for(
-    hardware: Hardware, *, is_described: bool, rematerializes: bool, in_float8: bool = False
+    hardware: Hardware, *, is_described: bool, saves_memory: bool, in_float8: bool = False
 ) -> list[CompilerOption]:
     """Return the options for a step, except those that the user sets in XLA_FLAGS.
 
     Args:
         hardware: the devices that the step is compiled for.
         is_described: whether they are only described, as in `Target`.
-        rematerializes: whether XLA may recompute values if the step needs too much memory.
+        saves_memory: whether XLA may make the step slower to save memory, because it does not fit
+            otherwise.
         in_float8: whether the step multiplies in float8.
     """
     if hardware.platform != "gpu":
         return []
     given = flags_in(os.environ.get("XLA_FLAGS", ""))
-    others = [(not rematerializes, NO_REMATERIALIZATION), (in_float8, SEPARATE_PRODUCTS)]
+    options = [*OPTIONS]
+    if not saves_memory:
+        options += MEMORY_FOR_SPEED
+    if in_float8:
+        options.append(SEPARATE_PRODUCTS)
     return [
         option
-        for option in [*OPTIONS, *(option for is_used, option in others if is_used)]
+        for option in options
         if hardware.compute_capability >= option.since
         and jax.__version_info__ >= option.since_jax
         and is_described >= option.only_described

@@ -7,7 +7,7 @@ per host:
     target = parse_target("h100:8x8")
     mesh = make_mesh(MeshConfig(pipeline=4, data=2, model=8), target.devices())
     hardware = hardware_of(target.devices()[0])
-    options = options_for(hardware, is_described=True, rematerializes=False)
+    options = options_for(hardware, is_described=True, saves_memory=False)
     compiled = target.compile(jax.jit(step).trace(state, batch), mesh, options)
 
 The compiler is part of jax's CUDA plugin, which does not need a driver for this.

@@ -35,7 +35,7 @@ EMBED = 2048
 
 def compiled_text(function: Callable, mesh: Mesh, *arguments: Any) -> str:
     hardware = hardware_of(mesh.devices.flat[0])
-    options = options_for(hardware, is_described=True, rematerializes=True)
+    options = options_for(hardware, is_described=True, saves_memory=True)
     with jax.set_mesh(mesh):
         traced = jax.jit(function).trace(*arguments)
         compiled = TARGET.compile(traced, mesh, options)

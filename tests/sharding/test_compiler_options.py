@@ -4,7 +4,7 @@ import pytest
 
 from sharding import compiler_options
 from sharding.compiler_options import (
-    NO_REMATERIALIZATION,
+    MEMORY_FOR_SPEED,
     OPTIONS,
     SEPARATE_PRODUCTS,
     as_dict,
@@ -19,18 +19,18 @@ V100 = Hardware(platform="gpu", device_kind="Tesla V100-SXM2-16GB", compute_capa
 H100 = Hardware(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability=9.0)
 
 
-def names_for(hardware, *, is_described=False, rematerializes=True, in_float8=False):
+def names_for(hardware, *, is_described=False, saves_memory=True, in_float8=False):
     options = options_for(
         hardware,
         is_described=is_described,
-        rematerializes=rematerializes,
+        saves_memory=saves_memory,
         in_float8=in_float8,
     )
     return {option.name for option in options}
 
 
 def test_cpus_have_no_options():
-    assert options_for(CPU, is_described=False, rematerializes=False) == []
+    assert options_for(CPU, is_described=False, saves_memory=False) == []
     assert describe_options([]) == "compiler  XLA's defaults"
 
 
@@ -53,9 +53,10 @@ def test_options_wait_for_the_version_of_jax_that_has_them(monkeypatch):
     assert name in names_for(H100, is_described=True)
 
 
-def test_xla_recomputes_only_where_asked(monkeypatch):
+def test_xla_saves_memory_only_where_asked(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert names_for(H100, rematerializes=False) - names_for(H100) == {NO_REMATERIALIZATION.name}
+    names = names_for(H100, saves_memory=False) - names_for(H100)
+    assert names == {option.name for option in MEMORY_FOR_SPEED}
 
 
 def test_products_in_float8_stay_separate(monkeypatch):
@@ -66,18 +67,18 @@ def test_products_in_float8_stay_separate(monkeypatch):
 def test_flags_of_the_user_take_precedence(monkeypatch, tmp_path):
     flags = "--xla_gpu_enable_triton_gemm --xla_disable_hlo_passes=fusion"
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert names_for(H100, rematerializes=False) == set()
+    assert names_for(H100, saves_memory=False) == {"xla_gpu_memory_limit_slop_factor"}
     assert names_for(H100, is_described=True) > {"xla_gpu_collect_cost_model_stats"}
     file = tmp_path / "flags.txt"
     file.write_text(flags.replace(" ", "\n"))
     monkeypatch.setenv("XLA_FLAGS", str(file))
-    assert names_for(H100, rematerializes=False) == set()
+    assert names_for(H100, saves_memory=False) == {"xla_gpu_memory_limit_slop_factor"}
     with pytest.raises(FileNotFoundError):
         flags_in(str(tmp_path / "missing.txt"))
 
 
 def test_every_option_says_why():
-    for option in (*OPTIONS, NO_REMATERIALIZATION):
+    for option in (*OPTIONS, *MEMORY_FOR_SPEED, SEPARATE_PRODUCTS):
         assert f"{option.name}={option.value}: {option.reason}" in describe_options([option])
         assert as_dict([option]) == {option.name: option.value}
         assert len(option.reason.split()) > 5

@@ -161,18 +161,18 @@ class Run:
         return self._compile_train_step().options
 
     def _compile(self, traced: jax.stages.Traced) -> _CompiledStep:
-        """Compile without XLA's rematerialization; with it only if the step needs too much."""
-        step = self._compile_with(traced, rematerializes=False)
+        """Compile for speed; if the step then needs too much memory, so that XLA saves some."""
+        step = self._compile_with(traced, saves_memory=False)
         needs = memory(step.compiled).in_all
         if self.hardware.platform == "gpu" and needs is not None and needs > self.device_budget:
-            return self._compile_with(traced, rematerializes=True)
+            return self._compile_with(traced, saves_memory=True)
         return step
 
-    def _compile_with(self, traced: jax.stages.Traced, *, rematerializes: bool) -> _CompiledStep:
+    def _compile_with(self, traced: jax.stages.Traced, *, saves_memory: bool) -> _CompiledStep:
         options = options_for(
             self.hardware,
             is_described=self.target is not None,
-            rematerializes=rematerializes,
+            saves_memory=saves_memory,
             in_float8=self.config.precision.in_float8,
         )
         with use_mesh(self.trace_mesh):
