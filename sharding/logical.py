@@ -27,6 +27,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -95,6 +96,27 @@ def scatter_tokens(x_BTD: jax.Array) -> jax.Array:
 def gather_tokens(x_BTD: jax.Array) -> jax.Array:
     """Gather the input of a branch over the axes of `act_tokens`; no change without such axes."""
     return _over(x_BTD, ()) if _token_axes(x_BTD) else x_BTD
+
+
+@contextlib.contextmanager
+def whole_tokens() -> Iterator[None]:
+    """Within this block, no tokens are split over the axes of `act_tokens`.
+
+    For the functions outside all blocks, which may slice or join tokens. For split tokens XLA would
+    exchange parts of them with a permutation, and on CPUs a permutation waits for all devices, even
+    for those of other stages, which do not run the function.
+    """
+    rules = _active_rules.get()
+    token = _active_rules.set(None if rules is None else {**rules, "act_tokens": ()})
+    try:
+        yield
+    finally:
+        _active_rules.reset(token)
+
+
+def gather_activations(activations: Any) -> Any:
+    """Gather the tokens of all activations [B, T, D] in a tree, as `gather_tokens` does."""
+    return jax.tree.map(lambda x: gather_tokens(x) if x.ndim == 3 else x, activations)
 
 
 def _token_axes(x_BTD: jax.Array) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ from jax.core import Tracer
 from fields.numbers import MAX_LAYERS, number_problem, shown
 from models.layers.attention import Segments
 from models.losses import chunked_vocab_loss, make_token_loss
-from sharding.logical import gather_tokens
 
 
 def text_batch(
@@ -128,7 +127,7 @@ def vocab_loss(
         bias_V: as for `models.losses.chunked_vocab_loss`.
     """
     total = chunked_vocab_loss(
-        gather_tokens(x_BTD).reshape(-1, x_BTD.shape[-1]),
+        x_BTD.reshape(-1, x_BTD.shape[-1]),
         table_VD,
         batch["targets"].reshape(-1),
         batch["weights"].reshape(-1),

@@ -14,6 +14,7 @@ from sharding.logical import (
     constrain,
     constrain_residual,
     first_example,
+    gather_activations,
     gather_batch,
     gather_tokens,
     manual_axes,
@@ -22,6 +23,7 @@ from sharding.logical import (
     scatter_tokens,
     sum_over,
     sum_over_batch,
+    whole_tokens,
 )
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.pipeline.runtime.gather import on_shards
@@ -85,6 +87,18 @@ def test_tokens_that_the_axes_do_not_divide_stay_whole():
 
 def test_sequence_split_by_context_stays_as_it_is():
     assert tokens_shape(constrain_residual, 8, 4, context=2, model=2) == (8, 2, 3)
+
+
+def test_functions_outside_blocks_see_whole_tokens():
+    def inside(array):
+        with whole_tokens():
+            return constrain_residual(array)
+
+    def outside(array):
+        return gather_activations({"x": constrain_residual(array)})["x"]
+
+    assert tokens_shape(lambda a: inside(outside(a)), 8, 4, model=2) == (8, 4, 3)
+    assert tokens_shape(lambda a: constrain_residual(inside(a)), 8, 4, model=2) == (4, 4, 3)
 
 
 def test_default_rules_do_not_split_tokens():

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from sharding.estimate.labels import counted_as
-from sharding.logical import runs_alone
+from sharding.logical import gather_activations, runs_alone, whole_tokens
 from sharding.pipeline.runtime.layers import Layers, Residuals
 from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.tick_plan import Slots
@@ -273,12 +273,17 @@ class Chunks:
 def running_alone(
     stack: str, before: Callable[[Tree, Tree, Tree], Tree] | None
 ) -> Callable[[Tree, Tree, Tree], Tree] | None:
-    """Make `before` fail if it uses an axis split over stages, because only one stage runs it."""
+    """Return `before` with whole tokens, and with an error if it uses an axis split over stages.
+
+    Only one stage runs it.
+    """
     if before is None:
         return None
 
     def run(non_stack_params: Tree, x: Tree, microbatch: Tree) -> Tree:
-        with runs_alone(f"before_{stack}"):
-            return before(non_stack_params, x, microbatch)
+        x = gather_activations(x)
+        with runs_alone(f"before_{stack}"), whole_tokens():
+            y = before(non_stack_params, x, microbatch)
+        return gather_activations(y)
 
     return run
