@@ -6,6 +6,7 @@ from sharding import compiler_options
 from sharding.compiler_options import (
     MEMORY_FOR_SPEED,
     OPTIONS,
+    OVERLAP,
     SEPARATE_PRODUCTS,
     as_dict,
     describe_options,
@@ -67,12 +68,12 @@ def test_products_in_float8_stay_separate(monkeypatch):
 def test_flags_of_the_user_take_precedence(monkeypatch, tmp_path):
     flags = "--xla_gpu_enable_triton_gemm --xla_disable_hlo_passes=fusion"
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert names_for(H100, saves_memory=False) == {"xla_gpu_memory_limit_slop_factor"}
+    assert names_for(H100, saves_memory=False) == {OVERLAP.name}
     assert names_for(H100, is_described=True) > {"xla_gpu_collect_cost_model_stats"}
     file = tmp_path / "flags.txt"
     file.write_text(flags.replace(" ", "\n"))
     monkeypatch.setenv("XLA_FLAGS", str(file))
-    assert names_for(H100, saves_memory=False) == {"xla_gpu_memory_limit_slop_factor"}
+    assert names_for(H100, saves_memory=False) == {OVERLAP.name}
     with pytest.raises(FileNotFoundError):
         flags_in(str(tmp_path / "missing.txt"))
 

@@ -161,7 +161,7 @@ class Run:
         return self._compile_train_step().options
 
     def _compile(self, traced: jax.stages.Traced) -> _CompiledStep:
-        """Compile for speed; if the step then needs too much memory, so that XLA saves some."""
+        """Compile for speed, and a second time to save memory if the step does not fit."""
         step = self._compile_with(traced, saves_memory=False)
         needs = memory(step.compiled).in_all
         if self.hardware.platform == "gpu" and needs is not None and needs > self.device_budget:
