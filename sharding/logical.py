@@ -26,7 +26,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -98,25 +98,29 @@ def gather_tokens(x_BTD: jax.Array) -> jax.Array:
     return _over(x_BTD, ()) if _token_axes(x_BTD) else x_BTD
 
 
-@contextlib.contextmanager
-def whole_tokens() -> Iterator[None]:
-    """Within this block, no tokens are split over the axes of `act_tokens`.
+def on_whole_tokens(function: Callable[..., Any], *activations: Any) -> Any:
+    """Return function(*activations), with tokens that are not split over the axes of `act_tokens`.
 
     For the functions outside all blocks, which may slice or join tokens. For split tokens XLA would
-    exchange parts of them with a permutation, and on CPUs a permutation waits for all devices, even
-    for those of other stages, which do not run the function.
+    exchange parts of them with a permutation. On CPUs a permutation waits for all devices, but only
+    the devices of one stage run the function.
+
+    Args:
+        function: returns a tree of arrays.
+        *activations: trees of arrays; the tokens of those that are [B, T, D] are gathered, as are
+            those of the result.
     """
     rules = _active_rules.get()
-    token = _active_rules.set(None if rules is None else {**rules, "act_tokens": ()})
-    try:
-        yield
-    finally:
-        _active_rules.reset(token)
+    if rules is None or not automatic_axes("act_tokens"):
+        return function(*activations)
 
+    def gathered(tree: Any) -> Any:
+        return jax.tree.map(lambda x: gather_tokens(x) if x.ndim == 3 else x, tree)
 
-def gather_activations(activations: Any) -> Any:
-    """Gather the tokens of all activations [B, T, D] in a tree, as `gather_tokens` does."""
-    return jax.tree.map(lambda x: gather_tokens(x) if x.ndim == 3 else x, activations)
+    inputs = gathered(activations)
+    with axis_rules({**rules, "act_tokens": ()}):
+        result = function(*inputs)
+    return gathered(result)
 
 
 def _token_axes(x_BTD: jax.Array) -> tuple[str, ...]:
@@ -133,7 +137,7 @@ def _token_axes(x_BTD: jax.Array) -> tuple[str, ...]:
 
 
 def _over(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Split the tokens, [B·T], over these axes in addition to those of the batch.
+    """Split the tokens, [B·T], over the axes of the batch and over these axes.
 
     Products compute with all tokens in one dimension. XLA makes a reduce-scatter out of a sum and a
     split of the same dimension only.

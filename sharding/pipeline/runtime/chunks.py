@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from sharding.estimate.labels import counted_as
-from sharding.logical import gather_activations, runs_alone, whole_tokens
+from sharding.logical import on_whole_tokens, runs_alone
 from sharding.pipeline.runtime.layers import Layers, Residuals
 from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.tick_plan import Slots
@@ -281,9 +281,7 @@ def running_alone(
         return None
 
     def run(non_stack_params: Tree, x: Tree, microbatch: Tree) -> Tree:
-        x = gather_activations(x)
-        with runs_alone(f"before_{stack}"), whole_tokens():
-            y = before(non_stack_params, x, microbatch)
-        return gather_activations(y)
+        with runs_alone(f"before_{stack}"):
+            return on_whole_tokens(lambda x: before(non_stack_params, x, microbatch), x)
 
     return run

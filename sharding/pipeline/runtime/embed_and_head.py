@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding.collectives import psum
-from sharding.logical import gather_activations, whole_tokens
+from sharding.logical import on_whole_tokens
 from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.tick_plan import Operation, TickPlan
@@ -79,10 +79,10 @@ class EmbedAndHead:
 
     def teacher_outputs(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Return the outputs of the model's `teach`, which runs in place of the head."""
-        assert self._functions.teach is not None
-        x = gather_activations(self._packed.unpack(x, self._head_input_type))
-        with whole_tokens():
-            return self._functions.teach(self._non_stack_params, x, microbatch)
+        teach = self._functions.teach
+        assert teach is not None
+        x = self._packed.unpack(x, self._head_input_type)
+        return on_whole_tokens(lambda x: teach(self._non_stack_params, x, microbatch), x)
 
     def head_gradient(self, x: Tree, microbatch: Tree) -> tuple[dict, Tree, Tree]:
         """Return (sums, gradients of the non-stack parameters, gradient of x)."""
@@ -96,14 +96,14 @@ class EmbedAndHead:
         return sums, non_stack_grads, dx
 
     def _embed(self, non_stack_params: Tree, microbatch: Tree) -> Tree:
-        with whole_tokens():
-            x = self._functions.embed(non_stack_params, microbatch)
-        return self._packed.pack(gather_activations(x))
+        x = on_whole_tokens(lambda: self._functions.embed(non_stack_params, microbatch))
+        return self._packed.pack(x)
 
     def _sums(self, non_stack_params: Tree, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
-        x = gather_activations(self._packed.unpack(x, self._head_input_type))
-        with whole_tokens():
-            loss, weight, metrics = self._functions.head(non_stack_params, x, microbatch)
+        x = self._packed.unpack(x, self._head_input_type)
+        loss, weight, metrics = on_whole_tokens(
+            lambda x: self._functions.head(non_stack_params, x, microbatch), x
+        )
         return jax.tree.map(jnp.asarray, {"loss": loss, "weight": weight, **metrics})
 
 
