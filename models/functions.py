@@ -47,6 +47,8 @@ class ModelFunctions:
     # stack -> paths of the kernels of a block whose products are in float8; see models/layers
     float8_kernels: Mapping[str, tuple[tuple, ...]]
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
+    # As from `split`: whether each parameter is frozen; None: no parameter is.
+    frozen: dict[str, Tree] | None = None
 
     def with_teacher_output_types(
         self, non_stack_params: Tree, x: Tree, microbatch: dict[str, Any]

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 
 #: A `JaxprEqn`. As jax declares it, the types of its variables have neither shape nor memory space.
 Equation = Any
@@ -84,6 +85,21 @@ def _evaluate_inlined(closed: ClosedJaxpr, args: Sequence) -> list:
         else:
             evaluate([eqn], env)
     return [value_of(v, env) for v in jaxpr.outvars]
+
+
+def reads(function: Callable, params: Any, *args: Any) -> Any:
+    """Return a bool per leaf of `params`: whether a result of the function depends on it.
+
+    Args:
+        function: `(params, *args) -> results`.
+        params: a tree of arrays or ShapeDtypeStructs.
+        *args: further arguments.
+    """
+    # Dead-code elimination marks the inputs that no output depends on.
+    jaxpr = jax.make_jaxpr(function)(params, *args).jaxpr
+    _, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    structure = jax.tree.structure(params)
+    return jax.tree.unflatten(structure, is_read[: structure.num_leaves])
 
 
 def environment(closed: ClosedJaxpr, inputs: Sequence) -> Environment:

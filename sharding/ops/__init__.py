@@ -1,1 +1,1 @@
-"""Operations that need a `shard_map` of their own."""
+"""Operations that are written for how XLA partitions or compiles them."""

@@ -19,6 +19,7 @@ from sharding.analysis.cost.trace import trace
 from sharding.analysis.targets import parse_target
 from sharding.compiler_options import options_for
 from sharding.hardware import hardware_of
+from sharding.ops.update_if import update_if
 from sharding.pipeline.runtime.tick_plan import TICKS, scope_of
 from train.planning.step_time import machine_of
 
@@ -124,7 +125,7 @@ def test_predict_the_bubble_of_ticks():
 
         def tick(x, row):
             with jax.named_scope(scope_of("F")):
-                x = jax.lax.cond(row[stage], lambda x: jnp.tanh(x @ w[0]), lambda x: x, x)
+                x = update_if(None, row[stage], lambda x: jnp.tanh(x @ w[0]), x)
             return jax.lax.ppermute(x, "pipeline", [(i, i + 1) for i in range(7)]), None
 
         with jax.named_scope(TICKS):

@@ -44,9 +44,7 @@ def frozen_params(params: Tree, patterns: Sequence[str]) -> Tree:
 
 
 def with_frozen_params(functions: ModelFunctions, frozen: Tree) -> ModelFunctions:
-    """Stop the gradients of frozen parameters in all functions of a model.
-
-    XLA then removes their computation from the step.
+    """Stop the gradients of frozen parameters in all functions of a model, and mark them.
 
     Args:
         functions: the model's functions.
@@ -75,4 +73,5 @@ def with_frozen_params(functions: ModelFunctions, frozen: Tree) -> ModelFunction
         },
         before={stack: freeze_non_stack(before) for stack, before in functions.before.items()},
         head=freeze_non_stack(functions.head),
+        frozen=marks,
     )

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from models.functions import ModelFunctions
+from sharding.jaxprs import reads
 
 Tree = Any
 
@@ -61,11 +61,8 @@ def depths_of(functions: ModelFunctions, params: Tree, batch: Tree) -> Depths:
 
 def _read_by(function: Callable, non_stack_params: Tree, *args: Tree) -> list[tuple]:
     """Return the paths of the parameters that `function(non_stack_params, *args)` depends on."""
-    # Dead-code elimination marks the inputs that no output depends on.
-    jaxpr = jax.make_jaxpr(function)(non_stack_params, *args).jaxpr
-    _, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(non_stack_params)]
-    return [path for path, read in zip(paths, is_read, strict=False) if read]
+    is_read = reads(function, non_stack_params, *args)
+    return [path for path, read in jax.tree_util.tree_leaves_with_path(is_read) if read]
 
 
 def scaled_by_depth(

@@ -60,7 +60,11 @@ def with_scaled_blocks(functions: ModelFunctions) -> ModelFunctions:
         stack: scaled(block) if functions.float8_kernels[stack] else block
         for stack, block in functions.blocks.items()
     }
-    return dataclasses.replace(functions, blocks=blocks)
+    frozen = functions.frozen
+    if frozen is not None:
+        scaled_stacks = [stack for stack, kernels in functions.float8_kernels.items() if kernels]
+        frozen = _with(frozen, dict.fromkeys(scaled_stacks, False))
+    return dataclasses.replace(functions, blocks=blocks, frozen=frozen)
 
 
 def with_scaling(params: Tree, history: History, functions: ModelFunctions, dtype: Any) -> Tree:

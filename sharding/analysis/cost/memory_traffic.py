@@ -37,14 +37,16 @@ def moved_bytes(module: Module, instruction: Instruction) -> int:
     return total + _result_bytes(instruction, output)
 
 
-def _read_bytes(parameter: Instruction, readers: Mapping[str, list[Instruction]]) -> int:
-    """Return the bytes that a fusion reads from one of its parameters."""
-    whole = sum(array.bytes for array in arrays_of(parameter.type))
+def _read_bytes(source: Instruction, readers: Mapping[str, list[Instruction]]) -> int:
+    """Return the bytes that a fusion reads from one of its parameters, or a bitcast of one."""
+    whole = sum(array.bytes for array in arrays_of(source.type))
     part = 0
-    for reader in readers.get(parameter.name, []):
+    for reader in readers.get(source.name, []):
         if reader.opcode in _SLICES:
             part += sum(array.bytes for array in arrays_of(reader.type))
-        elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == parameter.name:
+        elif reader.opcode == "bitcast":
+            part += _read_bytes(reader, readers)
+        elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == source.name:
             part += 0  # updated in place, so the rest is not read
         else:
             return whole

@@ -13,10 +13,10 @@ all-gather of 5 ms and matrix products of 2 ms:
 A computation is simulated once for each state in which it begins: which streams are still busy, and
 for how long. So an iteration of a loop is simulated once, no matter how often it is repeated.
 
-The stages of a pipeline run the same program. They differ only in which conditionals of a tick they
+The stages of a pipeline run the same program. They differ only in which branches of a tick they
 take: a forward runs on stages that have one in this tick, the head on the last stage, and so on.
-All stages begin a tick together, because they exchange activations in it, so a tick takes as long
-as it does on its slowest stage:
+Each branch is a loop that runs at most once. All stages begin a tick together, because they
+exchange activations in it, so a tick takes as long as it does on its slowest stage:
 
     stage 0     [ F ][ idle ]
     stage 1     [ F ][ head ]     the slowest stage of this tick
@@ -44,8 +44,15 @@ from sharding.analysis.cost.execution import (
 from sharding.analysis.cost.kernel_time import Costs
 from sharding.analysis.cost.ticks import Operations, Ticks
 from sharding.analysis.hlo import asynchrony
-from sharding.analysis.hlo.instruction import Instruction, body_of, loop_label, trip_count
+from sharding.analysis.hlo.instruction import (
+    Instruction,
+    body_of,
+    loop_label,
+    repeats,
+    trip_count,
+)
 from sharding.analysis.hlo.module import Module
+from sharding.ops.update_if import AT_MOST_ONCE
 from sharding.pipeline.runtime.tick_plan import TICKS, scope_of
 
 
@@ -55,8 +62,7 @@ class Simulator:
     Args:
         module: the scheduled program.
         costs: estimated times of its instructions.
-        ticks: operations of its pipeline stages. If None, every conditional takes its longer
-            branch.
+        ticks: operations of its pipeline stages. If None, every loop that may run once runs.
     """
 
     def __init__(self, module: Module, costs: Costs, ticks: Ticks | None):
@@ -136,10 +142,13 @@ class _SimulatorState:
 
     def issue(self, instruction: Instruction) -> None:
         """Simulate an instruction."""
-        if instruction.opcode == "while":
+        if repeats(instruction):
             self._loop(instruction)
+        elif instruction.opcode == "while":
+            self._branch(instruction)
         elif instruction.opcode == "conditional":
-            self._include(self._branch(instruction), "")
+            runs = [self._run(name) for name in instruction.called]
+            self._include(max(runs, key=lambda run: run.duration_s), "")
         elif instruction.opcode == "call":
             for name in instruction.called:
                 self._include(self._run(name), "")
@@ -219,16 +228,16 @@ class _SimulatorState:
             use = self.totals.collectives.setdefault(collective, CollectiveUse())
             use.exposed_s += seconds
 
-    def _branch(self, conditional: Instruction) -> Execution:
-        """Return the execution of the branch taken: the longer one, or in a tick, the stage's."""
-        runs = [self._run(name) for name in conditional.called]
-        operation = _OPERATION.search(conditional.op_name)
+    def _branch(self, loop: Instruction) -> None:
+        """Simulate a loop that runs at most once; it does not if the stage is idle in this tick."""
+        operation = _OPERATION.search(loop.op_name)
         is_idle = (
             self.operations is not None
             and operation is not None
             and operation[1] not in self.operations
         )
-        return (min if is_idle else max)(runs, key=lambda run: run.duration_s)
+        if not is_idle:
+            self._include(self._run(body_of(loop)), "")
 
     def _loop(self, loop: Instruction) -> None:
         """Simulate a loop, with a single iteration if its trip count is unknown."""
@@ -302,4 +311,4 @@ def _stream_of(lane: str) -> str:
 
 # Prefix that stands for work started before an execution, for which the execution has to wait.
 _INHERITED = "before: "
-_OPERATION = re.compile(rf"\b{scope_of('')}([\w.]+)/cond$")
+_OPERATION = re.compile(rf"\b{scope_of('')}([\w.]+)/{AT_MOST_ONCE}/while$")

@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from sharding.ops.update_if import AT_MOST_ONCE
+
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -90,6 +92,14 @@ def trip_count(loop: Instruction) -> int | None:
     """Return how often the body of a `while` instruction runs, or None if XLA does not know."""
     found = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
     return int(found[1]) if found else None
+
+
+def repeats(instruction: Instruction) -> bool:
+    """Return whether an instruction is a loop, other than one that runs at most once.
+
+    Such a loop (sharding/ops/update_if.py) is a branch of the program.
+    """
+    return instruction.opcode == "while" and loop_label(instruction) != AT_MOST_ONCE
 
 
 def body_of(loop: Instruction) -> str:

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 
-from sharding.analysis.hlo.instruction import Instruction, body_of, trip_count
+from sharding.analysis.hlo.instruction import Instruction, body_of, repeats, trip_count
 
 _AFTER = re.compile(r"\bcontrol-predecessors=\{([^}]*)\}")
 
@@ -47,7 +47,10 @@ class Module:
     def under_loops(
         self, is_wanted: Callable[[Instruction], bool]
     ) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
-        """Like `in_loops`, but with the `while` instructions themselves, outermost first."""
+        """Like `in_loops`, but with the `while` instructions themselves, outermost first.
+
+        A loop that runs at most once is not listed: it is a branch.
+        """
 
         @functools.cache
         def under(name: str) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
@@ -56,7 +59,7 @@ class Module:
                 if is_wanted(instruction):
                     found.append((instruction, ()))
                     continue
-                loops = (instruction,) if instruction.opcode == "while" else ()
+                loops = (instruction,) if repeats(instruction) else ()
                 for called in instruction.called:
                     found += [(inner, loops + around) for inner, around in under(called)]
             return found
@@ -64,8 +67,8 @@ class Module:
         return under(self.entry)
 
     def loop_bodies(self) -> list[list[Instruction]]:
-        """Return the instructions of the body of each while loop."""
-        loops = [i for body in self.computations.values() for i in body if i.opcode == "while"]
+        """Return the instructions of the body of each loop that repeats."""
+        loops = [i for body in self.computations.values() for i in body if repeats(i)]
         names = dict.fromkeys(map(body_of, loops))
         return [self.computations[name] for name in names if name in self.computations]
 

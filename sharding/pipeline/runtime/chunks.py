@@ -42,6 +42,8 @@ class StackPart:
         block_type: type of the input of the stack's blocks, a tree of ShapeDtypeStructs.
         contains_layers: for each chunk of this device, whether it contains layers of the stack.
         contains_first: for each chunk, whether it contains the stack's first layer.
+        has_backward: whether backwards run through the stack; False if no parameter is trained in
+            it or below it. Its backward then returns what it was given, and nothing is saved.
         packed: packs activations for sending, and unpacks them.
         non_stack_params: the non-stack parameters, which `before` may read.
     """
@@ -52,11 +54,14 @@ class StackPart:
     block_type: Tree
     contains_layers: Flag
     contains_first: Flag
+    has_backward: bool
     packed: PackedActivations
     non_stack_params: Tree
 
     def residuals(self, num_slots: Mapping[str, int]) -> Residuals:
         """Return empty buffers; see `Chunks.residuals`."""
+        if not self.has_backward:
+            return Residuals()
         residuals = self.layers.residuals(num_slots)
         if self.before is None or "saved" not in num_slots:
             return residuals
@@ -66,7 +71,7 @@ class StackPart:
     def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
         """Return x after the chunk's layers of this stack."""
 
-        def run() -> Tree:
+        def run(x: Tree) -> Tree:
             block_input = self._block_input(chunk, x, microbatch)
             return self.packed.pack(self.layers.forward(chunk, block_input, microbatch))
 
@@ -76,9 +81,11 @@ class StackPart:
         self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: Residuals, slots: Slots
     ) -> tuple[Tree, Residuals]:
         """Return x after the chunk's layers of this stack, and the buffers with its residuals."""
+        if not self.has_backward:
+            return self.forward(chunk, x, microbatch), residuals
 
-        def run() -> tuple[Tree, Residuals]:
-            buffers = residuals
+        def run(state: tuple[Tree, Residuals]) -> tuple[Tree, Residuals]:
+            x, buffers = state
             if self.before is not None:
                 before_input = self.packed.unpack(x, self.input_type)
                 before_inputs = write(buffers.before_inputs, slots.saved, before_input)
@@ -115,35 +122,37 @@ class StackPart:
         Returns:
             (gradient of the input, both gradients with new ones added, buffers).
         """
+        if not self.has_backward:
+            return dy, non_stack_grads, stack_grads, residuals
 
-        def run() -> tuple[Tree, Tree, Tree, Residuals]:
-            buffers = residuals
+        def run(state: tuple[Tree, Tree, Tree, Residuals]) -> tuple[Tree, Tree, Tree, Residuals]:
+            dy, non_stack_grads, stack_grads, buffers = state
             block_dy = self.packed.unpack(dy, self.block_type)
             if self.layers.splits:
-                block_dx, new_stack_grads, handed = self.layers.input_gradient(
+                block_dx, stack_grads, handed = self.layers.input_gradient(
                     chunk, block_dy, microbatch, buffers, slots, stack_grads
                 )
                 buffers = dataclasses.replace(buffers, handed=handed)
             else:
-                block_dx, new_stack_grads = self.layers.backward(
+                block_dx, stack_grads = self.layers.backward(
                     chunk, block_dy, microbatch, buffers, slots, stack_grads
                 )
-            dx, new_non_stack_grads = self._through_before(
+            dx, non_stack_grads = self._through_before(
                 chunk, block_dx, microbatch, buffers, slots, non_stack_grads
             )
-            return dx, new_non_stack_grads, new_stack_grads, buffers
+            return dx, non_stack_grads, stack_grads, buffers
 
         return self._if_present(chunk, run, (dy, non_stack_grads, stack_grads, residuals))
 
-    def _if_present(self, chunk: jax.Array, run: Callable[[], Tree], otherwise: Tree) -> Tree:
-        """Return run() if the chunk contains layers of the stack, else `otherwise`.
+    def _if_present(self, chunk: jax.Array, run: Callable[[Tree], Tree], state: Tree) -> Tree:
+        """Return run(state) if the chunk contains layers of the stack, else `state`.
 
         If all activations have the same type, `run` is called unconditionally: it skips absent
-        layers itself and then returns `otherwise`.
+        layers itself and then returns `state`.
         """
         if self.packed.are_alike:
-            return run()
-        return self.contains_layers.choose(chunk, run, lambda: otherwise)
+            return run(state)
+        return self.contains_layers.if_set(chunk, run, state)
 
     def _block_input(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
         """Return the input of the stack's blocks, after `before` if the stack begins here."""
@@ -151,10 +160,10 @@ class StackPart:
         before = self.before
         if before is None:
             return unpack(x, self.block_type)
-        return self.contains_first.choose(
+        return self.contains_first.if_set(
             chunk,
-            lambda: before(self.non_stack_params, unpack(x, self.input_type), microbatch),
-            lambda: unpack(x, self.block_type),
+            lambda _: before(self.non_stack_params, unpack(x, self.input_type), microbatch),
+            unpack(x, self.block_type),
         )
 
     def _through_before(
@@ -173,7 +182,9 @@ class StackPart:
             return pack(block_dx), non_stack_grads
         x = read(residuals.before_inputs, slots.saved)
 
-        def through():
+        def through(state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+            _, non_stack_grads = state
+
             def run(non_stack_params, x):
                 return before(non_stack_params, x, microbatch)
 
@@ -181,7 +192,7 @@ class StackPart:
             grads, dx = vjp(block_dx)
             return pack(dx), add(non_stack_grads, grads)
 
-        return self.contains_first.choose(chunk, through, lambda: (pack(block_dx), non_stack_grads))
+        return self.contains_first.if_set(chunk, through, (pack(block_dx), non_stack_grads))
 
 
 class Chunks:
@@ -264,6 +275,8 @@ class Chunks:
         """Return `stacks_grads` plus the gradients that the first half of the backward left out."""
         stacks_grads = dict(stacks_grads)
         for name, part in self._parts.items():
+            if not part.has_backward:
+                continue
             stacks_grads[name] = part.layers.weight_gradient(
                 chunk, microbatch, residuals[name], slots, stacks_grads[name]
             )

@@ -31,7 +31,7 @@ from sharding.logical import on_whole_tokens
 from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.tick_plan import Operation, TickPlan
-from sharding.pipeline.runtime.trees import add, read, where, write, zeros
+from sharding.pipeline.runtime.trees import add, read, where, wide, without, write, zeros
 
 Tree = Any
 
@@ -58,20 +58,21 @@ class EmbedAndHead:
         self._packed = packed
         self._head_input_type = head_input_type
         self._non_stack_params = non_stack_params
+        self._frozen = None if functions.frozen is None else functions.frozen["non_stack"]
 
     def embed(self, microbatch: Tree) -> Tree:
         """Return the activations that enter the first layer, packed."""
         return self._embed(self._non_stack_params, microbatch)
 
     def embed_gradient(self, dx: Tree, microbatch: Tree) -> Tree:
-        """Return the embedding's gradients of the non-stack parameters."""
+        """Return the embedding's gradients of the non-stack parameters; None for frozen ones."""
 
         def embed(non_stack_params):
             return self._embed(non_stack_params, microbatch)
 
         _, vjp = jax.vjp(embed, self._non_stack_params)
         (non_stack_grads,) = vjp(dx)
-        return non_stack_grads
+        return without(non_stack_grads, self._frozen)
 
     def sums(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Return the head's `loss`, `weight` and metrics, summed over the microbatch."""
@@ -93,7 +94,11 @@ class EmbedAndHead:
 
         grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
         (non_stack_grads, dx), sums = grad(self._non_stack_params, x)
-        return sums, non_stack_grads, dx
+        return sums, without(non_stack_grads, self._frozen), dx
+
+    def no_gradients(self) -> Tree:
+        """Return zero gradients of the non-stack parameters; None for frozen ones."""
+        return zeros(without(wide(self._non_stack_params), self._frozen))
 
     def _embed(self, non_stack_params: Tree, microbatch: Tree) -> Tree:
         x = on_whole_tokens(lambda: self._functions.embed(non_stack_params, microbatch))
@@ -117,10 +122,10 @@ class OnOneStage(EmbedAndHead):
     def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
         """Return a chunk's input: the embedding on the first chunk, else `x`, which arrived."""
 
-        def embedded():
+        def embedded(x: Tree) -> Tree:
             return self.embed(microbatch)
 
-        return operation.if_first(embedded, lambda: x)
+        return operation.if_first(embedded, x)
 
     def head_ahead(
         self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
@@ -150,21 +155,22 @@ class OnOneStage(EmbedAndHead):
             microbatch: the microbatch of the operation.
         """
 
-        def run_head():
+        def run_head(state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
+            sums, non_stack_grads, _ = state
             more, grads, dy_of_loss = self.head_gradient(y, microbatch)
             return add(sums, more), add(non_stack_grads, grads), dy_of_loss
 
-        return operation.if_last(run_head, lambda: (sums, non_stack_grads, dy))
+        return operation.if_last(run_head, (sums, non_stack_grads, dy))
 
     def add_embed_gradient(
         self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
         """Return the gradients of non-stack parameters; the first chunk adds the embedding's."""
 
-        def embedded():
+        def embedded(non_stack_grads: Tree) -> Tree:
             return add(non_stack_grads, self.embed_gradient(dx, microbatch))
 
-        return operation.if_first(embedded, lambda: non_stack_grads)
+        return operation.if_first(embedded, non_stack_grads)
 
     def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
         """Return the gradients unchanged: `add_embed_gradient` has added the embedding's."""
@@ -173,10 +179,10 @@ class OnOneStage(EmbedAndHead):
     def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
         """Add the result of the last chunk's forward: `include(result, y, microbatch)`."""
 
-        def more():
+        def more(result: Tree) -> Tree:
             return include(result, y, tick_plan.forward.microbatch)
 
-        return tick_plan.forward.if_last(more, lambda: result)
+        return tick_plan.forward.if_last(more, result)
 
 
 class OnAllStages(EmbedAndHead):
@@ -210,12 +216,12 @@ class OnAllStages(EmbedAndHead):
     def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
         """Embed a microbatch; the first stage writes it to its buffer of inputs."""
 
-        def embed():
+        def embed(inputs: Tree) -> Tree:
             x = self.embed(read(self._microbatches, tick_plan.embed.microbatch))
             written = write(inputs, tick_plan.forward.slots.input, x)
             return self._only_on(self._first, written, inputs)
 
-        return tick_plan.embed.if_runs(embed, lambda: inputs)
+        return tick_plan.embed.if_runs(embed, inputs)
 
     def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
         """Return the value in the buffer of inputs, where `embed_ahead` wrote the embedding."""
@@ -226,7 +232,8 @@ class OnAllStages(EmbedAndHead):
     ) -> tuple[Tree, Tree, Tree]:
         """Run the head and its gradient; return (sums, gradients, gradient of the head's input)."""
 
-        def head():
+        def head(state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
+            sums, non_stack_grads, _ = state
             y = self._broadcast(self._last, read(head_inputs, tick_plan.backward.slots.head_input))
             more, grads, dy = self.head_gradient(
                 y, read(self._microbatches, tick_plan.head.microbatch)
@@ -234,10 +241,7 @@ class OnAllStages(EmbedAndHead):
             more = self._only_on(self._last, add(sums, more), sums)
             return more, self._add_once(self._last, non_stack_grads, grads), dy
 
-        def nothing():
-            return sums, non_stack_grads, zeros(self._packed.type)
-
-        return tick_plan.head.if_runs(head, nothing)
+        return tick_plan.head.if_runs(head, (sums, non_stack_grads, zeros(self._packed.type)))
 
     def loss_and_output_cotangent(
         self,
@@ -250,9 +254,7 @@ class OnAllStages(EmbedAndHead):
         microbatch: Tree,
     ) -> tuple[Tree, Tree, Tree]:
         """Return (sums, gradients, cotangent of a chunk's output); see `OnOneStage`."""
-        return operation.if_last(
-            lambda: (sums, non_stack_grads, dy_from_head), lambda: (sums, non_stack_grads, dy)
-        )
+        return sums, non_stack_grads, operation.if_last(lambda dy: dy_from_head, dy)
 
     def add_embed_gradient(
         self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
@@ -263,21 +265,21 @@ class OnAllStages(EmbedAndHead):
     def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
         """Add the embedding's gradients, from the first chunk's input gradient."""
 
-        def embed():
+        def embed(non_stack_grads: Tree) -> Tree:
             microbatch = read(self._microbatches, tick_plan.embed_gradient.microbatch)
             grads = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
             return self._add_once(self._first, non_stack_grads, grads)
 
-        return tick_plan.embed_gradient.if_runs(embed, lambda: non_stack_grads)
+        return tick_plan.embed_gradient.if_runs(embed, non_stack_grads)
 
     def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
         """Add the result of the last chunk's forward, on the last stage; all run the head."""
 
-        def together():
+        def together(result: Tree) -> Tree:
             more = include(result, self._broadcast(self._last, y), tick_plan.head.microbatch)
             return self._only_on(self._last, more, result)
 
-        return tick_plan.head.if_runs(together, lambda: result)
+        return tick_plan.head.if_runs(together, result)
 
     def _broadcast(self, stage: int, x: Tree) -> Tree:
         """Broadcast `x` from one stage to all stages."""

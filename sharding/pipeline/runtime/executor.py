@@ -15,14 +15,15 @@ with 3 stages and 8 microbatches, on stage 1, whose cell is F5 I3 W2:
     W2  weight gradient of microbatch 2
     *   only with pipeline.share_vocab, see embed_and_head.py
 
-Each of F, B (or I) and W runs under a `lax.cond`, because a stage may be idle. A forward's output
+Each of F, B (or I) and W runs under a condition, because a stage may be idle: in a loop that runs
+at most once (sharding/ops/update_if.py), so that buffers are updated in place. A forward's output
 is sent before the backward begins, and the input gradient's output before the weight gradient
 begins, so a send can overlap with the work that follows it. Sends end with the tick.
 
-An operation that runs in every tick of every stage has no `lax.cond`, and one that never runs is
+An operation that runs in every tick of every stage has no such loop, and one that never runs is
 not in the program at all. With one stage and `pipeline.remat=full`, for example, there is one tick
 per microbatch, and it has only a B, which runs the forward too: plain gradient accumulation,
-without a `lax.cond` or a send.
+without a condition or a send.
 
 The path of a batch, from call to call:
 

@@ -19,6 +19,7 @@ from sharding.estimate.labels import counted_as
 from sharding.gather_modes import GatherMode
 from sharding.memory import is_on_host, to_device
 from sharding.mesh import REPLICA_AXES, AnyMesh
+from sharding.pipeline.runtime.trees import is_none
 from sharding.spec import axes_by_dim, axes_of, is_spec, restricted, spec_of
 
 #: Mesh axes whose collectives are explicit; `shard_map` is manual over them.
@@ -190,10 +191,12 @@ class ParamGatherer:
 
         A gradient is not summed over an axis that splits its parameter: over replica axes
         `_scattered` has summed it, and over other axes, such as `pipeline` with a shared
-        vocabulary, each device has its own part.
+        vocabulary, each device has its own part. None stays None.
         """
 
         def reduced(grad, spec, mode):
+            if grad is None:
+                return None
             is_by_layer = mode is not GatherMode.ONCE
             over = {*self._axes, *REPLICA_AXES} - axes_of(spec)
             axes = [a for a in MANUAL_AXES if a in over and self._mesh.shape[a] > 1]
@@ -210,9 +213,7 @@ class ParamGatherer:
         return grad if self._reduce_dtype is None else grad.astype(self._reduce_dtype)
 
     def _map(self, function: Callable, tree: Tree) -> Tree:
-        return jax.tree.map(
-            function, tree, self._specs, self._gather_modes, is_leaf=lambda x: x is None
-        )
+        return jax.tree.map(function, tree, self._specs, self._gather_modes, is_leaf=is_none)
 
     def _gathered(self, x: jax.Array, spec: PartitionSpec, skip: int) -> jax.Array:
         def gathered(x: jax.Array) -> jax.Array:

@@ -26,10 +26,11 @@ import jax.numpy as jnp
 
 from sharding.logical import automatic_axes
 from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
+from sharding.ops.update_if import update_if
 from sharding.pipeline.runtime.block_vjp import BlockVJP
 from sharding.pipeline.runtime.gather import ParamGatherer
 from sharding.pipeline.runtime.tick_plan import Slots
-from sharding.pipeline.runtime.trees import branch, wide
+from sharding.pipeline.runtime.trees import is_none, wide, without
 from sharding.pipeline.stack_layout import StackLayout
 
 Tree = Any
@@ -68,6 +69,7 @@ class Layers:
         layout: the stack's layers in the slots of every stage.
         stage_index: this device's stage, int32[].
         example: x and a microbatch, or their ShapeDtypeStructs.
+        frozen: a bool per parameter, whether it has no gradient; None: all have one.
         splits: whether backwards run in two halves.
         accumulates: whether several backwards of a layer add up their gradients in a step.
     """
@@ -80,6 +82,7 @@ class Layers:
         layout: StackLayout,
         stage_index: jax.Array,
         example: tuple[Tree, Tree],
+        frozen: Tree | None,
         *,
         splits: bool,
         accumulates: bool,
@@ -87,6 +90,7 @@ class Layers:
         self._block = block
         self._params = params
         self._gatherer = gatherer
+        self._frozen = frozen
         self.splits = splits
         self._accumulates = accumulates
         self._x, self._microbatch = example
@@ -107,7 +111,10 @@ class Layers:
         return self._vjp.saved_for_weights if self.splits else []
 
     def no_gradients(self) -> Tree:
-        """Return zero gradients in float32 or wider, in the same memory as the parameters."""
+        """Return zero gradients in float32 or wider, in the same memory as the parameters.
+
+        Frozen parameters have None.
+        """
         gradients = jax.eval_shape(lambda: self._gatherer.scattered(self._layer(jnp.int32(0))))
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
@@ -116,7 +123,8 @@ class Layers:
             make = zeros_on_host if is_on_host(param) else jnp.zeros
             return make(shape.shape, shape.dtype)
 
-        return jax.tree.map(empty, wide(gradients, len(self._numbers)), self._params)
+        gradients = without(wide(gradients, len(self._numbers)), self._frozen)
+        return jax.tree.map(empty, gradients, without(self._params, self._frozen))
 
     def residuals(self, num_slots: Mapping[str, int]) -> Residuals:
         """Return empty buffers.
@@ -251,18 +259,23 @@ class Layers:
         return self._gatherer.gather_layer(jax.tree.map(at, self._params))
 
     def _accumulate(self, grads: Tree, param_slot: jax.Array, values: Tree) -> Tree:
-        """Add a layer's gradients that are not None to `grads`, in the dtype of `grads`.
+        """Add a layer's gradients to `grads`, in the dtype of `grads`, where neither is None.
 
         If a layer has only one backward, they are written without an addition. XLA can then let
         their reduce-scatter end in the next iteration, because nothing in this one reads it.
         """
 
-        def converted(g: jax.Array, value: jax.Array | None) -> jax.Array | None:
-            return None if value is None else value.astype(g.dtype)
+        def converted(g: jax.Array | None, value: jax.Array | None) -> jax.Array | None:
+            return None if g is None or value is None else value.astype(g.dtype)
 
-        values = self._gatherer.scattered(jax.tree.map(converted, grads, values))
+        values = jax.tree.map(converted, grads, values, is_leaf=is_none)
+        values = self._gatherer.scattered(values)
         add = _added if self._accumulates else _written
-        return jax.tree.map(lambda g, value: add(g, param_slot, value), grads, values)
+
+        def accumulated(g: jax.Array | None, value: jax.Array | None) -> jax.Array | None:
+            return g if g is None or value is None else add(g, param_slot, value)
+
+        return jax.tree.map(accumulated, grads, values, is_leaf=is_none)
 
     def _parted(self, saved: Sequence) -> tuple[list, list]:
         """Split saved residuals between the buffers `saved` and `for_weights`."""
@@ -287,8 +300,8 @@ class Layers:
             param_slot = chunk * self._max_layers_per_chunk + i
             number = self._numbers[param_slot]
             is_layer = None if self._has_padding else True
-            after = branch(
-                is_layer, number >= 0, lambda: body(carry, i, param_slot, number), lambda: carry
+            after = update_if(
+                is_layer, number >= 0, lambda carry: body(carry, i, param_slot, number), carry
             )
             return (count + 1, after), None
 
@@ -297,20 +310,16 @@ class Layers:
             return jax.lax.scan(step, start, None, length=self._max_layers_per_chunk)[0][1]
 
 
-def _added(g: jax.Array, param_slot: jax.Array, value: jax.Array | None) -> jax.Array:
+def _added(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.Array:
     """Return `g`, on the device or in host memory, with `value` added to one parameter slot."""
-    if value is None:
-        return g
     if not is_on_host(g):
         return g.at[param_slot].add(value)
     before = jax.lax.dynamic_index_in_dim(g, param_slot, keepdims=False)
     return _written(g, param_slot, to_device(before) + value)
 
 
-def _written(g: jax.Array, param_slot: jax.Array, value: jax.Array | None) -> jax.Array:
+def _written(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.Array:
     """Return `g`, on the device or in host memory, with `value` in one parameter slot."""
-    if value is None:
-        return g
     return jax.lax.dynamic_update_index_in_dim(g, to_where(value, g), param_slot, 0)
 
 

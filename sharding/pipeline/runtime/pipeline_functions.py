@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import jax
 
+from sharding.jaxprs import reads
+
 Tree = Any
 
 
@@ -57,3 +59,45 @@ class PipelineFunctions(Protocol):
         It replaces the head in `make_teach`.
         """
         ...
+
+    @property
+    def frozen(self) -> Mapping[str, Tree] | None:
+        """`{"non_stack": ..., "stacks": {stack: ...}}`: whether each parameter is frozen.
+
+        The functions stop the gradients of frozen parameters, and the pipeline has none of them.
+        None if no parameter is frozen.
+        """
+        ...
+
+
+def stacks_with_backward(
+    functions: PipelineFunctions, non_stack_params: Tree, microbatch: Tree
+) -> set[str]:
+    """Return the stacks that have a backward: those at or below which a parameter is trained.
+
+    Below a stack are the embedding, the stacks that run before it, and their `before` functions.
+
+    Args:
+        functions: the model's functions.
+        non_stack_params: the parameters outside the stacks, or their ShapeDtypeStructs.
+        microbatch: arrays `[B, ...]`, or their ShapeDtypeStructs.
+    """
+    types = functions.activation_types(non_stack_params, microbatch)
+    frozen = functions.frozen
+    if frozen is None:
+        return {*types}
+
+    def trains(function: Callable, *args: Tree) -> bool:
+        """Return whether a function of non-stack parameters reads one that is trained."""
+        is_read = jax.tree.leaves(reads(function, non_stack_params, *args))
+        is_frozen = jax.tree.leaves(frozen["non_stack"])
+        return any(r and not f for r, f in zip(is_read, is_frozen, strict=True))
+
+    found = set()
+    is_trained = trains(functions.embed, microbatch)
+    for stack, (input_type, _) in types.items():
+        if stack in functions.before:
+            is_trained |= trains(functions.before[stack], input_type, microbatch)
+        is_trained |= not all(jax.tree.leaves(frozen["stacks"][stack]))
+        found |= {stack} if is_trained else set()
+    return found

@@ -17,7 +17,7 @@ from sharding.pipeline.runtime.execution_plan import Channel, ExecutionPlan
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.packed_activations import PackedActivations
-from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
+from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions, stacks_with_backward
 from sharding.pipeline.runtime.tick_plan import TICKS, TickPlan
 from sharding.pipeline.runtime.trees import Flag, add, read, wide, write, zeros
 from sharding.pipeline.schedules.table import FORWARD
@@ -59,6 +59,9 @@ class Stage:
         self._stack_gatherers = {name: param_sharding.stack_gatherer(name) for name in layouts}
         self._non_stack_params = self._non_stack_gatherer.gather_once(params["non_stack"])
         types = functions.activation_types(self._non_stack_params, self._first_microbatch)
+        self._stacks_with_backward = stacks_with_backward(
+            functions, self._non_stack_params, self._first_microbatch
+        )
         self._packed = PackedActivations([x for pair in types.values() for x in pair])
         self._x_type = self._packed.type
         _, head_input_type = [*types.values()][-1]
@@ -96,6 +99,7 @@ class Stage:
             layout,
             self._stage_index,
             (block_type, self._first_microbatch),
+            None if self._functions.frozen is None else self._functions.frozen["stacks"][name],
             splits=self._plan.splits_backward,
             accumulates=self._plan.num_microbatches > 1,
         )
@@ -108,6 +112,7 @@ class Stage:
             block_type=block_type,
             contains_layers=Flag(contains_layers, self._stage_index),
             contains_first=Flag(contains_first, self._stage_index),
+            has_backward=name in self._stacks_with_backward,
             packed=self._packed,
             non_stack_params=self._non_stack_params,
         )
@@ -159,12 +164,12 @@ class Stage:
             inputs = self._embed_and_head.embed_ahead(inputs, tick_plan)
             arrived = read_or_none(inputs, tick_plan.forward.slots.input)
 
-            def forward() -> Tree:
+            def forward(y: Tree) -> Tree:
                 microbatch = self._microbatch(tick_plan.forward.microbatch)
                 x = self._embed_and_head.chunk_input(tick_plan.forward, arrived, microbatch)
                 return self._chunks.forward(tick_plan.forward.chunk, x, microbatch)
 
-            y = tick_plan.forward.if_runs(forward, lambda: zeros(self._x_type))
+            y = tick_plan.forward.if_runs(forward, zeros(self._x_type))
             arrivals = self._send(FORWARD, y)
             result = self._embed_and_head.collect(include, result, y, tick_plan)
             return (result, self._receive(FORWARD, inputs, arrivals, tick_plan)), None

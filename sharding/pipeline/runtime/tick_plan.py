@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sharding.pipeline.runtime.trees import branch
+from sharding.ops.update_if import update_if
 from sharding.pipeline.schedules.table import BACKWARD, FORWARD, WEIGHT_GRADIENT
 
 Tree = Any
@@ -90,20 +90,20 @@ class Operation:
     always_first: bool | None
     always_last: bool | None
 
-    def if_runs(self, then: Callable[[], Tree], otherwise: Callable[[], Tree]) -> Tree:
-        """Return then() if the stage runs the operation in this tick, else otherwise()."""
+    def if_runs(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
+        """Return update(state) if the stage runs the operation in this tick, else `state`."""
         with jax.named_scope(scope_of(self.kind)):
-            return branch(self.always, self.microbatch >= 0, then, otherwise)
+            return update_if(self.always, self.microbatch >= 0, update, state)
 
-    def if_first(self, then: Callable[[], Tree], otherwise: Callable[[], Tree]) -> Tree:
-        """Return then() on the model's first chunk, else otherwise()."""
+    def if_first(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
+        """Return update(state) on the model's first chunk, else `state`."""
         with jax.named_scope(scope_of(f"{self.kind}.is_first")):
-            return branch(self.always_first, self.is_first > 0, then, otherwise)
+            return update_if(self.always_first, self.is_first > 0, update, state)
 
-    def if_last(self, then: Callable[[], Tree], otherwise: Callable[[], Tree]) -> Tree:
-        """Return then() on the model's last chunk, else otherwise()."""
+    def if_last(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
+        """Return update(state) on the model's last chunk, else `state`."""
         with jax.named_scope(scope_of(f"{self.kind}.is_last")):
-            return branch(self.always_last, self.is_last > 0, then, otherwise)
+            return update_if(self.always_last, self.is_last > 0, update, state)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("microbatch",), meta_fields=("name",))
@@ -119,10 +119,10 @@ class SharedOperation:
     name: str
     microbatch: Array
 
-    def if_runs(self, then: Callable[[], Tree], otherwise: Callable[[], Tree]) -> Tree:
-        """Return then() if the stages do this work in this tick, else otherwise()."""
+    def if_runs(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
+        """Return update(state) if the stages do this work in this tick, else `state`."""
         with jax.named_scope(scope_of(self.name)):
-            return jax.lax.cond(self.microbatch >= 0, then, otherwise)
+            return update_if(None, self.microbatch >= 0, update, state)
 
 
 @jax.tree_util.register_dataclass

@@ -21,7 +21,7 @@ from sharding.pipeline.runtime.chunks import ChunkResiduals
 from sharding.pipeline.runtime.execution_plan import Channel
 from sharding.pipeline.runtime.stage import Stage, read_or_none
 from sharding.pipeline.runtime.tick_plan import TICKS, Operation, TickPlan
-from sharding.pipeline.runtime.trees import read, wide, write, zeros
+from sharding.pipeline.runtime.trees import read, write, zeros
 from sharding.pipeline.schedules.table import BACKWARD, FORWARD
 
 Tree = Any
@@ -62,9 +62,10 @@ class TrainingStage(Stage):
 
         Returns:
             (this device's sums, its gradients as `{"non_stack": ..., "stacks": {stack: ...}}`).
+            Frozen parameters have None.
         """
         plan = self._plan
-        non_stack_grads = zeros(wide(self._non_stack_params))
+        non_stack_grads = self._embed_and_head.no_gradients()
         carry = TrainingCarry(
             sums=zeros(self._sums_type),
             non_stack_grads=counted_as("gradients", non_stack_grads),
@@ -86,8 +87,8 @@ class TrainingStage(Stage):
         change = dataclasses.replace
 
         carry = change(carry, inputs=embed_and_head.embed_ahead(carry.inputs, tick_plan))
-        # Arrived values are read ahead of the `lax.cond`s, so that the branches do not take whole
-        # buffers as operands.
+        # Arrived values are read ahead of the operations, so that only this tick's values are
+        # operands of the loops that run an operation at most once.
         x_forward = read_or_none(carry.inputs, tick_plan.forward.slots.input)
         x_backward = read_or_none(carry.inputs, tick_plan.backward.slots.input)
         dy = read_or_none(carry.cotangents, tick_plan.backward.slots.cotangent)
@@ -97,8 +98,8 @@ class TrainingStage(Stage):
         # gradients (backwards are not split), but every training table has backwards.
         if tick_plan.forward.always is not False:
             y, carry = tick_plan.forward.if_runs(
-                lambda: self._forward(carry, tick_plan.forward, x_forward),
-                lambda: (zeros(self._x_type), carry),
+                lambda state: self._forward(state[1], tick_plan.forward, x_forward),
+                (zeros(self._x_type), carry),
             )
             arrivals |= self._send(FORWARD, y)
 
@@ -108,8 +109,10 @@ class TrainingStage(Stage):
         carry = change(carry, sums=sums, non_stack_grads=non_stack_grads)
 
         dx, carry = tick_plan.backward.if_runs(
-            lambda: self._backward(carry, tick_plan.backward, x_backward, dy, dy_from_head),
-            lambda: (zeros(self._x_type), carry),
+            lambda state: self._backward(
+                state[1], tick_plan.backward, x_backward, dy, dy_from_head
+            ),
+            (zeros(self._x_type), carry),
         )
         arrivals |= self._send(BACKWARD, dx)
 
@@ -118,7 +121,7 @@ class TrainingStage(Stage):
 
         if tick_plan.weight_gradient.always is not False:
             carry = tick_plan.weight_gradient.if_runs(
-                lambda: self._weight_gradient(carry, tick_plan.weight_gradient), lambda: carry
+                lambda carry: self._weight_gradient(carry, tick_plan.weight_gradient), carry
             )
 
         inputs = self._receive(FORWARD, carry.inputs, arrivals, tick_plan)
@@ -146,8 +149,7 @@ class TrainingStage(Stage):
         head_inputs = carry.head_inputs
         if head_inputs is not None:
             head_inputs = operation.if_last(
-                lambda: write(carry.head_inputs, operation.slots.head_input, y),
-                lambda: carry.head_inputs,
+                lambda buffer: write(buffer, operation.slots.head_input, y), head_inputs
             )
         return y, dataclasses.replace(carry, residuals=residuals, head_inputs=head_inputs)
 

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sharding.ops.update_if import update_if
+
 Tree = Any
 
 
 class Flag:
     """A boolean property of every chunk, looked up for the chunks of this device.
 
-    If the property has the same value everywhere, it is resolved during tracing and no `lax.cond`
-    is emitted.
+    If the property has the same value everywhere, it is resolved during tracing.
 
     Args:
         table: `table[stage][chunk]`, known during tracing.
@@ -26,30 +27,26 @@ class Flag:
         self._known = bool(values.flat[0]) if (values == values.flat[0]).all() else None
         self._here = jnp.asarray(values)[stage_index]
 
-    def choose(
-        self, chunk: jax.Array, then: Callable[[], Tree], otherwise: Callable[[], Tree]
-    ) -> Tree:
-        """Return then() if the flag is set for the chunk, else otherwise()."""
-        return branch(self._known, self._here[chunk], then, otherwise)
+    def if_set(self, chunk: jax.Array, update: Callable[[Tree], Tree], state: Tree) -> Tree:
+        """Return update(state) if the flag is set for the chunk, else `state`."""
+        return update_if(self._known, self._here[chunk], update, state)
 
 
-def branch(
-    known: bool | None,
-    predicate: jax.Array,
-    then: Callable[[], Tree],
-    otherwise: Callable[[], Tree],
-) -> Tree:
-    """Apply `lax.cond`, or only the branch that is always taken if that is known during tracing.
+def without(tree: Tree, marks: Tree | None) -> Tree:
+    """Replace the leaves of a tree that are marked by None.
 
     Args:
-        known: the value of the predicate if it is known during tracing, else None.
-        predicate: bool[], the value at run time.
-        then: called if the predicate is true.
-        otherwise: called if the predicate is false.
+        tree: the tree.
+        marks: a bool per leaf of the tree; None marks nothing.
     """
-    if known is not None:
-        return then() if known else otherwise()
-    return jax.lax.cond(predicate, then, otherwise)
+    if marks is None:
+        return tree
+    return jax.tree.map(lambda is_marked, x: None if is_marked else x, marks, tree)
+
+
+def is_none(x: Any) -> bool:
+    """Return whether `x` is None: `jax.tree.map(..., is_leaf=is_none)` then visits Nones too."""
+    return x is None
 
 
 def zeros(tree: Tree, *leading: int) -> Tree:

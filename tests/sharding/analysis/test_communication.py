@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from sharding.analysis.collective_table import format_table, summary
 from sharding.analysis.communication import collectives
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.ops.update_if import update_if
 from tests.sharding.analysis.mapped import ARRAY_BYTES, COLUMNS, ROWS, X, compile_mapped
 
 
@@ -89,6 +90,18 @@ def test_collectives_are_found_in_conditionals_inside_loops(mesh):
     ]
     names = {c.kind: c.op_name for c in collectives(compiled, mesh)}
     assert names["collective-permute"].endswith("ppermute")
+
+
+def test_a_loop_that_runs_at_most_once_counts_as_a_branch(mesh):
+    def function(x):
+        def tick(x, step):
+            busy = jax.lax.axis_index("pipeline") == step % 2
+            return update_if(None, busy, lambda x: jax.lax.psum(x * 2, "model"), x), None
+
+        return jax.lax.scan(tick, x, jnp.arange(7))[0]
+
+    compiled = compile_mapped(function, mesh)
+    assert facts(compiled, mesh) == [("all-reduce", ("model",), 1, 7, ARRAY_BYTES)]
 
 
 def test_collectives_gather_and_scatter_have_the_bytes_of_their_output(mesh):

@@ -78,7 +78,10 @@ def done(start: str, opcode: str = "all-gather-done") -> str:
 
 
 def loop(name: str, body: str, trips: int | None, scope: str = "", operand: str = "p") -> str:
-    """Return a loop over a computation; with trips=None its trip count is unknown to XLA."""
+    """Return a loop over a computation; with trips=None its trip count is unknown to XLA.
+
+    With the scope AT_MOST_ONCE, it is a branch.
+    """
     known = "" if trips is None else f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
     return (
         f"  %{name} = f32[8]{{0}} while(%{operand}), condition=%none, body=%{body}, "

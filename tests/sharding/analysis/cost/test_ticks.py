@@ -4,31 +4,30 @@ import pytest
 
 from sharding.analysis.cost import kernel_time
 from sharding.analysis.cost.ticks import Ticks
+from sharding.ops.update_if import AT_MOST_ONCE
 from sharding.pipeline.runtime.execution_plan import make_execution_plan
 from sharding.pipeline.schedule import make_schedule
-from tests.sharding.analysis.cost.programs import US, computation, conditional, fusion, loop, step
+from tests.sharding.analysis.cost.programs import US, computation, fusion, loop, step
 
 
 def pipeline(permute: str = "") -> tuple[str, str]:
     """A loop over ticks: F takes 100 us, B 200 us, other work 10 us, and the head in B 50 us."""
-    path = "jit(step)/pipeline_ticks/while/body/closed_call"
-    branches = computation("idle", "  %nothing = f32[8]{0} bitcast(%idle.arg)")
-    branches += computation("forward", fusion("f", 100, "forward.arg"))
+    path = "pipeline_ticks/while/body"
+
+    def at_most_once(operation: str, body: str, operand: str) -> str:
+        scope = f"{path}/pipeline_{operation}/{AT_MOST_ONCE}"
+        return loop(operation, body, None, scope, operand)
+
+    branches = computation("forward", fusion("f", 100, "forward.arg"))
     branches += computation("head", fusion("h", 50, "head.arg"))
     branches += computation(
         "backward",
-        conditional(
-            "is_last",
-            ("idle", "head"),
-            f"{path}/pipeline_B/cond/branch_1_fun/pipeline_B.is_last/cond",
-            "backward.arg",
-        )
-        + fusion("b", 200, "is_last"),
+        at_most_once("B.is_last", "head", "backward.arg") + fusion("b", 200, "B.is_last"),
     )
     tick = (
-        conditional("F", ("idle", "forward"), f"{path}/pipeline_F/cond", "tick.arg")
+        at_most_once("F", "forward", "tick.arg")
         + permute
-        + conditional("B", ("idle", "backward"), f"{path}/pipeline_B/cond", "tick.arg")
+        + at_most_once("B", "backward", "tick.arg")
         + fusion("rest", 10, "B")
     )
     return branches + computation("tick", tick), loop("ticks", "tick", 3, "pipeline_ticks")

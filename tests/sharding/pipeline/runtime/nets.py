@@ -27,6 +27,7 @@ class Net:
     num_layers = {"body": 8}
     before: dict = {}
     teach: Any = None
+    frozen: Any = None
 
     @property
     def blocks(self):
