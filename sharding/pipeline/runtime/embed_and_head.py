@@ -58,21 +58,20 @@ class EmbedAndHead:
         self._packed = packed
         self._head_input_type = head_input_type
         self._non_stack_params = non_stack_params
-        self._frozen = None if functions.frozen is None else functions.frozen["non_stack"]
 
     def embed(self, microbatch: Tree) -> Tree:
         """Return the activations that enter the first layer, packed."""
         return self._embed(self._non_stack_params, microbatch)
 
     def embed_gradient(self, dx: Tree, microbatch: Tree) -> Tree:
-        """Return the embedding's gradients of the non-stack parameters; None for frozen ones."""
+        """Return the embedding's gradients of the non-stack parameters."""
 
         def embed(non_stack_params):
             return self._embed(non_stack_params, microbatch)
 
         _, vjp = jax.vjp(embed, self._non_stack_params)
         (non_stack_grads,) = vjp(dx)
-        return without(non_stack_grads, self._frozen)
+        return non_stack_grads
 
     def sums(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
         """Return the head's `loss`, `weight` and metrics, summed over the microbatch."""
@@ -94,11 +93,13 @@ class EmbedAndHead:
 
         grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
         (non_stack_grads, dx), sums = grad(self._non_stack_params, x)
-        return sums, without(non_stack_grads, self._frozen), dx
+        return sums, non_stack_grads, dx
 
     def no_gradients(self) -> Tree:
         """Return zero gradients of the non-stack parameters; None for frozen ones."""
-        return zeros(without(wide(self._non_stack_params), self._frozen))
+        frozen = self._functions.frozen
+        marks = None if frozen is None else frozen["non_stack"]
+        return zeros(without(wide(self._non_stack_params), marks))
 
     def _embed(self, non_stack_params: Tree, microbatch: Tree) -> Tree:
         x = on_whole_tokens(lambda: self._functions.embed(non_stack_params, microbatch))

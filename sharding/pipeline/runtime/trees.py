@@ -66,8 +66,12 @@ def wide(tree: Tree, *leading: int) -> Tree:
 
 
 def add(total: Tree, tree: Tree) -> Tree:
-    """Return `total + tree` in the dtypes of `total`."""
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, tree)
+    """Return `total + tree` in the dtypes of `total`, with None where `total` has None."""
+
+    def added(a: jax.Array | None, b: jax.Array) -> jax.Array | None:
+        return None if a is None else a + b.astype(a.dtype)
+
+    return jax.tree.map(added, total, tree, is_leaf=is_none)
 
 
 def where(predicate: jax.Array, then: Tree, otherwise: Tree) -> Tree:
