@@ -9,16 +9,18 @@ _ZERO3_RECOMPUTED = ("memory.zero_stage=3", "train.num_microbatches=1", "train.r
 #: Jobs that are compared in bfloat16 and in float8.
 _LLAMA_8B = ("mesh.data=8", "data.global_batch_size=8", *_ZERO3)
 _LLAMA_70B = ("mesh.data=64", "data.global_batch_size=64", *_ZERO3_RECOMPUTED)
-#: Blocks save their products except those of the MLP. Between its branches, a block splits its
-#: tokens over `model`.
-_SPLIT_PIPELINE = (
-    "memory.zero_stage=1",
-    "rules.act_tokens=model",
+#: Four chunks per stage make the bubble short. Between the branches of a block, its tokens are
+#: split over `model`. What a block saves is chosen per job, by the memory that is left.
+_PIPELINE = (
+    "pipeline.schedule=interleaved_1f1b",
+    "pipeline.chunks=4",
     "pipeline.remat=none",
-    "train.remat=qkv,attention,attention_out",
+    "rules.act_tokens=model",
+    "memory.zero_stage=2",
 )
-#: Each block's forward runs twice more: once with its chunk's, and once in its own backward.
-_TIGHT_PIPELINE = ("memory.zero_stage=1", "train.remat=full")
+#: One microbatch per sequence of a replica, in the pipelines of the 70B and 405B models.
+_PIPELINE_70B = ("train.num_microbatches=16", "train.remat=mlp,attention", *_PIPELINE)
+_PIPELINE_405B = ("train.num_microbatches=32", "train.remat=attention", *_PIPELINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,20 @@ JOBS = (
         source="torchtitan",
     ),
     Job(
+        name="LLaMA-3-8B, 8 H100s, 2×2×2",
+        config="llama.py:3-8b",
+        target="h100:1x8",
+        overrides=(
+            "mesh.pipeline=2",
+            "mesh.data=2",
+            "mesh.model=2",
+            "data.global_batch_size=32",
+            "train.num_microbatches=16",
+            "train.remat=mlp,attention",
+            *_PIPELINE,
+        ),
+    ),
+    Job(
         name="LLaMA-3-70B, 64 H100s, ZeRO 3",
         config="llama.py:3-70b",
         target="h100:8x8",
@@ -101,11 +117,10 @@ JOBS = (
         target="h100:8x8",
         overrides=(
             "mesh.pipeline=4",
-            "mesh.data=2",
-            "mesh.model=8",
+            "mesh.data=4",
+            "mesh.model=4",
             "data.global_batch_size=64",
-            "train.num_microbatches=32",
-            *_SPLIT_PIPELINE,
+            *_PIPELINE_70B,
         ),
     ),
     Job(
@@ -125,12 +140,11 @@ JOBS = (
         config="llama.py:3.1-405b",
         target="h100:64x8",
         overrides=(
-            "mesh.pipeline=16",
-            "mesh.data=4",
+            "mesh.pipeline=8",
+            "mesh.data=8",
             "mesh.model=8",
             "data.global_batch_size=256",
-            "train.num_microbatches=64",
-            *_TIGHT_PIPELINE,
+            *_PIPELINE_405B,
         ),
     ),
     Job(
@@ -138,12 +152,11 @@ JOBS = (
         config="llama.py:3.1-405b",
         target="h100:128x8",
         overrides=(
-            "mesh.pipeline=16",
-            "mesh.data=8",
+            "mesh.pipeline=8",
+            "mesh.data=16",
             "mesh.model=8",
             "data.global_batch_size=512",
-            "train.num_microbatches=64",
-            *_TIGHT_PIPELINE,
+            *_PIPELINE_405B,
         ),
     ),
     Job(
@@ -152,11 +165,12 @@ JOBS = (
         target="h100:128x8",
         overrides=(
             "mesh.pipeline=8",
-            "mesh.data=16",
-            "mesh.model=8",
+            "mesh.data=32",
+            "mesh.model=4",
             "data.global_batch_size=1536",
-            "train.num_microbatches=96",
-            *_SPLIT_PIPELINE,
+            "train.num_microbatches=48",
+            "train.remat=none",
+            *_PIPELINE,
         ),
     ),
 )
@@ -190,11 +204,10 @@ SCALING = {
             "llama.py:3-70b",
             count,
             "mesh.pipeline=4",
-            f"mesh.data={count // 32}",
-            "mesh.model=8",
+            f"mesh.data={count // 16}",
+            "mesh.model=4",
             f"data.global_batch_size={count}",
-            "train.num_microbatches=32",
-            *_SPLIT_PIPELINE,
+            *_PIPELINE_70B,
         )
         for count in (64, 512, 4096)
     ],
