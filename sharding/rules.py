@@ -23,7 +23,7 @@ from sharding.spec import axes_by_dim, axes_of, is_spec
 DEFAULT_RULES: Rules = {
     "batch": REPLICA_AXES,  # within a step it is always split over these two
     "seq": ("context",),
-    "act_tokens": (),  # the tokens of all sequences, between the branches of a block
+    "act_tokens": ("model",),  # the tokens of all sequences, between the branches of a block
     "embed": ("fsdp",),
     "act_embed": (),
     "heads": ("model",),

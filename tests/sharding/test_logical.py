@@ -63,8 +63,7 @@ def test_inside_a_jit_the_rules_split_the_array():
 def tokens_shape(function, batch: int, length: int, **sizes: int) -> tuple[int, ...]:
     """Return the shape of a device's part of [batch, length, 3], after a function."""
     array = x(batch, length, 3)
-    rules = make_rules({"act_tokens": "model"})
-    with jax.set_mesh(make_mesh(MeshConfig(**sizes), jax.devices())), axis_rules(rules):
+    with jax.set_mesh(make_mesh(MeshConfig(**sizes), jax.devices())), axis_rules(DEFAULT_RULES):
         y = jax.jit(lambda a: function(a))(array)  # a new function: jit does not see the rules
     np.testing.assert_array_equal(y, array)
     return y.addressable_shards[0].data.shape

@@ -31,15 +31,6 @@ def test_losses_equal_one_device(model, mesh):
     assert len(set(measured.losses_on(model, ()))) == measured.NUM_STEPS  # the model learns
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", ["MAE", "T5 1.1", "GPT-2"])
-def test_losses_equal_one_device_with_split_tokens(model):
-    mesh = (*measured.MESHES["2×2×2"], "rules.act_tokens=model")
-    assert measured.losses_on(model, mesh) == pytest.approx(
-        measured.losses_on(model, ()), rel=TOLERANCE, abs=0
-    )
-
-
 def test_table_of_the_docs_has_all_models_and_meshes():
     text = measured.DOCS.read_text()
     rows = text.partition(measured.START)[2].partition(measured.END)[0].strip().splitlines()

@@ -36,12 +36,12 @@ MESHES = {
     "fsdp 2x2x2": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2"),
     "context 2x2x2": ("mesh.pipeline=2", "mesh.context=2", "mesh.data=2"),
     "remat": ("train.remat=full", "mesh.pipeline=2"),
-    "tokens 2x2x2": (
+    "whole tokens 2x2x2": (
         "mesh.pipeline=2",
         "mesh.data=2",
         "mesh.model=2",
         "train.num_microbatches=4",
-        "rules.act_tokens=model",
+        "rules.act_tokens=none",
         "pipeline.remat=none",
     ),
 }

@@ -129,7 +129,7 @@ def test_collectives_over_data_match_the_zero_stage(corpus_overrides):
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_parameters_are_gathered_over_replicas_only(axis, zero, corpus_overrides):
     """A gather over replicas keeps the split over `model`, so that no device gets a whole layer."""
-    sizes = ("mesh.pipeline=2", f"mesh.{axis}=2", "mesh.model=2")
+    sizes = ("mesh.pipeline=2", f"mesh.{axis}=2", "mesh.model=2", "rules.act_tokens=none")
     run = a_run(corpus_overrides, *sizes, zero)
     kinds = {(each.kind, each.axes) for each in collectives(run.compile_train_step(), run.mesh)}
     gathers = {axes for kind, axes in kinds if kind == "all-gather"}
