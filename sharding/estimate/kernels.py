@@ -161,8 +161,9 @@ class Kernels:
     def make(self, value: Value, frame: Frame, *, is_output: bool = False) -> Storage:
         """Store a value as an array in memory, and return its storage.
 
-        The array is written over a buffer that the value is computed from, if one has the same size
-        and no other reader; otherwise it is newly allocated.
+        A new value of a loop's carry is written to its place in the carry, if that is free. Other
+        arrays are written over a buffer that they are computed from, if one has the same size and
+        no other reader. Otherwise the array is newly allocated.
 
         Args:
             value: the value, which may be part of a fusion so far.
@@ -174,7 +175,10 @@ class Kernels:
         if storage.is_made:
             return storage
         size = self.memory.size(value)
+        place = frame.places.get(value)
         made = None
+        if place is not None and (place.num_holders, place.num_bytes) == (0, size):
+            made = self.memory.allocate(value, storage.label, place)
         # Prefer a buffer with few other readers; outputs of the step may take one that has some.
         for buffer in sorted(storage.buffers, key=lambda buffer: buffer.num_holders):
             is_same = (buffer.num_bytes, buffer.on_host) == (size, value.on_host)
@@ -188,7 +192,7 @@ class Kernels:
                     self.copied.append(buffer.num_bytes)
                 buffer.is_written_over = is_output
             buffer.is_read_at_end |= is_output
-        made = made or self.memory.allocate(value, storage.label, frame.places.get(value))
+        made = made or self.memory.allocate(value, storage.label)
         made = dataclasses.replace(made, is_slice=storage.is_slice)
         self.memory.release(storage)
         frame.storage[value] = made

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from sharding.estimate.labels import TEMPORARIES
@@ -105,8 +106,12 @@ def _is_epilogue(op: Operation, made_by: Mapping[Value, Operation]) -> bool:
     """Return whether an operation adds a broadcast array, or is the maximum with a constant."""
     if op.name == "max":
         return any(value.literal is not None for value in op.inputs)
+    if op.name != "add":
+        return False
+    size = math.prod(op.outputs[0].shape)
+    is_smaller = any(math.prod(value.shape) < size for value in op.inputs)
     sources = [made_by[value].name for value in op.inputs if value in made_by]
-    return op.name == "add" and "broadcast_in_dim" in sources
+    return is_smaller or "broadcast_in_dim" in sources
 
 
 def pairs(op: Operation) -> list[tuple[Value, Value]]:

@@ -70,6 +70,8 @@ def simplified(program: Program) -> Program:
             op = Operation("copy", [source], op.outputs, {})
             identity[op.outputs[0]] = identity_of(source)
         elif op.name in (*_SAME, *_RESHAPES) and _is_view(op):
+            if op.name == "broadcast_in_dim":  # it only adds dims of size 1
+                op = Operation("expand_dims", op.inputs, op.outputs, {})
             for value, output in zip(op.inputs, op.outputs, strict=True):
                 identity[output] = _reshaped(identity_of(value), value.shape, output.shape)
             if op.name in _RESHAPES:
