@@ -95,9 +95,10 @@ def test_functions_outside_blocks_see_whole_tokens():
     assert tokens_shape(lambda a: constrain_residual(inside(a)), 8, 4, model=2) == (4, 4, 3)
 
 
-def test_default_rules_do_not_split_tokens():
+def test_tokens_stay_whole_without_axes_or_without_a_mesh():
     array = x(8, 4, 3)
-    with jax.set_mesh(make_mesh(MeshConfig(model=2), jax.devices())), axis_rules(DEFAULT_RULES):
+    whole = make_rules({"act_tokens": None})
+    with jax.set_mesh(make_mesh(MeshConfig(model=2), jax.devices())), axis_rules(whole):
         assert gather_tokens(array) is array and scatter_tokens(array) is array
     assert gather_tokens(array) is array and constrain_residual(array) is array  # without a mesh
 
