@@ -104,6 +104,14 @@ OVERLAP = CompilerOption(
 #: For steps that fit into memory with them.
 MEMORY_FOR_SPEED = (NO_REMATERIALIZATION, OVERLAP)
 
+#: For steps with several pipeline stages.
+SENDS_IN_FLIGHT = CompilerOption(
+    name="xla_gpu_experimental_parallel_collective_overlap_limit",
+    value="3",
+    reason="a send between stages may be on its way while layers gather weights or tokens and "
+    "scatter the ones before; by default only one collective is on its way at any time",
+)
+
 #: For steps that multiply in float8.
 SEPARATE_PRODUCTS = CompilerOption(
     name="xla_gpu_dot_merger_threshold_mb",
@@ -114,7 +122,12 @@ SEPARATE_PRODUCTS = CompilerOption(
 
 
 def options_for(
-    hardware: Hardware, *, is_described: bool, saves_memory: bool, in_float8: bool = False
+    hardware: Hardware,
+    *,
+    is_described: bool,
+    saves_memory: bool,
+    has_stages: bool = False,
+    in_float8: bool = False,
 ) -> list[CompilerOption]:
     """Return the options for a step, except those that the user sets in XLA_FLAGS.
 
@@ -123,6 +136,7 @@ def options_for(
         is_described: whether they are only described, as in `Target`.
         saves_memory: whether XLA may make the step slower to save memory, because it does not fit
             otherwise.
+        has_stages: whether the step has several pipeline stages.
         in_float8: whether the step multiplies in float8.
     """
     if hardware.platform != "gpu":
@@ -131,6 +145,8 @@ def options_for(
     options = [*OPTIONS]
     if not saves_memory:
         options += MEMORY_FOR_SPEED
+    if has_stages:
+        options.append(SENDS_IN_FLIGHT)
     if in_float8:
         options.append(SEPARATE_PRODUCTS)
     return [

@@ -7,6 +7,7 @@ from sharding.compiler_options import (
     MEMORY_FOR_SPEED,
     OPTIONS,
     OVERLAP,
+    SENDS_IN_FLIGHT,
     SEPARATE_PRODUCTS,
     as_dict,
     describe_options,
@@ -20,13 +21,8 @@ V100 = Hardware(platform="gpu", device_kind="Tesla V100-SXM2-16GB", compute_capa
 H100 = Hardware(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability=9.0)
 
 
-def names_for(hardware, *, is_described=False, saves_memory=True, in_float8=False):
-    options = options_for(
-        hardware,
-        is_described=is_described,
-        saves_memory=saves_memory,
-        in_float8=in_float8,
-    )
+def names_for(hardware, *, is_described=False, saves_memory=True, **step):
+    options = options_for(hardware, is_described=is_described, saves_memory=saves_memory, **step)
     return {option.name for option in options}
 
 
@@ -65,6 +61,11 @@ def test_products_in_float8_stay_separate(monkeypatch):
     assert names_for(H100, in_float8=True) - names_for(H100) == {SEPARATE_PRODUCTS.name}
 
 
+def test_sends_between_stages_overlap_with_other_collectives(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert names_for(H100, has_stages=True) - names_for(H100) == {SENDS_IN_FLIGHT.name}
+
+
 def test_flags_of_the_user_take_precedence(monkeypatch, tmp_path):
     flags = "--xla_gpu_enable_triton_gemm --xla_disable_hlo_passes=fusion"
     monkeypatch.setenv("XLA_FLAGS", flags)
@@ -79,7 +80,7 @@ def test_flags_of_the_user_take_precedence(monkeypatch, tmp_path):
 
 
 def test_every_option_says_why():
-    for option in (*OPTIONS, *MEMORY_FOR_SPEED, SEPARATE_PRODUCTS):
+    for option in (*OPTIONS, *MEMORY_FOR_SPEED, SENDS_IN_FLIGHT, SEPARATE_PRODUCTS):
         assert f"{option.name}={option.value}: {option.reason}" in describe_options([option])
         assert as_dict([option]) == {option.name: option.value}
         assert len(option.reason.split()) > 5

@@ -173,6 +173,7 @@ class Run:
             self.hardware,
             is_described=self.target is not None,
             saves_memory=saves_memory,
+            has_stages=self.mesh.shape["pipeline"] > 1,
             in_float8=self.config.precision.in_float8,
         )
         with use_mesh(self.trace_mesh):

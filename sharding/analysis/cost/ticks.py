@@ -23,14 +23,15 @@ class Ticks:
 
     @classmethod
     def of_plan(cls, plan: ExecutionPlan) -> "Ticks":
-        """Return the ticks of an execution plan."""
+        """Return the ticks of an execution plan, as an iteration of its loop runs them."""
         runs: dict[str, np.ndarray] = {}
-        for kind, operation in plan.table.operations.items():
+        table = plan.iterations
+        for kind, operation in table.operations.items():
             runs[kind] = np.asarray(operation.microbatch) >= 0
             runs[f"{kind}.is_first"] = runs[kind] & (np.asarray(operation.is_first) > 0)
             runs[f"{kind}.is_last"] = runs[kind] & (np.asarray(operation.is_last) > 0)
         num_ticks, num_stages = runs["F"].shape
-        for name, operation in plan.table.shared.items():
+        for name, operation in table.shared.items():
             runs[name] = np.repeat(operation.microbatch[:, None] >= 0, num_stages, axis=1)
 
         def cell(tick: int, stage: int) -> Operations:

@@ -2,7 +2,7 @@
 
 A schedule (schedules/table.py) says which operations each stage runs in each tick. Its
 `ExecutionPlan` adds where the values are: the buffer slots that each operation reads and writes,
-and the channels through which stages exchange values at the end of a tick.
+and the channels through which stages exchange values after a tick.
 
 The compiled step (executor.py) is one program for all stages. In every tick it looks up in the
 plan's integer arrays which microbatch and chunk to work on and which buffer slots to read and
@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from sharding.pipeline.runtime.tick_plan import Operation, SharedOperation, Slots, TickPlan
+from sharding.pipeline.runtime.tick_plan import Channel, Operation, SharedOperation, Slots, TickPlan
 from sharding.pipeline.schedules.table import (
     BACKWARD,
     FORWARD,
@@ -56,21 +56,6 @@ from sharding.pipeline.schedules.table import (
 _KINDS = (FORWARD, BACKWARD, WEIGHT_GRADIENT)
 #: The phases of a tick in order. An input gradient (I) runs in the phase of BACKWARD.
 _PHASES = {"embed": 0, FORWARD: 1, BACKWARD: 2, WEIGHT_GRADIENT: 3, "arrive": 4}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Channel:
-    """One collective permute of a tick: outputs of one kind of operation move by `shift` stages.
-
-    Attributes:
-        kind: FORWARD (activations) or BACKWARD (cotangents).
-        shift: distance modulo the number of stages; with 0 the value stays on its stage.
-        pairs: (source stage, target stage) of every transfer.
-    """
-
-    kind: str
-    shift: int
-    pairs: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +89,24 @@ class ExecutionPlan:
     def num_stages(self) -> int:
         """Number of pipeline stages."""
         return self.table.forward.microbatch.shape[1]
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether an iteration runs the forwards of a tick after the backwards of the one before.
+
+        Not if backwards are split: weight gradients hide the sends, and fill bubbles tick by tick.
+        """
+        trains = self.table.backward.always is not False
+        return trains and self.num_stages > 1 and not self.splits_backward
+
+    @property
+    def iterations(self) -> TickPlan:
+        """The table as the loop runs it, one row per iteration."""
+        if not self.is_skewed:
+            return self.table
+        buffers = {FORWARD: "input", BACKWARD: "cotangent"}
+        unread = [self.num_slots[buffers[channel.kind]] for channel in self.channels]
+        return self.table.skewed(unread)
 
 
 def make_execution_plan(

@@ -15,10 +15,15 @@ with 3 stages and 8 microbatches, on stage 1, whose cell is F5 I3 W2:
     W2  weight gradient of microbatch 2
     *   only with pipeline.share_vocab, see embed_and_head.py
 
+If backwards are whole, nothing of its own tick could hide the send of dx. An iteration of the scan
+then runs the backwards of one tick and the forwards of the next (`TickPlan.skewed`):
+
+    compute  [head*]  [    B3    ]  [embed gradient*]  [arrive]  [embed*]  [ F6 ]  [arrive]
+    send     y of F5 to stage 2  ====================>  |
+    send                          dx of B3 to stage 0  ===========================>  |
+
 Each of F, B (or I) and W runs under a condition, because a stage may be idle: in a loop that runs
-at most once (sharding/ops/update_if.py), so that buffers are updated in place. A forward's output
-is sent before the backward begins, and the input gradient's output before the weight gradient
-begins, so a send can overlap with the work that follows it. Sends end with the tick.
+at most once (sharding/ops/update_if.py), so that buffers are updated in place.
 
 An operation that runs in every tick of every stage has no such loop, and one that never runs is
 not in the program at all. With one stage and `pipeline.remat=full`, for example, there is one tick

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from sharding.estimate.labels import counted_as
 from sharding.pipeline.runtime.chunks import Chunks, StackPart, running_alone
 from sharding.pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
-from sharding.pipeline.runtime.execution_plan import Channel, ExecutionPlan
+from sharding.pipeline.runtime.execution_plan import ExecutionPlan
 from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions, stacks_with_backward
-from sharding.pipeline.runtime.tick_plan import TICKS, TickPlan
+from sharding.pipeline.runtime.tick_plan import TICKS, Channel, TickPlan
 from sharding.pipeline.runtime.trees import Flag, add, read, wide, write, zeros
 from sharding.pipeline.schedules.table import FORWARD
 from sharding.pipeline.stack_layout import StackLayout

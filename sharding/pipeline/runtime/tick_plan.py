@@ -13,12 +13,13 @@ tick, or -1 if it runs none.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sharding.ops.update_if import update_if
 from sharding.pipeline.schedules.table import BACKWARD, FORWARD, WEIGHT_GRADIENT
@@ -125,6 +126,21 @@ class SharedOperation:
             return update_if(None, self.microbatch >= 0, update, state)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Channel:
+    """One collective permute of a tick: outputs of one kind of operation move by `shift` stages.
+
+    Attributes:
+        kind: FORWARD (activations) or BACKWARD (cotangents).
+        shift: distance modulo the number of stages; with 0 the value stays on its stage.
+        pairs: (source stage, target stage) of every transfer.
+    """
+
+    kind: str
+    shift: int
+    pairs: tuple[tuple[int, int], ...]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TickPlan:
@@ -174,3 +190,43 @@ class TickPlan:
             return table[:, stage_index] if table.ndim == 2 else table
 
         return jax.tree.map(stage_column, self)
+
+    def skewed(self, unread_slots: Sequence[int]) -> "TickPlan":
+        """Return a table with one more row, in which all but forwards happen one row later.
+
+        With a row for each iteration of a loop, the forwards of a tick and the backwards of the
+        tick before are in the same iteration. Both sends can then overlap with work:
+
+            row        backwards of tick t      forwards of tick t + 1
+            send       outputs of tick t =====> cotangents of tick t =====>
+
+        Args:
+            unread_slots: for each channel, the slot for values that nobody reads.
+        """
+
+        def later(operation: Any) -> Any:
+            return _with_idle_row(operation, at=0)
+
+        def same(operation: Any) -> Any:
+            return _with_idle_row(operation, at=len(operation.microbatch))
+
+        pairs = zip(self.arrival_slots, unread_slots, strict=True)
+        return TickPlan(
+            forward=same(self.forward),
+            backward=later(self.backward),
+            weight_gradient=later(self.weight_gradient),
+            arrival_slots=tuple(np.insert(slots, 0, unread, axis=0) for slots, unread in pairs),
+            embed=same(self.embed),
+            head=later(self.head),
+            embed_gradient=later(self.embed_gradient),
+        )
+
+
+def _with_idle_row(operation: Any, at: int) -> Any:
+    """Return an `Operation` or `SharedOperation` with a row in which no stage runs it."""
+    padded = jax.tree.map(lambda table: np.insert(table, at, 0, axis=0), operation)
+    microbatch = np.insert(operation.microbatch, at, -1, axis=0)
+    padded = dataclasses.replace(padded, microbatch=microbatch)
+    if isinstance(padded, Operation) and padded.always:
+        return dataclasses.replace(padded, always=None)
+    return padded

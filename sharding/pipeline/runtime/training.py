@@ -2,7 +2,8 @@
 
 executor.py draws a tick. Between two ticks everything that waits is in the carry of the loop:
 
-    carry      inputs, cotangents          buffers that other stages' values arrive in
+    carry      y                           output of the last forward, on its way
+               inputs, cotangents          buffers that other stages' values arrive in
                residuals, head_inputs      buffers that this stage's operations fill
                sums                        of losses, weights and metrics so far
                non_stack_grads             sums of gradients so far, outside all stacks
@@ -18,9 +19,8 @@ import jax.numpy as jnp
 
 from sharding.estimate.labels import counted_as
 from sharding.pipeline.runtime.chunks import ChunkResiduals
-from sharding.pipeline.runtime.execution_plan import Channel
 from sharding.pipeline.runtime.stage import Stage, read_or_none
-from sharding.pipeline.runtime.tick_plan import TICKS, Operation, TickPlan
+from sharding.pipeline.runtime.tick_plan import TICKS, Channel, Operation, TickPlan
 from sharding.pipeline.runtime.trees import read, write, zeros
 from sharding.pipeline.schedules.table import BACKWARD, FORWARD
 
@@ -40,6 +40,7 @@ class TrainingCarry:
         non_stack_grads: sums of the gradients of non-stack parameters so far.
         stacks_grads: stack -> sums of the gradients of its parameters so far.
         residuals: stack -> buffers for the residuals that backwards read.
+        y: output of the last forward, which has not been sent yet; None with a single stage.
         inputs: chunk inputs that have arrived.
         cotangents: gradients of chunk outputs that have arrived.
         head_inputs: outputs of the model's last chunk.
@@ -49,6 +50,7 @@ class TrainingCarry:
     non_stack_grads: Tree
     stacks_grads: dict[str, Tree]
     residuals: ChunkResiduals
+    y: Tree | None
     inputs: Tree | None
     cotangents: Tree | None
     head_inputs: Tree | None
@@ -71,62 +73,88 @@ class TrainingStage(Stage):
             non_stack_grads=counted_as("gradients", non_stack_grads),
             stacks_grads=counted_as("gradients", self._chunks.no_gradients()),
             residuals=self._chunks.residuals(plan.num_slots),
+            y=zeros(self._x_type) if plan.is_skewed else None,
             inputs=self._buffer("input"),
             cotangents=self._buffer("cotangent"),
             head_inputs=self._buffer("head_input"),
         )
-        column = plan.table.column(self._stage_index)
+        column = plan.iterations.column(self._stage_index)
         with jax.named_scope(TICKS):
             carry, _ = jax.lax.scan(self._train_tick, carry, column)
         return carry.sums, {"non_stack": carry.non_stack_grads, "stacks": carry.stacks_grads}
 
     def _train_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
-        """Run one tick; the order of the code is the order of the phases."""
+        """Run one iteration of the loop: a tick, or with several stages the parts of two.
+
+        The order of the code is the order of the phases. With several stages, an iteration runs the
+        backwards of one tick and then the forwards of the next (`TickPlan.skewed`).
+        """
+        if self._plan.is_skewed:
+            # The barriers keep arrivals behind the work that hides them. XLA's scheduler would
+            # write them to their buffers as soon as possible.
+            sent = self._send(FORWARD, carry.y)
+            dx, carry = jax.lax.optimization_barrier(self._backward_phase(carry, tick_plan))
+            carry = self._arrive(FORWARD, carry, sent, tick_plan)
+            sent = self._send(BACKWARD, dx)
+            after = self._forward_phase(carry, carry.y, tick_plan)
+            y, carry = jax.lax.optimization_barrier(after)
+            carry = dataclasses.replace(carry, y=y)
+            return self._arrive(BACKWARD, carry, sent, tick_plan), None
+        y, carry = self._forward_phase(carry, zeros(self._x_type), tick_plan)
+        sent = self._send(FORWARD, y)
+        dx, carry = self._backward_phase(carry, tick_plan)
+        carry = self._arrive(FORWARD, carry, sent, tick_plan)
+        return self._arrive(BACKWARD, carry, self._send(BACKWARD, dx), tick_plan), None
+
+    def _forward_phase(
+        self, carry: TrainingCarry, y: Tree, tick_plan: TickPlan
+    ) -> tuple[Tree, TrainingCarry]:
+        """Run embedding and forward; return (output of the forward, or `y` without one, carry)."""
+        inputs = self._embed_and_head.embed_ahead(carry.inputs, tick_plan)
+        carry = dataclasses.replace(carry, inputs=inputs)
+        # A table may have no forward of its own: the only virtual stage folds it into its backward.
+        if tick_plan.forward.always is False:
+            return y, carry
+        # Read ahead of the loop that runs the forward at most once, so that it does not read the
+        # whole buffer.
+        x = read_or_none(carry.inputs, tick_plan.forward.slots.input)
+        return tick_plan.forward.if_runs(
+            lambda state: self._forward(state[1], tick_plan.forward, x), (y, carry)
+        )
+
+    def _backward_phase(
+        self, carry: TrainingCarry, tick_plan: TickPlan
+    ) -> tuple[Tree, TrainingCarry]:
+        """Run head, backward and weight gradient; return (gradient of the input, carry)."""
         embed_and_head = self._embed_and_head
-        arrivals: dict[Channel, Tree] = {}
-        change = dataclasses.replace
-
-        carry = change(carry, inputs=embed_and_head.embed_ahead(carry.inputs, tick_plan))
-        # Arrived values are read ahead of the operations, so that only this tick's values are
-        # operands of the loops that run an operation at most once.
-        x_forward = read_or_none(carry.inputs, tick_plan.forward.slots.input)
-        x_backward = read_or_none(carry.inputs, tick_plan.backward.slots.input)
+        x = read_or_none(carry.inputs, tick_plan.backward.slots.input)
         dy = read_or_none(carry.cotangents, tick_plan.backward.slots.cotangent)
-
-        # `always` is False if no cell has the operation; then it is not traced. A table may have no
-        # forward of its own (the only virtual stage folds it into its backward) and no weight
-        # gradients (backwards are not split), but every training table has backwards.
-        if tick_plan.forward.always is not False:
-            y, carry = tick_plan.forward.if_runs(
-                lambda state: self._forward(state[1], tick_plan.forward, x_forward),
-                (zeros(self._x_type), carry),
-            )
-            arrivals |= self._send(FORWARD, y)
-
         sums, non_stack_grads, dy_from_head = embed_and_head.head_ahead(
             carry.sums, carry.non_stack_grads, carry.head_inputs, tick_plan
         )
-        carry = change(carry, sums=sums, non_stack_grads=non_stack_grads)
-
+        carry = dataclasses.replace(carry, sums=sums, non_stack_grads=non_stack_grads)
         dx, carry = tick_plan.backward.if_runs(
-            lambda state: self._backward(
-                state[1], tick_plan.backward, x_backward, dy, dy_from_head
-            ),
+            lambda state: self._backward(state[1], tick_plan.backward, x, dy, dy_from_head),
             (zeros(self._x_type), carry),
         )
-        arrivals |= self._send(BACKWARD, dx)
-
         non_stack_grads = embed_and_head.embed_gradient_after(carry.non_stack_grads, dx, tick_plan)
-        carry = change(carry, non_stack_grads=non_stack_grads)
-
+        carry = dataclasses.replace(carry, non_stack_grads=non_stack_grads)
+        # Without split backwards there are no weight gradients.
         if tick_plan.weight_gradient.always is not False:
             carry = tick_plan.weight_gradient.if_runs(
                 lambda carry: self._weight_gradient(carry, tick_plan.weight_gradient), carry
             )
+        return dx, carry
 
-        inputs = self._receive(FORWARD, carry.inputs, arrivals, tick_plan)
+    def _arrive(
+        self, kind: str, carry: TrainingCarry, arrivals: dict[Channel, Tree], tick_plan: TickPlan
+    ) -> TrainingCarry:
+        """Return the carry with the arrivals of one kind in their buffers."""
+        if kind == FORWARD:
+            inputs = self._receive(FORWARD, carry.inputs, arrivals, tick_plan)
+            return dataclasses.replace(carry, inputs=inputs)
         cotangents = self._receive(BACKWARD, carry.cotangents, arrivals, tick_plan)
-        return change(carry, inputs=inputs, cotangents=cotangents), None
+        return dataclasses.replace(carry, cotangents=cotangents)
 
     def _forward(
         self, carry: TrainingCarry, operation: Operation, x: Tree

@@ -3,7 +3,8 @@
 - *Free-running*: each stage runs its operations in the order of the table, each as soon as its
   inputs have arrived. Ticks have no meaning. Papers measure bubbles this way.
 - *Synchronous*: every tick lasts as long as its slowest stage, and sends end with the tick. This is
-  how one program on all devices runs, and so how the executor runs.
+  how one program on all devices runs, and so how the executor runs; it hides more of the sends if
+  backwards are whole.
 
 For 1F1B with S = 2, M = 2, F = 1, B = 2:
 
