@@ -205,6 +205,11 @@ class Chunks:
     def __init__(self, parts: dict[str, StackPart]):
         self._parts = parts
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether backwards run through any stack, so that stages exchange cotangents."""
+        return any(part.has_backward for part in self._parts.values())
+
     def no_gradients(self) -> dict[str, Tree]:
         """Return, for each stack, zero gradients of its layers on this device."""
         return {name: part.layers.no_gradients() for name, part in self._parts.items()}

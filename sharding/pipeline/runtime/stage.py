@@ -216,6 +216,6 @@ class Stage:
 
 def read_or_none(buffer: Tree | None, slot: jax.Array | None) -> Tree | None:
     """Return the contents of a slot, or None if there is no such buffer or it has no slots."""
-    if slot is None or not jax.tree.leaves(buffer)[0].size:
+    if slot is None or buffer is None or not jax.tree.leaves(buffer)[0].size:
         return None
     return read(buffer, slot)

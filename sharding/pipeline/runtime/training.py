@@ -42,7 +42,7 @@ class TrainingCarry:
         residuals: stack -> buffers for the residuals that backwards read.
         y: output of the last forward, which has not been sent yet; None with a single stage.
         inputs: chunk inputs that have arrived.
-        cotangents: gradients of chunk outputs that have arrived.
+        cotangents: gradients of chunk outputs that have arrived; None if no stack has a backward.
         head_inputs: outputs of the model's last chunk.
     """
 
@@ -75,7 +75,7 @@ class TrainingStage(Stage):
             residuals=self._chunks.residuals(plan.num_slots),
             y=zeros(self._x_type) if plan.is_skewed else None,
             inputs=self._buffer("input"),
-            cotangents=self._buffer("cotangent"),
+            cotangents=self._buffer("cotangent") if self._chunks.has_backward else None,
             head_inputs=self._buffer("head_input"),
         )
         column = plan.iterations.column(self._stage_index)
@@ -95,7 +95,7 @@ class TrainingStage(Stage):
             sent = self._send(FORWARD, carry.y)
             dx, carry = jax.lax.optimization_barrier(self._backward_phase(carry, tick_plan))
             carry = self._arrive(FORWARD, carry, sent, tick_plan)
-            sent = self._send(BACKWARD, dx)
+            sent = self._send_cotangent(dx)
             after = self._forward_phase(carry, carry.y, tick_plan)
             y, carry = jax.lax.optimization_barrier(after)
             carry = dataclasses.replace(carry, y=y)
@@ -104,7 +104,7 @@ class TrainingStage(Stage):
         sent = self._send(FORWARD, y)
         dx, carry = self._backward_phase(carry, tick_plan)
         carry = self._arrive(FORWARD, carry, sent, tick_plan)
-        return self._arrive(BACKWARD, carry, self._send(BACKWARD, dx), tick_plan), None
+        return self._arrive(BACKWARD, carry, self._send_cotangent(dx), tick_plan), None
 
     def _forward_phase(
         self, carry: TrainingCarry, y: Tree, tick_plan: TickPlan
@@ -129,6 +129,8 @@ class TrainingStage(Stage):
         embed_and_head = self._embed_and_head
         x = read_or_none(carry.inputs, tick_plan.backward.slots.input)
         dy = read_or_none(carry.cotangents, tick_plan.backward.slots.cotangent)
+        if not self._chunks.has_backward:
+            dy = zeros(self._x_type)
         sums, non_stack_grads, dy_from_head = embed_and_head.head_ahead(
             carry.sums, carry.non_stack_grads, carry.head_inputs, tick_plan
         )
@@ -145,6 +147,10 @@ class TrainingStage(Stage):
                 lambda carry: self._weight_gradient(carry, tick_plan.weight_gradient), carry
             )
         return dx, carry
+
+    def _send_cotangent(self, dx: Tree) -> dict[Channel, Tree]:
+        """Send the gradient of a chunk's input, unless no stack has a backward."""
+        return self._send(BACKWARD, dx) if self._chunks.has_backward else {}
 
     def _arrive(
         self, kind: str, carry: TrainingCarry, arrivals: dict[Channel, Tree], tick_plan: TickPlan

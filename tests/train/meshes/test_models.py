@@ -2,6 +2,7 @@
 
 import pytest
 
+from configs.vit_probe import FROZEN
 from tests.train.meshes import models_on_meshes as measured
 
 #: Rounding errors in float64 are about 1e-16 per sum. 5 steps of Adam amplify them, but bugs cause
@@ -29,6 +30,16 @@ def combinations():
 def test_losses_equal_one_device(model, mesh):
     assert measured.deviation(model, mesh) <= TOLERANCE
     assert len(set(measured.losses_on(model, ()))) == measured.NUM_STEPS  # the model learns
+
+
+@pytest.mark.thorough
+def test_losses_of_a_linear_probe_equal_one_device():
+    """Only the head is trained, so the stages exchange no gradients."""
+    probe = f"optimizer.frozen={','.join(FROZEN)}"
+    mesh = (*measured.MESHES["2×2×2"], probe)
+    assert measured.losses_on("ViT", mesh) == pytest.approx(
+        measured.losses_on("ViT", (probe,)), rel=TOLERANCE, abs=0
+    )
 
 
 def test_table_of_the_docs_has_all_models_and_meshes():
