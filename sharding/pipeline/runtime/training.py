@@ -36,6 +36,7 @@ class TrainingCarry:
     None if the schedule has no such buffer.
 
     Attributes:
+        num_backwards: int32[], number of backwards so far.
         sums: sums of losses, weights and metrics so far.
         non_stack_grads: sums of the gradients of non-stack parameters so far.
         stacks_grads: stack -> sums of the gradients of its parameters so far.
@@ -46,6 +47,7 @@ class TrainingCarry:
         head_inputs: outputs of the model's last chunk.
     """
 
+    num_backwards: jax.Array
     sums: dict[str, jax.Array]
     non_stack_grads: Tree
     stacks_grads: dict[str, Tree]
@@ -69,6 +71,7 @@ class TrainingStage(Stage):
         plan = self._plan
         non_stack_grads = self._embed_and_head.no_gradients()
         carry = TrainingCarry(
+            num_backwards=jnp.int32(0),
             sums=zeros(self._sums_type),
             non_stack_grads=counted_as("gradients", non_stack_grads),
             stacks_grads=counted_as("gradients", self._chunks.no_gradients()),
@@ -93,12 +96,19 @@ class TrainingStage(Stage):
             # The barriers keep arrivals behind the work that hides them. XLA's scheduler would
             # write them to their buffers as soon as possible.
             sent = self._send(FORWARD, carry.y)
-            dx, carry = jax.lax.optimization_barrier(self._backward_phase(carry, tick_plan))
+            dx, carry = self._backward_phase(carry, tick_plan)
+            dx, inputs = jax.lax.optimization_barrier((dx, carry.inputs))
+            carry = dataclasses.replace(carry, inputs=inputs)
             carry = self._arrive(FORWARD, carry, sent, tick_plan)
             sent = self._send_cotangent(dx)
-            after = self._forward_phase(carry, carry.y, tick_plan)
-            y, carry = jax.lax.optimization_barrier(after)
-            carry = dataclasses.replace(carry, y=y)
+            # The forward depends on the backward. XLA would otherwise copy the residual buffers,
+            # because the one might write to them before the other has read them.
+            microbatch = jnp.where(carry.num_backwards >= 0, tick_plan.forward.microbatch, -1)
+            forward = dataclasses.replace(tick_plan.forward, microbatch=microbatch)
+            tick_plan = dataclasses.replace(tick_plan, forward=forward)
+            y, carry = self._forward_phase(carry, carry.y, tick_plan)
+            y, cotangents = jax.lax.optimization_barrier((y, carry.cotangents))
+            carry = dataclasses.replace(carry, y=y, cotangents=cotangents)
             return self._arrive(BACKWARD, carry, sent, tick_plan), None
         y, carry = self._forward_phase(carry, zeros(self._x_type), tick_plan)
         sent = self._send(FORWARD, y)
@@ -234,6 +244,7 @@ class TrainingStage(Stage):
             residuals = _without_scratch(residuals)
         return dx, dataclasses.replace(
             carry,
+            num_backwards=carry.num_backwards + 1,
             sums=sums,
             non_stack_grads=non_stack_grads,
             stacks_grads=stacks_grads,
