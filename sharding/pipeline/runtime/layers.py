@@ -69,9 +69,9 @@ class Layers:
         layout: the stack's layers in the slots of every stage.
         stage_index: this device's stage, int32[].
         example: x and a microbatch, or their ShapeDtypeStructs.
-        frozen: a bool per parameter, whether it has no gradient; None: all have one.
         splits: whether backwards run in two halves.
         accumulates: whether several backwards of a layer add up their gradients in a step.
+        frozen: a bool per parameter, whether it has no gradient; None: all have one.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Layers:
         layout: StackLayout,
         stage_index: jax.Array,
         example: tuple[Tree, Tree],
-        frozen: Tree | None,
         *,
         splits: bool,
         accumulates: bool,
+        frozen: Tree | None = None,
     ):
         self._block = block
         self._params = params

@@ -91,6 +91,7 @@ class Stage:
     ) -> StackPart:
         """Return this device's part of a stack."""
         input_type, block_type = types
+        frozen = self._functions.frozen
         gatherer = self._stack_gatherers[name]
         layers = Layers(
             self._functions.blocks[name],
@@ -99,9 +100,9 @@ class Stage:
             layout,
             self._stage_index,
             (block_type, self._first_microbatch),
-            None if self._functions.frozen is None else self._functions.frozen["stacks"][name],
             splits=self._plan.splits_backward,
             accumulates=self._plan.num_microbatches > 1,
+            frozen=None if frozen is None else frozen["stacks"][name],
         )
         contains_layers = [[count > 0 for _, count in stage] for stage in layout.chunks]
         contains_first = [[start == 0 < count for start, count in stage] for stage in layout.chunks]
