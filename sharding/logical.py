@@ -107,8 +107,8 @@ def on_whole_tokens(function: Callable[..., Any], *activations: Any) -> Any:
 
     Args:
         function: returns a tree of arrays.
-        *activations: trees of arrays; the tokens of those that are [B, T, D] are gathered, as are
-            those of the result.
+        *activations: trees of arrays. The tokens of arrays [B, T, D] in them and in the result are
+            gathered.
     """
     rules = _active_rules.get()
     if rules is None or not automatic_axes("act_tokens"):

@@ -16,7 +16,7 @@ for how long. So an iteration of a loop is simulated once, no matter how often i
 The stages of a pipeline run the same program. They differ only in which branches of a tick they
 take: a forward runs on stages that have one in this tick, the head on the last stage, and so on.
 Each branch is a loop that runs at most once. All stages begin a tick together, because they
-exchange activations in it, so a tick takes as long as it does on its slowest stage:
+exchange activations in it, so a tick lasts until its slowest stage has finished:
 
     stage 0     [ F ][ idle ]
     stage 1     [ F ][ head ]     the slowest stage of this tick

@@ -82,39 +82,42 @@ class TrainingStage(Stage):
             head_inputs=self._buffer("head_input"),
         )
         column = plan.iterations.column(self._stage_index)
+        tick = self._skewed_tick if plan.is_skewed else self._tick
         with jax.named_scope(TICKS):
-            carry, _ = jax.lax.scan(self._train_tick, carry, column)
+            carry, _ = jax.lax.scan(tick, carry, column)
         return carry.sums, {"non_stack": carry.non_stack_grads, "stacks": carry.stacks_grads}
 
-    def _train_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
-        """Run one iteration of the loop: a tick, or with several stages the parts of two.
-
-        The order of the code is the order of the phases. With several stages, an iteration runs the
-        backwards of one tick and then the forwards of the next (`TickPlan.skewed`).
-        """
-        if self._plan.is_skewed:
-            # The barriers keep arrivals behind the work that hides them. XLA's scheduler would
-            # write them to their buffers as soon as possible.
-            sent = self._send(FORWARD, carry.y)
-            dx, carry = self._backward_phase(carry, tick_plan)
-            dx, inputs = jax.lax.optimization_barrier((dx, carry.inputs))
-            carry = dataclasses.replace(carry, inputs=inputs)
-            carry = self._arrive(FORWARD, carry, sent, tick_plan)
-            sent = self._send_cotangent(dx)
-            # The forward depends on the backward. XLA would otherwise copy the residual buffers,
-            # because the one might write to them before the other has read them.
-            microbatch = jnp.where(carry.num_backwards >= 0, tick_plan.forward.microbatch, -1)
-            forward = dataclasses.replace(tick_plan.forward, microbatch=microbatch)
-            tick_plan = dataclasses.replace(tick_plan, forward=forward)
-            y, carry = self._forward_phase(carry, carry.y, tick_plan)
-            y, cotangents = jax.lax.optimization_barrier((y, carry.cotangents))
-            carry = dataclasses.replace(carry, y=y, cotangents=cotangents)
-            return self._arrive(BACKWARD, carry, sent, tick_plan), None
+    def _tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
+        """Run one tick; the order of the code is the order of the phases."""
         y, carry = self._forward_phase(carry, zeros(self._x_type), tick_plan)
         sent = self._send(FORWARD, y)
         dx, carry = self._backward_phase(carry, tick_plan)
-        carry = self._arrive(FORWARD, carry, sent, tick_plan)
-        return self._arrive(BACKWARD, carry, self._send_cotangent(dx), tick_plan), None
+        inputs = self._receive(FORWARD, carry.inputs, sent, tick_plan)
+        sent = self._send_cotangent(dx)
+        cotangents = self._receive(BACKWARD, carry.cotangents, sent, tick_plan)
+        return dataclasses.replace(carry, inputs=inputs, cotangents=cotangents), None
+
+    def _skewed_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
+        """Run the backwards of one tick and then the forwards of the next (`TickPlan.skewed`).
+
+        The barriers keep arrivals behind the work that hides them. XLA's scheduler would write them
+        to their buffers as soon as possible.
+        """
+        sent = self._send(FORWARD, carry.y)
+        dx, carry = self._backward_phase(carry, tick_plan)
+        dx, inputs = jax.lax.optimization_barrier((dx, carry.inputs))
+        inputs = self._receive(FORWARD, inputs, sent, tick_plan)
+        carry = dataclasses.replace(carry, inputs=inputs)
+        sent = self._send_cotangent(dx)
+        # The forward depends on the backward. XLA would otherwise copy the residual buffers,
+        # because the one might write to them before the other has read them.
+        microbatch = jnp.where(carry.num_backwards >= 0, tick_plan.forward.microbatch, -1)
+        forward = dataclasses.replace(tick_plan.forward, microbatch=microbatch)
+        tick_plan = dataclasses.replace(tick_plan, forward=forward)
+        y, carry = self._forward_phase(carry, carry.y, tick_plan)
+        y, cotangents = jax.lax.optimization_barrier((y, carry.cotangents))
+        cotangents = self._receive(BACKWARD, cotangents, sent, tick_plan)
+        return dataclasses.replace(carry, y=y, cotangents=cotangents), None
 
     def _forward_phase(
         self, carry: TrainingCarry, y: Tree, tick_plan: TickPlan
@@ -161,16 +164,6 @@ class TrainingStage(Stage):
     def _send_cotangent(self, dx: Tree) -> dict[Channel, Tree]:
         """Send the gradient of a chunk's input, unless no stack has a backward."""
         return self._send(BACKWARD, dx) if self._chunks.has_backward else {}
-
-    def _arrive(
-        self, kind: str, carry: TrainingCarry, arrivals: dict[Channel, Tree], tick_plan: TickPlan
-    ) -> TrainingCarry:
-        """Return the carry with the arrivals of one kind in their buffers."""
-        if kind == FORWARD:
-            inputs = self._receive(FORWARD, carry.inputs, arrivals, tick_plan)
-            return dataclasses.replace(carry, inputs=inputs)
-        cotangents = self._receive(BACKWARD, carry.cotangents, arrivals, tick_plan)
-        return dataclasses.replace(carry, cotangents=cotangents)
 
     def _forward(
         self, carry: TrainingCarry, operation: Operation, x: Tree
