@@ -148,7 +148,8 @@ class MLP(nnx.Module):
         x_BTD = gather_tokens(x_BTD)
         h_BTF = self._project(self.up, x_BTD)
         if self.gate is None:
-            return scatter_tokens(self.down(recomputed(activation)(h_BTF)))
+            activated_BTF = recomputed(activation, stores_gradient=True)(h_BTF)
+            return scatter_tokens(self.down(activated_BTF))
         gate_BTF = self._project(self.gate, x_BTD)
         product_BTF = recomputed(lambda gate, h: activation(gate) * h)(gate_BTF, h_BTF)
         return scatter_tokens(self.down(product_BTF))

@@ -31,12 +31,13 @@ def is_elementwise(instruction: Instruction) -> bool:
     return instruction.opcode not in (*asynchrony.NO_WORK, *others)
 
 
-@pytest.mark.parametrize(("config", "most"), [("gpt2", 112), ("llama", 50)])
+@pytest.mark.parametrize(("config", "most"), [("gpt2", 116), ("llama", 50)])
 def test_layers_move_few_bytes(config, most):
     """Between products and attention, a layer moves few bytes in its forward and backward.
 
     The unit is one pass over its bfloat16 activations `[tokens, width]`. Saving a residual, or
-    reading it, takes two passes of `width` with jax 0.10, and none with jax 0.12.
+    reading it, takes two passes of `width` with jax 0.10, and none with jax 0.12. GPT-2 takes four
+    more to sum the gradient of a bias that a GELU reads: faster than in the GELU's own kernel.
     """
     run = steps.make_run(config, _ONE_GPU)
     (module,) = parse_modules(steps.text_of(run))
