@@ -68,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         required=True,
         help=f"KIND:HOSTSxGPUS, such as h100:8x8; KIND is {', '.join(TARGETS)}, or a file",
     )
+    parser.add_argument(
+        "--network", type=float, help="Gbit/s per GPU between hosts, if not as in NVIDIA's DGX"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parser.add_argument(
         "--verbose", action="store_true", help="also print the compiler's options, with reasons"
@@ -80,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     try:
         overrides = parse_overrides(others)
-        target = parse_target(args.target)
+        target = parse_target(args.target, args.network)
         step = compile_step(args.config, target, overrides, allow_import=args.allow_import)
         if args.out is not None:
             write_files(step, args.out)

@@ -45,12 +45,15 @@ class Target:
         description: text of a GpuTargetConfigProto.
         num_hosts: number of hosts.
         gpus_per_host: number of GPUs per host, which are connected by NVLink.
+        network_gbit_per_s: bandwidth between hosts in one direction, in Gbit/s per GPU; None: as in
+            the usual hosts of these GPUs.
     """
 
     name: str
     description: str
     num_hosts: int
     gpus_per_host: int
+    network_gbit_per_s: float | None = None
 
     @property
     def num_devices(self) -> int:
@@ -144,12 +147,16 @@ def has_compiler() -> bool:
         return False
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str, network_gbit_per_s: float | None = None) -> Target:
     """Parse a target `KIND:HOSTSxGPUS`, such as `h100:8x8` or `my.txtpb:1x4`.
 
+    Args:
+        text: value of `--target`.
+        network_gbit_per_s: value of `--network`; None: as in the usual hosts of these GPUs.
+
     Raises:
-        ValueError: if the text has another form, has too many GPUs, or if KIND is neither a known
-            kind nor a file.
+        ValueError: if the text has another form, has too many GPUs, if KIND is neither a known
+            kind nor a file, or if the network has no bandwidth.
     """
     kind, _, shape = text.rpartition(":")
     sizes = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", shape)
@@ -171,9 +178,15 @@ def parse_target(text: str) -> Target:
             f"--target={text!r}: {kind!r} is none of {', '.join(TARGETS)}, and not a file with a "
             "GpuTargetConfigProto as text"
         )
+    if network_gbit_per_s is not None and not 0 < network_gbit_per_s < math.inf:
+        raise ValueError(
+            f"--network={network_gbit_per_s} must be a positive number of Gbit/s per GPU, such as "
+            "400 for one InfiniBand NDR adapter per GPU"
+        )
     return Target(
         name=text,
         description=read_text(path),
         num_hosts=num_hosts,
         gpus_per_host=gpus_per_host,
+        network_gbit_per_s=network_gbit_per_s,
     )

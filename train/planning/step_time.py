@@ -29,6 +29,9 @@ _GB_PER_S: dict[str, tuple[float, float, float]] = {
     r"\bRTX 4090$": (1008.0, 31.5, 31.5),
     r"\bMI300X\b": (5300.0, 63.0, 448.0),
 }
+# Pattern of device_kind -> network adapters of the usual host in Gbit/s per GPU: NVIDIA's DGX-1 has
+# four adapters of 100 Gbit/s for eight GPUs, DGX A100 one of 200 for each, later ones one of 400.
+_NETWORK_GBIT_PER_S = {r"\bV100\b": 50.0, r"\bA100\b": 200.0, "": 400.0}
 #: Devices whose datasheet is not in the table count as this one.
 _NOMINAL = "NVIDIA A100-SXM4-80GB"
 
@@ -65,6 +68,8 @@ def machine_of(target: Target) -> Machine:
     known = rates_of(target.device_kind, "float32")
     names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
     names |= {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
+    usual = (rate for key, rate in _NETWORK_GBIT_PER_S.items() if re.search(key, known.device_kind))
+    gbit_per_s = target.network_gbit_per_s or next(usual)
     peaks = {short: peak_flops_per_s(known.device_kind, name) for short, name in names.items()}
     return Machine(
         device_kind=known.device_kind,
@@ -75,6 +80,7 @@ def machine_of(target: Target) -> Machine:
         host_bytes_per_s=known.host_bytes_per_s,
         link_bytes_per_s=known.network_bytes_per_s,
         gpus_per_host=target.gpus_per_host,
+        network_bytes_per_s=gbit_per_s * 1e9 / 8,
     )
 
 

@@ -16,8 +16,7 @@ class Machine:
         host_bytes_per_s: bandwidth of its link to the host, in one direction.
         link_bytes_per_s: bandwidth of its links to the other GPUs of its host, in one direction.
         gpus_per_host: partitions 0 .. gpus_per_host - 1 of a program are on the first host, etc.
-        network_bytes_per_s: bandwidth of its network adapter, in one direction. The default is
-            InfiniBand NDR: one 400 Gbit/s adapter per GPU, as in an NVIDIA DGX H100.
+        network_bytes_per_s: its share of the host's network adapters, in one direction.
     """
 
     device_kind: str
@@ -26,7 +25,7 @@ class Machine:
     host_bytes_per_s: float
     link_bytes_per_s: float
     gpus_per_host: int
-    network_bytes_per_s: float = 50e9
+    network_bytes_per_s: float
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Return the peak FLOP/s of a product whose operands have this element type."""

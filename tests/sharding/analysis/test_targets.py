@@ -24,3 +24,9 @@ def test_endless_number_of_hosts_is_refused():
     with pytest.raises(ValueError, match="must be KIND:HOSTSxGPUS") as caught:
         parse_target(f"h100:{'9' * 5000}x8")
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("network", [0.0, -25.0, float("nan"), float("inf")])
+def test_network_of_a_target_must_have_a_bandwidth(network):
+    with pytest.raises(ValueError, match="--network=.* must be a positive number of Gbit/s"):
+        parse_target("h100:2x8", network)

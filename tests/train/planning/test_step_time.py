@@ -21,3 +21,12 @@ def test_machine_of_uses_float32_for_gpus_without_bfloat16():
     assert volta.peak_flops_per_s("bf16") == volta.peak_flops_per_s("f32") == 15.7e12
     assert hopper.peak_flops_per_s("bf16") == 989.5e12
     assert hopper.peak_flops_per_s("f8e5m2") == hopper.peak_flops_per_s("f8e4m3fn") == 1979e12
+
+
+@pytest.mark.parametrize(
+    ("target", "network", "expected"),
+    [("v100:2x8", None, 6.25e9), ("a100:2x8", None, 25e9), ("h100:2x8", None, 50e9)]
+    + [("h100:2x8", 25.0, 3.125e9)],
+)
+def test_network_of_a_machine_is_as_in_its_usual_host_unless_given(target, network, expected):
+    assert machine_of(parse_target(target, network)).network_bytes_per_s == expected
