@@ -39,12 +39,14 @@ class Repeat:
 
     Attributes:
         label: label of the loop; "" if it is not a loop.
+        name: name of the loop's instruction; "" if it is not a loop.
         start_s: start, relative to the start of the execution that contains it.
         count: number of repetitions.
         run: one repetition.
     """
 
     label: str
+    name: str
     start_s: float
     count: int
     run: "Execution"
@@ -113,3 +115,19 @@ class Execution:
 
 Busy = tuple[tuple[str, float], ...]
 #: (stream, seconds until it is free) of the streams that are busy, sorted by stream.
+
+
+def loops_s(run: Execution, label: str) -> list[float]:
+    """Return the seconds of each loop with this label, in the order in which the loops begin."""
+    found: dict[str, float] = {}
+
+    def add(run: Execution, times: int) -> None:
+        for item in run.items:
+            if isinstance(item, Repeat) and item.label == label:
+                seconds = times * item.count * item.run.duration_s
+                found[item.name] = found.get(item.name, 0.0) + seconds
+            elif isinstance(item, Repeat):
+                add(item.run, times * item.count)
+
+    add(run, 1)
+    return [*found.values()]

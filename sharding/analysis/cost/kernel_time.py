@@ -28,6 +28,7 @@ from typing import Literal
 
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.cost.memory_traffic import array_bytes, moved_bytes
+from sharding.analysis.cost.transfer import transfer_s
 from sharding.analysis.hlo import asynchrony, device_groups
 from sharding.analysis.hlo.flops import attention_flops, product_flops
 from sharding.analysis.hlo.instruction import Instruction, arrays_of, custom_call_target
@@ -56,18 +57,6 @@ ATTENTION_BACKWARD_EFFICIENCY = 0.4
 MEMORY_EFFICIENCY = 0.9
 #: Share of the host link that copies of pinned memory reach: about 50 of PCIe 5.0's 63 GB/s.
 HOST_EFFICIENCY = 0.8
-#: Share of NVLink's bandwidth that NCCL reaches: XLA's table for an H100 says 344 of 450 GB/s for
-#: an all-gather of 2.9 GB over 8 GPUs.
-LINK_EFFICIENCY = 0.75
-#: Share of a network adapter's bandwidth that NCCL reaches across hosts: assumed.
-NETWORK_EFFICIENCY = 0.85
-#: Least time of a collective, within a host and across hosts: NCCL's kernels synchronize in a few
-#: steps of a few microseconds each. XLA's table of permutations begins at 13 us.
-COLLECTIVE_LATENCY_S = 15e-6
-NETWORK_LATENCY_S = 30e-6
-#: XLA's estimate of a collective is capped at this multiple of the estimate made here. XLA assumes
-#: 22 GB/s for a permutation across hosts, and 111 of NVLink's 450 GB/s for one within a host.
-MOST_OF_ESTIMATE = 2.0
 #: Least time of a kernel, from its start to the start of the next one. XLA's model has no such
 #: minimum, and estimates nanoseconds for scalars. A rule of thumb for sequences of small kernels,
 #: not measured.
@@ -148,17 +137,8 @@ class Costs:
         assert kind is not None
         result = arrays_of(asynchrony.result_of(instruction))
         num_bytes = sum(array.bytes for array in result)
-        slow_s, fast_s = self._wire_s(kind, groups, num_bytes)
         given_s = entries(instruction).get("sol")
-        # Keep XLA's estimate between the time at the links' full bandwidth and a multiple of ours.
-        seconds = (
-            slow_s if given_s is None else min(max(given_s, fast_s), MOST_OF_ESTIMATE * slow_s)
-        )
-        crosses = any(self._hosts(group) > 1 for group in groups)
-        if all(len(set(group)) < 2 for group in groups):
-            seconds = 0.0
-        else:
-            seconds = max(seconds, NETWORK_LATENCY_S if crosses else COLLECTIVE_LATENCY_S)
+        seconds = transfer_s(self.machine, kind, groups, num_bytes, given_s)
         return Transfer(
             kind=kind,
             axes=device_groups.axes_of(groups, self.mesh_shape),
@@ -202,63 +182,12 @@ class Costs:
         moved_s = array_bytes(instruction) / self.machine.memory_bytes_per_s
         return max(compute_s, moved_s / MEMORY_EFFICIENCY)
 
-    def _wire_s(
-        self, kind: str, groups: device_groups.Groups, num_bytes: int
-    ) -> tuple[float, float]:
-        """Return the time to transfer a collective's bytes: as NCCL achieves it, and at best.
-
-        Args:
-            kind: one of `asynchrony.COLLECTIVES`.
-            groups: devices of each group.
-            num_bytes: bytes of the collective's output on one device.
-
-        Returns:
-            (seconds at NCCL's usual efficiency, seconds at the links' full bandwidth).
-        """
-        machine = self.machine
-        size = max(len(group) for group in groups)
-        num_hosts = max(self._hosts(group) for group in groups)
-        per_host = size / num_hosts
-        moved = _sent_bytes(kind, size, num_bytes)
-        link_s = moved / machine.link_bytes_per_s
-        network_s = 0.0
-        if num_hosts > 1 and kind in ("all-to-all", "ragged-all-to-all"):
-            # Each GPU sends the data for other hosts through its own network adapter.
-            network_s = num_bytes * (size - per_host) / size / machine.network_bytes_per_s
-        elif num_hosts > 1:
-            # Rings leave a host through the adapters of all GPUs of the group on that host.
-            per_host = 1 if kind == "collective-permute" else per_host
-            network_s = moved / (per_host * machine.network_bytes_per_s)
-        usual_s = max(link_s / LINK_EFFICIENCY, network_s / NETWORK_EFFICIENCY)
-        return usual_s, max(link_s, network_s)
-
-    def _hosts(self, group: tuple[int, ...]) -> int:
-        return len({device // self.machine.gpus_per_host for device in group}) or 1
-
 
 def entries(instruction: Instruction) -> dict[str, float]:
     """Return XLA's estimates of an instruction: name -> seconds."""
     found = _ENTRIES.search(instruction.attributes)
     parts = _ENTRY.findall(found[1]) if found else []
     return {name: float(microseconds) * 1e-6 for microseconds, name in parts}
-
-
-def _sent_bytes(kind: str, size: int, num_bytes: int) -> float:
-    """Return the bytes that each GPU sends in a group of `size` GPUs.
-
-    Args:
-        kind: one of `asynchrony.COLLECTIVES`.
-        size: number of GPUs in a group.
-        num_bytes: bytes of the collective's output on one GPU.
-    """
-    others = (size - 1) / size
-    if kind == "all-reduce":
-        return 2 * others * num_bytes
-    if kind == "reduce-scatter":
-        return (size - 1) * num_bytes
-    if kind in ("collective-permute", "collective-broadcast"):
-        return num_bytes
-    return others * num_bytes  # all-gather, all-to-all
 
 
 def _is_triton(instruction: Instruction) -> bool:

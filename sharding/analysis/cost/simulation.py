@@ -254,7 +254,7 @@ class _SimulatorState:
             # If the streams end an iteration in the state in which they began it, all further
             # iterations are equal and need not be simulated.
             times = count if run.busy == before else 1
-            self._include(run, label or "loop", times)
+            self._include(run, label or "loop", times, loop.name)
             count -= times
 
     def _run_ticks(self, body: str, ticks: Ticks) -> None:
@@ -277,10 +277,12 @@ class _SimulatorState:
         busy = ((stream, free_s - self.now_s) for stream, free_s in self._free_s.items())
         return tuple(sorted((stream, left_s) for stream, left_s in busy if left_s > 0))
 
-    def _include(self, run: Execution, label: str, times: int = 1) -> None:
+    def _include(self, run: Execution, label: str, times: int = 1, name: str = "") -> None:
         """Append an execution to the instructions simulated so far."""
         if run.items:
-            self.items.append(Repeat(label=label, start_s=self.now_s, count=times, run=run))
+            self.items.append(
+                Repeat(label=label, name=name, start_s=self.now_s, count=times, run=run)
+            )
         self.totals.add(run.totals, times)
         for stream, given in self._given.items():
             # The inner execution waited for work that was started before it, which is the last

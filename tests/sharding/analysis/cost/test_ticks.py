@@ -2,7 +2,7 @@
 
 import pytest
 
-from sharding.analysis.cost import kernel_time
+from sharding.analysis.cost import transfer
 from sharding.analysis.cost.ticks import Ticks
 from sharding.ops.update_if import AT_MOST_ONCE
 from sharding.pipeline.runtime.execution_plan import make_execution_plan
@@ -53,7 +53,7 @@ def test_predict_adds_the_operations_of_a_tick_if_an_exchange_waits():
         "  %cp = f32[8]{0} collective-permute(%F), source_target_pairs={{0,4},{1,5},{2,6},{3,7}}\n"
     )
     found = step(*pipeline(permute), ROWS)
-    wait = kernel_time.NETWORK_LATENCY_S
+    wait = transfer.NETWORK_LATENCY_S
     assert found.step_s == pytest.approx((110 + 360 + 260) * US + 3 * wait)
     assert found.bubble_s == pytest.approx((100 + 100) * US)
 
