@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,10 +57,35 @@ _READ_FROM_PATHS = ("text", "megatron", "image_folder")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code, see train/lifecycle/exit_codes.py."""
+    parser = target_parser(
+        "train.compile", "Compiles a training step for GPUs you do not have, and predicts its time."
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print the compiler's options, with reasons"
+    )
+    parser.add_argument("--out", type=Path, help="directory for HLO, report, trace and picture")
+    args, others = parser.parse_known_args(argv)
+    logging.basicConfig(format="%(message)s", force=True)
+
+    def report() -> str:
+        overrides = parse_overrides(others)
+        target = parse_target(args.target, args.network)
+        step = compile_step(args.config, target, overrides, allow_import=args.allow_import)
+        if args.out is not None:
+            write_files(step, args.out)
+        if args.json:
+            return json.dumps(step.to_json())
+        text = step.to_text()
+        options = describe_options(step.run.compiler_options()) if args.verbose else ""
+        return f"{text}\n{options}" if options else text
+
+    return print_or_refuse(report)
+
+
+def target_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of all commands that compile for absent GPUs."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.compile",
-        description="Compiles a training step for GPUs you do not have, and predicts its time.",
-        allow_abbrev=False,
+        prog=f"python -m {module}", description=description, allow_abbrev=False
     )
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument(
@@ -72,33 +97,23 @@ def main(argv: list[str] | None = None) -> int:
         "--network", type=float, help="Gbit/s per GPU between hosts, if not as in NVIDIA's DGX"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    parser.add_argument(
-        "--verbose", action="store_true", help="also print the compiler's options, with reasons"
-    )
-    parser.add_argument("--out", type=Path, help="directory for HLO, report, trace and picture")
     add_allow_import(parser)
-    args, others = parser.parse_known_args(argv)
-    logging.basicConfig(format="%(message)s", force=True)
+    return parser
+
+
+def print_or_refuse(report: Callable[[], str]) -> int:
+    """Print a report, or the error of invalid input in one sentence; return the exit code."""
     # Compiling needs no device, and a CUDA plugin without a driver would fail to find one.
     jax.config.update("jax_platforms", "cpu")
     try:
-        overrides = parse_overrides(others)
-        target = parse_target(args.target, args.network)
-        step = compile_step(args.config, target, overrides, allow_import=args.allow_import)
-        if args.out is not None:
-            write_files(step, args.out)
+        text = report()
     except (ValueError, OSError) as error:
         if os.environ.get("TAIBAI_TRACEBACK"):
             raise
         hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
         print(f"error: {sentence_of(error)}\n{hint}", file=sys.stderr)
         return REFUSED
-    if args.json:
-        print_report(json.dumps(step.to_json()))
-        return FINISHED
-    print_report(step.to_text())
-    if args.verbose:
-        print_report(describe_options(step.run.compiler_options()))
+    print_report(text)
     return FINISHED
 
 
@@ -117,12 +132,17 @@ def compile_step(
         ValueError: the config, the mesh or the target is not valid.
         OSError: a file is missing.
     """
+    config = validate_config(load_config(path, overrides, allow_import=allow_import))
+    return compile_run(run_for(config, target), sizes_without_data(config).assumed)
+
+
+def load_config(path: str, overrides: list[str], *, allow_import: Sequence[str] = ()) -> Any:
+    """Return the ConfigDict of a run whose data is not read; arguments as for `compile_step`."""
     given: Any = config_files.load(path, overrides, allow_import=allow_import)
     take_init_from(given, overrides, allow_import=allow_import)
     if given.data.name in _READ_FROM_PATHS and not given.data.paths:
         given.data.paths = ("not_read",)  # required by the config, but no data is read here
-    config = validate_config(given)
-    return compile_run(run_for(config, target), sizes_without_data(config).assumed)
+    return given
 
 
 def run_for(config: RunConfig, target: Target) -> Run:

@@ -81,6 +81,28 @@ class Target:
         """Bandwidth between one GPU and its host in one direction, in bytes per second."""
         return self._number("pcie_bandwidth")
 
+    def resized(self, num_devices: int, *, memory_bytes: int | None = None) -> "Target":
+        """Return as few of these hosts as have `num_devices` GPUs.
+
+        Args:
+            num_devices: number of GPUs; a multiple of a host's if it is more than that.
+            memory_bytes: memory of each GPU, if it is not to be that of the real ones.
+        """
+        gpus_per_host = min(num_devices, self.gpus_per_host)
+        num_hosts = -(-num_devices // gpus_per_host)
+        description = self.description
+        if memory_bytes is not None:
+            pattern = r"\b(device_memory_size:\s*)[\d.]+"
+            description = re.sub(pattern, rf"\g<1>{memory_bytes}", description)
+        kind = self.name.rpartition(":")[0]
+        return dataclasses.replace(
+            self,
+            name=f"{kind}:{num_hosts}x{gpus_per_host}",
+            description=description,
+            num_hosts=num_hosts,
+            gpus_per_host=gpus_per_host,
+        )
+
     def devices(self) -> list[Any]:
         """Return device objects that stand for the GPUs, host by host; they cannot hold arrays.
 

@@ -32,6 +32,7 @@ from train.planning.memory_budget import (
     excess,
     needs_of,
 )
+from train.planning.parallel_plan import with_values
 from train.planning.step_time import rates_of
 from train.run.run import Run
 
@@ -61,7 +62,7 @@ class MemorySearch:
         self._start = {} if config.memory.placement == "device" else _ON_DEVICE
         if not is_open and needs_of(assemble(config), budget).host_bytes <= budget.host_bytes:
             self._start = {}
-        self._config = _changed(config, self._start)
+        self._config = with_values(config, self._start)
         self._assemble = assemble
         self._budget = budget
         self.rates = rates_of(budget.device_kind, config.precision.compute_dtype)
@@ -160,7 +161,7 @@ class MemorySearch:
             chosen = [lever[level - 1] for lever, level in pairs if level]
             setting = {key: value for part in (self._start, *chosen) for key, value in part.items()}
             try:
-                run = self._assemble(_changed(self._config, setting))
+                run = self._assemble(with_values(self._config, setting))
                 self._known[levels] = self._candidate(setting, run)
             except (ValueError, TypeError):  # e.g. replicated parameters cannot be on the host
                 self._known[levels] = None
@@ -184,7 +185,7 @@ class MemorySearch:
         while config.data.global_batch_size % (count * replicas) == 0:
             setting = {"train.num_microbatches": count}
             try:
-                self._assemble(_changed(config, setting))
+                self._assemble(with_values(config, setting))
             except (ValueError, TypeError):  # e.g. a .csv schedule is for a fixed number
                 break
             settings.append(setting)
@@ -222,13 +223,3 @@ class MemorySearch:
                     }
                 )
         return settings
-
-
-def _changed(config: RunConfig, setting: Setting) -> RunConfig:
-    """Return the config with the fields of a setting replaced."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in setting.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    changed = {k: dataclasses.replace(getattr(config, k), **v) for k, v in sections.items()}
-    return dataclasses.replace(config, **changed)

@@ -36,6 +36,9 @@ from sharding.pipeline.stack_layout import StackLayout
 Tree = Any
 Buffer = list[jax.Array]
 
+#: Named scope of the loops over layers, by which sharding/analysis/ finds them in a program.
+LAYERS = "layers"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,7 +308,7 @@ class Layers:
             )
             return (count + 1, after), None
 
-        with jax.named_scope("layers"):
+        with jax.named_scope(LAYERS):
             start = (jnp.int32(0), carry)
             return jax.lax.scan(step, start, None, length=self._max_layers_per_chunk)[0][1]
 

@@ -1,0 +1,118 @@
+"""`python -m train.plan`: plans of small models for described GPUs."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from sharding.analysis.targets import parse_target
+from tests.runs import ROOT
+from train import plan
+from train.compile import compile_run, load_config, run_for
+from train.config.config_files import load
+from train.config.overrides import Override, parse_overrides
+from train.config.schema import validate_config
+from train.planning.layer_times import CompiledPart, Part
+from train.planning.parallel_plan import PlanSpace
+
+pytestmark = pytest.mark.gpu_compiler
+
+CONFIG = f"{ROOT}/configs/gpt2.py"
+FIXED = [
+    "data.tokenizer=bytes",
+    "data.global_batch_size=8",
+    "model.embed_dim=512",
+    "model.num_layers=4",
+    "model.num_heads=4",
+    "precision.compute=bfloat16",
+    "train.num_microbatches=4",
+    "train.remat=none",
+    "memory.zero_stage=0",
+    "pipeline.schedule=1f1b",
+    "pipeline.remat=none",
+]
+ARGUMENTS = [f"--config.{override}" for override in FIXED]
+
+
+def run_plan(capfd, *arguments: str) -> tuple[int, str, str]:
+    """Run the command; return (exit code, standard output, standard error)."""
+    code = plan.main([f"--config={CONFIG}", *ARGUMENTS, *arguments])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
+    """The plan with the least composed cost is the fastest of all plans, as compiled whole."""
+    monkeypatch.setattr(plan, "NUM_PLANS", 1)
+    out = tmp_path / "plan.yaml"
+    code, text, _ = run_plan(capfd, "--target=h100:1x2", "--json", f"--out={out}")
+    assert code == 0
+    report = json.loads(text)
+    assert report["num_devices"] == 2
+    (best,) = report["plans"]
+
+    overrides = parse_overrides(ARGUMENTS)
+    config = validate_config(load_config(CONFIG, overrides))
+    target = parse_target("h100:1x2")
+    space = PlanSpace(
+        config=config,
+        num_devices=2,
+        fixed={Override.parse(override).key for override in overrides},
+        num_layers=4,
+        remats=("none",),
+        allows=lambda context, model: True,
+    )
+    plans = [*space]
+    assert len(plans) == 3  # two stages, two replicas, or a model split in two
+    others = [each for each in plans if each.settings() != best["settings"]]
+    assert len(others) == 2
+    for each in others:
+        step = compile_run(run_for(each.applied(config), target))
+        assert best["predicted"]["step_time_s"] < step.prediction.step_s
+
+    # The file is a complete config, which keeps everything else.
+    saved = yaml.safe_load(out.read_text(encoding="utf-8"))
+    assert saved["mesh"]["data"] == best["settings"]["mesh.data"]
+    given = load(CONFIG, [override for override in overrides if "mesh" not in override])
+    assert saved["data"]["paths"] == list(given.data.paths)
+    assert validate_config(load(str(out))).train.num_microbatches == 4
+
+
+def test_part_has_the_times_of_its_own_layers():
+    """The forward is a part of the step, and takes longer for twice the batch."""
+    config = validate_config(load_config(CONFIG, parse_overrides(ARGUMENTS)))
+    target = parse_target("h100:1x8")
+    parts = [
+        CompiledPart(
+            Part(context=1, model=1, batch=batch, remat="none", replicas=replicas),
+            config,
+            target,
+            run_for,
+        )
+        for batch, replicas in ((16, 1), (32, 1), (16, 8))
+    ]
+    one, two, gathered = (part.times for part in parts)
+    assert 0.1 * one.step_s < one.forward_s < 0.4 * one.step_s
+    assert 1.2 < two.forward_s / one.forward_s < 2.1
+    assert gathered.forward_s > 0.8 * one.forward_s
+    assert parts[1].memory.activations == pytest.approx(2 * parts[0].memory.activations, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target=h100:1x7"], r"no plan divides the model and data\.global_batch_size=8 over 7"),
+        (
+            ["--target=h100:1x2", "--config.memory.device_budget=0.001"],
+            r"no plan fits into 1\.0 MiB a device; the leanest, .* takes .*; use more GPUs",
+        ),
+        (["--target=h100:1x8", "--config.mesh.model=3"], r"model=3"),
+    ],
+)
+def test_request_without_a_plan_ends_in_one_sentence(arguments, message, capfd):
+    code, text, err = run_plan(capfd, *arguments)
+    assert code == 2
+    assert text == ""
+    (error,) = (line for line in err.splitlines() if line.startswith("error: "))
+    assert re.search(message, error)

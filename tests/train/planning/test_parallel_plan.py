@@ -1,0 +1,83 @@
+"""The space of plans that `python -m train.plan` chooses from."""
+
+import math
+
+import pytest
+
+from tests.runs import ROOT
+from train.config.config_files import load
+from train.config.schema import RunConfig, validate_config
+from train.planning.parallel_plan import UNPLANNED, PlanSpace
+
+
+def config_of(*overrides: str) -> RunConfig:
+    sizes = ("data.global_batch_size=16", "model.num_layers=4")
+    unplanned = (f"{key}={value}" for key, value in UNPLANNED.items())
+    return validate_config(load(f"{ROOT}/configs/gpt2_3d.py", (*sizes, *unplanned, *overrides)))
+
+
+def space(num_devices: int = 8, *overrides: str, most_model: int = 4) -> PlanSpace:
+    """Return the space of a config whose overrides are fixed."""
+    return PlanSpace(
+        config=config_of(*overrides),
+        num_devices=num_devices,
+        fixed={override.partition("=")[0] for override in overrides},
+        num_layers=4,
+        remats=("none", "full"),
+        allows=lambda context, model: model <= most_model,
+    )
+
+
+def test_meshes_divide_all_devices_over_pipeline_data_and_model():
+    found = {(mesh.pipeline, mesh.data, mesh.model) for mesh in space().meshes()}
+    # pipeline=8 has more stages than layers, and the model cannot be split into 8.
+    expected = {
+        (p, d, m) for p in (1, 2, 4) for d in (1, 2, 4, 8) for m in (1, 2, 4) if p * d * m == 8
+    }
+    assert found == expected
+    assert all(mesh.fsdp == mesh.context == mesh.expert == 1 for mesh in space().meshes())
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [("mesh.model=2", "model"), ("mesh.pipeline=4", "pipeline"), ("mesh.fsdp=2", "fsdp")],
+)
+def test_fixed_axis_stays_as_it_is(override, name):
+    sizes = {getattr(mesh, name) for mesh in space(8, override).meshes()}
+    assert sizes == {int(override.partition("=")[2])}
+
+
+def test_every_plan_is_a_valid_config_with_all_devices():
+    plans = [*space()]
+    assert len(plans) == len({*plans}) > 100
+    for plan in plans:
+        config = plan.applied(config_of())  # raises if the values do not fit together
+        assert math.prod(config.mesh.sizes.values()) == 8
+        size = plan.microbatch_size(config.data.global_batch_size)
+        assert size * plan.num_microbatches * plan.num_replicas == 16
+
+
+def test_fixed_values_are_the_same_in_every_plan():
+    overrides = ("train.num_microbatches=4", "memory.zero_stage=1", "train.remat=full")
+    plans = [*space(8, *overrides, "pipeline.schedule=1f1b", "pipeline.remat=none")]
+    assert plans
+    for plan in plans:
+        assert (plan.num_microbatches, plan.remat) == (4, "full")
+        assert plan.mesh.pipeline == 1 or (plan.schedule, plan.pipeline_remat) == ("1f1b", "none")
+        assert plan.zero_stage == 1
+
+
+def test_chunks_divide_the_layers():
+    chunks = {(p.mesh.pipeline, p.chunks) for p in space() if p.mesh.pipeline > 1}
+    assert chunks == {(2, 1), (2, 2), (4, 1)}
+
+
+def test_batch_that_the_replicas_do_not_divide_is_not_planned():
+    found = {mesh.data for mesh in space(8, "data.global_batch_size=6").meshes()}
+    assert found == {1, 2}
+
+
+def test_fsdp_counts_as_zero_3():
+    stages = {plan.effective_zero_stage for plan in space(8, "mesh.fsdp=2")}
+    assert stages == {3}
+    assert {p.effective_zero_stage for p in space() if p.num_replicas == 1} == {0}

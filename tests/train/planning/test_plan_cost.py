@@ -1,0 +1,118 @@
+"""Composed costs of plans, from layers whose times and memory are given."""
+
+import dataclasses
+
+import pytest
+
+from sharding.analysis.cost.transfer import group_over, transfer_s
+from sharding.analysis.targets import parse_target
+from tests.train.planning.test_parallel_plan import config_of
+from train.planning.layer_times import Part, PartMemory
+from train.planning.parallel_plan import ParallelPlan
+from train.planning.plan_cost import PlanCosts
+from train.planning.scaled_times import LayerTimes
+from train.planning.step_time import machine_of
+
+TARGET = parse_target("h100:1x8")
+PARAMS = 1_000_000_000
+
+
+class GivenLayers:
+    """Layers that take 8 s forward and 16 s backward for 16 examples, and a head of 2 s."""
+
+    num_params = PARAMS
+    memory_rate = 3e12
+
+    def times(self, part: Part) -> LayerTimes:
+        work = part.batch / 16 / part.model
+        return LayerTimes(forward_s=8 * work, backward_s=16 * work)
+
+    def head_s(self, part: Part) -> float:
+        return 2 * part.batch / 16 / part.model
+
+    def update_s(self, split: int, replicas: int, zero_stage: int) -> float:
+        return 1 / split / (replicas if zero_stage else 1)
+
+    def memory(self, part: Part) -> PartMemory:
+        return PartMemory(activations=1600e9 * part.batch / 16, temporaries=1e9)
+
+    def unknown(self, part: Part) -> list[Part]:
+        return []
+
+
+COSTS = PlanCosts(config_of(), TARGET, GivenLayers())  # pyright: ignore[reportArgumentType]
+
+
+def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> ParallelPlan:
+    mesh = {axis: values.pop(axis) for axis in ("pipeline", "data", "model") if axis in values}
+    given = config_of().mesh
+    sizes = {axis: 1 for axis in given.sizes} | mesh
+    whole = {"schedule": "1f1b", "chunks": 1, "pipeline_remat": "none", "remat": "none"} | values
+    return ParallelPlan(
+        mesh=dataclasses.replace(given, **sizes),
+        num_microbatches=num_microbatches,
+        zero_stage=zero_stage,
+        **whole,
+    )
+
+
+def test_microbatches_of_one_device_run_one_after_another():
+    assert COSTS.cost(plan(1)).step_s == pytest.approx(26 + 1)
+    sums_s = 4 * PARAMS / 3e12
+    assert COSTS.cost(plan(4)).step_s == pytest.approx(26 + 4 * sums_s + 1)
+
+
+def test_model_axis_divides_the_work():
+    assert COSTS.cost(plan(1, model=8)).step_s == pytest.approx((26 + 1) / 8)
+
+
+def test_ticks_of_1f1b_last_as_long_as_their_slowest_stage():
+    # A microbatch takes 4 s forward and 8 s backward on all layers of both stages: 2 and 4 s a
+    # stage, and 1 s for the head. An iteration runs the backwards of one tick and the forwards of
+    # the next; the last stage runs its forward as a part of the backward.
+    sums_s = 2 * 4 * PARAMS / 2 / 3e12
+    work_s = COSTS.cost(plan(2, pipeline=2)).step_s - 1 / 2
+    least_s = 2 * (2 + 4 + 1)
+    assert least_s < work_s - sums_s < 2 * least_s
+    assert COSTS.least_s(plan(2, pipeline=2)) <= work_s
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_more_microbatches_have_a_smaller_bubble(schedule):
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    few, many = (
+        COSTS.cost(plan(count, pipeline=2, schedule=schedule, chunks=chunks)).step_s
+        for count in (2, 16)
+    )
+    assert many < few
+
+
+def test_recomputed_stages_take_another_forward_and_keep_less():
+    kept = COSTS.cost(plan(16, pipeline=2))
+    recomputed = COSTS.cost(plan(16, pipeline=2, pipeline_remat="full"))
+    assert recomputed.step_s > kept.step_s
+    assert recomputed.memory_bytes < kept.memory_bytes
+
+
+def test_gradients_are_reduced_after_the_last_microbatch_unless_layers_are_scattered():
+    machine = machine_of(TARGET)
+    group = [group_over(plan(1, data=8).mesh.sizes, ("data", "fsdp"))]
+    reduce_s = transfer_s(machine, "all-reduce", group, 4 * PARAMS)
+    one = COSTS.cost(plan(1, data=8))
+    assert one.step_s == pytest.approx(26 / 8 + 1 + reduce_s)
+    # The layers take longer than their collectives, which they hide.
+    hidden = COSTS.cost(plan(1, data=8, zero_stage=3))
+    assert hidden.step_s == pytest.approx(26 / 8 + 1 / 8)
+
+
+def test_higher_zero_stages_take_less_memory():
+    found = [COSTS.cost(plan(1, data=8, zero_stage=stage)).memory_bytes for stage in range(4)]
+    assert found == sorted(found, reverse=True)
+    assert len({*found}) == 4
+
+
+def test_layers_that_are_gathered_are_compiled_with_replicas_of_one_host():
+    wide = PlanCosts(config_of(), parse_target("h100:4x8"), GivenLayers())  # pyright: ignore
+    assert wide.part(plan(1, data=16, zero_stage=3)).replicas == 8
+    assert wide.part(plan(1, data=8, model=4, zero_stage=3)).replicas == 2
+    assert wide.part(plan(1, data=16, zero_stage=2)).replicas == 1

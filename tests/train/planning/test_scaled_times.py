@@ -1,0 +1,97 @@
+"""Times of layers that are scaled from a few compiled parts."""
+
+import types
+
+import pytest
+
+from sharding.analysis.targets import parse_target
+from tests.train.planning.test_parallel_plan import config_of
+from train.planning.layer_times import Part, PartMemory, PartTimes
+from train.planning.scaled_times import ScaledTimes
+
+_WORK = types.SimpleNamespace(layers=(9, 9), embed=0, head=2)
+_SPLIT_TIME = {1: 1.0, 2: 0.6, 4: 0.35}
+_GATHER_TIME = {1: 1.0, 8: 1.25}
+
+
+def forward_s(part: Part) -> float:
+    return (1 + part.batch) * _SPLIT_TIME[part.model] * _GATHER_TIME[part.replicas]
+
+
+def backward_s(part: Part) -> float:
+    again = 0.8 if part.remat == "full" else 0.0
+    return (2 + again) * forward_s(part)
+
+
+class GivenTimes(ScaledTimes):
+    """Scaled times of layers that take (1 + batch) s forward and twice that backward."""
+
+    def __init__(self):
+        super().__init__(
+            config_of("data.sequence_length=8192"),
+            parse_target("h100:1x8"),
+            lambda config, target: pytest.fail("nothing is compiled here"),
+            context=1,
+            model=1,
+            remat="none",
+        )
+
+    def compiled(self, part: Part):
+        replicas = part.replicas
+        update_s = self.update_s(part.model, replicas, 3 if replicas > 1 else 0)
+        head_s = part.batch / 3 / part.model
+        step_s = forward_s(part) + backward_s(part) + head_s + update_s
+        return types.SimpleNamespace(
+            times=PartTimes(step_s=step_s, forward_s=forward_s(part)),
+            memory=PartMemory(activations=7.0, temporaries=3.0),
+            run=types.SimpleNamespace(num_params=10**9, traces=types.SimpleNamespace(work=_WORK)),
+        )
+
+
+@pytest.fixture
+def times():
+    scaled = GivenTimes()
+    scaled._update_s = 42e9 / scaled.memory_rate  # what measure_base computes from the parameters
+    scaled.measure_base()
+    return scaled
+
+
+def part(**values) -> Part:
+    return Part(**({"context": 1, "model": 1, "batch": 1, "remat": "none", "replicas": 1} | values))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+def test_times_of_the_base_are_exact_for_every_batch(times, batch):
+    found = times.times(part(batch=batch))
+    assert found.forward_s == pytest.approx(forward_s(part(batch=batch)))
+    assert found.backward_s == pytest.approx(backward_s(part(batch=batch)))
+    assert times.unknown(part(batch=batch)) == []
+    assert times.head_s(part(batch=batch, model=4)) == pytest.approx(batch / 12)
+
+
+def test_each_factor_is_measured_by_itself(times):
+    wanted = part(model=2, batch=4, remat="full", replicas=8)
+    missing = times.unknown(wanted)
+    assert missing == [part(model=2), part(replicas=8), part(remat="full")]
+    times.measure(missing)
+    assert times.unknown(wanted) == []
+    found = times.times(wanted)
+    assert found.forward_s == pytest.approx(forward_s(wanted))
+    assert found.backward_s == pytest.approx(backward_s(wanted))
+
+
+def test_assumed_split_is_slower_than_a_perfect_one(times):
+    whole = times.times(part(batch=8))
+    split = times.times(part(batch=8, model=4))
+    assert whole.forward_s / 4 < split.forward_s < whole.forward_s / 2
+
+
+def test_memory_grows_with_the_batch_and_is_divided_by_the_split(times):
+    assert times.memory(part(batch=8, model=2)) == PartMemory(activations=28.0, temporaries=12.0)
+
+
+def test_zero_divides_the_update(times):
+    whole = times.update_s(1, 8, 0)
+    assert times.update_s(4, 8, 0) == pytest.approx(whole / 4)
+    assert times.update_s(1, 8, 3) == pytest.approx(whole / 8)
+    assert whole / 8 < times.update_s(1, 8, 1) < whole

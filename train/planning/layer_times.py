@@ -1,0 +1,133 @@
+"""Times and memory of a model's layers, from steps that are compiled for as few GPUs as possible.
+
+A plan's step consists of the same layers as a step of one replica without pipeline stages. So that
+step is compiled, for one microbatch and the GPUs of the axes `context` and `model`, and its time is
+predicted. train/planning/plan_cost.py divides it, and puts the pieces together for a plan:
+
+    forward of the layers | embedding, head, loss | backward of the layers | update
+
+If parameters are gathered layer by layer, the step has two replicas or more, up to one host, and
+the layers include what they wait for the gathers and scatters.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+from sharding.analysis.cost.execution import loops_s
+from sharding.analysis.cost.prediction import predict
+from sharding.analysis.targets import Target
+from sharding.estimate.labels import GAPS, TEMPORARIES
+from sharding.pipeline.runtime.layers import LAYERS
+from train.config.schema import RunConfig
+from train.planning.parallel_plan import with_values
+from train.planning.step_time import machine_of
+from train.run.run import Run
+
+#: Memory of the GPUs that layers are compiled for: more than any step needs, because the memory of
+#: a whole step on them is irrelevant.
+_MEMORY_BYTES = 2**50
+
+Assemble = Callable[[RunConfig, Target], Run]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """The step of one replica that times are read from.
+
+    Attributes:
+        context: size of the mesh axis `context`.
+        model: size of the mesh axis `model`.
+        batch: examples of a microbatch.
+        remat: value of `train.remat`.
+        replicas: number of replicas that hold the parameters together; 1: each holds all.
+    """
+
+    context: int
+    model: int
+    batch: int
+    remat: str
+    replicas: int
+
+    @property
+    def num_devices(self) -> int:
+        """Number of GPUs that its step is compiled for."""
+        return self.context * self.model * self.replicas
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartTimes:
+    """Predicted seconds on one device: the whole step, and the forward of all layers."""
+
+    step_s: float
+    forward_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartMemory:
+    """Bytes of one microbatch on one device: what is kept for the backward, and the rest."""
+
+    activations: float
+    temporaries: float
+
+
+class CompiledPart:
+    """A part of a plan, traced or compiled on demand.
+
+    Args:
+        part: what to compile.
+        config: the run's config.
+        target: the GPUs of the whole run.
+        assemble: builds the run of a config for a target, or raises ValueError.
+    """
+
+    def __init__(self, part: Part, config: RunConfig, target: Target, assemble: Assemble):
+        self.part = part
+        self._config = config
+        self._target = target.resized(part.num_devices, memory_bytes=_MEMORY_BYTES)
+        self._assemble = assemble
+
+    @cached_property
+    def run(self) -> Run:
+        """The run of the part.
+
+        Raises:
+            ValueError: the model cannot be split like this.
+        """
+        part = self.part
+        values = {f"mesh.{axis}": 1 for axis in ("pipeline", "data", "fsdp", "expert")}
+        values |= {"mesh.context": part.context, "mesh.model": part.model}
+        values |= {
+            "mesh.data": part.replicas,
+            "memory.zero_stage": 3 if part.replicas > 1 else 0,
+            "memory.placement": "device",
+            "data.global_batch_size": part.batch * part.replicas,
+            "train.num_microbatches": 1,
+            "train.remat": part.remat,
+            "pipeline.schedule": "1f1b",
+            "pipeline.chunks": 1,
+            "pipeline.layers_per_stage": (),
+            "pipeline.remat": "none",
+        }
+        run = self._assemble(with_values(self._config, values), self._target)
+        return dataclasses.replace(run, device_budget=math.inf)
+
+    @cached_property
+    def times(self) -> PartTimes:
+        """Predicted times of the compiled step."""
+        text = self.run.compile_train_step().as_text() or ""
+        found = predict(text, dict(self.run.mesh.shape), machine_of(self._target))
+        # One forward loop per stack. XLA may rename the backward loops when it pipelines their
+        # collectives, so these are not looked for.
+        loops = loops_s(found.run, LAYERS)[: len(self.run.functions.num_layers)]
+        return PartTimes(step_s=found.step_s, forward_s=sum(loops))
+
+    @cached_property
+    def memory(self) -> PartMemory:
+        """Estimated memory of the traced step, without parameters, optimizer and gradients."""
+        device = self.run.estimate_memory().device
+        return PartMemory(
+            activations=device.get("activations", 0),
+            temporaries=device.get(TEMPORARIES, 0) + device.get(GAPS, 0),
+        )

@@ -1,0 +1,223 @@
+"""The plans that `python -m train.plan` chooses from: meshes and all that depends on them.
+
+A plan sets every value that changes how fast a step is, how much memory it takes, or both, and no
+value that changes a result. What the user fixed on the command line stays as it is.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from sharding.mesh import AXES, MeshConfig
+from train.config.schema import RunConfig
+
+#: Axes that a plan divides the devices over, unless they are fixed. Of the others, `fsdp` is 1,
+#: because `data` with ZeRO 3 does the same; `context`, for sequences too long for one device, and
+#: `expert`, for models with experts, stay as configured.
+_OPEN_AXES = ("pipeline", "data", "model")
+#: What a config is validated with before it is planned: its own values may not fit the devices.
+UNPLANNED: Mapping[str, Any] = {
+    "mesh.pipeline": 1,
+    "mesh.data": 1,
+    "mesh.fsdp": 1,
+    "mesh.model": 1,
+    "train.num_microbatches": 1,
+    "pipeline.chunks": 1,
+    "pipeline.schedule": "1f1b",
+}
+#: (pipeline.schedule, pipeline.chunks) to try with several stages. `gpipe` takes as long as `1f1b`
+#: and keeps more activations.
+_SCHEDULES = (
+    ("1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 4),
+    ("zero_bubble", 1),
+    ("zbv", 2),
+)
+#: Tables of more operations than this are not tried: the largest that a published job used has
+#: 48 microbatches of 4 chunks on 8 stages.
+_MAX_OPERATIONS = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """One way to run a step."""
+
+    mesh: MeshConfig
+    num_microbatches: int
+    schedule: str
+    chunks: int
+    pipeline_remat: str
+    remat: str
+    zero_stage: int
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas, each with different examples."""
+        return self.mesh.data * self.mesh.fsdp
+
+    @property
+    def effective_zero_stage(self) -> int:
+        """The ZeRO stage that the plan amounts to: `mesh.fsdp` is stage 3, too."""
+        if self.num_replicas == 1:
+            return 0
+        return 3 if self.mesh.fsdp > 1 else self.zero_stage
+
+    def microbatch_size(self, global_batch_size: int) -> int:
+        """Return the number of examples of a microbatch on one replica."""
+        return global_batch_size // (self.num_replicas * self.num_microbatches)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the plan as values of a config: `section.key` -> value."""
+        values: dict[str, Any] = {f"mesh.{axis}": n for axis, n in self.mesh.sizes.items()}
+        values |= {
+            "train.num_microbatches": self.num_microbatches,
+            "train.remat": self.remat,
+            "memory.zero_stage": self.zero_stage,
+        }
+        if self.mesh.pipeline > 1:
+            values |= {
+                "pipeline.schedule": self.schedule,
+                "pipeline.chunks": self.chunks,
+                "pipeline.remat": self.pipeline_remat,
+            }
+        return values
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """Return a config with the values of this plan."""
+        return with_values(config, self.settings())
+
+    def __str__(self) -> str:
+        parts = [str(self.mesh)]
+        if self.mesh.pipeline > 1:
+            chunks = f"({self.chunks})" if self.chunks > 1 else ""
+            parts.append(f"{self.schedule}{chunks}")
+            parts += ["recomputed stages"] * (self.pipeline_remat == "full")
+        parts.append(f"{self.num_microbatches} microbatches")
+        parts += [f"ZeRO {self.zero_stage}"] * (self.zero_stage > 0)
+        parts += [f"remat {self.remat}"] * (self.remat != "none")
+        return ", ".join(parts)
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return the config with values replaced: `section.key` -> value.
+
+    Raises:
+        ValueError: the values do not fit together.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    changed = {k: dataclasses.replace(getattr(config, k), **v) for k, v in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanSpace:
+    """All plans of a config for a number of devices.
+
+    Attributes:
+        config: the run's config.
+        num_devices: number of devices; a plan uses all of them.
+        fixed: keys of the config that stay as they are, such as "mesh.model".
+        num_layers: number of layers of the model.
+        remats: values of `train.remat` to try.
+        allows: whether the model can be split over this many devices along (context, model).
+    """
+
+    config: RunConfig
+    num_devices: int
+    fixed: Collection[str]
+    num_layers: int
+    remats: tuple[str, ...]
+    allows: Callable[[int, int], bool]
+
+    def __iter__(self) -> Iterator[ParallelPlan]:
+        """Yield every plan; whether one fits into memory is not checked here."""
+        for mesh in self.meshes():
+            for count in self._microbatch_counts(mesh):
+                for schedule, chunks in self._schedules(mesh, count):
+                    yield from self._plans(mesh, count, schedule, chunks)
+
+    def meshes(self) -> Iterator[MeshConfig]:
+        """Yield every mesh that has all devices and divides the model and the batch."""
+        config = self.config
+        sizes = [self._sizes(axis) for axis in AXES]
+        for parts in _products(sizes, self.num_devices):
+            mesh = MeshConfig(**dict(zip(AXES, parts, strict=True)))
+            batch = config.data.global_batch_size
+            is_divided = batch % (mesh.data * mesh.fsdp) == 0
+            has_stages = mesh.pipeline <= self.num_layers
+            if is_divided and has_stages and self.allows(mesh.context, mesh.model):
+                yield mesh
+
+    def _sizes(self, axis: str) -> tuple[int, ...]:
+        given = self.config.mesh.sizes[axis]
+        is_fixed = f"mesh.{axis}" in self.fixed
+        if given == -1 or (axis in _OPEN_AXES and not is_fixed):
+            return _divisors(self.num_devices)
+        return (1,) if axis == "fsdp" and not is_fixed else (given,)
+
+    def _microbatch_counts(self, mesh: MeshConfig) -> list[int]:
+        given = self.config.train.num_microbatches
+        if "train.num_microbatches" in self.fixed:
+            return [given]
+        return list(_divisors(self.config.data.global_batch_size // (mesh.data * mesh.fsdp)))
+
+    def _schedules(self, mesh: MeshConfig, num_microbatches: int) -> list[tuple[str, int]]:
+        given = self.config.pipeline
+        if mesh.pipeline == 1:
+            return [("1f1b", 1)]
+        fixed_name = "pipeline.schedule" in self.fixed
+        fixed_chunks = "pipeline.chunks" in self.fixed
+        found = [
+            (name, chunks)
+            for name, chunks in (*_SCHEDULES, (given.schedule, given.chunks))
+            if not (fixed_name and name != given.schedule)
+            and not (fixed_chunks and chunks != given.chunks)
+            and self.num_layers % (mesh.pipeline * chunks) == 0
+            and mesh.pipeline * chunks * num_microbatches <= _MAX_OPERATIONS
+            and (name != "interleaved_1f1b" or num_microbatches % mesh.pipeline == 0)
+        ]
+        return [*dict.fromkeys(found)]
+
+    def _plans(
+        self, mesh: MeshConfig, count: int, schedule: str, chunks: int
+    ) -> Iterator[ParallelPlan]:
+        config = self.config
+        has_stages = mesh.pipeline > 1
+        open_stages = has_stages and "pipeline.remat" not in self.fixed
+        stage_remats = ("none", "full") if open_stages else (config.pipeline.remat,)
+        remats = (config.train.remat,) if "train.remat" in self.fixed else self.remats
+        can_split = mesh.data * mesh.fsdp > 1 and "memory.zero_stage" not in self.fixed
+        stages = (0, 1, 2, 3) if can_split else (config.memory.zero_stage,)
+        for stage_remat, remat, zero_stage in itertools.product(stage_remats, remats, stages):
+            yield ParallelPlan(
+                mesh=mesh,
+                num_microbatches=count,
+                schedule=schedule,
+                chunks=chunks,
+                pipeline_remat=stage_remat,
+                remat=remat,
+                zero_stage=zero_stage,
+            )
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def _products(choices: list, product: int) -> Iterator[tuple[int, ...]]:
+    """Yield one choice of each list, with this product."""
+    if not choices:
+        if product == 1:
+            yield ()
+        return
+    for size in choices[0]:
+        if product % size == 0:
+            for rest in _products(choices[1:], product // size):
+                yield (size, *rest)

@@ -1,0 +1,188 @@
+"""Composes the time and the memory of a plan from those of its layers.
+
+    layers of one microbatch (scaled_times.py) ─┐
+    schedule's ticks ───────────────────────────┼─> time of the pipeline ─┐
+    collectives between replicas ───────────────┴─> what is exposed ──────┼─> step
+    parameters per device ────────────────────────> update ───────────────┘
+
+Sends between stages are not counted: they run behind the layers.
+"""
+
+import collections
+import dataclasses
+from functools import cache
+
+import jax.numpy as jnp
+
+from sharding.analysis.cost.ticks import Operations, Ticks
+from sharding.analysis.cost.transfer import group_over, transfer_s
+from sharding.analysis.targets import Target
+from sharding.pipeline.config import PipelineConfig
+from sharding.pipeline.runtime.executor import plan_execution
+from sharding.pipeline.schedule import make_schedule
+from sharding.pipeline.schedules.table import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT_GRADIENT,
+    max_in_flight,
+)
+from train.config.schema import RunConfig
+from train.planning.layer_times import Part
+from train.planning.parallel_plan import ParallelPlan
+from train.planning.scaled_times import LayerTimes, ScaledTimes
+from train.planning.step_time import machine_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCost:
+    """Composed cost of a plan on one device.
+
+    Attributes:
+        step_s: time of a step.
+        memory_bytes: memory.
+        unknown: parts to compile before the time is known.
+    """
+
+    step_s: float
+    memory_bytes: float
+    unknown: tuple[Part, ...]
+
+
+class PlanCosts:
+    """Costs of the plans of a config.
+
+    Args:
+        config: the run's config.
+        target: the GPUs.
+        layers: times of the layers, whose base has been measured.
+    """
+
+    def __init__(self, config: RunConfig, target: Target, layers: ScaledTimes):
+        self._config = config
+        self._target = target
+        self._machine = machine_of(target)
+        self._layers = layers
+        self._compute_bytes = jnp.dtype(config.precision.compute_dtype).itemsize
+
+    def cost(self, plan: ParallelPlan) -> PlanCost:
+        """Return the composed cost of a plan."""
+        part = self.part(plan)
+        times = self._layers.times(part)
+        update_s = self._layers.update_s(
+            plan.mesh.model * plan.mesh.pipeline, plan.num_replicas, plan.effective_zero_stage
+        )
+        pipeline_s = self._pipeline_s(plan, times, self._layers.head_s(part))
+        return PlanCost(
+            step_s=pipeline_s + self._exposed_s(plan, times) + update_s,
+            memory_bytes=self._memory_bytes(plan, part),
+            unknown=tuple(self._layers.unknown(part)),
+        )
+
+    def least_s(self, plan: ParallelPlan) -> float:
+        """Return a lower bound of the time, without a bubble and collectives, in little time."""
+        part = self.part(plan)
+        times = self._layers.times(part)
+        whole_s = times.forward_s + times.backward_s + self._layers.head_s(part)
+        return plan.num_microbatches * whole_s / plan.mesh.pipeline
+
+    def part(self, plan: ParallelPlan) -> Part:
+        """Return the part whose layers a plan consists of."""
+        mesh = plan.mesh
+        replicas = 1
+        if plan.effective_zero_stage == 3:
+            room = max(2, self._target.gpus_per_host // (mesh.context * mesh.model))
+            replicas = min(plan.num_replicas, room)
+        return Part(
+            context=mesh.context,
+            model=mesh.model,
+            batch=plan.microbatch_size(self._config.data.global_batch_size),
+            remat=plan.remat,
+            replicas=replicas,
+        )
+
+    def _params(self, plan: ParallelPlan) -> float:
+        """Return the number of parameters that a device computes with."""
+        return self._layers.num_params / (plan.mesh.pipeline * plan.mesh.model)
+
+    def _pipeline_s(self, plan: ParallelPlan, times: LayerTimes, head_s: float) -> float:
+        """Return the time of all microbatches on the slowest stage, with its bubble."""
+        count = plan.num_microbatches
+        num_stages = plan.mesh.pipeline
+        backward_s = times.backward_s
+        if count > 1:  # the sums of gradients are read and written for every microbatch
+            shards = plan.num_replicas if plan.effective_zero_stage == 3 else 1
+            sums_s = 4 * self._params(plan) / shards / self._layers.memory_rate
+            backward_s += num_stages * sums_s
+        if num_stages == 1:
+            return count * (times.forward_s + backward_s + head_s)
+        backward_s += times.forward_s * (plan.pipeline_remat == "full")
+        num_chunks = num_stages * plan.chunks
+        ticks = _tick_counts(num_stages, count, plan.schedule, plan.chunks, plan.pipeline_remat)
+        splits = any(WEIGHT_GRADIENT in ops for stages in ticks for ops in stages)
+
+        def work_s(operations: Operations) -> float:
+            seconds = times.forward_s * (FORWARD in operations)
+            seconds += backward_s * (1 - splits / 2) * (BACKWARD in operations)
+            seconds += backward_s / 2 * (WEIGHT_GRADIENT in operations)
+            return seconds / num_chunks + head_s * (f"{BACKWARD}.is_last" in operations)
+
+        return sum(number * max(map(work_s, stages)) for stages, number in ticks.items())
+
+    def _exposed_s(self, plan: ParallelPlan, times: LayerTimes) -> float:
+        """Return how long a stage waits for collectives between replicas."""
+        if plan.num_replicas == 1:
+            return 0.0
+        group = [group_over(plan.mesh.sizes, ("data", "fsdp"))]
+        params = self._params(plan)
+        forward_s = times.forward_s / plan.mesh.pipeline
+        backward_s = times.backward_s / plan.mesh.pipeline
+
+        def seconds(kind: str, num_bytes: float) -> float:
+            return transfer_s(self._machine, kind, group, num_bytes)
+
+        gather_s = seconds("all-gather", self._compute_bytes * params)
+        scatter_s = seconds("reduce-scatter", 4 * params / plan.num_replicas)
+        if plan.effective_zero_stage == 3:
+            exposed = max(0.0, gather_s - forward_s) + max(0.0, gather_s + scatter_s - backward_s)
+            return plan.num_microbatches * exposed
+        if plan.zero_stage < 2:
+            scatter_s = seconds("all-reduce", 4 * params)
+        # Such gradients are summed over microbatches first, and then over replicas.
+        return scatter_s + (max(0.0, gather_s - forward_s) if plan.zero_stage else 0.0)
+
+    def _memory_bytes(self, plan: ParallelPlan, part: Part) -> float:
+        """Return the memory of a plan: its state, and what waits for a backward."""
+        kept = self._layers.memory(part)
+        replicas = plan.num_replicas
+        stage = plan.effective_zero_stage
+        state = self._params(plan) * (
+            4 / (replicas if stage == 3 else 1)
+            + 8 / (replicas if stage >= 1 else 1)
+            + 4 / (replicas if stage >= 2 else 1)
+            + (self._compute_bytes if stage < 3 and self._compute_bytes < 4 else 0)
+        )
+        activations = kept.activations
+        if plan.mesh.pipeline > 1:
+            chunks = 1
+            if plan.pipeline_remat == "none":
+                chunks = _in_flight(
+                    plan.mesh.pipeline, plan.num_microbatches, plan.schedule, plan.chunks
+                )
+            activations *= chunks / (plan.mesh.pipeline * plan.chunks)
+        return state + activations + kept.temporaries
+
+
+@cache
+def _tick_counts(
+    num_stages: int, num_microbatches: int, name: str, num_chunks: int, remat: str
+) -> dict[frozenset[Operations], int]:
+    """Return how many ticks have the same set of operations among their stages."""
+    schedule = make_schedule(name, num_stages, num_microbatches, num_chunks)
+    config = PipelineConfig(schedule=name, chunks=num_chunks, remat=remat)
+    ticks = Ticks.of_plan(plan_execution(schedule, config))
+    return dict(collections.Counter(frozenset(stages) for stages in ticks.stages))
+
+
+@cache
+def _in_flight(num_stages: int, num_microbatches: int, name: str, num_chunks: int) -> int:
+    return max(max_in_flight(make_schedule(name, num_stages, num_microbatches, num_chunks)))

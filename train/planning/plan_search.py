@@ -1,0 +1,257 @@
+"""Searches for the fastest plan that fits into memory, and compiles the best few whole.
+
+    space of plans ── composed cost ──> most promising ── compile their layers ──> costs again
+                                              │
+                                              └──> estimate memory ── compile whole ──> ranking
+
+Composed costs only decide what is compiled. The ranking uses the predicted time and the memory of
+whole compiled steps.
+"""
+
+import concurrent.futures
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from sharding.analysis.targets import Target
+from train.config.schema import RunConfig
+from train.planning.layer_times import Assemble, Part
+from train.planning.memory_budget import Budget, excess, needs_of, size
+from train.planning.parallel_plan import ParallelPlan, PlanSpace
+from train.planning.plan_cost import PlanCost, PlanCosts
+from train.planning.scaled_times import ScaledTimes
+from train.run.run import Run
+
+#: How many parts are compiled at most, besides the two that others are scaled from.
+_MAX_PARTS = 8
+#: How many of the most promising plans must be known before the search ends.
+_NUM_KNOWN = 8
+#: How many plans are built at most for each that is compiled whole: some do not fit.
+_MAX_TRIES = 4
+#: How many plans are ranked, of those that may fit.
+_NUM_RANKED = 256
+#: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
+_MEMORY_TOLERANCE = 1.15
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A plan whose whole step has been compiled.
+
+    Attributes:
+        plan: the plan.
+        cost: its composed cost.
+        step: its compiled step, as from `compile_run`.
+    """
+
+    plan: ParallelPlan
+    cost: PlanCost
+    step: Any
+
+
+class PlanSearch:
+    """Searches the plans of a config for a target.
+
+    Args:
+        config: the run's config.
+        target: the GPUs.
+        fixed: keys of the config that stay as they are.
+        assemble: builds the run of a config for a target, or raises ValueError.
+        compile_run: compiles the step of a run and predicts its time.
+        budget: memory that a step may use.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        target: Target,
+        fixed: Collection[str],
+        assemble: Assemble,
+        compile_run: Callable[[Run], Any],
+        budget: Budget,
+    ):
+        self._config = config
+        self._target = target
+        self._fixed = fixed
+        self._assemble = assemble
+        self._compile_run = compile_run
+        self._budget = budget
+        # `fsdp` and `context` are not chosen, so a plan has at least these.
+        self._layers = ScaledTimes(
+            config,
+            target,
+            assemble,
+            context=max(1, config.mesh.context),
+            model=max(1, config.mesh.model) if "mesh.model" in fixed else 1,
+            remat=config.train.remat if "train.remat" in fixed else "none",
+        )
+        self._costs = PlanCosts(config, target, self._layers)
+        self._legal: dict[tuple[int, int], bool] = {}
+        self._started = time.monotonic()
+
+    def best(self, count: int) -> list[Choice]:
+        """Return the best plans with different meshes or schedules, the fastest first.
+
+        Args:
+            count: how many plans to compile whole.
+
+        Raises:
+            ValueError: no plan divides the model and the batch, or none fits into memory.
+        """
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            plans = self._start(pool)
+            ranked = self._refine(plans, pool)
+            finalists = self._fitting(ranked, count)
+            self._say(f"compiles {len(finalists)} plans whole")
+            steps = pool.map(self._compile_run, (run for _, _, run in finalists))
+            choices = [
+                Choice(plan=plan, cost=cost, step=step)
+                for (plan, cost, _), step in zip(finalists, steps, strict=True)
+            ]
+        fitting = [c for c in choices if (c.step.memory.in_all or 0) <= self._budget.device_bytes]
+        return sorted(fitting or choices, key=lambda choice: choice.step.prediction.step_s)
+
+    def _start(self, pool: concurrent.futures.Executor) -> list[ParallelPlan]:
+        """Compile the parts that others are scaled from; return all plans."""
+        layers = self._layers
+        base = layers.compiled(layers.base).run  # raises ValueError with the reason
+        space = PlanSpace(
+            config=self._config,
+            num_devices=self._target.num_devices,
+            fixed=self._fixed,
+            num_layers=sum(base.functions.num_layers.values()),
+            remats=self._remats(base),
+            allows=self._allows,
+        )
+        plans = [*space]
+        if not plans:
+            raise ValueError(self._no_plan())
+        self._say(f"{len(plans):,} plans; compiles the layers of one device")
+        self._compile([layers.base, layers.doubled], pool)
+        layers.measure_base()
+        return plans
+
+    def _refine(
+        self, plans: list[ParallelPlan], pool: concurrent.futures.Executor
+    ) -> list[tuple[ParallelPlan, PlanCost]]:
+        """Return the plans that may fit, the fastest first; compile parts of the most promising."""
+        compiled = 0
+        while True:
+            ranked = self._ranked(plans)
+            front = [part for _, cost in _distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
+            parts = [*dict.fromkeys(front)][: os.cpu_count() or 1]
+            if not parts or compiled >= _MAX_PARTS:
+                return ranked
+            self._say(f"compiles the layers with {' and with '.join(map(_describe, parts))}")
+            self._compile(parts, pool)
+            self._layers.measure(parts)
+            compiled += len(parts)
+
+    def _ranked(self, plans: list[ParallelPlan]) -> list[tuple[ParallelPlan, PlanCost]]:
+        """Return the fastest plans that may fit, in order; if none may, the leanest first."""
+        most = _MEMORY_TOLERANCE * self._budget.device_bytes
+        bounds = sorted(((self._costs.least_s(plan), i) for i, plan in enumerate(plans)))
+        found: list[tuple[ParallelPlan, PlanCost]] = []
+        others: list[tuple[ParallelPlan, PlanCost]] = []
+        slowest_s = math.inf  # of the plans that are kept
+        for least_s, i in bounds:
+            if least_s > slowest_s:
+                break  # so are all that follow
+            pair = (plans[i], self._costs.cost(plans[i]))
+            (found if pair[1].memory_bytes <= most else others).append(pair)
+            if len(found) % _NUM_RANKED == 0 and found:
+                found = sorted(found, key=_step_s)[:_NUM_RANKED]
+                slowest_s = found[-1][1].step_s
+        if not found:
+            return sorted(others, key=lambda pair: pair[1].memory_bytes)
+        return sorted(found, key=_step_s)
+
+    def _fitting(
+        self, ranked: list[tuple[ParallelPlan, PlanCost]], count: int
+    ) -> list[tuple[ParallelPlan, PlanCost, Run]]:
+        """Return the first plans whose estimated memory fits, with their runs."""
+        found = []
+        leanest = None
+        for plan, cost in _distinct(ranked)[: _MAX_TRIES * count]:
+            try:
+                run = self._assemble(plan.applied(self._config), self._target)
+            except ValueError:
+                continue  # a check that only the whole run makes
+            needs = needs_of(run, self._budget)
+            if excess(needs, self._budget) <= 1:
+                found.append((plan, cost, run))
+            elif leanest is None or needs.device_bytes < leanest[0]:
+                leanest = (needs.device_bytes, plan)
+            if len(found) == count:
+                break
+        if not found:
+            assert leanest is not None
+            raise ValueError(
+                f"no plan fits into {size(self._budget.device_bytes)} a device; the leanest, "
+                f"{leanest[1]}, takes {size(leanest[0])}; use more GPUs, GPUs with more memory, or "
+                "a smaller data.global_batch_size, or set fewer values on the command line"
+            )
+        return found
+
+    def _compile(self, parts: Iterable[Part], pool: concurrent.futures.Executor) -> None:
+        runs = [self._layers.compiled(part) for part in parts]
+        for part in runs:
+            _ = part.run.trace_train_step()  # tracing holds the interpreter's lock
+        list(pool.map(lambda part: part.times, runs))
+
+    def _allows(self, context: int, model: int) -> bool:
+        """Return whether the model can be split over these axes."""
+        key = context, model
+        if key not in self._legal:
+            part = dataclasses.replace(self._layers.base, context=context, model=model)
+            try:
+                _ = self._layers.compiled(part).run
+                self._legal[key] = True
+            except ValueError:
+                self._legal[key] = False
+        return self._legal[key]
+
+    def _remats(self, run: Run) -> tuple[str, ...]:
+        given = self._config.train.remat
+        if "train.remat" in self._fixed:
+            return (given,)
+        names = [name for name in ("mlp", "attention") if name in run.traces.activation_names]
+        return tuple(dict.fromkeys(["none", ",".join(names) or "none", "full", given]))
+
+    def _no_plan(self) -> str:
+        batch = self._config.data.global_batch_size
+        fixed = ", ".join(sorted(self._fixed)) or "nothing"
+        return (
+            f"no plan divides the model and data.global_batch_size={batch} over "
+            f"{self._target.num_devices} GPUs ({fixed} is fixed); choose a batch size or a number "
+            "of GPUs with common divisors, or set fewer values on the command line"
+        )
+
+    def _say(self, text: str) -> None:
+        _log.info("plan    %4.0f s  %s", time.monotonic() - self._started, text)
+
+
+def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
+    return pair[1].step_s
+
+
+def _distinct(ranked: list[tuple[ParallelPlan, PlanCost]]) -> list[tuple[ParallelPlan, PlanCost]]:
+    """Return the first plan for each combination of mesh, schedule and microbatches."""
+    found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+    for plan, cost in ranked:
+        key = (plan.mesh, plan.schedule, plan.chunks, plan.num_microbatches)
+        found.setdefault(key, (plan, cost))
+    return [*found.values()]
+
+
+def _describe(part: Part) -> str:
+    """Return in what a part differs from the base."""
+    names = {"context": part.context, "model": part.model, "replicas": part.replicas}
+    axes = [f"{name}={n}" for name, n in names.items() if n > 1]
+    return ", ".join([*axes, *[f"remat {part.remat}"] * (part.remat != "none")])

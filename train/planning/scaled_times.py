@@ -1,0 +1,211 @@
+"""Times of a model's layers for any microbatch and split, scaled from a few compiled parts.
+
+Two parts are compiled first, the *base* and the same with twice the batch. They tell which times
+grow with the batch. Three more things change a part's times, and each is measured by compiling one
+part that differs from the base in nothing else:
+
+    times(part) = times of the base for the part's batch
+                  × factor of the split over context and model
+                  × factor of gathering parameters over replicas
+                  + what train.remat recomputes
+
+Until it has been measured, a factor is assumed, and times that depend on it are not `known`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from sharding.analysis.cost.kernel_time import MEMORY_EFFICIENCY
+from sharding.analysis.targets import Target
+from train.config.schema import RunConfig
+from train.planning.layer_times import Assemble, CompiledPart, Part, PartMemory
+from train.planning.step_time import machine_of
+
+#: Tokens of the base, and images of it.
+_BASE_TOKENS = 8192
+_BASE_IMAGES = 16
+#: Assumed until it is measured: by how much each doubling of context × model lengthens the layers,
+#: relative to a perfect division, and the part of the forward that a value of `train.remat`
+#: recomputes.
+_SPLIT_LOSS = 0.05
+_RECOMPUTED = {"none": 0.0, "full": 0.9}
+_RECOMPUTED_BY_NAMES = 0.15
+#: Bytes per parameter that an update moves, all of them and those of optimizer state: AdamW in
+#: float32 reads and writes parameter and moments (24), and reads and clears the gradient; the
+#: parameters are cast once.
+_UPDATE_BYTES = 42
+_OPTIMIZER_BYTES = 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """Seconds of all layers for one microbatch on one device, with what is recomputed."""
+
+    forward_s: float
+    backward_s: float
+
+
+class ScaledTimes:
+    """The times and the memory of the parts of one config on one target.
+
+    Args:
+        config: the run's config.
+        target: the GPUs of the whole run.
+        assemble: builds the run of a config for a target, or raises ValueError.
+        context: size of the mesh axis `context` in the base.
+        model: size of the mesh axis `model` in the base.
+        remat: value of `train.remat` in the base.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        target: Target,
+        assemble: Assemble,
+        *,
+        context: int,
+        model: int,
+        remat: str,
+    ):
+        self._config = config
+        self._target = target
+        self._assemble = assemble
+        data = config.data
+        count = _BASE_IMAGES if data.reads_images else _BASE_TOKENS // data.sequence_length
+        batch = 1 << max(0, count.bit_length() - 1)
+        self.base = Part(context=context, model=model, batch=batch, remat=remat, replicas=1)
+        self.doubled = dataclasses.replace(self.base, batch=2 * batch)
+        self._parts: dict[Part, CompiledPart] = {}
+        # Set by `measure_base`: per-microbatch times of the base that do not depend on the number
+        # of examples (copies of weights, and gradients that are written), and those that do.
+        self._fixed = self._growing = LayerTimes(forward_s=0.0, backward_s=0.0)
+        self._head_s = 0.0
+        self._update_s = 0.0
+        # Factors of (forward, backward), and shares of the forward that are recomputed.
+        self._splits: dict[tuple[int, int], tuple[float, float]] = {(context, model): (1.0, 1.0)}
+        self._replicas: dict[int, tuple[float, float]] = {1: (1.0, 1.0)}
+        self._recomputed: dict[str, float] = {remat: 0.0}
+
+    def compiled(self, part: Part) -> CompiledPart:
+        """Return a part that is traced and compiled on demand, and kept."""
+        if part not in self._parts:
+            self._parts[part] = CompiledPart(part, self._config, self._target, self._assemble)
+        return self._parts[part]
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters of the model."""
+        return self.compiled(self.base).run.num_params
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second that kernels read and write in large arrays."""
+        return MEMORY_EFFICIENCY * machine_of(self._target).memory_bytes_per_s
+
+    def measure_base(self) -> None:
+        """Read the times of the base and the doubled base, after both have been compiled."""
+        found = self.compiled(self.base).times
+        more = self.compiled(self.doubled).times
+        self._update_s = _UPDATE_BYTES * self.num_params / self.base.model / self.memory_rate
+        forward_s = more.forward_s - found.forward_s
+        growing_s = more.step_s - found.step_s
+        work = self.compiled(self.base).run.traces.work
+        outside = work.embed + work.head
+        self._head_s = growing_s * outside / (outside + sum(work.layers))
+        self._growing = LayerTimes(
+            forward_s=forward_s, backward_s=growing_s - self._head_s - forward_s
+        )
+        fixed_forward_s = max(0.0, found.forward_s - forward_s)
+        fixed_s = max(0.0, found.step_s - growing_s - self._update_s)
+        self._fixed = LayerTimes(
+            forward_s=fixed_forward_s, backward_s=max(0.0, fixed_s - fixed_forward_s)
+        )
+
+    def unknown(self, part: Part) -> list[Part]:
+        """Return the parts to compile before the times of `part` are known."""
+        base = self.base
+        found = []
+        if (part.context, part.model) not in self._splits:
+            found.append(dataclasses.replace(base, context=part.context, model=part.model))
+        if part.replicas not in self._replicas:
+            found.append(dataclasses.replace(base, replicas=part.replicas))
+        if part.remat not in self._recomputed:
+            found.append(dataclasses.replace(base, remat=part.remat))
+        return found
+
+    def measure(self, parts: Iterable[Part]) -> None:
+        """Read the factors of parts from `unknown`, after they have been compiled."""
+        whole = self._of_base(self.base.batch)
+        for part in parts:
+            found = self.compiled(part).times
+            stage = 3 if part.replicas > 1 else 0
+            rest_s = self.head_s(part) + self.update_s(part.model, part.replicas, stage)
+            backward_s = max(0.0, found.step_s - found.forward_s - rest_s)
+            if part.remat != self.base.remat:
+                self._recomputed[part.remat] = (backward_s - whole.backward_s) / whole.forward_s
+            factors = (found.forward_s / whole.forward_s, backward_s / whole.backward_s)
+            if part.replicas > 1:
+                self._replicas[part.replicas] = factors
+            if (part.context, part.model) != (self.base.context, self.base.model):
+                self._splits[part.context, part.model] = factors
+
+    def times(self, part: Part) -> LayerTimes:
+        """Return the times of a part."""
+        whole = self._of_base(part.batch)
+        split = part.context * part.model / (self.base.context * self.base.model)
+        assumed = (1 + _SPLIT_LOSS * max(0.0, math.log2(split))) / split
+        splits = self._splits.get((part.context, part.model), (assumed, assumed))
+        replicas = self._replicas.get(part.replicas, (1.0, 1.0))
+        recomputed = self._recomputed.get(part.remat)
+        if recomputed is None:
+            shares = (
+                _RECOMPUTED.get(r, _RECOMPUTED_BY_NAMES) for r in (part.remat, self.base.remat)
+            )
+            recomputed = next(shares) - next(shares)
+        backward_s = whole.backward_s + recomputed * whole.forward_s
+        return LayerTimes(
+            forward_s=splits[0] * replicas[0] * whole.forward_s,
+            backward_s=splits[1] * replicas[1] * backward_s,
+        )
+
+    def head_s(self, part: Part) -> float:
+        """Return the time of embedding, head and loss for a microbatch."""
+        return self._work(part) * self._head_s
+
+    def update_s(self, split: int, replicas: int, zero_stage: int) -> float:
+        """Return the time of the update, of which ZeRO divides parts among the replicas.
+
+        Args:
+            split: number of devices that the parameters of a replica are split over.
+            replicas: number of replicas.
+            zero_stage: ZeRO stage.
+        """
+        state = _OPTIMIZER_BYTES / _UPDATE_BYTES / (replicas if zero_stage else 1)
+        rest = (1 - _OPTIMIZER_BYTES / _UPDATE_BYTES) / (replicas if zero_stage == 3 else 1)
+        return self._update_s * self.base.model / split * (state + rest)
+
+    def memory(self, part: Part) -> PartMemory:
+        """Return the memory of a part for all layers, without its state."""
+        found = self.compiled(dataclasses.replace(self.base, remat=part.remat)).memory
+        work = self._work(part)
+        return PartMemory(
+            activations=work * found.activations, temporaries=work * found.temporaries
+        )
+
+    def _of_base(self, batch: int) -> LayerTimes:
+        """Return the times of the base with another batch."""
+        factor = batch / self.base.batch
+        return LayerTimes(
+            forward_s=self._fixed.forward_s + factor * self._growing.forward_s,
+            backward_s=self._fixed.backward_s + factor * self._growing.backward_s,
+        )
+
+    def _work(self, part: Part) -> float:
+        """Return the work of one device in a part, relative to the base."""
+        split = self.base.context * self.base.model / (part.context * part.model)
+        return split * part.batch / self.base.batch
+
+
+def _recomputed(remat: str) -> float:
+    return _RECOMPUTED.get(remat, _RECOMPUTED_BY_NAMES)
