@@ -178,11 +178,13 @@ class PlanSearch:
         """Return the first plans whose estimated memory fits, with their runs."""
         found = []
         leanest = None
+        refusal = ""
         for plan, cost in _distinct(ranked)[: _MAX_TRIES * count]:
             try:
                 run = self._assemble(plan.applied(self._config), self._target)
-            except ValueError:
-                continue  # a check that only the whole run makes
+            except ValueError as error:  # a check that only the whole run makes
+                refusal = str(error)
+                continue
             needs = needs_of(run, self._budget)
             if excess(needs, self._budget) <= 1:
                 found.append((plan, cost, run))
@@ -191,7 +193,8 @@ class PlanSearch:
             if len(found) == count:
                 break
         if not found:
-            assert leanest is not None
+            if leanest is None:
+                raise ValueError(refusal)
             raise ValueError(
                 f"no plan fits into {size(self._budget.device_bytes)} a device; the leanest, "
                 f"{leanest[1]}, takes {size(leanest[0])}; use more GPUs, GPUs with more memory, or "

@@ -143,8 +143,12 @@ class ScaledTimes:
             rest_s = self.head_s(part) + self.update_s(part.model, part.replicas, stage)
             backward_s = max(0.0, found.step_s - found.forward_s - rest_s)
             if part.remat != self.base.remat:
-                self._recomputed[part.remat] = (backward_s - whole.backward_s) / whole.forward_s
-            factors = (found.forward_s / whole.forward_s, backward_s / whole.backward_s)
+                more_s = backward_s - whole.backward_s
+                self._recomputed[part.remat] = _ratio(more_s, whole.forward_s, 0.0)
+            factors = (
+                _ratio(found.forward_s, whole.forward_s, 1.0),
+                _ratio(backward_s, whole.backward_s, 1.0),
+            )
             if part.replicas > 1:
                 self._replicas[part.replicas] = factors
             if (part.context, part.model) != (self.base.context, self.base.model):
@@ -209,3 +213,8 @@ class ScaledTimes:
 
 def _recomputed(remat: str) -> float:
     return _RECOMPUTED.get(remat, _RECOMPUTED_BY_NAMES)
+
+
+def _ratio(part: float, whole: float, default: float) -> float:
+    """Return part / whole; a stack of one layer has no loop whose time could be read."""
+    return part / whole if whole > 0 else default
