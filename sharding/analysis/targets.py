@@ -86,7 +86,7 @@ class Target:
 
         Args:
             num_devices: number of GPUs; a multiple of a host's if it is more than that.
-            memory_bytes: memory of each GPU, if it is not to be that of the real ones.
+            memory_bytes: replaces the memory of each GPU; None: as described.
         """
         gpus_per_host = min(num_devices, self.gpus_per_host)
         num_hosts = -(-num_devices // gpus_per_host)

@@ -82,7 +82,7 @@ class PlanSearch:
         self._assemble = assemble
         self._compile_run = compile_run
         self._budget = budget
-        # `fsdp` and `context` are not chosen, so a plan has at least these.
+        # The smallest split that any plan has.
         self._layers = ScaledTimes(
             config,
             target,

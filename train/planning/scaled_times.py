@@ -15,6 +15,7 @@ Until it has been measured, a factor is assumed, and times that depend on it are
 import dataclasses
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 from sharding.analysis.cost.kernel_time import MEMORY_EFFICIENCY
 from sharding.analysis.targets import Target
@@ -93,12 +94,12 @@ class ScaledTimes:
             self._parts[part] = CompiledPart(part, self._config, self._target, self._assemble)
         return self._parts[part]
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Number of parameters of the model."""
         return self.compiled(self.base).run.num_params
 
-    @property
+    @cached_property
     def memory_rate(self) -> float:
         """Bytes per second that kernels read and write in large arrays."""
         return MEMORY_EFFICIENCY * machine_of(self._target).memory_bytes_per_s

@@ -6,11 +6,12 @@ that the ring contains decides.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from sharding.analysis.cost.machine import Machine
+from sharding.analysis.hlo.device_groups import Groups
 
 #: Share of NVLink's bandwidth that NCCL reaches: XLA's table for an H100 says 344 of 450 GB/s for
 #: an all-gather of 2.9 GB over 8 GPUs.
@@ -24,8 +25,6 @@ NETWORK_LATENCY_S = 30e-6
 #: XLA's estimate of a collective is capped at this multiple of the estimate made here. XLA assumes
 #: 22 GB/s for a permutation across hosts, and 111 of NVLink's 450 GB/s for one within a host.
 MOST_OF_ESTIMATE = 2.0
-
-Groups = Sequence[tuple[int, ...]]
 
 
 def transfer_s(
