@@ -105,6 +105,8 @@ def print_or_refuse(report: Callable[[], str]) -> int:
     """Print a report, or the error of invalid input in one sentence; return the exit code."""
     # Compiling needs no device, and a CUDA plugin without a driver would fail to find one.
     jax.config.update("jax_platforms", "cpu")
+    # jax could store a program for absent GPUs, but not load it again.
+    jax.config.update("jax_enable_compilation_cache", False)
     try:
         text = report()
     except (ValueError, OSError) as error:
