@@ -3,6 +3,7 @@
 # make test: runs the quick tests, at least one per feature (10 minutes on 2 cores)
 # make test-thorough: runs only the thorough tests
 # make test-compiler: runs only the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
+# make test-device: runs only the tests of tests/device, which need a GPU
 # make test-all: runs these three, one after another (an hour)
 # make lint: runs ruff, codespell and the type checker
 # make setup, setup-test, setup-compiler: only install dependencies for training, tests or GPU tests, into .venv
@@ -14,7 +15,7 @@ ARGS ?=
 REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup setup-test setup-compiler train test test-all test-thorough test-compiler lint
+.PHONY: setup setup-test setup-compiler train test test-all test-thorough test-compiler test-device lint
 setup: .venv/$(REQUIREMENTS).stamp
 setup-test: .venv/requirements-test.txt.stamp
 setup-compiler: .venv/requirements-compiler.txt.stamp
@@ -49,6 +50,9 @@ test-thorough: setup-test
 
 test-compiler: setup-test setup-compiler
 	.venv/bin/python -m pytest tests/gpu $(ARGS)
+
+test-device: setup-test
+	TAIBAI_TEST_DEVICE=gpu XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest tests/device $(ARGS)
 
 test-all:
 	$(MAKE) test

@@ -5,21 +5,28 @@ or images, and does not include reading them. Any key of the config can be set, 
 
     python -m benchmarks.step --config=configs/gpt2.py --peer=torch \
         --config.model.embed_dim=256 --config.data.sequence_length=256
+
+If a GPU's memory does not hold all contenders, time each in a process of its own with --only.
+--profile=DIR also writes the compiled step and the times of its kernels there.
 """
 
 import argparse
 import dataclasses
+import gzip
 import json
 import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks.harness import report
+from benchmarks.harness.kernel_times import profiled
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
 from data.shapes import example_shapes
 from sharding.analysis.collective_table import summary
@@ -35,6 +42,9 @@ from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.messages import sentence_of
 
+CONTENDERS = ("ours", "torch_eager", "torch_compiled")
+_PROFILED_STEPS = 3
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
@@ -46,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--no_compile", action="store_true", help="do not time the peer with torch.compile"
     )
+    parser.add_argument("--only", choices=CONTENDERS, help="time only this contender")
+    parser.add_argument("--profile", type=Path, help="directory for a profile of our step")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--steps", type=int, default=5, help="timed steps of each contender per round"
@@ -57,14 +69,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.steps < 1 or args.rounds < 1:
             raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
-        if args.peer:  # leave GPU memory to the peer
+        if args.peer or args.only not in (None, "ours"):  # leave GPU memory to the peer
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        names = CONTENDERS if args.peer else ("ours",)
+        if args.no_compile:
+            names = tuple(name for name in names if name != "torch_compiled")
         figures = measure(
             make_run(args.config, parse_overrides(others)),
-            with_torch=args.peer == "torch",
-            with_compiled=not args.no_compile,
+            names=(args.only,) if args.only else names,
             num_rounds=args.rounds,
             num_steps=args.steps,
+            profile=args.profile,
         )
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {sentence_of(error)}", file=sys.stderr)
@@ -99,16 +114,21 @@ def make_run(config: str, overrides: list[str]) -> Run:
 
 
 def measure(
-    run: Run, *, with_torch: bool, with_compiled: bool, num_rounds: int, num_steps: int
+    run: Run,
+    *,
+    names: Sequence[str],
+    num_rounds: int,
+    num_steps: int,
+    profile: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the step of a run and of its peers.
 
     Args:
         run: the run to measure.
-        with_torch: whether to measure PyTorch too.
-        with_compiled: whether to measure PyTorch with torch.compile too.
+        names: which of CONTENDERS to measure.
         num_rounds: number of turns of each contender.
         num_steps: number of timed steps in a turn.
+        profile: directory for the compiled step and the times of its kernels; None: no profile.
 
     Returns:
         All figures, as plain numbers and strings.
@@ -116,23 +136,24 @@ def measure(
     Raises:
         ValueError: the peer cannot do the same work as the run, or its work differs from ours.
     """
-    if with_torch:
-        from benchmarks.harness import peers  # only a peer needs torch
-
-        peers.check(run)
+    peer_names = [name for name in names if name != "ours"]
     batch = random_batch(run)
-    contenders = {"ours": _ours(run, batch)}
     figures: dict[str, Any] = {
-        "versions": report.versions(with_torch=with_torch),
+        "versions": report.versions(with_torch=bool(peer_names)),
         "hardware": report.hardware(run.mesh),
         "work": report.work(run),
         "rounds": num_rounds,
         "steps_per_round": num_steps,
     }
+    contenders = {"ours": _ours(run, batch)} if "ours" in names else {}
     skipped: dict[str, str] = {}
-    if with_torch:
+    if peer_names:
+        from benchmarks.harness import peers  # only a peer needs torch
+
+        peers.check(run)
+        first_loss = contenders["ours"].first_loss if contenders else None
         figures["equality"], others, skipped = peers.torch_contenders(
-            run, batch, contenders["ours"].first_loss, with_compiled=with_compiled
+            run, batch, first_loss, peer_names
         )
         contenders |= others
     times = interleave(contenders, num_rounds=num_rounds, num_steps=num_steps)
@@ -141,10 +162,14 @@ def measure(
             "compile_time_s": contender.compile_time_s,
             "first_loss": contender.first_loss,
         }
-    figures["ours"] |= program(run)
+    if "ours" in contenders:
+        figures["ours"] |= program(run)
+        figures["speed_ratios"] = {
+            name: ratios(times["ours"], times[name]) for name in contenders if name != "ours"
+        }
+        if profile is not None:
+            _profile(run, contenders["ours"], profile)
     figures |= {name: {"skipped": reason} for name, reason in skipped.items()}
-    others = [name for name in contenders if name != "ours"]
-    figures["speed_ratios"] = {name: ratios(times["ours"], times[name]) for name in others}
     return figures
 
 
@@ -179,9 +204,11 @@ def _random_images(run: Run, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def program(run: Run) -> dict[str, Any]:
-    """Return the memory per device and the collectives of the compiled step."""
+    """Return the memory per device, as planned and as used, and the step's collectives."""
     found = summary(collectives(run.compile_train_step(), run.mesh))
-    return {
+    used = run.mesh.devices.flat[0].memory_stats() or {}
+    peak = {"peak_memory_bytes": used["peak_bytes_in_use"]} if "peak_bytes_in_use" in used else {}
+    return peak | {
         "memory": dataclasses.asdict(memory(run.compile_train_step())),
         "collectives": [dataclasses.asdict(row) for row in found],
     }
@@ -207,6 +234,18 @@ def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
     for _ in range(NUM_WARM_UP_STEPS):
         step()
     return Contender(step=step, compile_time_s=compile_time_s, first_loss=first_loss)
+
+
+def _profile(run: Run, ours: Contender, directory: Path) -> None:
+    """Write the program of the step, and its kernels' times; files for readers of both."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = run.compile_train_step().as_text() or ""
+    (directory / "step.hlo.txt.gz").write_bytes(gzip.compress(text.encode()))
+    with profiled(directory) as read:
+        for _ in range(_PROFILED_STEPS):
+            ours.step()
+    kernels = [dataclasses.asdict(kernel) for kernel in read(_PROFILED_STEPS)]
+    (directory / "kernels.json").write_text(json.dumps(kernels, indent=1) + "\n", encoding="utf-8")
 
 
 def _speed(run: Run, step_time_s: dict[str, float]) -> dict[str, Any]:

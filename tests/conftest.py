@@ -1,4 +1,7 @@
-"""Test configuration: eight simulated CPU devices, set before jax initializes its backends."""
+"""Test configuration: eight simulated CPU devices, set before jax initializes its backends.
+
+With TAIBAI_TEST_DEVICE=gpu, arrays are on real GPUs by default (`make test-device`).
+"""
 
 import gc
 import logging
@@ -22,9 +25,13 @@ if platform.machine() == "x86_64":
     _FLAGS["xla_cpu_max_isa"] = "AVX"
     if jax.__version_info__ < (0, 11):  # later versions only have the new emitters
         _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
+_PLATFORMS = "cpu"
+if os.environ.get("TAIBAI_TEST_DEVICE") == "gpu":
+    _PLATFORMS = "cuda,cpu"
+    _FLAGS = CPU_XLA_FLAGS
 os.environ["XLA_FLAGS"] = " ".join(f"--{name}={value}" for name, value in _FLAGS.items())
-os.environ["JAX_PLATFORMS"] = "cpu"
-jax.config.update("jax_platforms", "cpu")
+os.environ["JAX_PLATFORMS"] = _PLATFORMS
+jax.config.update("jax_platforms", _PLATFORMS)
 jax.config.update("jax_num_cpu_devices", 8)
 # Recording the source lines of every operation takes a tenth of the time to trace a program.
 jax.config.update("jax_traceback_in_locations_limit", 0)

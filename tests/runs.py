@@ -68,11 +68,19 @@ def arguments(workdir: Path, overrides: Sequence[str]) -> list[str]:
     return [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
 
 
-def make_run(overrides: Sequence[str], config: str = CONFIG) -> tuple[Run, Corpus]:
-    """Return a run on the first devices and its corpus; the caller sets `jax_enable_x64`."""
+def make_run(
+    overrides: Sequence[str], config: str = CONFIG, platform: str | None = None
+) -> tuple[Run, Corpus]:
+    """Return a run and its corpus; the caller sets `jax_enable_x64`.
+
+    Args:
+        overrides: overrides of the config.
+        config: a config file.
+        platform: "cpu" or "gpu", whose first devices the run uses; None: jax's default.
+    """
     validated = validate_config(load(config, overrides))
     corpus = load_corpus(validated.data, validated.images)
-    mesh = make_mesh(validated.mesh, jax.devices())
+    mesh = make_mesh(validated.mesh, jax.devices(platform))
     num_labels = len(corpus.labels) or None
     run = assemble_run(validated, mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
     return run, corpus

@@ -6,17 +6,16 @@ same number of parameters, the same FLOPs and, from the same weights, the same f
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 
-from benchmarks.harness import report, torch_gpt2
+from benchmarks.harness import report, torch_peer
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender
 from models.text.common import padded_vocab
-from models.text.gpt2 import GPT2Config
 from train.run.run import Run
 
 
@@ -35,18 +34,26 @@ def check(run: Run) -> None:
         raise ValueError(
             "--peer=torch runs in a single process; start this benchmark in a single process too"
         )
-    if not isinstance(run.model_config, GPT2Config):
+    if not isinstance(run.model_config, torch_peer.MODELS):
         raise ValueError(
-            f"--peer=torch supports only GPT-2, not {type(run.model).__name__}; set model.name=gpt2"
+            f"--peer=torch supports GPT-2, the LLaMA family and ViT, not {type(run.model).__name__}"
         )
-    if run.model_config.loss != "cross_entropy":
+    if getattr(run.model_config, "sliding_window", None) is not None:
+        raise ValueError("--peer=torch does not support model.sliding_window")
+    if getattr(run.model_config, "drop_path", 0.0):
+        raise ValueError("--peer=torch does not support drop_path; set model.drop_path=0.0")
+    if config.data.reads_images and config.images.mixes:
+        raise ValueError(
+            "--peer=torch does not support mixed images; set images.mixup=0.0 and images.cutmix=0.0"
+        )
+    if getattr(run.model_config, "loss", "cross_entropy") != "cross_entropy":
         raise ValueError(
             "--peer=torch supports only the loss cross_entropy; set model.loss=cross_entropy"
         )
-    if config.precision.compute not in torch_gpt2.LOSS_TOLERANCE:
+    if config.precision.compute not in torch_peer.LOSS_TOLERANCE:
         raise ValueError(
             f"--peer=torch does not support precision.compute={config.precision.compute}; "
-            f"choose {', '.join(torch_gpt2.LOSS_TOLERANCE)}"
+            f"choose {', '.join(torch_peer.LOSS_TOLERANCE)}"
         )
     if config.train.remat not in ("none", "full"):
         raise ValueError(
@@ -64,15 +71,15 @@ def check(run: Run) -> None:
 
 
 def torch_contenders(
-    run: Run, batch: Mapping[str, np.ndarray], first_loss: float, *, with_compiled: bool
+    run: Run, batch: Mapping[str, np.ndarray], first_loss: float | None, names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Contender], dict[str, str]]:
     """Build and warm up the PyTorch contenders, after checking that their work equals ours.
 
     Args:
         run: our run.
         batch: the whole global batch, by name.
-        first_loss: our loss from the initial weights.
-        with_compiled: whether to try torch.compile too.
+        first_loss: our loss from the initial weights; None if our step does not run.
+        names: "torch_eager", "torch_compiled" or both.
 
     Returns:
         The figures that were found equal, the contenders by name, and for each contender that
@@ -85,24 +92,32 @@ def torch_contenders(
     # Use as many threads as XLA does on a CPU.
     torch.set_num_threads(report.num_cores())
     torch.manual_seed(run.config.train.seed)
-    eager = torch_gpt2.TorchGPT2(run, params, batch, compiled=False)
-    contenders = {"torch_eager": _warm_up(eager, compiles=False)}
-    equality = _equality(run, eager, first_loss, contenders["torch_eager"].first_loss)
-    if not with_compiled:
-        return equality, contenders, {"torch_compiled": "disabled by --no_compile"}
-    if eager.device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-        return equality, contenders, {"torch_compiled": "torch.compile needs a C++ compiler"}
-    try:
-        compiled = torch_gpt2.TorchGPT2(run, params, batch, compiled=True)
-        contenders["torch_compiled"] = _warm_up(compiled, compiles=True)
-    except Exception as error:  # inductor's errors depend on the machine
-        lines = str(error).splitlines() or [""]
-        reason = f"torch.compile failed: {type(error).__name__}: {lines[0]}"
-        return equality, contenders, {"torch_compiled": reason}
-    return equality, contenders, {}
+    equality: dict[str, Any] = {}
+    contenders: dict[str, Contender] = {}
+    skipped: dict[str, str] = {}
+    for name in names:
+        compiles = name == "torch_compiled"
+        on_cpu = run.mesh.devices.flat[0].platform == "cpu"
+        if compiles and on_cpu and not (shutil.which("g++") or shutil.which("clang++")):
+            skipped[name] = "torch.compile needs a C++ compiler"
+            continue
+        peer = torch_peer.TorchPeer(run, params, batch, compiled=compiles)
+        pairs = _equal_work(run, peer)
+        try:
+            contenders[name] = _warm_up(peer, compiles=compiles)
+        except Exception as error:  # inductor's errors depend on the machine
+            if not compiles:
+                raise
+            lines = str(error).splitlines() or [""]
+            skipped[name] = f"torch.compile failed: {type(error).__name__}: {lines[0]}"
+            continue
+        if first_loss is not None:
+            pairs["first_loss"] = _equal_losses(run, first_loss, contenders[name].first_loss)
+        equality = equality or pairs
+    return equality, contenders, skipped
 
 
-def _warm_up(peer: torch_gpt2.TorchGPT2, *, compiles: bool) -> Contender:
+def _warm_up(peer: torch_peer.TorchPeer, *, compiles: bool) -> Contender:
     start_s = time.perf_counter()
     first_loss = peer.step()
     first_step_time_s = time.perf_counter() - start_s
@@ -115,26 +130,36 @@ def _warm_up(peer: torch_gpt2.TorchGPT2, *, compiles: bool) -> Contender:
     )
 
 
-def _equality(
-    run: Run, peer: torch_gpt2.TorchGPT2, ours: float, theirs: float
-) -> dict[str, dict[str, float]]:
+def _equal_work(run: Run, peer: torch_peer.TorchPeer) -> dict[str, dict[str, float]]:
     """Return the pairs of figures that must be equal; raise ValueError if a pair differs."""
-    config = run.model_config
-    rows = padded_vocab(config.vocab_size, config.vocab_multiple)
-    padding = (rows - config.vocab_size) * config.embed_dim
-    flops = run.flops_per_unit // 3
-    pairs: dict[str, tuple[float, float]] = {
-        "num_params": (run.num_params - padding, peer.num_params),
-        "forward_flops_per_token": (flops, round(peer.forward_flops_per_token())),
+    num_params = run.num_params - _padding(run.model_config)
+    pairs = {
+        "num_params": (num_params, peer.num_params),
+        f"forward_flops_per_{run.unit}": (
+            run.flops_per_unit // 3,
+            round(peer.forward_flops_per_unit()),
+        ),
     }
-    for name, (left, right) in pairs.items():
-        if left != right:
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
             raise ValueError(
-                f"the peer's work differs: {name} is {left:,} for ours and {right:,} for the peer"
+                f"the peer's work differs: {name} is {ours:,} for ours and {theirs:,} for the peer"
             )
-    if not torch_gpt2.agree(run, ours, theirs):
+    return {name: {"ours": ours, "peer": theirs} for name, (ours, theirs) in pairs.items()}
+
+
+def _equal_losses(run: Run, ours: float, theirs: float) -> dict[str, float]:
+    if not torch_peer.agree(run, ours, theirs):
         raise ValueError(
             f"from the same weights, our loss is {ours} but the peer's loss is {theirs}"
         )
-    pairs["first_loss"] = (ours, theirs)
-    return {name: {"ours": left, "peer": right} for name, (left, right) in pairs.items()}
+    return {"ours": ours, "peer": theirs}
+
+
+def _padding(config: Any) -> int:
+    """Return the number of parameters that only pad the vocab, which the peer does not have."""
+    if not hasattr(config, "vocab_size"):
+        return 0
+    rows = padded_vocab(config.vocab_size, config.vocab_multiple) - config.vocab_size
+    tables = 1 if getattr(config, "tie_embeddings", True) else 2
+    return tables * rows * config.embed_dim

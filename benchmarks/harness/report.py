@@ -96,10 +96,12 @@ def as_text(figures: dict[str, Any]) -> str:
     lines += [
         f"speed of ours ÷ {name}: {ratio['median']:.3f} "
         f"(rounds from {ratio['min']:.3f} to {ratio['max']:.3f})"
-        for name, ratio in figures["speed_ratios"].items()
+        for name, ratio in figures.get("speed_ratios", {}).items()
     ]
     for name, pair in figures.get("equality", {}).items():
         lines.append(f"{name}: {pair['ours']:,} ours, {pair['peer']:,} the peer's")
+    if "ours" not in figures:
+        return "\n".join(lines)
     lines += ["", "compiled step, one device:"]
     lines += [
         f"  {name.replace('_', ' ')}: {'unknown' if value is None else f'{value:,}'}"

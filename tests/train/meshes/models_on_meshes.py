@@ -160,17 +160,22 @@ def corpora() -> tuple[str, str]:
 @functools.cache
 def losses_on(model: str, mesh: tuple[str, ...]) -> list[float]:
     """Return the losses of the first steps, in float64."""
+    with jax.enable_x64(True):
+        return first_losses(model, (*FLOAT64, *mesh))
+
+
+def first_losses(model: str, more: tuple[str, ...], platform: str | None = None) -> list[float]:
+    """Return the losses of the first steps with more overrides, on a platform as in `make_run`."""
     config, overrides = MODELS[model]
     directory, cache = corpora()
     where = (f"data.cache_dir={cache}",)
     if config not in _OF_IMAGES:
         files = "labelled.jsonl" if "data.objective=classification" in overrides else "*.txt"
         where = (*_TEXT, *where, f"data.paths={directory}/{files}")
-    with jax.enable_x64(True):
-        run, corpus = make_run(
-            (*SHARED, *where, *overrides, *FLOAT64, *mesh), str(ROOT / "configs" / f"{config}.py")
-        )
-        return losses(run, corpus, NUM_STEPS)
+    run, corpus = make_run(
+        (*SHARED, *where, *overrides, *more), str(ROOT / "configs" / f"{config}.py"), platform
+    )
+    return losses(run, corpus, NUM_STEPS)
 
 
 def applies(model: str, mesh: str) -> bool:
