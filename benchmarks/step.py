@@ -162,6 +162,8 @@ def measure(
             "compile_time_s": contender.compile_time_s,
             "first_loss": contender.first_loss,
         }
+    if peer_names and len(contenders) == 1:
+        figures[peer_names[0]] |= peers.peak_memory()
     if "ours" in contenders:
         figures["ours"] |= program(run)
         figures["speed_ratios"] = {

@@ -21,7 +21,7 @@ from flax import nnx
 
 from fields.numbers import MAX_INT
 from models.layers import float8
-from sharding.logical import manual_axes, offset, sum_over, sum_over_batch
+from sharding.logical import automatic_axes, manual_axes, offset, sum_over, sum_over_batch
 
 #: cuBLASLt multiplies float8 matrices only if their numbers of rows and columns are multiples.
 _FLOAT8_MULTIPLE = 16
@@ -112,6 +112,7 @@ class Linear(nnx.Module):
         sizes = tuple(outputs.values())
         self.bias = param(zeros, rngs, sizes, axes[len(inputs) :]) if use_bias else None
         self.num_inputs = len(inputs)
+        self.outputs = tuple(axes[len(inputs) :])
         counts = (math.prod(inputs.values()), math.prod(outputs.values()))
         self.can_use_float8 = can_use_float8 and all(n % _FLOAT8_MULTIPLE == 0 for n in counts)
         self.in_float8 = False
@@ -120,6 +121,12 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layer to x `[*batch, *inputs]` and return `[*batch, *outputs]`."""
         kernel = self.kernel[...]
+        outputs = kernel.shape[self.num_inputs :]
+        # A GPU's product adds a bias of one dim without a pass over y. Where dims after the first
+        # are split over the mesh, they cannot be merged without communication.
+        merges = not any(name and automatic_axes(name) for name in self.outputs[1:])
+        if merges:
+            kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
         batch = x.shape[: x.ndim - self.num_inputs]
         # Flatten to one batch dim: with two of them, XLA on CPU writes a transposed copy of the
         # cotangent for the weight gradient.
@@ -132,8 +139,9 @@ class Linear(nnx.Module):
                 flat, kernel, ((tuple(i + 1 for i in contracted), contracted), ((), ()))
             )
         if self.bias is not None:
-            y = y + self.bias[...][None]
-        return y.reshape(*batch, *y.shape[1:])
+            bias = self.bias[...]
+            y = y + (bias.reshape(-1) if merges else bias)[None]
+        return y.reshape(*batch, *outputs)
 
 
 def float8_linears(block: nnx.Module) -> dict[tuple, Linear]:

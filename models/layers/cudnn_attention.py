@@ -1,10 +1,11 @@
 """Attention with cuDNN's fused kernel, with inputs adapted to its restrictions.
 
-The kernel supports float16 and bfloat16, even sequence lengths, and head dims that are multiples of
-8. It does not take segment ids, only the position and length of each packed document. Therefore:
+The kernel supports float16 and bfloat16, and head dims that are multiples of 8; with a bias or with
+packed documents, only even sequence lengths. It does not take segment ids, only the position and
+length of each packed document. Therefore:
 
-- Lengths and head dims are padded. The padding is masked by the length of the row, or by the bias
-  if there is one.
+- Lengths and head dims are padded where they have to be. The bias masks the padding of lengths, or
+  it becomes a document.
 - Packed documents are passed to the kernel in its ragged layout, `DOCUMENTS_PER_CALL` documents of
   each row at a time. The kernel's statistics take as much memory for every document as for a whole
   row, so a call with room for all documents of a row could need more memory than attention itself.
@@ -64,9 +65,10 @@ def attend(
         can_pack: whether the hardware supports the kernel's layout for packed documents.
     """
     sizes = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
-    q_BTNH = _padded(q_BTNH, {1: 2, 3: 8})
-    k_BSKH = _padded(k_BSKH, {1: 2, 3: 8})
-    v_BSKH = _padded(v_BSKH, {1: 2, 3: 8})
+    is_plain = segments is None and bias_BNTS is None
+    q_BTNH, k_BSKH, v_BSKH = (
+        _padded(x, {3: 8} if is_plain else {1: 2, 3: 8}) for x in (q_BTNH, k_BSKH, v_BSKH)
+    )
     options = Options(
         scale=scale, is_causal=is_causal, window=window, has_bias_gradient=bias_BNTS is not None
     )
@@ -77,17 +79,11 @@ def attend(
         y_BTNH: Any = _attend_documents(options, q_BTNH, k_BSKH, v_BSKH, q_ids_BT, k_ids_BS)
     else:
         bias_BNTS = _with_mask(bias_BNTS, segments, q_BTNH.dtype)
-        lengths = None
         if bias_BNTS is not None:
             bias_BNTS = jnp.broadcast_to(bias_BNTS, (*bias_BNTS.shape[:2], *sizes[:2]))
             bias_BNTS = _padded(bias_BNTS, {2: 2})
             bias_BNTS = _padded(bias_BNTS, {3: 2}, value=_hidden(q_BTNH.dtype))
-        elif sizes[:2] != (q_BTNH.shape[1], k_BSKH.shape[1]):
-            batch = q_BTNH.shape[:1]
-            lengths = Lengths(
-                q=jnp.full(batch, sizes[0], jnp.int32), k=jnp.full(batch, sizes[1], jnp.int32)
-            )
-        y_BTNH = _attend(options, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, lengths)
+        y_BTNH = _attend(options, q_BTNH, k_BSKH, v_BSKH, bias_BNTS)
     return y_BTNH[:, : sizes[0], :, : sizes[2]]
 
 
@@ -120,20 +116,19 @@ def _with_mask(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, q, k, v, bias, lengths) -> jax.Array:
+def _attend(options: Options, q, k, v, bias) -> jax.Array:
     """Attention in one call of the kernel."""
-    return cudnn_kernel.forward(q, k, v, bias, lengths, options)[0]
+    return cudnn_kernel.forward(q, k, v, bias, None, options)[0]
 
 
-def _attend_forward(options, q, k, v, bias, lengths):
-    y, stats = _named(*cudnn_kernel.forward(q, k, v, bias, lengths, options))
-    return y, (q, k, v, bias, lengths, stats, y)
+def _attend_forward(options, q, k, v, bias):
+    y, stats = _named(*cudnn_kernel.forward(q, k, v, bias, None, options))
+    return y, (q, k, v, bias, stats, y)
 
 
 def _attend_backward(options, residuals, dy):
-    q, k, v, bias, lengths, stats, y = residuals
-    gradients = cudnn_kernel.backward(q, k, v, bias, lengths, options, stats, y, dy)
-    return *gradients, None
+    q, k, v, bias, stats, y = residuals
+    return cudnn_kernel.backward(q, k, v, bias, None, options, stats, y, dy)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -45,8 +45,8 @@ class Options:
 
     Attributes:
         scale: factor of the products of queries and keys.
-        is_causal: whether query t only sees keys 0..t, counted from the start of its row or
-            document.
+        is_causal: whether query t only sees keys 0..t, counted from the start of its document, if
+            there are documents.
         window: if given, query t only sees the last `window` of these keys.
         has_bias_gradient: whether the backward pass returns the gradient of the bias.
     """
@@ -60,23 +60,20 @@ class Options:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """The lengths of rows, or the lengths and positions of packed documents.
-
-    Without offsets, each row has one length, and everything after it is padding. With offsets, the
-    arrays list all documents of the batch, row by row; unused entries at the end have length 0.
+    """The lengths and positions of the packed documents of a batch, row by row.
 
     Attributes:
-        q: int32[B], lengths of the queries, or int32[B, M] with offsets.
+        q: int32[B, M], numbers of queries; 0 for unused entries, which come last.
         k: the same for keys.
-        q_offsets: int32[B, M + 1] or None: index of each document's first element in the whole
-            array, counted in elements rather than tokens.
+        q_offsets: int32[B, M + 1], index of each document's first element in the whole array,
+            counted in elements rather than tokens.
         k_offsets: the same for keys.
     """
 
     q: jax.Array
     k: jax.Array
-    q_offsets: jax.Array | None = None
-    k_offsets: jax.Array | None = None
+    q_offsets: jax.Array
+    k_offsets: jax.Array
 
 
 def forward(
@@ -90,16 +87,17 @@ def forward(
     """Return the attention output, and the log-sum-exp of each query's logits.
 
     Args:
-        q_BTNH: queries, float16 or bfloat16; H is a multiple of 8, T is even.
-        k_BSKH: keys, of the same dtype; K divides N, S is even.
+        q_BTNH: queries, float16 or bfloat16; H is a multiple of 8. With a bias or with lengths, T
+            is even.
+        k_BSKH: keys, of the same dtype; K divides N. With a bias or with lengths, S is even.
         v_BSKH: values, of the same dtype.
-        bias_BNTS: bias in the same dtype, whose first two dims may be 1; None with offsets.
-        lengths: lengths of rows or documents; None if all queries and keys are used.
+        bias_BNTS: bias in the same dtype, whose first two dims may be 1; None with lengths.
+        lengths: packed documents; None if each row is one.
         options: static options.
 
     Returns:
         output `[B, T, N, H]`, which is undefined for tokens that belong to no document.
-        stats float32[B, N, T], or float32[B · M, N, T] with offsets: one row per document, in the
+        stats float32[B, N, T], or float32[B · M, N, T] with lengths: one row per document, in the
             order of `lengths`, beginning with the document's first query.
     """
     y, stats = _forward_p.bind(

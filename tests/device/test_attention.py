@@ -13,14 +13,16 @@ pytestmark = pytest.mark.gpu_device
 
 #: Largest relative error of an array, as a ratio of norms: about two units in the last place.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 1.5e-3}
-#: dtype, length of a sequence, head dim. cuDNN takes 37 tokens and a head dim of 20 only padded.
-SHAPES = (("bfloat16", 256, 64), ("bfloat16", 200, 128), ("float16", 37, 20))
+#: dtype, length of a sequence, head dim. cuDNN takes a head dim of 20 only padded, and with a bias
+#: or documents also the odd lengths.
+SHAPES = (("bfloat16", 256, 64), ("bfloat16", 197, 128), ("float16", 37, 20))
 
 
 def error(found, wanted) -> float:
     found = np.asarray(found, np.float64)
     assert np.all(np.isfinite(found))
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+    # With a window of 1, gradients of queries and keys are 0. Others have norms over 1.
+    return float(np.linalg.norm(found - wanted) / max(1.0, np.linalg.norm(wanted)))
 
 
 def many_documents(length: int) -> np.ndarray:

@@ -31,14 +31,14 @@ def forward(q, k, v, bias, lengths, options):
     is_query, _ = _defined(q, k, lengths)
     y = jnp.where(is_query[:, :, None, None], y, jnp.nan)
     stats_BNT = jnp.where(is_query[:, None], stats_BNT, jnp.nan)
-    return y, stats_BNT if not _has_documents(lengths) else _to_rows(stats_BNT, q, lengths)
+    return y, stats_BNT if lengths is None else _to_rows(stats_BNT, q, lengths)
 
 
 def backward(q, k, v, bias, lengths, options, stats, y, dy):
     check(q, k, v, bias, lengths)
     seen = _visible(q, k, lengths, options)
     is_query, is_key = _defined(q, k, lengths)
-    stats_BNT = _to_queries(stats, q, lengths) if _has_documents(lengths) else stats
+    stats_BNT = _to_queries(stats, q, lengths) if lengths is not None else stats
     hidden = ~is_query[:, None, :, None]
     logits = _logits(q, k, bias, options, seen)
     weights = jnp.where(hidden, 0, jnp.exp(logits - stats_BNT[..., None]))
@@ -66,7 +66,8 @@ def backward(q, k, v, bias, lengths, options, stats, y, dy):
 
 def check(q, k, v, bias, lengths) -> None:
     """Assert that the kernel would accept these arguments."""
-    assert q.shape[1] % 2 == k.shape[1] % 2 == 0
+    if bias is not None or lengths is not None:
+        assert q.shape[1] % 2 == k.shape[1] % 2 == 0
     assert q.shape[3] % 8 == 0
     assert q.shape[2] % k.shape[2] == 0
     assert k.shape == v.shape
@@ -74,11 +75,7 @@ def check(q, k, v, bias, lengths) -> None:
         assert bias.shape[2:] == (q.shape[1], k.shape[1])
         assert bias.shape[0] in (1, q.shape[0])
         assert bias.shape[1] in (1, q.shape[2])
-        assert not _has_documents(lengths)
-
-
-def _has_documents(lengths) -> bool:
-    return lengths is not None and lengths.q_offsets is not None
+        assert lengths is None
 
 
 def _logits(q, k, bias, options, seen):
@@ -119,8 +116,6 @@ def _visible(q, k, lengths, options):
         return jnp.broadcast_to(
             _in_order(q_index, k_index, options), (q.shape[0], q.shape[1], k.shape[1])
         )
-    if not _has_documents(lengths):
-        return _in_order(q_index, k_index, options) & (k_index < lengths.k[:, None])[:, None]
     q_index, is_query = _members(q, lengths.q_offsets, lengths.q)
     k_index, is_key = _members(k, lengths.k_offsets, lengths.k)
     both = is_query[..., :, None] & is_key[..., None, :]
@@ -131,9 +126,6 @@ def _defined(q, k, lengths):
     """Return which queries and keys have a result, bool[B, T] and bool[B, S]."""
     if lengths is None:
         return jnp.ones(q.shape[:2], bool), jnp.ones(k.shape[:2], bool)
-    if not _has_documents(lengths):
-        pairs = ((q, lengths.q), (k, lengths.k))
-        return tuple(jnp.arange(x.shape[1])[None] < n[:, None] for x, n in pairs)
     members = ((q, lengths.q_offsets, lengths.q), (k, lengths.k_offsets, lengths.k))
     return tuple(jnp.any(_members(*of)[1], axis=0) for of in members)
 
