@@ -40,7 +40,10 @@ def test_attention_and_its_gradients_equal_the_reference(case, dtype, length, he
     def draw(heads):
         return jnp.asarray(rng.standard_normal((2, length, heads, head_dim)), dtype)
 
-    q, k, v, dy = draw(6), draw(2), draw(2), draw(6)
+    q = draw(6)
+    k = draw(2)
+    v = draw(2)
+    dy = draw(6)
     scale = options.pop("scale", 1.0) * head_dim**-0.5
     segments = packed(length) if options.pop("segments", False) else None
     if case == "many documents":

@@ -30,9 +30,36 @@ from sharding.analysis.cost.machine import Machine
 from sharding.analysis.cost.memory_traffic import array_bytes, moved_bytes
 from sharding.analysis.cost.transfer import transfer_s
 from sharding.analysis.hlo import asynchrony, device_groups
-from sharding.analysis.hlo.flops import attention_flops, product_flops
+from sharding.analysis.hlo.flops import AttentionWork, attention_work, product_flops
 from sharding.analysis.hlo.instruction import Instruction, arrays_of, custom_call_target
 from sharding.analysis.hlo.module import Module
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCost:
+    """Time of fused attention, as the FLOPs that tensor cores would do in it at their peak.
+
+    The exponential of a pair of a query and a key takes the same time for every head dim, so small
+    heads reach a smaller share of the peak.
+
+    Attributes:
+        query: for a query.
+        query_dim: for a query, per head dim.
+        pair: for a pair of a query and a key.
+        pair_dim: for a pair, per head dim.
+    """
+
+    query: float
+    query_dim: float
+    pair: float
+    pair_dim: float
+
+    def flops(self, work: AttentionWork) -> float:
+        """Return the FLOPs at the peak that take as long as the work."""
+        query = self.query + self.query_dim * work.head_dim
+        pair = self.pair + self.pair_dim * work.head_dim
+        return query * work.num_queries + pair * work.num_pairs
+
 
 #: Share of the peak FLOP/s that a large matrix product reaches: XLA's tables say 0.79 for bfloat16
 #: products of 8192x4096x4096 on an H100, and less for smaller ones.
@@ -45,16 +72,17 @@ MATMUL_EFFICIENCY = 0.7
 #: tables for an H100 have no entry, XLA says 1.2 times the peak.
 LOWEST_EFFICIENCY = 0.4
 SMALL_S = 20e-6
-#: Shares of the bfloat16 peak FLOP/s that cuDNN's flash attention reaches, forward and backward.
-#: FlashAttention-3 (arXiv:2407.08608), figure 5, measured 395 to 617 TFLOP/s for cuDNN's forward
-#: pass on an H100 (peak: 989) without a mask, at 2 to 16 thousand tokens and head dims of 64 and
-#: 128; the first share is the middle of this range. The backward pass (figure 6) is slower, and so
-#: is anything with a mask; the second share is a rounded guess.
-ATTENTION_FORWARD_EFFICIENCY = 0.5
-ATTENTION_BACKWARD_EFFICIENCY = 0.4
+#: Least time of cuDNN's flash attention, forward and backward, which `AttentionCost` explains.
+#: Fitted to kernels on an H200 that benchmarks/results/h200_steps.json holds, with 197, 1,024 and
+#: 4,096 tokens and head dims of 64 and 128. The fit is within 10 % of each.
+ATTENTION_FORWARD = AttentionCost(query=64e3, query_dim=0, pair=300, pair_dim=5.4)
+ATTENTION_BACKWARD = AttentionCost(query=150e3, query_dim=4200, pair=790, pair_dim=15.4)
 #: Share of the memory bandwidth that kernels reach when they stream through large arrays: about
 #: 3.0 of an H100's 3.35 TB/s.
 MEMORY_EFFICIENCY = 0.9
+#: Bytes per second that a Triton fusion, such as a norm, moves at most, whatever the memory's
+#: bandwidth: norms over 1,024 to 2,048 dims moved 2.2 to 3.4 TB/s on the same H200.
+TRITON_BYTES_PER_S = 2.4e12
 #: Share of the host link that copies of pinned memory reach: about 50 of PCIe 5.0's 63 GB/s.
 HOST_EFFICIENCY = 0.8
 #: Least time of a kernel, from its start to the start of the next one. XLA's model has no such
@@ -127,6 +155,8 @@ class Costs:
         if seconds is None:
             moved = moved_bytes(self.module, instruction)
             seconds = moved / (MEMORY_EFFICIENCY * self.machine.memory_bytes_per_s)
+        if _is_triton(instruction):
+            seconds = max(seconds, moved_bytes(self.module, instruction) / TRITON_BYTES_PER_S)
         return _kernel("other", seconds)
 
     def collective(self, instruction: Instruction) -> Transfer:
@@ -176,9 +206,10 @@ class Costs:
 
     def _attention_s(self, instruction: Instruction) -> float:
         is_backward = "Backward" in custom_call_target(instruction)
-        share = ATTENTION_BACKWARD_EFFICIENCY if is_backward else ATTENTION_FORWARD_EFFICIENCY
+        cost = ATTENTION_BACKWARD if is_backward else ATTENTION_FORWARD
         dtype = next(arrays_of(instruction.operand_types[0])).dtype
-        compute_s = attention_flops(instruction) / (share * self.machine.peak_flops_per_s(dtype))
+        flops = cost.flops(attention_work(instruction))
+        compute_s = flops / self.machine.peak_flops_per_s(dtype)
         moved_s = array_bytes(instruction) / self.machine.memory_bytes_per_s
         return max(compute_s, moved_s / MEMORY_EFFICIENCY)
 

@@ -1,5 +1,6 @@
-"""Counts the FLOPs of a compiled program's instructions: products, convolutions, attention."""
+"""Counts the work of a compiled program's instructions: products, convolutions, attention."""
 
+import dataclasses
 import math
 import re
 
@@ -7,6 +8,8 @@ import numpy as np
 
 from sharding.analysis.hlo.instruction import Array, Instruction, arrays_of, custom_call_target
 
+#: Queries and keys of a tile of cuDNN's flash attention.
+ATTENTION_TILE = 128
 _LHS_CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)')
 
 
@@ -69,12 +72,27 @@ def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Arr
     return 2 * products
 
 
-def attention_flops(instruction: Instruction) -> int:
-    """Return the FLOPs of a cuDNN attention call: 2 products forward, 5 backward.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionWork:
+    """The work of a call of cuDNN's attention.
 
-    Query-key pairs that the mask hides in every example do not count; a causal mask without a
-    window nearly halves the pairs. Pairs that are hidden by packed segments or padding count,
-    because the program does not contain that information.
+    Attributes:
+        num_queries: queries, over all heads and examples.
+        num_pairs: pairs of a query and a key that the kernel computes, over all heads and examples.
+        head_dim: mean size of a query's and of a value's head.
+    """
+
+    num_queries: int
+    num_pairs: int
+    head_dim: float
+
+
+def attention_work(instruction: Instruction) -> AttentionWork:
+    """Return the work of a cuDNN attention call.
+
+    The kernel computes tiles of `ATTENTION_TILE` queries and as many keys, and skips a tile whose
+    pairs the mask hides in every example. Pairs that are hidden by packed segments or padding
+    count, because the program does not contain that information.
     """
     query, _, value = (next(arrays_of(t)) for t in instruction.operand_types[:3])
     shape = re.search(
@@ -82,18 +100,16 @@ def attention_flops(instruction: Instruction) -> int:
     )
     assert shape is not None, instruction.name
     batch, num_heads, num_queries, num_keys = map(int, re.findall(r"\d+", shape[1]))
-    window = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.attributes)
+    found = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.attributes)
+    window = int(found[1]) if found else 0
     is_causal = re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) is not None
-    pairs = num_queries * num_keys
-    if is_causal:
-        num_visible_keys = min(num_keys, (int(window[1]) if window else 0) or num_keys)
-        # A query sees its own key and earlier ones, at most `num_visible_keys` of them (the
-        # window, or all keys): the first `growing` queries see 1, 2, 3, ... keys, the others
-        # `num_visible_keys`.
-        growing = min(num_queries, num_visible_keys)
-        pairs = growing * (growing + 1) // 2 + (num_queries - growing) * num_visible_keys
-    head_dims = query.shape[-1] + value.shape[-1]
-    if "Backward" in custom_call_target(instruction):
-        # Recomputed logits, gradient of the logits, and gradients of queries, keys and values.
-        head_dims = 3 * query.shape[-1] + 2 * value.shape[-1]
-    return 2 * batch * num_heads * pairs * head_dims
+    num_tiles = 0
+    for first in range(0, num_queries, ATTENTION_TILE):
+        last_key = min(num_keys, first + ATTENTION_TILE) if is_causal else num_keys
+        first_key = max(0, first - window + 1) if is_causal and window else 0
+        num_tiles += -(-last_key // ATTENTION_TILE) - first_key // ATTENTION_TILE
+    return AttentionWork(
+        num_queries=batch * num_heads * num_queries,
+        num_pairs=batch * num_heads * num_tiles * ATTENTION_TILE**2,
+        head_dim=(query.shape[-1] + value.shape[-1]) / 2,
+    )

@@ -1,19 +1,18 @@
 """Tests of the FLOPs of an instruction."""
 
-from sharding.analysis.hlo.flops import attention_flops
+from sharding.analysis.hlo.flops import attention_work
 from sharding.analysis.hlo.instruction import Instruction
 from sharding.analysis.hlo.parse import parse_modules
 from tests.sharding.analysis.cost.programs import module
 
 
-def attention(mask: str, window: int, *, backward: bool = False) -> Instruction:
+def attention(mask: str, window: int) -> Instruction:
     shape = "bf16[2,1000,8,64]{3,2,1,0}"
-    target = "__cudnn$fmhaSoftmaxBackward" if backward else "__cudnn$fmhaSoftmax"
     entry = (
         f"  %q = {shape} parameter(1)\n  %k = bf16[2,1000,2,64]{{3,2,1,0}} parameter(2)\n"
         f"  %v = bf16[2,1000,2,64]{{3,2,1,0}} parameter(3)\n"
         f"  %a = ({shape}, u8[0]{{0}}) custom-call(%q, %k, %v), "
-        f'custom_call_target="{target}", backend_config={{"cudnn_fmha_backend_config": '
+        f'custom_call_target="__cudnn$fmhaSoftmax", backend_config={{"cudnn_fmha_backend_config": '
         '{"intermediate_tensor_shape": {"element_type": "BF16", '
         '"dimensions": ["2", "8", "1000", "1000"], "tuple_shapes": []}, '
         f'"mask_type": "{mask}", "sliding_window_length": {window}}}}}\n'
@@ -22,12 +21,17 @@ def attention(mask: str, window: int, *, backward: bool = False) -> Instruction:
     return parsed.computations["main"][-1]
 
 
-def test_attention_flops_count_the_pairs_that_the_mask_shows():
-    per_pair = 2 * 2 * 8 * (64 + 64)
-    assert attention_flops(attention("NO_MASK", 0)) == per_pair * 1000 * 1000
-    assert attention_flops(attention("CAUSAL", 0)) == per_pair * 1000 * 1001 // 2
-    assert attention_flops(attention("PADDING_CAUSAL", 0)) == per_pair * 1000 * 1001 // 2
-    windowed = sum(min(t + 1, 256) for t in range(1000))
-    assert attention_flops(attention("CAUSAL", 256)) == per_pair * windowed
-    backward = attention_flops(attention("NO_MASK", 0, backward=True))
-    assert backward == 5 * per_pair * 1000 * 1000 // 2
+def test_attention_work_counts_the_tiles_that_the_mask_shows():
+    """1000 tokens are 8 tiles of 128, the last of which is not full."""
+
+    def num_tiles(mask: str, window: int = 0) -> float:
+        work = attention_work(attention(mask, window))
+        assert (work.num_queries, work.head_dim) == (2 * 8 * 1000, 64)
+        return work.num_pairs / (2 * 8 * 128**2)
+
+    assert num_tiles("NO_MASK") == 8 * 8
+    assert num_tiles("CAUSAL") == num_tiles("PADDING_CAUSAL") == 8 * 9 / 2
+    # The first query of a tile sees 255 earlier keys, in two tiles; with one key more, in three.
+    assert num_tiles("CAUSAL", 256) == 1 + 2 + 6 * 3
+    assert num_tiles("CAUSAL", 258) == 1 + 2 + 3 + 5 * 4
+    assert num_tiles("CAUSAL", 1) == 8
