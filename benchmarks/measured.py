@@ -1,0 +1,138 @@
+"""Compares steps measured on a real GPU with their predictions, and with PyTorch's steps.
+
+On the GPU, measure a step and profile its kernels, and measure the peer in a process of its own:
+
+    XLA_FLAGS=--xla_gpu_collect_cost_model_stats=true python -m benchmarks.step --config=FILE \
+        --profile=DIR --json > DIR/step.json
+    python -m benchmarks.step --config=FILE --only=torch_compiled --json > DIR/peer.json
+
+The flag makes XLA write its own estimates into the program, as it does for described GPUs. Then, on
+any machine, add the step to the stored results, and write the table of docs/before_you_rent.md:
+
+    python -m benchmarks.measured --name="GPT-2 XL" --add=DIR
+    python -m benchmarks.measured --docs
+"""
+
+import argparse
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import docs_page
+from sharding.analysis.cost.machine import Machine
+from sharding.analysis.cost.prediction import predict
+from sharding.analysis.targets import TARGETS, parse_target
+from train.planning.step_time import machine_of
+
+_ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results" / "gpu_steps.json"
+_DOCS = _ROOT / "docs" / "before_you_rent.md"
+_PEER = "torch_compiled"
+#: Parts of a step -> parts of the names of their kernels; all others are "other".
+_KERNELS = {
+    "attention": ("cudnn",),
+    "matmul": ("nvjet", "gemm", "gemv", "cutlass", "splitK"),
+}
+#: How many of the longest kernels are stored.
+_NUM_KERNELS = 30
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Add a step to the results, or write the table of the docs; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.measured", allow_abbrev=False)
+    parser.add_argument("--add", type=Path, help="directory of a measured step")
+    parser.add_argument("--name", help="name of that step, for the table")
+    parser.add_argument("--docs", action="store_true", help="write the table of the docs")
+    args = parser.parse_args(argv)
+    if args.add is not None:
+        if not args.name:
+            parser.error("--add needs --name, the name of the step in the table")
+        results = json.loads(_RESULTS.read_text(encoding="utf-8")) if _RESULTS.exists() else {}
+        results[args.name] = measured(args.add)
+        text = json.dumps(results, indent=2, allow_nan=False) + "\n"
+        _RESULTS.write_text(text, encoding="utf-8")
+    if args.docs:
+        results = json.loads(_RESULTS.read_text(encoding="utf-8"))
+        _DOCS.write_text(with_table(_DOCS.read_text(encoding="utf-8"), results), encoding="utf-8")
+    return 0
+
+
+def measured(directory: Path) -> dict[str, Any]:
+    """Return the figures of a measured step: its own, the peer's, its kernels and its prediction.
+
+    Args:
+        directory: what the commands above wrote.
+    """
+    figures = json.loads((directory / "step.json").read_text(encoding="utf-8"))
+    peer = directory / "peer.json"
+    if peer.exists():
+        found = json.loads(peer.read_text(encoding="utf-8"))
+        if found["hardware"]["device_kind"] != figures["hardware"]["device_kind"]:
+            raise ValueError(f"{peer} was measured on {found['hardware']['device_kind']}")
+        figures[_PEER] = found[_PEER] | {"versions": found["versions"], "command": found["command"]}
+    kernels = json.loads((directory / "kernels.json").read_text(encoding="utf-8"))
+    text = gzip.decompress((directory / "step.hlo.txt.gz").read_bytes()).decode()
+    machine = _machine(figures["hardware"]["device_kind"])
+    prediction = predict(text, figures["work"]["mesh"], machine)
+    return figures | {
+        "predicted": prediction.to_json(),
+        "kernel_seconds": by_category(kernels),
+        "kernels": kernels[:_NUM_KERNELS],
+    }
+
+
+def by_category(kernels: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the seconds of all kernels by category, as in a prediction."""
+    seconds = {"matmul_s": 0.0, "attention_s": 0.0, "other_s": 0.0}
+    for kernel in kernels:
+        names = (
+            name for name, parts in _KERNELS.items() if any(p in kernel["kernel"] for p in parts)
+        )
+        seconds[f"{next(names, 'other')}_s"] += kernel["seconds"]
+    return seconds
+
+
+def _machine(device_kind: str) -> Machine:
+    """Return the datasheet rates of a GPU that gpu_targets/ describes."""
+    targets = [parse_target(f"{kind}:1x1") for kind in TARGETS]
+    # A described H200 is an "NVIDIA H200 141GB HBM3e", a real one an "NVIDIA H200".
+    found = [target for target in targets if target.device_kind.startswith(device_kind)]
+    if not found:
+        raise ValueError(f"{device_kind!r} has no description in sharding/analysis/gpu_targets/")
+    return machine_of(found[0])
+
+
+def with_table(text: str, results: dict[str, Any]) -> str:
+    """Return the text of the docs page with its table replaced by the results."""
+    return docs_page.with_tables(text, {"measured": table(results)}, _DOCS)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return a Markdown table of measured, predicted and the peer's figures."""
+    heads = ("step", "measured, ms", "predicted, ms", "predicted ÷ measured", "MFU")
+    rows = [(*heads, "compiled, GiB", "used, GiB", "torch.compile, ms", "ratio", "GiB")]
+    rows.append(("---",) * len(rows[0]))
+    for name, step in results.items():
+        ours = step["ours"]
+        compiled = ours["memory"]
+        planned = compiled["argument_bytes"] + compiled["output_bytes"] + compiled["temp_bytes"]
+        seconds = ours["step_time_s"]["median"]
+        predicted = step["predicted"]["step_s"]
+        row = [name, f"{1e3 * seconds:.0f}", f"{1e3 * predicted:.0f}", f"{predicted / seconds:.2f}"]
+        row += [f"{ours['mfu']:.1%}", f"{(planned - compiled['alias_bytes']) / 2**30:.1f}"]
+        row.append(f"{ours['peak_memory_bytes'] / 2**30:.1f}")
+        peer = step.get(_PEER)
+        if peer is None:
+            row += ["–"] * 3
+        else:
+            theirs = peer["step_time_s"]["median"]
+            row += [f"{1e3 * theirs:.0f}", f"{theirs / seconds:.2f}"]
+            row.append(f"{peer['peak_memory_bytes'] / 2**30:.1f}")
+        rows.append(tuple(row))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
