@@ -41,13 +41,18 @@ def test_a_described_gpu_has_the_options_of_a_real_one_and_more(monkeypatch):
     assert "xla_gpu_collect_cost_model_stats" not in names_for(V100, is_described=True)
 
 
-def test_options_wait_for_the_version_of_jax_that_has_them(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "versions"),
+    [
+        ("xla_gpu_experimental_use_collective_kernels", {(0, 12, 0)}),
+        ("xla_gpu_enable_dynamic_slice_fusion", {(0, 11, 0), (0, 11, 2)}),
+    ],
+)
+def test_options_are_for_the_versions_of_jax_that_need_them(monkeypatch, name, versions):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    name = "xla_gpu_experimental_use_collective_kernels"
-    monkeypatch.setattr(compiler_options.jax, "__version_info__", (0, 10, 2))
-    assert name not in names_for(H100, is_described=True)
-    monkeypatch.setattr(compiler_options.jax, "__version_info__", (0, 12, 0))
-    assert name in names_for(H100, is_described=True)
+    for version in ((0, 10, 2), (0, 11, 0), (0, 11, 2), (0, 12, 0)):
+        monkeypatch.setattr(compiler_options.jax, "__version_info__", version)
+        assert (name in names_for(H100, is_described=True)) == (version in versions)
 
 
 def test_xla_saves_memory_only_where_asked(monkeypatch):
