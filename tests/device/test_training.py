@@ -15,16 +15,20 @@ pytestmark = pytest.mark.gpu_device
 #: compute dtype -> largest relative difference of a loss from the CPU's in float32. A GPU rounds
 #: the factors of float32 products to TF32's 10 bits.
 TOLERANCE = {"float32": 2e-3, "bfloat16": 2e-2}
+#: Losses that amplify rounding: on a CPU, bfloat16 changes the contrastive loss by 9e-2, and that
+#: of every other model by less than 1e-2.
+BFLOAT16_TOLERANCE = {"MoCo v3": 0.2}
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_are_those_of_a_cpu(model):
     reference = first_losses(model, ("precision.compute=float32",), "cpu")
     for compute, tolerance in TOLERANCE.items():
+        if compute == "bfloat16":
+            tolerance = BFLOAT16_TOLERANCE.get(model, tolerance)
         losses = first_losses(model, (f"precision.compute={compute}",), "gpu")
         difference = np.max(np.abs(np.array(losses) / reference - 1))
-        print(f"{model}, {compute}: {difference:.1e}")
-        assert difference < tolerance
+        assert difference < tolerance, compute
 
 
 def test_restarted_run_has_the_same_losses_to_the_bit(tmp_path, corpus_overrides):
