@@ -111,9 +111,9 @@ def with_table(text: str, results: dict[str, Any]) -> str:
 
 def table(results: dict[str, Any]) -> str:
     """Return a Markdown table of measured, predicted and the peer's figures."""
-    heads = ("step", "measured, ms", "predicted, ms", "predicted ÷ measured", "MFU")
-    rows = [(*heads, "compiled, GiB", "used, GiB", "torch.compile, ms", "ratio", "GiB")]
-    rows.append(("---",) * len(rows[0]))
+    heads = ["step", "measured, ms", "predicted, ms", "predicted ÷ measured", "MFU"]
+    heads += ["compiled, GiB", "used, GiB", "torch.compile, ms", "ratio", "GiB"]
+    rows = [heads, ["---"] * len(heads)]
     for name, step in results.items():
         ours = step["ours"]
         compiled = ours["memory"]
@@ -130,7 +130,7 @@ def table(results: dict[str, Any]) -> str:
             theirs = peer["step_time_s"]["median"]
             row += [f"{1e3 * theirs:.0f}", f"{theirs / seconds:.2f}"]
             row.append(f"{peer['peak_memory_bytes'] / 2**30:.1f}")
-        rows.append(tuple(row))
+        rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
