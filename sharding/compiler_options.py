@@ -91,8 +91,8 @@ OPTIONS = (
     CompilerOption(
         name="xla_gpu_enable_dynamic_slice_fusion",
         value="False",
-        reason="jax 0.11 computes a product twice if a layer reads and stores it: 17 % more FLOPs in a "
-        "step of LLaMA-3.2-3B",
+        reason="jax 0.11 computes a product twice if a layer reads and stores it: 17 % more FLOPs "
+        "in a step of LLaMA-3.2-3B",
         since_jax=(0, 11),
         before_jax=(0, 12),
     ),
