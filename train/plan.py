@@ -18,6 +18,7 @@ from train.compile import compile_run, load_config, print_or_refuse, run_for, ta
 from train.config import config_files
 from train.config.overrides import Override, parse_overrides
 from train.config.schema import validate_config
+from train.planning.explanation import why_slower
 from train.planning.memory_budget import size, target_budget
 from train.planning.parallel_plan import UNPLANNED
 from train.planning.plan_search import Choice, PlanSearch
@@ -105,8 +106,19 @@ def as_text(choices: Sequence[Choice]) -> str:
         ).rstrip()
         for line in cells
     ]
+    reasons = [f"{choice.plan}: {reason(choice, choices[0])}" for choice in choices[1:]]
+    if reasons:
+        reasons = ["", "Why the others are slower:", *reasons]
     options = " ".join(f"--config.{k}={v}" for k, v in choices[0].plan.settings().items())
-    return "\n".join([*lines, "", options])
+    return "\n".join([*lines, *reasons, "", options])
+
+
+def reason(choice: Choice, best: Choice) -> str:
+    """Return why a plan is slower than the best one; "" for the best."""
+    step = choice.step
+    return why_slower(
+        best.step.prediction, step.prediction, step.run.mesh.shape, step.target.gpus_per_host
+    )
 
 
 def as_json(choices: Sequence[Choice], target: Target) -> dict[str, Any]:
@@ -118,6 +130,7 @@ def as_json(choices: Sequence[Choice], target: Target) -> dict[str, Any]:
             {
                 "settings": choice.plan.settings(),
                 "composed_step_time_s": choice.cost.step_s,
+                "reason": reason(choice, choices[0]),
                 "predicted": report["predicted"],
                 "memory": report["memory"],
             }
