@@ -52,7 +52,7 @@ def test_packed_documents_are_given_to_the_kernel():
     ("config", "dtype", "overrides"),
     [
         ("vit", "bfloat16", ("images.size=14", "model.patch_size=2")),  # 50 tokens
-        ("vit", "float16", ("images.size=12", "model.patch_size=2")),  # 37 tokens, padded to even
+        ("vit", "float16", ("images.size=12", "model.patch_size=2")),  # 37 tokens
         ("llama", "bfloat16", ("model.sliding_window=16",)),
         ("llama", "bfloat16", ("mesh.model=4", "rules.kv_heads=()")),  # 2 key-value heads
         (

@@ -73,7 +73,7 @@ MATMUL_EFFICIENCY = 0.7
 LOWEST_EFFICIENCY = 0.4
 SMALL_S = 20e-6
 #: Least time of cuDNN's flash attention, forward and backward, which `AttentionCost` explains.
-#: Fitted to kernels on an H200 that benchmarks/results/h200_steps.json holds, with 197, 1,024 and
+#: Fitted to kernels on an H200 that benchmarks/results/gpu_steps.json holds, with 197, 1,024 and
 #: 4,096 tokens and head dims of 64 and 128. The fit is within 10 % of each.
 ATTENTION_FORWARD = AttentionCost(query=64e3, query_dim=0, pair=300, pair_dim=5.4)
 ATTENTION_BACKWARD = AttentionCost(query=150e3, query_dim=4200, pair=790, pair_dim=15.4)

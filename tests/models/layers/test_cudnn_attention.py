@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers import attention, blocked_attention, cudnn_attention
+from models.layers import attention, blocked_attention, cudnn_attention, cudnn_kernel
 from sharding import hardware
 from tests.models.layers import cudnn_stand_in
 
@@ -75,6 +75,22 @@ def test_attend_pads_lengths_and_head_dims(monkeypatch, case, lengths):
     if queries > keys:
         options = options | {"window": None}  # with a window, the last queries would see no key
     check(draw(queries=queries, keys=keys, heads=6, kv_heads=2, head_dim=5), **options)
+
+
+@pytest.mark.parametrize(("has_bias", "length"), [(False, 7), (True, 8)])
+def test_attend_pads_an_odd_length_only_if_there_is_a_bias(monkeypatch, has_bias, length):
+    cudnn_stand_in.install(monkeypatch)
+    forward = cudnn_stand_in.forward
+    shapes = []
+
+    def recorded(q, *others):
+        shapes.append(q.shape)
+        return forward(q, *others)
+
+    monkeypatch.setattr(cudnn_kernel, "forward", recorded)
+    bias = jnp.zeros((1, 1, 7, 7)) if has_bias else None
+    check(draw(queries=7, keys=7, heads=2, kv_heads=2, head_dim=8), bias=bias)
+    assert {shape[1] for shape in shapes} == {length}
 
 
 def documents(length: int, *starts: Iterable[int]) -> np.ndarray:
