@@ -3,6 +3,7 @@
 import pytest
 
 from sharding.analysis.cost import kernel_time
+from sharding.analysis.hlo.flops import ATTENTION_TILE, AttentionWork
 from tests.sharding.analysis.cost.programs import (
     GROUPS,
     US,
@@ -91,3 +92,44 @@ def test_predict_reads_the_entry_that_fits_a_fusion():
         '{"exec_time_us":0.01,"name":"sol"}]}\n'
     )
     assert step("", triton).step_s == pytest.approx(40.861 * US)
+
+
+def test_predict_limits_the_rate_of_triton_fusions(monkeypatch):
+    text = (
+        "  %f = f32[1000,1000]{1,0} fusion(%p), kind=kCustom, calls=%none, "
+        'backend_config={"fusion_backend_config":{"kind":"__triton"},"reification_cost":['
+        '{"exec_time_us":3.0,"memory_access_time_us":3.0,"name":"indexing-cost-model"}]}\n'
+    )
+    monkeypatch.setattr(kernel_time, "TRITON_BYTES_PER_S", 1e11)
+    assert step("", text).step_s == pytest.approx(40 * US, rel=1e-3)
+
+
+#: batch, heads, tokens, head dim, whether causal, and milliseconds forward and backward of one
+#: layer on an H200, whose peak is 989 TFLOP/s: the steps of benchmarks/results/gpu_steps.json.
+MEASURED = [
+    (16, 25, 1024, 64, True, 0.180, 0.610),
+    (32, 25, 1024, 64, True, 0.373, 1.213),
+    (8, 32, 4096, 64, True, 1.512, 4.431),
+    (4, 24, 4096, 128, True, 0.856, 2.620),
+    (256, 16, 197, 64, False, 0.244, 0.829),
+]
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "head_dim", "causal", "forward_ms", "backward_ms"), MEASURED
+)
+def test_cost_of_attention_is_close_to_measured_kernels(
+    batch, heads, tokens, head_dim, causal, forward_ms, backward_ms
+):
+    side = -(-tokens // ATTENTION_TILE)
+    tiles = side * (side + 1) // 2 if causal else side**2
+    work = AttentionWork(
+        num_queries=batch * heads * tokens,
+        num_pairs=batch * heads * tiles * ATTENTION_TILE**2,
+        head_dim=head_dim,
+    )
+    for cost, milliseconds in (
+        (kernel_time.ATTENTION_FORWARD, forward_ms),
+        (kernel_time.ATTENTION_BACKWARD, backward_ms),
+    ):
+        assert cost.flops(work) / 989e12 == pytest.approx(1e-3 * milliseconds, rel=0.1)
