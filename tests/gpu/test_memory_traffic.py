@@ -7,6 +7,7 @@ import pytest
 from sharding.analysis.cost.memory_traffic import moved_bytes
 from sharding.analysis.hlo import asynchrony
 from sharding.analysis.hlo.instruction import Instruction, arrays_of, loop_label
+from sharding.analysis.hlo.module import Module
 from sharding.analysis.hlo.parse import parse_modules
 from sharding.pipeline.runtime.tick_plan import TICKS
 from tests.gpu import steps
@@ -27,8 +28,14 @@ _ONE_GPU = (*_TEXT, "mesh.pipeline=1", "mesh.data=1", "mesh.model=1", "train.num
 
 def is_elementwise(instruction: Instruction) -> bool:
     """Return whether an instruction is a kernel of XLA's own: no product and no attention."""
-    others = ("while", "conditional", "call", "custom-call")
+    others = ("while", "conditional", "call", "custom-call", "fusion-done")
     return instruction.opcode not in (*asynchrony.NO_WORK, *others)
+
+
+def computes_product(module: Module, instruction: Instruction) -> bool:
+    """Return whether a fusion only makes a product read or write a slice of a larger array."""
+    inner = (i for name in instruction.called for i in module.computations.get(name, []))
+    return any(i.opcode == "custom-call" for i in inner)
 
 
 @pytest.mark.parametrize(("config", "most"), [("gpt2", 116), ("llama", 50)])
@@ -44,7 +51,7 @@ def test_layers_move_few_bytes(config, most):
     moved = sum(
         moved_bytes(module, kernel)
         for kernel, loops in module.under_loops(is_elementwise)
-        if loops and loop_label(loops[-1]) == "layers"
+        if loops and loop_label(loops[-1]) == "layers" and not computes_product(module, kernel)
     )
     assert moved / (2 * TOKENS * WIDTH) <= most
 
