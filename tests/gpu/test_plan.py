@@ -85,17 +85,16 @@ def test_part_has_the_times_of_its_own_layers():
     target = parse_target("h100:1x8")
     parts = [
         CompiledPart(
-            Part(context=1, model=1, batch=batch, remat="none", replicas=replicas),
+            Part(context=1, model=1, batch=batch, remat="none"),
             config,
             target,
             run_for,
         )
-        for batch, replicas in ((16, 1), (32, 1), (16, 8))
+        for batch in (16, 32)
     ]
-    one, two, gathered = (part.times for part in parts)
+    one, two = (part.times for part in parts)
     assert 0.1 * one.step_s < one.forward_s < 0.4 * one.step_s
     assert 1.2 < two.forward_s / one.forward_s < 2.1
-    assert gathered.forward_s > 0.8 * one.forward_s
     assert parts[1].memory.activations == pytest.approx(2 * parts[0].memory.activations, rel=0.05)
 
 

@@ -6,8 +6,7 @@ predicted. train/planning/plan_cost.py divides it, and puts the pieces together 
 
     forward of the layers | embedding, head, loss | backward of the layers | update
 
-If parameters are gathered layer by layer, the step has two replicas or more, up to one host, and
-the layers include what they wait for the gathers and scatters.
+What layers wait for collectives between replicas is not part of their times.
 """
 
 import dataclasses
@@ -41,19 +40,17 @@ class Part:
         model: size of the mesh axis `model`.
         batch: examples of a microbatch.
         remat: value of `train.remat`.
-        replicas: number of replicas that hold the parameters together; 1: each holds all.
     """
 
     context: int
     model: int
     batch: int
     remat: str
-    replicas: int
 
     @property
     def num_devices(self) -> int:
         """Number of GPUs that its step is compiled for."""
-        return self.context * self.model * self.replicas
+        return self.context * self.model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,10 +96,9 @@ class CompiledPart:
         values = {f"mesh.{axis}": 1 for axis in ("pipeline", "data", "fsdp", "expert")}
         values |= {"mesh.context": part.context, "mesh.model": part.model}
         values |= {
-            "mesh.data": part.replicas,
-            "memory.zero_stage": 3 if part.replicas > 1 else 0,
+            "memory.zero_stage": 0,
             "memory.placement": "device",
-            "data.global_batch_size": part.batch * part.replicas,
+            "data.global_batch_size": part.batch,
             "train.num_microbatches": 1,
             "train.remat": part.remat,
             "pipeline.schedule": "1f1b",

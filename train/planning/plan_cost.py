@@ -32,6 +32,10 @@ from train.planning.parallel_plan import ParallelPlan
 from train.planning.scaled_times import LayerTimes, ScaledTimes
 from train.planning.step_time import machine_of
 
+#: Share of the collectives that layers wait for even if the layers take longer, such as those of
+#: the first layer: 0.14 in LLaMA-3-8B with ZeRO 3 on 8 H100s, as compiled and predicted.
+_EXPOSED_SHARE = 0.15
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCost:
@@ -59,7 +63,6 @@ class PlanCosts:
 
     def __init__(self, config: RunConfig, target: Target, layers: ScaledTimes):
         self._config = config
-        self._target = target
         self._machine = machine_of(target)
         self._layers = layers
         self._compute_bytes = jnp.dtype(config.precision.compute_dtype).itemsize
@@ -87,17 +90,11 @@ class PlanCosts:
 
     def part(self, plan: ParallelPlan) -> Part:
         """Return the part whose layers a plan consists of."""
-        mesh = plan.mesh
-        replicas = 1
-        if plan.effective_zero_stage == 3:
-            room = max(2, self._target.gpus_per_host // (mesh.context * mesh.model))
-            replicas = min(plan.num_replicas, room)
         return Part(
-            context=mesh.context,
-            model=mesh.model,
+            context=plan.mesh.context,
+            model=plan.mesh.model,
             batch=plan.microbatch_size(self._config.data.global_batch_size),
             remat=plan.remat,
-            replicas=replicas,
         )
 
     def _params(self, plan: ParallelPlan) -> float:
@@ -143,8 +140,9 @@ class PlanCosts:
         gather_s = seconds("all-gather", self._compute_bytes * params)
         scatter_s = seconds("reduce-scatter", 4 * params / plan.num_replicas)
         if plan.effective_zero_stage == 3:
-            exposed = max(0.0, gather_s - forward_s) + max(0.0, gather_s + scatter_s - backward_s)
-            return plan.num_microbatches * exposed
+            exposed_s = _exposed_s(gather_s, forward_s)
+            exposed_s += _exposed_s(gather_s + scatter_s, backward_s)
+            return plan.num_microbatches * exposed_s
         if plan.zero_stage < 2:
             scatter_s = seconds("all-reduce", 4 * params)
         # Such gradients are summed over microbatches first, and then over replicas.
@@ -170,6 +168,12 @@ class PlanCosts:
                 )
             activations *= chunks / (plan.mesh.pipeline * plan.chunks)
         return state + activations + kept.temporaries
+
+
+def _exposed_s(collectives_s: float, layers_s: float) -> float:
+    """Return how long layers wait for collectives that XLA runs at the same time."""
+    hidden_s = (1 - _EXPOSED_SHARE) * min(collectives_s, layers_s)
+    return collectives_s - hidden_s
 
 
 @cache

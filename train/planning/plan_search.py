@@ -255,6 +255,6 @@ def _distinct(ranked: list[tuple[ParallelPlan, PlanCost]]) -> list[tuple[Paralle
 
 def _describe(part: Part) -> str:
     """Return in what a part differs from the base."""
-    names = {"context": part.context, "model": part.model, "replicas": part.replicas}
+    names = {"context": part.context, "model": part.model}
     axes = [f"{name}={n}" for name, n in names.items() if n > 1]
     return ", ".join([*axes, *[f"remat {part.remat}"] * (part.remat != "none")])

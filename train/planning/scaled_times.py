@@ -1,12 +1,11 @@
 """Times of a model's layers for any microbatch and split, scaled from a few compiled parts.
 
 Two parts are compiled first, the *base* and the same with twice the batch. They tell which times
-grow with the batch. Three more things change a part's times, and each is measured by compiling one
+grow with the batch. Two more things change a part's times, and each is measured by compiling one
 part that differs from the base in nothing else:
 
     times(part) = times of the base for the part's batch
                   × factor of the split over context and model
-                  × factor of gathering parameters over replicas
                   + what train.remat recomputes
 
 Until it has been measured, a factor is assumed, and times that depend on it are not `known`.
@@ -75,7 +74,7 @@ class ScaledTimes:
         data = config.data
         count = _BASE_IMAGES if data.reads_images else _BASE_TOKENS // data.sequence_length
         batch = 1 << max(0, count.bit_length() - 1)
-        self.base = Part(context=context, model=model, batch=batch, remat=remat, replicas=1)
+        self.base = Part(context=context, model=model, batch=batch, remat=remat)
         self.doubled = dataclasses.replace(self.base, batch=2 * batch)
         self._parts: dict[Part, CompiledPart] = {}
         # Set by `measure_base`: per-microbatch times of the base that do not depend on the number
@@ -85,7 +84,6 @@ class ScaledTimes:
         self._update_s = 0.0
         # Factors of (forward, backward), and shares of the forward that are recomputed.
         self._splits: dict[tuple[int, int], tuple[float, float]] = {(context, model): (1.0, 1.0)}
-        self._replicas: dict[int, tuple[float, float]] = {1: (1.0, 1.0)}
         self._recomputed: dict[str, float] = {remat: 0.0}
 
     def compiled(self, part: Part) -> CompiledPart:
@@ -129,8 +127,6 @@ class ScaledTimes:
         found = []
         if (part.context, part.model) not in self._splits:
             found.append(dataclasses.replace(base, context=part.context, model=part.model))
-        if part.replicas not in self._replicas:
-            found.append(dataclasses.replace(base, replicas=part.replicas))
         if part.remat not in self._recomputed:
             found.append(dataclasses.replace(base, remat=part.remat))
         return found
@@ -140,20 +136,16 @@ class ScaledTimes:
         whole = self._of_base(self.base.batch)
         for part in parts:
             found = self.compiled(part).times
-            stage = 3 if part.replicas > 1 else 0
-            rest_s = self.head_s(part) + self.update_s(part.model, part.replicas, stage)
+            rest_s = self.head_s(part) + self.update_s(part.model, 1, 0)
             backward_s = max(0.0, found.step_s - found.forward_s - rest_s)
             if part.remat != self.base.remat:
                 more_s = backward_s - whole.backward_s
                 self._recomputed[part.remat] = _ratio(more_s, whole.forward_s, 0.0)
-            factors = (
-                _ratio(found.forward_s, whole.forward_s, 1.0),
-                _ratio(backward_s, whole.backward_s, 1.0),
-            )
-            if part.replicas > 1:
-                self._replicas[part.replicas] = factors
             if (part.context, part.model) != (self.base.context, self.base.model):
-                self._splits[part.context, part.model] = factors
+                self._splits[part.context, part.model] = (
+                    _ratio(found.forward_s, whole.forward_s, 1.0),
+                    _ratio(backward_s, whole.backward_s, 1.0),
+                )
 
     def times(self, part: Part) -> LayerTimes:
         """Return the times of a part."""
@@ -161,7 +153,6 @@ class ScaledTimes:
         split = part.context * part.model / (self.base.context * self.base.model)
         assumed = (1 + _SPLIT_LOSS * max(0.0, math.log2(split))) / split
         splits = self._splits.get((part.context, part.model), (assumed, assumed))
-        replicas = self._replicas.get(part.replicas, (1.0, 1.0))
         recomputed = self._recomputed.get(part.remat)
         if recomputed is None:
             shares = (
@@ -170,8 +161,8 @@ class ScaledTimes:
             recomputed = next(shares) - next(shares)
         backward_s = whole.backward_s + recomputed * whole.forward_s
         return LayerTimes(
-            forward_s=splits[0] * replicas[0] * whole.forward_s,
-            backward_s=splits[1] * replicas[1] * backward_s,
+            forward_s=splits[0] * whole.forward_s,
+            backward_s=splits[1] * backward_s,
         )
 
     def head_s(self, part: Part) -> float:

@@ -11,11 +11,10 @@ from train.planning.scaled_times import ScaledTimes
 
 _WORK = types.SimpleNamespace(layers=(9, 9), embed=0, head=2)
 _SPLIT_TIME = {1: 1.0, 2: 0.6, 4: 0.35}
-_GATHER_TIME = {1: 1.0, 8: 1.25}
 
 
 def forward_s(part: Part) -> float:
-    return (1 + part.batch) * _SPLIT_TIME[part.model] * _GATHER_TIME[part.replicas]
+    return (1 + part.batch) * _SPLIT_TIME[part.model]
 
 
 def backward_s(part: Part) -> float:
@@ -37,8 +36,7 @@ class GivenTimes(ScaledTimes):
         )
 
     def compiled(self, part: Part):
-        replicas = part.replicas
-        update_s = self.update_s(part.model, replicas, 3 if replicas > 1 else 0)
+        update_s = self.update_s(part.model, 1, 0)
         head_s = part.batch / 3 / part.model
         step_s = forward_s(part) + backward_s(part) + head_s + update_s
         return types.SimpleNamespace(
@@ -57,7 +55,7 @@ def times():
 
 
 def part(**values) -> Part:
-    return Part(**({"context": 1, "model": 1, "batch": 1, "remat": "none", "replicas": 1} | values))
+    return Part(**({"context": 1, "model": 1, "batch": 1, "remat": "none"} | values))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
@@ -70,9 +68,9 @@ def test_times_of_the_base_are_exact_for_every_batch(times, batch):
 
 
 def test_each_factor_is_measured_by_itself(times):
-    wanted = part(model=2, batch=4, remat="full", replicas=8)
+    wanted = part(model=2, batch=4, remat="full")
     missing = times.unknown(wanted)
-    assert missing == [part(model=2), part(replicas=8), part(remat="full")]
+    assert missing == [part(model=2), part(remat="full")]
     times.measure(missing)
     assert times.unknown(wanted) == []
     found = times.times(wanted)
