@@ -42,7 +42,7 @@ train: setup
 	.venv/bin/python -m train.main --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
 
 test: setup-test
-	@echo "Not run here: thorough tests (make test-thorough), tests/gpu (make test-compiler), campaigns (-m slow)"
+	@echo "Not run here: thorough tests (make test-thorough), tests/gpu (make test-compiler), tests/device (make test-device), campaigns (-m slow)"
 	.venv/bin/python -m pytest -m "not (thorough or gpu_compiler or slow)" $(ARGS)
 
 test-thorough: setup-test

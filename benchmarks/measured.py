@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.harness import docs_page
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.cost.prediction import predict
+from sharding.analysis.memory import Memory
 from sharding.analysis.targets import TARGETS, parse_target
 from train.planning.step_time import machine_of
 
@@ -116,12 +117,11 @@ def table(results: dict[str, Any]) -> str:
     rows = [heads, ["---"] * len(heads)]
     for name, step in results.items():
         ours = step["ours"]
-        compiled = ours["memory"]
-        planned = compiled["argument_bytes"] + compiled["output_bytes"] + compiled["temp_bytes"]
+        planned = Memory(**ours["memory"]).in_all or 0
         seconds = ours["step_time_s"]["median"]
         predicted = step["predicted"]["step_s"]
         row = [name, f"{1e3 * seconds:.0f}", f"{1e3 * predicted:.0f}", f"{predicted / seconds:.2f}"]
-        row += [f"{ours['mfu']:.1%}", f"{(planned - compiled['alias_bytes']) / 2**30:.1f}"]
+        row += [f"{ours['mfu']:.1%}", f"{planned / 2**30:.1f}"]
         row.append(f"{ours['peak_memory_bytes'] / 2**30:.1f}")
         peer = step.get(_PEER)
         if peer is None:

@@ -72,11 +72,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.peer or args.only not in (None, "ours"):  # leave GPU memory to the peer
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         names = CONTENDERS if args.peer else ("ours",)
-        if args.no_compile:
-            names = tuple(name for name in names if name != "torch_compiled")
         figures = measure(
             make_run(args.config, parse_overrides(others)),
             names=(args.only,) if args.only else names,
+            with_compiled=not args.no_compile,
             num_rounds=args.rounds,
             num_steps=args.steps,
             profile=args.profile,
@@ -117,6 +116,7 @@ def measure(
     run: Run,
     *,
     names: Sequence[str],
+    with_compiled: bool,
     num_rounds: int,
     num_steps: int,
     profile: Path | None = None,
@@ -125,7 +125,8 @@ def measure(
 
     Args:
         run: the run to measure.
-        names: which of CONTENDERS to measure.
+        names: the CONTENDERS to measure.
+        with_compiled: whether to measure torch.compile.
         num_rounds: number of turns of each contender.
         num_steps: number of timed steps in a turn.
         profile: directory for the compiled step and the times of its kernels; None: no profile.
@@ -137,6 +138,10 @@ def measure(
         ValueError: the peer cannot do the same work as the run, or its work differs from ours.
     """
     peer_names = [name for name in names if name != "ours"]
+    if peer_names:
+        from benchmarks.harness import peers  # only a peer needs torch
+
+        peers.check(run)
     batch = random_batch(run)
     figures: dict[str, Any] = {
         "versions": report.versions(with_torch=bool(peer_names)),
@@ -146,32 +151,26 @@ def measure(
         "steps_per_round": num_steps,
     }
     contenders = {"ours": _ours(run, batch)} if "ours" in names else {}
-    skipped: dict[str, str] = {}
     if peer_names:
-        from benchmarks.harness import peers  # only a peer needs torch
-
-        peers.check(run)
         first_loss = contenders["ours"].first_loss if contenders else None
-        figures["equality"], others, skipped = peers.torch_contenders(
-            run, batch, first_loss, peer_names
+        figures["equality"], found, skipped = peers.torch_contenders(
+            run, batch, first_loss, peer_names, with_compiled=with_compiled
         )
-        contenders |= others
+        contenders |= found
+        figures |= {name: {"skipped": reason} for name, reason in skipped.items()}
     times = interleave(contenders, num_rounds=num_rounds, num_steps=num_steps)
     for name, contender in contenders.items():
-        figures[name] = _speed(run, times[name].summary()) | {
-            "compile_time_s": contender.compile_time_s,
-            "first_loss": contender.first_loss,
-        }
+        figures[name] = _speed(run, times[name].summary())
+        figures[name]["compile_time_s"] = contender.compile_time_s
+        figures[name]["first_loss"] = contender.first_loss
     if peer_names and len(contenders) == 1:
         figures[peer_names[0]] |= peers.peak_memory()
-    if "ours" in contenders:
+    if "ours" in names:
         figures["ours"] |= program(run)
-        figures["speed_ratios"] = {
-            name: ratios(times["ours"], times[name]) for name in contenders if name != "ours"
-        }
+        others = [name for name in contenders if name != "ours"]
+        figures["speed_ratios"] = {name: ratios(times["ours"], times[name]) for name in others}
         if profile is not None:
             _profile(run, contenders["ours"], profile)
-    figures |= {name: {"skipped": reason} for name, reason in skipped.items()}
     return figures
 
 
@@ -239,7 +238,7 @@ def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
 
 
 def _profile(run: Run, ours: Contender, directory: Path) -> None:
-    """Write the program of the step, and its kernels' times; files for readers of both."""
+    """Write the program of the step and the times of its kernels into a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     text = run.compile_train_step().as_text() or ""
     (directory / "step.hlo.txt.gz").write_bytes(gzip.compress(text.encode()))

@@ -1,8 +1,11 @@
-"""Times of the kernels of a real GPU, from jax's profiler.
+"""Reads the times of a real GPU's kernels from jax's profiler.
 
-with profiled(directory) as read:
-    run the steps
-kernels = read(num_steps)
+    with profiled(directory) as read:
+        for _ in range(num_steps):
+            step()
+    kernels = read(num_steps)
+
+Most kernels run in CUDA graphs, where the profiler names the graph instead of an instruction.
 """
 
 import collections

@@ -71,7 +71,12 @@ def check(run: Run) -> None:
 
 
 def torch_contenders(
-    run: Run, batch: Mapping[str, np.ndarray], first_loss: float | None, names: Collection[str]
+    run: Run,
+    batch: Mapping[str, np.ndarray],
+    first_loss: float | None,
+    names: Collection[str],
+    *,
+    with_compiled: bool,
 ) -> tuple[dict[str, Any], dict[str, Contender], dict[str, str]]:
     """Build and warm up the PyTorch contenders, after checking that their work equals ours.
 
@@ -80,6 +85,7 @@ def torch_contenders(
         batch: the whole global batch, by name.
         first_loss: our loss from the initial weights; None if our step does not run.
         names: "torch_eager", "torch_compiled" or both.
+        with_compiled: whether to try torch.compile, if `names` contains it.
 
     Returns:
         The figures that were found equal, the contenders by name, and for each contender that
@@ -92,17 +98,20 @@ def torch_contenders(
     # Use as many threads as XLA does on a CPU.
     torch.set_num_threads(report.num_cores())
     torch.manual_seed(run.config.train.seed)
+    on_cpu = run.mesh.devices.flat[0].platform == "cpu"
     equality: dict[str, Any] = {}
     contenders: dict[str, Contender] = {}
     skipped: dict[str, str] = {}
     for name in names:
         compiles = name == "torch_compiled"
-        on_cpu = run.mesh.devices.flat[0].platform == "cpu"
+        if compiles and not with_compiled:
+            skipped[name] = "disabled by --no_compile"
+            continue
         if compiles and on_cpu and not (shutil.which("g++") or shutil.which("clang++")):
             skipped[name] = "torch.compile needs a C++ compiler"
             continue
         peer = torch_peer.TorchPeer(run, params, batch, compiled=compiles)
-        pairs = _equal_work(run, peer)
+        equality = equality or _equal_work(run, peer)
         try:
             contenders[name] = _warm_up(peer, compiles=compiles)
         except Exception as error:  # inductor's errors depend on the machine
@@ -112,8 +121,8 @@ def torch_contenders(
             skipped[name] = f"torch.compile failed: {type(error).__name__}: {lines[0]}"
             continue
         if first_loss is not None:
-            pairs["first_loss"] = _equal_losses(run, first_loss, contenders[name].first_loss)
-        equality = equality or pairs
+            losses = _equal_losses(run, first_loss, contenders[name].first_loss)
+            equality.setdefault("first_loss", losses)
     return equality, contenders, skipped
 
 

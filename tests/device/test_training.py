@@ -1,4 +1,4 @@
-"""Training on a real GPU: its losses beside a CPU's, and restarts."""
+"""Compares training on a real GPU with training on a CPU, and a restarted run with a whole one."""
 
 import json
 import subprocess

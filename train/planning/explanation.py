@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from sharding.analysis.cost.prediction import CollectiveTime, Prediction
+from sharding.analysis.cost.transfer import group_over
 from train.planning.memory_budget import size
 
 #: Parts of a step -> their names in a sentence.
@@ -37,7 +38,7 @@ def why_slower(
     increases = {part: getattr(other, part) - getattr(best, part) for part in _PARTS}
     part = max(increases, key=lambda part: increases[part])
     found = f"{_PARTS[part]} +{1e3 * increases[part]:,.0f} ms, of +{1e3 * more_s:,.0f} ms"
-    if part != "exposed_communication_s":
+    if part != "exposed_communication_s" or not other.collectives:
         return found
     known = {(each.kind, each.axes, each.loop): each.exposed_s for each in best.collectives}
 
@@ -53,21 +54,9 @@ def _described(
 ) -> str:
     where = " and ".join(collective.axes) or "all axes"
     each = size(collective.bytes // max(1, collective.count))
-    crosses = _crosses_hosts(collective.axes, mesh_shape, gpus_per_host)
-    hosts = " across hosts" if crosses else ""
+    group = group_over(mesh_shape, collective.axes)
+    hosts = " across hosts" if len({device // gpus_per_host for device in group}) > 1 else ""
     return (
         f"{collective.kind} over {where}{hosts}, {collective.count:,} × {each}, is exposed for "
         f"{1e3 * collective.exposed_s:,.0f} ms"
     )
-
-
-def _crosses_hosts(
-    axes: tuple[str, ...], mesh_shape: Mapping[str, int], gpus_per_host: int
-) -> bool:
-    """Return whether groups along these axes have devices of several hosts."""
-    reach = 1  # how many consecutive devices the axes up to this one, from the innermost, have
-    for axis, num_devices in reversed([*mesh_shape.items()]):
-        reach *= num_devices
-        if axis in axes and num_devices > 1 and reach > gpus_per_host:
-            return True
-    return False

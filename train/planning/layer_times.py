@@ -6,7 +6,7 @@ predicted. train/planning/plan_cost.py divides it, and puts the pieces together 
 
     forward of the layers | embedding, head, loss | backward of the layers | update
 
-What layers wait for collectives between replicas is not part of their times.
+The times do not include waiting for collectives between replicas.
 """
 
 import dataclasses

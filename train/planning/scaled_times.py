@@ -155,10 +155,7 @@ class ScaledTimes:
         splits = self._splits.get((part.context, part.model), (assumed, assumed))
         recomputed = self._recomputed.get(part.remat)
         if recomputed is None:
-            shares = (
-                _RECOMPUTED.get(r, _RECOMPUTED_BY_NAMES) for r in (part.remat, self.base.remat)
-            )
-            recomputed = next(shares) - next(shares)
+            recomputed = _recomputed(part.remat) - _recomputed(self.base.remat)
         backward_s = whole.backward_s + recomputed * whole.forward_s
         return LayerTimes(
             forward_s=splits[0] * whole.forward_s,

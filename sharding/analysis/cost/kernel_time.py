@@ -55,7 +55,7 @@ class AttentionCost:
     pair_dim: float
 
     def flops(self, work: AttentionWork) -> float:
-        """Return the FLOPs at the peak that take as long as the work."""
+        """Return the time of the work, as a number of FLOPs at the peak rate."""
         query = self.query + self.query_dim * work.head_dim
         pair = self.pair + self.pair_dim * work.head_dim
         return query * work.num_queries + pair * work.num_pairs
