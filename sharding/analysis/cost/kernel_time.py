@@ -85,10 +85,6 @@ MEMORY_EFFICIENCY = 0.9
 TRITON_BYTES_PER_S = 2.4e12
 #: Share of the host link that copies of pinned memory reach: about 50 of PCIe 5.0's 63 GB/s.
 HOST_EFFICIENCY = 0.8
-#: Least time of a kernel, from its start to the start of the next one. XLA's model has no such
-#: minimum, and estimates nanoseconds for scalars. A rule of thumb for sequences of small kernels,
-#: not measured.
-KERNEL_S = 2e-6
 Category = Literal["matmul", "attention", "other"]
 _ENTRIES = re.compile(r'"reification_cost":\s*\[([^\]]*)\]')
 _ENTRY = re.compile(r'"exec_time_us":\s*([\d.eE+\-]+)[^{}]*"name":\s*"([^"]*)"')
@@ -144,10 +140,10 @@ class Costs:
         if target == "AllocateBuffer":
             return None  # memory without a value
         if target.startswith("__cudnn$fmha"):
-            return _kernel("attention", self._attention_s(instruction))
+            return self._kernel("attention", self._attention_s(instruction))
         flops = self._flops(instruction)
         if flops:
-            return _kernel("matmul", self._product_s(instruction, flops))
+            return self._kernel("matmul", self._product_s(instruction, flops))
         given = entries(instruction)
         seconds = given.get(
             "indexing-cost-model", None if _is_triton(instruction) else given.get("")
@@ -157,7 +153,7 @@ class Costs:
             seconds = moved / (MEMORY_EFFICIENCY * self.machine.memory_bytes_per_s)
         if _is_triton(instruction):
             seconds = max(seconds, moved_bytes(self.module, instruction) / TRITON_BYTES_PER_S)
-        return _kernel("other", seconds)
+        return self._kernel("other", seconds)
 
     def collective(self, instruction: Instruction) -> Transfer:
         """Return the cost of a collective or of its start."""
@@ -213,6 +209,9 @@ class Costs:
         moved_s = array_bytes(instruction) / self.machine.memory_bytes_per_s
         return max(compute_s, moved_s / MEMORY_EFFICIENCY)
 
+    def _kernel(self, category: Category, seconds: float) -> Kernel:
+        return Kernel(category=category, seconds=max(seconds, self.machine.kernel_s))
+
 
 def entries(instruction: Instruction) -> dict[str, float]:
     """Return XLA's estimates of an instruction: name -> seconds."""
@@ -223,7 +222,3 @@ def entries(instruction: Instruction) -> dict[str, float]:
 
 def _is_triton(instruction: Instruction) -> bool:
     return '"__triton' in instruction.attributes
-
-
-def _kernel(category: Category, seconds: float) -> Kernel:
-    return Kernel(category=category, seconds=max(seconds, KERNEL_S))

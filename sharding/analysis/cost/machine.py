@@ -1,15 +1,24 @@
-"""Describes the hardware of a predicted step by rates from datasheets."""
+"""Describes the hardware of a predicted step by its rates."""
 
 import dataclasses
 from collections.abc import Mapping
 
+#: Least time of a kernel, from its start to the start of the next one. XLA's model has no such
+#: minimum, and estimates nanoseconds for scalars. A rule of thumb for sequences of small kernels,
+#: not measured.
+KERNEL_S = 2e-6
+#: Least time of a collective, within a host and across hosts: NCCL's kernels synchronize in a few
+#: steps of a few microseconds each. XLA's table of permutations begins at 13 us.
+COLLECTIVE_LATENCY_S = 15e-6
+NETWORK_LATENCY_S = 30e-6
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Hosts with GPUs, described by the rates of one GPU from its datasheet.
+    """Hosts with devices, described by the rates of one device: a GPU's from its datasheet.
 
     Attributes:
-        device_kind: name of the GPU, such as "NVIDIA H100 80GB HBM3".
+        device_kind: name of the device, such as "NVIDIA H100 80GB HBM3".
         flops_per_s: XLA's name of the operands' element type -> peak FLOP/s of matrix products.
             Types that are not listed use "f32".
         memory_bytes_per_s: bandwidth of the GPU's memory.
@@ -17,6 +26,12 @@ class Machine:
         link_bytes_per_s: bandwidth of its links to the other GPUs of its host, in one direction.
         gpus_per_host: partitions 0 .. gpus_per_host - 1 of a program are on the first host, etc.
         network_bytes_per_s: its share of the host's network adapters, in one direction.
+        kernel_s: least time of a kernel.
+        collective_latency_s: least time of a collective within a host.
+        network_latency_s: least time of a collective across hosts.
+        shares_cores: whether the devices are simulated on the cores of one CPU. A stage that waits
+            then leaves its cores to the others, so a pipeline has no bubble. The rates are those of
+            a device while all devices are busy.
     """
 
     device_kind: str
@@ -26,6 +41,10 @@ class Machine:
     link_bytes_per_s: float
     gpus_per_host: int
     network_bytes_per_s: float
+    kernel_s: float = KERNEL_S
+    collective_latency_s: float = COLLECTIVE_LATENCY_S
+    network_latency_s: float = NETWORK_LATENCY_S
+    shares_cores: bool = False
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Return the peak FLOP/s of a product whose operands have this element type."""

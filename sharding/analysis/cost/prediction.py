@@ -1,10 +1,11 @@
-"""Predicts the time of a training step from its compiled GPU program.
+"""Predicts the time of a training step from its compiled program.
 
     prediction = predict(compiled.as_text(), mesh.shape, machine, Ticks.of_plan(plan))
     print(format_prediction(prediction))
 
-The program must be scheduled, as the text of every compiled GPU program is. Compile it with
-`sharding.compiler_options`, which makes XLA write its own cost estimates into the program.
+The program must be scheduled, as the text of every compiled program is. Compile it for GPUs with
+`sharding.compiler_options`, which makes XLA write its own cost estimates into the program. Programs
+for CPUs have none; their machine has rates that were measured (see train/planning/step_time.py).
 
 A prediction has three parts: kernel_time.py estimates the time of one instruction, simulation.py
 runs the program with these times, and picture.py and trace.py draw the result.
@@ -58,6 +59,8 @@ class CollectiveTime:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Predicted time of a step on one device; in a pipeline, on a device of the busiest stage.
+
+    On simulated devices that share their cores, it is the mean over the stages.
 
     step_s = matmul_s + attention_s + other_s + exposed_communication_s + exposed_host_s + bubble_s
 
@@ -126,9 +129,16 @@ def predict(
             f"the text contains {len(modules)} programs; pass the text of one compiled step"
         )
     module = modules[0]
-    found = collectives_of(module, mesh_shape)
     costs = Costs(module, mesh_shape, machine)
-    run = Simulator(module, costs, ticks).step()
+    if ticks is None or not machine.shares_cores:
+        return _predicted(costs, ticks)
+    stages = range(len(ticks.stages[0]))
+    return _mean([_predicted(costs, ticks.of_stage(stage)) for stage in stages])
+
+
+def _predicted(costs: Costs, ticks: Ticks | None) -> Prediction:
+    found = collectives_of(costs.module, costs.mesh_shape)
+    run = Simulator(costs.module, costs, ticks).step()
     totals = run.totals
     collectives = _grouped(run, found)
     of_category = totals.by_category
@@ -154,6 +164,14 @@ def predict(
         collectives=collectives,
         run=run,
     )
+
+
+def _mean(stages: list[Prediction]) -> Prediction:
+    """Return the mean time of stages that share their cores; its collectives are the busiest's."""
+    busiest = max(stages, key=lambda stage: stage.step_s)
+    names = [each.name for each in dataclasses.fields(Prediction) if each.name.endswith("_s")]
+    means = {name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in names}
+    return dataclasses.replace(busiest, **means)
 
 
 def format_prediction(prediction: Prediction) -> str:

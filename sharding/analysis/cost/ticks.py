@@ -40,5 +40,9 @@ class Ticks:
         stages = range(num_stages)
         return cls(stages=tuple(tuple(cell(tick, s) for s in stages) for tick in range(num_ticks)))
 
+    def of_stage(self, stage: int) -> "Ticks":
+        """Return the ticks of one stage, which waits for no other."""
+        return Ticks(stages=tuple((stages[stage],) for stages in self.stages))
+
     def __len__(self) -> int:
         return len(self.stages)

@@ -18,10 +18,6 @@ from sharding.analysis.hlo.device_groups import Groups
 LINK_EFFICIENCY = 0.75
 #: Share of a network adapter's bandwidth that NCCL reaches across hosts: assumed.
 NETWORK_EFFICIENCY = 0.85
-#: Least time of a collective, within a host and across hosts: NCCL's kernels synchronize in a few
-#: steps of a few microseconds each. XLA's table of permutations begins at 13 us.
-COLLECTIVE_LATENCY_S = 15e-6
-NETWORK_LATENCY_S = 30e-6
 #: XLA's estimate of a collective is capped at this multiple of the estimate made here. XLA assumes
 #: 22 GB/s for a permutation across hosts, and 111 of NVLink's 450 GB/s for one within a host.
 MOST_OF_ESTIMATE = 2.0
@@ -46,7 +42,8 @@ def transfer_s(
     size = max(len(group) for group in groups)
     usual_s, best_s = _wire_s(machine, kind, size, num_hosts, num_bytes)
     seconds = usual_s if given_s is None else min(max(given_s, best_s), MOST_OF_ESTIMATE * usual_s)
-    return max(seconds, NETWORK_LATENCY_S if num_hosts > 1 else COLLECTIVE_LATENCY_S)
+    latency_s = machine.network_latency_s if num_hosts > 1 else machine.collective_latency_s
+    return max(seconds, latency_s)
 
 
 def group_over(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> tuple[int, ...]:

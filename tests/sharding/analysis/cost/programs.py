@@ -98,9 +98,11 @@ def conditional(name: str, branches: tuple[str, str], op_name: str, operand: str
     )
 
 
-def step(computations: str, entry: str, ticks: Ticks | None = None) -> Prediction:
+def step(
+    computations: str, entry: str, ticks: Ticks | None = None, machine: Machine = MACHINE
+) -> Prediction:
     """Predict a program, and check the relations that hold for every prediction."""
-    found = predict(module(computations, entry), MESH, MACHINE, ticks)
+    found = predict(module(computations, entry), MESH, machine, ticks)
     exposed = found.exposed_communication_s + found.exposed_host_s
     kernels = found.matmul_s + found.attention_s + found.other_s
     assert found.step_s == pytest.approx(kernels + exposed + found.bubble_s)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sharding.analysis.cost import kernel_time
+from sharding.analysis.cost import kernel_time, machine
 from sharding.analysis.hlo.flops import ATTENTION_TILE, AttentionWork
 from tests.sharding.analysis.cost.programs import (
     GROUPS,
@@ -17,7 +17,7 @@ from tests.sharding.analysis.cost.programs import (
 
 
 def test_predict_gives_a_kernel_its_least_time():
-    assert step("", fusion("f", 0.001)).step_s == kernel_time.KERNEL_S
+    assert step("", fusion("f", 0.001)).step_s == machine.KERNEL_S
 
 
 def test_predict_prices_collectives_without_an_entry_by_their_bytes():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sharding.analysis.cost import transfer
+from sharding.analysis.cost import machine
 from tests.sharding.analysis.cost.programs import (
     GROUPS,
     US,
@@ -84,7 +84,7 @@ def test_predict_exposes_work_that_precedes_on_the_same_stream():
     reduce = f"  %ar = f32[1]{{0}} all-reduce(%p), {GROUPS}, to_apply=%add\n"
     body = computation("body", reduce.replace("ar =", "in =").replace("%p", "%body.arg"))
     found = step(body, gather("ag", 500) + reduce + loop("w", "body", 2) + done("ag"))
-    latency = transfer.COLLECTIVE_LATENCY_S
+    latency = machine.COLLECTIVE_LATENCY_S
     # Kernels wait for the all-reduce, and therefore for the gather before it on the same stream.
     assert found.step_s == pytest.approx(500 * US + 3 * latency)
     exposed = {(row.kind, row.loop): row.exposed_s for row in found.collectives}

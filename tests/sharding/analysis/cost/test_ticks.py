@@ -1,13 +1,15 @@
 """Tests of the predicted time of a pipeline, tick by tick."""
 
+import dataclasses
+
 import pytest
 
-from sharding.analysis.cost import transfer
+from sharding.analysis.cost import machine
 from sharding.analysis.cost.ticks import Ticks
 from sharding.ops.update_if import AT_MOST_ONCE
 from sharding.pipeline.runtime.execution_plan import make_execution_plan
 from sharding.pipeline.schedule import make_schedule
-from tests.sharding.analysis.cost.programs import US, computation, fusion, loop, step
+from tests.sharding.analysis.cost.programs import MACHINE, US, computation, fusion, loop, step
 
 
 def pipeline(permute: str = "") -> tuple[str, str]:
@@ -53,7 +55,7 @@ def test_predict_adds_the_operations_of_a_tick_if_an_exchange_waits():
         "  %cp = f32[8]{0} collective-permute(%F), source_target_pairs={{0,4},{1,5},{2,6},{3,7}}\n"
     )
     found = step(*pipeline(permute), ROWS)
-    wait = transfer.NETWORK_LATENCY_S
+    wait = machine.NETWORK_LATENCY_S
     assert found.step_s == pytest.approx((110 + 360 + 260) * US + 3 * wait)
     assert found.bubble_s == pytest.approx((100 + 100) * US)
 
@@ -75,3 +77,11 @@ def test_ticks_of_plan_list_the_operations_of_each_stage():
     assert all(("B" in cell) == ("B.is_first" in cell) for cell in first)
     # The last stage computes its forwards as part of its backwards.
     assert sum("B.is_last" in cell for cell in last) == 3 and not any("F" in cell for cell in last)
+
+
+def test_predict_has_no_bubble_on_stages_that_share_their_cores():
+    found = step(*pipeline(), ROWS, machine=dataclasses.replace(MACHINE, shares_cores=True))
+    first = (110 + 110 + 260) * US
+    second = (10 + 260 + 210) * US
+    assert found.step_s == pytest.approx((first + second) / 2)
+    assert found.bubble_s == 0

@@ -2,7 +2,8 @@
 
 import pytest
 
-from sharding.analysis.cost.transfer import NETWORK_LATENCY_S, group_over, transfer_s
+from sharding.analysis.cost.machine import NETWORK_LATENCY_S
+from sharding.analysis.cost.transfer import group_over, transfer_s
 from tests.sharding.analysis.cost.programs import MACHINE
 
 SHAPE = {"pipeline": 2, "data": 2, "model": 2}
