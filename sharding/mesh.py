@@ -53,9 +53,21 @@ class MeshConfig(Section, section="mesh"):
         "mixture-of-experts layers."
     )
     model: int = _size("Tensor parallelism: splits attention heads, mlp and vocab.")
+    auto: bool = field(
+        False,
+        "Choose the sizes of this section, and the settings that depend on them, for the devices "
+        "that are found. Values on the command line stay as they are; see docs/plan.md.",
+    )
+    replan: bool = field(
+        False, "With `auto`, choose again instead of keeping the plan of the run that is resumed."
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        if self.replan and not self.auto:
+            raise ValueError(
+                "mesh.replan=True chooses the mesh again, but mesh.auto=False; set mesh.auto=True"
+            )
         free = [axis for axis, size in self.sizes.items() if size == -1]
         if len(free) > 1:
             raise ValueError(

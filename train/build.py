@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,23 @@ from convert.source import Source
 from convert.to_hf import export_problem
 from data.corpus import load_corpus
 from data.examples import Corpus
+from sharding.analysis.targets import Target, target_of
 from sharding.distributed import startup
 from sharding.distributed.messages import Exchange
 from sharding.memory import AUTO
+from sharding.mesh import make_mesh
 from train.compilation_cache import use_compilation_cache
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
 from train.config.overrides import Override
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
-from train.planning.memory_budget import budget_of
+from train.planning.auto_plan import planned
+from train.planning.memory_budget import Budget, budget_of
 from train.planning.memory_planner import MemoryPlanner
+from train.planning.parallel_plan import open_config
+from train.planning.plan_devices import PlanDevices, described_devices, present_devices
+from train.planning.step_time import machine_of_devices
 from train.run.assemble import assemble_run
 from train.run.compatibility import check_tokenizer
 from train.run.run import Run
@@ -87,7 +94,7 @@ def build_run(options: RunOptions) -> BuiltRun:
         ValueError: the config, the mesh, the model or the data are wrong or incompatible.
         OSError: a file cannot be read.
     """
-    config, source = _load_config(options)
+    config, source, fixed = _load_config(options)
     mesh = _start_devices(config, options)
     config = dataclasses.replace(config, mesh=config.mesh.filled_in(mesh.size))
     if options.is_evaluation and config.memory.placement == AUTO:
@@ -99,11 +106,16 @@ def build_run(options: RunOptions) -> BuiltRun:
     budget = budget_of(config.memory, mesh)
     assemble = partial(
         assemble_run,
-        mesh=mesh,
         vocab_size=corpus.vocab_size,
         num_labels=len(corpus.labels) or None,
         device_budget=budget.device_bytes,
     )
+    if config.mesh.auto:
+        devices = _plan_devices(config, mesh, budget, assemble)
+        saved = workdir.saved_config(options.workdir)
+        config = planned(config, fixed, devices, saved, timeout_s=LONGEST_START_S)
+        mesh = make_mesh(config.mesh, mesh.devices.flat)
+    assemble = partial(assemble, mesh=mesh)
     planner = MemoryPlanner(assemble, budget)
     if options.is_evaluation:
         run = assemble(config)
@@ -122,8 +134,10 @@ def build_run(options: RunOptions) -> BuiltRun:
     return BuiltRun(run=run, corpus=corpus, source=source, planner=planner)
 
 
-def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
-    """Return the config of a run, and the checkpoint that its `init_from` names.
+def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None, set[str]]:
+    """Return the config of a run, the checkpoint that its `init_from` names, and what is fixed.
+
+    What is fixed are the keys that the DeepSpeed JSON and the command line set.
 
     A later source overrides an earlier one: the config file, the DeepSpeed JSON, the command line.
     Then the model's sizes and the tokenizer are taken from the `init_from` checkpoint; a command
@@ -145,7 +159,14 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None]:
     if options.is_fast_dev_run:
         config_files.shorten(given)
     source = take_init_from(given, overrides, allow_import=options.allow_import)
-    return validate_config(given), source
+    fixed = {Override.parse(override).key for override in overrides}
+    if not given.mesh.auto:
+        return validate_config(given), source, fixed
+    config = open_config(given, fixed)
+    if "mesh.data" not in fixed and -1 not in config.mesh.sizes.values():
+        # All devices, before a plan divides them.
+        config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=-1))
+    return config, source, fixed
 
 
 def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:
@@ -164,6 +185,42 @@ def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:
     if jax.process_index() > 0:
         logging.disable(logging.INFO)
     return mesh
+
+
+def _plan_devices(
+    config: RunConfig, mesh: jax.sharding.Mesh, budget: Budget, assemble: Callable[..., Run]
+) -> PlanDevices:
+    """Return the devices of the run, to plan for.
+
+    Steps for GPUs are compiled for their description, which needs no other process; steps for CPUs
+    and for GPUs without a description are compiled for the devices themselves.
+
+    Args:
+        config: the run's config.
+        mesh: a mesh of all devices.
+        budget: memory that a step may use.
+        assemble: builds the run of a config on a `mesh` and, if they are described, for a `target`.
+
+    Raises:
+        ValueError: several processes have GPUs without a description.
+    """
+    all_devices = [*mesh.devices.flat]
+    per_host = budget.devices_per_host
+    target = target_of(all_devices[0].device_kind, len(all_devices), per_host)
+    if target is not None:
+
+        def run_for(config: RunConfig, target: Target) -> Run:
+            return assemble(config, make_mesh(config.mesh, target.devices()), target=target)
+
+        described = described_devices(target, config, run_for)
+        return dataclasses.replace(described, budget=budget)
+    if all_devices[0].platform != "cpu" and jax.process_count() > 1:
+        raise ValueError(
+            f"mesh.auto=True: there is no description of {all_devices[0].device_kind!r}, which "
+            "several processes need to plan; choose a mesh with python -m train.plan and a "
+            "description of this GPU, or set the section mesh"
+        )
+    return present_devices(all_devices, machine_of_devices(all_devices, per_host), budget, assemble)
 
 
 def _program_cache(config: RunConfig, options: RunOptions) -> Path:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,15 +22,11 @@ import jax
 
 from data.text.text_corpus import load_fixed_tokenizer
 from sharding.analysis.cost.picture import draw
-from sharding.analysis.cost.prediction import predict
-from sharding.analysis.cost.ticks import Ticks
 from sharding.analysis.cost.trace import write_trace
-from sharding.analysis.memory import memory
 from sharding.analysis.targets import TARGETS, Target, parse_target
 from sharding.compiler_options import describe_options
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
-from sharding.pipeline.runtime.executor import plan_execution
 from train.config import config_files
 from train.config.inherit_config import take_init_from
 from train.config.overrides import parse_overrides
@@ -40,7 +35,7 @@ from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.planning.memory_budget import target_budget
 from train.planning.memory_planner import MemoryPlanner
 from train.planning.step_time import machine_of
-from train.reporting.compiled_step import CompiledStep
+from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.reporting.output import print_report
 from train.run.assemble import assemble_run
 from train.run.run import Run
@@ -190,24 +185,8 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
         assumed: assumptions about values that the data would determine, as text.
     """
     assert run.target is not None
-    start = time.perf_counter()
-    _ = run.trace_train_step()
-    traced = time.perf_counter()
-    compiled = run.compile_train_step()
-    compile_s = time.perf_counter() - traced
-    text = compiled.as_text() or ""
-    machine = machine_of(run.target)
-    return CompiledStep(
-        run=run,
-        target=run.target,
-        compiled=compiled,
-        budget=target_budget(run.config.memory, run.target),
-        assumed=assumed,
-        trace_s=traced - start,
-        compile_s=compile_s,
-        memory=memory(compiled),
-        prediction=predict(text, dict(run.mesh.shape), machine, _ticks(run)),
-    )
+    budget = target_budget(run.config.memory, run.target)
+    return compile_and_predict(run, run.target.name, machine_of(run.target), budget, assumed)
 
 
 def write_files(step: CompiledStep, directory: Path) -> None:
@@ -217,15 +196,8 @@ def write_files(step: CompiledStep, directory: Path) -> None:
     (directory / "report.json").write_text(json.dumps(step.to_json(), indent=2) + "\n")
     write_trace(step.prediction, directory / "trace.json")
     model = f"{type(step.run.model).__name__}, {step.run.num_params:,} parameters"
-    title = f"{model}, {step.target.name}"
+    title = f"{model}, {step.devices}"
     (directory / "step.svg").write_text(draw(step.prediction, title), encoding="utf-8")
-
-
-def _ticks(run: Run) -> Ticks | None:
-    """Return the work of each pipeline stage in each tick; None without a pipeline."""
-    if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
-        return None
-    return Ticks.of_plan(plan_execution(run.schedule, run.config.pipeline))
 
 
 class DataSizes(NamedTuple):

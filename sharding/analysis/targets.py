@@ -160,6 +160,24 @@ class Target:
         return number
 
 
+def target_of(device_kind: str, num_devices: int, per_host: int) -> Target | None:
+    """Return present GPUs as a target; None if there is no description of them.
+
+    Args:
+        device_kind: as in jax.Device.device_kind, such as "NVIDIA H200". NVIDIA's drivers have
+            several names for a GPU, of which one may be the beginning of another.
+        num_devices: number of GPUs.
+        per_host: number of GPUs per host.
+    """
+    gpus_per_host = min(num_devices, per_host)
+    for kind in TARGETS:
+        target = parse_target(f"{kind}:{-(-num_devices // gpus_per_host)}x{gpus_per_host}")
+        described = target.device_kind
+        if described.startswith(device_kind) or device_kind.startswith(described):
+            return target
+    return None
+
+
 def has_compiler() -> bool:
     """Return whether a CUDA plugin of jax is installed."""
     try:

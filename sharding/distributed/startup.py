@@ -79,7 +79,8 @@ def start(
     if per_process or not distributed:
         with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
             num_simulated = min(config.num_devices, _MAX_SIMULATED_DEVICES)
-            jax.config.update("jax_num_cpu_devices", per_process or num_simulated)
+            if per_process or -1 not in config.sizes.values() or not _are_cpu_devices_counted():
+                jax.config.update("jax_num_cpu_devices", per_process or num_simulated)
     devices = _devices()
     mesh = make_mesh(config, devices)
     if devices[0].platform == "cpu" and not distributed and mesh.size > 1:
@@ -112,6 +113,13 @@ def skip_absent_gpus() -> None:
     is_cuda_only = bool(names) and all(name.startswith("xla_cuda") for name in names)
     if is_cuda_only and not _has_nvidia_gpu() and importlib.util.find_spec("libtpu") is None:
         jax.config.update("jax_platforms", "cpu")
+
+
+def _are_cpu_devices_counted() -> bool:
+    """Return whether the user has told jax how many devices a CPU simulates."""
+    config: Any = jax.config
+    in_flags = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    return in_flags or config.jax_num_cpu_devices > 0
 
 
 def _has_nvidia_gpu() -> bool:

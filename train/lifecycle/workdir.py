@@ -144,6 +144,16 @@ def planned_memory(workdir: Path) -> MemoryConfig:
     return build_section(MemoryConfig, saved.get("memory", {}), f"{path}: memory")
 
 
+def saved_config(workdir: Path) -> dict[str, Any] | None:
+    """Return the config in the newest intact checkpoint of a workdir; None without a checkpoint.
+
+    Raises:
+        ValueError: there are checkpoints, and none of them says what it is.
+    """
+    check_links(workdir)
+    return _saved_config(workdir) if has_checkpoint(workdir) else None
+
+
 def has_checkpoint(workdir: Path) -> bool:
     """Return whether a workdir has a checkpoint, intact or not."""
     return bool(steps_in(workdir / CHECKPOINTS))

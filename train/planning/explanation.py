@@ -1,10 +1,15 @@
-"""Says in one sentence why a plan is slower than another, from both predicted steps."""
+"""Reports plans as a table or JSON, and says in one sentence why each loses to the best.
 
-from collections.abc import Mapping
+The sentences come from the predicted steps of both plans.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sharding.analysis.cost.prediction import CollectiveTime, Prediction
 from sharding.analysis.cost.transfer import group_over
 from train.planning.memory_budget import size
+from train.planning.plan_search import Choice
 
 #: Parts of a step -> their names in a sentence.
 _PARTS = {
@@ -15,6 +20,69 @@ _PARTS = {
     "exposed_host_s": "exposed copies to and from the host",
     "bubble_s": "pipeline bubble",
 }
+
+
+def plans_as_text(choices: Sequence[Choice], gpus_per_host: int) -> str:
+    """Format plans as a table, and say why the others are slower than the best one.
+
+    Args:
+        choices: the plans, the fastest first.
+        gpus_per_host: number of devices per host.
+    """
+    cells = [("plan", "step, ms", "MFU", "memory", "bubble", "exposed", "")]
+    fastest = choices[0].step.prediction.step_s
+    for choice in choices:
+        step = choice.step
+        prediction = step.prediction
+        slower = prediction.step_s / fastest - 1
+        cells.append(
+            (
+                str(choice.plan),
+                f"{1e3 * prediction.step_s:,.0f}",
+                "-" if step.mfu is None else f"{step.mfu:.1%}",
+                size(step.memory.in_all or 0),
+                f"{prediction.bubble_s / prediction.step_s:.1%}",
+                f"{prediction.exposed_communication_s / prediction.step_s:.1%}",
+                f"+{slower:.1%}" if slower else "best",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    best = choices[0]
+    reasons = [f"{each.plan}: {_reason(each, best, gpus_per_host)}" for each in choices[1:]]
+    if reasons:
+        reasons = ["", "Why the others are slower:", *reasons]
+    return "\n".join([*lines, *reasons])
+
+
+def plans_as_json(choices: Sequence[Choice], gpus_per_host: int) -> list[dict[str, Any]]:
+    """Return plans for `json.dumps`; docs/plan.md lists the keys. Arguments as `plans_as_text`."""
+    plans = []
+    for choice in choices:
+        report = choice.step.to_json()
+        plans.append(
+            {
+                "settings": choice.plan.settings(),
+                "composed_step_time_s": choice.cost.step_s,
+                "reason": _reason(choice, choices[0], gpus_per_host),
+                "predicted": report["predicted"],
+                "memory": report["memory"],
+            }
+        )
+    return plans
+
+
+def _reason(choice: Choice, best: Choice, gpus_per_host: int) -> str:
+    """Return why a plan is slower than the best one; "" for the best."""
+    step = choice.step
+    shape = step.run.mesh.shape
+    return why_slower(best.step.prediction, step.prediction, shape, gpus_per_host)
 
 
 def why_slower(

@@ -1,7 +1,7 @@
-"""Times and memory of a model's layers, from steps that are compiled for as few GPUs as possible.
+"""Times and memory of a model's layers, from steps that are compiled for few devices.
 
 A plan's step consists of the same layers as a step of one replica without pipeline stages. So that
-step is compiled, for one microbatch and the GPUs of the axes `context` and `model`, and its time is
+step is compiled, for one microbatch and the devices of the axes `context` and `model`, and its time is
 predicted. train/planning/plan_cost.py divides it, and puts the pieces together for a plan:
 
     forward of the layers | embedding, head, loss | backward of the layers | update
@@ -11,24 +11,16 @@ The times do not include waiting for collectives between replicas.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import cached_property
 
 from sharding.analysis.cost.execution import loops_s
 from sharding.analysis.cost.prediction import predict
-from sharding.analysis.targets import Target
 from sharding.estimate.labels import GAPS, TEMPORARIES
 from sharding.pipeline.runtime.layers import LAYERS
 from train.config.schema import RunConfig
 from train.planning.parallel_plan import with_values
-from train.planning.step_time import machine_of
+from train.planning.plan_devices import PlanDevices
 from train.run.run import Run
-
-#: Memory of the GPUs that layers are compiled for: more than any step needs, because the memory of
-#: a whole step on them is irrelevant.
-_MEMORY_BYTES = 2**50
-
-Assemble = Callable[[RunConfig, Target], Run]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +41,7 @@ class Part:
 
     @property
     def num_devices(self) -> int:
-        """Number of GPUs that its step is compiled for."""
+        """Number of devices that its step is compiled for."""
         return self.context * self.model
 
 
@@ -75,15 +67,13 @@ class CompiledPart:
     Args:
         part: what to compile.
         config: the run's config.
-        target: the GPUs of the whole run.
-        assemble: builds the run of a config for a target, or raises ValueError.
+        devices: the devices of the whole run.
     """
 
-    def __init__(self, part: Part, config: RunConfig, target: Target, assemble: Assemble):
+    def __init__(self, part: Part, config: RunConfig, devices: PlanDevices):
         self.part = part
         self._config = config
-        self._target = target.resized(part.num_devices, memory_bytes=_MEMORY_BYTES)
-        self._assemble = assemble
+        self._devices = devices
 
     @cached_property
     def run(self) -> Run:
@@ -106,14 +96,14 @@ class CompiledPart:
             "pipeline.layers_per_stage": (),
             "pipeline.remat": "none",
         }
-        run = self._assemble(with_values(self._config, values), self._target)
+        run = self._devices.assemble(with_values(self._config, values), part.num_devices)
         return dataclasses.replace(run, device_budget=math.inf)
 
     @cached_property
     def times(self) -> PartTimes:
         """Predicted times of the compiled step."""
         text = self.run.compile_train_step().as_text() or ""
-        found = predict(text, dict(self.run.mesh.shape), machine_of(self._target))
+        found = predict(text, dict(self.run.mesh.shape), self._devices.machine)
         # One forward loop per stack. XLA may rename the backward loops when it pipelines their
         # collectives, so these are not looked for.
         loops = loops_s(found.run, LAYERS)[: len(self.run.functions.num_layers)]

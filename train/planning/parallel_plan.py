@@ -11,14 +11,14 @@ from functools import cache
 from typing import Any
 
 from sharding.mesh import AXES, MeshConfig
-from train.config.schema import RunConfig
+from train.config.schema import RunConfig, validate_config
 
 #: Axes that a plan divides the devices over, unless they are fixed. Of the others, `fsdp` is 1,
 #: because `data` with ZeRO 3 does the same; `context`, for sequences too long for one device, and
 #: `expert`, for models with experts, stay as configured.
 _OPEN_AXES = ("pipeline", "data", "model")
 #: What a config is validated with before it is planned: its own values may not fit the devices.
-UNPLANNED: Mapping[str, Any] = {
+_UNPLANNED: Mapping[str, Any] = {
     "mesh.pipeline": 1,
     "mesh.data": 1,
     "mesh.fsdp": 1,
@@ -27,6 +27,17 @@ UNPLANNED: Mapping[str, Any] = {
     "pipeline.chunks": 1,
     "pipeline.schedule": "1f1b",
 }
+#: Keys that a plan sets, all of them or, without a pipeline, those of other sections.
+SETTINGS = (
+    *(f"mesh.{axis}" for axis in AXES),
+    "train.num_microbatches",
+    "train.remat",
+    "memory.zero_stage",
+    "pipeline.schedule",
+    "pipeline.chunks",
+    "pipeline.remat",
+    "pipeline.layers_per_stage",
+)
 #: (pipeline.schedule, pipeline.chunks) to try with several stages. `gpipe` takes as long as `1f1b`
 #: and keeps more activations.
 _SCHEDULES = (
@@ -39,6 +50,23 @@ _SCHEDULES = (
 #: Tables of more operations than this are not tried: the largest that a published job used has
 #: 48 microbatches of 4 chunks on 8 stages.
 _MAX_OPERATIONS = 4096
+
+
+def open_config(given: Any, fixed: Collection[str]) -> RunConfig:
+    """Return the config of a run that is planned: what a plan sets is open, unless it is fixed.
+
+    Args:
+        given: the ConfigDict of the run, which is changed.
+        fixed: keys of the config that stay as they are.
+
+    Raises:
+        ValueError: the config is not valid.
+    """
+    with given.ignore_type():
+        given.update_from_flattened_dict(
+            {key: value for key, value in _UNPLANNED.items() if key not in fixed}
+        )
+    return validate_config(given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

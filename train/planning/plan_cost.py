@@ -14,9 +14,9 @@ from functools import cache
 
 import jax.numpy as jnp
 
+from sharding.analysis.cost.machine import Machine
 from sharding.analysis.cost.ticks import Operations, Ticks
 from sharding.analysis.cost.transfer import group_over, transfer_s
-from sharding.analysis.targets import Target
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.runtime.executor import plan_execution
 from sharding.pipeline.schedule import make_schedule
@@ -30,7 +30,6 @@ from train.config.schema import RunConfig
 from train.planning.layer_times import Part
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.scaled_times import LayerTimes, ScaledTimes
-from train.planning.step_time import machine_of
 
 #: Share of the collectives that layers wait for even if the layers take longer, such as those of
 #: the first layer: 0.14 in LLaMA-3-8B with ZeRO 3 on 8 H100s, as compiled and predicted.
@@ -57,13 +56,13 @@ class PlanCosts:
 
     Args:
         config: the run's config.
-        target: the GPUs.
+        machine: the rates of the devices.
         layers: times of the layers, whose base has been measured.
     """
 
-    def __init__(self, config: RunConfig, target: Target, layers: ScaledTimes):
+    def __init__(self, config: RunConfig, machine: Machine, layers: ScaledTimes):
         self._config = config
-        self._machine = machine_of(target)
+        self._machine = machine
         self._layers = layers
         self._compute_bytes = jnp.dtype(config.precision.compute_dtype).itemsize
 

@@ -14,18 +14,21 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from sharding.analysis.targets import Target
 from train.config.schema import RunConfig
-from train.planning.layer_times import Assemble, Part
-from train.planning.memory_budget import Budget, excess, needs_of, size
+from train.planning.layer_times import Part
+from train.planning.memory_budget import excess, needs_of, size
 from train.planning.parallel_plan import ParallelPlan, PlanSpace
 from train.planning.plan_cost import PlanCost, PlanCosts
+from train.planning.plan_devices import PlanDevices
 from train.planning.scaled_times import ScaledTimes
+from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.run.run import Run
 
+#: How many plans are compiled whole, and listed.
+NUM_PLANS = 5
 #: How many parts are compiled at most, besides the two that others are scaled from.
 _MAX_PARTS = 8
 #: How many of the most promising plans must be known before the search ends.
@@ -47,55 +50,46 @@ class Choice:
     Attributes:
         plan: the plan.
         cost: its composed cost.
-        step: its compiled step, as from `compile_run`.
+        step: its compiled step.
     """
 
     plan: ParallelPlan
     cost: PlanCost
-    step: Any
+    step: CompiledStep
 
 
 class PlanSearch:
-    """Searches the plans of a config for a target.
+    """Searches the plans of a config for some devices.
 
     Args:
         config: the run's config.
-        target: the GPUs.
+        devices: the devices.
         fixed: keys of the config that stay as they are.
-        assemble: builds the run of a config for a target, or raises ValueError.
-        compile_run: compiles the step of a run and predicts its time.
-        budget: memory that a step may use.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        target: Target,
+        devices: PlanDevices,
         fixed: Collection[str],
-        assemble: Assemble,
-        compile_run: Callable[[Run], Any],
-        budget: Budget,
     ):
         self._config = config
-        self._target = target
+        self._devices = devices
         self._fixed = fixed
-        self._assemble = assemble
-        self._compile_run = compile_run
-        self._budget = budget
+        self._budget = devices.budget
         # The smallest split that any plan has.
         self._layers = ScaledTimes(
             config,
-            target,
-            assemble,
+            devices,
             context=max(1, config.mesh.context),
             model=max(1, config.mesh.model) if "mesh.model" in fixed else 1,
             remat=config.train.remat if "train.remat" in fixed else "none",
         )
-        self._costs = PlanCosts(config, target, self._layers)
+        self._costs = PlanCosts(config, devices.machine, self._layers)
         self._legal: dict[tuple[int, int], bool] = {}
         self._started = time.monotonic()
 
-    def best(self, count: int) -> list[Choice]:
+    def best(self, count: int = NUM_PLANS) -> list[Choice]:
         """Return the best plans with different meshes or schedules, the fastest first.
 
         Args:
@@ -109,7 +103,7 @@ class PlanSearch:
             ranked = self._refine(plans, pool)
             finalists = self._fitting(ranked, count)
             self._say(f"compiles {len(finalists)} plans whole")
-            steps = pool.map(self._compile_run, (run for _, _, run in finalists))
+            steps = pool.map(self._compile_whole, (run for _, _, run in finalists))
             choices = [
                 Choice(plan=plan, cost=cost, step=step)
                 for (plan, cost, _), step in zip(finalists, steps, strict=True)
@@ -117,13 +111,17 @@ class PlanSearch:
         fitting = [c for c in choices if (c.step.memory.in_all or 0) <= self._budget.device_bytes]
         return sorted(fitting or choices, key=lambda choice: choice.step.prediction.step_s)
 
+    def _compile_whole(self, run: Run) -> CompiledStep:
+        devices = self._devices
+        return compile_and_predict(run, devices.name, devices.machine, devices.budget)
+
     def _start(self, pool: concurrent.futures.Executor) -> list[ParallelPlan]:
         """Compile the parts that others are scaled from; return all plans."""
         layers = self._layers
         base = layers.compiled(layers.base).run  # raises ValueError with the reason
         space = PlanSpace(
             config=self._config,
-            num_devices=self._target.num_devices,
+            num_devices=self._devices.count,
             fixed=self._fixed,
             num_layers=sum(base.functions.num_layers.values()),
             remats=self._remats(base),
@@ -181,7 +179,7 @@ class PlanSearch:
         refusal = ""
         for plan, cost in _distinct(ranked)[: _MAX_TRIES * count]:
             try:
-                run = self._assemble(plan.applied(self._config), self._target)
+                run = self._devices.assemble(plan.applied(self._config), self._devices.count)
             except ValueError as error:  # a check that only the whole run makes
                 refusal = str(error)
                 continue
@@ -232,8 +230,8 @@ class PlanSearch:
         fixed = ", ".join(sorted(self._fixed)) or "nothing"
         return (
             f"no plan divides the model and data.global_batch_size={batch} over "
-            f"{self._target.num_devices} GPUs ({fixed} is fixed); choose a batch size or a number "
-            "of GPUs with common divisors, or set fewer values on the command line"
+            f"{self._devices.count} devices ({fixed} is fixed); choose a batch size or a number "
+            "of devices with common divisors, or set fewer values on the command line"
         )
 
     def _say(self, text: str) -> None:

@@ -17,10 +17,9 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from sharding.analysis.cost.kernel_time import MEMORY_EFFICIENCY
-from sharding.analysis.targets import Target
 from train.config.schema import RunConfig
-from train.planning.layer_times import Assemble, CompiledPart, Part, PartMemory
-from train.planning.step_time import machine_of
+from train.planning.layer_times import CompiledPart, Part, PartMemory
+from train.planning.plan_devices import PlanDevices
 
 #: Tokens of the base, and images of it.
 _BASE_TOKENS = 8192
@@ -47,12 +46,11 @@ class LayerTimes:
 
 
 class ScaledTimes:
-    """The times and the memory of the parts of one config on one target.
+    """The times and the memory of the parts of one config on some devices.
 
     Args:
         config: the run's config.
-        target: the GPUs of the whole run.
-        assemble: builds the run of a config for a target, or raises ValueError.
+        devices: the devices of the whole run.
         context: size of the mesh axis `context` in the base.
         model: size of the mesh axis `model` in the base.
         remat: value of `train.remat` in the base.
@@ -61,16 +59,14 @@ class ScaledTimes:
     def __init__(
         self,
         config: RunConfig,
-        target: Target,
-        assemble: Assemble,
+        devices: PlanDevices,
         *,
         context: int,
         model: int,
         remat: str,
     ):
         self._config = config
-        self._target = target
-        self._assemble = assemble
+        self._devices = devices
         data = config.data
         count = _BASE_IMAGES if data.reads_images else _BASE_TOKENS // data.sequence_length
         batch = 1 << max(0, count.bit_length() - 1)
@@ -89,7 +85,7 @@ class ScaledTimes:
     def compiled(self, part: Part) -> CompiledPart:
         """Return a part that is traced and compiled on demand, and kept."""
         if part not in self._parts:
-            self._parts[part] = CompiledPart(part, self._config, self._target, self._assemble)
+            self._parts[part] = CompiledPart(part, self._config, self._devices)
         return self._parts[part]
 
     @cached_property
@@ -100,7 +96,7 @@ class ScaledTimes:
     @cached_property
     def memory_rate(self) -> float:
         """Bytes per second that kernels read and write in large arrays."""
-        return MEMORY_EFFICIENCY * machine_of(self._target).memory_bytes_per_s
+        return MEMORY_EFFICIENCY * self._devices.machine.memory_bytes_per_s
 
     def measure_base(self) -> None:
         """Read the times of the base and the doubled base, after both have been compiled."""

@@ -1,7 +1,9 @@
-"""Step times from the datasheets of devices: good enough to rank plans, not to forecast them."""
+"""Rates of devices, from datasheets or measured: good enough to rank plans, not to forecast them."""
 
 import dataclasses
+import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,6 +34,15 @@ _GB_PER_S: dict[str, tuple[float, float, float]] = {
 # Pattern of device_kind -> network adapters of the usual host in Gbit/s per GPU: NVIDIA's DGX-1 has
 # four adapters of 100 Gbit/s for eight GPUs, DGX A100 one of 200 for each, later ones one of 400.
 _NETWORK_GBIT_PER_S = {r"\bV100\b": 50.0, r"\bA100\b": 200.0, "": 400.0}
+# A core of a CPU, as `--calibrate` measures it on two cores of an EPYC server: FLOP/s of float32
+# products, bytes per second, least times of an operation and of a collective.
+_CORE_FLOPS_PER_S = 3e10
+_CORE_BYTES_PER_S = 5e9
+_CORE_KERNEL_S = 2e-6
+_CORE_COLLECTIVE_S = 50e-6
+# Between processes: gloo over TCP.
+_CPU_NETWORK_BYTES_PER_S = 1e9
+_CPU_NETWORK_LATENCY_S = 1e-3
 #: Devices whose datasheet is not in the table count as this one.
 _NOMINAL = "NVIDIA A100-SXM4-80GB"
 
@@ -65,11 +76,47 @@ class Rates:
 
 def machine_of(target: Target) -> Machine:
     """Return the datasheet rates of a target's GPUs; an A100's if they are unknown."""
-    known = rates_of(target.device_kind, "float32")
+    return _gpu_machine(target.device_kind, target.gpus_per_host, target.network_gbit_per_s)
+
+
+def machine_of_devices(devices: Sequence[Any], per_host: int) -> Machine:
+    """Return the rates of devices that jax has found.
+
+    Args:
+        devices: the devices.
+        per_host: number of devices per host.
+    """
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        return _cpu_machine(kind, min(per_host, len(devices)))
+    return _gpu_machine(kind, per_host, None)
+
+
+def _cpu_machine(kind: str, per_host: int) -> Machine:
+    """Return the rates of one of `per_host` devices that this machine's cores simulate."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    share = (cores or 1) / per_host
+    return Machine(
+        device_kind=kind,
+        flops_per_s={"f32": share * _CORE_FLOPS_PER_S, "f64": share * _CORE_FLOPS_PER_S / 2},
+        memory_bytes_per_s=share * _CORE_BYTES_PER_S,
+        host_bytes_per_s=share * _CORE_BYTES_PER_S,
+        link_bytes_per_s=share * _CORE_BYTES_PER_S,
+        gpus_per_host=per_host,
+        network_bytes_per_s=_CPU_NETWORK_BYTES_PER_S,
+        kernel_s=_CORE_KERNEL_S / share,
+        collective_latency_s=_CORE_COLLECTIVE_S / share,
+        network_latency_s=_CPU_NETWORK_LATENCY_S,
+        shares_cores=per_host > 1,
+    )
+
+
+def _gpu_machine(device_kind: str, per_host: int, network_gbit_per_s: float | None) -> Machine:
+    known = rates_of(device_kind, "float32")
     names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
     names |= {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
     usual = (rate for key, rate in _NETWORK_GBIT_PER_S.items() if re.search(key, known.device_kind))
-    gbit_per_s = target.network_gbit_per_s or next(usual)
+    gbit_per_s = network_gbit_per_s or next(usual)
     peaks = {short: peak_flops_per_s(known.device_kind, name) for short, name in names.items()}
     return Machine(
         device_kind=known.device_kind,
@@ -79,7 +126,7 @@ def machine_of(target: Target) -> Machine:
         memory_bytes_per_s=known.memory_bytes_per_s,
         host_bytes_per_s=known.host_bytes_per_s,
         link_bytes_per_s=known.network_bytes_per_s,
-        gpus_per_host=target.gpus_per_host,
+        gpus_per_host=per_host,
         network_bytes_per_s=gbit_per_s * 1e9 / 8,
     )
 

@@ -1,14 +1,18 @@
-"""The report of `python -m train.compile`, as text and as JSON."""
+"""Compiles and analyzes a training step; the report of `train.compile`, as text and as JSON."""
 
 import dataclasses
+import math
+import time
 from typing import Any
 
 import jax
 
-from sharding.analysis.cost.prediction import Prediction, format_prediction
-from sharding.analysis.memory import Memory
-from sharding.analysis.targets import Target
+from sharding.analysis.cost.machine import Machine
+from sharding.analysis.cost.prediction import Prediction, format_prediction, predict
+from sharding.analysis.cost.ticks import Ticks
+from sharding.analysis.memory import Memory, memory
 from sharding.compiler_options import as_dict
+from sharding.pipeline.runtime.executor import plan_execution
 from train.planning.memory_budget import Budget, pressure_of, size
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.run import Run
@@ -16,11 +20,11 @@ from train.run.run import Run
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """A training step compiled for a target, and its analysis.
+    """A training step compiled for devices that may be absent, and its analysis.
 
     Attributes:
         run: the run of the config.
-        target: the GPUs that the step was compiled for.
+        devices: name of the devices that the step was compiled for.
         compiled: the compiled step.
         budget: memory that a step may use.
         assumed: assumptions about values that the data would determine, as text.
@@ -31,7 +35,7 @@ class CompiledStep:
     """
 
     run: Run
-    target: Target
+    devices: str
     compiled: jax.stages.Compiled
     budget: Budget
     assumed: tuple[str, ...]
@@ -64,7 +68,7 @@ class CompiledStep:
         per_host = self.budget.devices_per_host
         collectives = [dataclasses.asdict(row) for row in prediction.collectives]
         return {
-            "target": self.target.name,
+            "target": self.devices,
             "mesh": {axis: n for axis, n in run.mesh.shape.items() if n > 1},
             "num_devices": run.mesh.size,
             "num_params": run.num_params,
@@ -76,8 +80,8 @@ class CompiledStep:
                 "compiled_bytes": compiled,
                 "estimated_bytes": estimated,
                 "ratio": estimated / compiled if compiled else None,
-                "device_bytes": self.target.memory_bytes,
-                "budget_bytes": int(self.budget.device_bytes),
+                "device_bytes": _known(self.budget.limit_bytes),
+                "budget_bytes": _known(self.budget.device_bytes),
                 "warning": pressure_of(run, self.budget),
                 "fits": compiled is not None and compiled <= self.budget.device_bytes,
                 "host_bytes": (self.memory.host_bytes or 0) * per_host,
@@ -128,3 +132,46 @@ class CompiledStep:
             f"{self.units_per_s:,.0f} {run.unit}s/s, MFU {utilization}",
         ]
         return "\n".join(lines)
+
+
+def compile_and_predict(
+    run: Run, devices: str, machine: Machine, budget: Budget, assumed: tuple[str, ...] = ()
+) -> CompiledStep:
+    """Compile the training step of a run, and predict its time.
+
+    Args:
+        run: the run.
+        devices: name of its devices, for reports.
+        machine: their rates.
+        budget: memory that a step may use.
+        assumed: assumptions about values that the data would determine, as text.
+    """
+    start = time.perf_counter()
+    _ = run.trace_train_step()
+    traced = time.perf_counter()
+    compiled = run.compile_train_step()
+    compile_s = time.perf_counter() - traced
+    text = compiled.as_text() or ""
+    return CompiledStep(
+        run=run,
+        devices=devices,
+        compiled=compiled,
+        budget=budget,
+        assumed=assumed,
+        trace_s=traced - start,
+        compile_s=compile_s,
+        memory=memory(compiled),
+        prediction=predict(text, dict(run.mesh.shape), machine, _ticks(run)),
+    )
+
+
+def _ticks(run: Run) -> Ticks | None:
+    """Return the work of each pipeline stage in each tick; None without a pipeline."""
+    if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
+        return None
+    return Ticks.of_plan(plan_execution(run.schedule, run.config.pipeline))
+
+
+def _known(num_bytes: float) -> int | None:
+    """Return a number of bytes; None if it is unlimited."""
+    return None if math.isinf(num_bytes) else int(num_bytes)

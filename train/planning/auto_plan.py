@@ -1,0 +1,102 @@
+"""`mesh.auto=True`: the plan of a run for the devices that it found, chosen or kept.
+
+    workdir has a plan for as many devices ──> keep it
+    otherwise ──> PlanSearch on process 0 ──> settings on all processes ──> config of the run
+
+The run's config.yaml and its checkpoints contain the chosen values, so a resumed run keeps them.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fields.numbers import shown
+from sharding.distributed.messages import Exchange
+from sharding.memory import AUTO
+from sharding.mesh import AXES
+from train.config.schema import RunConfig
+from train.planning.explanation import plans_as_text
+from train.planning.parallel_plan import SETTINGS, with_values
+from train.planning.plan_devices import PlanDevices
+from train.planning.plan_search import PlanSearch
+
+_log = logging.getLogger(__name__)
+
+
+def planned(
+    config: RunConfig,
+    fixed: Collection[str],
+    devices: PlanDevices,
+    saved: Mapping[str, Any] | None,
+    *,
+    timeout_s: float,
+) -> RunConfig:
+    """Return the config of a run with a plan: the saved one if it may be kept, or a new one.
+
+    All processes call this; process 0 searches.
+
+    Args:
+        config: the run's config, from `open_config`, with `mesh.auto=True`.
+        fixed: keys of the config that stay as they are.
+        devices: the devices of the run.
+        saved: the config that the run's workdir has; None if it has no checkpoint.
+        timeout_s: seconds that process 0 may take.
+
+    Raises:
+        ValueError: no plan divides the model and the batch, or none fits into memory.
+        OSError: process 0 does not answer.
+    """
+    kept = None if saved is None or config.mesh.replan else saved_settings(saved)
+    if kept is not None:
+        problem = _why_not_kept(kept, config, fixed, devices.count)
+        if not problem:
+            _log.info("plan    kept from the workdir; mesh.replan=True chooses again")
+            return _with_plan(config, kept)
+        _log.info("plan    the workdir's plan is not kept: %s", problem)
+    settings = Exchange(timeout_s).on_first(lambda: _search(config, fixed, devices))
+    return _with_plan(config, settings)
+
+
+def saved_settings(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the plan in a saved config: `section.key` -> value; None if it was not planned."""
+    if not saved.get("mesh", {}).get("auto"):
+        return None
+    found = {}
+    for key in SETTINGS:
+        section, name = key.split(".")
+        if name in saved.get(section, {}):
+            found[key] = saved[section][name]
+    return found
+
+
+def _why_not_kept(
+    kept: Mapping[str, Any], config: RunConfig, fixed: Collection[str], num_devices: int
+) -> str:
+    sizes = [kept.get(f"mesh.{axis}") for axis in AXES]
+    planned_for = math.prod(size if isinstance(size, int) else 0 for size in sizes)
+    if planned_for != num_devices:
+        return f"it is for {planned_for} devices, and {num_devices} were found"
+    for key in kept.keys() & set(fixed):
+        section, name = key.split(".")
+        given = getattr(getattr(config, section), name)
+        if given != kept[key] and given != -1:
+            return f"{key} was {shown(kept[key])}, and the command line sets {shown(given)}"
+    return ""
+
+
+def _search(config: RunConfig, fixed: Collection[str], devices: PlanDevices) -> dict[str, Any]:
+    """Search on this process, log the plans, and return the settings of the best."""
+    if config.memory.placement == AUTO:
+        # The memory is planned afterwards, by all processes, for the mesh that is chosen here.
+        config = with_values(config, {"memory.placement": "device"})
+    _log.info("plan    chooses the mesh for %s", devices.name)
+    choices = PlanSearch(config, devices, fixed).best()
+    _log.info("%s", plans_as_text(choices, devices.machine.gpus_per_host))
+    return choices[0].plan.settings()
+
+
+def _with_plan(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    changed = with_values(config, settings)
+    return dataclasses.replace(changed, mesh=dataclasses.replace(changed.mesh, replan=False))

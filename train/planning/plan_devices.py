@@ -1,0 +1,94 @@
+"""The devices that a run is planned for: GPUs that are only described, or devices of this machine.
+
+    described GPUs (train/plan.py)     ──┐
+                                         ├──> PlanDevices ──> PlanSearch
+    devices of a run (train/build.py)  ──┘
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sharding.analysis.cost.machine import Machine
+from sharding.analysis.targets import Target
+from sharding.mesh import make_mesh
+from train.config.schema import RunConfig
+from train.planning.memory_budget import Budget, target_budget
+from train.planning.step_time import machine_of
+from train.run.run import Run
+
+#: Memory of the GPUs that layers are compiled for: more than any step needs, because the memory of
+#: a whole step on them is irrelevant.
+_MEMORY_BYTES = 2**50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanDevices:
+    """Devices that steps are compiled for, and their rates.
+
+    Attributes:
+        name: name in reports, such as "h100:8x8".
+        count: number of devices; a plan uses all of them.
+        machine: their rates.
+        budget: memory that a step may use.
+        assemble: builds the run of a config on the first N devices, or raises ValueError. The
+            config's mesh has N devices.
+    """
+
+    name: str
+    count: int
+    machine: Machine
+    budget: Budget
+    assemble: Callable[[RunConfig, int], Run]
+
+
+def described_devices(
+    target: Target, config: RunConfig, run_for: Callable[[RunConfig, Target], Run]
+) -> PlanDevices:
+    """Return GPUs that need not be present.
+
+    Args:
+        target: the GPUs.
+        config: the run's config, which may set the memory budget.
+        run_for: builds the run of a config for a target.
+    """
+
+    def assemble(config: RunConfig, num_devices: int) -> Run:
+        if num_devices == target.num_devices:
+            return run_for(config, target)
+        return run_for(config, target.resized(num_devices, memory_bytes=_MEMORY_BYTES))
+
+    return PlanDevices(
+        name=target.name,
+        count=target.num_devices,
+        machine=machine_of(target),
+        budget=target_budget(config.memory, target),
+        assemble=assemble,
+    )
+
+
+def present_devices(
+    devices: Sequence[Any],
+    machine: Machine,
+    budget: Budget,
+    assemble_on: Callable[[RunConfig, Any], Run],
+) -> PlanDevices:
+    """Return devices that jax has found.
+
+    Args:
+        devices: the devices, those of a host one after another.
+        machine: their rates.
+        budget: memory that a step may use.
+        assemble_on: builds the run of a config on a mesh.
+    """
+
+    def assemble(config: RunConfig, num_devices: int) -> Run:
+        return assemble_on(config, make_mesh(config.mesh, devices[:num_devices]))
+
+    return PlanDevices(
+        name=f"{len(devices)} × {machine.device_kind}",
+        count=len(devices),
+        machine=machine,
+        budget=budget,
+        assemble=assemble,
+    )
