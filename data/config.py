@@ -305,9 +305,14 @@ class DataConfig(Section, section="data"):
     @property
     def cache_path(self) -> Path:
         """The cache directory, with `~` expanded; this does not create it."""
-        if self.cache_dir:
-            return Path(self.cache_dir).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "taibai"
+        return cache_path(self.cache_dir)
+
+
+def cache_path(cache_dir: str = "") -> Path:
+    """Return the cache directory for a value of `data.cache_dir`; this does not create it."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "taibai"
 
 
 def make_cache(config: DataConfig) -> None:

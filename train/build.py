@@ -26,6 +26,7 @@ from train.config.overrides import Override
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.planning.auto_plan import planned
+from train.planning.calibration import calibrated
 from train.planning.memory_budget import Budget, budget_of
 from train.planning.memory_planner import MemoryPlanner
 from train.planning.parallel_plan import open_config
@@ -114,7 +115,7 @@ def build_run(options: RunOptions) -> BuiltRun:
         devices = _plan_devices(config, mesh, budget, assemble)
         saved = workdir.saved_config(options.workdir)
         config = planned(config, fixed, devices, saved, timeout_s=LONGEST_START_S)
-        mesh = make_mesh(config.mesh, mesh.devices.flat)
+        mesh = make_mesh(config.mesh, [*mesh.devices.flat])
     assemble = partial(assemble, mesh=mesh)
     planner = MemoryPlanner(assemble, budget)
     if options.is_evaluation:
@@ -220,7 +221,9 @@ def _plan_devices(
             "several processes need to plan; choose a mesh with python -m train.plan and a "
             "description of this GPU, or set the section mesh"
         )
-    return present_devices(all_devices, machine_of_devices(all_devices, per_host), budget, assemble)
+    machine = machine_of_devices(all_devices, per_host)
+    machine = calibrated(machine, all_devices, config.data.cache_path)
+    return present_devices(all_devices, machine, budget, assemble)
 
 
 def _program_cache(config: RunConfig, options: RunOptions) -> Path:

@@ -77,15 +77,25 @@ def main(argv: list[str] | None = None) -> int:
     return print_or_refuse(report)
 
 
-def target_parser(module: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of all commands that compile for absent GPUs."""
+def target_parser(
+    module: str, description: str, *, required: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of all commands that compile for absent GPUs.
+
+    Args:
+        module: name of the command's module.
+        description: what it does, in one line.
+        required: whether the config and the target must be given.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, allow_abbrev=False
     )
-    parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
+    parser.add_argument(
+        "--config", required=required, help="file.py, file.py:argument or config.yaml"
+    )
     parser.add_argument(
         "--target",
-        required=True,
+        required=required,
         help=f"KIND:HOSTSxGPUS, such as h100:8x8; KIND is {', '.join(TARGETS)}, or a file",
     )
     parser.add_argument(
@@ -96,10 +106,16 @@ def target_parser(module: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def print_or_refuse(report: Callable[[], str]) -> int:
-    """Print a report, or the error of invalid input in one sentence; return the exit code."""
-    # Compiling needs no device, and a CUDA plugin without a driver would fail to find one.
-    jax.config.update("jax_platforms", "cpu")
+def print_or_refuse(report: Callable[[], str], *, needs_devices: bool = False) -> int:
+    """Print a report, or the error of invalid input in one sentence; return the exit code.
+
+    Args:
+        report: returns the report.
+        needs_devices: whether it runs programs on the devices of this machine.
+    """
+    if not needs_devices:
+        # Compiling needs no device, and a CUDA plugin without a driver would fail to find one.
+        jax.config.update("jax_platforms", "cpu")
     # jax could store a program for absent GPUs, but not load it again.
     jax.config.update("jax_enable_compilation_cache", False)
     try:

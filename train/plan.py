@@ -4,52 +4,160 @@
 
 Values that are set on the command line stay as they are. A plan changes how fast a step is, and
 never a result. docs/plan.md explains the output.
+
+The target `cpu:1x8` stands for 8 devices that this machine simulates. With `--calibrate`, the
+command measures the devices of this machine, and stores their rates for the plans of `mesh.auto`.
 """
 
+import argparse
+import contextlib
+import dataclasses
 import json
 import logging
+import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from data.config import cache_path
 from sharding.analysis.targets import parse_target
-from train.compile import load_config, print_or_refuse, run_for, target_parser
+from sharding.distributed.startup import skip_absent_gpus
+from sharding.mesh import MeshConfig, make_mesh
+from train.compile import (
+    load_config,
+    print_or_refuse,
+    run_for,
+    sizes_without_data,
+    target_parser,
+)
 from train.config import config_files
 from train.config.overrides import Override, parse_overrides
+from train.config.schema import RunConfig
+from train.planning.calibration import calibrate, calibrated
 from train.planning.explanation import plans_as_json, plans_as_text
+from train.planning.memory_budget import budget_of
 from train.planning.parallel_plan import open_config
-from train.planning.plan_devices import described_devices
+from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.planning.plan_search import PlanSearch
+from train.planning.step_time import machine_of_devices
+from train.run.assemble import assemble_run
+
+#: Most devices that a CPU simulates for a plan.
+_MAX_CPU_DEVICES = 512
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code, see train/lifecycle/exit_codes.py."""
-    parser = target_parser("train.plan", "Chooses the mesh of a run, and all that depends on it.")
+    parser = target_parser(
+        "train.plan", "Chooses the mesh of a run, and all that depends on it.", required=False
+    )
     parser.add_argument(
         "--out", type=Path, help="write the config with the best plan here, as YAML"
     )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="instead, measure the devices of this machine for the plans of mesh.auto",
+    )
     args, others = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.INFO, force=True)
+    if args.calibrate:
+        return print_or_refuse(partial(_calibrate, args, others), needs_devices=True)
+    if args.config is None or args.target is None:
+        parser.error("the following arguments are required: --config, --target")
+    return print_or_refuse(partial(_plan, args, others))
 
-    def report() -> str:
-        overrides = parse_overrides(others)
-        target = parse_target(args.target, args.network)
-        given = load_config(args.config, overrides, allow_import=args.allow_import)
-        fixed = {Override.parse(override).key for override in overrides}
-        config = open_config(given, fixed)
-        choices = PlanSearch(config, described_devices(target, config, run_for), fixed).best()
-        if args.out is not None:
-            plain: Any = config_files.load(args.config, overrides, allow_import=args.allow_import)
-            with plain.ignore_type():
-                plain.update_from_flattened_dict(choices[0].plan.settings())
-            args.out.write_text(config_files.as_yaml(plain.to_dict()), encoding="utf-8")
-        if args.json:
-            devices = {"target": target.name, "num_devices": target.num_devices}
-            return json.dumps(devices | {"plans": plans_as_json(choices, target.gpus_per_host)})
-        options = " ".join(f"--config.{k}={v}" for k, v in choices[0].plan.settings().items())
-        return f"{plans_as_text(choices, target.gpus_per_host)}\n\n{options}"
 
-    return print_or_refuse(report)
+def _plan(args: argparse.Namespace, others: list[str]) -> str:
+    """Return the report on the best plans, and write the best into `--out`."""
+    overrides = parse_overrides(others)
+    if not args.target.startswith("cpu:"):
+        target = parse_target(args.target, args.network)  # refuse it before the config is loaded
+    given = load_config(args.config, overrides, allow_import=args.allow_import)
+    fixed = {Override.parse(override).key for override in overrides}
+    config = open_config(given, fixed)
+    if args.target.startswith("cpu:"):
+        devices = _cpu_devices(args.target, config)
+    else:
+        devices = described_devices(target, config, run_for)
+    per_host = devices.machine.gpus_per_host
+    choices = PlanSearch(config, devices, fixed).best()
+    if args.out is not None:
+        plain: Any = config_files.load(args.config, overrides, allow_import=args.allow_import)
+        with plain.ignore_type():
+            plain.update_from_flattened_dict(choices[0].plan.settings())
+        args.out.write_text(config_files.as_yaml(plain.to_dict()), encoding="utf-8")
+    if args.json:
+        found = {"target": args.target, "num_devices": devices.count}
+        return json.dumps(found | {"plans": plans_as_json(choices, per_host)})
+    options = " ".join(f"--config.{k}={v}" for k, v in choices[0].plan.settings().items())
+    return f"{plans_as_text(choices, per_host)}\n\n{options}"
+
+
+def _calibrate(args: argparse.Namespace, others: list[str]) -> str:
+    """Measure the devices of this machine; return their rates as text."""
+    if args.out is not None or args.json:
+        raise ValueError("--calibrate plans nothing; leave out --out and --json")
+    directory = cache_path()
+    if args.config is not None:
+        given = load_config(args.config, parse_overrides(others), allow_import=args.allow_import)
+        directory = cache_path(given.data.cache_dir)
+    elif others:
+        raise ValueError(f"--calibrate needs no {others[0]}; leave it out, or add --config")
+    if args.target is None:
+        skip_absent_gpus()
+        devices = jax.devices()
+    else:
+        devices = _simulated(args.target)
+    found = calibrate(devices, directory)
+    rates = dataclasses.asdict(found)
+    rows = [f"{name:22s} {rates[name]:.3g}" for name in rates if name.endswith("_s")]
+    head = f"{found.num_devices} × {found.device_kind}, rates of one while all are busy:"
+    return "\n".join([head, *rows, f"stored in {directory}"])
+
+
+def _cpu_devices(target: str, config: RunConfig) -> PlanDevices:
+    """Return the CPU devices of a target `cpu:1xN`, to plan for."""
+    jax.config.update("jax_enable_x64", config.precision.compute == "float64")
+    devices = _simulated(target)
+    budget = budget_of(config.memory, make_mesh(MeshConfig(data=-1), devices))
+    sizes = sizes_without_data(config)
+    assemble = partial(
+        assemble_run,
+        vocab_size=sizes.vocab_size,
+        num_labels=sizes.num_labels,
+        device_budget=budget.device_bytes,
+    )
+    machine = machine_of_devices(devices, len(devices))
+    machine = calibrated(machine, devices, config.data.cache_path)
+    return present_devices(devices, machine, budget, assemble)
+
+
+def _simulated(target: str) -> list[Any]:
+    """Return N devices that this machine's CPU simulates, for a target `cpu:1xN`.
+
+    Raises:
+        ValueError: the target has another form, or jax has fewer devices already.
+    """
+    shape = re.fullmatch(r"cpu:1x([1-9]\d{0,2})", target)
+    if shape is None or int(shape[1]) > _MAX_CPU_DEVICES:
+        raise ValueError(
+            f"--target={target[:200]!r} must be cpu:1xN, such as cpu:1x8 for 8 devices that this "
+            f"machine simulates; N is at most {_MAX_CPU_DEVICES}"
+        )
+    count = int(shape[1])
+    with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"--target={target}: this process has {len(devices)} CPU devices already; start a new "
+            "process"
+        )
+    return devices[:count]
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from train.compile import compile_run, load_config, run_for
 from train.config.config_files import load
 from train.config.overrides import Override, parse_overrides
 from train.config.schema import validate_config
+from train.planning import plan_search
 from train.planning.layer_times import CompiledPart, Part
 from train.planning.parallel_plan import PlanSpace
+from train.planning.plan_devices import described_devices
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -44,7 +46,7 @@ def run_plan(capfd, *arguments: str) -> tuple[int, str, str]:
 
 def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
     """The plan with the least composed cost is the fastest of all plans, as compiled whole."""
-    monkeypatch.setattr(plan, "NUM_PLANS", 1)
+    monkeypatch.setattr(plan_search, "NUM_PLANS", 1)
     out = tmp_path / "plan.yaml"
     code, text, _ = run_plan(capfd, "--target=h100:1x2", "--json", f"--out={out}")
     assert code == 0
@@ -62,6 +64,8 @@ def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
         num_layers=4,
         remats=("none",),
         allows=lambda context, model: True,
+        sees_whole_batch=False,
+        are_balanced=lambda num_chunks: True,
     )
     plans = [*space]
     assert len(plans) == 3  # two stages, two replicas, or a model split in two
@@ -87,8 +91,7 @@ def test_part_has_the_times_of_its_own_layers():
         CompiledPart(
             Part(context=1, model=1, batch=batch, remat="none"),
             config,
-            target,
-            run_for,
+            described_devices(target, config, run_for),
         )
         for batch in (16, 32)
     ]

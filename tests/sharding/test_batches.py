@@ -1,5 +1,7 @@
 """Rows of the global batch: which process reads which rows, and where they are placed."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ class HeldBy:
         return {d: index for d, index in everywhere.items() if d.id in self._ids}
 
 
-def rows_of(device_ids: range, batch_size: int, **sizes: int) -> list[int]:
+def rows_of(device_ids: range, batch_size: int, **sizes: Any) -> list[int]:
     sharding = batch_sharding(make_mesh(MeshConfig(**sizes), jax.devices()), DEFAULT_RULES)
     return process_rows(HeldBy(sharding, device_ids), batch_size)  # pyright: ignore[reportArgumentType]
 

@@ -3,6 +3,8 @@
 Covers `constrain`, sums over parts of the vocabulary, and functions of the whole batch.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,7 @@ def x(*shape: int) -> jax.Array:
     return jnp.arange(float(np.prod(shape))).reshape(shape)
 
 
-def local_shape(rules, axes, **sizes: int) -> tuple[int, ...]:
+def local_shape(rules, axes, **sizes: Any) -> tuple[int, ...]:
     """Return the shape of a device's shard of an (8, 4) array constrained inside a jit."""
     with jax.set_mesh(make_mesh(MeshConfig(**sizes), jax.devices())), axis_rules(rules):
         y = jax.jit(lambda a: constrain(a, *axes) * 1.0)(x(8, 4))
@@ -60,7 +62,7 @@ def test_inside_a_jit_the_rules_split_the_array():
     assert local_shape(make_rules({"batch": "model"}), ("batch", None), data=2, model=4) == (2, 4)
 
 
-def tokens_shape(function, batch: int, length: int, **sizes: int) -> tuple[int, ...]:
+def tokens_shape(function, batch: int, length: int, **sizes: Any) -> tuple[int, ...]:
     """Return the shape of a device's part of [batch, length, 3], after a function."""
     array = x(batch, length, 3)
     with jax.set_mesh(make_mesh(MeshConfig(**sizes), jax.devices())), axis_rules(DEFAULT_RULES):

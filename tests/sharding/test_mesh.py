@@ -1,6 +1,7 @@
 """The mesh: the order of its devices, and the configs that are rejected."""
 
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,7 +34,8 @@ def test_cube_of_8_devices_groups_as_documented():
 
 @pytest.mark.parametrize("outer, inner", [*zip(AXES[:-1], AXES[1:], strict=True)])
 def test_each_axis_is_outside_the_next(outer, inner):
-    mesh = make_mesh(MeshConfig(**{outer: 2, inner: 4}), jax.devices())
+    sizes: Any = {outer: 2, inner: 4}
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
     assert groups(mesh, inner) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert groups(mesh, outer) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from fields.numbers import shown
 from sharding.distributed.messages import Exchange
-from sharding.memory import AUTO
 from sharding.mesh import AXES
 from train.config.schema import RunConfig
 from train.planning.explanation import plans_as_text
@@ -88,9 +87,6 @@ def _why_not_kept(
 
 def _search(config: RunConfig, fixed: Collection[str], devices: PlanDevices) -> dict[str, Any]:
     """Search on this process, log the plans, and return the settings of the best."""
-    if config.memory.placement == AUTO:
-        # The memory is planned afterwards, by all processes, for the mesh that is chosen here.
-        config = with_values(config, {"memory.placement": "device"})
     _log.info("plan    chooses the mesh for %s", devices.name)
     choices = PlanSearch(config, devices, fixed).best()
     _log.info("%s", plans_as_text(choices, devices.machine.gpus_per_host))

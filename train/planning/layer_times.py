@@ -1,8 +1,8 @@
 """Times and memory of a model's layers, from steps that are compiled for few devices.
 
 A plan's step consists of the same layers as a step of one replica without pipeline stages. So that
-step is compiled, for one microbatch and the devices of the axes `context` and `model`, and its time is
-predicted. train/planning/plan_cost.py divides it, and puts the pieces together for a plan:
+step is compiled, for one microbatch and the devices of the axes `context` and `model`, and its time
+is predicted. train/planning/plan_cost.py divides it, and puts the pieces together for a plan:
 
     forward of the layers | embedding, head, loss | backward of the layers | update
 

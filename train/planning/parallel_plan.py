@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from sharding.mesh import AXES, MeshConfig
+from sharding.pipeline.config import BALANCED
 from train.config.schema import RunConfig, validate_config
 
 #: Axes that a plan divides the devices over, unless they are fixed. Of the others, `fsdp` is 1,
@@ -26,6 +27,7 @@ _UNPLANNED: Mapping[str, Any] = {
     "train.num_microbatches": 1,
     "pipeline.chunks": 1,
     "pipeline.schedule": "1f1b",
+    "pipeline.layers_per_stage": (),
 }
 #: Keys that a plan sets, all of them or, without a pipeline, those of other sections.
 SETTINGS = (
@@ -77,6 +79,7 @@ class ParallelPlan:
     num_microbatches: int
     schedule: str
     chunks: int
+    layers_per_stage: tuple[str, ...]  # () or BALANCED
     pipeline_remat: str
     remat: str
     zero_stage: int
@@ -109,6 +112,7 @@ class ParallelPlan:
             values |= {
                 "pipeline.schedule": self.schedule,
                 "pipeline.chunks": self.chunks,
+                "pipeline.layers_per_stage": self.layers_per_stage,
                 "pipeline.remat": self.pipeline_remat,
             }
         return values
@@ -122,6 +126,7 @@ class ParallelPlan:
         if self.mesh.pipeline > 1:
             chunks = f"({self.chunks})" if self.chunks > 1 else ""
             parts.append(f"{self.schedule}{chunks}")
+            parts += ["balanced stages"] * (self.layers_per_stage == BALANCED)
             parts += ["recomputed stages"] * (self.pipeline_remat == "full")
         parts.append(f"{self.num_microbatches} microbatches")
         parts += [f"ZeRO {self.zero_stage}"] * (self.zero_stage > 0)
@@ -154,6 +159,8 @@ class PlanSpace:
         num_layers: number of layers of the model.
         remats: values of `train.remat` to try.
         allows: whether the model can be split over this many devices along (context, model).
+        sees_whole_batch: whether all examples of a replica must be in one microbatch.
+        are_balanced: whether layers are cut as evenly into this many chunks as FLOPs can be.
     """
 
     config: RunConfig
@@ -162,13 +169,16 @@ class PlanSpace:
     num_layers: int
     remats: tuple[str, ...]
     allows: Callable[[int, int], bool]
+    sees_whole_batch: bool
+    are_balanced: Callable[[int], bool]
 
     def __iter__(self) -> Iterator[ParallelPlan]:
         """Yield every plan; whether one fits into memory is not checked here."""
         for mesh in self.meshes():
             for count in self._microbatch_counts(mesh):
                 for schedule, chunks in self._schedules(mesh, count):
-                    yield from self._plans(mesh, count, schedule, chunks)
+                    for cut in self._cuts(mesh, chunks):
+                        yield from self._plans(mesh, count, schedule, chunks, cut)
 
     def meshes(self) -> Iterator[MeshConfig]:
         """Yield every mesh that has all devices and divides the model and the batch."""
@@ -193,6 +203,8 @@ class PlanSpace:
         given = self.config.train.num_microbatches
         if "train.num_microbatches" in self.fixed:
             return [given]
+        if self.sees_whole_batch:
+            return [1]
         return list(_divisors(self.config.data.global_batch_size // (mesh.data * mesh.fsdp)))
 
     def _schedules(self, mesh: MeshConfig, num_microbatches: int) -> list[tuple[str, int]]:
@@ -206,14 +218,23 @@ class PlanSpace:
             for name, chunks in (*_SCHEDULES, (given.schedule, given.chunks))
             if not (fixed_name and name != given.schedule)
             and not (fixed_chunks and chunks != given.chunks)
-            and self.num_layers % (mesh.pipeline * chunks) == 0
+            and self.num_layers >= mesh.pipeline * chunks
             and mesh.pipeline * chunks * num_microbatches <= _MAX_OPERATIONS
             and (name != "interleaved_1f1b" or num_microbatches % mesh.pipeline == 0)
         ]
         return [*dict.fromkeys(found)]
 
+    def _cuts(self, mesh: MeshConfig, chunks: int) -> list[tuple[str, ...]]:
+        """Return the values of `pipeline.layers_per_stage` to try."""
+        given = self.config.pipeline.layers_per_stage
+        if mesh.pipeline == 1 or "pipeline.layers_per_stage" in self.fixed:
+            return [given]
+        num_chunks = mesh.pipeline * chunks
+        cuts = [()] * (self.num_layers % num_chunks == 0)
+        return [*cuts, *[BALANCED] * (not self.are_balanced(num_chunks))]
+
     def _plans(
-        self, mesh: MeshConfig, count: int, schedule: str, chunks: int
+        self, mesh: MeshConfig, count: int, schedule: str, chunks: int, cut: tuple[str, ...]
     ) -> Iterator[ParallelPlan]:
         config = self.config
         has_stages = mesh.pipeline > 1
@@ -228,6 +249,7 @@ class PlanSpace:
                 num_microbatches=count,
                 schedule=schedule,
                 chunks=chunks,
+                layers_per_stage=cut,
                 pipeline_remat=stage_remat,
                 remat=remat,
                 zero_stage=zero_stage,

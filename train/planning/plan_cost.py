@@ -10,14 +10,16 @@ Sends between stages are not counted: they run behind the layers.
 
 import collections
 import dataclasses
+import itertools
 from functools import cache
+from typing import Any
 
 import jax.numpy as jnp
 
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.cost.ticks import Operations, Ticks
 from sharding.analysis.cost.transfer import group_over, transfer_s
-from sharding.pipeline.config import PipelineConfig
+from sharding.pipeline.config import BALANCED, PipelineConfig
 from sharding.pipeline.runtime.executor import plan_execution
 from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import (
@@ -65,6 +67,7 @@ class PlanCosts:
         self._machine = machine
         self._layers = layers
         self._compute_bytes = jnp.dtype(config.precision.compute_dtype).itemsize
+        self._known_shares: dict[Any, tuple[float, ...]] = {}
 
     def cost(self, plan: ParallelPlan) -> PlanCost:
         """Return the composed cost of a plan."""
@@ -97,8 +100,26 @@ class PlanCosts:
         )
 
     def _params(self, plan: ParallelPlan) -> float:
-        """Return the number of parameters that a device computes with."""
-        return self._layers.num_params / (plan.mesh.pipeline * plan.mesh.model)
+        """Return the number of parameters that a device of the largest stage computes with."""
+        return self._layers.num_params * self._largest_stage(plan) / plan.mesh.model
+
+    def _shares(self, plan: ParallelPlan) -> tuple[float, ...]:
+        """Return the share of the layers' work in each chunk, in layer order."""
+        is_balanced = plan.layers_per_stage == BALANCED
+        key = plan.mesh.pipeline * plan.chunks, plan.layers_per_stage
+        if key not in self._known_shares:
+            counts = plan.layers_per_stage
+            if is_balanced or not counts:
+                counts = self._layers.cut(key[0], is_balanced=is_balanced)
+            flops = self._layers.work.layers
+            bounds = itertools.pairwise(itertools.accumulate(map(int, counts), initial=0))
+            shares = tuple(sum(flops[first:stop]) / sum(flops) for first, stop in bounds)
+            self._known_shares[key] = shares
+        return self._known_shares[key]
+
+    def _largest_stage(self, plan: ParallelPlan) -> float:
+        """Return the share of the layers' work in the stage that has most of it."""
+        return max(self._shares(plan)) * plan.chunks
 
     def _pipeline_s(self, plan: ParallelPlan, times: LayerTimes, head_s: float) -> float:
         """Return the time of all microbatches on the slowest stage, with its bubble."""
@@ -112,7 +133,7 @@ class PlanCosts:
         if num_stages == 1:
             return count * (times.forward_s + backward_s + head_s)
         backward_s += times.forward_s * (plan.pipeline_remat == "full")
-        num_chunks = num_stages * plan.chunks
+        shares = self._shares(plan)
         ticks = _tick_counts(num_stages, count, plan.schedule, plan.chunks, plan.pipeline_remat)
         splits = any(WEIGHT_GRADIENT in ops for stages in ticks for ops in stages)
 
@@ -120,7 +141,9 @@ class PlanCosts:
             seconds = times.forward_s * (FORWARD in operations)
             seconds += backward_s * (1 - splits / 2) * (BACKWARD in operations)
             seconds += backward_s / 2 * (WEIGHT_GRADIENT in operations)
-            return seconds / num_chunks + head_s * (f"{BACKWARD}.is_last" in operations)
+            is_last = any(name.endswith(".is_last") for name in operations)
+            seconds *= shares[-1] if is_last else max(shares)
+            return seconds + head_s * (f"{BACKWARD}.is_last" in operations)
 
         return sum(number * max(map(work_s, stages)) for stages, number in ticks.items())
 
@@ -130,18 +153,22 @@ class PlanCosts:
             return 0.0
         group = [group_over(plan.mesh.sizes, ("data", "fsdp"))]
         params = self._params(plan)
-        forward_s = times.forward_s / plan.mesh.pipeline
-        backward_s = times.backward_s / plan.mesh.pipeline
+        share = self._largest_stage(plan)
+        forward_s = times.forward_s * share
+        backward_s = times.backward_s * share
 
         def seconds(kind: str, num_bytes: float) -> float:
             return transfer_s(self._machine, kind, group, num_bytes)
 
+        if plan.effective_zero_stage == 3:  # one collective for each layer
+            layers = share * len(self._layers.work.layers)
+            gather_s = layers * seconds("all-gather", self._compute_bytes * params / layers)
+            scatter_s = seconds("reduce-scatter", 4 * params / plan.num_replicas / layers)
+            exposed_s = _exposed_s(gather_s, forward_s)
+            exposed_s += _exposed_s(gather_s + layers * scatter_s, backward_s)
+            return plan.num_microbatches * exposed_s
         gather_s = seconds("all-gather", self._compute_bytes * params)
         scatter_s = seconds("reduce-scatter", 4 * params / plan.num_replicas)
-        if plan.effective_zero_stage == 3:
-            exposed_s = _exposed_s(gather_s, forward_s)
-            exposed_s += _exposed_s(gather_s + scatter_s, backward_s)
-            return plan.num_microbatches * exposed_s
         if plan.zero_stage < 2:
             scatter_s = seconds("all-reduce", 4 * params)
         # Such gradients are summed over microbatches first, and then over replicas.
@@ -165,7 +192,7 @@ class PlanCosts:
                 chunks = _in_flight(
                     plan.mesh.pipeline, plan.num_microbatches, plan.schedule, plan.chunks
                 )
-            activations *= chunks / (plan.mesh.pipeline * plan.chunks)
+            activations *= chunks * max(self._shares(plan))
         return state + activations + kept.temporaries
 
 

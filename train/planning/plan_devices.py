@@ -1,8 +1,8 @@
 """The devices that a run is planned for: GPUs that are only described, or devices of this machine.
 
-    described GPUs (train/plan.py)     ──┐
-                                         ├──> PlanDevices ──> PlanSearch
-    devices of a run (train/build.py)  ──┘
+described GPUs (train/plan.py)     ──┐
+├──> PlanDevices ──> PlanSearch
+devices of a run (train/build.py)  ──┘
 """
 
 import dataclasses
@@ -11,9 +11,11 @@ from typing import Any
 
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.targets import Target
+from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config.schema import RunConfig
 from train.planning.memory_budget import Budget, target_budget
+from train.planning.parallel_plan import with_values
 from train.planning.step_time import machine_of
 from train.run.run import Run
 
@@ -83,6 +85,9 @@ def present_devices(
     """
 
     def assemble(config: RunConfig, num_devices: int) -> Run:
+        if config.memory.placement == AUTO:
+            # The memory is planned afterwards, by all processes, for the mesh that is chosen.
+            config = with_values(config, {"memory.placement": "device"})
         return assemble_on(config, make_mesh(config.mesh, devices[:num_devices]))
 
     return PlanDevices(

@@ -89,11 +89,8 @@ class PlanSearch:
         self._legal: dict[tuple[int, int], bool] = {}
         self._started = time.monotonic()
 
-    def best(self, count: int = NUM_PLANS) -> list[Choice]:
+    def best(self) -> list[Choice]:
         """Return the best plans with different meshes or schedules, the fastest first.
-
-        Args:
-            count: how many plans to compile whole.
 
         Raises:
             ValueError: no plan divides the model and the batch, or none fits into memory.
@@ -101,7 +98,7 @@ class PlanSearch:
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             plans = self._start(pool)
             ranked = self._refine(plans, pool)
-            finalists = self._fitting(ranked, count)
+            finalists = self._fitting(ranked, NUM_PLANS)
             self._say(f"compiles {len(finalists)} plans whole")
             steps = pool.map(self._compile_whole, (run for _, _, run in finalists))
             choices = [
@@ -126,6 +123,8 @@ class PlanSearch:
             num_layers=sum(base.functions.num_layers.values()),
             remats=self._remats(base),
             allows=self._allows,
+            sees_whole_batch=getattr(base.model, "sees_whole_batch", False),
+            are_balanced=self._are_balanced,
         )
         plans = [*space]
         if not plans:
@@ -217,6 +216,11 @@ class PlanSearch:
             except ValueError:
                 self._legal[key] = False
         return self._legal[key]
+
+    def _are_balanced(self, num_chunks: int) -> bool:
+        """Return whether an even cut of the layers is as balanced as it can be."""
+        even = self._layers.cut(num_chunks, is_balanced=False)
+        return len({*even}) == 1 and even == self._layers.cut(num_chunks, is_balanced=True)
 
     def _remats(self, run: Run) -> tuple[str, ...]:
         given = self._config.train.remat

@@ -17,9 +17,11 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from sharding.analysis.cost.kernel_time import MEMORY_EFFICIENCY
+from sharding.pipeline.stack_layout import even_cut
 from train.config.schema import RunConfig
 from train.planning.layer_times import CompiledPart, Part, PartMemory
 from train.planning.plan_devices import PlanDevices
+from train.run.stage_balance import LayerCosts
 
 #: Tokens of the base, and images of it.
 _BASE_TOKENS = 8192
@@ -94,6 +96,18 @@ class ScaledTimes:
         return self.compiled(self.base).run.num_params
 
     @cached_property
+    def work(self) -> LayerCosts:
+        """FLOPs of the layers, the embedding and the head."""
+        return self.compiled(self.base).run.traces.work
+
+    def cut(self, num_chunks: int, *, is_balanced: bool) -> list[int]:
+        """Return the number of layers of each of a pipeline's chunks, in layer order."""
+        if is_balanced:
+            shares_vocab = self._config.pipeline.share_vocab
+            return self.work.balanced(num_chunks, shares_vocab=shares_vocab)
+        return even_cut(len(self.work.layers), num_chunks)
+
+    @cached_property
     def memory_rate(self) -> float:
         """Bytes per second that kernels read and write in large arrays."""
         return MEMORY_EFFICIENCY * self._devices.machine.memory_bytes_per_s
@@ -105,7 +119,7 @@ class ScaledTimes:
         self._update_s = _UPDATE_BYTES * self.num_params / self.base.model / self.memory_rate
         forward_s = more.forward_s - found.forward_s
         growing_s = more.step_s - found.step_s
-        work = self.compiled(self.base).run.traces.work
+        work = self.work
         outside = work.embed + work.head
         self._head_s = growing_s * outside / (outside + sum(work.layers))
         self._growing = LayerTimes(

@@ -1,4 +1,4 @@
-"""Rates of devices, from datasheets or measured: good enough to rank plans, not to forecast them."""
+"""Rates of devices, and the step times that follow: good enough to rank plans, not to forecast."""
 
 import dataclasses
 import os
@@ -34,12 +34,14 @@ _GB_PER_S: dict[str, tuple[float, float, float]] = {
 # Pattern of device_kind -> network adapters of the usual host in Gbit/s per GPU: NVIDIA's DGX-1 has
 # four adapters of 100 Gbit/s for eight GPUs, DGX A100 one of 200 for each, later ones one of 400.
 _NETWORK_GBIT_PER_S = {r"\bV100\b": 50.0, r"\bA100\b": 200.0, "": 400.0}
-# A core of a CPU, as `--calibrate` measures it on two cores of an EPYC server: FLOP/s of float32
-# products, bytes per second, least times of an operation and of a collective.
-_CORE_FLOPS_PER_S = 3e10
-_CORE_BYTES_PER_S = 5e9
-_CORE_KERNEL_S = 2e-6
-_CORE_COLLECTIVE_S = 50e-6
+# A core of a CPU, as `train.plan --calibrate` measures it on two cores that simulate 8 devices:
+# peak FLOP/s of float32 products, bytes per second in memory and in collectives, least times of an
+# operation and of a collective.
+_CORE_FLOPS_PER_S = 5e10
+_CORE_BYTES_PER_S = 14e9
+_CORE_LINK_BYTES_PER_S = 8e9
+_CORE_KERNEL_S = 2.5e-6
+_CORE_COLLECTIVE_S = 33e-6
 # Between processes: gloo over TCP.
 _CPU_NETWORK_BYTES_PER_S = 1e9
 _CPU_NETWORK_LATENCY_S = 1e-3
@@ -101,7 +103,7 @@ def _cpu_machine(kind: str, per_host: int) -> Machine:
         flops_per_s={"f32": share * _CORE_FLOPS_PER_S, "f64": share * _CORE_FLOPS_PER_S / 2},
         memory_bytes_per_s=share * _CORE_BYTES_PER_S,
         host_bytes_per_s=share * _CORE_BYTES_PER_S,
-        link_bytes_per_s=share * _CORE_BYTES_PER_S,
+        link_bytes_per_s=share * _CORE_LINK_BYTES_PER_S,
         gpus_per_host=per_host,
         network_bytes_per_s=_CPU_NETWORK_BYTES_PER_S,
         kernel_s=_CORE_KERNEL_S / share,

@@ -6,25 +6,30 @@ import pytest
 
 from tests.runs import ROOT
 from train.config.config_files import load
-from train.config.schema import RunConfig, validate_config
-from train.planning.parallel_plan import UNPLANNED, PlanSpace
+from train.config.schema import RunConfig
+from train.planning.parallel_plan import PlanSpace, open_config
 
 
 def config_of(*overrides: str) -> RunConfig:
     sizes = ("data.global_batch_size=16", "model.num_layers=4")
-    unplanned = (f"{key}={value}" for key, value in UNPLANNED.items())
-    return validate_config(load(f"{ROOT}/configs/gpt2_3d.py", (*sizes, *unplanned, *overrides)))
+    fixed = {override.partition("=")[0] for override in overrides}
+    return open_config(load(f"{ROOT}/configs/gpt2_3d.py", (*sizes, *overrides)), fixed)
 
 
-def space(num_devices: int = 8, *overrides: str, most_model: int = 4) -> PlanSpace:
+def space(num_devices: int = 8, *overrides: str, most_model: int = 4, **values) -> PlanSpace:
     """Return the space of a config whose overrides are fixed."""
+    given = {
+        "num_layers": 4,
+        "sees_whole_batch": False,
+        "are_balanced": lambda num_chunks: 4 % num_chunks == 0,
+    }
     return PlanSpace(
         config=config_of(*overrides),
         num_devices=num_devices,
         fixed={override.partition("=")[0] for override in overrides},
-        num_layers=4,
         remats=("none", "full"),
         allows=lambda context, model: model <= most_model,
+        **(given | values),
     )
 
 
@@ -81,3 +86,16 @@ def test_fsdp_counts_as_zero_3():
     stages = {plan.effective_zero_stage for plan in space(8, "mesh.fsdp=2")}
     assert stages == {3}
     assert {p.effective_zero_stage for p in space() if p.num_replicas == 1} == {0}
+
+
+def test_stages_are_cut_by_flops_where_an_even_cut_is_not_balanced():
+    cuts = {(each.mesh.pipeline * each.chunks, each.layers_per_stage) for each in space()}
+    assert cuts == {(1, ()), (2, ()), (4, ())}
+    plans = space(num_layers=6, are_balanced=lambda num_chunks: 6 % num_chunks == 0)
+    uneven = {(each.mesh.pipeline * each.chunks, each.layers_per_stage) for each in plans}
+    # 6 layers cannot be divided by 4; into 1 and 2 they can.
+    assert uneven == {(1, ()), (2, ()), (4, ("auto",))}
+
+
+def test_models_that_see_the_whole_batch_have_one_microbatch():
+    assert {each.num_microbatches for each in space(sees_whole_batch=True)} == {1}

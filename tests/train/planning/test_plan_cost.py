@@ -1,6 +1,7 @@
 """Composed costs of plans, from layers whose times and memory are given."""
 
 import dataclasses
+import types
 
 import pytest
 
@@ -22,6 +23,11 @@ class GivenLayers:
 
     num_params = PARAMS
     memory_rate = 3e12
+    work = types.SimpleNamespace(layers=(1,) * 8)
+
+    def cut(self, num_chunks: int, *, is_balanced: bool) -> list[int]:
+        counts = [8 // num_chunks] * num_chunks
+        return [counts[0] + 1, *counts[1:-1], counts[-1] - 1] if is_balanced else counts
 
     def times(self, part: Part) -> LayerTimes:
         work = part.batch / 16 / part.model
@@ -40,14 +46,15 @@ class GivenLayers:
         return []
 
 
-COSTS = PlanCosts(config_of(), TARGET, GivenLayers())  # pyright: ignore[reportArgumentType]
+COSTS = PlanCosts(config_of(), machine_of(TARGET), GivenLayers())  # pyright: ignore[reportArgumentType]
 
 
 def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> ParallelPlan:
     mesh = {axis: values.pop(axis) for axis in ("pipeline", "data", "model") if axis in values}
     given = config_of().mesh
     sizes = {axis: 1 for axis in given.sizes} | mesh
-    whole = {"schedule": "1f1b", "chunks": 1, "pipeline_remat": "none", "remat": "none"} | values
+    whole = {"schedule": "1f1b", "chunks": 1, "pipeline_remat": "none", "remat": "none"}
+    whole |= {"layers_per_stage": ()} | values
     return ParallelPlan(
         mesh=dataclasses.replace(given, **sizes),
         num_microbatches=num_microbatches,
@@ -112,3 +119,11 @@ def test_higher_zero_stages_take_less_memory():
     found = [COSTS.cost(plan(1, data=8, zero_stage=stage)).memory_bytes for stage in range(4)]
     assert found == sorted(found, reverse=True)
     assert len({*found}) == 4
+
+
+def test_a_stage_with_fewer_layers_makes_room_for_the_head():
+    """Of 8 layers, the stages have (4, 4) or (5, 3); the last one also has the head."""
+    even = COSTS.cost(plan(16, pipeline=2, schedule="zero_bubble"))
+    cut = COSTS.cost(plan(16, pipeline=2, schedule="zero_bubble", layers_per_stage=("auto",)))
+    assert cut.memory_bytes > even.memory_bytes  # the first stage holds more
+    assert cut.step_s != even.step_s

@@ -7,6 +7,7 @@ import pytest
 from sharding.analysis.targets import parse_target
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning.layer_times import Part, PartMemory, PartTimes
+from train.planning.plan_devices import described_devices
 from train.planning.scaled_times import ScaledTimes
 
 _WORK = types.SimpleNamespace(layers=(9, 9), embed=0, head=2)
@@ -22,14 +23,17 @@ def backward_s(part: Part) -> float:
     return (2 + again) * forward_s(part)
 
 
+def not_built(config, target):
+    pytest.fail("nothing is compiled here")
+
+
 class GivenTimes(ScaledTimes):
     """Scaled times of layers that take (1 + batch) s forward and twice that backward."""
 
     def __init__(self):
         super().__init__(
             config_of("data.sequence_length=8192"),
-            parse_target("h100:1x8"),
-            lambda config, target: pytest.fail("nothing is compiled here"),
+            described_devices(parse_target("h100:1x8"), config_of(), not_built),
             context=1,
             model=1,
             remat="none",

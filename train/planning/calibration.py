@@ -1,0 +1,180 @@
+"""Measures the rates of the devices that are present, for the plans of `mesh.auto`.
+
+    python -m train.plan --calibrate
+
+The rates are stored in the cache directory, and used by later runs on as many devices of the same
+kind. All devices are busy during every measurement, because simulated devices share their cores.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.analysis.cost.kernel_time import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
+from sharding.analysis.cost.machine import Machine
+from sharding.analysis.cost.transfer import LINK_EFFICIENCY
+from untrusted.documents import read_json
+from untrusted.files import make_private_directory, write_text
+from untrusted.schema import check_fields
+
+_FILE = "machine.json"
+_REPEATS = 5
+#: Sizes of the measured arrays on a device: width of a product, numbers that are streamed through
+#: memory, numbers that are reduced.
+_WIDTH = {"cpu": 512, "gpu": 8192}
+_STREAMED = {"cpu": 2**23, "gpu": 2**27}
+_REDUCED = {"cpu": 2**19, "gpu": 2**26}
+_CHAIN = 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured rates of one device while all are busy.
+
+    Attributes:
+        device_kind: as in jax.Device.device_kind.
+        num_devices: number of devices.
+        flops_per_s: FLOP/s of float32 products on one device.
+        memory_bytes_per_s: bytes per second that a device reads and writes in large arrays.
+        link_bytes_per_s: bytes per second that a device sends in an all-reduce of a large array.
+        kernel_s: time of a small operation in a chain of such operations.
+        collective_latency_s: time of an all-reduce of one number.
+    """
+
+    device_kind: str
+    num_devices: int
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    kernel_s: float
+    collective_latency_s: float
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, float | int) and not 0 < value < math.inf:
+                raise ValueError(f"{_FILE}: {name}={value} must be positive; calibrate again")
+
+    def applied(self, machine: Machine) -> Machine:
+        """Return a machine with these rates. Products of other types scale as float32's do."""
+        factor = self.flops_per_s / MATMUL_EFFICIENCY / machine.peak_flops_per_s("f32")
+        return dataclasses.replace(
+            machine,
+            flops_per_s={dtype: factor * rate for dtype, rate in machine.flops_per_s.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s / MEMORY_EFFICIENCY,
+            link_bytes_per_s=self.link_bytes_per_s / LINK_EFFICIENCY,
+            kernel_s=self.kernel_s,
+            collective_latency_s=self.collective_latency_s,
+        )
+
+
+def calibrated(machine: Machine, devices: Sequence[Any], directory: Path) -> Machine:
+    """Return a machine with the rates that were measured on its devices, if they were.
+
+    Args:
+        machine: the rates otherwise.
+        devices: the devices of this run.
+        directory: the cache directory.
+
+    Raises:
+        ValueError: the stored rates are damaged.
+    """
+    path = directory / _FILE
+    if not path.exists():
+        return machine
+    values = read_json(path)
+    kinds = {each.name: each.type for each in dataclasses.fields(Calibration)}
+    check_fields(values, kinds, f"{path} (delete it, or calibrate again)")
+    found = Calibration(**values)
+    is_same = (found.device_kind, found.num_devices) == (devices[0].device_kind, len(devices))
+    return found.applied(machine) if is_same else machine
+
+
+def calibrate(devices: Sequence[Any], directory: Path) -> Calibration:
+    """Measure devices of this process, and store their rates in the cache directory.
+
+    Args:
+        devices: the devices.
+        directory: the cache directory; it is created.
+    """
+    found = measure(devices)
+    make_private_directory(directory)
+    write_text(directory / _FILE, json.dumps(dataclasses.asdict(found), indent=2) + "\n")
+    return found
+
+
+def measure(devices: Sequence[Any]) -> Calibration:
+    """Measure the rates of devices of this process, all of them at once."""
+    mesh = Mesh(np.array(devices), ("all",))
+    platform = "cpu" if devices[0].platform == "cpu" else "gpu"
+    width = _WIDTH[platform]
+    streamed = _STREAMED[platform]
+    reduced = _REDUCED[platform]
+    product_s = _chain_s(mesh, _product, (width, width))
+    stream_s = _chain_s(mesh, _streamed, (streamed,))
+    kernel_s = _chain_s(mesh, _product, (2, 2))
+    latency_s = 0.0
+    reduce_s = 0.0
+    if len(devices) > 1:
+        latency_s = _chain_s(mesh, _mean_of_all, (1,)) - kernel_s
+        reduce_s = _chain_s(mesh, _mean_of_all, (reduced,)) - latency_s
+    sent = 2 * (1 - 1 / len(devices)) * 4 * reduced
+    memory_bytes_per_s = 8 * streamed / stream_s
+    return Calibration(
+        device_kind=devices[0].device_kind,
+        num_devices=len(devices),
+        flops_per_s=2 * width**3 / product_s,
+        memory_bytes_per_s=memory_bytes_per_s,
+        link_bytes_per_s=sent / reduce_s if reduce_s > 0 else memory_bytes_per_s,
+        kernel_s=kernel_s,
+        collective_latency_s=max(latency_s, kernel_s),
+    )
+
+
+def _product(x: jax.Array) -> jax.Array:
+    """Multiply a square matrix of ones by itself, and scale the result to ones again."""
+    return x @ x / x.shape[0]
+
+
+def _streamed(x: jax.Array) -> jax.Array:
+    """Read and write an array once; the barrier keeps XLA from merging repetitions."""
+    return jax.lax.optimization_barrier(x * 0.999)
+
+
+def _mean_of_all(x: jax.Array) -> jax.Array:
+    return jax.lax.pmean(x, "all")
+
+
+def _chain_s(mesh: Mesh, function: Callable, shape: tuple[int, ...]) -> float:
+    """Return the least time of a function on an array of every device, called in a chain.
+
+    Args:
+        mesh: the devices.
+        function: maps a float32 array on one device to one of the same shape.
+        shape: shape of the array on one device.
+    """
+    spec = PartitionSpec("all")
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _CHAIN, lambda _, x: function(x), x[0])[None]
+
+    program = jax.jit(
+        jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    sharding = NamedSharding(mesh, spec)
+    x = jax.device_put(jnp.ones((mesh.size, *shape), jnp.float32), sharding)
+    jax.block_until_ready(program(x))
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(program(x))
+        times.append(time.perf_counter() - start)
+    return min(times) / _CHAIN
