@@ -37,7 +37,12 @@ from train.config import config_files
 from train.config.overrides import Override, parse_overrides
 from train.config.schema import RunConfig
 from train.planning.calibration import calibrate, calibrated
-from train.planning.explanation import plans_as_json, plans_as_text
+from train.planning.explanation import (
+    first_tried_as_json,
+    first_tried_as_text,
+    plans_as_json,
+    plans_as_text,
+)
 from train.planning.memory_budget import budget_of
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
@@ -84,7 +89,10 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     else:
         devices = described_devices(target, config, run_for)
     per_host = devices.machine.gpus_per_host
-    choices = PlanSearch(config, devices, fixed).best()
+    search = PlanSearch(config, devices, fixed)
+    choices = search.best()
+    tried = search.first_tried()
+    budget_bytes = devices.budget.device_bytes
     if args.out is not None:
         plain: Any = config_files.load(args.config, overrides, allow_import=args.allow_import)
         with plain.ignore_type():
@@ -92,9 +100,13 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
         args.out.write_text(config_files.as_yaml(plain.to_dict()), encoding="utf-8")
     if args.json:
         found = {"target": args.target, "num_devices": devices.count}
-        return json.dumps(found | {"plans": plans_as_json(choices, per_host)})
+        found["plans"] = plans_as_json(choices, per_host)
+        found["first_tried"] = first_tried_as_json(tried, choices, budget_bytes)
+        return json.dumps(found)
     options = " ".join(f"--config.{k}={v}" for k, v in choices[0].plan.settings().items())
-    return f"{plans_as_text(choices, per_host)}\n\n{options}"
+    others_tried = first_tried_as_text(tried, choices, budget_bytes)
+    parts = [plans_as_text(choices, per_host), others_tried, options]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _calibrate(args: argparse.Namespace, others: list[str]) -> str:

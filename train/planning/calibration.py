@@ -93,7 +93,7 @@ def calibrated(machine: Machine, devices: Sequence[Any], directory: Path) -> Mac
     values = read_json(path)
     kinds = {each.name: each.type for each in dataclasses.fields(Calibration)}
     check_fields(values, kinds, f"{path} (delete it, or calibrate again)")
-    found = Calibration(**values)
+    found = Calibration(**{name: values[name] for name in kinds})
     is_same = (found.device_kind, found.num_devices) == (devices[0].device_kind, len(devices))
     return found.applied(machine) if is_same else machine
 

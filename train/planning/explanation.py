@@ -9,6 +9,7 @@ from typing import Any
 from sharding.analysis.cost.prediction import CollectiveTime, Prediction
 from sharding.analysis.cost.transfer import group_over
 from train.planning.memory_budget import size
+from train.planning.plan_limits import FirstTried
 from train.planning.plan_search import Choice
 
 #: Parts of a step -> their names in a sentence.
@@ -38,7 +39,7 @@ def plans_as_text(choices: Sequence[Choice], gpus_per_host: int) -> str:
         cells.append(
             (
                 str(choice.plan),
-                f"{1e3 * prediction.step_s:,.0f}",
+                _ms(prediction.step_s).removesuffix(" ms"),
                 "-" if step.mfu is None else f"{step.mfu:.1%}",
                 size(step.memory.in_all or 0),
                 f"{prediction.bubble_s / prediction.step_s:.1%}",
@@ -59,6 +60,67 @@ def plans_as_text(choices: Sequence[Choice], gpus_per_host: int) -> str:
     if reasons:
         reasons = ["", "Why the others are slower:", *reasons]
     return "\n".join([*lines, *reasons])
+
+
+def first_tried_as_text(
+    found: Sequence[FirstTried], choices: Sequence[Choice], budget_bytes: float
+) -> str:
+    """Say why the meshes that one would try first are not among the plans; "" if they are.
+
+    Args:
+        found: these meshes.
+        choices: the plans that were compiled, the fastest first.
+        budget_bytes: memory that a step may use on a device.
+    """
+    known = {choice.plan.mesh for choice in choices}
+    lines = [
+        f"{each.plan or each.mesh}: {_why_not(each, choices[0], budget_bytes)}"
+        for each in found
+        if each.mesh not in known
+    ]
+    heads = ["Meshes to try first, which are not among these (composed, not compiled):"]
+    return "\n".join([*heads, *lines]) if lines else ""
+
+
+def first_tried_as_json(
+    found: Sequence[FirstTried], choices: Sequence[Choice], budget_bytes: float
+) -> list[dict[str, Any]]:
+    """Return these meshes for `json.dumps`; arguments as for `first_tried_as_text`."""
+    return [
+        {
+            "mesh": each.mesh.sizes,
+            "settings": None if each.plan is None else each.plan.settings(),
+            "composed_step_time_s": None if each.cost is None else each.cost.step_s,
+            "composed_memory_bytes": None if each.cost is None else int(each.cost.memory_bytes),
+            "reason": _why_not(each, choices[0], budget_bytes),
+        }
+        for each in found
+    ]
+
+
+def _why_not(tried: FirstTried, best: Choice, budget_bytes: float) -> str:
+    """Return what a mesh loses to the best plan, by their composed costs; "" if nothing."""
+    if tried.plan is None or tried.cost is None:
+        return "it does not divide the model or the batch, or contradicts what is fixed"
+    if tried.cost.memory_bytes > budget_bytes:
+        return (
+            f"its leanest plan takes {size(tried.cost.memory_bytes)} a device, of "
+            f"{size(budget_bytes)}"
+        )
+    names = {
+        "layers_s": "layers",
+        "exposed_s": "exposed communication between replicas",
+        "update_s": "update",
+    }
+    more_s = tried.cost.step_s - best.cost.step_s
+    if more_s <= 0:
+        return ""
+    increases = {part: getattr(tried.cost, part) - getattr(best.cost, part) for part in names}
+    part = max(increases, key=lambda part: increases[part])
+    return (
+        f"+{more_s / best.cost.step_s:.1%}; {names[part]} {_ms(increases[part])} more, of "
+        f"{_ms(more_s)}"
+    )
 
 
 def plans_as_json(choices: Sequence[Choice], gpus_per_host: int) -> list[dict[str, Any]]:
@@ -105,7 +167,7 @@ def why_slower(
         return ""
     increases = {part: getattr(other, part) - getattr(best, part) for part in _PARTS}
     part = max(increases, key=lambda part: increases[part])
-    found = f"{_PARTS[part]} +{1e3 * increases[part]:,.0f} ms, of +{1e3 * more_s:,.0f} ms"
+    found = f"{_PARTS[part]} +{_ms(increases[part])}, of +{_ms(more_s)}"
     if part != "exposed_communication_s" or not other.collectives:
         return found
     known = {(each.kind, each.axes, each.loop): each.exposed_s for each in best.collectives}
@@ -126,5 +188,11 @@ def _described(
     hosts = " across hosts" if len({device // gpus_per_host for device in group}) > 1 else ""
     return (
         f"{collective.kind} over {where}{hosts}, {collective.count:,} × {each}, is exposed for "
-        f"{1e3 * collective.exposed_s:,.0f} ms"
+        f"{_ms(collective.exposed_s)}"
     )
+
+
+def _ms(seconds: float) -> str:
+    """Format a time in milliseconds, with three digits if it is short."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"

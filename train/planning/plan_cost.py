@@ -43,14 +43,23 @@ class PlanCost:
     """Composed cost of a plan on one device.
 
     Attributes:
-        step_s: time of a step.
+        layers_s: time of all layers, embedding and head, with the pipeline's bubble.
+        exposed_s: time for which they wait for collectives between replicas.
+        update_s: time of the optimizer's update.
         memory_bytes: memory.
         unknown: parts to compile before the time is known.
     """
 
-    step_s: float
+    layers_s: float
+    exposed_s: float
+    update_s: float
     memory_bytes: float
     unknown: tuple[Part, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Time of a step."""
+        return self.layers_s + self.exposed_s + self.update_s
 
 
 class PlanCosts:
@@ -76,9 +85,10 @@ class PlanCosts:
         update_s = self._layers.update_s(
             plan.mesh.model * plan.mesh.pipeline, plan.num_replicas, plan.effective_zero_stage
         )
-        pipeline_s = self._pipeline_s(plan, times, self._layers.head_s(part))
         return PlanCost(
-            step_s=pipeline_s + self._exposed_s(plan, times) + update_s,
+            layers_s=self._pipeline_s(plan, times, self._layers.head_s(part)),
+            exposed_s=self._exposed_s(plan, times),
+            update_s=update_s,
             memory_bytes=self._memory_bytes(plan, part),
             unknown=tuple(self._layers.unknown(part)),
         )

@@ -19,10 +19,11 @@ from typing import Any
 
 from train.config.schema import RunConfig
 from train.planning.layer_times import Part
-from train.planning.memory_budget import excess, needs_of, size
+from train.planning.memory_budget import excess, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace
 from train.planning.plan_cost import PlanCost, PlanCosts
 from train.planning.plan_devices import PlanDevices
+from train.planning.plan_limits import FirstTried, first_tried, no_division, no_memory
 from train.planning.scaled_times import ScaledTimes
 from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.run.run import Run
@@ -86,6 +87,7 @@ class PlanSearch:
             remat=config.train.remat if "train.remat" in fixed else "none",
         )
         self._costs = PlanCosts(config, devices.machine, self._layers)
+        self._plans: list[ParallelPlan] = []
         self._legal: dict[tuple[int, int], bool] = {}
         self._started = time.monotonic()
 
@@ -96,8 +98,8 @@ class PlanSearch:
             ValueError: no plan divides the model and the batch, or none fits into memory.
         """
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            plans = self._start(pool)
-            ranked = self._refine(plans, pool)
+            self._start(pool)
+            ranked = self._refine(pool)
             finalists = self._fitting(ranked, NUM_PLANS)
             self._say(f"compiles {len(finalists)} plans whole")
             steps = pool.map(self._compile_whole, (run for _, _, run in finalists))
@@ -112,13 +114,37 @@ class PlanSearch:
         devices = self._devices
         return compile_and_predict(run, devices.name, devices.machine, devices.budget)
 
-    def _start(self, pool: concurrent.futures.Executor) -> list[ParallelPlan]:
-        """Compile the parts that others are scaled from; return all plans."""
-        layers = self._layers
-        base = layers.compiled(layers.base).run  # raises ValueError with the reason
-        space = PlanSpace(
-            config=self._config,
+    def first_tried(self) -> list[FirstTried]:
+        """Return the meshes that one would try first, after the search."""
+        return first_tried(
+            self._plans,
+            self._costs.cost,
             num_devices=self._devices.count,
+            per_host=self._devices.machine.gpus_per_host,
+            budget_bytes=self._budget.device_bytes,
+        )
+
+    def _start(self, pool: concurrent.futures.Executor) -> None:
+        """Find all plans, and compile the parts that others are scaled from."""
+        layers = self._layers
+        count = self._devices.count
+        self._plans = [*self._space(self._config, count)]
+        if not self._plans:
+            raise ValueError(no_division(self._config, count, [*self._fixed], self._space))
+        self._say(f"{len(self._plans):,} plans; compiles the layers of one device")
+        self._compile([layers.base, layers.doubled], pool)
+        layers.measure_base()
+
+    def _space(self, config: RunConfig, num_devices: int) -> PlanSpace:
+        """Return the plans of a config, which differs from the run's only in its batch size.
+
+        Raises:
+            ValueError: the model cannot be split as the fixed keys say.
+        """
+        base = self._layers.compiled(self._layers.base).run
+        return PlanSpace(
+            config=config,
+            num_devices=num_devices,
             fixed=self._fixed,
             num_layers=sum(base.functions.num_layers.values()),
             remats=self._remats(base),
@@ -126,21 +152,12 @@ class PlanSearch:
             sees_whole_batch=getattr(base.model, "sees_whole_batch", False),
             are_balanced=self._are_balanced,
         )
-        plans = [*space]
-        if not plans:
-            raise ValueError(self._no_plan())
-        self._say(f"{len(plans):,} plans; compiles the layers of one device")
-        self._compile([layers.base, layers.doubled], pool)
-        layers.measure_base()
-        return plans
 
-    def _refine(
-        self, plans: list[ParallelPlan], pool: concurrent.futures.Executor
-    ) -> list[tuple[ParallelPlan, PlanCost]]:
+    def _refine(self, pool: concurrent.futures.Executor) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return the plans that may fit, the fastest first; compile parts of the most promising."""
         compiled = 0
         while True:
-            ranked = self._ranked(plans)
+            ranked = self._ranked(self._plans)
             front = [part for _, cost in _distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
             parts = [*dict.fromkeys(front)][: os.cpu_count() or 1]
             if not parts or compiled >= _MAX_PARTS:
@@ -186,16 +203,21 @@ class PlanSearch:
             if excess(needs, self._budget) <= 1:
                 found.append((plan, cost, run))
             elif leanest is None or needs.device_bytes < leanest[0]:
-                leanest = (needs.device_bytes, plan)
+                leanest = (needs.device_bytes, (plan, cost))
             if len(found) == count:
                 break
         if not found:
             if leanest is None:
                 raise ValueError(refusal)
             raise ValueError(
-                f"no plan fits into {size(self._budget.device_bytes)} a device; the leanest, "
-                f"{leanest[1]}, takes {size(leanest[0])}; use more GPUs, GPUs with more memory, or "
-                "a smaller data.global_batch_size, or set fewer values on the command line"
+                no_memory(
+                    leanest[1],
+                    leanest[0],
+                    self._budget.device_bytes,
+                    self._devices.count,
+                    lambda num_devices: [*self._space(self._config, num_devices)],
+                    self._costs.cost,
+                )
             )
         return found
 
@@ -228,15 +250,6 @@ class PlanSearch:
             return (given,)
         names = [name for name in ("mlp", "attention") if name in run.traces.activation_names]
         return tuple(dict.fromkeys(["none", ",".join(names) or "none", "full", given]))
-
-    def _no_plan(self) -> str:
-        batch = self._config.data.global_batch_size
-        fixed = ", ".join(sorted(self._fixed)) or "nothing"
-        return (
-            f"no plan divides the model and data.global_batch_size={batch} over "
-            f"{self._devices.count} devices ({fixed} is fixed); choose a batch size or a number "
-            "of devices with common divisors, or set fewer values on the command line"
-        )
 
     def _say(self, text: str) -> None:
         _log.info("plan    %4.0f s  %s", time.monotonic() - self._started, text)

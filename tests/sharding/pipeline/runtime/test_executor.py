@@ -194,7 +194,7 @@ def test_buffers_of_a_custom_table_do_not_collide():
 
 
 def compiled(
-    schedule: str, num_microbatches: int, sizes: dict[str, int], remat="full", **shape: Any
+    schedule: str, num_microbatches: int, sizes: dict[str, Any], remat="full", **shape: int
 ):
     net = Net()
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())

@@ -1,0 +1,74 @@
+"""Requests without a plan name the nearest one that has a plan."""
+
+import dataclasses
+
+import pytest
+
+from tests.train.planning.test_parallel_plan import config_of, space
+from train.planning.explanation import first_tried_as_text
+from train.planning.parallel_plan import PlanSpace
+from train.planning.plan_cost import PlanCost
+from train.planning.plan_limits import first_tried, no_division, no_memory
+
+
+def space_of(config, num_devices) -> PlanSpace:
+    return dataclasses.replace(space(), config=config, num_devices=num_devices)
+
+
+def cost(plan) -> PlanCost:
+    """A step takes 8 s, and 1 s more for each doubling of `model`; memory is divided by devices."""
+    split = plan.mesh.model * plan.mesh.pipeline
+    replicas = plan.mesh.data if plan.zero_stage == 3 else 1
+    return PlanCost(
+        layers_s=7 + plan.mesh.model.bit_length(),
+        exposed_s=0.5,
+        update_s=0.5,
+        memory_bytes=2**30 * 64 / split / replicas,
+        unknown=(),
+    )
+
+
+def test_request_that_nothing_divides_names_the_nearest_that_works():
+    message = no_division(config_of(), 7, ["mesh.model"], space_of)
+    assert "no plan divides the model and data.global_batch_size=16 over 7 devices" in message
+    nearest = message.partition("the nearest that works: ")[2]
+    devices = int(nearest.split()[0])
+    assert [*space_of(config_of(), devices)] and not [*space_of(config_of(), 7)]
+    assert abs(devices - 7) == 1
+    batch = int(nearest.rpartition("=")[2])
+    changed = config_of(f"data.global_batch_size={batch}")
+    assert [*space_of(changed, 7)]
+
+
+def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():
+    plans = [*space()]
+    leanest = min(((plan, cost(plan)) for plan in plans), key=lambda pair: pair[1].memory_bytes)
+    # 8 GiB on 8 devices by composed memory, 10 GiB by the estimate: 4 GiB need 20, so 32 devices.
+    message = no_memory(
+        leanest, 10 * 2**30, 4 * 2**30, 8, lambda count: [*space_of(config_of(), count)], cost
+    )
+    assert message.startswith("no plan fits into 4.00 GiB a device; the leanest, ")
+    assert "takes 10.00 GiB; what would fit: about 32 devices like these" in message
+
+
+@pytest.mark.parametrize("budget", [2**40, 2**33])
+def test_meshes_to_try_first_are_data_only_and_model_within_a_host(budget):
+    plans = [*space()]
+    found = first_tried(plans, cost, num_devices=8, per_host=4, budget_bytes=budget)
+    assert [str(each.mesh) for each in found] == ["data=8", "data=2 × model=4"]
+    for each in found:
+        assert each.plan is not None and each.cost is not None
+        assert each.plan.mesh == each.mesh
+        assert each.cost.memory_bytes <= budget
+        assert budget == 2**40 or each.plan.zero_stage == 3
+
+
+def test_mesh_that_cannot_be_used_says_why():
+    plans = [*space(most_model=2)]
+    found = first_tried(plans, cost, num_devices=8, per_host=4, budget_bytes=2**20)
+    assert found[1].plan is None
+    best = next(plan for plan in plans if plan.mesh.pipeline == 4)
+    choice = dataclasses.make_dataclass("Choice", ["plan", "cost"])(best, cost(best))
+    text = first_tried_as_text(found, [choice], 2**20)
+    assert "data=8, " in text and "its leanest plan takes 8.00 GiB a device, of 1.0 MiB" in text
+    assert "data=2 × model=4: it does not divide the model or the batch" in text

@@ -1,0 +1,147 @@
+"""What is said about requests that have no plan, and about the meshes that one would try first.
+
+A request without a plan ends in an error that names the nearest request that has one. Memory of
+requests with more devices is composed, not compiled; see plan_cost.py.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from sharding.analysis.targets import MAX_DEVICES
+from sharding.mesh import MeshConfig
+from train.config.schema import RunConfig
+from train.planning.memory_budget import size
+from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
+from train.planning.plan_cost import PlanCost
+
+Costed = tuple[ParallelPlan, PlanCost]
+#: Returns the plans of a config for a number of devices.
+SpaceOf = Callable[[RunConfig, int], PlanSpace]
+
+#: How far from a request another one is looked for, in devices and in examples of a batch.
+_MAX_DISTANCE = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstTried:
+    """A mesh that one would try first, and its fastest plan, which has not been compiled.
+
+    Attributes:
+        mesh: the mesh.
+        plan: the fastest of its plans, of those that fit if any does; None if no plan is legal.
+        cost: the composed cost of the plan.
+    """
+
+    mesh: MeshConfig
+    plan: ParallelPlan | None
+    cost: PlanCost | None
+
+
+def first_tried(
+    plans: Sequence[ParallelPlan],
+    cost: Callable[[ParallelPlan], PlanCost],
+    *,
+    num_devices: int,
+    per_host: int,
+    budget_bytes: float,
+) -> list[FirstTried]:
+    """Return the meshes that one would try first: data only, and `model` within a host.
+
+    Args:
+        plans: all plans.
+        cost: returns the composed cost of a plan.
+        num_devices: number of devices.
+        per_host: number of devices per host.
+        budget_bytes: memory that a step may use on a device.
+    """
+    model = min(8, per_host)
+    meshes = [MeshConfig(data=num_devices)]
+    if 1 < model and num_devices % model == 0:
+        meshes.append(MeshConfig(data=num_devices // model, model=model))
+    found = []
+    for mesh in meshes:
+        costed = [(plan, cost(plan)) for plan in plans if plan.mesh == mesh]
+        fitting = [pair for pair in costed if pair[1].memory_bytes <= budget_bytes]
+        if fitting:
+            plan, least = min(fitting, key=lambda pair: pair[1].step_s)
+        elif costed:
+            plan, least = min(costed, key=lambda pair: pair[1].memory_bytes)
+        else:
+            plan = least = None
+        found.append(FirstTried(mesh=mesh, plan=plan, cost=least))
+    return found
+
+
+def no_division(
+    config: RunConfig, num_devices: int, fixed: Sequence[str], space_of: SpaceOf
+) -> str:
+    """Return the error if no mesh divides the batch, with the nearest request that has one.
+
+    Args:
+        config: the run's config.
+        num_devices: number of devices.
+        fixed: keys of the config that stay as they are.
+        space_of: returns the plans of a config for a number of devices.
+    """
+    batch = config.data.global_batch_size
+    near = []
+    for others in _by_distance(num_devices):
+        if _has_plan(space_of(config, others)):
+            near.append(f"{others} devices")
+            break
+    for other in _by_distance(batch):
+        changed = with_values(config, {"data.global_batch_size": other})
+        if _has_plan(space_of(changed, num_devices)):
+            near.append(f"data.global_batch_size={other}")
+            break
+    nearest = f"the nearest that works: {', or '.join(near)}" if near else "set fewer values"
+    return (
+        f"no plan divides the model and data.global_batch_size={batch} over {num_devices} devices "
+        f"({', '.join(sorted(fixed)) or 'nothing'} is fixed); {nearest}"
+    )
+
+
+def no_memory(
+    leanest: Costed,
+    leanest_bytes: float,
+    budget_bytes: float,
+    num_devices: int,
+    plans_of: Callable[[int], Sequence[ParallelPlan]],
+    cost: Callable[[ParallelPlan], PlanCost],
+) -> str:
+    """Return the error for a model that fits on no mesh, with the nearest request that would.
+
+    Args:
+        leanest: the plan that takes the least memory.
+        leanest_bytes: its estimated memory on a device.
+        budget_bytes: memory that a step may use on a device.
+        num_devices: number of devices.
+        plans_of: returns the plans for a number of devices.
+        cost: returns the composed cost of a plan.
+    """
+    # Composed memory is corrected by the one plan whose memory has been estimated.
+    correction = leanest_bytes / leanest[1].memory_bytes
+    count = 2 * num_devices
+    more = ""
+    while count <= MAX_DEVICES and not more:
+        least = min((cost(plan).memory_bytes for plan in plans_of(count)), default=None)
+        if least is not None and correction * least <= budget_bytes:
+            more = f"about {count} devices like these, or "
+        count *= 2
+    return (
+        f"no plan fits into {size(budget_bytes)} a device; the leanest, {leanest[0]}, takes "
+        f"{size(leanest_bytes)}; what would fit: {more}devices with "
+        f"{size(leanest_bytes)} for a step, a smaller data.global_batch_size or model, or "
+        "memory.placement=host; memory.device_budget sets the budget"
+    )
+
+
+def _by_distance(number: int) -> list[int]:
+    """Return the numbers around a number, the nearest first."""
+    steps = range(1, _MAX_DISTANCE + 1)
+    near = [value for step in steps for value in (number - step, number + step)]
+    return [value for value in near if value > 0]
+
+
+def _has_plan(space: PlanSpace) -> bool:
+    return next(iter(space), None) is not None
