@@ -33,9 +33,9 @@ import jax
 import numpy as np
 
 from benchmarks.harness import report
+from benchmarks.harness.schedule_prediction import parts_of_op, parts_of_step, predict
+from benchmarks.harness.stage_parts import Part, StageParts
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, Times, interleave, ratios
-from benchmarks.schedule_prediction import parts_of_op, parts_of_step, predict
-from benchmarks.stage_parts import Part, StageParts
 from benchmarks.step import make_run, random_batch
 from sharding.analysis.flops import matmul_flops
 from sharding.analysis.memory import memory

@@ -150,7 +150,7 @@ def measure(
         "rounds": num_rounds,
         "steps_per_round": num_steps,
     }
-    contenders = {"ours": _ours(run, batch)} if "ours" in names else {}
+    contenders = {"ours": contender_of(run, batch)} if "ours" in names else {}
     if peer_names:
         first_loss = contenders["ours"].first_loss if contenders else None
         figures["equality"], found, skipped = peers.torch_contenders(
@@ -215,7 +215,13 @@ def program(run: Run) -> dict[str, Any]:
     }
 
 
-def _ours(run: Run, batch: dict[str, np.ndarray]) -> Contender:
+def contender_of(run: Run, batch: dict[str, np.ndarray]) -> Contender:
+    """Return the compiled step of a run as a contender that has warmed up.
+
+    Args:
+        run: the run.
+        batch: the global batch of every step, as from `random_batch`.
+    """
     start_s = time.perf_counter()
     train_step = run.compile_train_step()
     compile_time_s = time.perf_counter() - start_s

@@ -79,15 +79,10 @@ def main(argv: list[str] | None = None) -> int:
 def _plan(args: argparse.Namespace, others: list[str]) -> str:
     """Return the report on the best plans, and write the best into `--out`."""
     overrides = parse_overrides(others)
-    if not args.target.startswith("cpu:"):
-        target = parse_target(args.target, args.network)  # refuse it before the config is loaded
     given = load_config(args.config, overrides, allow_import=args.allow_import)
     fixed = {Override.parse(override).key for override in overrides}
     config = open_config(given, fixed)
-    if args.target.startswith("cpu:"):
-        devices = _cpu_devices(args.target, config)
-    else:
-        devices = described_devices(target, config, run_for)
+    devices = devices_of(args.target, config, args.network)
     per_host = devices.machine.gpus_per_host
     search = PlanSearch(config, devices, fixed)
     choices = search.best()
@@ -131,8 +126,19 @@ def _calibrate(args: argparse.Namespace, others: list[str]) -> str:
     return "\n".join([head, *rows, f"stored in {directory}"])
 
 
-def _cpu_devices(target: str, config: RunConfig) -> PlanDevices:
-    """Return the CPU devices of a target `cpu:1xN`, to plan for."""
+def devices_of(target: str, config: RunConfig, network: float | None = None) -> PlanDevices:
+    """Return the devices of a target, to plan for.
+
+    Args:
+        target: value of `--target`.
+        config: the run's config.
+        network: value of `--network`.
+
+    Raises:
+        ValueError: the target or the network is not valid.
+    """
+    if not target.startswith("cpu:"):
+        return described_devices(parse_target(target, network), config, run_for)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     devices = _simulated(target)
     budget = budget_of(config.memory, make_mesh(MeshConfig(data=-1), devices))

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import pipeline, schedule_prediction
-from benchmarks.harness import report
+from benchmarks import pipeline
+from benchmarks.harness import report, schedule_prediction
 from sharding.pipeline.schedules.simulate import Times, bubble_fraction, synchronous_time
 from tests.runs import CONFIG, TINY
 

@@ -66,6 +66,9 @@ class PlanSearch:
         config: the run's config.
         devices: the devices.
         fixed: keys of the config that stay as they are.
+
+    Attributes:
+        plans: all plans, after the search.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class PlanSearch:
             remat=config.train.remat if "train.remat" in fixed else "none",
         )
         self._costs = PlanCosts(config, devices.machine, self._layers)
-        self._plans: list[ParallelPlan] = []
+        self.plans: list[ParallelPlan] = []
         self._legal: dict[tuple[int, int], bool] = {}
         self._started = time.monotonic()
 
@@ -114,10 +117,14 @@ class PlanSearch:
         devices = self._devices
         return compile_and_predict(run, devices.name, devices.machine, devices.budget)
 
+    def composed_s(self, plan: ParallelPlan) -> float:
+        """Return the composed time of a step, after the search."""
+        return self._costs.cost(plan).step_s
+
     def first_tried(self) -> list[FirstTried]:
         """Return the meshes that one would try first, after the search."""
         return first_tried(
-            self._plans,
+            self.plans,
             self._costs.cost,
             num_devices=self._devices.count,
             per_host=self._devices.machine.gpus_per_host,
@@ -128,10 +135,10 @@ class PlanSearch:
         """Find all plans, and compile the parts that others are scaled from."""
         layers = self._layers
         count = self._devices.count
-        self._plans = [*self._space(self._config, count)]
-        if not self._plans:
+        self.plans = [*self._space(self._config, count)]
+        if not self.plans:
             raise ValueError(no_division(self._config, count, [*self._fixed], self._space))
-        self._say(f"{len(self._plans):,} plans; compiles the layers of one device")
+        self._say(f"{len(self.plans):,} plans; compiles the layers of one device")
         self._compile([layers.base, layers.doubled], pool)
         layers.measure_base()
 
@@ -157,7 +164,7 @@ class PlanSearch:
         """Return the plans that may fit, the fastest first; compile parts of the most promising."""
         compiled = 0
         while True:
-            ranked = self._ranked(self._plans)
+            ranked = self._ranked(self.plans)
             front = [part for _, cost in _distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
             parts = [*dict.fromkeys(front)][: os.cpu_count() or 1]
             if not parts or compiled >= _MAX_PARTS:

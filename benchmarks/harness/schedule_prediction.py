@@ -6,7 +6,7 @@ benchmarks/pipeline.py explains the two predictions, *synchronous* and *work-bou
 import dataclasses
 from collections.abc import Mapping
 
-from benchmarks.stage_parts import Part
+from benchmarks.harness.stage_parts import Part
 from sharding.pipeline.schedules.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op
 from train.run.run import Run
 

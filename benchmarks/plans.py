@@ -1,0 +1,155 @@
+"""Checks the plans of `train.plan`: `python -m benchmarks.plans`.
+
+    python -m benchmarks.plans --config=configs/gpt2.py --target=h100:1x8 --check=all
+    python -m benchmarks.plans --config=configs/gpt2.py --target=cpu:1x8 --check=times
+
+- *all* compiles every legal plan whole, and says by how much the planner's choice is slower than
+  the best of them, by the same predictor. Fix values on the command line until few plans are left.
+- *times* runs the best plan of each mesh on this machine's simulated devices, in turns, and
+  compares the order of the measured times with the predicted order (Kendall's tau).
+
+A plan that does not fit into memory, or that the run's checks refuse, is not legal.
+"""
+
+import argparse
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.harness import report
+from benchmarks.harness.ranks import kendall_tau
+from benchmarks.harness.timing import interleave
+from benchmarks.step import contender_of, random_batch
+from train.compile import load_config
+from train.config.overrides import Override, parse_overrides
+from train.config.schema import RunConfig
+from train.plan import devices_of
+from train.planning.memory_budget import excess, needs_of
+from train.planning.parallel_plan import ParallelPlan, open_config
+from train.planning.plan_devices import PlanDevices
+from train.planning.plan_search import PlanSearch
+from train.reporting.compiled_step import CompiledStep, compile_and_predict
+from untrusted.messages import sentence_of
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code: 0, or 2 after an error."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
+    parser.add_argument("--target", required=True, help="as for train.plan; cpu:1xN for times")
+    parser.add_argument("--check", required=True, choices=("all", "times"))
+    parser.add_argument("--out", type=Path, help="add the figures to this JSON file")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each plan that is timed")
+    args, others = parser.parse_known_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, force=True)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        overrides = parse_overrides(others)
+        given = load_config(args.config, overrides)
+        fixed = {Override.parse(override).key for override in overrides}
+        config = open_config(given, fixed)
+        devices = devices_of(args.target, config)
+        if args.check == "all":
+            figures = check_all(config, devices, fixed)
+        else:
+            figures = check_times(config, devices, fixed, num_rounds=args.rounds)
+    except (ValueError, OSError) as error:
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
+        return 2
+    arguments = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "benchmarks.plans", *arguments])
+    machine = {"cpu": report.cpu_name(), "num_cores": report.num_cores()}
+    figures = {"command": command, "versions": report.versions(), "machine": machine} | figures
+    print(json.dumps(figures, indent=1, allow_nan=False))
+    if args.out is not None:
+        known = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else []
+        text = json.dumps([*known, figures], indent=1, allow_nan=False)
+        args.out.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def check_all(config: RunConfig, devices: PlanDevices, fixed: set[str]) -> dict[str, Any]:
+    """Compile every legal plan; return their predicted times and the loss of the planner's choice.
+
+    Args:
+        config: the run's config, from `open_config`.
+        devices: the devices to plan for.
+        fixed: keys of the config that stay as they are.
+    """
+    search = PlanSearch(config, devices, fixed)
+    chosen = search.best()[0]
+    steps: dict[str, float] = {}
+    for plan, step in _compiled(config, devices, search.plans):
+        steps[str(plan)] = step.prediction.step_s
+        jax.clear_caches()
+        print(f"{1e3 * step.prediction.step_s:10.3f} ms  {plan}", file=sys.stderr, flush=True)
+    best = min(steps, key=lambda name: steps[name])
+    chosen_s = chosen.step.prediction.step_s
+    return {
+        "check": "all",
+        "num_plans": len(steps),
+        "chosen": str(chosen.plan),
+        "chosen_s": chosen_s,
+        "best": best,
+        "best_s": steps[best],
+        "loss": chosen_s / steps[best] - 1,
+        "steps_s": steps,
+    }
+
+
+def check_times(
+    config: RunConfig, devices: PlanDevices, fixed: set[str], *, num_rounds: int
+) -> dict[str, Any]:
+    """Time the best plan of each mesh; return measured and predicted times and Kendall's tau.
+
+    Args:
+        config: the run's config, from `open_config`.
+        devices: the devices, which must be present.
+        fixed: keys of the config that stay as they are.
+        num_rounds: turns of each plan.
+    """
+    search = PlanSearch(config, devices, fixed)
+    search.best()
+    of_mesh: dict[str, ParallelPlan] = {}
+    for plan in sorted(search.plans, key=search.composed_s):
+        of_mesh.setdefault(str(plan.mesh), plan)
+    compiled = {str(p): step for p, step in _compiled(config, devices, [*of_mesh.values()])}
+    contenders = {
+        name: contender_of(step.run, random_batch(step.run)) for name, step in compiled.items()
+    }
+    times = interleave(contenders, num_rounds=num_rounds, num_steps=2)
+    predicted = {name: step.prediction.step_s for name, step in compiled.items()}
+    measured = {name: times[name].median_s for name in compiled}
+    return {
+        "check": "times",
+        "tau": kendall_tau([*predicted.values()], [*measured.values()]),
+        "plans": {
+            name: {"predicted_s": predicted[name], "measured_s": measured[name]}
+            for name in sorted(compiled, key=lambda name: measured[name])
+        },
+    }
+
+
+def _compiled(
+    config: RunConfig, devices: PlanDevices, plans: list[ParallelPlan]
+) -> Iterator[tuple[ParallelPlan, CompiledStep]]:
+    """Yield the legal ones of the plans with their compiled steps."""
+    for plan in plans:
+        try:
+            run = devices.assemble(plan.applied(config), devices.count)
+        except ValueError:
+            continue
+        if excess(needs_of(run, devices.budget), devices.budget) <= 1:
+            machine = devices.machine
+            yield plan, compile_and_predict(run, devices.name, machine, devices.budget)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
