@@ -45,6 +45,20 @@ _CORE_COLLECTIVE_S = 33e-6
 # Between processes: gloo over TCP.
 _CPU_NETWORK_BYTES_PER_S = 1e9
 _CPU_NETWORK_LATENCY_S = 1e-3
+# Number of NVLink connections between each two GPUs of a V100's usual host of eight: the hybrid
+# cube mesh of NVIDIA's DGX-1. Hosts of 16 have a switch, as hosts of later GPUs do. Source: NVIDIA,
+# "DGX-1 with Tesla V100 system architecture" (2017), section on NVLink.
+_CUBE_MESH = (
+    (0, 1, 1, 2, 2, 0, 0, 0),
+    (1, 0, 2, 1, 0, 2, 0, 0),
+    (1, 2, 0, 2, 0, 0, 1, 0),
+    (2, 1, 2, 0, 0, 0, 0, 1),
+    (2, 0, 0, 0, 0, 1, 1, 2),
+    (0, 2, 0, 0, 1, 0, 2, 1),
+    (0, 0, 1, 0, 1, 2, 0, 2),
+    (0, 0, 0, 1, 2, 1, 2, 0),
+)
+_WITHOUT_SWITCH = r"\bV100-SXM"
 #: Devices whose datasheet is not in the table count as this one.
 _NOMINAL = "NVIDIA A100-SXM4-80GB"
 
@@ -119,6 +133,8 @@ def _gpu_machine(device_kind: str, per_host: int, network_gbit_per_s: float | No
     names |= {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
     usual = (rate for key, rate in _NETWORK_GBIT_PER_S.items() if re.search(key, known.device_kind))
     gbit_per_s = network_gbit_per_s or next(usual)
+    has_switch = not re.search(_WITHOUT_SWITCH, known.device_kind)
+    has_switch |= per_host > len(_CUBE_MESH)
     peaks = {short: peak_flops_per_s(known.device_kind, name) for short, name in names.items()}
     return Machine(
         device_kind=known.device_kind,
@@ -130,6 +146,7 @@ def _gpu_machine(device_kind: str, per_host: int, network_gbit_per_s: float | No
         link_bytes_per_s=known.network_bytes_per_s,
         gpus_per_host=per_host,
         network_bytes_per_s=gbit_per_s * 1e9 / 8,
+        links=None if has_switch else _CUBE_MESH,
     )
 
 

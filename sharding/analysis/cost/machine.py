@@ -1,7 +1,7 @@
 """Describes the hardware of a predicted step by its rates."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 #: Least time of a kernel, from its start to the start of the next one. XLA's model has no such
 #: minimum, and estimates nanoseconds for scalars. A rule of thumb for sequences of small kernels,
@@ -23,7 +23,7 @@ class Machine:
             Types that are not listed use "f32".
         memory_bytes_per_s: bandwidth of the GPU's memory.
         host_bytes_per_s: bandwidth of its link to the host, in one direction.
-        link_bytes_per_s: bandwidth of its links to the other GPUs of its host, in one direction.
+        link_bytes_per_s: bandwidth of all its links to other GPUs of its host, in one direction.
         gpus_per_host: partitions 0 .. gpus_per_host - 1 of a program are on the first host, etc.
         network_bytes_per_s: its share of the host's network adapters, in one direction.
         kernel_s: least time of a kernel.
@@ -32,6 +32,8 @@ class Machine:
         shares_cores: whether the devices are simulated on the cores of one CPU. A stage that waits
             then leaves its cores to the others, so a pipeline has no bubble. The rates are those of
             a device while all devices are busy.
+        links: number of links between each two GPUs of a host; None if a switch connects them, so
+            that a GPU reaches any other with all its links.
     """
 
     device_kind: str
@@ -45,7 +47,34 @@ class Machine:
     collective_latency_s: float = COLLECTIVE_LATENCY_S
     network_latency_s: float = NETWORK_LATENCY_S
     shares_cores: bool = False
+    links: tuple[tuple[int, ...], ...] | None = None
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Return the peak FLOP/s of a product whose operands have this element type."""
         return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
+
+    def group_bytes_per_s(self, group: Sequence[int]) -> float:
+        """Return the bandwidth of the links over which a group of GPUs communicates in its hosts.
+
+        Without a switch, these are the links between the members of the group, and the member with
+        the fewest decides. GPUs without a link to each other use the link to the host:
+
+            links ((0, 1, 2, 0),    group (0, 1)        1 of 3 links: a third of link_bytes_per_s
+                   (1, 0, 0, 2),    group (0, 1, 2, 3)  3 of 3 links: link_bytes_per_s
+                   (2, 0, 0, 1),    group (0, 3)        no link: host_bytes_per_s
+                   (0, 2, 1, 0))
+
+        Args:
+            group: numbers of the devices.
+        """
+        if self.links is None:
+            return self.link_bytes_per_s
+        rate = self.link_bytes_per_s
+        for device in group:
+            host, place = divmod(device, self.gpus_per_host)
+            peers = [p % self.gpus_per_host for p in group if p // self.gpus_per_host == host]
+            if len(peers) > 1:
+                links = self.links[place]
+                shared = sum(links[peer] for peer in peers) / sum(links)
+                rate = min(rate, shared * self.link_bytes_per_s or self.host_bytes_per_s)
+        return rate

@@ -1,8 +1,8 @@
 """Estimates how long a collective takes, from the bandwidths of links and networks.
 
-Within a host, GPUs are connected by NVLink; each GPU also has a share of the host's network
-adapters. A collective moves its bytes through a ring: the slower of the two kinds of connection
-that the ring contains decides.
+Within a host, GPUs are connected by NVLink, either through a switch or by links between some of
+them; each GPU also has a share of the host's network adapters. A collective moves its bytes through
+a ring: the slower of the two kinds of connection that the ring contains decides.
 """
 
 import math
@@ -40,7 +40,8 @@ def transfer_s(
         return 0.0
     num_hosts = max(_num_hosts(machine, group) for group in groups)
     size = max(len(group) for group in groups)
-    usual_s, best_s = _wire_s(machine, kind, size, num_hosts, num_bytes)
+    link_rate = min(machine.group_bytes_per_s(group) for group in groups)
+    usual_s, best_s = _wire_s(machine, kind, size, num_hosts, num_bytes, link_rate)
     seconds = usual_s if given_s is None else min(max(given_s, best_s), MOST_OF_ESTIMATE * usual_s)
     latency_s = machine.network_latency_s if num_hosts > 1 else machine.collective_latency_s
     return max(seconds, latency_s)
@@ -63,12 +64,21 @@ def _num_hosts(machine: Machine, group: tuple[int, ...]) -> int:
 
 
 def _wire_s(
-    machine: Machine, kind: str, size: int, num_hosts: int, num_bytes: float
+    machine: Machine, kind: str, size: int, num_hosts: int, num_bytes: float, link_rate: float
 ) -> tuple[float, float]:
-    """Return (seconds at NCCL's usual efficiency, seconds at the links' full bandwidth)."""
+    """Return (seconds at NCCL's usual efficiency, seconds at the links' full bandwidth).
+
+    Args:
+        machine: the hardware.
+        kind: one of `asynchrony.COLLECTIVES`.
+        size: number of GPUs in a group.
+        num_hosts: number of hosts of a group.
+        num_bytes: bytes of the collective's output on one GPU.
+        link_rate: bandwidth of the links within a host, in bytes per second.
+    """
     per_host = size / num_hosts
     moved = _sent_bytes(kind, size, num_bytes)
-    link_s = moved / machine.link_bytes_per_s
+    link_s = moved / link_rate
     network_s = 0.0
     if num_hosts > 1 and kind in ("all-to-all", "ragged-all-to-all"):
         # Each GPU sends the data for other hosts through its own network adapter.

@@ -30,3 +30,13 @@ def test_machine_of_uses_float32_for_gpus_without_bfloat16():
 )
 def test_network_of_a_machine_is_as_in_its_usual_host_unless_given(target, network, expected):
     assert machine_of(parse_target(target, network)).network_bytes_per_s == expected
+
+
+def test_gpus_of_a_v100_host_have_six_links_without_a_switch():
+    links = machine_of(parse_target("v100:2x8")).links
+    assert links is not None
+    assert [sum(row) for row in links] == [6] * 8
+    assert links == tuple(zip(*links, strict=True))
+    # A host of 16 GPUs has a switch, as hosts of later GPUs do.
+    assert machine_of(parse_target("v100:1x16")).links is None
+    assert machine_of(parse_target("h100:1x8")).links is None

@@ -1,5 +1,7 @@
 """Times of collectives from the bandwidths of links and networks."""
 
+import dataclasses
+
 import pytest
 
 from sharding.analysis.cost.machine import NETWORK_LATENCY_S
@@ -42,3 +44,34 @@ def test_slowest_connection_of_a_ring_determines_the_time(kind, group, expected)
 
 def test_small_transfers_take_the_latency():
     assert transfer_s(MACHINE, "all-reduce", [(0, 4)], 8) == NETWORK_LATENCY_S
+
+
+#: Four GPUs in a square of 1, 2, 1 and 2 links. A GPU's links carry 400 GB/s together.
+SQUARE = dataclasses.replace(
+    MACHINE, links=((0, 1, 2, 0), (1, 0, 0, 2), (2, 0, 0, 1), (0, 2, 1, 0))
+)
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ((0, 1, 2, 3), 400e9),
+        ((0, 1), 400e9 / 3),
+        ((4, 6), 2 * 400e9 / 3),
+        ((0, 1, 2), 400e9 / 3),  # GPU 1 shares only its link to GPU 0
+        ((0, 3), SQUARE.host_bytes_per_s),  # no link
+        ((1, 5), 400e9),  # one GPU per host: links carry nothing
+        ((0, 2, 4, 5), 400e9 / 3),  # the second host decides
+    ],
+)
+def test_group_without_a_switch_has_the_links_between_its_members(group, expected):
+    assert SQUARE.group_bytes_per_s(group) == pytest.approx(expected)
+    assert MACHINE.group_bytes_per_s(group) == 400e9
+
+
+def test_slowest_group_without_a_switch_determines_the_time():
+    groups = [(0, 2), (1, 2)]  # two links, none
+    slow_s = transfer_s(SQUARE, "all-gather", groups, 3e9)
+    assert slow_s == pytest.approx(0.5 * 3e9 / (0.75 * SQUARE.host_bytes_per_s))
+    fast_s = transfer_s(SQUARE, "all-gather", groups[:1], 3e9)
+    assert fast_s == pytest.approx(0.5 * 3e9 / (0.75 * 2 * 400e9 / 3))
