@@ -8,7 +8,7 @@ are in launch/environment.py.
 
 Left out on purpose:
 
-- The latency-hiding scheduler is XLA's default.
+- The latency-hiding scheduler is XLA's default for GPUs since Hopper.
 - XLA pipelines reduce-scatters and all-reduces by default: one that nothing else in its iteration
   reads ends in the next. Pipelined all-gathers need copies of the gathered weights, which took as
   long as the communication that they hid.
@@ -24,6 +24,7 @@ Left out on purpose:
 """
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class CompilerOption:
         value: the value; "True" or "False" for a bool.
         reason: the reason for the value.
         since: the first compute capability that has the option.
+        before: the first later compute capability that does not need it any more.
         since_jax: the first version of jax that needs it.
         before_jax: the first later version of jax that does not need it any more.
         only_described: whether it is only for GPUs that are not present.
@@ -54,6 +56,7 @@ class CompilerOption:
     value: str
     reason: str
     since: float = VOLTA
+    before: float = math.inf
     since_jax: tuple[int, ...] = ()
     before_jax: tuple[int, ...] = (1,)
     only_described: bool = False
@@ -71,6 +74,13 @@ OPTIONS = (
         value="False",
         reason="CUB's sort asks the GPU how much memory it takes; XLA's own sort does not",
         only_described=True,
+    ),
+    CompilerOption(
+        name="xla_gpu_enable_latency_hiding_scheduler",
+        value="True",
+        reason="collectives run at the same time as kernels; XLA's default for later GPUs, but on "
+        "these, kernels wait for every collective",
+        before=HOPPER,
     ),
     CompilerOption(
         name="xla_gpu_collect_cost_model_stats",
@@ -162,7 +172,7 @@ def options_for(
     return [
         option
         for option in options
-        if hardware.compute_capability >= option.since
+        if option.since <= hardware.compute_capability < option.before
         and option.since_jax <= jax.__version_info__ < option.before_jax
         and is_described >= option.only_described
         and option.name not in given

@@ -1,5 +1,7 @@
 """Compiler options: which GPU gets which, XLA_FLAGS take precedence, and each has a reason."""
 
+import dataclasses
+
 import pytest
 
 from sharding import compiler_options
@@ -39,6 +41,15 @@ def test_a_described_gpu_has_the_options_of_a_real_one_and_more(monkeypatch):
     assert real < described
     assert "xla_gpu_collect_cost_model_stats" in described - real
     assert "xla_gpu_collect_cost_model_stats" not in names_for(V100, is_described=True)
+
+
+def test_gpus_before_hopper_need_the_scheduler_that_later_ones_have_by_default(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    a100 = dataclasses.replace(V100, device_kind="NVIDIA A100-SXM4-80GB", compute_capability=8.0)
+    name = "xla_gpu_enable_latency_hiding_scheduler"
+    assert name in names_for(V100)
+    assert name in names_for(a100)
+    assert name not in names_for(H100)
 
 
 @pytest.mark.parametrize(
