@@ -1,0 +1,229 @@
+"""Predicts the jobs of LiBai's published benchmark, and compares how both rank them.
+
+    python -m benchmarks.libai --out=benchmarks/results/libai.json
+    python -m benchmarks.libai --docs
+
+The first command compiles every job for the GPUs of its row, in about 15 minutes, and fits three
+constants. If it is interrupted, the same command continues. The second command writes the tables
+of docs/published.md from the results. Published speeds were measured; ours are predictions for GPUs
+that are only described. This needs `jax[cuda12]`, but no GPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.harness import docs_page, libai_fit, ranks, report
+from benchmarks.harness.libai_fit import Constants, Parts
+from benchmarks.harness.libai_rows import MODELS, NETWORK_GBIT_PER_S, Row, jobs_of, parse_rows
+from sharding.analysis.targets import parse_target
+from train.compile import compile_step
+
+_ROOT = Path(__file__).parents[1]
+_PUBLISHED = _ROOT / "benchmarks" / "results" / "libai_benchmark.csv"
+_RESULTS = _ROOT / "benchmarks" / "results" / "libai.json"
+_DOCS = _ROOT / "docs" / "published.md"
+
+#: `Row.key` -> predicted sequences per second.
+Speeds = Mapping[tuple[str, str], float]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the figures, or the tables of the docs; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.libai", allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=_RESULTS, help="write the figures to this file")
+    parser.add_argument(
+        "--docs", action="store_true", help="write docs/published.md from the results"
+    )
+    args = parser.parse_args(argv)
+    rows = parse_rows(_PUBLISHED.read_text(encoding="utf-8"))
+    if args.docs:
+        results = json.loads(_RESULTS.read_text(encoding="utf-8"))
+        text = with_tables(_DOCS.read_text(encoding="utf-8"), rows, results)
+        _DOCS.write_text(text, encoding="utf-8")
+        return 0
+    jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
+    arguments = sys.argv[1:] if argv is None else argv
+    whole: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.libai", *arguments]),
+        "versions": report.versions("scipy"),
+        "jobs": {},
+    }
+    if args.out.exists():
+        stored = json.loads(args.out.read_text(encoding="utf-8"))
+        if "constants" not in stored and stored["versions"] == whole["versions"]:
+            whole["jobs"] = stored["jobs"]
+    for row in jobs_of(rows):
+        if _name(row) not in whole["jobs"]:
+            whole["jobs"][_name(row)] = _predicted(row)
+            _write(args.out, whole)
+    fitted = [_name(row) for row in jobs_of(rows) if row.is_fitted]
+    whole["constants"] = dataclasses.asdict(libai_fit.fit(rows, parts_of(whole, rows)))
+    whole["constants_are"] = f"fitted on {len(fitted)} jobs: one GPU, or data parallelism alone"
+    whole["fitted_on"] = fitted
+    _write(args.out, whole)
+    return 0
+
+
+def _write(path: Path, whole: dict[str, Any]) -> None:
+    path.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _name(row: Row) -> str:
+    return f"{row.model} {row.name}"
+
+
+def command_of(row: Row) -> str:
+    """Return the command that compiles a job, without constants."""
+    words = [f"--config=configs/{MODELS[row.model]}", f"--target={row.target}"]
+    words.append(f"--network={NETWORK_GBIT_PER_S}")
+    words += [f"--config.{override}" for override in row.overrides]
+    return shlex.join(["python", "-m", "train.compile", *words])
+
+
+def _predicted(row: Row) -> dict[str, Any]:
+    """Compile a job and return its figures."""
+    target = parse_target(row.target, NETWORK_GBIT_PER_S)
+    step = compile_step(str(_ROOT / "configs" / MODELS[row.model]), target, row.overrides)
+    mesh_shape = dict(step.run.mesh.shape)
+    parts = Parts.of_prediction(step.prediction, mesh_shape, target.gpus_per_host)
+    figures = {
+        "command": command_of(row),
+        "seconds": round(step.trace_s + step.compile_s, 1),
+        "compiled_bytes": step.to_json()["memory"]["compiled_bytes"],
+        "step_time_s": step.prediction.step_s,
+        "parts": dataclasses.asdict(parts),
+    }
+    jax.clear_caches()
+    print(_name(row), json.dumps(figures), flush=True)
+    return figures
+
+
+def parts_of(results: dict[str, Any], rows: Sequence[Row]) -> dict[tuple[str, str], Parts]:
+    """Return the stored parts of all jobs, by `Row.key`."""
+    return {row.key: Parts(**results["jobs"][_name(row)]["parts"]) for row in jobs_of(rows)}
+
+
+def with_tables(text: str, rows: Sequence[Row], results: dict[str, Any]) -> str:
+    """Return the text of the docs page with its tables replaced.
+
+    Args:
+        text: the text of the page.
+        rows: the published rows.
+        results: the figures, as this command writes them.
+
+    Raises:
+        ValueError: the page lacks a comment that marks the beginning or end of a table.
+    """
+    parts = parts_of(results, rows)
+    constants = Constants(**results["constants"])
+    fitted = {row.key: constants.samples_per_s(row, parts[row.key]) for row in rows}
+    unfitted = {row.key: libai_fit.UNFITTED.samples_per_s(row, parts[row.key]) for row in rows}
+    bytes_of = {row.key: results["jobs"][_name(row)]["compiled_bytes"] for row in rows}
+    tables = {
+        "libai constants": constants_table(constants),
+        "libai ranks": ranks_table(rows, fitted, unfitted),
+        "libai choices": choices_table(rows, fitted),
+        "libai rows": rows_table(rows, fitted, bytes_of),
+    }
+    return docs_page.with_tables(text, tables, _DOCS)
+
+
+def constants_table(constants: Constants) -> str:
+    """Return a Markdown table of the fitted constants."""
+    rows = [
+        ["time of", "LiBai's ÷ ours"],
+        ["matrix products", f"{constants.matmul:.2f}"],
+        ["other kernels", f"{constants.other:.2f}"],
+        ["exposed communication across hosts", f"{constants.network:.2f}"],
+    ]
+    return _markdown(rows)
+
+
+def ranks_table(rows: Sequence[Row], fitted: Speeds, unfitted: Speeds) -> str:
+    """Return a Markdown table of Kendall's τ for each model, over all jobs and over the test."""
+    lines = [["model", "jobs", "τ with LiBai", "τ with Megatron", "τ with LiBai, without the fit"]]
+    lines[0].append("predicted ÷ LiBai")
+    for model in MODELS:
+        jobs = [row for row in jobs_of(rows) if row.model == model]
+        test = [row for row in jobs if not row.is_fitted]
+        for label, chosen in (("all", jobs), ("test only", test)):
+            libai = [row.libai_samples_per_s for row in chosen]
+            megatron = [row.megatron_samples_per_s for row in chosen]
+            predicted = [fitted[row.key] for row in chosen]
+            plain = [unfitted[row.key] for row in chosen]
+            ratios = [ours / theirs for ours, theirs in zip(predicted, libai, strict=True)]
+            lines.append(
+                [
+                    model,
+                    f"{label}, {len(chosen)}",
+                    f"{ranks.kendall_tau(predicted, libai):.2f}",
+                    f"{ranks.kendall_tau(predicted, megatron):.2f}",
+                    f"{ranks.kendall_tau(plain, libai):.2f}",
+                    f"{min(ratios):.2f} to {max(ratios):.2f}",
+                ]
+            )
+    return _markdown(lines)
+
+
+def choices_table(rows: Sequence[Row], speeds: Speeds) -> str:
+    """Return a Markdown table of the jobs that are predicted to be the fastest."""
+    heads = ["model", "layers", "GPUs", "jobs", "predicted to be the fastest", "fastest of LiBai's"]
+    lines = [[*heads, "regret"]]
+    for choice in libai_fit.choices(rows, speeds):
+        lines.append(
+            [
+                choice.model,
+                f"{choice.num_layers}",
+                f"{choice.num_gpus}",
+                f"{choice.num_jobs}",
+                choice.chosen,
+                choice.best,
+                f"{choice.regret:.1%}",
+            ]
+        )
+    return _markdown(lines)
+
+
+def rows_table(rows: Sequence[Row], speeds: Speeds, bytes_of: Mapping[tuple[str, str], int]) -> str:
+    """Return a Markdown table of all rows.
+
+    Args:
+        rows: the published rows.
+        speeds: predicted sequences per second.
+        bytes_of: `Row.key` -> compiled memory of one GPU.
+    """
+    heads = ["section", "model", "job", "LiBai", "Megatron", "predicted", "predicted ÷ LiBai"]
+    lines = [[*heads, "used for", "memory, GiB"]]
+    for row in rows:
+        speed = speeds[row.key]
+        lines.append(
+            [
+                row.section,
+                row.model,
+                row.name,
+                f"{row.libai_samples_per_s:,.1f}",
+                f"{row.megatron_samples_per_s:,.1f}",
+                f"{speed:,.1f}",
+                f"{speed / row.libai_samples_per_s:.2f}",
+                "fit" if row.is_fitted else "test",
+                f"{bytes_of[row.key] / 2**30:.1f}",
+            ]
+        )
+    return _markdown(lines)
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
