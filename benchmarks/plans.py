@@ -118,7 +118,7 @@ def check_times(
     search = PlanSearch(config, devices, fixed)
     search.best()
     of_mesh: dict[str, ParallelPlan] = {}
-    for plan in sorted(search.plans, key=search.composed_s):
+    for plan in sorted(search.plans, key=lambda plan: search.cost(plan).step_s):
         of_mesh.setdefault(str(plan.mesh), plan)
     compiled = {str(p): step for p, step in _compiled(config, devices, [*of_mesh.values()])}
     contenders = {

@@ -46,8 +46,9 @@ from train.planning.explanation import (
 from train.planning.memory_budget import budget_of
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
-from train.planning.plan_search import PlanSearch
+from train.planning.plan_search import Choice, PlanSearch
 from train.planning.step_time import machine_of_devices
+from train.plot import plot_plans
 from train.run.assemble import assemble_run
 
 #: Most devices that a CPU simulates for a plan.
@@ -61,6 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--out", type=Path, help="write the config with the best plan here, as YAML"
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="draw the step times of all plans into this file, such as .svg"
     )
     parser.add_argument(
         "--calibrate",
@@ -93,6 +97,8 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
         with plain.ignore_type():
             plain.update_from_flattened_dict(choices[0].plan.settings())
         args.out.write_text(config_files.as_yaml(plain.to_dict()), encoding="utf-8")
+    if args.picture is not None:
+        _draw(search, choices, budget_bytes, args.picture)
     if args.json:
         found = {"target": args.target, "num_devices": devices.count}
         found["plans"] = plans_as_json(choices, per_host)
@@ -102,6 +108,19 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     others_tried = first_tried_as_text(tried, choices, budget_bytes)
     parts = [plans_as_text(choices, per_host), others_tried, options]
     return "\n\n".join(part for part in parts if part)
+
+
+def _draw(search: PlanSearch, choices: list[Choice], budget_bytes: float, out: Path) -> None:
+    """Draw the composed times of all plans, and the predicted times of those that were compiled."""
+    composed: dict[str, list[tuple[float, bool]]] = {}
+    for plan in search.plans:
+        cost = search.cost(plan)
+        fits = cost.memory_bytes <= budget_bytes
+        composed.setdefault(str(plan.mesh), []).append((cost.step_s, fits))
+    compiled: dict[str, float] = {}
+    for choice in choices:  # the fastest first
+        compiled.setdefault(str(choice.plan.mesh), choice.step.prediction.step_s)
+    plot_plans(composed, compiled, out)
 
 
 def _calibrate(args: argparse.Namespace, others: list[str]) -> str:

@@ -1,10 +1,11 @@
-"""Plots the training and evaluation loss of one or more runs over steps.
+"""Plots the training and evaluation loss of one or more runs over steps, and the plans of a run.
 
 python -m train.plot runs/a [runs/b ...] --out=loss.png [--title="..."]
 """
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.figure
@@ -14,6 +15,9 @@ from untrusted.messages import sentence_of
 
 matplotlib.use("Agg")  # renders to files, and needs no display
 import matplotlib.pyplot as plt  # noqa: E402
+
+#: How many meshes a plot of plans shows.
+_MAX_MESHES = 40
 
 
 def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
@@ -50,6 +54,52 @@ def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    save(figure, out)
+
+
+def plot_plans(
+    composed: Mapping[str, Sequence[tuple[float, bool]]], compiled: Mapping[str, float], out: Path
+) -> None:
+    """Plot the step times of all plans over their meshes, the fastest mesh first.
+
+    Args:
+        composed: mesh -> for each of its plans, its composed step time in seconds and whether it
+            fits into memory.
+        compiled: mesh -> predicted step time of its compiled plan, in seconds.
+        out: image file to write.
+
+    Raises:
+        ValueError: `out` cannot be written as an image.
+    """
+
+    def fastest(mesh: str) -> tuple[bool, float]:
+        times = [seconds for seconds, fits in composed[mesh] if fits]
+        return not times, min(times or [seconds for seconds, _ in composed[mesh]])
+
+    meshes = sorted(composed, key=fastest)[:_MAX_MESHES]
+    figure, axes = plt.subplots(figsize=(9, 5.5), dpi=150, layout="constrained")
+    for fits, color, label in (
+        (False, "#d9d9d9", "composed, does not fit into memory"),
+        (True, "#0072b2", "composed, fits"),
+    ):
+        points = [
+            (1e3 * seconds, row)
+            for row, mesh in enumerate(meshes)
+            for seconds, is_fitting in composed[mesh]
+            if is_fitting == fits
+        ]
+        if points:
+            axes.scatter(*zip(*points, strict=True), s=9, color=color, label=label)
+    rings = [(1e3 * compiled[mesh], row) for row, mesh in enumerate(meshes) if mesh in compiled]
+    if rings:
+        style = {"facecolors": "none", "edgecolors": "#d55e00", "label": "compiled"}
+        axes.scatter(*zip(*rings, strict=True), s=70, **style)
+    axes.set(xlabel="predicted step, ms", xscale="log", yticks=range(len(meshes)))
+    axes.set_yticklabels(meshes, fontsize=7)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.25)
     axes.legend(frameon=False)
     save(figure, out)
 

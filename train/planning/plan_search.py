@@ -117,9 +117,9 @@ class PlanSearch:
         devices = self._devices
         return compile_and_predict(run, devices.name, devices.machine, devices.budget)
 
-    def composed_s(self, plan: ParallelPlan) -> float:
-        """Return the composed time of a step, after the search."""
-        return self._costs.cost(plan).step_s
+    def cost(self, plan: ParallelPlan) -> PlanCost:
+        """Return the composed cost of a plan, after the search."""
+        return self._costs.cost(plan)
 
     def first_tried(self) -> list[FirstTried]:
         """Return the meshes that one would try first, after the search."""

@@ -1,0 +1,26 @@
+"""The picture of the step times of all plans."""
+
+import pytest
+
+from train.plot import plot_plans
+
+COMPOSED = {
+    "data=8": [(0.2, False), (0.5, True)],
+    "data=4 × model=2": [(0.3, True)],
+    "model=8": [(0.9, False)],
+}
+
+
+def test_picture_shows_the_fastest_fitting_mesh_first(tmp_path):
+    out = tmp_path / "plans.svg"
+    plot_plans(COMPOSED, {"data=8": 0.45}, out)
+    text = out.read_text()
+    order = [text.index(f"<!-- {mesh} -->") for mesh in ("data=4 × model=2", "data=8", "model=8")]
+    assert order == sorted(order)
+    for label in ("composed, fits", "composed, does not fit into memory", "compiled"):
+        assert f"<!-- {label} -->" in text
+
+
+def test_file_that_is_no_picture_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"plans\.txt"):
+        plot_plans(COMPOSED, {}, tmp_path / "plans.txt")
