@@ -5,7 +5,7 @@
     collectives between replicas ───────────────┴─> what is exposed ──────┼─> step
     parameters per device ────────────────────────> update ───────────────┘
 
-Sends between stages are not counted: they run behind the layers.
+The bytes of sends between stages are not counted: they run behind the layers.
 """
 
 import collections
@@ -36,6 +36,12 @@ from train.planning.scaled_times import LayerTimes, ScaledTimes
 #: Share of the collectives that layers wait for even if the layers take longer, such as those of
 #: the first layer: 0.14 in LLaMA-3-8B with ZeRO 3 on 8 H100s, as compiled and predicted.
 _EXPOSED_SHARE = 0.15
+#: Kernels and sends in a tick of a pipeline, besides its layers: 45 to 90 us in an 8-layer GPT-2 on
+#: 8 H100s, as compiled and predicted.
+_TICK_KERNELS = 25
+_TICK_SENDS = 2
+#: XLA combines a layer's gathers up to this size, its default. A layer waits for the first of them.
+_COMBINED_BYTES = 30 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +161,9 @@ class PlanCosts:
             seconds *= shares[-1] if is_last else max(shares)
             return seconds + head_s * (f"{BACKWARD}.is_last" in operations)
 
-        return sum(number * max(map(work_s, stages)) for stages, number in ticks.items())
+        tick_s = _TICK_KERNELS * self._machine.kernel_s
+        tick_s += _TICK_SENDS * self._machine.collective_latency_s
+        return sum(number * (tick_s + max(map(work_s, stages))) for stages, number in ticks.items())
 
     def _exposed_s(self, plan: ParallelPlan, times: LayerTimes) -> float:
         """Return how long a stage waits for collectives between replicas."""
@@ -174,15 +182,29 @@ class PlanCosts:
             layers = share * len(self._layers.work.layers)
             gather_s = layers * seconds("all-gather", self._compute_bytes * params / layers)
             scatter_s = seconds("reduce-scatter", 4 * params / plan.num_replicas / layers)
-            exposed_s = _exposed_s(gather_s, forward_s)
-            exposed_s += _exposed_s(gather_s + layers * scatter_s, backward_s)
+            combined = _COMBINED_BYTES * layers / (self._compute_bytes * params)
+            least = min(1.0, max(_EXPOSED_SHARE, combined))
+            exposed_s = self._waits_s(gather_s, forward_s, least)
+            exposed_s += self._waits_s(gather_s + layers * scatter_s, backward_s, least)
             return plan.num_microbatches * exposed_s
         gather_s = seconds("all-gather", self._compute_bytes * params)
         scatter_s = seconds("reduce-scatter", 4 * params / plan.num_replicas)
         if plan.zero_stage < 2:
             scatter_s = seconds("all-reduce", 4 * params)
         # Such gradients are summed over microbatches first, and then over replicas.
-        return scatter_s + (max(0.0, gather_s - forward_s) if plan.zero_stage else 0.0)
+        return scatter_s + (self._waits_s(gather_s, forward_s, 0.0) if plan.zero_stage else 0.0)
+
+    def _waits_s(self, collectives_s: float, layers_s: float, least: float) -> float:
+        """Return how long layers wait for collectives that XLA runs at the same time, if it does.
+
+        Args:
+            collectives_s: time of the collectives.
+            layers_s: time of the layers.
+            least: share of the collectives that layers wait for at least.
+        """
+        if self._machine.shares_cores:
+            return collectives_s  # programs for CPUs wait for each
+        return collectives_s - (1 - least) * min(collectives_s, layers_s)
 
     def _memory_bytes(self, plan: ParallelPlan, part: Part) -> float:
         """Return the memory of a plan: its state, and what waits for a backward."""
@@ -204,12 +226,6 @@ class PlanCosts:
                 )
             activations *= chunks * max(self._shares(plan))
         return state + activations + kept.temporaries
-
-
-def _exposed_s(collectives_s: float, layers_s: float) -> float:
-    """Return how long layers wait for collectives that XLA runs at the same time."""
-    hidden_s = (1 - _EXPOSED_SHARE) * min(collectives_s, layers_s)
-    return collectives_s - hidden_s
 
 
 @cache

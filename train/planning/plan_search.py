@@ -139,8 +139,10 @@ class PlanSearch:
         if not self.plans:
             raise ValueError(no_division(self._config, count, [*self._fixed], self._space))
         self._say(f"{len(self.plans):,} plans; compiles the layers of one device")
-        self._compile([layers.base, layers.doubled], pool)
-        layers.measure_base()
+        size = self._config.data.global_batch_size
+        parts = layers.parts_of_base(min(plan.microbatch_size(size) for plan in self.plans))
+        self._compile(parts, pool)
+        layers.measure_base(parts)
 
     def _space(self, config: RunConfig, num_devices: int) -> PlanSpace:
         """Return the plans of a config, which differs from the run's only in its batch size.

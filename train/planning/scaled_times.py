@@ -1,8 +1,9 @@
 """Times of a model's layers for any microbatch and split, scaled from a few compiled parts.
 
-Two parts are compiled first, the *base* and the same with twice the batch. They tell which times
-grow with the batch. Two more things change a part's times, and each is measured by compiling one
-part that differs from the base in nothing else:
+Three parts are compiled first: the *base*, the same with twice the batch, and the same with the
+smallest batch of any plan, unless that is not smaller. Between and beyond these batches, times are
+linear. Two more things change a part's times, and each is measured by compiling one part that
+differs from the base in nothing else:
 
     times(part) = times of the base for the part's batch
                   × factor of the split over context and model
@@ -11,9 +12,10 @@ part that differs from the base in nothing else:
 Until it has been measured, a factor is assumed, and times that depend on it are not `known`.
 """
 
+import bisect
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from sharding.analysis.cost.kernel_time import MEMORY_EFFICIENCY
@@ -73,11 +75,10 @@ class ScaledTimes:
         count = _BASE_IMAGES if data.reads_images else _BASE_TOKENS // data.sequence_length
         batch = 1 << max(0, count.bit_length() - 1)
         self.base = Part(context=context, model=model, batch=batch, remat=remat)
-        self.doubled = dataclasses.replace(self.base, batch=2 * batch)
         self._parts: dict[Part, CompiledPart] = {}
-        # Set by `measure_base`: per-microbatch times of the base that do not depend on the number
-        # of examples (copies of weights, and gradients that are written), and those that do.
-        self._fixed = self._growing = LayerTimes(forward_s=0.0, backward_s=0.0)
+        # Set by `measure_base`: batches, and the times of the base for them.
+        self._batches: list[int] = []
+        self._times: list[LayerTimes] = []
         self._head_s = 0.0
         self._update_s = 0.0
         # Factors of (forward, backward), and shares of the forward that are recomputed.
@@ -112,24 +113,30 @@ class ScaledTimes:
         """Bytes per second that kernels read and write in large arrays."""
         return MEMORY_EFFICIENCY * self._devices.machine.memory_bytes_per_s
 
-    def measure_base(self) -> None:
-        """Read the times of the base and the doubled base, after both have been compiled."""
-        found = self.compiled(self.base).times
-        more = self.compiled(self.doubled).times
+    def parts_of_base(self, smallest_batch: int) -> list[Part]:
+        """Return the base with the batches to compile first.
+
+        Args:
+            smallest_batch: examples of the smallest microbatch of any plan.
+        """
+        batch = self.base.batch
+        batches = sorted({min(smallest_batch, batch), batch, 2 * batch})
+        return [dataclasses.replace(self.base, batch=batch) for batch in batches]
+
+    def measure_base(self, parts: Sequence[Part]) -> None:
+        """Read the times of `parts_of_base`, after they have been compiled."""
         self._update_s = _UPDATE_BYTES * self.num_params / self.base.model / self.memory_rate
-        forward_s = more.forward_s - found.forward_s
-        growing_s = more.step_s - found.step_s
+        found = [self.compiled(part).times for part in parts]
+        growing_s = found[-1].step_s - found[-2].step_s
         work = self.work
         outside = work.embed + work.head
         self._head_s = growing_s * outside / (outside + sum(work.layers))
-        self._growing = LayerTimes(
-            forward_s=forward_s, backward_s=growing_s - self._head_s - forward_s
-        )
-        fixed_forward_s = max(0.0, found.forward_s - forward_s)
-        fixed_s = max(0.0, found.step_s - growing_s - self._update_s)
-        self._fixed = LayerTimes(
-            forward_s=fixed_forward_s, backward_s=max(0.0, fixed_s - fixed_forward_s)
-        )
+        self._batches = [part.batch for part in parts]
+        self._times = []
+        for part, times in zip(parts, found, strict=True):
+            rest_s = times.forward_s + self.head_s(part) + self._update_s
+            backward_s = max(0.0, times.step_s - rest_s)
+            self._times.append(LayerTimes(forward_s=times.forward_s, backward_s=backward_s))
 
     def unknown(self, part: Part) -> list[Part]:
         """Return the parts to compile before the times of `part` are known."""
@@ -197,11 +204,15 @@ class ScaledTimes:
         )
 
     def _of_base(self, batch: int) -> LayerTimes:
-        """Return the times of the base with another batch."""
-        factor = batch / self.base.batch
+        """Return the times of the base with another batch, between its two nearest batches."""
+        upper = min(len(self._batches) - 1, max(1, bisect.bisect_left(self._batches, batch)))
+        one = self._times[upper - 1]
+        two = self._times[upper]
+        start = self._batches[upper - 1]
+        share = (batch - start) / (self._batches[upper] - start)
         return LayerTimes(
-            forward_s=self._fixed.forward_s + factor * self._growing.forward_s,
-            backward_s=self._fixed.backward_s + factor * self._growing.backward_s,
+            forward_s=max(0.0, one.forward_s + share * (two.forward_s - one.forward_s)),
+            backward_s=max(0.0, one.backward_s + share * (two.backward_s - one.backward_s)),
         )
 
     def _work(self, part: Part) -> float:

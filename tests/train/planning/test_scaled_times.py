@@ -54,7 +54,7 @@ class GivenTimes(ScaledTimes):
 def times():
     scaled = GivenTimes()
     scaled._update_s = 42e9 / scaled.memory_rate  # what measure_base computes from the parameters
-    scaled.measure_base()
+    scaled.measure_base(scaled.parts_of_base(1))
     return scaled
 
 
