@@ -130,7 +130,7 @@ def with_tables(text: str, rows: Sequence[Row], results: dict[str, Any]) -> str:
     tables = {
         "libai constants": constants_table(constants),
         "libai ranks": ranks_table(rows, fitted, unfitted),
-        "libai choices": choices_table(rows, fitted),
+        "libai choices": choices_table(rows, fitted, unfitted),
         "libai rows": rows_table(rows, fitted, bytes_of),
     }
     return docs_page.with_tables(text, tables, _DOCS)
@@ -173,11 +173,12 @@ def ranks_table(rows: Sequence[Row], fitted: Speeds, unfitted: Speeds) -> str:
     return _markdown(lines)
 
 
-def choices_table(rows: Sequence[Row], speeds: Speeds) -> str:
+def choices_table(rows: Sequence[Row], fitted: Speeds, unfitted: Speeds) -> str:
     """Return a Markdown table of the jobs that are predicted to be the fastest."""
     heads = ["model", "layers", "GPUs", "jobs", "predicted to be the fastest", "fastest of LiBai's"]
-    lines = [[*heads, "regret"]]
-    for choice in libai_fit.choices(rows, speeds):
+    lines = [[*heads, "regret", "regret without the fit"]]
+    plain = libai_fit.choices(rows, unfitted)
+    for choice, plain_choice in zip(libai_fit.choices(rows, fitted), plain, strict=True):
         lines.append(
             [
                 choice.model,
@@ -187,6 +188,7 @@ def choices_table(rows: Sequence[Row], speeds: Speeds) -> str:
                 choice.chosen,
                 choice.best,
                 f"{choice.regret:.1%}",
+                f"{plain_choice.regret:.1%}",
             ]
         )
     return _markdown(lines)
