@@ -160,7 +160,7 @@ class PlanSpace:
         remats: values of `train.remat` to try.
         allows: whether the model can be split over this many devices along (context, model).
         sees_whole_batch: whether all examples of a replica must be in one microbatch.
-        are_balanced: whether layers are cut as evenly into this many chunks as FLOPs can be.
+        cuts: values of `pipeline.layers_per_stage` to try for a number of chunks.
     """
 
     config: RunConfig
@@ -170,7 +170,7 @@ class PlanSpace:
     remats: tuple[str, ...]
     allows: Callable[[int, int], bool]
     sees_whole_batch: bool
-    are_balanced: Callable[[int], bool]
+    cuts: Callable[[int], Collection[tuple[str, ...]]]
 
     def __iter__(self) -> Iterator[ParallelPlan]:
         """Yield every plan; whether one fits into memory is not checked here."""
@@ -224,14 +224,12 @@ class PlanSpace:
         ]
         return [*dict.fromkeys(found)]
 
-    def _cuts(self, mesh: MeshConfig, chunks: int) -> list[tuple[str, ...]]:
+    def _cuts(self, mesh: MeshConfig, chunks: int) -> Collection[tuple[str, ...]]:
         """Return the values of `pipeline.layers_per_stage` to try."""
         given = self.config.pipeline.layers_per_stage
         if mesh.pipeline == 1 or "pipeline.layers_per_stage" in self.fixed:
             return [given]
-        num_chunks = mesh.pipeline * chunks
-        cuts = [()] * (self.num_layers % num_chunks == 0)
-        return [*cuts, *[BALANCED] * (not self.are_balanced(num_chunks))]
+        return self.cuts(mesh.pipeline * chunks)
 
     def _plans(
         self, mesh: MeshConfig, count: int, schedule: str, chunks: int, cut: tuple[str, ...]

@@ -161,9 +161,15 @@ class PlanCosts:
             seconds *= shares[-1] if is_last else max(shares)
             return seconds + head_s * (f"{BACKWARD}.is_last" in operations)
 
+        of_operations = {
+            operations: work_s(operations) for operations in {*itertools.chain(*ticks)}
+        }
         tick_s = _TICK_KERNELS * self._machine.kernel_s
         tick_s += _TICK_SENDS * self._machine.collective_latency_s
-        return sum(number * (tick_s + max(map(work_s, stages))) for stages, number in ticks.items())
+        return sum(
+            number * (tick_s + max(of_operations[operations] for operations in stages))
+            for stages, number in ticks.items()
+        )
 
     def _exposed_s(self, plan: ParallelPlan, times: LayerTimes) -> float:
         """Return how long a stage waits for collectives between replicas."""
@@ -231,8 +237,23 @@ class PlanCosts:
 @cache
 def _tick_counts(
     num_stages: int, num_microbatches: int, name: str, num_chunks: int, remat: str
-) -> dict[frozenset[Operations], int]:
-    """Return how many ticks have the same set of operations among their stages."""
+) -> dict[frozenset[Operations], float]:
+    """Return how many ticks have the same set of operations among their stages.
+
+    Of many microbatches, all but the first and the last repeat the same ticks, so their number is
+    extrapolated from two shorter schedules.
+    """
+    few = 2 * num_stages + 1 + (num_microbatches - 1) % num_stages
+    if num_microbatches > few + num_stages:
+        counts = [
+            _tick_counts(num_stages, count, name, num_chunks, remat)
+            for count in (few, few + num_stages)
+        ]
+        times = (num_microbatches - few) / num_stages
+        return {
+            stages: counts[0].get(stages, 0.0) * (1 - times) + times * number
+            for stages, number in counts[1].items()
+        }
     schedule = make_schedule(name, num_stages, num_microbatches, num_chunks)
     config = PipelineConfig(schedule=name, chunks=num_chunks, remat=remat)
     ticks = Ticks.of_plan(plan_execution(schedule, config))
@@ -241,4 +262,8 @@ def _tick_counts(
 
 @cache
 def _in_flight(num_stages: int, num_microbatches: int, name: str, num_chunks: int) -> int:
+    """Return the largest number of chunks' activations that a stage keeps at a time."""
+    # More microbatches than this wait for their turn, and keep nothing.
+    most = 4 * num_stages + num_microbatches % num_stages
+    num_microbatches = min(num_microbatches, most)
     return max(max_in_flight(make_schedule(name, num_stages, num_microbatches, num_chunks)))

@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from sharding.pipeline.config import BALANCED
 from train.config.schema import RunConfig
 from train.planning.layer_times import Part
 from train.planning.memory_budget import excess, needs_of
@@ -36,6 +37,14 @@ _MAX_PARTS = 8
 _NUM_KNOWN = 8
 #: How many plans are built at most for each that is compiled whole: some do not fit.
 _MAX_TRIES = 4
+#: An even cut of the layers is tried alone if its busiest stage has at most this times the work of
+#: the busiest stage of a balanced cut.
+_MOST_IMBALANCE = 1.03
+#: A balanced cut is tried if its busiest stage has at most this times the mean work of the stages.
+_MOST_LOAD = 1.15
+#: A plan is not built if its composed memory, corrected by that of a similar plan, exceeds the
+#: budget by this factor.
+_SURE_EXCESS = 1.1
 #: How many plans are ranked, of those that may fit.
 _NUM_RANKED = 256
 #: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
@@ -91,6 +100,7 @@ class PlanSearch:
         )
         self._costs = PlanCosts(config, devices.machine, self._layers)
         self.plans: list[ParallelPlan] = []
+        self._cuts: dict[int, list[tuple[str, ...]]] = {}
         self._legal: dict[tuple[int, int], bool] = {}
         self._started = time.monotonic()
 
@@ -159,7 +169,7 @@ class PlanSearch:
             remats=self._remats(base),
             allows=self._allows,
             sees_whole_batch=getattr(base.model, "sees_whole_batch", False),
-            are_balanced=self._are_balanced,
+            cuts=self._cuts_of,
         )
 
     def _refine(self, pool: concurrent.futures.Executor) -> list[tuple[ParallelPlan, PlanCost]]:
@@ -202,13 +212,20 @@ class PlanSearch:
         found = []
         leanest = None
         refusal = ""
+        # How much more memory plans take than composed, by what their activations depend on.
+        corrections: dict[Any, float] = {}
         for plan, cost in _distinct(ranked)[: _MAX_TRIES * count]:
+            kind = plan.schedule, plan.chunks, plan.pipeline_remat, plan.remat, plan.zero_stage
+            known = corrections.get(kind, 0.0) * cost.memory_bytes
+            if known > _SURE_EXCESS * self._budget.device_bytes:
+                continue
             try:
                 run = self._devices.assemble(plan.applied(self._config), self._devices.count)
             except ValueError as error:  # a check that only the whole run makes
                 refusal = str(error)
                 continue
             needs = needs_of(run, self._budget)
+            corrections[kind] = needs.device_bytes / cost.memory_bytes
             if excess(needs, self._budget) <= 1:
                 found.append((plan, cost, run))
             elif leanest is None or needs.device_bytes < leanest[0]:
@@ -248,10 +265,18 @@ class PlanSearch:
                 self._legal[key] = False
         return self._legal[key]
 
-    def _are_balanced(self, num_chunks: int) -> bool:
-        """Return whether an even cut of the layers is as balanced as it can be."""
-        even = self._layers.cut(num_chunks, is_balanced=False)
-        return len({*even}) == 1 and even == self._layers.cut(num_chunks, is_balanced=True)
+    def _cuts_of(self, num_chunks: int) -> list[tuple[str, ...]]:
+        """Return the cuts of the layers into chunks that are worth trying."""
+        if num_chunks not in self._cuts:
+            layers = self._layers
+            even = layers.busiest(num_chunks, is_balanced=False)
+            balanced = layers.busiest(num_chunks, is_balanced=True)
+            divides = len(layers.work.layers) % num_chunks == 0
+            found: list[tuple[str, ...]] = [()] * divides
+            helps = not divides or even > _MOST_IMBALANCE * balanced
+            found += [BALANCED] * (helps and balanced <= _MOST_LOAD)
+            self._cuts[num_chunks] = found
+        return self._cuts[num_chunks]
 
     def _remats(self, run: Run) -> tuple[str, ...]:
         given = self._config.train.remat

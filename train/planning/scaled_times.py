@@ -108,6 +108,13 @@ class ScaledTimes:
             return self.work.balanced(num_chunks, shares_vocab=shares_vocab)
         return even_cut(len(self.work.layers), num_chunks)
 
+    def busiest(self, num_chunks: int, *, is_balanced: bool) -> float:
+        """Return the work of the busiest of a pipeline's chunks, relative to their mean."""
+        counts = self.cut(num_chunks, is_balanced=is_balanced)
+        shares_vocab = self._config.pipeline.share_vocab
+        found = self.work.per_virtual_stage(counts, shares_vocab=shares_vocab)
+        return max(found) * num_chunks / sum(found)
+
     @cached_property
     def memory_rate(self) -> float:
         """Bytes per second that kernels read and write in large arrays."""

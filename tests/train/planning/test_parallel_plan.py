@@ -21,7 +21,7 @@ def space(num_devices: int = 8, *overrides: str, most_model: int = 4, **values) 
     given = {
         "num_layers": 4,
         "sees_whole_batch": False,
-        "are_balanced": lambda num_chunks: 4 % num_chunks == 0,
+        "cuts": lambda num_chunks: [()] * (4 % num_chunks == 0),
     }
     return PlanSpace(
         config=config_of(*overrides),
@@ -91,7 +91,7 @@ def test_fsdp_counts_as_zero_3():
 def test_stages_are_cut_by_flops_where_an_even_cut_is_not_balanced():
     cuts = {(each.mesh.pipeline * each.chunks, each.layers_per_stage) for each in space()}
     assert cuts == {(1, ()), (2, ()), (4, ())}
-    plans = space(num_layers=6, are_balanced=lambda num_chunks: 6 % num_chunks == 0)
+    plans = space(num_layers=6, cuts=lambda num_chunks: [() if 6 % num_chunks == 0 else ("auto",)])
     uneven = {(each.mesh.pipeline * each.chunks, each.layers_per_stage) for each in plans}
     # 6 layers cannot be divided by 4; into 1 and 2 they can.
     assert uneven == {(1, ()), (2, ()), (4, ("auto",))}
