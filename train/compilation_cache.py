@@ -5,7 +5,9 @@ Here each entry has a digest, a damaged entry is compiled and written again, and
 used only if nobody else can write to it.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ from untrusted.cached import read_cached, write_cached
 from untrusted.files import make_private_directory, others_may_write
 
 _log = logging.getLogger(__name__)
+_paused: list[bool] = []  # not empty within `without_compilation_cache`
 
 
 class VerifiedCache(CacheInterface):
@@ -30,14 +33,28 @@ class VerifiedCache(CacheInterface):
 
     def get(self, key: str) -> bytes | None:
         """Return the program of a key, or None if it is absent or damaged."""
-        return read_cached(self._file(key))
+        return None if _paused else read_cached(self._file(key))
 
     def put(self, key: str, value: bytes) -> None:
         """Store the program of a key."""
-        write_cached(self._file(key), value)
+        if not _paused:
+            write_cached(self._file(key), value)
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key}.program"
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Neither read nor write the cache within the block.
+
+    JAX could store a program for absent GPUs, but not load it again.
+    """
+    _paused.append(True)
+    try:
+        yield
+    finally:
+        _paused.pop()
 
 
 def use_compilation_cache(directory: Path) -> None:

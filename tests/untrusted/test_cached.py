@@ -11,7 +11,11 @@ from jax._src import compilation_cache
 
 from tests.runs import CONFIG as CONFIG_FILE
 from tests.runs import TINY, write_corpus
-from train.compilation_cache import VerifiedCache, use_compilation_cache
+from train.compilation_cache import (
+    VerifiedCache,
+    use_compilation_cache,
+    without_compilation_cache,
+)
 from train.config.config_files import as_yaml, load
 from train.main import main
 from untrusted.cached import read_cached, write_cached
@@ -79,6 +83,16 @@ def test_damaged_programs_are_compiled_and_written_again(own_cache, tmp_path, ca
     assert "is damaged (its SHA-256 differs)" in caplog.text
     cache = VerifiedCache(tmp_path / "xla")
     assert all(cache.get(program.stem) is not None for program in programs)
+
+
+def test_programs_are_neither_read_nor_written_without_the_cache(tmp_path):
+    cache = VerifiedCache(tmp_path)
+    cache.put("kept", b"program")
+    with without_compilation_cache():
+        cache.put("new", b"program")
+        assert cache.get("kept") is None
+    assert cache.get("kept") == b"program"
+    assert cache.get("new") is None
 
 
 @pytest.mark.parametrize("is_received", [False, True])

@@ -6,6 +6,7 @@
 The run's config.yaml and its checkpoints contain the chosen values, so a resumed run keeps them.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -15,6 +16,7 @@ from typing import Any
 from fields.numbers import shown
 from sharding.distributed.messages import Exchange
 from sharding.mesh import AXES
+from train.compilation_cache import without_compilation_cache
 from train.config.schema import RunConfig
 from train.planning.explanation import plans_as_text
 from train.planning.parallel_plan import SETTINGS, with_values
@@ -88,7 +90,9 @@ def _why_not_kept(
 def _search(config: RunConfig, fixed: Collection[str], devices: PlanDevices) -> dict[str, Any]:
     """Search on this process, log the plans, and return the settings of the best."""
     _log.info("plan    chooses the mesh for %s", devices.name)
-    choices = PlanSearch(config, devices, fixed).best()
+    cached = without_compilation_cache() if devices.are_described else contextlib.nullcontext()
+    with cached:
+        choices = PlanSearch(config, devices, fixed).best()
     _log.info("%s", plans_as_text(choices, devices.machine.gpus_per_host))
     return choices[0].plan.settings()
 

@@ -229,7 +229,9 @@ class PlanSpace:
         given = self.config.pipeline.layers_per_stage
         if mesh.pipeline == 1 or "pipeline.layers_per_stage" in self.fixed:
             return [given]
-        return self.cuts(mesh.pipeline * chunks)
+        found = self.cuts(mesh.pipeline * chunks)
+        # Stages that the user asks for are cut as evenly as they can be, however uneven that is.
+        return [BALANCED] if not found and "mesh.pipeline" in self.fixed else found
 
     def _plans(
         self, mesh: MeshConfig, count: int, schedule: str, chunks: int, cut: tuple[str, ...]

@@ -31,6 +31,7 @@ class PlanDevices:
     Attributes:
         name: name in reports, such as "h100:8x8".
         count: number of devices; a plan uses all of them.
+        are_described: whether steps are compiled for a description of them.
         machine: their rates.
         budget: memory that a step may use.
         assemble: builds the run of a config on the first N devices, or raises ValueError. The
@@ -39,6 +40,7 @@ class PlanDevices:
 
     name: str
     count: int
+    are_described: bool
     machine: Machine
     budget: Budget
     assemble: Callable[[RunConfig, int], Run]
@@ -63,6 +65,7 @@ def described_devices(
     return PlanDevices(
         name=target.name,
         count=target.num_devices,
+        are_described=True,
         machine=machine_of(target),
         budget=target_budget(config.memory, target),
         assemble=assemble,
@@ -93,6 +96,7 @@ def present_devices(
     return PlanDevices(
         name=f"{len(devices)} × {machine.device_kind}",
         count=len(devices),
+        are_described=False,
         machine=machine,
         budget=budget,
         assemble=assemble,

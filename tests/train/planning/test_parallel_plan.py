@@ -95,6 +95,10 @@ def test_stages_are_cut_by_flops_where_an_even_cut_is_not_balanced():
     uneven = {(each.mesh.pipeline * each.chunks, each.layers_per_stage) for each in plans}
     # 6 layers cannot be divided by 4; into 1 and 2 they can.
     assert uneven == {(1, ()), (2, ()), (4, ("auto",))}
+    # A cut that is too uneven is tried only if the user asks for its stages.
+    assert {each.mesh.pipeline for each in space(num_layers=5)} == {1, 2, 4}
+    asked = [*space(12, "mesh.pipeline=3", num_layers=4)]
+    assert {(each.mesh.pipeline, each.layers_per_stage) for each in asked} == {(3, ("auto",))}
 
 
 def test_models_that_see_the_whole_batch_have_one_microbatch():
