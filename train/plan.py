@@ -15,6 +15,7 @@ import dataclasses
 import json
 import logging
 import re
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -104,7 +105,7 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
         found["plans"] = plans_as_json(choices, per_host)
         found["first_tried"] = first_tried_as_json(tried, choices, budget_bytes)
         return json.dumps(found)
-    options = " ".join(f"--config.{k}={v}" for k, v in choices[0].plan.settings().items())
+    options = " ".join(_option(key, value) for key, value in choices[0].plan.settings().items())
     others_tried = first_tried_as_text(tried, choices, budget_bytes)
     parts = [plans_as_text(choices, per_host), others_tried, options]
     return "\n\n".join(part for part in parts if part)
@@ -143,6 +144,12 @@ def _calibrate(args: argparse.Namespace, others: list[str]) -> str:
     rows = [f"{name:22s} {rates[name]:.3g}" for name in rates if name.endswith("_s")]
     head = f"{found.num_devices} × {found.device_kind}, rates of one while all are busy:"
     return "\n".join([head, *rows, f"stored in {directory}"])
+
+
+def _option(key: str, value: Any) -> str:
+    """Return the option of train.main that sets a key, for a shell."""
+    text = ",".join(map(str, value)) or "()" if isinstance(value, tuple) else str(value)
+    return shlex.quote(f"--config.{key}={text}")
 
 
 def devices_of(target: str, config: RunConfig, network: float | None = None) -> PlanDevices:

@@ -90,7 +90,10 @@ def no_division(
             near.append(f"{others} devices")
             break
     for other in _by_distance(batch):
-        changed = with_values(config, {"data.global_batch_size": other})
+        try:
+            changed = with_values(config, {"data.global_batch_size": other})
+        except ValueError:  # the fixed number of microbatches does not divide it
+            continue
         if _has_plan(space_of(changed, num_devices)):
             near.append(f"data.global_batch_size={other}")
             break
