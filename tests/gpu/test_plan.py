@@ -107,11 +107,11 @@ def test_part_has_the_times_of_its_own_layers():
     [
         (
             ["--target=h100:1x7"],
-            r"no plan divides the model and data\.global_batch_size=8 over 7 .* that works: ",
+            r"no plan divides .*\.global_batch_size=8 over 7 .* that works: ",
         ),
         (
             ["--target=h100:1x2", "--config.memory.device_budget=0.001"],
-            r"no plan fits into 1\.0 MiB a device; the leanest, .* takes .*; what would fit: devices",
+            r"no plan fits into 1\.0 MiB a device; the leanest, .*; what would fit: devices",
         ),
         (["--target=h100:1x8", "--config.mesh.model=3"], r"model=3"),
     ],
