@@ -26,12 +26,10 @@ from train.config.overrides import Override
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.planning.auto_plan import planned
-from train.planning.calibration import calibrated
 from train.planning.memory_budget import Budget, budget_of
 from train.planning.memory_planner import MemoryPlanner
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
-from train.planning.step_time import machine_of_devices
 from train.run.assemble import assemble_run
 from train.run.compatibility import check_tokenizer
 from train.run.run import Run
@@ -206,24 +204,21 @@ def _plan_devices(
         ValueError: several processes have GPUs without a description.
     """
     all_devices = [*mesh.devices.flat]
-    per_host = budget.devices_per_host
-    target = target_of(all_devices[0].device_kind, len(all_devices), per_host)
+    kind = all_devices[0].device_kind
+    target = target_of(kind, len(all_devices), budget.devices_per_host)
     if target is not None:
 
         def run_for(config: RunConfig, target: Target) -> Run:
             return assemble(config, make_mesh(config.mesh, target.devices()), target=target)
 
-        described = described_devices(target, config, run_for)
-        return dataclasses.replace(described, budget=budget)
+        return described_devices(target, budget, run_for)
     if all_devices[0].platform != "cpu" and jax.process_count() > 1:
         raise ValueError(
-            f"mesh.auto=True: there is no description of {all_devices[0].device_kind!r}, which "
+            f"mesh.auto=True: there is no description of {kind!r}, which "
             "several processes need to plan; choose a mesh with python -m train.plan and a "
             "description of this GPU, or set the section mesh"
         )
-    machine = machine_of_devices(all_devices, per_host)
-    machine = calibrated(machine, all_devices, config.data.cache_path)
-    return present_devices(all_devices, machine, budget, assemble)
+    return present_devices(all_devices, budget, config.data.cache_path, assemble)
 
 
 def _program_cache(config: RunConfig, options: RunOptions) -> Path:

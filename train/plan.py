@@ -37,18 +37,17 @@ from train.compile import (
 from train.config import config_files
 from train.config.overrides import Override, parse_overrides
 from train.config.schema import RunConfig
-from train.planning.calibration import calibrate, calibrated
+from train.planning.calibration import calibrate
 from train.planning.explanation import (
     first_tried_as_json,
     first_tried_as_text,
     plans_as_json,
     plans_as_text,
 )
-from train.planning.memory_budget import budget_of
+from train.planning.memory_budget import budget_of, target_budget
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.planning.plan_search import Choice, PlanSearch
-from train.planning.step_time import machine_of_devices
 from train.plot import plot_plans
 from train.run.assemble import assemble_run
 
@@ -164,7 +163,8 @@ def devices_of(target: str, config: RunConfig, network: float | None = None) -> 
         ValueError: the target or the network is not valid.
     """
     if not target.startswith("cpu:"):
-        return described_devices(parse_target(target, network), config, run_for)
+        gpus = parse_target(target, network)
+        return described_devices(gpus, target_budget(config.memory, gpus), run_for)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     devices = _simulated(target)
     budget = budget_of(config.memory, make_mesh(MeshConfig(data=-1), devices))
@@ -175,9 +175,7 @@ def devices_of(target: str, config: RunConfig, network: float | None = None) -> 
         num_labels=sizes.num_labels,
         device_budget=budget.device_bytes,
     )
-    machine = machine_of_devices(devices, len(devices))
-    machine = calibrated(machine, devices, config.data.cache_path)
-    return present_devices(devices, machine, budget, assemble)
+    return present_devices(devices, budget, config.data.cache_path, assemble)
 
 
 def _simulated(target: str) -> list[Any]:

@@ -18,8 +18,8 @@ from scipy.optimize import least_squares
 
 from benchmarks.harness import ranks
 from benchmarks.harness.libai_rows import Row, jobs_of
-from sharding.analysis.cost.prediction import CollectiveTime, Prediction
-from sharding.analysis.cost.transfer import group_over
+from sharding.analysis.cost.prediction import Prediction
+from sharding.analysis.cost.transfer import crosses_hosts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,11 @@ class Parts:
             mesh_shape: sizes of the mesh axes, in mesh order.
             gpus_per_host: number of GPUs per host.
         """
-
-        def crosses_hosts(collective: CollectiveTime) -> bool:
-            group = group_over(mesh_shape, collective.axes)
-            return len({device // gpus_per_host for device in group}) > 1
-
-        network_s = sum(each.exposed_s for each in prediction.collectives if crosses_hosts(each))
+        network_s = sum(
+            each.exposed_s
+            for each in prediction.collectives
+            if crosses_hosts(mesh_shape, each.axes, gpus_per_host)
+        )
         return cls(
             matmul_s=prediction.matmul_s,
             other_s=prediction.other_s + prediction.attention_s,

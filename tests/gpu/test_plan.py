@@ -15,6 +15,7 @@ from train.config.overrides import Override, parse_overrides
 from train.config.schema import validate_config
 from train.planning import plan_search
 from train.planning.layer_times import CompiledPart, Part
+from train.planning.memory_budget import target_budget
 from train.planning.parallel_plan import PlanSpace
 from train.planning.plan_devices import described_devices
 
@@ -92,7 +93,7 @@ def test_part_has_the_times_of_its_own_layers():
         CompiledPart(
             Part(context=1, model=1, batch=batch, remat="none"),
             config,
-            described_devices(target, config, run_for),
+            described_devices(target, target_budget(config.memory, target), run_for),
         )
         for batch in (16, 32)
     ]

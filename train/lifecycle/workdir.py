@@ -148,7 +148,7 @@ def saved_config(workdir: Path) -> dict[str, Any] | None:
     """Return the config in the newest intact checkpoint of a workdir; None without a checkpoint.
 
     Raises:
-        ValueError: there are checkpoints, and none of them says what it is.
+        ValueError: there are checkpoints, but none contains an intact config.
     """
     check_links(workdir)
     return _saved_config(workdir) if has_checkpoint(workdir) else None

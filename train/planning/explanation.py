@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sharding.analysis.cost.prediction import CollectiveTime, Prediction
-from sharding.analysis.cost.transfer import group_over
+from sharding.analysis.cost.transfer import crosses_hosts
 from train.planning.memory_budget import size
 from train.planning.plan_limits import FirstTried
 from train.planning.plan_search import Choice
@@ -184,8 +184,8 @@ def _described(
 ) -> str:
     where = " and ".join(collective.axes) or "all axes"
     each = size(collective.bytes // max(1, collective.count))
-    group = group_over(mesh_shape, collective.axes)
-    hosts = " across hosts" if len({device // gpus_per_host for device in group}) > 1 else ""
+    crosses = crosses_hosts(mesh_shape, collective.axes, gpus_per_host)
+    hosts = " across hosts" if crosses else ""
     return (
         f"{collective.kind} over {where}{hosts}, {collective.count:,} × {each}, is exposed for "
         f"{_ms(collective.exposed_s)}"

@@ -7,6 +7,7 @@ devices of a run (train/build.py)  ──┘
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from sharding.analysis.cost.machine import Machine
@@ -14,9 +15,10 @@ from sharding.analysis.targets import Target
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config.schema import RunConfig
-from train.planning.memory_budget import Budget, target_budget
+from train.planning.calibration import calibrated
+from train.planning.memory_budget import Budget
 from train.planning.parallel_plan import with_values
-from train.planning.step_time import machine_of
+from train.planning.step_time import machine_of, machine_of_devices
 from train.run.run import Run
 
 #: Memory of the GPUs that layers are compiled for: more than any step needs, because the memory of
@@ -47,13 +49,13 @@ class PlanDevices:
 
 
 def described_devices(
-    target: Target, config: RunConfig, run_for: Callable[[RunConfig, Target], Run]
+    target: Target, budget: Budget, run_for: Callable[[RunConfig, Target], Run]
 ) -> PlanDevices:
     """Return GPUs that need not be present.
 
     Args:
         target: the GPUs.
-        config: the run's config, which may set the memory budget.
+        budget: memory that a step may use.
         run_for: builds the run of a config for a target.
     """
 
@@ -67,23 +69,23 @@ def described_devices(
         count=target.num_devices,
         are_described=True,
         machine=machine_of(target),
-        budget=target_budget(config.memory, target),
+        budget=budget,
         assemble=assemble,
     )
 
 
 def present_devices(
     devices: Sequence[Any],
-    machine: Machine,
     budget: Budget,
+    cache_path: Path,
     assemble_on: Callable[[RunConfig, Any], Run],
 ) -> PlanDevices:
     """Return devices that jax has found.
 
     Args:
-        devices: the devices, those of a host one after another.
-        machine: their rates.
+        devices: the devices, ordered by host.
         budget: memory that a step may use.
+        cache_path: directory in which `calibrate` may have stored their rates.
         assemble_on: builds the run of a config on a mesh.
     """
 
@@ -93,6 +95,8 @@ def present_devices(
             config = with_values(config, {"memory.placement": "device"})
         return assemble_on(config, make_mesh(config.mesh, devices[:num_devices]))
 
+    machine = machine_of_devices(devices, budget.devices_per_host)
+    machine = calibrated(machine, devices, cache_path)
     return PlanDevices(
         name=f"{len(devices)} × {machine.device_kind}",
         count=len(devices),

@@ -1,4 +1,4 @@
-"""What is said about requests that have no plan, and about the meshes that one would try first.
+"""Messages about requests that have no plan, and the meshes that one would try first.
 
 A request without a plan ends in an error that names the nearest request that has one. Memory of
 requests with more devices is composed, not compiled; see plan_cost.py.

@@ -31,7 +31,7 @@ from train.run.run import Run
 
 #: How many plans are compiled whole, and listed.
 NUM_PLANS = 5
-#: How many parts are compiled at most, besides the two that others are scaled from.
+#: How many parts are compiled at most, besides those that others are scaled from.
 _MAX_PARTS = 8
 #: How many of the most promising plans must be known before the search ends.
 _NUM_KNOWN = 8

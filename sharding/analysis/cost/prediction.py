@@ -129,15 +129,15 @@ def predict(
             f"the text contains {len(modules)} programs; pass the text of one compiled step"
         )
     module = modules[0]
+    found = collectives_of(module, mesh_shape)
     costs = Costs(module, mesh_shape, machine)
     if ticks is None or not machine.shares_cores:
-        return _predicted(costs, ticks)
+        return _predicted(costs, found, ticks)
     stages = range(len(ticks.stages[0]))
-    return _mean([_predicted(costs, ticks.of_stage(stage)) for stage in stages])
+    return _mean([_predicted(costs, found, ticks.of_stage(stage)) for stage in stages])
 
 
-def _predicted(costs: Costs, ticks: Ticks | None) -> Prediction:
-    found = collectives_of(costs.module, costs.mesh_shape)
+def _predicted(costs: Costs, found: list[Collective], ticks: Ticks | None) -> Prediction:
     run = Simulator(costs.module, costs, ticks).step()
     totals = run.totals
     collectives = _grouped(run, found)

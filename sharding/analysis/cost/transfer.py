@@ -59,6 +59,18 @@ def group_over(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> tuple[int,
     return tuple(numbers[index].reshape(-1).tolist())
 
 
+def crosses_hosts(mesh_shape: Mapping[str, int], axes: Iterable[str], gpus_per_host: int) -> bool:
+    """Return whether devices that differ along the given mesh axes are on several hosts.
+
+    Args:
+        mesh_shape: sizes of the mesh axes, in mesh order.
+        axes: names of mesh axes.
+        gpus_per_host: number of devices per host.
+    """
+    group = group_over(mesh_shape, axes)
+    return len({device // gpus_per_host for device in group}) > 1
+
+
 def _num_hosts(machine: Machine, group: tuple[int, ...]) -> int:
     return len({device // machine.gpus_per_host for device in group}) or 1
 

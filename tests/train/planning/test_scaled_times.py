@@ -7,10 +7,12 @@ import pytest
 from sharding.analysis.targets import parse_target
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning.layer_times import Part, PartMemory, PartTimes
+from train.planning.memory_budget import target_budget
 from train.planning.plan_devices import described_devices
 from train.planning.scaled_times import ScaledTimes
 
 _WORK = types.SimpleNamespace(layers=(9, 9), embed=0, head=2)
+TARGET = parse_target("h100:1x8")
 _SPLIT_TIME = {1: 1.0, 2: 0.6, 4: 0.35}
 
 
@@ -33,7 +35,7 @@ class GivenTimes(ScaledTimes):
     def __init__(self):
         super().__init__(
             config_of("data.sequence_length=8192"),
-            described_devices(parse_target("h100:1x8"), config_of(), not_built),
+            described_devices(TARGET, target_budget(config_of().memory, TARGET), not_built),
             context=1,
             model=1,
             remat="none",
