@@ -2,18 +2,23 @@
 
     python -m benchmarks.plans --config=configs/gpt2.py --target=h100:1x8 --check=all
     python -m benchmarks.plans --config=configs/gpt2.py --target=cpu:1x8 --check=times
+    python -m benchmarks.plans --config=configs/gpt2.py:small --target=h100:1x1 --check=times
 
 - *all* compiles every legal plan whole, and says by how much the planner's choice is slower than
   the best of them, by the same predictor. Fix values on the command line until few plans are left.
-- *times* runs the best plan of each mesh on this machine's simulated devices, in turns, and
-  compares the order of the measured times with the predicted order (Kendall's tau).
+- *times* runs the best plan of each mesh on this machine, in turns, and compares the order of the
+  measured times with the predicted order (Kendall's tau). A single device has one mesh; there it
+  runs the best plan of each number of microbatches and rematerialization.
 
 A plan that does not fit into memory, or that the run's checks refuse, is not legal.
 """
 
 import argparse
+import concurrent.futures
 import json
 import logging
+import math
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -26,7 +31,9 @@ from benchmarks.harness import report
 from benchmarks.harness.ranks import kendall_tau
 from benchmarks.harness.timing import interleave
 from benchmarks.step import contender_of, random_batch
-from train.compile import load_config
+from sharding.analysis.targets import target_of
+from sharding.mesh import make_mesh
+from train.compile import load_config, sizes_without_data
 from train.config.overrides import Override, parse_overrides
 from train.config.schema import RunConfig
 from train.plan import devices_of
@@ -35,6 +42,8 @@ from train.planning.parallel_plan import ParallelPlan, open_config
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_search import PlanSearch
 from train.reporting.compiled_step import CompiledStep, compile_and_predict
+from train.run.assemble import assemble_run
+from train.run.run import Run
 from untrusted.messages import sentence_of
 
 
@@ -42,13 +51,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
-    parser.add_argument("--target", required=True, help="as for train.plan; cpu:1xN for times")
+    parser.add_argument("--target", required=True, help="as for train.plan; times needs them")
     parser.add_argument("--check", required=True, choices=("all", "times"))
     parser.add_argument("--out", type=Path, help="add the figures to this JSON file")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each plan that is timed")
     args, others = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.INFO, force=True)
-    jax.config.update("jax_platforms", "cpu")
+    if args.check == "all" or args.target.startswith("cpu:"):
+        jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         overrides = parse_overrides(others)
@@ -86,10 +96,10 @@ def check_all(config: RunConfig, devices: PlanDevices, fixed: set[str]) -> dict[
     search = PlanSearch(config, devices, fixed)
     chosen = search.best()[0]
     steps: dict[str, float] = {}
-    for plan, step in _compiled(config, devices, search.plans):
-        steps[str(plan)] = step.prediction.step_s
+    for plan, run in _legal_runs(config, devices, search.plans):
+        steps[str(plan)] = _compile_whole(run, devices).prediction.step_s
         jax.clear_caches()
-        print(f"{1e3 * step.prediction.step_s:10.3f} ms  {plan}", file=sys.stderr, flush=True)
+        print(f"{1e3 * steps[str(plan)]:10.3f} ms  {plan}", file=sys.stderr, flush=True)
     best = min(steps, key=lambda name: steps[name])
     chosen_s = chosen.step.prediction.step_s
     return {
@@ -114,41 +124,83 @@ def check_times(
         devices: the devices, which must be present.
         fixed: keys of the config that stay as they are.
         num_rounds: turns of each plan.
+
+    Raises:
+        ValueError: the devices are not present.
     """
+    present = _present(devices)
     search = PlanSearch(config, devices, fixed)
     search.best()
-    of_mesh: dict[str, ParallelPlan] = {}
-    for plan in sorted(search.plans, key=lambda plan: search.cost(plan).step_s):
-        of_mesh.setdefault(str(plan.mesh), plan)
-    compiled = {str(p): step for p, step in _compiled(config, devices, [*of_mesh.values()])}
-    contenders = {
-        name: contender_of(step.run, random_batch(step.run)) for name, step in compiled.items()
-    }
+    runs = dict(_legal_runs(config, devices, _best_of_each(search)))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        steps = [*pool.map(lambda run: _compile_whole(run, devices), runs.values())]
+        predicted = {
+            str(plan): step.prediction.step_s for plan, step in zip(runs, steps, strict=True)
+        }
+        if present:
+            runs = {plan: _on(present, run.config) for plan, run in runs.items()}
+            _ = [*pool.map(Run.compile_train_step, runs.values())]
+    contenders = {str(plan): contender_of(run, random_batch(run)) for plan, run in runs.items()}
     times = interleave(contenders, num_rounds=num_rounds, num_steps=2)
-    predicted = {name: step.prediction.step_s for name, step in compiled.items()}
-    measured = {name: times[name].median_s for name in compiled}
+    measured = {name: times[name].median_s for name in contenders}
     return {
         "check": "times",
+        "device_kind": jax.devices()[0].device_kind,
         "tau": kendall_tau([*predicted.values()], [*measured.values()]),
         "plans": {
             name: {"predicted_s": predicted[name], "measured_s": measured[name]}
-            for name in sorted(compiled, key=lambda name: measured[name])
+            for name in sorted(measured, key=lambda name: measured[name])
         },
     }
 
 
-def _compiled(
+def _present(devices: PlanDevices) -> list[Any]:
+    """Return the GPUs of this machine if the plans are for a description of them, or []."""
+    if not devices.are_described:
+        return []
+    found = jax.devices()[: devices.count]
+    kind = found[0].device_kind
+    target = target_of(kind, len(found), devices.machine.gpus_per_host)
+    if target is None or target.name != devices.name:
+        raise ValueError(
+            f"--target={devices.name}: --check=times needs these devices, and this machine has "
+            f"{len(found)} × {kind}"
+        )
+    return found
+
+
+def _best_of_each(search: PlanSearch) -> list[ParallelPlan]:
+    """Return the best plan of each mesh; on a single device, of each way to divide its work."""
+    found: dict[Any, ParallelPlan] = {}
+    for plan in sorted(search.plans, key=lambda plan: search.cost(plan).step_s):
+        is_single = math.prod(plan.mesh.sizes.values()) == 1
+        way = (plan.num_microbatches, plan.remat) if is_single else ()
+        found.setdefault((plan.mesh, *way), plan)
+    return [*found.values()]
+
+
+def _legal_runs(
     config: RunConfig, devices: PlanDevices, plans: list[ParallelPlan]
-) -> Iterator[tuple[ParallelPlan, CompiledStep]]:
-    """Yield the legal ones of the plans with their compiled steps."""
+) -> Iterator[tuple[ParallelPlan, Run]]:
+    """Yield the legal ones of the plans with their runs."""
     for plan in plans:
         try:
             run = devices.assemble(plan.applied(config), devices.count)
         except ValueError:
             continue
         if excess(needs_of(run, devices.budget), devices.budget) <= 1:
-            machine = devices.machine
-            yield plan, compile_and_predict(run, devices.name, machine, devices.budget)
+            yield plan, run
+
+
+def _compile_whole(run: Run, devices: PlanDevices) -> CompiledStep:
+    return compile_and_predict(run, devices.name, devices.machine, devices.budget)
+
+
+def _on(devices: list[Any], config: RunConfig) -> Run:
+    """Return the run of a config on devices that are present."""
+    sizes = sizes_without_data(config)
+    mesh = make_mesh(config.mesh, devices)
+    return assemble_run(config, mesh, vocab_size=sizes.vocab_size, num_labels=sizes.num_labels)
 
 
 if __name__ == "__main__":

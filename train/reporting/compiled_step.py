@@ -169,7 +169,7 @@ def _ticks(run: Run) -> Ticks | None:
     """Return the work of each pipeline stage in each tick; None without a pipeline."""
     if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
         return None
-    return Ticks.of_plan(plan_execution(run.schedule, run.config.pipeline))
+    return Ticks.of_plan(plan_execution(run.schedule, run.config.pipeline), run.layouts)
 
 
 def _known(num_bytes: float) -> int | None:

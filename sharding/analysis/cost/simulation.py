@@ -15,8 +15,9 @@ for how long. So an iteration of a loop is simulated once, no matter how often i
 
 The stages of a pipeline run the same program. They differ only in which branches of a tick they
 take: a forward runs on stages that have one in this tick, the head on the last stage, and so on.
-Each branch is a loop that runs at most once. All stages begin a tick together, because they
-exchange activations in it, so a tick lasts until its slowest stage has finished:
+Each branch is a loop that runs at most once (ticks.py says which of them a stage skips). All stages
+begin a tick together, because they exchange activations in it, so a tick lasts until its slowest
+stage has finished:
 
     stage 0     [ F ][ idle ]
     stage 1     [ F ][ head ]     the slowest stage of this tick
@@ -28,7 +29,6 @@ the other stages, which is the bubble.
 """
 
 import dataclasses
-import re
 
 from sharding.analysis.cost.execution import (
     BUBBLE,
@@ -42,7 +42,7 @@ from sharding.analysis.cost.execution import (
     Totals,
 )
 from sharding.analysis.cost.kernel_time import Costs
-from sharding.analysis.cost.ticks import Operations, Ticks
+from sharding.analysis.cost.ticks import PADDING, Operations, Ticks, is_idle, num_layers
 from sharding.analysis.hlo import asynchrony
 from sharding.analysis.hlo.instruction import (
     Instruction,
@@ -52,8 +52,8 @@ from sharding.analysis.hlo.instruction import (
     trip_count,
 )
 from sharding.analysis.hlo.module import Module
-from sharding.ops.update_if import AT_MOST_ONCE
-from sharding.pipeline.runtime.tick_plan import TICKS, scope_of
+from sharding.pipeline.runtime.layers import LAYERS
+from sharding.pipeline.runtime.tick_plan import TICKS
 
 
 class Simulator:
@@ -229,28 +229,33 @@ class _SimulatorState:
             use.exposed_s += seconds
 
     def _branch(self, loop: Instruction) -> None:
-        """Simulate a loop that runs at most once; it does not if the stage is idle in this tick."""
-        operation = _OPERATION.search(loop.op_name)
-        is_idle = (
-            self.operations is not None
-            and operation is not None
-            and operation[1] not in self.operations
-        )
-        if not is_idle:
+        """Simulate a loop that runs at most once, unless the stage skips it in this tick."""
+        if self.operations is None or not is_idle(loop.op_name, self.operations):
             self._include(self._run(body_of(loop)), "")
 
     def _loop(self, loop: Instruction) -> None:
         """Simulate a loop, with a single iteration if its trip count is unknown."""
-        body = body_of(loop)
         ticks = self.simulator.ticks
         label = loop_label(loop)
         count = trip_count(loop) or 1
         if ticks is not None and label == TICKS and count == len(ticks):
-            self._run_ticks(body, ticks)
+            self._run_ticks(body_of(loop), ticks)
             return
+        operations = self.operations
+        if label == LAYERS and operations is not None:
+            present = num_layers(loop.op_name, operations)
+            if present is not None and present < count:
+                self._iterate(loop, count - present, operations | {PADDING})
+                count = present
+        self._iterate(loop, count, operations)
+
+    def _iterate(self, loop: Instruction, count: int, operations: Operations | None) -> None:
+        """Simulate iterations of a loop that all run the same operations."""
+        body = body_of(loop)
+        label = loop_label(loop)
         while count:
             before = self._busy()
-            run = self._run(body)
+            run = self.simulator.run(body, before, operations)
             # If the streams end an iteration in the state in which they began it, all further
             # iterations are equal and need not be simulated.
             times = count if run.busy == before else 1
@@ -313,4 +318,3 @@ def _stream_of(lane: str) -> str:
 
 # Prefix that stands for work started before an execution, for which the execution has to wait.
 _INHERITED = "before: "
-_OPERATION = re.compile(rf"\b{scope_of('')}([\w.]+)/{AT_MOST_ONCE}/while$")

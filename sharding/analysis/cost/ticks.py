@@ -1,14 +1,34 @@
-"""The operations that the stages of a pipeline run in each tick."""
+"""The operations that the stages of a pipeline run in each tick, and the loops that belong to them.
+
+All stages run the same program. Scopes in the names of its loops say what a loop belongs to, and
+so whether a stage runs it in a tick:
+
+    pipeline_F/at_most_once/while                     a forward
+    pipeline_F/.../stack_encoder/at_most_once/while   layers of the encoder, in a forward
+    .../stack_encoder/before/at_most_once/while       what runs ahead of the encoder's first layer
+    .../stack_encoder/layers/while                    one iteration per layer, padding included
+    .../layers/while/body/at_most_once/while          a layer, unless it is padding
+"""
 
 import dataclasses
+import re
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from sharding.pipeline.runtime.chunks import BEFORE, scope_of_stack
 from sharding.pipeline.runtime.execution_plan import ExecutionPlan
+from sharding.pipeline.runtime.layers import LAYERS
+from sharding.pipeline.runtime.tick_plan import Operation, scope_of
+from sharding.pipeline.stack_layout import StackLayout
 
-#: The operations that one stage runs in one tick: "F", "B", "W", flags that apply to these, such as
-#: "B.is_last", and names of a `SharedOperation`.
+#: What one stage runs in one tick: "F", "B", "W"; flags that apply to these, such as "B.is_last";
+#: names of a `SharedOperation`; and, if chunks differ in their layers, "F.encoder=3" for the number
+#: of layers and "F.encoder.first" if the first is among them.
 Operations = frozenset[str]
+
+#: Added to the operations in iterations of a loop over layers that have no layer.
+PADDING = "padding"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,14 +42,23 @@ class Ticks:
     stages: tuple[tuple[Operations, ...], ...]
 
     @classmethod
-    def of_plan(cls, plan: ExecutionPlan) -> "Ticks":
-        """Return the ticks of an execution plan, as an iteration of its loop runs them."""
+    def of_plan(
+        cls, plan: ExecutionPlan, layouts: Mapping[str, StackLayout] | None = None
+    ) -> "Ticks":
+        """Return the ticks of an execution plan, as an iteration of its loop runs them.
+
+        Args:
+            plan: the execution plan.
+            layouts: stack -> its layers in each chunk; None: all chunks have the same layers.
+        """
         runs: dict[str, np.ndarray] = {}
         table = plan.iterations
         for kind, operation in table.operations.items():
             runs[kind] = np.asarray(operation.microbatch) >= 0
             runs[f"{kind}.is_first"] = runs[kind] & (np.asarray(operation.is_first) > 0)
             runs[f"{kind}.is_last"] = runs[kind] & (np.asarray(operation.is_last) > 0)
+            for stack, layout in (layouts or {}).items():
+                runs |= _runs_of_stack(f"{kind}.{stack}", layout, operation)
         num_ticks, num_stages = runs["F"].shape
         for name, operation in table.shared.items():
             runs[name] = np.repeat(operation.microbatch[:, None] >= 0, num_stages, axis=1)
@@ -46,3 +75,61 @@ class Ticks:
 
     def __len__(self) -> int:
         return len(self.stages)
+
+
+def _runs_of_stack(name: str, layout: StackLayout, operation: Operation) -> dict[str, np.ndarray]:
+    """Return in which ticks and stages an operation runs how many layers of a stack."""
+    counts = np.array([[count for _, count in stage] for stage in layout.chunks])
+    if (counts == counts.flat[0]).all():
+        return {}
+    firsts = np.array([[count > 0 and first == 0 for first, count in s] for s in layout.chunks])
+    is_running = np.asarray(operation.microbatch) >= 0
+    cells = np.arange(len(counts)), np.asarray(operation.chunk)
+    runs = {f"{name}={count}": is_running & (counts[cells] == count) for count in np.unique(counts)}
+    return runs | {f"{name}.first": is_running & firsts[cells]}
+
+
+def is_idle(loop_path: str, operations: Operations) -> bool:
+    """Return whether a stage skips a loop that runs at most once.
+
+    Args:
+        loop_path: scopes of the loop, such as "pipeline_F/at_most_once/while".
+        operations: what the stage runs in the tick.
+    """
+    scope = next(filter(_SCOPE.fullmatch, reversed(loop_path.split("/"))), None)
+    if scope is None:
+        return False
+    if scope.startswith(scope_of("")):
+        return scope.removeprefix(scope_of("")) not in operations
+    count = num_layers(loop_path, operations)
+    if scope == LAYERS:  # without its loop, if XLA has removed one of a single iteration
+        return count == 0 or PADDING in operations
+    if scope == BEFORE and count is not None:
+        return f"{_name(loop_path)}.first" not in operations
+    return count == 0
+
+
+def num_layers(loop_path: str, operations: Operations) -> int | None:
+    """Return how many layers of its stack a stage runs in a loop; None: all that it has room for.
+
+    Args:
+        loop_path: scopes of the loop, such as "pipeline_F/.../stack_encoder/layers/while".
+        operations: what the stage runs in the tick. If they are of several stages, the most counts.
+    """
+    name = _name(loop_path)
+    counts = [int(o.removeprefix(f"{name}=")) for o in operations if o.startswith(f"{name}=")]
+    return max(counts, default=None)
+
+
+def _name(loop_path: str) -> str:
+    """Return the operation and the stack of a loop, such as "F.encoder"."""
+    scopes = loop_path.split("/")
+    return f"{_last(scope_of(''), scopes)}.{_last(scope_of_stack(''), scopes)}"
+
+
+def _last(prefix: str, scopes: Iterable[str]) -> str:
+    found = [scope.removeprefix(prefix) for scope in scopes if scope.startswith(prefix)]
+    return found[-1] if found else ""
+
+
+_SCOPE = re.compile(rf"{LAYERS}|{BEFORE}|{scope_of_stack('')}.*|{scope_of('')}[\w.]+")

@@ -24,8 +24,15 @@ from sharding.pipeline.runtime.tick_plan import Slots
 from sharding.pipeline.runtime.trees import Flag, add, read, write, zeros
 
 Tree = Any
+#: Named scope of what runs ahead of a stack's first layer, by which sharding/analysis/ finds it.
+BEFORE = "before"
 #: Stack -> its buffers.
 ChunkResiduals = dict[str, Residuals]
+
+
+def scope_of_stack(name: str) -> str:
+    """Return the named scope of the layers of a stack, by which sharding/analysis/ finds them."""
+    return f"stack_{name}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,11 +167,12 @@ class StackPart:
         before = self.before
         if before is None:
             return unpack(x, self.block_type)
-        return self.contains_first.if_set(
-            chunk,
-            lambda _: before(self.non_stack_params, unpack(x, self.input_type), microbatch),
-            unpack(x, self.block_type),
-        )
+        with jax.named_scope(BEFORE):
+            return self.contains_first.if_set(
+                chunk,
+                lambda _: before(self.non_stack_params, unpack(x, self.input_type), microbatch),
+                unpack(x, self.block_type),
+            )
 
     def _through_before(
         self,
@@ -192,7 +200,8 @@ class StackPart:
             grads, dx = vjp(block_dx)
             return pack(dx), add(non_stack_grads, grads)
 
-        return self.contains_first.if_set(chunk, through, (pack(block_dx), non_stack_grads))
+        with jax.named_scope(BEFORE):
+            return self.contains_first.if_set(chunk, through, (pack(block_dx), non_stack_grads))
 
 
 class Chunks:
@@ -229,8 +238,9 @@ class Chunks:
         Evaluations run this, and so does training if backwards recompute their chunk's forward
         (`pipeline.remat=full`): those call `forward_saving_residuals`.
         """
-        for part in self._parts.values():
-            x = part.forward(chunk, x, microbatch)
+        for name, part in self._parts.items():
+            with jax.named_scope(scope_of_stack(name)):
+                x = part.forward(chunk, x, microbatch)
         return x
 
     def forward_saving_residuals(
@@ -239,9 +249,10 @@ class Chunks:
         """Return x after the chunk, and the buffers with the residuals for its backward."""
         residuals = dict(residuals)
         for name, part in self._parts.items():
-            x, residuals[name] = part.forward_saving_residuals(
-                chunk, x, microbatch, residuals[name], slots
-            )
+            with jax.named_scope(scope_of_stack(name)):
+                x, residuals[name] = part.forward_saving_residuals(
+                    chunk, x, microbatch, residuals[name], slots
+                )
         return x, residuals
 
     def backward(
@@ -264,9 +275,11 @@ class Chunks:
         stacks_grads = dict(stacks_grads)
         for name, part in reversed(self._parts.items()):
             # The gradient of a part's input is that of the output of the part before it.
-            dy, non_stack_grads, stacks_grads[name], residuals[name] = part.backward(
-                chunk, dy, microbatch, residuals[name], slots, non_stack_grads, stacks_grads[name]
-            )
+            grads = stacks_grads[name]
+            with jax.named_scope(scope_of_stack(name)):
+                dy, non_stack_grads, stacks_grads[name], residuals[name] = part.backward(
+                    chunk, dy, microbatch, residuals[name], slots, non_stack_grads, grads
+                )
         return dy, non_stack_grads, stacks_grads, residuals
 
     def weight_gradient(
@@ -282,9 +295,10 @@ class Chunks:
         for name, part in self._parts.items():
             if not part.has_backward:
                 continue
-            stacks_grads[name] = part.layers.weight_gradient(
-                chunk, microbatch, residuals[name], slots, stacks_grads[name]
-            )
+            with jax.named_scope(scope_of_stack(name)):
+                stacks_grads[name] = part.layers.weight_gradient(
+                    chunk, microbatch, residuals[name], slots, stacks_grads[name]
+                )
         return stacks_grads
 
 

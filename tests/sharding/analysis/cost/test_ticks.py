@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from sharding.analysis.cost import machine
-from sharding.analysis.cost.ticks import Ticks
+from sharding.analysis.cost.ticks import PADDING, Ticks, is_idle, num_layers
 from sharding.ops.update_if import AT_MOST_ONCE
 from sharding.pipeline.runtime.execution_plan import make_execution_plan
 from sharding.pipeline.schedule import make_schedule
+from sharding.pipeline.stack_layout import cut
 from tests.sharding.analysis.cost.programs import MACHINE, US, computation, fusion, loop, step
 
 
@@ -85,3 +86,68 @@ def test_predict_has_no_bubble_on_stages_that_share_their_cores():
     second = (10 + 260 + 210) * US
     assert found.step_s == pytest.approx((first + second) / 2)
     assert found.bubble_s == 0
+
+
+FORWARD = "pipeline_ticks/while/body/pipeline_F/at_most_once"
+STACK = f"{FORWARD}/while/body/stack_encoder"
+
+
+def test_predict_skips_the_layers_that_a_stage_does_not_have():
+    layer = computation("layer", fusion("l", 100, "layer.arg"))
+    padded = loop(
+        "if_layer", "layer", None, f"{STACK}/layers/while/body/{AT_MOST_ONCE}", "body.arg"
+    )
+    body = computation("body", padded + fusion("count", 10, "if_layer"))
+    layers = computation("forward", loop("layers", "body", 3, f"{STACK}/layers", "forward.arg"))
+    tick = computation("tick", loop("F", "forward", None, FORWARD, "tick.arg"))
+    entry = loop("ticks", "tick", 2, "pipeline_ticks")
+    rows = ticks(("F F.encoder=3", "F F.encoder=1"), ("F F.encoder=3", ""))
+    found = step(layer + body + layers + tick, entry, rows)
+    assert found.step_s == pytest.approx(2 * 330 * US)
+    rows = ticks(("", "F F.encoder=1"), ("F F.encoder=0", "F F.encoder=2"))
+    found = step(layer + body + layers + tick, entry, rows)
+    assert found.step_s == pytest.approx((130 + 230) * US)
+
+
+def test_ticks_of_plan_count_the_layers_of_chunks_that_differ():
+    schedule = make_schedule("1f1b", num_stages=2, num_microbatches=2, num_chunks=1)
+    layouts = cut({"encoder": 2, "decoder": 4}, schedule.placement, (3, 3))
+    found = Ticks.of_plan(make_execution_plan(schedule), layouts)
+    first, last = (frozenset().union(*stage) for stage in zip(*found.stages, strict=True))
+    assert {"B.encoder=2", "B.encoder.first", "B.decoder=1", "B.decoder.first"} < first
+    assert {"B.encoder=0", "B.decoder=3"} < last and "B.decoder.first" not in last
+    even = cut({"encoder": 2, "decoder": 2}, schedule.placement, (2, 2))
+    for name in ("decoder", "encoder"):
+        same = Ticks.of_plan(make_execution_plan(schedule), {name: even[name]})
+        assert any(f"B.{name}=2" in cell for stages in same.stages for cell in stages)
+    alike = cut({"blocks": 4}, schedule.placement, (2, 2))
+    assert Ticks.of_plan(make_execution_plan(schedule), alike) == Ticks.of_plan(
+        make_execution_plan(schedule)
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "operations", "skips"),
+    [
+        ("pipeline_F", "B", True),
+        ("pipeline_F", "F", False),
+        (STACK, "F F.encoder=0", True),
+        (STACK, "F F.encoder=2 F.decoder=0", False),
+        (STACK, "F", False),
+        (f"{STACK}/before", "F F.encoder=2", True),
+        (f"{STACK}/before", "F F.encoder=2 F.encoder.first", False),
+        (f"{STACK}/before", "F", False),
+        (f"{STACK}/layers/while/body", f"F F.encoder=2 {PADDING}", True),
+        (f"{STACK}/layers/while/body", "F F.encoder=2", False),
+        (f"{STACK}/layers/while/body", "F F.encoder=0", True),
+        ("scan", "F", False),
+    ],
+)
+def test_is_idle_reads_what_a_loop_belongs_to(path: str, operations: str, skips: bool):
+    assert is_idle(f"{path}/{AT_MOST_ONCE}/while", frozenset(operations.split())) == skips
+
+
+def test_num_layers_is_the_most_of_several_stages():
+    path = f"{STACK}/layers/while"
+    assert num_layers(path, frozenset({"F", "F.encoder=1", "F.encoder=2", "B.encoder=9"})) == 2
+    assert num_layers(path, frozenset({"F", "F.decoder=1"})) is None
