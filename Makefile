@@ -5,6 +5,7 @@
 # make test-compiler: runs only the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
 # make test-device: runs only the tests of tests/device, which need a GPU
 # make test-all: runs these three, one after another (an hour)
+# make reproduce: compiles all jobs of docs/published.md again, and writes its tables and plot (an hour, no GPU)
 # make lint: runs ruff, codespell and the type checker
 # make setup, setup-test, setup-compiler: only install dependencies for training, tests or GPU tests, into .venv
 PYTHON ?= python3
@@ -15,7 +16,7 @@ ARGS ?=
 REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup setup-test setup-compiler train test test-all test-thorough test-compiler test-device lint
+.PHONY: setup setup-test setup-compiler train test test-all test-thorough test-compiler test-device reproduce lint
 setup: .venv/$(REQUIREMENTS).stamp
 setup-test: .venv/requirements-test.txt.stamp
 setup-compiler: .venv/requirements-compiler.txt.stamp
@@ -53,6 +54,12 @@ test-compiler: setup-test setup-compiler
 
 test-device: setup-test
 	TAIBAI_TEST_DEVICE=gpu XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest tests/device $(ARGS)
+
+reproduce: setup-test setup-compiler
+	.venv/bin/python -m benchmarks.published
+	.venv/bin/python -m benchmarks.libai
+	.venv/bin/python -m benchmarks.published --docs
+	.venv/bin/python -m benchmarks.libai --docs
 
 test-all:
 	$(MAKE) test

@@ -131,7 +131,7 @@ def with_tables(text: str, rows: Sequence[Row], results: dict[str, Any]) -> str:
         "libai constants": constants_table(constants),
         "libai ranks": ranks_table(rows, fitted, unfitted),
         "libai choices": choices_table(rows, fitted, unfitted),
-        "libai rows": rows_table(rows, fitted, bytes_of),
+        "libai rows": rows_table(rows, fitted, unfitted, bytes_of),
     }
     return docs_page.with_tables(text, tables, _DOCS)
 
@@ -144,7 +144,7 @@ def constants_table(constants: Constants) -> str:
         ["other kernels", f"{constants.other:.2f}"],
         ["exposed communication across hosts", f"{constants.network:.2f}"],
     ]
-    return _markdown(rows)
+    return docs_page.markdown(rows)
 
 
 def ranks_table(rows: Sequence[Row], fitted: Speeds, unfitted: Speeds) -> str:
@@ -170,7 +170,7 @@ def ranks_table(rows: Sequence[Row], fitted: Speeds, unfitted: Speeds) -> str:
                     f"{min(ratios):.2f} to {max(ratios):.2f}",
                 ]
             )
-    return _markdown(lines)
+    return docs_page.markdown(lines)
 
 
 def choices_table(rows: Sequence[Row], fitted: Speeds, unfitted: Speeds) -> str:
@@ -191,21 +191,28 @@ def choices_table(rows: Sequence[Row], fitted: Speeds, unfitted: Speeds) -> str:
                 f"{plain_choice.regret:.1%}",
             ]
         )
-    return _markdown(lines)
+    return docs_page.markdown(lines)
 
 
-def rows_table(rows: Sequence[Row], speeds: Speeds, bytes_of: Mapping[tuple[str, str], int]) -> str:
+def rows_table(
+    rows: Sequence[Row],
+    fitted: Speeds,
+    unfitted: Speeds,
+    bytes_of: Mapping[tuple[str, str], int],
+) -> str:
     """Return a Markdown table of all rows.
 
     Args:
         rows: the published rows.
-        speeds: predicted sequences per second.
+        fitted: predicted sequences per second, with the constants that were fitted to LiBai.
+        unfitted: the same without them: our own step.
         bytes_of: `Row.key` -> compiled memory of one GPU.
     """
     heads = ["section", "model", "job", "LiBai", "Megatron", "predicted", "predicted ÷ LiBai"]
-    lines = [[*heads, "used for", "memory, GiB"]]
+    lines = [[*heads, "used for", "ours", "ours ÷ the faster one", "memory, GiB"]]
     for row in rows:
-        speed = speeds[row.key]
+        speed = fitted[row.key]
+        ours = unfitted[row.key]
         lines.append(
             [
                 row.section,
@@ -216,15 +223,12 @@ def rows_table(rows: Sequence[Row], speeds: Speeds, bytes_of: Mapping[tuple[str,
                 f"{speed:,.1f}",
                 f"{speed / row.libai_samples_per_s:.2f}",
                 "fit" if row.is_fitted else "test",
+                f"{ours:,.1f}",
+                f"{ours / max(row.libai_samples_per_s, row.megatron_samples_per_s):.2f}",
                 f"{bytes_of[row.key] / 2**30:.1f}",
             ]
         )
-    return _markdown(lines)
-
-
-def _markdown(lines: list[list[str]]) -> str:
-    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return docs_page.markdown(lines)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 from benchmarks.harness import docs_page, report
-from benchmarks.harness.published_jobs import JOBS, SCALING, Job
+from benchmarks.harness.published_jobs import HOST_MEMORY, JOBS, SCALING, Job
 from sharding.analysis.targets import parse_target
 from train.compile import compile_step
 
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         "versions": report.versions(),
         "jobs": [_measured(job) for job in JOBS],
         "scaling": {model: [_measured(job) for job in jobs] for model, jobs in SCALING.items()},
+        "host_memory": [_measured(job) for job in HOST_MEMORY],
     }
     args.out.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return 0
@@ -76,6 +77,9 @@ def _measured(job: Job) -> dict[str, Any]:
         "mesh": found["mesh"],
         "seconds": round(step.trace_s + step.compile_s, 1),
         "compiled_bytes": found["memory"]["compiled_bytes"],
+        "num_params": found["num_params"],
+        "budget_bytes": found["memory"]["budget_bytes"],
+        "host_bytes": found["memory"]["host_bytes"],
         "fits": found["memory"]["fits"],
         "step_time_s": predicted["step_time_s"],
         "tokens_per_s_per_gpu": predicted["tokens_per_s"] / found["num_devices"],
@@ -102,12 +106,16 @@ def with_tables(text: str, results: dict[str, Any]) -> str:
     scaling = [job for jobs in results["scaling"].values() for job in jobs]
     tables = {
         "jobs": table(results["jobs"]),
-        "commands": "\n".join(
-            f"- {job['name']}\n\n  ```\n  {job['command']}\n  ```" for job in results["jobs"]
-        ),
+        "commands": _commands(results["jobs"]),
         "scaling": table(scaling),
+        "host memory": memory_table(results["host_memory"]),
+        "host memory commands": _commands(results["host_memory"]),
     }
     return docs_page.with_tables(text, tables, _DOCS)
+
+
+def _commands(jobs: list[dict[str, Any]]) -> str:
+    return "\n".join(f"- {job['name']}\n\n  ```\n  {job['command']}\n  ```" for job in jobs)
 
 
 def table(jobs: list[dict[str, Any]]) -> str:
@@ -116,7 +124,7 @@ def table(jobs: list[dict[str, Any]]) -> str:
     heads += ["exposed communication", "predicted MFU"]
     has_published = any(job["published"] for job in jobs)
     heads += ["published tokens/s per GPU", "predicted ÷ published"] if has_published else []
-    rows = [heads, ["---"] * len(heads)]
+    rows = [heads]
     for job in jobs:
         speed = job["tokens_per_s_per_gpu"]
         row = [
@@ -133,7 +141,27 @@ def table(jobs: list[dict[str, Any]]) -> str:
             row.append(f"{job['published']:,.0f} ({job['source']})" if is_known else "–")
             row.append(f"{speed / job['published']:.2f}" if is_known else "–")
         rows.append(row)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return docs_page.markdown(rows)
+
+
+def memory_table(jobs: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of jobs on one GPU with host memory."""
+    heads = ["model", "parameters", "published on a GPU with", "ours: memory of the GPU, GiB"]
+    heads += ["fits into nine tenths", "ours: host memory, GiB", "predicted tokens/s on an A100"]
+    rows = [heads]
+    for job in jobs:
+        rows.append(
+            [
+                job["name"],
+                f"{job['num_params'] / 1e9:.1f} B",
+                f"{job['published']:g} GB ({job['source']})",
+                f"{job['compiled_bytes'] / 2**30:.1f}",
+                "yes" if job["fits"] else "no",
+                f"{job['host_bytes'] / 2**30:.0f}",
+                f"{job['tokens_per_s_per_gpu']:,.0f}",
+            ]
+        )
+    return docs_page.markdown(rows)
 
 
 def _draw(scaling: dict[str, list[dict[str, Any]]], path: Path) -> None:

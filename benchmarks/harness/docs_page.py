@@ -5,7 +5,7 @@ the table
 <!-- end of NAME -->
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -29,3 +29,9 @@ def with_tables(text: str, tables: Mapping[str, str], page: Path) -> str:
             raise ValueError(f"{page} lacks {begin.strip()} or {end.strip()}; add a line for each")
         text = f"{before}{begin}{table}{end}{after}"
     return text
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as a Markdown table; the first row contains the heads."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,4 +1,4 @@
-"""Training jobs that others have published, and the jobs of the plot of weak scaling."""
+"""Training jobs that others have published, in speed or in memory, and those of weak scaling."""
 
 import dataclasses
 
@@ -32,7 +32,8 @@ class Job:
         target: the GPUs, as for `--target`.
         overrides: overrides of the config.
         compute: `precision.compute`.
-        published: measured tokens/s per GPU of somebody else; None if there is none for this job.
+        published: measured tokens/s per GPU of somebody else, or in HOST_MEMORY the GB of the GPU;
+            None if there is none for this job.
         source: who published it.
     """
 
@@ -211,3 +212,35 @@ SCALING = {
         for count in (64, 512, 4096)
     ],
 }
+
+
+def _in_host_memory(name: str, gpu_gb: int, *overrides: str) -> Job:
+    """Return a GPT job on one GPU, with the state of its blocks in host memory."""
+    budget = 0.9 * gpu_gb * 1e9 / 2**30
+    return Job(
+        name=name,
+        config="gpt2.py:xl",
+        target="a100:1x1",
+        overrides=(
+            *overrides,
+            "data.sequence_length=1024",
+            "data.global_batch_size=16",
+            "train.num_microbatches=1",
+            "train.remat=full",
+            "memory.placement=host",
+            "memory.offload_parameters_fraction=1.0",
+            f"memory.device_budget={budget:.2f}",
+            "memory.host_budget=1024",
+        ),
+        published=gpu_gb,
+        source="Colossal-AI",
+    )
+
+
+_WIDE = ("model.embed_dim=6144", "model.num_heads=48")
+#: Models that others have trained on one GPU with host memory; `published` is its memory in GB.
+HOST_MEMORY = (
+    _in_host_memory("GPT, 1.5 B parameters", 6),
+    _in_host_memory("GPT, 18 B parameters", 24, *_WIDE, "model.num_layers=40"),
+    _in_host_memory("GPT, 24 B parameters", 32, *_WIDE, "model.num_layers=53"),
+)

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from benchmarks import published
-from benchmarks.harness.published_jobs import JOBS, SCALING
+from benchmarks.harness.published_jobs import HOST_MEMORY, JOBS, SCALING
 from sharding.analysis.targets import parse_target
 from train.config.config_files import load
 from train.config.schema import validate_config
 
-ALL_JOBS = [*JOBS, *(job for jobs in SCALING.values() for job in jobs)]
+ALL_JOBS = [*JOBS, *(job for jobs in SCALING.values() for job in jobs), *HOST_MEMORY]
 
 
 @pytest.mark.parametrize("job", ALL_JOBS, ids=lambda job: job.name)
@@ -32,7 +32,7 @@ def test_docs_show_the_stored_results():
 
 def test_page_without_a_marker_is_refused():
     with pytest.raises(ValueError, match="lacks <!-- jobs -->"):
-        published.with_tables("no table", {"jobs": [], "scaling": {}})
+        published.with_tables("no table", {"jobs": [], "scaling": {}, "host_memory": []})
 
 
 def test_table_shows_the_ratio_only_where_a_speed_is_published():
@@ -52,3 +52,27 @@ def test_table_shows_the_ratio_only_where_a_speed_is_published():
         "| model | data=8 | 2.0 | 1,500 | 3,000 | 1.2% | 50.0% | 1,500 (somebody) | 2.00 |"
     )
     assert unknown.endswith("| 50.0% | – | – |")
+
+
+def test_stored_jobs_in_host_memory_fit_and_have_the_published_number_of_parameters():
+    results = json.loads(published._RESULTS.read_text(encoding="utf-8"))["host_memory"]
+    assert [job["name"] for job in results] == [job.name for job in HOST_MEMORY]
+    for job, billions in zip(results, (1.5, 18, 24), strict=True):
+        assert job["num_params"] >= billions * 1e9
+        assert job["compiled_bytes"] <= job["budget_bytes"] <= 0.91 * job["published"] * 1e9
+        assert job["fits"]
+
+
+def test_table_of_host_memory_shows_both_memories():
+    job = {
+        "name": "GPT",
+        "num_params": 1.56e9,
+        "published": 6,
+        "source": "somebody",
+        "compiled_bytes": 2**32,
+        "fits": True,
+        "host_bytes": 2**35,
+        "tokens_per_s_per_gpu": 4420.4,
+    }
+    last = published.memory_table([job]).splitlines()[-1]
+    assert last == "| GPT | 1.6 B | 6 GB (somebody) | 4.0 | yes | 32 | 4,420 |"
