@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from sharding.pipeline.config import BALANCED
@@ -29,6 +29,8 @@ from train.planning.scaled_times import ScaledTimes
 from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.run.run import Run
 
+#: How many programs are compiled at a time.
+_NUM_THREADS = os.cpu_count() or 1
 #: How many plans are compiled whole, and listed.
 NUM_PLANS = 5
 #: How many parts are compiled at most, besides those that others are scaled from.
@@ -110,15 +112,16 @@ class PlanSearch:
         Raises:
             ValueError: no plan divides the model and the batch, or none fits into memory.
         """
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
             self._start(pool)
             ranked = self._refine(pool)
-            finalists = self._fitting(ranked, NUM_PLANS)
-            self._say(f"compiles {len(finalists)} plans whole")
-            steps = pool.map(self._compile_whole, (run for _, _, run in finalists))
+            self._say("compiles the best plans whole")
+            finalists = [
+                (plan, cost, pool.submit(self._compile_whole, run))
+                for plan, cost, run in self._fitting(ranked, NUM_PLANS)
+            ]
             choices = [
-                Choice(plan=plan, cost=cost, step=step)
-                for (plan, cost, _), step in zip(finalists, steps, strict=True)
+                Choice(plan=plan, cost=cost, step=step.result()) for plan, cost, step in finalists
             ]
         fitting = [c for c in choices if (c.step.memory.in_all or 0) <= self._budget.device_bytes]
         return sorted(fitting or choices, key=lambda choice: choice.step.prediction.step_s)
@@ -151,7 +154,8 @@ class PlanSearch:
         self._say(f"{len(self.plans):,} plans; compiles the layers of one device")
         size = self._config.data.global_batch_size
         parts = layers.parts_of_base(min(plan.microbatch_size(size) for plan in self.plans))
-        self._compile(parts, pool)
+        for compiled in [self._submit(part, pool) for part in parts]:
+            compiled.result()
         layers.measure_base(parts)
 
     def _space(self, config: RunConfig, num_devices: int) -> PlanSpace:
@@ -173,18 +177,27 @@ class PlanSearch:
         )
 
     def _refine(self, pool: concurrent.futures.Executor) -> list[tuple[ParallelPlan, PlanCost]]:
-        """Return the plans that may fit, the fastest first; compile parts of the most promising."""
-        compiled = 0
+        """Return the plans that may fit, the fastest first; compile parts of the most promising.
+
+        Whenever a part has been compiled, the plans are ranked again to choose the next one.
+        """
+        pending: dict[concurrent.futures.Future, Part] = {}
+        num_parts = 0
         while True:
             ranked = self._ranked(self.plans)
             front = [part for _, cost in _distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
-            parts = [*dict.fromkeys(front)][: os.cpu_count() or 1]
-            if not parts or compiled >= _MAX_PARTS:
+            for part in dict.fromkeys(front):
+                running = pending.values()
+                is_free = len(running) < _NUM_THREADS and num_parts < _MAX_PARTS
+                if is_free and part not in running and not self._layers.is_between(part, running):
+                    self._say(f"compiles the layers with {_describe(part)}")
+                    pending[self._submit(part, pool)] = part
+                    num_parts += 1
+            if not pending:
                 return ranked
-            self._say(f"compiles the layers with {' and with '.join(map(_describe, parts))}")
-            self._compile(parts, pool)
-            self._layers.measure(parts)
-            compiled += len(parts)
+            for done in concurrent.futures.wait(pending, return_when="FIRST_COMPLETED").done:
+                done.result()
+                self._layers.measure([pending.pop(done)])
 
     def _ranked(self, plans: list[ParallelPlan]) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return the fastest plans that may fit, in order; if none may, the leanest first."""
@@ -207,9 +220,9 @@ class PlanSearch:
 
     def _fitting(
         self, ranked: list[tuple[ParallelPlan, PlanCost]], count: int
-    ) -> list[tuple[ParallelPlan, PlanCost, Run]]:
-        """Return the first plans whose estimated memory fits, with their runs."""
-        found = []
+    ) -> Iterator[tuple[ParallelPlan, PlanCost, Run]]:
+        """Yield the first plans whose estimated memory fits, with their runs."""
+        num_found = 0
         leanest = None
         refusal = ""
         # How much more memory plans take than composed, by what their activations depend on.
@@ -227,12 +240,13 @@ class PlanSearch:
             needs = needs_of(run, self._budget)
             corrections[kind] = needs.device_bytes / cost.memory_bytes
             if excess(needs, self._budget) <= 1:
-                found.append((plan, cost, run))
+                num_found += 1
+                yield plan, cost, run
             elif leanest is None or needs.device_bytes < leanest[0]:
                 leanest = (needs.device_bytes, (plan, cost))
-            if len(found) == count:
-                break
-        if not found:
+            if num_found == count:
+                return
+        if not num_found:
             if leanest is None:
                 raise ValueError(refusal)
             raise ValueError(
@@ -245,13 +259,12 @@ class PlanSearch:
                     self._costs.cost,
                 )
             )
-        return found
 
-    def _compile(self, parts: Iterable[Part], pool: concurrent.futures.Executor) -> None:
-        runs = [self._layers.compiled(part) for part in parts]
-        for part in runs:
-            _ = part.run.trace_train_step()  # tracing holds the interpreter's lock
-        list(pool.map(lambda part: part.times, runs))
+    def _submit(self, part: Part, pool: concurrent.futures.Executor) -> concurrent.futures.Future:
+        """Compile a part in a thread."""
+        compiled = self._layers.compiled(part)
+        _ = compiled.run.trace_train_step()  # tracing holds the interpreter's lock
+        return pool.submit(lambda: compiled.times)
 
     def _allows(self, context: int, model: int) -> bool:
         """Return whether the model can be split over these axes."""

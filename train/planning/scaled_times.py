@@ -9,7 +9,8 @@ differs from the base in nothing else:
                   × factor of the split over context and model
                   + what train.remat recomputes
 
-Until it has been measured, a factor is assumed, and times that depend on it are not `known`.
+Within a host, factors of a split over `model` are interpolated between smaller and larger splits.
+Until it has been measured, any other factor is assumed, and times that depend on it are not known.
 """
 
 import bisect
@@ -149,11 +150,18 @@ class ScaledTimes:
         """Return the parts to compile before the times of `part` are known."""
         base = self.base
         found = []
-        if (part.context, part.model) not in self._splits:
+        if self._measured_split(part.context, part.model) is None:
             found.append(dataclasses.replace(base, context=part.context, model=part.model))
         if part.remat not in self._recomputed:
             found.append(dataclasses.replace(base, remat=part.remat))
         return found
+
+    def is_between(self, part: Part, parts: Iterable[Part]) -> bool:
+        """Return whether the times of a part will be known from those of larger splits."""
+        return part.remat == self.base.remat and any(
+            self._interpolates(part.context, part.model, (other.context, other.model))
+            for other in parts
+        )
 
     def measure(self, parts: Iterable[Part]) -> None:
         """Read the factors of parts from `unknown`, after they have been compiled."""
@@ -174,9 +182,11 @@ class ScaledTimes:
     def times(self, part: Part) -> LayerTimes:
         """Return the times of a part."""
         whole = self._of_base(part.batch)
-        split = part.context * part.model / (self.base.context * self.base.model)
-        assumed = (1 + _SPLIT_LOSS * max(0.0, math.log2(split))) / split
-        splits = self._splits.get((part.context, part.model), (assumed, assumed))
+        splits = self._measured_split(part.context, part.model)
+        if splits is None:
+            split = part.context * part.model / (self.base.context * self.base.model)
+            assumed = (1 + _SPLIT_LOSS * max(0.0, math.log2(split))) / split
+            splits = assumed, assumed
         recomputed = self._recomputed.get(part.remat)
         if recomputed is None:
             recomputed = _recomputed(part.remat) - _recomputed(self.base.remat)
@@ -209,6 +219,25 @@ class ScaledTimes:
         return PartMemory(
             activations=work * found.activations, temporaries=work * found.temporaries
         )
+
+    def _measured_split(self, context: int, model: int) -> tuple[float, float] | None:
+        """Return the factors of a split, measured or between measured ones; None if unknown."""
+        if (context, model) in self._splits:
+            return self._splits[context, model]
+        below = [n for c, n in self._splits if c == context and n < model]
+        above = [n for c, n in self._splits if self._interpolates(context, model, (c, n))]
+        if not below or not above:
+            return None
+        low, high = max(below), min(above)
+        share = math.log(model / low) / math.log(high / low)
+        ends = zip(self._splits[context, low], self._splits[context, high], strict=True)
+        forward, backward = (a ** (1 - share) * b**share for a, b in ends)
+        return forward, backward
+
+    def _interpolates(self, context: int, model: int, larger: tuple[int, int]) -> bool:
+        """Return whether factors of a split are between those of the base and of a larger one."""
+        is_on_host = math.prod(larger) <= self._devices.machine.gpus_per_host
+        return larger[0] == context == self.base.context and larger[1] > model and is_on_host
 
     def _of_base(self, batch: int) -> LayerTimes:
         """Return the times of the base with another batch, between its two nearest batches."""

@@ -84,6 +84,21 @@ def test_each_factor_is_measured_by_itself(times):
     assert found.backward_s == pytest.approx(backward_s(wanted))
 
 
+def test_split_between_two_measured_ones_is_interpolated(times):
+    assert times.is_between(part(model=2), [part(model=4)])
+    assert not times.is_between(part(model=4), [part(model=2)])
+    assert not times.is_between(part(model=2), [part(model=16)])  # on two hosts
+    assert not times.is_between(part(model=2, remat="full"), [part(model=4)])
+    times.measure([part(model=4)])
+    assert times.unknown(part(model=2)) == []
+    assert times.unknown(part(model=8)) == [part(model=8)]
+    found = times.times(part(model=2))
+    assert found.forward_s == pytest.approx(forward_s(part()) * 0.35**0.5)
+    assert found.backward_s == pytest.approx(backward_s(part()) * 0.35**0.5)
+    times.measure([part(model=2)])  # a measured factor goes before an interpolated one
+    assert times.times(part(model=2)).forward_s == pytest.approx(forward_s(part(model=2)))
+
+
 def test_assumed_split_is_slower_than_a_perfect_one(times):
     whole = times.times(part(batch=8))
     split = times.times(part(batch=8, model=4))
