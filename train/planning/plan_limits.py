@@ -5,7 +5,7 @@ requests with more devices is composed, not compiled; see plan_cost.py.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sharding.analysis.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
@@ -18,8 +18,10 @@ Costed = tuple[ParallelPlan, PlanCost]
 #: Returns the plans of a config for a number of devices.
 SpaceOf = Callable[[RunConfig, int], PlanSpace]
 
-#: How far from a request another one is looked for, in devices and in examples of a batch.
-_MAX_DISTANCE = 64
+#: How far from a request all numbers of devices, or of examples of a batch, are tried. Those of
+#: devices are few, because a model is built for every new size of the axis `model`.
+_NEAR_DEVICES = 8
+_NEAR_EXAMPLES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,11 +87,12 @@ def no_division(
     """
     batch = config.data.global_batch_size
     near = []
-    for others in _by_distance(num_devices):
+    round_numbers = _round_numbers(num_devices)
+    for others in _by_distance(num_devices, _NEAR_DEVICES, round_numbers):
         if _has_plan(space_of(config, others)):
             near.append(f"{others} devices")
             break
-    for other in _by_distance(batch):
+    for other in _by_distance(batch, _NEAR_EXAMPLES, round_numbers):
         try:
             changed = with_values(config, {"data.global_batch_size": other})
         except ValueError:  # the fixed number of microbatches does not divide it
@@ -139,11 +142,22 @@ def no_memory(
     )
 
 
-def _by_distance(number: int) -> list[int]:
-    """Return the numbers around a number, the nearest first."""
-    steps = range(1, _MAX_DISTANCE + 1)
-    near = [value for step in steps for value in (number - step, number + step)]
-    return [value for value in near if value > 0]
+def _by_distance(number: int, within: int, further: Iterable[int]) -> list[int]:
+    """Return numbers to try instead of a number: those within a distance, then further ones.
+
+    Both are sorted by their distance; of two numbers at the same distance, the smaller one is
+    first.
+    """
+    near = {number + step for step in range(-within, within + 1)}
+    ordered = sorted(near, key=lambda n: (abs(n - number), n))
+    ordered += sorted({*further} - near, key=lambda n: (abs(n - number), n))
+    return [n for n in ordered if n > 0 and n != number]
+
+
+def _round_numbers(most: int) -> set[int]:
+    """Return the divisors of a number, and the powers of two up to it."""
+    divisors = {n for n in range(1, most + 1) if most % n == 0}
+    return divisors | {1 << n for n in range(most.bit_length())}
 
 
 def _has_plan(space: PlanSpace) -> bool:

@@ -40,6 +40,14 @@ def test_request_that_nothing_divides_names_the_nearest_that_works():
     assert [*space_of(changed, 7)]
 
 
+def test_request_for_far_too_many_devices_names_one_that_works():
+    message = no_division(config_of(), 4096, [], space_of)
+    devices, _, rest = message.partition("the nearest that works: ")[2].partition(" devices, or ")
+    assert [*space_of(config_of(), int(devices))] and 16 < int(devices) < 4096
+    batch = int(rest.partition("data.global_batch_size=")[2])
+    assert batch > 16 and [*space_of(config_of(f"data.global_batch_size={batch}"), 4096)]
+
+
 def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():
     plans = [*space()]
     leanest = min(((plan, cost(plan)) for plan in plans), key=lambda pair: pair[1].memory_bytes)
