@@ -229,9 +229,11 @@ class ScaledTimes:
         if not below or not above:
             return None
         low, high = max(below), min(above)
-        share = math.log(model / low) / math.log(high / low)
+        # Products take 1 / model of the time, and each device waits for (model - 1) / model of the
+        # bytes of a collective: both are linear in 1 / model.
+        share = (1 / low - 1 / model) / (1 / low - 1 / high)
         ends = zip(self._splits[context, low], self._splits[context, high], strict=True)
-        forward, backward = (a ** (1 - share) * b**share for a, b in ends)
+        forward, backward = (a + share * (b - a) for a, b in ends)
         return forward, backward
 
     def _interpolates(self, context: int, model: int, larger: tuple[int, int]) -> bool:

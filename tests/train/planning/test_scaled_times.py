@@ -93,8 +93,9 @@ def test_split_between_two_measured_ones_is_interpolated(times):
     assert times.unknown(part(model=2)) == []
     assert times.unknown(part(model=8)) == [part(model=8)]
     found = times.times(part(model=2))
-    assert found.forward_s == pytest.approx(forward_s(part()) * 0.35**0.5)
-    assert found.backward_s == pytest.approx(backward_s(part()) * 0.35**0.5)
+    factor = 1 - (1 - 0.35) * 2 / 3  # linear in 1 / model: 1/2 is two thirds of the way to 1/4
+    assert found.forward_s == pytest.approx(forward_s(part()) * factor)
+    assert found.backward_s == pytest.approx(backward_s(part()) * factor)
     times.measure([part(model=2)])  # a measured factor goes before an interpolated one
     assert times.times(part(model=2)).forward_s == pytest.approx(forward_s(part(model=2)))
 
