@@ -3,6 +3,7 @@
     python -m benchmarks.plans --config=configs/gpt2.py --target=h100:1x8 --check=all
     python -m benchmarks.plans --config=configs/gpt2.py --target=cpu:1x8 --check=times
     python -m benchmarks.plans --config=configs/gpt2.py:small --target=h100:1x1 --check=times
+    python -m benchmarks.plans --docs
 
 - *all* compiles every legal plan whole, and says by how much the planner's choice is slower than
   the best of them, by the same predictor. Fix values on the command line until few plans are left.
@@ -10,7 +11,8 @@
   measured times with the predicted order (Kendall's tau). A single device has one mesh; there it
   runs the best plan of each number of microbatches and rematerialization.
 
-A plan that does not fit into memory, or that the run's checks refuse, is not legal.
+A plan that does not fit into memory, or that the run's checks refuse, is not legal. With --docs,
+the command writes the tables of docs/plan.md from benchmarks/results/plans.json.
 """
 
 import argparse
@@ -21,13 +23,13 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.harness import report
+from benchmarks.harness import docs_page, report
 from benchmarks.harness.ranks import kendall_tau
 from benchmarks.harness.timing import interleave
 from benchmarks.step import contender_of, random_batch
@@ -46,16 +48,27 @@ from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.messages import sentence_of
 
+_ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results" / "plans.json"
+_DOCS = _ROOT / "docs" / "plan.md"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", allow_abbrev=False)
-    parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
-    parser.add_argument("--target", required=True, help="as for train.plan; times needs them")
-    parser.add_argument("--check", required=True, choices=("all", "times"))
+    parser.add_argument("--config", help="file.py, file.py:argument or config.yaml")
+    parser.add_argument("--target", help="as for train.plan; times needs them")
+    parser.add_argument("--check", choices=("all", "times"))
     parser.add_argument("--out", type=Path, help="add the figures to this JSON file")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each plan that is timed")
+    parser.add_argument("--docs", action="store_true", help="write docs/plan.md from the results")
     args, others = parser.parse_known_args(argv)
+    if args.docs:
+        results = json.loads(_RESULTS.read_text(encoding="utf-8"))
+        _DOCS.write_text(with_tables(_DOCS.read_text(encoding="utf-8"), results), encoding="utf-8")
+        return 0
+    if args.config is None or args.target is None or args.check is None:
+        parser.error("the following arguments are required: --config, --target, --check")
     logging.basicConfig(format="%(message)s", level=logging.INFO, force=True)
     if args.check == "all" or args.target.startswith("cpu:"):
         jax.config.update("jax_platforms", "cpu")
@@ -201,6 +214,40 @@ def _on(devices: list[Any], config: RunConfig) -> Run:
     sizes = sizes_without_data(config)
     mesh = make_mesh(config.mesh, devices)
     return assemble_run(config, mesh, vocab_size=sizes.vocab_size, num_labels=sizes.num_labels)
+
+
+def with_tables(text: str, results: list[dict[str, Any]]) -> str:
+    """Return the text of the docs page with its tables replaced.
+
+    Args:
+        text: the text of the page.
+        results: the figures, as this command writes them.
+
+    Raises:
+        ValueError: the page lacks a comment that marks the beginning or end of a table.
+    """
+    every = [["model", "devices", "plans", "fastest", "slowest", "chosen plan is slower by"]]
+    timed = [["model", "devices", "plans", "fastest", "slowest", "τ", "predicted ÷ measured"]]
+    for result in results:
+        options = dict(word.split("=", 1) for word in shlex.split(result["command"])[3:])
+        row = [options["--config"].removeprefix("configs/"), options["--target"]]
+        if result["check"] == "all":
+            steps_s = result["steps_s"].values()
+            row += [str(result["num_plans"]), *_range_ms(steps_s), f"{result['loss']:.1%}"]
+            every.append(row)
+        else:
+            plans = result["plans"].values()
+            ratios = [plan["predicted_s"] / plan["measured_s"] for plan in plans]
+            row += [str(len(plans)), *_range_ms(plan["measured_s"] for plan in plans)]
+            timed.append([*row, f"{result['tau']:.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"])
+    tables = {"all plans": docs_page.markdown(every), "timed plans": docs_page.markdown(timed)}
+    return docs_page.with_tables(text, tables, _DOCS)
+
+
+def _range_ms(seconds: Iterable[float]) -> tuple[str, str]:
+    """Return the shortest and the longest of some times."""
+    times = sorted(seconds)
+    return f"{1e3 * times[0]:.1f} ms", f"{1e3 * times[-1]:.1f} ms"
 
 
 if __name__ == "__main__":
