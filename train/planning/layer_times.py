@@ -44,6 +44,11 @@ class Part:
         """Number of devices that its step is compiled for."""
         return self.context * self.model
 
+    def __str__(self) -> str:
+        names = {"context": self.context, "model": self.model}
+        axes = [f"{name}={n}" for name, n in names.items() if n > 1]
+        return ", ".join([*axes, *[f"remat {self.remat}"] * (self.remat != "none")])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartTimes:
@@ -88,6 +93,7 @@ class CompiledPart:
         values |= {
             "memory.zero_stage": 0,
             "memory.placement": "device",
+            "memory.offload_parameters_fraction": 0.0,
             "data.global_batch_size": part.batch,
             "train.num_microbatches": 1,
             "train.remat": part.remat,

@@ -35,6 +35,7 @@ SETTINGS = (
     "train.num_microbatches",
     "train.remat",
     "memory.zero_stage",
+    "memory.placement",
     "pipeline.schedule",
     "pipeline.chunks",
     "pipeline.remat",
@@ -83,6 +84,7 @@ class ParallelPlan:
     pipeline_remat: str
     remat: str
     zero_stage: int
+    placement: str
 
     @property
     def num_replicas(self) -> int:
@@ -107,6 +109,7 @@ class ParallelPlan:
             "train.num_microbatches": self.num_microbatches,
             "train.remat": self.remat,
             "memory.zero_stage": self.zero_stage,
+            "memory.placement": self.placement,
         }
         if self.mesh.pipeline > 1:
             values |= {
@@ -131,6 +134,7 @@ class ParallelPlan:
         parts.append(f"{self.num_microbatches} microbatches")
         parts += [f"ZeRO {self.zero_stage}"] * (self.zero_stage > 0)
         parts += [f"remat {self.remat}"] * (self.remat != "none")
+        parts += ["state in host memory"] * (self.placement == "host")
         return ", ".join(parts)
 
 
@@ -253,6 +257,7 @@ class PlanSpace:
                 pipeline_remat=stage_remat,
                 remat=remat,
                 zero_stage=zero_stage,
+                placement=config.memory.placement,
             )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from sharding.analysis.cost.kernel_time import HOST_EFFICIENCY
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.cost.ticks import Operations, Ticks
 from sharding.analysis.cost.transfer import group_over, transfer_s
@@ -51,7 +52,7 @@ class PlanCost:
     Attributes:
         layers_s: time of all layers, embedding and head, with the pipeline's bubble.
         exposed_s: time for which they wait for collectives between replicas.
-        update_s: time of the optimizer's update.
+        update_s: time of the optimizer's update, with copies to and from host memory.
         memory_bytes: memory.
         unknown: parts to compile before the time is known.
     """
@@ -91,6 +92,7 @@ class PlanCosts:
         update_s = self._layers.update_s(
             plan.mesh.model * plan.mesh.pipeline, plan.num_replicas, plan.effective_zero_stage
         )
+        update_s += self._host_copies_s(plan)
         return PlanCost(
             layers_s=self._pipeline_s(plan, times, self._layers.head_s(part)),
             exposed_s=self._exposed_s(plan, times),
@@ -212,17 +214,43 @@ class PlanCosts:
             return collectives_s  # programs for CPUs wait for each
         return collectives_s - (1 - least) * min(collectives_s, layers_s)
 
+    def _host_copies_s(self, plan: ParallelPlan) -> float:
+        """Return the time of copies to and from host memory, if state is placed there.
+
+        A master weight is copied to the device twice in a step, moments once, and all of them back.
+        """
+        if plan.placement != "host":
+            return 0.0
+        memory = self._config.memory
+        shards = plan.num_replicas if plan.effective_zero_stage else 1
+        copied = (4 + 12 + 12) * memory.offload_optimizer_fraction
+        # Each microbatch reads these parameters twice, and adds to their gradients.
+        copied += plan.num_microbatches * (8 + 8) * memory.offload_parameters_fraction
+        rate = HOST_EFFICIENCY * self._machine.host_bytes_per_s
+        return copied * self._params(plan) / shards / rate
+
+    def _state_bytes(self, plan: ParallelPlan) -> float:
+        """Return the bytes of parameters, optimizer and gradients in device memory."""
+        memory = self._config.memory
+        replicas = plan.num_replicas
+        stage = plan.effective_zero_stage
+        gradients = 4 / (replicas if stage >= 2 else 1)
+        copy = self._compute_bytes / (replicas if stage == 3 else 1)
+        on_device = 4 / (replicas if stage == 3 else 1) + 8 / (replicas if stage >= 1 else 1)
+        on_device += gradients + (copy if stage < 3 and self._compute_bytes < 4 else 0)
+        if plan.placement != "host":
+            return self._params(plan) * on_device
+        optimizer = memory.offload_optimizer_fraction
+        layers = len(self._layers.work.layers)
+        in_blocks = memory.offload_parameters_fraction
+        # One layer at a time is on the device.
+        updated = (12 + 4 * in_blocks) / layers / (replicas if stage >= 1 else 1)
+        kept = (1 - in_blocks) * (copy + gradients) + updated
+        return self._params(plan) * ((1 - optimizer) * on_device + optimizer * kept)
+
     def _memory_bytes(self, plan: ParallelPlan, part: Part) -> float:
         """Return the memory of a plan: its state, and what waits for a backward."""
         kept = self._layers.memory(part)
-        replicas = plan.num_replicas
-        stage = plan.effective_zero_stage
-        state = self._params(plan) * (
-            4 / (replicas if stage == 3 else 1)
-            + 8 / (replicas if stage >= 1 else 1)
-            + 4 / (replicas if stage >= 2 else 1)
-            + (self._compute_bytes if stage < 3 and self._compute_bytes < 4 else 0)
-        )
         activations = kept.activations
         if plan.mesh.pipeline > 1:
             chunks = 1
@@ -231,7 +259,16 @@ class PlanCosts:
                     plan.mesh.pipeline, plan.num_microbatches, plan.schedule, plan.chunks
                 )
             activations *= chunks * max(self._shares(plan))
-        return state + activations + kept.temporaries
+        return self._state_bytes(plan) + activations + kept.temporaries
+
+
+def distinct(ranked: list[tuple[ParallelPlan, PlanCost]]) -> list[tuple[ParallelPlan, PlanCost]]:
+    """Return the first plan for each combination of mesh, schedule and microbatches."""
+    found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+    for plan, cost in ranked:
+        key = (plan.mesh, plan.schedule, plan.chunks, plan.num_microbatches)
+        found.setdefault(key, (plan, cost))
+    return [*found.values()]
 
 
 @cache

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from sharding.analysis.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
-from train.planning.memory_budget import size
+from train.planning.memory_budget import Budget, Needs, size
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost
 
@@ -107,10 +107,14 @@ def no_division(
     )
 
 
+class DoesNotFit(ValueError):
+    """No plan fits into memory."""
+
+
 def no_memory(
     leanest: Costed,
-    leanest_bytes: float,
-    budget_bytes: float,
+    needs: Needs,
+    budget: Budget,
     num_devices: int,
     plans_of: Callable[[int], Sequence[ParallelPlan]],
     cost: Callable[[ParallelPlan], PlanCost],
@@ -118,13 +122,21 @@ def no_memory(
     """Return the error for a model that fits on no mesh, with the nearest request that would.
 
     Args:
-        leanest: the plan that takes the least memory.
-        leanest_bytes: its estimated memory on a device.
-        budget_bytes: memory that a step may use on a device.
+        leanest: the plan that exceeds the budget by least.
+        needs: its estimated memory.
+        budget: memory that a step may use.
         num_devices: number of devices.
         plans_of: returns the plans for a number of devices.
         cost: returns the composed cost of a plan.
     """
+    leanest_bytes = needs.device_bytes
+    budget_bytes = budget.device_bytes
+    if leanest_bytes <= budget_bytes:
+        return (
+            f"no plan fits into {size(budget.host_bytes)} a host; the leanest, {leanest[0]}, takes "
+            f"{size(needs.host_bytes)}; what would fit: hosts with {size(needs.host_bytes)} for a "
+            "step, more hosts, or a smaller model; memory.host_budget sets the budget"
+        )
     # Composed memory is corrected by the one plan whose memory has been estimated.
     correction = leanest_bytes / leanest[1].memory_bytes
     count = 2 * num_devices
@@ -134,11 +146,13 @@ def no_memory(
         if least is not None and correction * least <= budget_bytes:
             more = f"about {count} devices like these, or "
         count *= 2
+    is_on_host = leanest[0].placement == "host"
+    lean = "memory.offload_parameters_fraction=1.0" if is_on_host else "memory.placement=host"
     return (
         f"no plan fits into {size(budget_bytes)} a device; the leanest, {leanest[0]}, takes "
         f"{size(leanest_bytes)}; what would fit: {more}devices with "
         f"{size(leanest_bytes)} for a step, a smaller data.global_batch_size or model, or "
-        "memory.placement=host; memory.device_budget sets the budget"
+        f"{lean}; memory.device_budget sets the budget"
     )
 
 

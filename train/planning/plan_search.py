@@ -19,12 +19,19 @@ from typing import Any
 
 from sharding.pipeline.config import BALANCED
 from train.config.schema import RunConfig
+from train.optim.optimizer import ELEMENTWISE
 from train.planning.layer_times import Part
 from train.planning.memory_budget import excess, needs_of
-from train.planning.parallel_plan import ParallelPlan, PlanSpace
-from train.planning.plan_cost import PlanCost, PlanCosts
+from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
+from train.planning.plan_cost import PlanCost, PlanCosts, distinct
 from train.planning.plan_devices import PlanDevices
-from train.planning.plan_limits import FirstTried, first_tried, no_division, no_memory
+from train.planning.plan_limits import (
+    DoesNotFit,
+    FirstTried,
+    first_tried,
+    no_division,
+    no_memory,
+)
 from train.planning.scaled_times import ScaledTimes
 from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.run.run import Run
@@ -114,17 +121,47 @@ class PlanSearch:
         """
         with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
             self._start(pool)
-            ranked = self._refine(pool)
-            self._say("compiles the best plans whole")
-            finalists = [
-                (plan, cost, pool.submit(self._compile_whole, run))
-                for plan, cost, run in self._fitting(ranked, NUM_PLANS)
-            ]
+            try:
+                finalists = self._finalists(pool)
+            except DoesNotFit:
+                if not self._may_use_host_memory():
+                    raise
+                self._place_in_host_memory()
+                finalists = self._finalists(pool)
             choices = [
                 Choice(plan=plan, cost=cost, step=step.result()) for plan, cost, step in finalists
             ]
         fitting = [c for c in choices if (c.step.memory.in_all or 0) <= self._budget.device_bytes]
         return sorted(fitting or choices, key=lambda choice: choice.step.prediction.step_s)
+
+    def _finalists(
+        self, pool: concurrent.futures.Executor
+    ) -> list[tuple[ParallelPlan, PlanCost, concurrent.futures.Future]]:
+        """Return the most promising plans that fit, which are being compiled whole.
+
+        Raises:
+            DoesNotFit: no plan fits into memory.
+            ValueError: no plan is legal.
+        """
+        ranked = self._refine(pool)
+        self._say("compiles the best plans whole")
+        return [
+            (plan, cost, pool.submit(self._compile_whole, run))
+            for plan, cost, run in self._fitting(ranked, NUM_PLANS)
+        ]
+
+    def _may_use_host_memory(self) -> bool:
+        config = self._config
+        is_open = config.memory.placement == "device" and "memory.placement" not in self._fixed
+        is_elementwise = config.optimizer.name in ELEMENTWISE
+        return is_open and is_elementwise and not self._devices.machine.shares_cores
+
+    def _place_in_host_memory(self) -> None:
+        """Continue with the same plans, but with optimizer state in host memory."""
+        self._say("no plan fits into device memory; places optimizer state in host memory")
+        self._config = with_values(self._config, {"memory.placement": "host"})
+        self._costs = PlanCosts(self._config, self._devices.machine, self._layers)
+        self.plans = [dataclasses.replace(plan, placement="host") for plan in self.plans]
 
     def _compile_whole(self, run: Run) -> CompiledStep:
         devices = self._devices
@@ -185,12 +222,12 @@ class PlanSearch:
         num_parts = 0
         while True:
             ranked = self._ranked(self.plans)
-            front = [part for _, cost in _distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
+            front = [part for _, cost in distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
             for part in dict.fromkeys(front):
                 running = pending.values()
                 is_free = len(running) < _NUM_THREADS and num_parts < _MAX_PARTS
                 if is_free and part not in running and not self._layers.is_between(part, running):
-                    self._say(f"compiles the layers with {_describe(part)}")
+                    self._say(f"compiles the layers with {part}")
                     pending[self._submit(part, pool)] = part
                     num_parts += 1
             if not pending:
@@ -227,7 +264,7 @@ class PlanSearch:
         refusal = ""
         # How much more memory plans take than composed, by what their activations depend on.
         corrections: dict[Any, float] = {}
-        for plan, cost in _distinct(ranked)[: _MAX_TRIES * count]:
+        for plan, cost in distinct(ranked)[: _MAX_TRIES * count]:
             kind = plan.schedule, plan.chunks, plan.pipeline_remat, plan.remat, plan.zero_stage
             known = corrections.get(kind, 0.0) * cost.memory_bytes
             if known > _SURE_EXCESS * self._budget.device_bytes:
@@ -242,18 +279,18 @@ class PlanSearch:
             if excess(needs, self._budget) <= 1:
                 num_found += 1
                 yield plan, cost, run
-            elif leanest is None or needs.device_bytes < leanest[0]:
-                leanest = (needs.device_bytes, (plan, cost))
+            elif leanest is None or excess(needs, self._budget) < leanest[0]:
+                leanest = (excess(needs, self._budget), needs, (plan, cost))
             if num_found == count:
                 return
         if not num_found:
             if leanest is None:
                 raise ValueError(refusal)
-            raise ValueError(
+            raise DoesNotFit(
                 no_memory(
+                    leanest[2],
                     leanest[1],
-                    leanest[0],
-                    self._budget.device_bytes,
+                    self._budget,
                     self._devices.count,
                     lambda num_devices: [*self._space(self._config, num_devices)],
                     self._costs.cost,
@@ -304,19 +341,3 @@ class PlanSearch:
 
 def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
     return pair[1].step_s
-
-
-def _distinct(ranked: list[tuple[ParallelPlan, PlanCost]]) -> list[tuple[ParallelPlan, PlanCost]]:
-    """Return the first plan for each combination of mesh, schedule and microbatches."""
-    found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
-    for plan, cost in ranked:
-        key = (plan.mesh, plan.schedule, plan.chunks, plan.num_microbatches)
-        found.setdefault(key, (plan, cost))
-    return [*found.values()]
-
-
-def _describe(part: Part) -> str:
-    """Return in what a part differs from the base."""
-    names = {"context": part.context, "model": part.model}
-    axes = [f"{name}={n}" for name, n in names.items() if n > 1]
-    return ", ".join([*axes, *[f"remat {part.remat}"] * (part.remat != "none")])

@@ -228,13 +228,14 @@ class ScaledTimes:
         above = [n for c, n in self._splits if self._interpolates(context, model, (c, n))]
         if not below or not above:
             return None
-        low, high = max(below), min(above)
+        low = max(below)
+        high = min(above)
         # Products take 1 / model of the time, and each device waits for (model - 1) / model of the
         # bytes of a collective: both are linear in 1 / model.
         share = (1 / low - 1 / model) / (1 / low - 1 / high)
-        ends = zip(self._splits[context, low], self._splits[context, high], strict=True)
-        forward, backward = (a + share * (b - a) for a, b in ends)
-        return forward, backward
+        one = self._splits[context, low]
+        two = self._splits[context, high]
+        return (one[0] + share * (two[0] - one[0]), one[1] + share * (two[1] - one[1]))
 
     def _interpolates(self, context: int, model: int, larger: tuple[int, int]) -> bool:
         """Return whether factors of a split are between those of the base and of a larger one."""

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from sharding.analysis.cost.kernel_time import HOST_EFFICIENCY
 from sharding.analysis.cost.transfer import group_over, transfer_s
 from sharding.analysis.targets import parse_target
 from tests.train.planning.test_parallel_plan import config_of
@@ -54,7 +55,7 @@ def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> Paralle
     given = config_of().mesh
     sizes = {axis: 1 for axis in given.sizes} | mesh
     whole = {"schedule": "1f1b", "chunks": 1, "pipeline_remat": "none", "remat": "none"}
-    whole |= {"layers_per_stage": ()} | values
+    whole |= {"layers_per_stage": (), "placement": "device"} | values
     return ParallelPlan(
         mesh=dataclasses.replace(given, **sizes),
         num_microbatches=num_microbatches,
@@ -127,3 +128,16 @@ def test_a_stage_with_fewer_layers_makes_room_for_the_head():
     cut = COSTS.cost(plan(16, pipeline=2, schedule="zero_bubble", layers_per_stage=("auto",)))
     assert cut.memory_bytes > even.memory_bytes  # the first stage holds more
     assert cut.step_s != even.step_s
+
+
+def test_state_in_host_memory_is_copied_and_takes_less_device_memory():
+    on_device, on_host = (
+        COSTS.cost(plan(1, data=8, zero_stage=1, placement=p)) for p in ("device", "host")
+    )
+    # 4 bytes of weights for the forward, 12 to the device for the update, and 12 back.
+    copies_s = 28 * PARAMS / 8 / (HOST_EFFICIENCY * machine_of(TARGET).host_bytes_per_s)
+    assert on_host.update_s - on_device.update_s == pytest.approx(copies_s)
+    layers = len(GivenLayers.work.layers)
+    # Weights and moments on the device, or a copy of the weights and the state of one layer.
+    saved = PARAMS * ((4 + 8 / 8) - (4 + 12 / 8 / layers))
+    assert on_device.memory_bytes - on_host.memory_bytes == pytest.approx(saved)

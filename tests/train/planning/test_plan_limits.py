@@ -1,12 +1,14 @@
 """Requests without a plan name the nearest one that has a plan."""
 
 import dataclasses
+import math
 
 import pytest
 
 from tests.train.planning.test_parallel_plan import config_of, space
 from train.planning.explanation import first_tried_as_text
-from train.planning.parallel_plan import PlanSpace
+from train.planning.memory_budget import Budget, Needs
+from train.planning.parallel_plan import ParallelPlan, PlanSpace
 from train.planning.plan_cost import PlanCost
 from train.planning.plan_limits import first_tried, no_division, no_memory
 
@@ -26,6 +28,16 @@ def cost(plan) -> PlanCost:
         memory_bytes=2**30 * 64 / split / replicas,
         unknown=(),
     )
+
+
+NEEDS = Needs(device={"optimizer": 10 * 2**30}, host={"optimizer": 80 * 2**30})
+BUDGET = Budget(
+    device_bytes=4 * 2**30, host_bytes=math.inf, devices_per_host=8, device_kind="NVIDIA H100"
+)
+
+
+def plans_of(count: int) -> list[ParallelPlan]:
+    return [*space_of(config_of(), count)]
 
 
 def test_request_that_nothing_divides_names_the_nearest_that_works():
@@ -52,11 +64,20 @@ def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():
     plans = [*space()]
     leanest = min(((plan, cost(plan)) for plan in plans), key=lambda pair: pair[1].memory_bytes)
     # 8 GiB on 8 devices by composed memory, 10 GiB by the estimate: 4 GiB need 20, so 32 devices.
-    message = no_memory(
-        leanest, 10 * 2**30, 4 * 2**30, 8, lambda count: [*space_of(config_of(), count)], cost
-    )
+    message = no_memory(leanest, NEEDS, BUDGET, 8, plans_of, cost)
     assert message.startswith("no plan fits into 4.00 GiB a device; the leanest, ")
     assert "takes 10.00 GiB; what would fit: about 32 devices like these" in message
+    assert "memory.placement=host" in message
+    on_host = dataclasses.replace(leanest[0], placement="host"), leanest[1]
+    message = no_memory(on_host, NEEDS, BUDGET, 8, plans_of, cost)
+    assert "memory.offload_parameters_fraction=1.0" in message
+
+
+def test_model_that_fits_only_on_its_devices_says_what_a_host_needs():
+    plan = next(iter(space()))
+    budget = dataclasses.replace(BUDGET, device_bytes=2**40, host_bytes=2**34)
+    message = no_memory((plan, cost(plan)), NEEDS, budget, 8, plans_of, cost)
+    assert message.startswith(f"no plan fits into 16.00 GiB a host; the leanest, {plan}, takes 80")
 
 
 @pytest.mark.parametrize("budget", [2**40, 2**33])
