@@ -198,7 +198,7 @@ def _legal_runs(
     """Yield the legal ones of the plans with their runs."""
     for plan in plans:
         try:
-            run = devices.assemble(plan.applied(config), devices.count)
+            run = devices.assemble(plan.applied(config))
         except ValueError:
             continue
         if excess(needs_of(run, devices.budget), devices.budget) <= 1:

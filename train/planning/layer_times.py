@@ -102,7 +102,7 @@ class CompiledPart:
             "pipeline.layers_per_stage": (),
             "pipeline.remat": "none",
         }
-        run = self._devices.assemble(with_values(self._config, values), part.num_devices)
+        run = self._devices.assemble_part(with_values(self._config, values), part.num_devices)
         return dataclasses.replace(run, device_budget=math.inf)
 
     @cached_property

@@ -36,8 +36,9 @@ class PlanDevices:
         are_described: whether steps are compiled for a description of them.
         machine: their rates.
         budget: memory that a step may use.
-        assemble: builds the run of a config on the first N devices, or raises ValueError. The
-            config's mesh has N devices.
+        assemble: builds the run of a config on all devices, or raises ValueError.
+        assemble_part: builds the run of a config on the first N devices, which have enough memory
+            for it, or raises ValueError. The config's mesh has N devices.
     """
 
     name: str
@@ -45,7 +46,8 @@ class PlanDevices:
     are_described: bool
     machine: Machine
     budget: Budget
-    assemble: Callable[[RunConfig, int], Run]
+    assemble: Callable[[RunConfig], Run]
+    assemble_part: Callable[[RunConfig, int], Run]
 
 
 def described_devices(
@@ -59,9 +61,10 @@ def described_devices(
         run_for: builds the run of a config for a target.
     """
 
-    def assemble(config: RunConfig, num_devices: int) -> Run:
-        if num_devices == target.num_devices:
-            return run_for(config, target)
+    def assemble(config: RunConfig) -> Run:
+        return run_for(config, target)
+
+    def assemble_part(config: RunConfig, num_devices: int) -> Run:
         return run_for(config, target.resized(num_devices, memory_bytes=_MEMORY_BYTES))
 
     return PlanDevices(
@@ -71,6 +74,7 @@ def described_devices(
         machine=machine_of(target),
         budget=budget,
         assemble=assemble,
+        assemble_part=assemble_part,
     )
 
 
@@ -89,11 +93,14 @@ def present_devices(
         assemble_on: builds the run of a config on a mesh.
     """
 
-    def assemble(config: RunConfig, num_devices: int) -> Run:
+    def assemble_part(config: RunConfig, num_devices: int) -> Run:
         if config.memory.placement == AUTO:
             # The memory is planned afterwards, by all processes, for the mesh that is chosen.
             config = with_values(config, {"memory.placement": "device"})
         return assemble_on(config, make_mesh(config.mesh, devices[:num_devices]))
+
+    def assemble(config: RunConfig) -> Run:
+        return assemble_part(config, len(devices))
 
     machine = machine_of_devices(devices, budget.devices_per_host)
     machine = calibrated(machine, devices, cache_path)
@@ -104,4 +111,5 @@ def present_devices(
         machine=machine,
         budget=budget,
         assemble=assemble,
+        assemble_part=assemble_part,
     )

@@ -270,7 +270,7 @@ class PlanSearch:
             if known > _SURE_EXCESS * self._budget.device_bytes:
                 continue
             try:
-                run = self._devices.assemble(plan.applied(self._config), self._devices.count)
+                run = self._devices.assemble(plan.applied(self._config))
             except ValueError as error:  # a check that only the whole run makes
                 refusal = str(error)
                 continue
