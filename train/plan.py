@@ -47,6 +47,7 @@ from train.planning.explanation import (
 from train.planning.memory_budget import budget_of, target_budget
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
+from train.planning.plan_limits import check_max_microbatches
 from train.planning.plan_search import Choice, PlanSearch
 from train.plot import plot_plans
 from train.run.assemble import assemble_run
@@ -65,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--picture", type=Path, help="draw the step times of all plans into this file, such as .svg"
+    )
+    parser.add_argument(
+        "--max_microbatches", type=int, help="try at most this many microbatches per step"
     )
     parser.add_argument(
         "--calibrate",
@@ -86,9 +90,10 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     given = load_config(args.config, overrides, allow_import=args.allow_import)
     fixed = {Override.parse(override).key for override in overrides}
     config = open_config(given, fixed)
+    check_max_microbatches(args.max_microbatches, config, fixed)
     devices = devices_of(args.target, config, args.network)
     per_host = devices.machine.gpus_per_host
-    search = PlanSearch(config, devices, fixed)
+    search = PlanSearch(config, devices, fixed, args.max_microbatches)
     choices = search.best()
     tried = search.first_tried()
     budget_bytes = devices.budget.device_bytes

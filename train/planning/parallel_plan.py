@@ -165,6 +165,7 @@ class PlanSpace:
         allows: whether the model can be split over this many devices along (context, model).
         sees_whole_batch: whether all examples of a replica must be in one microbatch.
         cuts: values of `pipeline.layers_per_stage` to try for a number of chunks.
+        max_microbatches: the largest number of microbatches to try; None: any.
     """
 
     config: RunConfig
@@ -175,6 +176,7 @@ class PlanSpace:
     allows: Callable[[int, int], bool]
     sees_whole_batch: bool
     cuts: Callable[[int], Collection[tuple[str, ...]]]
+    max_microbatches: int | None = None
 
     def __iter__(self) -> Iterator[ParallelPlan]:
         """Yield every plan; whether one fits into memory is not checked here."""
@@ -209,7 +211,9 @@ class PlanSpace:
             return [given]
         if self.sees_whole_batch:
             return [1]
-        return list(_divisors(self.config.data.global_batch_size // (mesh.data * mesh.fsdp)))
+        counts = _divisors(self.config.data.global_batch_size // (mesh.data * mesh.fsdp))
+        most = self.max_microbatches
+        return [count for count in counts if most is None or count <= most]
 
     def _schedules(self, mesh: MeshConfig, num_microbatches: int) -> list[tuple[str, int]]:
         given = self.config.pipeline

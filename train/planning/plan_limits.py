@@ -5,7 +5,7 @@ requests with more devices is composed, not compiled; see plan_cost.py.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from sharding.analysis.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
@@ -105,6 +105,27 @@ def no_division(
         f"no plan divides the model and data.global_batch_size={batch} over {num_devices} devices "
         f"({', '.join(sorted(fixed)) or 'nothing'} is fixed); {nearest}"
     )
+
+
+def check_max_microbatches(most: int | None, config: RunConfig, fixed: Collection[str]) -> None:
+    """Reject a limit of the number of microbatches that no plan can keep.
+
+    Args:
+        most: the limit; None: there is none.
+        config: the run's config.
+        fixed: keys of the config that stay as they are.
+
+    Raises:
+        ValueError: the limit is not positive, or less than a fixed number.
+    """
+    given = config.train.num_microbatches
+    if most is not None and most < 1:
+        raise ValueError(f"--max_microbatches={most} must be at least 1")
+    if most is not None and "train.num_microbatches" in fixed and given > most:
+        raise ValueError(
+            f"--max_microbatches={most} contradicts train.num_microbatches={given}; leave out one "
+            "of the two"
+        )
 
 
 class DoesNotFit(ValueError):

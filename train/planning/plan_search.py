@@ -84,6 +84,7 @@ class PlanSearch:
         config: the run's config.
         devices: the devices.
         fixed: keys of the config that stay as they are.
+        max_microbatches: the largest number of microbatches to try; None: any.
 
     Attributes:
         plans: all plans, after the search.
@@ -94,7 +95,9 @@ class PlanSearch:
         config: RunConfig,
         devices: PlanDevices,
         fixed: Collection[str],
+        max_microbatches: int | None = None,
     ):
+        self._max_microbatches = max_microbatches
         self._config = config
         self._devices = devices
         self._fixed = fixed
@@ -211,6 +214,7 @@ class PlanSearch:
             allows=self._allows,
             sees_whole_batch=getattr(base.model, "sees_whole_batch", False),
             cuts=self._cuts_of,
+            max_microbatches=self._max_microbatches,
         )
 
     def _refine(self, pool: concurrent.futures.Executor) -> list[tuple[ParallelPlan, PlanCost]]:

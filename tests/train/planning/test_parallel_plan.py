@@ -103,3 +103,9 @@ def test_stages_are_cut_by_flops_where_an_even_cut_is_not_balanced():
 
 def test_models_that_see_the_whole_batch_have_one_microbatch():
     assert {each.num_microbatches for each in space(sees_whole_batch=True)} == {1}
+
+
+def test_number_of_microbatches_can_be_limited():
+    counts = {plan.num_microbatches for plan in space(max_microbatches=4)}
+    assert counts == {1, 2, 4}
+    assert max(plan.num_microbatches for plan in space()) == 16

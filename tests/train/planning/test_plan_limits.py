@@ -10,7 +10,12 @@ from train.planning.explanation import first_tried_as_text
 from train.planning.memory_budget import Budget, Needs
 from train.planning.parallel_plan import ParallelPlan, PlanSpace
 from train.planning.plan_cost import PlanCost
-from train.planning.plan_limits import first_tried, no_division, no_memory
+from train.planning.plan_limits import (
+    check_max_microbatches,
+    first_tried,
+    no_division,
+    no_memory,
+)
 
 
 def space_of(config, num_devices) -> PlanSpace:
@@ -58,6 +63,16 @@ def test_request_for_far_too_many_devices_names_one_that_works():
     assert [*space_of(config_of(), int(devices))] and 16 < int(devices) < 4096
     batch = int(rest.partition("data.global_batch_size=")[2])
     assert batch > 16 and [*space_of(config_of(f"data.global_batch_size={batch}"), 4096)]
+
+
+def test_limit_of_microbatches_that_no_plan_can_keep_is_refused():
+    fixed = {"train.num_microbatches"}
+    check_max_microbatches(None, config_of(), fixed)
+    check_max_microbatches(4, config_of("train.num_microbatches=4"), fixed)
+    with pytest.raises(ValueError, match="--max_microbatches=0 must be at least 1"):
+        check_max_microbatches(0, config_of(), set())
+    with pytest.raises(ValueError, match="=2 contradicts train.num_microbatches=4; leave out"):
+        check_max_microbatches(2, config_of("train.num_microbatches=4"), fixed)
 
 
 def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():
