@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", allow_abbrev=False)
     parser.add_argument("--config", help="file.py, file.py:argument or config.yaml")
-    parser.add_argument("--target", help="as for train.plan; times needs them")
+    parser.add_argument("--target", help="as for train.plan; --check=times needs these devices")
     parser.add_argument("--check", choices=("all", "times"))
     parser.add_argument("--out", type=Path, help="add the figures to this JSON file")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each plan that is timed")
@@ -151,7 +151,8 @@ def check_times(
             str(plan): step.prediction.step_s for plan, step in zip(runs, steps, strict=True)
         }
         if present:
-            runs = {plan: _on(present, run.config) for plan, run in runs.items()}
+            budget = devices.budget.device_bytes
+            runs = {plan: _on(present, run.config, budget) for plan, run in runs.items()}
             _ = [*pool.map(Run.compile_train_step, runs.values())]
     contenders = {str(plan): contender_of(run, random_batch(run)) for plan, run in runs.items()}
     times = interleave(contenders, num_rounds=num_rounds, num_steps=2)
@@ -209,11 +210,16 @@ def _compile_whole(run: Run, devices: PlanDevices) -> CompiledStep:
     return compile_and_predict(run, devices.name, devices.machine, devices.budget)
 
 
-def _on(devices: list[Any], config: RunConfig) -> Run:
+def _on(devices: list[Any], config: RunConfig, budget_bytes: float) -> Run:
     """Return the run of a config on devices that are present."""
     sizes = sizes_without_data(config)
-    mesh = make_mesh(config.mesh, devices)
-    return assemble_run(config, mesh, vocab_size=sizes.vocab_size, num_labels=sizes.num_labels)
+    return assemble_run(
+        config,
+        make_mesh(config.mesh, devices),
+        vocab_size=sizes.vocab_size,
+        num_labels=sizes.num_labels,
+        device_budget=budget_bytes,
+    )
 
 
 def with_tables(text: str, results: list[dict[str, Any]]) -> str:

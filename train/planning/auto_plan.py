@@ -15,6 +15,7 @@ from typing import Any
 
 from fields.numbers import shown
 from sharding.distributed.messages import Exchange
+from sharding.memory import AUTO
 from sharding.mesh import AXES
 from train.compilation_cache import without_compilation_cache
 from train.config.schema import RunConfig
@@ -51,6 +52,8 @@ def planned(
     """
     kept = None if saved is None or config.mesh.replan else saved_settings(saved)
     if kept is not None:
+        if config.memory.placement == AUTO:  # planned again, for the mesh that is kept
+            kept.pop("memory.placement", None)
         problem = _why_not_kept(kept, config, fixed, devices.count)
         if not problem:
             _log.info("plan    kept from the workdir; mesh.replan=True chooses again")

@@ -41,7 +41,7 @@ def plans_as_text(choices: Sequence[Choice], gpus_per_host: int) -> str:
                 str(choice.plan),
                 _ms(prediction.step_s).removesuffix(" ms"),
                 "-" if step.mfu is None else f"{step.mfu:.1%}",
-                size(step.memory.in_all or 0),
+                _memory(choice, gpus_per_host),
                 f"{prediction.bubble_s / prediction.step_s:.1%}",
                 f"{prediction.exposed_communication_s / prediction.step_s:.1%}",
                 f"+{slower:.1%}" if slower else "best",
@@ -190,6 +190,13 @@ def _described(
         f"{collective.kind} over {where}{hosts}, {collective.count:,} × {each}, is exposed for "
         f"{_ms(collective.exposed_s)}"
     )
+
+
+def _memory(choice: Choice, gpus_per_host: int) -> str:
+    """Return the memory of a device, and of a host if it holds a part of the state."""
+    device = size(choice.step.memory.in_all or 0)
+    on_host = gpus_per_host * (choice.step.memory.host_bytes or 0)
+    return f"{device}, {size(on_host)} a host" if on_host else device
 
 
 def _ms(seconds: float) -> str:

@@ -10,7 +10,10 @@ The bytes of sends between stages are not counted: they run behind the layers.
 
 import collections
 import dataclasses
+import heapq
 import itertools
+import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -41,6 +44,8 @@ _EXPOSED_SHARE = 0.15
 #: 8 H100s, as compiled and predicted.
 _TICK_KERNELS = 25
 _TICK_SENDS = 2
+#: How many plans are ranked, of those that may fit.
+_NUM_RANKED = 256
 #: XLA combines a layer's gathers up to this size, its default. A layer waits for the first of them.
 _COMBINED_BYTES = 30 * 2**20
 
@@ -107,6 +112,36 @@ class PlanCosts:
         times = self._layers.times(part)
         whole_s = times.forward_s + times.backward_s + self._layers.head_s(part)
         return plan.num_microbatches * whole_s / plan.mesh.pipeline
+
+    def ranked(
+        self, plans: Sequence[ParallelPlan], most_bytes: float
+    ) -> list[tuple[ParallelPlan, PlanCost]]:
+        """Return the fastest plans that may fit, in order; if none may, the leanest first.
+
+        Args:
+            plans: all plans.
+            most_bytes: memory up to which a plan may fit.
+        """
+        bounds = sorted((self.least_s(plan), i) for i, plan in enumerate(plans))
+        found: list[tuple[ParallelPlan, PlanCost]] = []
+        others: list[tuple[ParallelPlan, PlanCost]] = []
+        slowest_s = math.inf  # of the plans that are kept
+        for least_s, i in bounds:
+            if least_s > slowest_s:
+                break  # so are all that follow
+            pair = (plans[i], self.cost(plans[i]))
+            (found if pair[1].memory_bytes <= most_bytes else others).append(pair)
+            if len(found) % _NUM_RANKED == 0 and found:
+                found = sorted(found, key=_step_s)[:_NUM_RANKED]
+                slowest_s = found[-1][1].step_s
+        return sorted(found, key=_step_s) or sorted(others, key=_memory_bytes)
+
+    def leanest(
+        self, plans: Sequence[ParallelPlan], count: int
+    ) -> list[tuple[ParallelPlan, PlanCost]]:
+        """Return the plans that take the least memory, in order."""
+        pairs = ((plan, self.cost(plan)) for plan in plans)
+        return heapq.nsmallest(count, pairs, key=_memory_bytes)
 
     def part(self, plan: ParallelPlan) -> Part:
         """Return the part whose layers a plan consists of."""
@@ -232,19 +267,22 @@ class PlanCosts:
     def _state_bytes(self, plan: ParallelPlan) -> float:
         """Return the bytes of parameters, optimizer and gradients in device memory."""
         memory = self._config.memory
-        replicas = plan.num_replicas
         stage = plan.effective_zero_stage
-        gradients = 4 / (replicas if stage >= 2 else 1)
-        copy = self._compute_bytes / (replicas if stage == 3 else 1)
-        on_device = 4 / (replicas if stage == 3 else 1) + 8 / (replicas if stage >= 1 else 1)
-        on_device += gradients + (copy if stage < 3 and self._compute_bytes < 4 else 0)
+        shards = plan.num_replicas
+        weights = 12 / (shards if stage >= 1 else 1)  # master weights and moments
+        gradients = 4 / (shards if stage >= 2 else 1)
+        copy = self._compute_bytes / (shards if stage == 3 else 1)
+        # Layers compute with a copy in the compute dtype: a cast, or gathered parameters. With
+        # stage 3, it is made for one layer at a time.
+        has_copy = 1 <= stage < 3 or (stage == 0 and self._compute_bytes < 4)
+        on_device = weights + gradients + copy * has_copy
         if plan.placement != "host":
             return self._params(plan) * on_device
         optimizer = memory.offload_optimizer_fraction
-        layers = len(self._layers.work.layers)
         in_blocks = memory.offload_parameters_fraction
-        # One layer at a time is on the device.
-        updated = (12 + 4 * in_blocks) / layers / (replicas if stage >= 1 else 1)
+        # One layer of the stage at a time is on the device.
+        layers = self._largest_stage(plan) * len(self._layers.work.layers)
+        updated = (12 + 4 * in_blocks) / layers / (shards if stage >= 1 else 1)
         kept = (1 - in_blocks) * (copy + gradients) + updated
         return self._params(plan) * ((1 - optimizer) * on_device + optimizer * kept)
 
@@ -262,13 +300,12 @@ class PlanCosts:
         return self._state_bytes(plan) + activations + kept.temporaries
 
 
-def distinct(ranked: list[tuple[ParallelPlan, PlanCost]]) -> list[tuple[ParallelPlan, PlanCost]]:
-    """Return the first plan for each combination of mesh, schedule and microbatches."""
-    found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
-    for plan, cost in ranked:
-        key = (plan.mesh, plan.schedule, plan.chunks, plan.num_microbatches)
-        found.setdefault(key, (plan, cost))
-    return [*found.values()]
+def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
+    return pair[1].step_s
+
+
+def _memory_bytes(pair: tuple[ParallelPlan, PlanCost]) -> float:
+    return pair[1].memory_bytes
 
 
 @cache

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from sharding.analysis.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
+from train.optim.optimizer import ELEMENTWISE
 from train.planning.memory_budget import Budget, Needs, size
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost
@@ -88,11 +89,12 @@ def no_division(
     batch = config.data.global_batch_size
     near = []
     round_numbers = _round_numbers(num_devices)
-    for others in _by_distance(num_devices, _NEAR_DEVICES, round_numbers):
-        if _has_plan(space_of(config, others)):
-            near.append(f"{others} devices")
+    for other in _by_distance(num_devices, _NEAR_DEVICES, round_numbers):
+        if _has_plan(space_of(config, other)):
+            near.append(f"{other} devices")
             break
-    for other in _by_distance(batch, _NEAR_EXAMPLES, round_numbers):
+    multiples = [number * (batch // number + step) for number in round_numbers for step in (0, 1)]
+    for other in _by_distance(batch, _NEAR_EXAMPLES, multiples):
         try:
             changed = with_values(config, {"data.global_batch_size": other})
         except ValueError:  # the fixed number of microbatches does not divide it
@@ -128,28 +130,40 @@ def check_max_microbatches(most: int | None, config: RunConfig, fixed: Collectio
         )
 
 
-class DoesNotFit(ValueError):
-    """No plan fits into memory."""
+class DoesNotFit(Exception):
+    """No plan fits into memory.
+
+    Args:
+        leanest: the plan that exceeds the budget the least.
+        needs: its estimated memory.
+    """
+
+    def __init__(self, leanest: Costed, needs: Needs):
+        super().__init__(str(leanest[0]))
+        self.leanest = leanest
+        self.needs = needs
 
 
 def no_memory(
-    leanest: Costed,
-    needs: Needs,
+    found: DoesNotFit,
+    config: RunConfig,
     budget: Budget,
     num_devices: int,
-    plans_of: Callable[[int], Sequence[ParallelPlan]],
+    plans_of: Callable[[int], Iterable[ParallelPlan]],
     cost: Callable[[ParallelPlan], PlanCost],
 ) -> str:
     """Return the error for a model that fits on no mesh, with the nearest request that would.
 
     Args:
-        leanest: the plan that exceeds the budget by least.
-        needs: its estimated memory.
+        found: the leanest plan, and its memory.
+        config: the run's config.
         budget: memory that a step may use.
         num_devices: number of devices.
         plans_of: returns the plans for a number of devices.
         cost: returns the composed cost of a plan.
     """
+    leanest = found.leanest
+    needs = found.needs
     leanest_bytes = needs.device_bytes
     budget_bytes = budget.device_bytes
     if leanest_bytes <= budget_bytes:
@@ -167,13 +181,17 @@ def no_memory(
         if least is not None and correction * least <= budget_bytes:
             more = f"about {count} devices like these, or "
         count *= 2
-    is_on_host = leanest[0].placement == "host"
-    lean = "memory.offload_parameters_fraction=1.0" if is_on_host else "memory.placement=host"
+    remedies = [f"{more}devices with {size(leanest_bytes)} for a step"]
+    remedies.append("a smaller data.global_batch_size or model")
+    fraction = config.memory.offload_parameters_fraction
+    if config.optimizer.name in ELEMENTWISE and fraction < 1:
+        whole = " with memory.offload_parameters_fraction=1.0"
+        on_host = leanest[0].placement == "host"
+        remedies.append("memory.placement=host" + whole * on_host)
     return (
         f"no plan fits into {size(budget_bytes)} a device; the leanest, {leanest[0]}, takes "
-        f"{size(leanest_bytes)}; what would fit: {more}devices with "
-        f"{size(leanest_bytes)} for a step, a smaller data.global_batch_size or model, or "
-        f"{lean}; memory.device_budget sets the budget"
+        f"{size(leanest_bytes)}; what would fit: {', or '.join(remedies)}; memory.device_budget "
+        "sets the budget"
     )
 
 

@@ -11,7 +11,6 @@ whole compiled steps.
 import concurrent.futures
 import dataclasses
 import logging
-import math
 import os
 import time
 from collections.abc import Collection, Iterator
@@ -23,7 +22,7 @@ from train.optim.optimizer import ELEMENTWISE
 from train.planning.layer_times import Part
 from train.planning.memory_budget import excess, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
-from train.planning.plan_cost import PlanCost, PlanCosts, distinct
+from train.planning.plan_cost import PlanCost, PlanCosts
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_limits import (
     DoesNotFit,
@@ -46,6 +45,8 @@ _MAX_PARTS = 8
 _NUM_KNOWN = 8
 #: How many plans are built at most for each that is compiled whole: some do not fit.
 _MAX_TRIES = 4
+#: How many of the leanest plans are tried if none of these fits.
+_NUM_LEAN = 4
 #: An even cut of the layers is tried alone if its busiest stage has at most this times the work of
 #: the busiest stage of a balanced cut.
 _MOST_IMBALANCE = 1.03
@@ -54,8 +55,6 @@ _MOST_LOAD = 1.15
 #: A plan is not built if its composed memory, corrected by that of a similar plan, exceeds the
 #: budget by this factor.
 _SURE_EXCESS = 1.1
-#: How many plans are ranked, of those that may fit.
-_NUM_RANKED = 256
 #: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
 _MEMORY_TOLERANCE = 1.15
 
@@ -126,11 +125,14 @@ class PlanSearch:
             self._start(pool)
             try:
                 finalists = self._finalists(pool)
-            except DoesNotFit:
+            except DoesNotFit as found:
                 if not self._may_use_host_memory():
-                    raise
+                    raise ValueError(self._no_memory(found)) from None
                 self._place_in_host_memory()
-                finalists = self._finalists(pool)
+                try:
+                    finalists = self._finalists(pool)
+                except DoesNotFit as again:
+                    raise ValueError(self._no_memory(again)) from None
             choices = [
                 Choice(plan=plan, cost=cost, step=step.result()) for plan, cost, step in finalists
             ]
@@ -224,9 +226,10 @@ class PlanSearch:
         """
         pending: dict[concurrent.futures.Future, Part] = {}
         num_parts = 0
+        most_bytes = _MEMORY_TOLERANCE * self._budget.device_bytes
         while True:
-            ranked = self._ranked(self.plans)
-            front = [part for _, cost in distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
+            ranked = self._costs.ranked(self.plans, most_bytes)
+            front = [part for _, cost in _distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
             for part in dict.fromkeys(front):
                 running = pending.values()
                 is_free = len(running) < _NUM_THREADS and num_parts < _MAX_PARTS
@@ -240,66 +243,55 @@ class PlanSearch:
                 done.result()
                 self._layers.measure([pending.pop(done)])
 
-    def _ranked(self, plans: list[ParallelPlan]) -> list[tuple[ParallelPlan, PlanCost]]:
-        """Return the fastest plans that may fit, in order; if none may, the leanest first."""
-        most = _MEMORY_TOLERANCE * self._budget.device_bytes
-        bounds = sorted(((self._costs.least_s(plan), i) for i, plan in enumerate(plans)))
-        found: list[tuple[ParallelPlan, PlanCost]] = []
-        others: list[tuple[ParallelPlan, PlanCost]] = []
-        slowest_s = math.inf  # of the plans that are kept
-        for least_s, i in bounds:
-            if least_s > slowest_s:
-                break  # so are all that follow
-            pair = (plans[i], self._costs.cost(plans[i]))
-            (found if pair[1].memory_bytes <= most else others).append(pair)
-            if len(found) % _NUM_RANKED == 0 and found:
-                found = sorted(found, key=_step_s)[:_NUM_RANKED]
-                slowest_s = found[-1][1].step_s
-        if not found:
-            return sorted(others, key=lambda pair: pair[1].memory_bytes)
-        return sorted(found, key=_step_s)
-
     def _fitting(
         self, ranked: list[tuple[ParallelPlan, PlanCost]], count: int
     ) -> Iterator[tuple[ParallelPlan, PlanCost, Run]]:
-        """Yield the first plans whose estimated memory fits, with their runs."""
+        """Yield the first plans whose estimated memory fits, with their runs.
+
+        If none of the most promising ones does, the plans that take the least memory are tried.
+        """
         num_found = 0
-        leanest = None
+        leanest: DoesNotFit | None = None
         refusal = ""
         # How much more memory plans take than composed, by what their activations depend on.
         corrections: dict[Any, float] = {}
-        for plan, cost in distinct(ranked)[: _MAX_TRIES * count]:
-            kind = plan.schedule, plan.chunks, plan.pipeline_remat, plan.remat, plan.zero_stage
-            known = corrections.get(kind, 0.0) * cost.memory_bytes
-            if known > _SURE_EXCESS * self._budget.device_bytes:
-                continue
-            try:
-                run = self._devices.assemble(plan.applied(self._config))
-            except ValueError as error:  # a check that only the whole run makes
-                refusal = str(error)
-                continue
-            needs = needs_of(run, self._budget)
-            corrections[kind] = needs.device_bytes / cost.memory_bytes
-            if excess(needs, self._budget) <= 1:
-                num_found += 1
-                yield plan, cost, run
-            elif leanest is None or excess(needs, self._budget) < leanest[0]:
-                leanest = (excess(needs, self._budget), needs, (plan, cost))
-            if num_found == count:
+        for are_lean in (False, True):
+            if num_found:
                 return
+            candidates = _distinct(ranked)[: _MAX_TRIES * count]
+            if are_lean:
+                candidates = self._costs.leanest(self.plans, _NUM_LEAN)
+            for plan, cost in candidates:
+                kind = plan.schedule, plan.chunks, plan.pipeline_remat, plan.remat, plan.zero_stage
+                known = corrections.get(kind, 0.0) * cost.memory_bytes
+                if known > _SURE_EXCESS * self._budget.device_bytes:
+                    continue
+                try:
+                    run = self._devices.assemble(plan.applied(self._config))
+                except ValueError as error:  # a check that only the whole run makes
+                    refusal = str(error)
+                    continue
+                needs = needs_of(run, self._budget)
+                corrections[kind] = needs.device_bytes / cost.memory_bytes
+                if excess(needs, self._budget) <= 1:
+                    num_found += 1
+                    yield plan, cost, run
+                elif leanest is None or needs.device_bytes < leanest.needs.device_bytes:
+                    leanest = DoesNotFit((plan, cost), needs)
+                if num_found == count:
+                    return
         if not num_found:
-            if leanest is None:
-                raise ValueError(refusal)
-            raise DoesNotFit(
-                no_memory(
-                    leanest[2],
-                    leanest[1],
-                    self._budget,
-                    self._devices.count,
-                    lambda num_devices: [*self._space(self._config, num_devices)],
-                    self._costs.cost,
-                )
-            )
+            raise ValueError(refusal) if leanest is None else leanest
+
+    def _no_memory(self, found: DoesNotFit) -> str:
+        return no_memory(
+            found,
+            self._config,
+            self._budget,
+            self._devices.count,
+            lambda num_devices: self._space(self._config, num_devices),
+            self._costs.cost,
+        )
 
     def _submit(self, part: Part, pool: concurrent.futures.Executor) -> concurrent.futures.Future:
         """Compile a part in a thread."""
@@ -343,5 +335,10 @@ class PlanSearch:
         _log.info("plan    %4.0f s  %s", time.monotonic() - self._started, text)
 
 
-def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
-    return pair[1].step_s
+def _distinct(ranked: list[tuple[ParallelPlan, PlanCost]]) -> list[tuple[ParallelPlan, PlanCost]]:
+    """Return the first plan for each combination of mesh, schedule and microbatches."""
+    found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+    for plan, cost in ranked:
+        key = (plan.mesh, plan.schedule, plan.chunks, plan.num_microbatches)
+        found.setdefault(key, (plan, cost))
+    return [*found.values()]

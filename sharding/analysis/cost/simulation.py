@@ -23,7 +23,7 @@ stage has finished:
     stage 1     [ F ][ head ]     the slowest stage of this tick
 
 If kernels wait for an exchange in the middle of a tick, all forwards must have finished before any
-backward begins. Such a tick takes as long as on a stage that runs the operations of all stages. The
+backward begins. Each then takes as long as on the stage on which it takes the longest. The
 result describes the busiest stage: its own operations, plus the time in each tick that it waits for
 the other stages, which is the bubble.
 """
@@ -42,7 +42,15 @@ from sharding.analysis.cost.execution import (
     Totals,
 )
 from sharding.analysis.cost.kernel_time import Costs
-from sharding.analysis.cost.ticks import PADDING, Operations, Ticks, is_idle, num_layers
+from sharding.analysis.cost.ticks import (
+    PADDING,
+    Operations,
+    Ticks,
+    is_idle,
+    kind_of,
+    num_layers,
+    of_kind,
+)
 from sharding.analysis.hlo import asynchrony
 from sharding.analysis.hlo.instruction import (
     Instruction,
@@ -100,9 +108,19 @@ class Simulator:
 
     def tick_s(self, body: str, busy: Busy, stages: tuple[Operations, ...]) -> float:
         """Return the time of a tick in which the stages run these operations."""
-        if self._exchange_waits(body):
-            return self.run(body, busy, frozenset().union(*stages)).duration_s
-        return max(self.run(body, busy, operations).duration_s for operations in {*stages})
+
+        def seconds(operations: Operations) -> float:
+            return self.run(body, busy, operations).duration_s
+
+        if not self._exchange_waits(body):
+            return max(map(seconds, {*stages}))
+        # All forwards, then all backwards: each as long as on the stage with the most layers.
+        rest_s = seconds(frozenset())
+        kinds = {kind_of(operation) for operations in stages for operation in operations}
+        return rest_s + sum(
+            max(seconds(of_kind(operations, kind)) for operations in {*stages}) - rest_s
+            for kind in kinds
+        )
 
     def _exchange_waits(self, body: str) -> bool:
         """Return whether kernels wait for a permutation at the point where it is issued."""

@@ -27,7 +27,7 @@ from sharding.pipeline.stack_layout import StackLayout
 #: of layers and "F.encoder.first" if the first is among them.
 Operations = frozenset[str]
 
-#: Added to the operations in iterations of a loop over layers that have no layer.
+#: Added to the operations in iterations of a loop over layers that only are padding.
 PADDING = "padding"
 
 
@@ -78,7 +78,7 @@ class Ticks:
 
 
 def _runs_of_stack(name: str, layout: StackLayout, operation: Operation) -> dict[str, np.ndarray]:
-    """Return in which ticks and stages an operation runs how many layers of a stack."""
+    """Return, for each number of layers of a stack, the ticks and stages that run as many."""
     counts = np.array([[count for _, count in stage] for stage in layout.chunks])
     if (counts == counts.flat[0]).all():
         return {}
@@ -105,7 +105,7 @@ def is_idle(loop_path: str, operations: Operations) -> bool:
     if scope == LAYERS:  # without its loop, if XLA has removed one of a single iteration
         return count == 0 or PADDING in operations
     if scope == BEFORE and count is not None:
-        return f"{_name(loop_path)}.first" not in operations
+        return f"{_operation_and_stack(loop_path)}.first" not in operations
     return count == 0
 
 
@@ -114,14 +114,24 @@ def num_layers(loop_path: str, operations: Operations) -> int | None:
 
     Args:
         loop_path: scopes of the loop, such as "pipeline_F/.../stack_encoder/layers/while".
-        operations: what the stage runs in the tick. If they are of several stages, the most counts.
+        operations: what the stage runs in the tick.
     """
-    name = _name(loop_path)
-    counts = [int(o.removeprefix(f"{name}=")) for o in operations if o.startswith(f"{name}=")]
-    return max(counts, default=None)
+    prefix = f"{_operation_and_stack(loop_path)}="
+    counts = [int(o.removeprefix(prefix)) for o in operations if o.startswith(prefix)]
+    return counts[0] if counts else None
 
 
-def _name(loop_path: str) -> str:
+def kind_of(operation: str) -> str:
+    """Return what an element of `Operations` belongs to, such as "F" for "F.encoder=3"."""
+    return operation.partition(".")[0]
+
+
+def of_kind(operations: Operations, kind: str) -> Operations:
+    """Return the operations of one kind, such as "F", with what applies to them."""
+    return frozenset(operation for operation in operations if kind_of(operation) == kind)
+
+
+def _operation_and_stack(loop_path: str) -> str:
     """Return the operation and the stack of a loop, such as "F.encoder"."""
     scopes = loop_path.split("/")
     return f"{_last(scope_of(''), scopes)}.{_last(scope_of_stack(''), scopes)}"

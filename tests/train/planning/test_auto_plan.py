@@ -56,6 +56,18 @@ def test_run_is_planned_again(overrides, values, reason, monkeypatch, caplog):
     assert reason in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"), [((), "host"), (("memory.placement=auto",), "auto")]
+)
+def test_kept_plan_keeps_its_placement_unless_it_is_chosen_by_the_memory(
+    overrides, expected, monkeypatch
+):
+    # A checkpoint of a run with memory.placement=auto has what was chosen, such as "host".
+    saved = SAVED | {"memory": {"zero_stage": 1, "placement": "host"}}
+    config = plan(monkeypatch, *overrides, saved=saved)
+    assert config.mesh.data == 4 and config.memory.placement == expected
+
+
 def test_saved_config_of_a_run_with_its_own_mesh_has_no_plan():
     assert saved_settings({"mesh": {"data": 8}}) is None
     assert saved_settings({"mesh": {"data": 8, "auto": False}}) is None

@@ -11,6 +11,7 @@ from train.planning.memory_budget import Budget, Needs
 from train.planning.parallel_plan import ParallelPlan, PlanSpace
 from train.planning.plan_cost import PlanCost
 from train.planning.plan_limits import (
+    DoesNotFit,
     check_max_microbatches,
     first_tried,
     no_division,
@@ -65,6 +66,16 @@ def test_request_for_far_too_many_devices_names_one_that_works():
     assert batch > 16 and [*space_of(config_of(f"data.global_batch_size={batch}"), 4096)]
 
 
+def test_large_batch_that_nothing_divides_names_the_nearest_multiple():
+    def spaces(config, num_devices) -> PlanSpace:
+        one = space(most_model=1)
+        return dataclasses.replace(one, config=config, num_devices=num_devices)
+
+    # At most 4 stages, so at least 1,024 replicas.
+    message = no_division(config_of("data.global_batch_size=1000000"), 4096, [], spaces)
+    assert message.endswith("data.global_batch_size=1000448")
+
+
 def test_limit_of_microbatches_that_no_plan_can_keep_is_refused():
     fixed = {"train.num_microbatches"}
     check_max_microbatches(None, config_of(), fixed)
@@ -79,19 +90,23 @@ def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():
     plans = [*space()]
     leanest = min(((plan, cost(plan)) for plan in plans), key=lambda pair: pair[1].memory_bytes)
     # 8 GiB on 8 devices by composed memory, 10 GiB by the estimate: 4 GiB need 20, so 32 devices.
-    message = no_memory(leanest, NEEDS, BUDGET, 8, plans_of, cost)
+    message = no_memory(DoesNotFit(leanest, NEEDS), config_of(), BUDGET, 8, plans_of, cost)
     assert message.startswith("no plan fits into 4.00 GiB a device; the leanest, ")
     assert "takes 10.00 GiB; what would fit: about 32 devices like these" in message
     assert "memory.placement=host" in message
-    on_host = dataclasses.replace(leanest[0], placement="host"), leanest[1]
-    message = no_memory(on_host, NEEDS, BUDGET, 8, plans_of, cost)
-    assert "memory.offload_parameters_fraction=1.0" in message
+    on_host = DoesNotFit((dataclasses.replace(leanest[0], placement="host"), leanest[1]), NEEDS)
+    message = no_memory(on_host, config_of(), BUDGET, 8, plans_of, cost)
+    assert "memory.placement=host with memory.offload_parameters_fraction=1.0" in message
+    whole = config_of("memory.placement=host", "memory.offload_parameters_fraction=1.0")
+    for config in (whole, config_of("optimizer.name=lamb")):
+        assert "host" not in no_memory(on_host, config, BUDGET, 8, plans_of, cost).split("fit:")[1]
 
 
 def test_model_that_fits_only_on_its_devices_says_what_a_host_needs():
     plan = next(iter(space()))
     budget = dataclasses.replace(BUDGET, device_bytes=2**40, host_bytes=2**34)
-    message = no_memory((plan, cost(plan)), NEEDS, budget, 8, plans_of, cost)
+    found = DoesNotFit((plan, cost(plan)), NEEDS)
+    message = no_memory(found, config_of(), budget, 8, plans_of, cost)
     assert message.startswith(f"no plan fits into 16.00 GiB a host; the leanest, {plan}, takes 80")
 
 

@@ -109,6 +109,26 @@ def test_predict_skips_the_layers_that_a_stage_does_not_have():
     assert found.step_s == pytest.approx((130 + 230) * US)
 
 
+def test_exchange_that_waits_takes_the_longest_forward_of_all_stages():
+    layer = computation("layer", fusion("l", 100, "layer.arg"))
+    bodies = ""
+    for stack in ("encoder", "decoder"):
+        scope = STACK.replace("encoder", stack)
+        once = loop(f"{stack}.1", "layer", None, f"{scope}/{AT_MOST_ONCE}", f"{stack}.arg")
+        bodies += computation(stack, once)
+    both = loop("e", "encoder", 2, f"{STACK}/layers", "forward.arg")
+    both += loop("d", "decoder", 2, f"{STACK.replace('encoder', 'decoder')}/layers", "e")
+    permute = (
+        "  %cp = f32[8]{0} collective-permute(%F), source_target_pairs={{0,4},{1,5},{2,6},{3,7}}\n"
+    )
+    tick = computation("tick", loop("F", "forward", None, FORWARD, "tick.arg") + permute)
+    program = layer + bodies + computation("forward", both) + tick
+    row = ("F F.encoder=2 F.decoder=0", "F F.encoder=0 F.decoder=1")
+    found = step(program, loop("ticks", "tick", 1, "pipeline_ticks"), ticks(row))
+    # 2 encoder layers on one stage while the other runs a decoder layer, not 3 layers.
+    assert found.step_s == pytest.approx(200 * US + machine.NETWORK_LATENCY_S)
+
+
 def test_ticks_of_plan_count_the_layers_of_chunks_that_differ():
     schedule = make_schedule("1f1b", num_stages=2, num_microbatches=2, num_chunks=1)
     layouts = cut({"encoder": 2, "decoder": 4}, schedule.placement, (3, 3))
@@ -147,7 +167,7 @@ def test_is_idle_reads_what_a_loop_belongs_to(path: str, operations: str, skips:
     assert is_idle(f"{path}/{AT_MOST_ONCE}/while", frozenset(operations.split())) == skips
 
 
-def test_num_layers_is_the_most_of_several_stages():
+def test_num_layers_is_known_only_if_chunks_differ():
     path = f"{STACK}/layers/while"
-    assert num_layers(path, frozenset({"F", "F.encoder=1", "F.encoder=2", "B.encoder=9"})) == 2
+    assert num_layers(path, frozenset({"F", "F.encoder=2", "B.encoder=9"})) == 2
     assert num_layers(path, frozenset({"F", "F.decoder=1"})) is None
