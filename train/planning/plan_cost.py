@@ -269,13 +269,12 @@ class PlanCosts:
         memory = self._config.memory
         stage = plan.effective_zero_stage
         shards = plan.num_replicas
-        weights = 12 / (shards if stage >= 1 else 1)  # master weights and moments
+        # Stages 1 and 2 divide master weights too. They count whole here, as a margin: without it,
+        # plans of these stages that do not fit take the places of plans that do.
+        weights = 4 / (shards if stage == 3 else 1) + 8 / (shards if stage >= 1 else 1)
         gradients = 4 / (shards if stage >= 2 else 1)
         copy = self._compute_bytes / (shards if stage == 3 else 1)
-        # Layers compute with a copy in the compute dtype: a cast, or gathered parameters. With
-        # stage 3, it is made for one layer at a time.
-        has_copy = 1 <= stage < 3 or (stage == 0 and self._compute_bytes < 4)
-        on_device = weights + gradients + copy * has_copy
+        on_device = weights + gradients + (copy if stage < 3 and self._compute_bytes < 4 else 0)
         if plan.placement != "host":
             return self._params(plan) * on_device
         optimizer = memory.offload_optimizer_fraction

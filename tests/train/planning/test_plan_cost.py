@@ -137,8 +137,9 @@ def test_state_in_host_memory_is_copied_and_takes_less_device_memory():
     # 4 bytes of weights for the forward, 12 to the device for the update, and 12 back.
     copies_s = 28 * PARAMS / 8 / (HOST_EFFICIENCY * machine_of(TARGET).host_bytes_per_s)
     assert on_host.update_s - on_device.update_s == pytest.approx(copies_s)
-    # A replica has an eighth of weights and moments, or of those of one of 8 layers at a time.
-    saved = PARAMS * (12 / 8 - 12 / 8 / 8)
+    # Weights and an eighth of the moments; or a copy of the weights, and an eighth of the state of
+    # one of 8 layers at a time.
+    saved = PARAMS * ((4 + 8 / 8) - (4 + 12 / 8 / 8))
     assert on_device.memory_bytes - on_host.memory_bytes == pytest.approx(saved)
 
 
@@ -147,13 +148,13 @@ def test_stage_in_host_memory_has_one_of_its_own_layers_on_the_device():
         COSTS.cost(plan(8, pipeline=8, placement=p)).memory_bytes for p in ("device", "host")
     )
     # Each of the 8 stages has one layer: all of its weights and moments are on the device during
-    # the update, besides the copy of 4 bytes that the layer computes with.
+    # the update, besides the copy of 4 bytes that the layer computes with in host placement.
     assert on_host - on_device == pytest.approx(4 * PARAMS / 8)
 
 
-@pytest.mark.parametrize(("zero_stage", "per_param"), [(0, 16), (1, 9.5), (2, 6), (3, 2)])
-def test_zero_divides_master_weights_moments_and_gradients(zero_stage, per_param):
-    # In float32: 12 bytes of weights and moments, 4 of gradients, and a gathered copy of 4.
+@pytest.mark.parametrize(("zero_stage", "per_param"), [(0, 16), (1, 9), (2, 5.5), (3, 2)])
+def test_zero_divides_weights_moments_and_gradients(zero_stage, per_param):
+    # In float32: 4 bytes of weights, 8 of moments, and 4 of gradients.
     found = COSTS.cost(plan(1, data=8, zero_stage=zero_stage)).memory_bytes
     rest = COSTS.cost(plan(1, data=8, zero_stage=0)).memory_bytes - 16 * PARAMS
     assert (found - rest) / PARAMS == pytest.approx(per_param)
