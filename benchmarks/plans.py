@@ -19,7 +19,6 @@ import argparse
 import concurrent.futures
 import json
 import logging
-import math
 import os
 import shlex
 import sys
@@ -43,7 +42,6 @@ from train.planning.memory_budget import excess, needs_of
 from train.planning.parallel_plan import ParallelPlan, open_config
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_search import PlanSearch
-from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.messages import sentence_of
@@ -110,7 +108,7 @@ def check_all(config: RunConfig, devices: PlanDevices, fixed: set[str]) -> dict[
     chosen = search.best()[0]
     steps: dict[str, float] = {}
     for plan, run in _legal_runs(config, devices, search.plans):
-        steps[str(plan)] = _compile_whole(run, devices).prediction.step_s
+        steps[str(plan)] = devices.compile_whole(run).prediction.step_s
         jax.clear_caches()
         print(f"{1e3 * steps[str(plan)]:10.3f} ms  {plan}", file=sys.stderr, flush=True)
     best = min(steps, key=lambda name: steps[name])
@@ -146,7 +144,7 @@ def check_times(
     search.best()
     runs = dict(_legal_runs(config, devices, _best_of_each(search)))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        steps = [*pool.map(lambda run: _compile_whole(run, devices), runs.values())]
+        steps = [*pool.map(devices.compile_whole, runs.values())]
         predicted = {
             str(plan): step.prediction.step_s for plan, step in zip(runs, steps, strict=True)
         }
@@ -187,7 +185,7 @@ def _best_of_each(search: PlanSearch) -> list[ParallelPlan]:
     """Return the best plan of each mesh; on a single device, of each way to divide its work."""
     found: dict[Any, ParallelPlan] = {}
     for plan in sorted(search.plans, key=lambda plan: search.cost(plan).step_s):
-        is_single = math.prod(plan.mesh.sizes.values()) == 1
+        is_single = plan.mesh.num_devices == 1
         way = (plan.num_microbatches, plan.remat) if is_single else ()
         found.setdefault((plan.mesh, *way), plan)
     return [*found.values()]
@@ -204,10 +202,6 @@ def _legal_runs(
             continue
         if excess(needs_of(run, devices.budget), devices.budget) <= 1:
             yield plan, run
-
-
-def _compile_whole(run: Run, devices: PlanDevices) -> CompiledStep:
-    return compile_and_predict(run, devices.name, devices.machine, devices.budget)
 
 
 def _on(devices: list[Any], config: RunConfig, budget_bytes: float) -> Run:

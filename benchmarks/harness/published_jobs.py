@@ -1,4 +1,4 @@
-"""Training jobs that others have published, in speed or in memory, and those of weak scaling."""
+"""Training jobs with a published speed or memory, and jobs for the plot of weak scaling."""
 
 import dataclasses
 

@@ -19,6 +19,7 @@ from train.planning.calibration import calibrated
 from train.planning.memory_budget import Budget
 from train.planning.parallel_plan import with_values
 from train.planning.step_time import machine_of, machine_of_devices
+from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.run.run import Run
 
 #: Memory of the GPUs that layers are compiled for: more than any step needs, because the memory of
@@ -48,6 +49,10 @@ class PlanDevices:
     budget: Budget
     assemble: Callable[[RunConfig], Run]
     assemble_part: Callable[[RunConfig, int], Run]
+
+    def compile_whole(self, run: Run) -> CompiledStep:
+        """Compile the step of a run from `assemble`, and predict its time."""
+        return compile_and_predict(run, self.name, self.machine, self.budget)
 
 
 def described_devices(

@@ -32,7 +32,7 @@ from train.planning.plan_limits import (
     no_memory,
 )
 from train.planning.scaled_times import ScaledTimes
-from train.reporting.compiled_step import CompiledStep, compile_and_predict
+from train.reporting.compiled_step import CompiledStep
 from train.run.run import Run
 
 #: How many programs are compiled at a time.
@@ -151,7 +151,7 @@ class PlanSearch:
         ranked = self._refine(pool)
         self._say("compiles the best plans whole")
         return [
-            (plan, cost, pool.submit(self._compile_whole, run))
+            (plan, cost, pool.submit(self._devices.compile_whole, run))
             for plan, cost, run in self._fitting(ranked, NUM_PLANS)
         ]
 
@@ -167,10 +167,6 @@ class PlanSearch:
         self._config = with_values(self._config, {"memory.placement": "host"})
         self._costs = PlanCosts(self._config, self._devices.machine, self._layers)
         self.plans = [dataclasses.replace(plan, placement="host") for plan in self.plans]
-
-    def _compile_whole(self, run: Run) -> CompiledStep:
-        devices = self._devices
-        return compile_and_predict(run, devices.name, devices.machine, devices.budget)
 
     def cost(self, plan: ParallelPlan) -> PlanCost:
         """Return the composed cost of a plan, after the search."""

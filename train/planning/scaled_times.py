@@ -157,7 +157,7 @@ class ScaledTimes:
         return found
 
     def is_between(self, part: Part, parts: Iterable[Part]) -> bool:
-        """Return whether the times of a part will be known from those of larger splits."""
+        """Return whether a part can be interpolated once these larger splits are known."""
         return part.remat == self.base.remat and any(
             self._interpolates(part.context, part.model, (other.context, other.model))
             for other in parts
@@ -238,7 +238,7 @@ class ScaledTimes:
         return (one[0] + share * (two[0] - one[0]), one[1] + share * (two[1] - one[1]))
 
     def _interpolates(self, context: int, model: int, larger: tuple[int, int]) -> bool:
-        """Return whether factors of a split are between those of the base and of a larger one."""
+        """Return whether a split can be interpolated between the base and a larger split."""
         is_on_host = math.prod(larger) <= self._devices.machine.gpus_per_host
         return larger[0] == context == self.base.context and larger[1] > model and is_on_host
 

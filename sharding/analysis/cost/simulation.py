@@ -15,7 +15,7 @@ for how long. So an iteration of a loop is simulated once, no matter how often i
 
 The stages of a pipeline run the same program. They differ only in which branches of a tick they
 take: a forward runs on stages that have one in this tick, the head on the last stage, and so on.
-Each branch is a loop that runs at most once (ticks.py says which of them a stage skips). All stages
+Each branch is a loop that runs at most once; ticks.py decides which loops a stage skips. All stages
 begin a tick together, because they exchange activations in it, so a tick lasts until its slowest
 stage has finished:
 
@@ -23,7 +23,7 @@ stage has finished:
     stage 1     [ F ][ head ]     the slowest stage of this tick
 
 If kernels wait for an exchange in the middle of a tick, all forwards must have finished before any
-backward begins. Each then takes as long as on the stage on which it takes the longest. The
+backward begins. Forwards then take as long as on the slowest stage, and so do backwards. The
 result describes the busiest stage: its own operations, plus the time in each tick that it waits for
 the other stages, which is the bubble.
 """
