@@ -38,7 +38,7 @@ from train.compile import load_config, sizes_without_data
 from train.config.overrides import Override, parse_overrides
 from train.config.schema import RunConfig
 from train.plan import devices_of
-from train.planning.memory_budget import excess, needs_of
+from train.planning.memory.budget import excess, needs_of
 from train.planning.parallel_plan import ParallelPlan, open_config
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_search import PlanSearch

@@ -26,8 +26,8 @@ from train.config.overrides import Override
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.planning.auto_plan import planned
-from train.planning.memory_budget import Budget, budget_of
-from train.planning.memory_planner import MemoryPlanner
+from train.planning.memory.budget import Budget, budget_of
+from train.planning.memory.planner import MemoryPlanner
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.run.assemble import assemble_run

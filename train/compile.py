@@ -32,8 +32,8 @@ from train.config.inherit_config import take_init_from
 from train.config.overrides import parse_overrides
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED, REFUSED
-from train.planning.memory_budget import target_budget
-from train.planning.memory_planner import MemoryPlanner
+from train.planning.memory.budget import target_budget
+from train.planning.memory.planner import MemoryPlanner
 from train.planning.step_time import machine_of
 from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.reporting.output import print_report

@@ -44,7 +44,7 @@ from train.planning.explanation import (
     plans_as_json,
     plans_as_text,
 )
-from train.planning.memory_budget import budget_of, target_budget
+from train.planning.memory.budget import budget_of, target_budget
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.planning.plan_limits import check_max_microbatches

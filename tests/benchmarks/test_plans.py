@@ -7,7 +7,7 @@ import pytest
 from benchmarks import plans
 from sharding.analysis.targets import parse_target
 from sharding.memory import MemoryConfig
-from train.planning.memory_budget import target_budget
+from train.planning.memory.budget import target_budget
 from train.planning.plan_devices import described_devices
 
 RESULTS = json.loads(plans._RESULTS.read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from train.config.overrides import Override, parse_overrides
 from train.config.schema import validate_config
 from train.planning import plan_search
 from train.planning.layer_times import CompiledPart, Part
-from train.planning.memory_budget import target_budget
+from train.planning.memory.budget import target_budget
 from train.planning.parallel_plan import PlanSpace
 from train.planning.plan_devices import described_devices
 
@@ -34,6 +34,7 @@ FIXED = [
     "memory.zero_stage=0",
     "pipeline.schedule=1f1b",
     "pipeline.remat=none",
+    "pipeline.share_vocab=false",
 ]
 ARGUMENTS = [f"--config.{override}" for override in FIXED]
 
@@ -66,7 +67,8 @@ def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
         remats=("none",),
         allows=lambda context, model: True,
         sees_whole_batch=False,
-        cuts=lambda num_chunks: [()],
+        can_share_vocab=True,
+        cuts=lambda num_chunks, share_vocab: [()],
     )
     plans = [*space]
     assert len(plans) == 3  # two stages, two replicas, or a model split in two

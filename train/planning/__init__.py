@@ -1,1 +1,1 @@
-"""Plans whether a step fits into memory, and which settings would make it fit."""
+"""Plans runs: what fits into memory, and which mesh and settings are the fastest."""

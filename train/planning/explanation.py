@@ -8,7 +8,7 @@ from typing import Any
 
 from sharding.analysis.cost.prediction import CollectiveTime, Prediction
 from sharding.analysis.cost.transfer import crosses_hosts
-from train.planning.memory_budget import size
+from train.planning.memory.budget import size
 from train.planning.plan_limits import FirstTried
 from train.planning.plan_search import Choice
 

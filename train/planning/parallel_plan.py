@@ -15,19 +15,23 @@ from sharding.pipeline.config import BALANCED
 from train.config.schema import RunConfig, validate_config
 
 #: Axes that a plan divides the devices over, unless they are fixed. Of the others, `fsdp` is 1,
-#: because `data` with ZeRO 3 does the same; `context`, for sequences too long for one device, and
-#: `expert`, for models with experts, stay as configured.
-_OPEN_AXES = ("pipeline", "data", "model")
+#: because `data` with ZeRO 3 does the same; `expert`, for models with experts, stays as configured.
+_OPEN_AXES = ("pipeline", "data", "context", "model")
+#: Sequences are divided over `context` if at least this many tokens are left on each device: of
+#: fewer, `data` or `model` divides the work of a layer as well, and moves fewer bytes.
+_CONTEXT_TOKENS = 8192
 #: What a config is validated with before it is planned: its own values may not fit the devices.
 _UNPLANNED: Mapping[str, Any] = {
     "mesh.pipeline": 1,
     "mesh.data": 1,
     "mesh.fsdp": 1,
+    "mesh.context": 1,
     "mesh.model": 1,
     "train.num_microbatches": 1,
     "pipeline.chunks": 1,
     "pipeline.schedule": "1f1b",
     "pipeline.layers_per_stage": (),
+    "pipeline.share_vocab": False,
 }
 #: Keys that a plan sets, all of them or, without a pipeline, those of other sections.
 SETTINGS = (
@@ -40,6 +44,7 @@ SETTINGS = (
     "pipeline.chunks",
     "pipeline.remat",
     "pipeline.layers_per_stage",
+    "pipeline.share_vocab",
 )
 #: (pipeline.schedule, pipeline.chunks) to try with several stages. `gpipe` takes as long as `1f1b`
 #: and keeps more activations.
@@ -81,6 +86,7 @@ class ParallelPlan:
     schedule: str
     chunks: int
     layers_per_stage: tuple[str, ...]  # () or BALANCED
+    share_vocab: bool
     pipeline_remat: str
     remat: str
     zero_stage: int
@@ -116,6 +122,7 @@ class ParallelPlan:
                 "pipeline.schedule": self.schedule,
                 "pipeline.chunks": self.chunks,
                 "pipeline.layers_per_stage": self.layers_per_stage,
+                "pipeline.share_vocab": self.share_vocab,
                 "pipeline.remat": self.pipeline_remat,
             }
         return values
@@ -130,6 +137,7 @@ class ParallelPlan:
             chunks = f"({self.chunks})" if self.chunks > 1 else ""
             parts.append(f"{self.schedule}{chunks}")
             parts += ["balanced stages"] * (self.layers_per_stage == BALANCED)
+            parts += ["shared vocab"] * self.share_vocab
             parts += ["recomputed stages"] * (self.pipeline_remat == "full")
         parts.append(f"{self.num_microbatches} microbatches")
         parts += [f"ZeRO {self.zero_stage}"] * (self.zero_stage > 0)
@@ -164,7 +172,9 @@ class PlanSpace:
         remats: values of `train.remat` to try.
         allows: whether the model can be split over this many devices along (context, model).
         sees_whole_batch: whether all examples of a replica must be in one microbatch.
-        cuts: values of `pipeline.layers_per_stage` to try for a number of chunks.
+        can_share_vocab: whether stages can divide embedding and head among them.
+        cuts: values of `pipeline.layers_per_stage` to try for a number of chunks, and for a value
+            of `pipeline.share_vocab`.
         max_microbatches: the largest number of microbatches to try; None: any.
     """
 
@@ -175,16 +185,16 @@ class PlanSpace:
     remats: tuple[str, ...]
     allows: Callable[[int, int], bool]
     sees_whole_batch: bool
-    cuts: Callable[[int], Collection[tuple[str, ...]]]
+    can_share_vocab: bool
+    cuts: Callable[[int, bool], Collection[tuple[str, ...]]]
     max_microbatches: int | None = None
 
     def __iter__(self) -> Iterator[ParallelPlan]:
         """Yield every plan; whether one fits into memory is not checked here."""
         for mesh in self.meshes():
             for count in self._microbatch_counts(mesh):
-                for schedule, chunks in self._schedules(mesh, count):
-                    for cut in self._cuts(mesh, chunks):
-                        yield from self._plans(mesh, count, schedule, chunks, cut)
+                for pipeline in self._pipelines(mesh, count):
+                    yield from self._plans(mesh, count, pipeline)
 
     def meshes(self) -> Iterator[MeshConfig]:
         """Yield every mesh that has all devices and divides the model and the batch."""
@@ -201,9 +211,13 @@ class PlanSpace:
     def _sizes(self, axis: str) -> tuple[int, ...]:
         given = self.config.mesh.sizes[axis]
         is_fixed = f"mesh.{axis}" in self.fixed
-        if given == -1 or (axis in _OPEN_AXES and not is_fixed):
-            return _divisors(self.num_devices)
-        return (1,) if axis == "fsdp" and not is_fixed else (given,)
+        if given != -1 and (is_fixed or axis not in _OPEN_AXES):
+            return (1,) if axis == "fsdp" and not is_fixed else (given,)
+        data = self.config.data
+        most = self.num_devices
+        if axis == "context" and not is_fixed:
+            most = 1 if data.reads_images else data.sequence_length // _CONTEXT_TOKENS
+        return tuple(size for size in _divisors(self.num_devices) if size <= max(1, most))
 
     def _microbatch_counts(self, mesh: MeshConfig) -> list[int]:
         given = self.config.train.num_microbatches
@@ -214,6 +228,21 @@ class PlanSpace:
         counts = _divisors(self.config.data.global_batch_size // (mesh.data * mesh.fsdp))
         most = self.max_microbatches
         return [count for count in counts if most is None or count <= most]
+
+    def _pipelines(self, mesh: MeshConfig, num_microbatches: int) -> Iterator[dict[str, Any]]:
+        """Yield the fields of a plan that describe its stages."""
+        given = self.config.pipeline.share_vocab
+        is_open = mesh.pipeline > 1 and "pipeline.share_vocab" not in self.fixed
+        shared = (False, True) if is_open and self.can_share_vocab else (given,)
+        for schedule, chunks in self._schedules(mesh, num_microbatches):
+            for share_vocab in shared:
+                for cut in self._cuts(mesh, chunks, share_vocab):
+                    yield {
+                        "schedule": schedule,
+                        "chunks": chunks,
+                        "layers_per_stage": cut,
+                        "share_vocab": share_vocab,
+                    }
 
     def _schedules(self, mesh: MeshConfig, num_microbatches: int) -> list[tuple[str, int]]:
         given = self.config.pipeline
@@ -232,17 +261,19 @@ class PlanSpace:
         ]
         return [*dict.fromkeys(found)]
 
-    def _cuts(self, mesh: MeshConfig, chunks: int) -> Collection[tuple[str, ...]]:
+    def _cuts(
+        self, mesh: MeshConfig, chunks: int, share_vocab: bool
+    ) -> Collection[tuple[str, ...]]:
         """Return the values of `pipeline.layers_per_stage` to try."""
         given = self.config.pipeline.layers_per_stage
         if mesh.pipeline == 1 or "pipeline.layers_per_stage" in self.fixed:
             return [given]
-        found = self.cuts(mesh.pipeline * chunks)
+        found = self.cuts(mesh.pipeline * chunks, share_vocab)
         # Stages that the user asks for are cut as evenly as they can be, however uneven that is.
         return [BALANCED] if not found and "mesh.pipeline" in self.fixed else found
 
     def _plans(
-        self, mesh: MeshConfig, count: int, schedule: str, chunks: int, cut: tuple[str, ...]
+        self, mesh: MeshConfig, count: int, pipeline: Mapping[str, Any]
     ) -> Iterator[ParallelPlan]:
         config = self.config
         has_stages = mesh.pipeline > 1
@@ -255,9 +286,7 @@ class PlanSpace:
             yield ParallelPlan(
                 mesh=mesh,
                 num_microbatches=count,
-                schedule=schedule,
-                chunks=chunks,
-                layers_per_stage=cut,
+                **pipeline,
                 pipeline_remat=stage_remat,
                 remat=remat,
                 zero_stage=zero_stage,

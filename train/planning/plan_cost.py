@@ -1,49 +1,33 @@
 """Composes the time and the memory of a plan from those of its layers.
 
-    layers of one microbatch (scaled_times.py) ─┐
-    schedule's ticks ───────────────────────────┼─> time of the pipeline ─┐
-    collectives between replicas ───────────────┴─> what is exposed ──────┼─> step
-    parameters per device ────────────────────────> update ───────────────┘
-
-The bytes of sends between stages are not counted: they run behind the layers.
+layers of one microbatch (scaled_times.py) ─┐
+schedule's ticks (pipeline_cost.py) ────────┼─> time of the pipeline ─┐
+collectives between replicas ───────────────┴─> what is exposed ──────┼─> step
+parameters per device ────────────────────────> update ───────────────┘
 """
 
-import collections
 import dataclasses
 import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
 
 from sharding.analysis.cost.kernel_time import HOST_EFFICIENCY
 from sharding.analysis.cost.machine import Machine
-from sharding.analysis.cost.ticks import Operations, Ticks
 from sharding.analysis.cost.transfer import group_over, transfer_s
-from sharding.pipeline.config import BALANCED, PipelineConfig
-from sharding.pipeline.runtime.executor import plan_execution
-from sharding.pipeline.schedule import make_schedule
-from sharding.pipeline.schedules.table import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT_GRADIENT,
-    max_in_flight,
-)
+from sharding.pipeline.config import BALANCED
 from train.config.schema import RunConfig
 from train.planning.layer_times import Part
 from train.planning.parallel_plan import ParallelPlan
+from train.planning.pipeline_cost import in_flight, pipeline_s
 from train.planning.scaled_times import LayerTimes, ScaledTimes
 
 #: Share of the collectives that layers wait for even if the layers take longer, such as those of
 #: the first layer: 0.14 in LLaMA-3-8B with ZeRO 3 on 8 H100s, as compiled and predicted.
 _EXPOSED_SHARE = 0.15
-#: Kernels and sends in a tick of a pipeline, besides its layers: 45 to 90 us in an 8-layer GPT-2 on
-#: 8 H100s, as compiled and predicted.
-_TICK_KERNELS = 25
-_TICK_SENDS = 2
 #: How many plans are ranked, of those that may fit.
 _NUM_RANKED = 256
 #: XLA combines a layer's gathers up to this size, its default. A layer waits for the first of them.
@@ -159,11 +143,13 @@ class PlanCosts:
     def _shares(self, plan: ParallelPlan) -> tuple[float, ...]:
         """Return the share of the layers' work in each chunk, in layer order."""
         is_balanced = plan.layers_per_stage == BALANCED
-        key = plan.mesh.pipeline * plan.chunks, plan.layers_per_stage
+        key = plan.mesh.pipeline * plan.chunks, plan.layers_per_stage, plan.share_vocab
         if key not in self._known_shares:
             counts = plan.layers_per_stage
             if is_balanced or not counts:
-                counts = self._layers.cut(key[0], is_balanced=is_balanced)
+                counts = self._layers.cut(
+                    key[0], is_balanced=is_balanced, shares_vocab=plan.share_vocab
+                )
             flops = self._layers.work.layers
             bounds = itertools.pairwise(itertools.accumulate(map(int, counts), initial=0))
             shares = tuple(sum(flops[first:stop]) / sum(flops) for first, stop in bounds)
@@ -186,26 +172,13 @@ class PlanCosts:
         if num_stages == 1:
             return count * (times.forward_s + backward_s + head_s)
         backward_s += times.forward_s * (plan.pipeline_remat == "full")
-        shares = self._shares(plan)
-        ticks = _tick_counts(num_stages, count, plan.schedule, plan.chunks, plan.pipeline_remat)
-        splits = any(WEIGHT_GRADIENT in ops for stages in ticks for ops in stages)
-
-        def work_s(operations: Operations) -> float:
-            seconds = times.forward_s * (FORWARD in operations)
-            seconds += backward_s * (1 - splits / 2) * (BACKWARD in operations)
-            seconds += backward_s / 2 * (WEIGHT_GRADIENT in operations)
-            is_last = any(name.endswith(".is_last") for name in operations)
-            seconds *= shares[-1] if is_last else max(shares)
-            return seconds + head_s * (f"{BACKWARD}.is_last" in operations)
-
-        of_operations = {
-            operations: work_s(operations) for operations in {*itertools.chain(*ticks)}
-        }
-        tick_s = _TICK_KERNELS * self._machine.kernel_s
-        tick_s += _TICK_SENDS * self._machine.collective_latency_s
-        return sum(
-            number * (tick_s + max(of_operations[operations] for operations in stages))
-            for stages, number in ticks.items()
+        return pipeline_s(
+            plan,
+            self._shares(plan),
+            forward_s=times.forward_s,
+            backward_s=backward_s,
+            head_s=head_s,
+            machine=self._machine,
         )
 
     def _exposed_s(self, plan: ParallelPlan, times: LayerTimes) -> float:
@@ -292,7 +265,7 @@ class PlanCosts:
         if plan.mesh.pipeline > 1:
             chunks = 1
             if plan.pipeline_remat == "none":
-                chunks = _in_flight(
+                chunks = in_flight(
                     plan.mesh.pipeline, plan.num_microbatches, plan.schedule, plan.chunks
                 )
             activations *= chunks * max(self._shares(plan))
@@ -305,38 +278,3 @@ def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
 
 def _memory_bytes(pair: tuple[ParallelPlan, PlanCost]) -> float:
     return pair[1].memory_bytes
-
-
-@cache
-def _tick_counts(
-    num_stages: int, num_microbatches: int, name: str, num_chunks: int, remat: str
-) -> dict[frozenset[Operations], float]:
-    """Return how many ticks have the same set of operations among their stages.
-
-    Of many microbatches, all but the first and the last repeat the same ticks, so their number is
-    extrapolated from two shorter schedules.
-    """
-    few = 2 * num_stages + 1 + (num_microbatches - 1) % num_stages
-    if num_microbatches > few + num_stages:
-        counts = [
-            _tick_counts(num_stages, count, name, num_chunks, remat)
-            for count in (few, few + num_stages)
-        ]
-        times = (num_microbatches - few) / num_stages
-        return {
-            stages: counts[0].get(stages, 0.0) * (1 - times) + times * number
-            for stages, number in counts[1].items()
-        }
-    schedule = make_schedule(name, num_stages, num_microbatches, num_chunks)
-    config = PipelineConfig(schedule=name, chunks=num_chunks, remat=remat)
-    ticks = Ticks.of_plan(plan_execution(schedule, config))
-    return dict(collections.Counter(frozenset(stages) for stages in ticks.stages))
-
-
-@cache
-def _in_flight(num_stages: int, num_microbatches: int, name: str, num_chunks: int) -> int:
-    """Return the largest number of chunks' activations that a stage keeps at a time."""
-    # More microbatches than this wait for their turn, and keep nothing.
-    most = 4 * num_stages + num_microbatches % num_stages
-    num_microbatches = min(num_microbatches, most)
-    return max(max_in_flight(make_schedule(name, num_stages, num_microbatches, num_chunks)))

@@ -16,7 +16,7 @@ from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config.schema import RunConfig
 from train.planning.calibration import calibrated
-from train.planning.memory_budget import Budget
+from train.planning.memory.budget import Budget
 from train.planning.parallel_plan import with_values
 from train.planning.step_time import machine_of, machine_of_devices
 from train.reporting.compiled_step import CompiledStep, compile_and_predict

@@ -11,7 +11,7 @@ from sharding.analysis.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
-from train.planning.memory_budget import Budget, Needs, size
+from train.planning.memory.budget import Budget, Needs, size
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost
 

@@ -16,11 +16,12 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from models.functions import can_share_vocab
 from sharding.pipeline.config import BALANCED
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
 from train.planning.layer_times import Part
-from train.planning.memory_budget import excess, needs_of
+from train.planning.memory.budget import excess, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost, PlanCosts
 from train.planning.plan_devices import PlanDevices
@@ -111,7 +112,7 @@ class PlanSearch:
         )
         self._costs = PlanCosts(config, devices.machine, self._layers)
         self.plans: list[ParallelPlan] = []
-        self._cuts: dict[int, list[tuple[str, ...]]] = {}
+        self._cuts: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
         self._legal: dict[tuple[int, int], bool] = {}
         self._started = time.monotonic()
 
@@ -211,6 +212,7 @@ class PlanSearch:
             remats=self._remats(base),
             allows=self._allows,
             sees_whole_batch=getattr(base.model, "sees_whole_batch", False),
+            can_share_vocab=can_share_vocab(base.model),
             cuts=self._cuts_of,
             max_microbatches=self._max_microbatches,
         )
@@ -307,18 +309,19 @@ class PlanSearch:
                 self._legal[key] = False
         return self._legal[key]
 
-    def _cuts_of(self, num_chunks: int) -> list[tuple[str, ...]]:
+    def _cuts_of(self, num_chunks: int, share_vocab: bool) -> list[tuple[str, ...]]:
         """Return the cuts of the layers into chunks that are worth trying."""
-        if num_chunks not in self._cuts:
+        key = num_chunks, share_vocab
+        if key not in self._cuts:
             layers = self._layers
-            even = layers.busiest(num_chunks, is_balanced=False)
-            balanced = layers.busiest(num_chunks, is_balanced=True)
+            even = layers.busiest(num_chunks, is_balanced=False, shares_vocab=share_vocab)
+            balanced = layers.busiest(num_chunks, is_balanced=True, shares_vocab=share_vocab)
             divides = len(layers.work.layers) % num_chunks == 0
             found: list[tuple[str, ...]] = [()] * divides
             helps = not divides or even > _MOST_IMBALANCE * balanced
             found += [BALANCED] * (helps and balanced <= _MOST_LOAD)
-            self._cuts[num_chunks] = found
-        return self._cuts[num_chunks]
+            self._cuts[key] = found
+        return self._cuts[key]
 
     def _remats(self, run: Run) -> tuple[str, ...]:
         given = self._config.train.remat

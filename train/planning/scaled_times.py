@@ -102,17 +102,15 @@ class ScaledTimes:
         """FLOPs of the layers, the embedding and the head."""
         return self.compiled(self.base).run.traces.work
 
-    def cut(self, num_chunks: int, *, is_balanced: bool) -> list[int]:
+    def cut(self, num_chunks: int, *, is_balanced: bool, shares_vocab: bool) -> list[int]:
         """Return the number of layers of each of a pipeline's chunks, in layer order."""
         if is_balanced:
-            shares_vocab = self._config.pipeline.share_vocab
             return self.work.balanced(num_chunks, shares_vocab=shares_vocab)
         return even_cut(len(self.work.layers), num_chunks)
 
-    def busiest(self, num_chunks: int, *, is_balanced: bool) -> float:
+    def busiest(self, num_chunks: int, *, is_balanced: bool, shares_vocab: bool) -> float:
         """Return the work of the busiest of a pipeline's chunks, relative to their mean."""
-        counts = self.cut(num_chunks, is_balanced=is_balanced)
-        shares_vocab = self._config.pipeline.share_vocab
+        counts = self.cut(num_chunks, is_balanced=is_balanced, shares_vocab=shares_vocab)
         found = self.work.per_virtual_stage(counts, shares_vocab=shares_vocab)
         return max(found) * num_chunks / sum(found)
 

@@ -13,7 +13,7 @@ from sharding.analysis.cost.ticks import Ticks
 from sharding.analysis.memory import Memory, memory
 from sharding.compiler_options import as_dict
 from sharding.pipeline.runtime.executor import plan_execution
-from train.planning.memory_budget import Budget, pressure_of, size
+from train.planning.memory.budget import Budget, pressure_of, size
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.run import Run
 

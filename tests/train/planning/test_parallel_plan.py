@@ -21,7 +21,8 @@ def space(num_devices: int = 8, *overrides: str, most_model: int = 4, **values) 
     given = {
         "num_layers": 4,
         "sees_whole_batch": False,
-        "cuts": lambda num_chunks: [()] * (4 % num_chunks == 0),
+        "can_share_vocab": False,
+        "cuts": lambda num_chunks, share_vocab: [()] * (4 % num_chunks == 0),
     }
     return PlanSpace(
         config=config_of(*overrides),
@@ -91,7 +92,7 @@ def test_fsdp_counts_as_zero_3():
 def test_stages_are_cut_by_flops_where_an_even_cut_is_not_balanced():
     cuts = {(each.mesh.pipeline * each.chunks, each.layers_per_stage) for each in space()}
     assert cuts == {(1, ()), (2, ()), (4, ())}
-    plans = space(num_layers=6, cuts=lambda num_chunks: [() if 6 % num_chunks == 0 else ("auto",)])
+    plans = space(num_layers=6, cuts=lambda n, share_vocab: [() if 6 % n == 0 else ("auto",)])
     uneven = {(each.mesh.pipeline * each.chunks, each.layers_per_stage) for each in plans}
     # 6 layers cannot be divided by 4; into 1 and 2 they can.
     assert uneven == {(1, ()), (2, ()), (4, ("auto",))}
@@ -103,6 +104,27 @@ def test_stages_are_cut_by_flops_where_an_even_cut_is_not_balanced():
 
 def test_models_that_see_the_whole_batch_have_one_microbatch():
     assert {each.num_microbatches for each in space(sees_whole_batch=True)} == {1}
+
+
+def test_long_sequences_are_divided_over_context():
+    def sizes(*overrides: str) -> set[int]:
+        return {mesh.context for mesh in space(8, *overrides).meshes()}
+
+    assert sizes("data.sequence_length=8192") == {1}
+    assert sizes("data.sequence_length=32768") == {1, 2, 4}  # at least 8,192 tokens a device
+    assert sizes("data.sequence_length=131072") == {1, 2, 4, 8}
+    assert sizes("mesh.context=2", "data.sequence_length=8192") == {2}
+
+
+def test_stages_share_the_vocab_if_the_model_allows_it():
+    def shared(*overrides: str, can_share_vocab: bool) -> set[tuple[bool, bool]]:
+        plans = space(8, *overrides, can_share_vocab=can_share_vocab)
+        return {(plan.mesh.pipeline > 1, plan.share_vocab) for plan in plans}
+
+    assert shared(can_share_vocab=False) == {(False, False), (True, False)}
+    assert shared(can_share_vocab=True) == {(False, False), (True, False), (True, True)}
+    fixed = shared("pipeline.share_vocab=true", can_share_vocab=True)
+    assert {value for has_stages, value in fixed if has_stages} == {True}
 
 
 def test_number_of_microbatches_can_be_limited():

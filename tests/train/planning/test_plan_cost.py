@@ -26,7 +26,7 @@ class GivenLayers:
     memory_rate = 3e12
     work = types.SimpleNamespace(layers=(1,) * 8)
 
-    def cut(self, num_chunks: int, *, is_balanced: bool) -> list[int]:
+    def cut(self, num_chunks: int, *, is_balanced: bool, shares_vocab: bool) -> list[int]:
         counts = [8 // num_chunks] * num_chunks
         return [counts[0] + 1, *counts[1:-1], counts[-1] - 1] if is_balanced else counts
 
@@ -55,7 +55,7 @@ def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> Paralle
     given = config_of().mesh
     sizes = {axis: 1 for axis in given.sizes} | mesh
     whole = {"schedule": "1f1b", "chunks": 1, "pipeline_remat": "none", "remat": "none"}
-    whole |= {"layers_per_stage": (), "placement": "device"} | values
+    whole |= {"layers_per_stage": (), "share_vocab": False, "placement": "device"} | values
     return ParallelPlan(
         mesh=dataclasses.replace(given, **sizes),
         num_microbatches=num_microbatches,
@@ -93,6 +93,26 @@ def test_more_microbatches_have_a_smaller_bubble(schedule):
         for count in (2, 16)
     )
     assert many < few
+
+
+def test_shared_vocab_divides_the_head_among_the_stages():
+    alone, shared = (
+        COSTS.cost(plan(16, pipeline=2, share_vocab=share_vocab)).step_s
+        for share_vocab in (False, True)
+    )
+    # The head takes 2 s for 16 examples. Alone, the last stage makes the other wait for all of it.
+    assert alone - shared == pytest.approx(2 / 2, rel=0.05)
+
+
+def test_stages_on_simulated_devices_leave_their_cores_to_each_other():
+    machine = dataclasses.replace(machine_of(TARGET), shares_cores=True)
+    costs = PlanCosts(config_of(), machine, GivenLayers())  # pyright: ignore[reportArgumentType]
+    one = costs.cost(plan(4)).step_s
+    ticks_s = 0.01
+    sums_s = 4 * 4 * PARAMS / 3e12 / 2  # each of two stages has half of the layers
+    for schedule in ("1f1b", "gpipe", "zero_bubble"):
+        found = costs.cost(plan(4, pipeline=2, schedule=schedule)).step_s
+        assert one / 2 - sums_s < found < one / 2 + sums_s + ticks_s
 
 
 def test_recomputed_stages_take_another_forward_and_keep_less():

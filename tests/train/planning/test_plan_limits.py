@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.planning.test_parallel_plan import config_of, space
 from train.planning.explanation import first_tried_as_text
-from train.planning.memory_budget import Budget, Needs
+from train.planning.memory.budget import Budget, Needs
 from train.planning.parallel_plan import ParallelPlan, PlanSpace
 from train.planning.plan_cost import PlanCost
 from train.planning.plan_limits import (

@@ -7,7 +7,7 @@ import pytest
 from sharding.analysis.targets import parse_target
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning.layer_times import Part, PartMemory, PartTimes
-from train.planning.memory_budget import target_budget
+from train.planning.memory.budget import target_budget
 from train.planning.plan_devices import described_devices
 from train.planning.scaled_times import ScaledTimes
 

@@ -14,7 +14,7 @@ are four: more microbatches, a higher ZeRO stage, more rematerialization, and ho
 Here the plan (1, 0, 3, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the device.
 
 Memory and step time of a plan are estimated from a trace of the step. Only chosen plans are
-compiled; see train/planning/memory_planner.py.
+compiled; see train/planning/memory/planner.py.
 """
 
 import bisect
@@ -27,7 +27,7 @@ from sharding.estimate.memory_estimate import Needs
 from sharding.memory import AUTO
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
-from train.planning.memory_budget import (
+from train.planning.memory.budget import (
     Budget,
     excess,
     needs_of,

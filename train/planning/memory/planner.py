@@ -2,7 +2,7 @@
 
 Memory is checked twice: as estimated from a trace of the step (`check_estimate`), and again after
 it is compiled (`check_compiled`). The plans that `search` chooses from are in
-train/planning/memory_search.py.
+train/planning/memory/search.py.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from sharding.estimate.memory_estimate import Needs
 from sharding.memory import AUTO
 from train.config.schema import RunConfig
-from train.planning.memory_budget import (
+from train.planning.memory.budget import (
     TOLERANCE,
     Budget,
     compiled_bytes,
@@ -22,7 +22,7 @@ from train.planning.memory_budget import (
     size,
     table,
 )
-from train.planning.memory_search import Candidate, MemorySearch, Setting
+from train.planning.memory.search import Candidate, MemorySearch, Setting
 from train.run.run import Run
 
 #: How many plans are compiled before the search gives up.

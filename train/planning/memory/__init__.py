@@ -1,0 +1,1 @@
+"""Plans whether a step fits into memory, and which settings would make it fit."""
