@@ -1,5 +1,6 @@
 """Runs of the shipped models for GPUs that are only described, shared by the tests of a process."""
 
+import dataclasses
 import functools
 
 import jax
@@ -25,13 +26,20 @@ _SIZES = ("model.num_heads=4", "model.embed_dim=32", "model.num_layers=4")
 
 
 @functools.cache
-def make_run(config: str, overrides: tuple[str, ...], target: str = "h100") -> Run:
+def make_run(
+    config: str,
+    overrides: tuple[str, ...],
+    target: str = "h100",
+    *,
+    has_machine_code: bool = False,
+) -> Run:
     """Return the run of a config, for as many GPUs as its mesh has.
 
     Args:
         config: name of a file in configs/, with or without `:size`.
         overrides: overrides of the config.
         target: kind of GPU.
+        has_machine_code: whether the compiled step contains machine code, which takes longer.
 
     Returns:
         The run, from a cache if it has been made before.
@@ -41,10 +49,10 @@ def make_run(config: str, overrides: tuple[str, ...], target: str = "h100") -> R
     given = validate_config(load(path, overrides))
     count = given.mesh.num_devices
     chosen = parse_target(f"{target}:{max(1, count // 8)}x{min(8, count)}")
-    return run_for(given, chosen)
+    return run_for(given, dataclasses.replace(chosen, has_machine_code=has_machine_code))
 
 
-def model_run(model: str, *overrides: str) -> Run:
+def model_run(model: str, *overrides: str, has_machine_code: bool = False) -> Run:
     """Return the run of a model from `models_on_meshes.MODELS`, in bfloat16 and at a tiny size."""
     config, own = MODELS[model]
     is_text = "images" not in " ".join(own) and config not in ("vit", "swin", "resmlp", "mae")
@@ -52,7 +60,8 @@ def model_run(model: str, *overrides: str) -> Run:
     sizes = (*_TEXT, *_SIZES) if is_text else ()
     if "data.objective=classification" in own:
         sizes = (*sizes, "data.name=text", "data.paths=labelled.jsonl")
-    return make_run(config, (*SHARED, *sizes, *own, *BFLOAT16, *overrides))
+    every = (*SHARED, *sizes, *own, *BFLOAT16, *overrides)
+    return make_run(config, every, has_machine_code=has_machine_code)
 
 
 def text_of(run: Run) -> str:

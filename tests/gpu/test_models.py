@@ -25,7 +25,8 @@ def test_step_compiles_with_fused_attention(model, mesh):
     overrides = steps.MESHES[mesh]
     if MODELS[model][0] == "moco" and "pipeline" in mesh:
         overrides = (*overrides, "train.num_microbatches=1")
-    run = steps.model_run(model, *overrides)
+    # One mesh suffices to see that NVIDIA's assembler accepts all kernels.
+    run = steps.model_run(model, *overrides, has_machine_code=mesh == "2×2×2")
     text = steps.text_of(run)
     kernels = {selected.kernel for selected in run.attention_kernels}
     assert kernels == (set() if model == "ResMLP" else {"cudnn"})

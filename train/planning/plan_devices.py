@@ -65,12 +65,13 @@ def described_devices(
         budget: memory that a step may use.
         run_for: builds the run of a config for a target.
     """
+    read_only = dataclasses.replace(target, has_machine_code=False)
 
     def assemble(config: RunConfig) -> Run:
-        return run_for(config, target)
+        return run_for(config, read_only)
 
     def assemble_part(config: RunConfig, num_devices: int) -> Run:
-        return run_for(config, target.resized(num_devices, memory_bytes=_MEMORY_BYTES))
+        return run_for(config, read_only.resized(num_devices, memory_bytes=_MEMORY_BYTES))
 
     return PlanDevices(
         name=target.name,

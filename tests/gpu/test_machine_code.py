@@ -1,0 +1,29 @@
+"""Tests of steps that are compiled without machine code."""
+
+import subprocess
+
+import pytest
+
+from sharding.analysis.machine_code import options_without_machine_code
+from tests.gpu import steps
+
+pytestmark = pytest.mark.gpu_compiler
+
+SIZES = ("model.num_layers=2", "data.sequence_length=64", "mesh.model=2", *steps.BFLOAT16)
+
+
+def test_step_without_machine_code_is_the_same_program_with_the_same_memory():
+    whole = steps.make_run("gpt2", SIZES, has_machine_code=True).compile_train_step()
+    read_only = steps.make_run("gpt2", SIZES).compile_train_step()
+    assert read_only.as_text() == whole.as_text()
+    assert str(read_only.memory_analysis()) == str(whole.memory_analysis())
+
+
+def test_assembler_writes_an_empty_file_at_once(tmp_path):
+    folder = options_without_machine_code()["xla_gpu_cuda_data_dir"]
+    assembler = f"{folder}/bin/ptxas"
+    out = tmp_path / "kernel.cubin"
+    subprocess.run([assembler, tmp_path / "absent.ptx", "-o", out, "-arch", "sm_90a"], check=True)
+    assert out.read_bytes() == b""
+    version = subprocess.run([assembler, "--version"], check=True, capture_output=True, text=True)
+    assert "Cuda compilation tools, release" in version.stdout  # as XLA asks for it
