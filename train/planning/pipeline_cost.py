@@ -5,12 +5,15 @@ they run behind the layers.
 """
 
 import collections
-import itertools
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
+
+import numpy as np
 
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.cost.ticks import Operations, Ticks
+from sharding.analysis.cost.transfer import group_over, transfer_s
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.runtime.executor import plan_execution
 from sharding.pipeline.schedule import make_schedule
@@ -26,9 +29,9 @@ from train.planning.parallel_plan import ParallelPlan
 #: 8 H100s, as compiled and predicted.
 _TICK_KERNELS = 25
 _TICK_SENDS = 2
-#: Work that all stages do together with `pipeline.share_vocab`. For each, they exchange activations
-#: of a microbatch, or sums of them.
-_SHARED_WORK = ("embed", "head", "embed_gradient")
+#: How often stages that share the vocab exchange a microbatch's activations, or sums of them: once
+#: for the embedding, twice for the head, and once for the embedding's gradient.
+_EXCHANGES = 4
 
 
 def pipeline_s(
@@ -38,6 +41,7 @@ def pipeline_s(
     forward_s: float,
     backward_s: float,
     head_s: float,
+    head_input_bytes: float,
     machine: Machine,
 ) -> float:
     """Return the time of all microbatches on the slowest stage, with its bubble.
@@ -48,42 +52,29 @@ def pipeline_s(
         forward_s: time of the forward of all layers for one microbatch.
         backward_s: time of their backward, with what it recomputes.
         head_s: time of embedding, head and loss for one microbatch.
+        head_input_bytes: bytes of the head's input for one microbatch.
         machine: the rates of the devices.
     """
     num_stages = plan.mesh.pipeline
-    ticks = _tick_counts(
-        num_stages,
-        plan.num_microbatches,
-        PipelineConfig(
-            schedule=plan.schedule,
-            chunks=plan.chunks,
-            remat=plan.pipeline_remat,
-            share_vocab=plan.share_vocab,
-        ),
+    ticks = _ticks(
+        num_stages, plan.num_microbatches, plan.schedule, plan.chunks, plan.pipeline_remat
     )
     tick_s = _TICK_KERNELS * machine.kernel_s + _TICK_SENDS * machine.collective_latency_s
+    other_s = tick_s * ticks.counts.sum()
     if machine.shares_cores:  # a stage that waits leaves its cores to the others
         of_microbatch_s = forward_s + backward_s + head_s
-        return plan.num_microbatches * of_microbatch_s / num_stages + tick_s * sum(ticks.values())
-    splits = any(WEIGHT_GRADIENT in operations for stages in ticks for operations in stages)
-
-    def work_s(operations: Operations) -> float:
-        seconds = forward_s * (FORWARD in operations)
-        seconds += backward_s * (1 - splits / 2) * (BACKWARD in operations)
-        seconds += backward_s / 2 * (WEIGHT_GRADIENT in operations)
-        is_last = any(name.endswith(".is_last") for name in operations)
-        seconds *= shares[-1] if is_last else max(shares)
-        if plan.share_vocab:
-            exchanges = sum(name in operations for name in _SHARED_WORK)
-            seconds += head_s / num_stages * ("head" in operations)
-            return seconds + exchanges * machine.collective_latency_s
-        return seconds + head_s * (f"{BACKWARD}.is_last" in operations)
-
-    of_operations = {operations: work_s(operations) for operations in {*itertools.chain(*ticks)}}
-    return sum(
-        number * (tick_s + max(of_operations[operations] for operations in stages))
-        for stages, number in ticks.items()
-    )
+        return plan.num_microbatches * of_microbatch_s / num_stages + other_s
+    most = max(shares)
+    last = shares[-1]
+    times_s = (forward_s * most, backward_s * most, forward_s * last, backward_s * last)
+    stages_s = ticks.work @ times_s
+    if not plan.share_vocab:
+        return ticks.counts @ (stages_s + head_s * ticks.has_head).max(axis=1) + other_s
+    group = [group_over(plan.mesh.sizes, ("pipeline",))]
+    exchange_s = transfer_s(machine, "all-reduce", group, head_input_bytes)
+    other_s += plan.num_microbatches * _EXCHANGES * exchange_s
+    head_share_s = head_s / num_stages * ticks.has_head.max(axis=1)
+    return ticks.counts @ (stages_s.max(axis=1) + head_share_s) + other_s
 
 
 @cache
@@ -103,8 +94,51 @@ def in_flight(num_stages: int, num_microbatches: int, name: str, num_chunks: int
 
 
 @cache
+def splits_backward(name: str, num_chunks: int) -> bool:
+    """Return whether a schedule runs input gradients and weight gradients apart.
+
+    Args:
+        name: value of `pipeline.schedule`.
+        num_chunks: value of `pipeline.chunks`.
+    """
+    return make_schedule(name, 2, 2, num_chunks).splits_backward()
+
+
+class _TickWork(NamedTuple):
+    """The work of stages in ticks; ticks in which the stages have the same work count as one."""
+
+    counts: np.ndarray  # number of such ticks, [ticks]
+    # Forwards and backwards of chunks but the last, and of the last, of each stage. [ticks, stages,
+    # 4]; stages with the same work count as one.
+    work: np.ndarray
+    has_head: np.ndarray  # whether the stage runs the head and its gradient, [ticks, stages]
+
+
+@cache
+def _ticks(
+    num_stages: int, num_microbatches: int, name: str, num_chunks: int, remat: str
+) -> _TickWork:
+    counts = _tick_counts(num_stages, num_microbatches, name, num_chunks, remat)
+    splits = any(WEIGHT_GRADIENT in operations for stages in counts for operations in stages)
+    width = max(map(len, counts))
+    work = np.zeros((len(counts), width, 4))
+    has_head = np.zeros((len(counts), width))
+    for tick, stages in enumerate(counts):
+        for stage, operations in enumerate(stages):
+            for column, kind, amount in (
+                (0, FORWARD, 1.0),
+                (1, BACKWARD, 0.5 if splits else 1.0),
+                (1, WEIGHT_GRADIENT, 0.5),
+            ):
+                of_last = 2 * (f"{kind}.is_last" in operations)
+                work[tick, stage, column + of_last] += amount * (kind in operations)
+            has_head[tick, stage] = f"{BACKWARD}.is_last" in operations
+    return _TickWork(np.array([*counts.values()]), work, has_head)
+
+
+@cache
 def _tick_counts(
-    num_stages: int, num_microbatches: int, config: PipelineConfig
+    num_stages: int, num_microbatches: int, name: str, num_chunks: int, remat: str
 ) -> dict[frozenset[Operations], float]:
     """Return how many ticks have the same set of operations among their stages.
 
@@ -113,12 +147,16 @@ def _tick_counts(
     """
     few = 2 * num_stages + 1 + (num_microbatches - 1) % num_stages
     if num_microbatches > few + num_stages:
-        counts = [_tick_counts(num_stages, count, config) for count in (few, few + num_stages)]
+        counts = [
+            _tick_counts(num_stages, count, name, num_chunks, remat)
+            for count in (few, few + num_stages)
+        ]
         times = (num_microbatches - few) / num_stages
         return {
             stages: counts[0].get(stages, 0.0) * (1 - times) + times * number
             for stages, number in counts[1].items()
         }
-    schedule = make_schedule(config.schedule, num_stages, num_microbatches, config.chunks)
+    schedule = make_schedule(name, num_stages, num_microbatches, num_chunks)
+    config = PipelineConfig(schedule=name, chunks=num_chunks, remat=remat)
     ticks = Ticks.of_plan(plan_execution(schedule, config))
     return dict(collections.Counter(frozenset(stages) for stages in ticks.stages))

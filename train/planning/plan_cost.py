@@ -22,7 +22,7 @@ from sharding.pipeline.config import BALANCED
 from train.config.schema import RunConfig
 from train.planning.layer_times import Part
 from train.planning.parallel_plan import ParallelPlan
-from train.planning.pipeline_cost import in_flight, pipeline_s
+from train.planning.pipeline_cost import in_flight, pipeline_s, splits_backward
 from train.planning.scaled_times import LayerTimes, ScaledTimes
 
 #: Share of the collectives that layers wait for even if the layers take longer, such as those of
@@ -83,10 +83,10 @@ class PlanCosts:
         )
         update_s += self._host_copies_s(plan)
         return PlanCost(
-            layers_s=self._pipeline_s(plan, times, self._layers.head_s(part)),
+            layers_s=self._layers_s(plan, part, times),
             exposed_s=self._exposed_s(plan, times),
             update_s=update_s,
-            memory_bytes=self._memory_bytes(plan, part),
+            memory_bytes=self.memory_bytes(plan),
             unknown=tuple(self._layers.unknown(part)),
         )
 
@@ -97,35 +97,26 @@ class PlanCosts:
         whole_s = times.forward_s + times.backward_s + self._layers.head_s(part)
         return plan.num_microbatches * whole_s / plan.mesh.pipeline
 
-    def ranked(
-        self, plans: Sequence[ParallelPlan], most_bytes: float
-    ) -> list[tuple[ParallelPlan, PlanCost]]:
-        """Return the fastest plans that may fit, in order; if none may, the leanest first.
-
-        Args:
-            plans: all plans.
-            most_bytes: memory up to which a plan may fit.
-        """
+    def ranked(self, plans: Sequence[ParallelPlan]) -> list[tuple[ParallelPlan, PlanCost]]:
+        """Return the fastest plans, in order."""
         bounds = sorted((self.least_s(plan), i) for i, plan in enumerate(plans))
         found: list[tuple[ParallelPlan, PlanCost]] = []
-        others: list[tuple[ParallelPlan, PlanCost]] = []
         slowest_s = math.inf  # of the plans that are kept
         for least_s, i in bounds:
             if least_s > slowest_s:
                 break  # so are all that follow
-            pair = (plans[i], self.cost(plans[i]))
-            (found if pair[1].memory_bytes <= most_bytes else others).append(pair)
-            if len(found) % _NUM_RANKED == 0 and found:
+            found.append((plans[i], self.cost(plans[i])))
+            if len(found) % _NUM_RANKED == 0:
                 found = sorted(found, key=_step_s)[:_NUM_RANKED]
                 slowest_s = found[-1][1].step_s
-        return sorted(found, key=_step_s) or sorted(others, key=_memory_bytes)
+        return sorted(found, key=_step_s)
 
     def leanest(
         self, plans: Sequence[ParallelPlan], count: int
     ) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return the plans that take the least memory, in order."""
-        pairs = ((plan, self.cost(plan)) for plan in plans)
-        return heapq.nsmallest(count, pairs, key=_memory_bytes)
+        found = heapq.nsmallest(count, plans, key=self.memory_bytes)
+        return [(plan, self.cost(plan)) for plan in found]
 
     def part(self, plan: ParallelPlan) -> Part:
         """Return the part whose layers a plan consists of."""
@@ -160,9 +151,10 @@ class PlanCosts:
         """Return the share of the layers' work in the stage that has most of it."""
         return max(self._shares(plan)) * plan.chunks
 
-    def _pipeline_s(self, plan: ParallelPlan, times: LayerTimes, head_s: float) -> float:
+    def _layers_s(self, plan: ParallelPlan, part: Part, times: LayerTimes) -> float:
         """Return the time of all microbatches on the slowest stage, with its bubble."""
         count = plan.num_microbatches
+        head_s = self._layers.head_s(part)
         num_stages = plan.mesh.pipeline
         backward_s = times.backward_s
         if count > 1:  # the sums of gradients are read and written for every microbatch
@@ -178,6 +170,7 @@ class PlanCosts:
             forward_s=times.forward_s,
             backward_s=backward_s,
             head_s=head_s,
+            head_input_bytes=self._layers.head_input_bytes(part),
             machine=self._machine,
         )
 
@@ -258,13 +251,17 @@ class PlanCosts:
         kept = (1 - in_blocks) * (copy + gradients) + updated
         return self._params(plan) * ((1 - optimizer) * on_device + optimizer * kept)
 
-    def _memory_bytes(self, plan: ParallelPlan, part: Part) -> float:
+    def memory_bytes(self, plan: ParallelPlan) -> float:
         """Return the memory of a plan: its state, and what waits for a backward."""
-        kept = self._layers.memory(part)
+        kept = self._layers.memory(self.part(plan))
         activations = kept.activations
         if plan.mesh.pipeline > 1:
             chunks = 1
             if plan.pipeline_remat == "none":
+                if splits_backward(plan.schedule, plan.chunks):
+                    # What the input gradient recomputes waits for the weight gradient.
+                    whole = dataclasses.replace(self.part(plan), remat="none")
+                    activations = self._layers.memory(whole).activations
                 chunks = in_flight(
                     plan.mesh.pipeline, plan.num_microbatches, plan.schedule, plan.chunks
                 )
@@ -274,7 +271,3 @@ class PlanCosts:
 
 def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
     return pair[1].step_s
-
-
-def _memory_bytes(pair: tuple[ParallelPlan, PlanCost]) -> float:
-    return pair[1].memory_bytes

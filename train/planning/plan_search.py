@@ -55,7 +55,7 @@ _MOST_IMBALANCE = 1.03
 _MOST_LOAD = 1.15
 #: A plan is not built if its composed memory, corrected by that of a similar plan, exceeds the
 #: budget by this factor.
-_SURE_EXCESS = 1.1
+_SURE_EXCESS = 1.05
 #: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
 _MEMORY_TOLERANCE = 1.15
 
@@ -220,13 +220,17 @@ class PlanSearch:
     def _refine(self, pool: concurrent.futures.Executor) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return the plans that may fit, the fastest first; compile parts of the most promising.
 
-        Whenever a part has been compiled, the plans are ranked again to choose the next one.
+        Whenever a part has been compiled, the plans are ranked again to choose the next one. If no
+        plan may fit, the leanest are returned.
         """
         pending: dict[concurrent.futures.Future, Part] = {}
         num_parts = 0
         most_bytes = _MEMORY_TOLERANCE * self._budget.device_bytes
+        may_fit = [plan for plan in self.plans if self._costs.memory_bytes(plan) <= most_bytes]
+        if not may_fit:
+            return self._costs.leanest(self.plans, _MAX_TRIES * NUM_PLANS)
         while True:
-            ranked = self._costs.ranked(self.plans, most_bytes)
+            ranked = self._costs.ranked(may_fit)
             front = [part for _, cost in _distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
             for part in dict.fromkeys(front):
                 running = pending.values()
@@ -260,7 +264,7 @@ class PlanSearch:
             if are_lean:
                 candidates = self._costs.leanest(self.plans, _NUM_LEAN)
             for plan, cost in candidates:
-                kind = plan.schedule, plan.chunks, plan.pipeline_remat, plan.remat, plan.zero_stage
+                kind = plan.schedule, plan.pipeline_remat, plan.remat, plan.zero_stage
                 known = corrections.get(kind, 0.0) * cost.memory_bytes
                 if known > _SURE_EXCESS * self._budget.device_bytes:
                     continue

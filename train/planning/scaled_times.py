@@ -198,6 +198,11 @@ class ScaledTimes:
         """Return the time of embedding, head and loss for a microbatch."""
         return self._work(part) * self._head_s
 
+    def head_input_bytes(self, part: Part) -> float:
+        """Return the bytes of the head's input for a microbatch."""
+        base = self.compiled(self.base).run.traces.head_input_bytes
+        return base * part.batch / self.base.batch
+
     def update_s(self, split: int, replicas: int, zero_stage: int) -> float:
         """Return the time of the update, of which ZeRO divides parts among the replicas.
 

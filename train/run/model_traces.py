@@ -69,6 +69,15 @@ class ModelTraces:
             return count_work(self.functions, self.params, self.microbatch, recomputes=recomputes)
 
     @cached_property
+    def head_input_bytes(self) -> int:
+        """The bytes of the head's input for a microbatch of one replica."""
+        with self._tracing():
+            parts = self.functions.split(self.params)
+            types = self.functions.activation_types(parts["non_stack"], self.microbatch)
+        (_, x) = [*types.values()][-1]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+
+    @cached_property
     def depths(self) -> Depths:
         """The depth of every parameter between embedding and head."""
         with self._tracing():
