@@ -23,6 +23,7 @@ If every stage holds one chunk and all chunks have the same length, slots and la
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
@@ -155,7 +156,7 @@ def balanced_cut(
         num_layers: number of layers to distribute.
         num_virtual_stages: number of virtual stages.
         cost: (virtual stage, first layer, layer after the last) -> cost of that virtual stage, in
-            any unit.
+            any unit. More layers never cost less.
 
     Returns:
         The number of layers of each virtual stage.
@@ -163,15 +164,25 @@ def balanced_cut(
     total = num_layers
     # Dynamic programming over virtual stages. best[n] is the optimum for n layers in the virtual
     # stages so far: (cost of the most expensive one, layers of each).
-    best = {0: (0.0, ())}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for v in range(num_virtual_stages):
         stops = [total] if v == num_virtual_stages - 1 else range(total + 1)
-        best = {
-            stop: min(
-                (max(most, cost(v, first, stop)), (*counts, stop - first))
-                for first, (most, counts) in best.items()
-                if first <= stop
-            )
-            for stop in stops
-        }
+        best = {stop: _best_last_stage(v, stop, best, cost) for stop in stops}
     return list(best[total][1])
+
+
+def _best_last_stage(
+    v: int,
+    stop: int,
+    best: Mapping[int, tuple[float, tuple[int, ...]]],
+    cost: Callable[[int, int, int], float],
+) -> tuple[float, tuple[int, ...]]:
+    """Return the optimum for `stop` layers in virtual stages up to `v`, from those up to v - 1."""
+    found: tuple[float, tuple[int, ...]] = (math.inf, ())
+    for first in sorted((first for first in best if first <= stop), reverse=True):
+        own = cost(v, first, stop)
+        if own > found[0]:
+            break  # with more layers, the stage costs no less
+        most, counts = best[first]
+        found = min(found, (max(most, own), (*counts, stop - first)))
+    return found

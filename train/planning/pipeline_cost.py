@@ -88,7 +88,7 @@ def in_flight(num_stages: int, num_microbatches: int, name: str, num_chunks: int
         num_chunks: value of `pipeline.chunks`.
     """
     # More microbatches than this wait for their turn, and keep nothing.
-    most = 4 * num_stages + num_microbatches % num_stages
+    most = 2 * num_stages + num_microbatches % num_stages
     num_microbatches = min(num_microbatches, most)
     return max(max_in_flight(make_schedule(name, num_stages, num_microbatches, num_chunks)))
 

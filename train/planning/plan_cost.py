@@ -251,6 +251,10 @@ class PlanCosts:
         kept = (1 - in_blocks) * (copy + gradients) + updated
         return self._params(plan) * ((1 - optimizer) * on_device + optimizer * kept)
 
+    def may_fit(self, plan: ParallelPlan, most_bytes: float) -> bool:
+        """Return whether the memory of a plan is at most this."""
+        return self._state_bytes(plan) <= most_bytes and self.memory_bytes(plan) <= most_bytes
+
     def memory_bytes(self, plan: ParallelPlan) -> float:
         """Return the memory of a plan: its state, and what waits for a backward."""
         kept = self._layers.memory(self.part(plan))

@@ -226,7 +226,7 @@ class PlanSearch:
         pending: dict[concurrent.futures.Future, Part] = {}
         num_parts = 0
         most_bytes = _MEMORY_TOLERANCE * self._budget.device_bytes
-        may_fit = [plan for plan in self.plans if self._costs.memory_bytes(plan) <= most_bytes]
+        may_fit = [plan for plan in self.plans if self._costs.may_fit(plan, most_bytes)]
         if not may_fit:
             return self._costs.leanest(self.plans, _MAX_TRIES * NUM_PLANS)
         while True:

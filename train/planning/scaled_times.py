@@ -77,6 +77,7 @@ class ScaledTimes:
         batch = 1 << max(0, count.bit_length() - 1)
         self.base = Part(context=context, model=model, batch=batch, remat=remat)
         self._parts: dict[Part, CompiledPart] = {}
+        self._cuts: dict[tuple[int, bool, bool], list[int]] = {}
         # Set by `measure_base`: batches, and the times of the base for them.
         self._batches: list[int] = []
         self._times: list[LayerTimes] = []
@@ -104,9 +105,13 @@ class ScaledTimes:
 
     def cut(self, num_chunks: int, *, is_balanced: bool, shares_vocab: bool) -> list[int]:
         """Return the number of layers of each of a pipeline's chunks, in layer order."""
-        if is_balanced:
-            return self.work.balanced(num_chunks, shares_vocab=shares_vocab)
-        return even_cut(len(self.work.layers), num_chunks)
+        key = num_chunks, is_balanced, shares_vocab
+        if key not in self._cuts:
+            even = even_cut(len(self.work.layers), num_chunks)
+            self._cuts[key] = (
+                self.work.balanced(num_chunks, shares_vocab=shares_vocab) if is_balanced else even
+            )
+        return self._cuts[key]
 
     def busiest(self, num_chunks: int, *, is_balanced: bool, shares_vocab: bool) -> float:
         """Return the work of the busiest of a pipeline's chunks, relative to their mean."""

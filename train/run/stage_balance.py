@@ -53,16 +53,20 @@ class LayerCosts:
     def _cost(
         self, num_virtual_stages: int, shares_vocab: bool
     ) -> Callable[[int, int, int], float]:
+        layers = [*itertools.accumulate(self.layers, initial=0)]
+        recomputed = [*itertools.accumulate(self.recomputed, initial=0)]
+
         def cost(v: int, first: int, stop: int) -> float:
             is_last = v == num_virtual_stages - 1
-            work = float(sum(self.layers[first:stop]))
+            work = float(layers[stop] - layers[first])
             if shares_vocab:
                 work += (self.embed + self.head) / num_virtual_stages
             else:
                 work += self.embed * (v == 0) + self.head * is_last
             # If only the last virtual stage computes the head, its forward pass runs only once, as
             # a part of its backward pass, so nothing is recomputed.
-            return work + (not is_last or shares_vocab) * sum(self.recomputed[first:stop])
+            recomputes = not is_last or shares_vocab
+            return work + recomputes * (recomputed[stop] - recomputed[first])
 
         return cost
 

@@ -8,9 +8,12 @@ import pytest
 from sharding.analysis.cost.kernel_time import HOST_EFFICIENCY
 from sharding.analysis.cost.transfer import group_over, transfer_s
 from sharding.analysis.targets import parse_target
+from sharding.pipeline.schedule import make_schedule
+from sharding.pipeline.schedules.table import max_in_flight
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning.layer_times import Part, PartMemory
 from train.planning.parallel_plan import ParallelPlan
+from train.planning.pipeline_cost import in_flight
 from train.planning.plan_cost import PlanCosts
 from train.planning.scaled_times import LayerTimes
 from train.planning.step_time import machine_of
@@ -195,3 +198,13 @@ def test_zero_divides_weights_moments_and_gradients(zero_stage, per_param):
     found = COSTS.cost(plan(1, data=8, zero_stage=zero_stage)).memory_bytes
     rest = COSTS.cost(plan(1, data=8, zero_stage=0)).memory_bytes - 16 * PARAMS
     assert (found - rest) / PARAMS == pytest.approx(per_param)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 4), ("zero_bubble", 1), ("zbv", 2)]
+)
+def test_activations_in_flight_are_those_of_the_whole_schedule(name, chunks):
+    for num_stages in (2, 3, 6):
+        for count in (num_stages, 4 * num_stages, 7 * num_stages):
+            whole = max_in_flight(make_schedule(name, num_stages, count, chunks))
+            assert in_flight(num_stages, count, name, chunks) == max(whole)
