@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from sharding.analysis.targets import parse_target
+from tests.hugging_face import save_model
 from tests.runs import ROOT
 from train import plan
 from train.compile import compile_run, load_config, run_for
@@ -125,3 +126,53 @@ def test_request_without_a_plan_ends_in_one_sentence(arguments, message, capfd):
     assert text == ""
     (error,) = (line for line in err.splitlines() if line.startswith("error: "))
     assert re.search(message, error)
+
+
+#: Config -> the Hugging Face model that it continues, as a class and its config.
+_CONTINUES = {
+    "bert_classify": (
+        "BertForMaskedLM",
+        {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+        },
+    ),
+    "opt_finetune": (
+        "OPTForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "hidden_size": 512,
+            "word_embed_proj_dim": 512,
+            "ffn_dim": 2048,
+        },
+    ),
+}
+_CONFIGS = sorted(
+    path.stem
+    for path in (ROOT / "configs").glob("*.py")
+    if path.stem not in ("__init__", "common", "sizes")
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100:1x1", "h100:1x8", "h100:512x8"])
+@pytest.mark.parametrize("name", [*_CONFIGS, "gated_mean"])
+def test_every_shipped_config_has_a_plan(name, target, capfd, tmp_path):
+    path = f"{ROOT}/configs/{name}.py"
+    if name == "gated_mean":  # a user's own model
+        path = f"{ROOT}/docs/examples/gated_mean_config.py"
+    overrides = ["precision.compute=bfloat16"]
+    if name in _CONTINUES:
+        model_class, sizes = _CONTINUES[name]
+        save_model(tmp_path, model_class, **sizes)
+        overrides.append(f"init_from={tmp_path}")
+    overrides += ["data.global_batch_size=4096"] * (target == "h100:512x8")
+    options = [f"--config.{override}" for override in overrides]
+    assert plan.main([f"--config={path}", f"--target={target}", "--json", *options]) == 0
+    report = json.loads(capfd.readouterr().out)
+    times = [each["predicted"]["step_time_s"] for each in report["plans"]]
+    assert times == sorted(times) and times[0] > 0
+    assert all(each["memory"]["fits"] for each in report["plans"])
