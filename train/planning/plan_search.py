@@ -13,15 +13,15 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from models.functions import can_share_vocab
 from sharding.pipeline.config import BALANCED
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
+from train.planning.fitting import FittingRuns
 from train.planning.layer_times import Part
-from train.planning.memory.budget import excess, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost, PlanCosts
 from train.planning.plan_devices import PlanDevices
@@ -48,14 +48,15 @@ _NUM_KNOWN = 8
 _MAX_TRIES = 4
 #: How many of the leanest plans are tried if none of these fits.
 _NUM_LEAN = 4
+#: In how many other ZeRO stages the best plan is compiled, and only if its composed time is at most
+#: this times as long there: small differences of composed times are not exact.
+_NUM_VARIANTS = 2
+_VARIANT_SLACK = 1.1
 #: An even cut of the layers is tried alone if its busiest stage has at most this times the work of
 #: the busiest stage of a balanced cut.
 _MOST_IMBALANCE = 1.03
 #: A balanced cut is tried if its busiest stage has at most this times the mean work of the stages.
 _MOST_LOAD = 1.15
-#: A plan is not built if its composed memory, corrected by that of a similar plan, exceeds the
-#: budget by this factor.
-_SURE_EXCESS = 1.05
 #: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
 _MEMORY_TOLERANCE = 1.15
 
@@ -112,12 +113,16 @@ class PlanSearch:
         )
         self._costs = PlanCosts(config, devices.machine, self._layers)
         self.plans: list[ParallelPlan] = []
+        self._runs = FittingRuns(config, devices)
         self._cuts: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
         self._legal: dict[tuple[int, int], bool] = {}
         self._started = time.monotonic()
 
     def best(self) -> list[Choice]:
-        """Return the best plans with different meshes or schedules, the fastest first.
+        """Return the best plans, the fastest first.
+
+        They have different meshes, schedules or numbers of microbatches, except for other ZeRO
+        stages of the best.
 
         Raises:
             ValueError: no plan divides the model and the batch, or none fits into memory.
@@ -125,25 +130,20 @@ class PlanSearch:
         with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
             self._start(pool)
             try:
-                finalists = self._finalists(pool)
+                choices = self._finalists(pool)
             except DoesNotFit as found:
                 if not self._may_use_host_memory():
                     raise ValueError(self._no_memory(found)) from None
                 self._place_in_host_memory()
                 try:
-                    finalists = self._finalists(pool)
+                    choices = self._finalists(pool)
                 except DoesNotFit as again:
                     raise ValueError(self._no_memory(again)) from None
-            choices = [
-                Choice(plan=plan, cost=cost, step=step.result()) for plan, cost, step in finalists
-            ]
-        fitting = [c for c in choices if (c.step.memory.in_all or 0) <= self._budget.device_bytes]
-        return sorted(fitting or choices, key=lambda choice: choice.step.prediction.step_s)
+            choices += self._compiled(self._zero_variants(choices[0]), _NUM_VARIANTS, pool)
+        return self._sorted(choices)[:NUM_PLANS]
 
-    def _finalists(
-        self, pool: concurrent.futures.Executor
-    ) -> list[tuple[ParallelPlan, PlanCost, concurrent.futures.Future]]:
-        """Return the most promising plans that fit, which are being compiled whole.
+    def _finalists(self, pool: concurrent.futures.Executor) -> list[Choice]:
+        """Return the most promising plans that fit, the fastest first.
 
         Raises:
             DoesNotFit: no plan fits into memory.
@@ -151,10 +151,38 @@ class PlanSearch:
         """
         ranked = self._refine(pool)
         self._say("compiles the best plans whole")
-        return [
+        self._runs = FittingRuns(self._config, self._devices)
+        found = self._compiled(_distinct(ranked)[: _MAX_TRIES * NUM_PLANS], NUM_PLANS, pool)
+        if not found:
+            found = self._compiled(self._costs.leanest(self.plans, _NUM_LEAN), NUM_PLANS, pool)
+        if not found:
+            raise self._runs.error()
+        return self._sorted(found)
+
+    def _compiled(
+        self,
+        pairs: list[tuple[ParallelPlan, PlanCost]],
+        count: int,
+        pool: concurrent.futures.Executor,
+    ) -> list[Choice]:
+        """Compile the first plans that fit, at most `count` of them."""
+        pending = [
             (plan, cost, pool.submit(self._devices.compile_whole, run))
-            for plan, cost, run in self._fitting(ranked, NUM_PLANS)
+            for plan, cost, run in self._runs.first(pairs, count)
         ]
+        return [Choice(plan=plan, cost=cost, step=step.result()) for plan, cost, step in pending]
+
+    def _zero_variants(self, best: Choice) -> list[tuple[ParallelPlan, PlanCost]]:
+        """Return plans that differ from the best only in the ZeRO stage, if they may be faster."""
+        others = {dataclasses.replace(best.plan, zero_stage=stage) for stage in range(4)}
+        others.discard(best.plan)
+        ranked = self._costs.ranked([plan for plan in self.plans if plan in others])
+        return [pair for pair in ranked if pair[1].step_s <= _VARIANT_SLACK * best.cost.step_s]
+
+    def _sorted(self, choices: list[Choice]) -> list[Choice]:
+        """Return the choices that fit as compiled, the fastest first; if none does, all."""
+        fitting = [c for c in choices if (c.step.memory.in_all or 0) <= self._budget.device_bytes]
+        return sorted(fitting or choices, key=lambda choice: choice.step.prediction.step_s)
 
     def _may_use_host_memory(self) -> bool:
         config = self._config
@@ -244,46 +272,6 @@ class PlanSearch:
             for done in concurrent.futures.wait(pending, return_when="FIRST_COMPLETED").done:
                 done.result()
                 self._layers.measure([pending.pop(done)])
-
-    def _fitting(
-        self, ranked: list[tuple[ParallelPlan, PlanCost]], count: int
-    ) -> Iterator[tuple[ParallelPlan, PlanCost, Run]]:
-        """Yield the first plans whose estimated memory fits, with their runs.
-
-        If none of the most promising ones does, the plans that take the least memory are tried.
-        """
-        num_found = 0
-        leanest: DoesNotFit | None = None
-        refusal = ""
-        # How much more memory plans take than composed, by what their activations depend on.
-        corrections: dict[Any, float] = {}
-        for are_lean in (False, True):
-            if num_found:
-                return
-            candidates = _distinct(ranked)[: _MAX_TRIES * count]
-            if are_lean:
-                candidates = self._costs.leanest(self.plans, _NUM_LEAN)
-            for plan, cost in candidates:
-                kind = plan.schedule, plan.pipeline_remat, plan.remat, plan.zero_stage
-                known = corrections.get(kind, 0.0) * cost.memory_bytes
-                if known > _SURE_EXCESS * self._budget.device_bytes:
-                    continue
-                try:
-                    run = self._devices.assemble(plan.applied(self._config))
-                except ValueError as error:  # a check that only the whole run makes
-                    refusal = str(error)
-                    continue
-                needs = needs_of(run, self._budget)
-                corrections[kind] = needs.device_bytes / cost.memory_bytes
-                if excess(needs, self._budget) <= 1:
-                    num_found += 1
-                    yield plan, cost, run
-                elif leanest is None or needs.device_bytes < leanest.needs.device_bytes:
-                    leanest = DoesNotFit((plan, cost), needs)
-                if num_found == count:
-                    return
-        if not num_found:
-            raise ValueError(refusal) if leanest is None else leanest
 
     def _no_memory(self, found: DoesNotFit) -> str:
         return no_memory(
