@@ -267,8 +267,8 @@ class PlanSearch:
                     self._say(f"compiles the layers with {part}")
                     pending[self._submit(part, pool)] = part
                     num_parts += 1
-            if not pending:
-                return ranked
+            if not pending:  # a plan whose times are only assumed comes last
+                return sorted(ranked, key=lambda pair: len(pair[1].unknown) > 0)
             for done in concurrent.futures.wait(pending, return_when="FIRST_COMPLETED").done:
                 done.result()
                 self._layers.measure([pending.pop(done)])
