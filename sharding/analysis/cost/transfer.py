@@ -44,6 +44,12 @@ def transfer_s(
     usual_s, best_s = _wire_s(machine, kind, size, num_hosts, num_bytes, link_rate)
     seconds = usual_s if given_s is None else min(max(given_s, best_s), MOST_OF_ESTIMATE * usual_s)
     latency_s = machine.network_latency_s if num_hosts > 1 else machine.collective_latency_s
+    if machine.shares_cores:
+        # A device waits until the others of its group have had their turn on the cores. XLA lets a
+        # permutation on CPUs wait for all devices.
+        is_whole = kind == "collective-permute" or size >= machine.gpus_per_host
+        share = 1.0 if is_whole else math.log2(size) / math.log2(machine.gpus_per_host)
+        return seconds + share * latency_s
     return max(seconds, latency_s)
 
 

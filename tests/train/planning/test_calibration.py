@@ -32,7 +32,12 @@ def stored(directory, values: dict) -> None:
 
 
 def test_measured_rates_are_stored_and_used_for_the_same_devices(tmp_path, machine, monkeypatch):
-    for sizes in (calibration._WIDTH, calibration._STREAMED, calibration._REDUCED):
+    for sizes in (
+        calibration._WIDTH,
+        calibration._STREAMED,
+        calibration._REDUCED,
+        calibration._WIDTH_BEFORE,
+    ):
         monkeypatch.setitem(sizes, "cpu", 64)
     devices = jax.devices()[:8]
     assert calibrated(machine, devices, tmp_path) == machine  # nothing is stored yet

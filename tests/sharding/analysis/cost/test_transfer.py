@@ -75,3 +75,21 @@ def test_slowest_group_without_a_switch_determines_the_time():
     assert slow_s == pytest.approx(0.5 * 3e9 / (0.75 * SQUARE.host_bytes_per_s))
     fast_s = transfer_s(SQUARE, "all-gather", groups[:1], 3e9)
     assert fast_s == pytest.approx(0.5 * 3e9 / (0.75 * 2 * 400e9 / 3))
+
+
+def test_devices_that_share_cores_wait_for_their_turns():
+    """A group of 8 waits three times as long as one of 2, a permutation for all devices."""
+    machine = dataclasses.replace(MACHINE, shares_cores=True, gpus_per_host=8)
+    latency_s = machine.collective_latency_s
+    all_s, pair_s, send_s = (
+        transfer_s(machine, kind, [group], 0)
+        for kind, group in (
+            ("all-reduce", tuple(range(8))),
+            ("all-reduce", (0, 1)),
+            ("collective-permute", (0, 1)),
+        )
+    )
+    assert (all_s, send_s) == (latency_s, latency_s)
+    assert pair_s == pytest.approx(latency_s / 3)
+    large_s = transfer_s(MACHINE, "all-reduce", [(0, 1)], 3e9)
+    assert transfer_s(machine, "all-reduce", [(0, 1)], 3e9) == pytest.approx(large_s + pair_s)
