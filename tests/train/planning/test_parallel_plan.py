@@ -56,8 +56,9 @@ def test_fixed_axis_stays_as_it_is(override, name):
 def test_every_plan_is_a_valid_config_with_all_devices():
     plans = [*space()]
     assert len(plans) == len({*plans}) > 100
+    given = config_of()
     for plan in plans:
-        config = plan.applied(config_of())  # raises if the values do not fit together
+        config = plan.applied(given)  # raises if the values do not fit together
         assert math.prod(config.mesh.sizes.values()) == 8
         size = plan.microbatch_size(config.data.global_batch_size)
         assert size * plan.num_microbatches * plan.num_replicas == 16
