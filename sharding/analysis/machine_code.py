@@ -7,13 +7,16 @@ So XLA gets a folder like CUDA's whose assembler `ptxas` writes empty files.
 
 import functools
 import importlib.util
+import shlex
 import tempfile
+import threading
 from pathlib import Path
 
 #: Packages that contain CUDA's compiler, as jax[cuda12] and jax[cuda13] install it.
 _PACKAGES = ("nvidia.cuda_nvcc", "nvidia.cu13")
+_lock = threading.Lock()
 _ASSEMBLER = """#!/bin/sh
-case " $* " in *" --version "*) exec "{assembler}" "$@" ;; esac
+case " $* " in *" --version "*) exec {assembler} "$@" ;; esac
 while [ $# -gt 0 ]; do
   if [ "$1" = -o ]; then : > "$2"; fi
   shift
@@ -26,7 +29,8 @@ def options_without_machine_code() -> dict[str, str]:
 
     The program can be analyzed, but not run. {} if jax has not installed CUDA's compiler itself.
     """
-    folder = _folder()
+    with _lock:  # of two folders, one would be deleted while a thread still compiles with it
+        folder = _folder()
     if folder is None:
         return {}
     # From jax 0.11 on, XLA calls a library instead, unless it may not.
@@ -58,7 +62,8 @@ def _without_assembler(cuda: Path) -> tempfile.TemporaryDirectory:
     for found in (cuda / "bin").iterdir():
         if found.name != "ptxas":
             (path / "bin" / found.name).symlink_to(found)
+    real = shlex.quote(str(cuda / "bin" / "ptxas"))
     assembler = path / "bin" / "ptxas"
-    assembler.write_text(_ASSEMBLER.format(assembler=cuda / "bin" / "ptxas"), encoding="utf-8")
+    assembler.write_text(_ASSEMBLER.format(assembler=real), encoding="utf-8")
     assembler.chmod(0o755)
     return folder

@@ -142,9 +142,9 @@ class Target:
             The compiled program.
         """
         lowered = traced.lower(lowering_platforms=("cuda",))
-        values = as_dict(options) | (
-            {} if self.has_machine_code else options_without_machine_code()
-        )
+        values = as_dict(options)
+        if not self.has_machine_code:
+            values |= options_without_machine_code()
         if isinstance(mesh, jax.sharding.Mesh):
             return lowered.compile(compiler_options=values)
         devices = self.devices()[: mesh.size]

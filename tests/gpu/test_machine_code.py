@@ -1,9 +1,12 @@
 """Tests of steps that are compiled without machine code."""
 
+import concurrent.futures
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from sharding.analysis import machine_code
 from sharding.analysis.machine_code import options_without_machine_code
 from tests.gpu import steps
 
@@ -27,3 +30,11 @@ def test_assembler_writes_an_empty_file_at_once(tmp_path):
     assert out.read_bytes() == b""
     version = subprocess.run([assembler, "--version"], check=True, capture_output=True, text=True)
     assert "Cuda compilation tools, release" in version.stdout  # as XLA asks for it
+
+
+def test_threads_share_one_assembler():
+    machine_code._folder.cache_clear()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda _: options_without_machine_code(), range(8))]
+    assert all(options == found[0] for options in found)
+    assert Path(found[0]["xla_gpu_cuda_data_dir"], "bin", "ptxas").exists()

@@ -128,7 +128,7 @@ def measure(devices: Sequence[Any]) -> Calibration:
     reduce_s = 0.0
     if len(devices) > 1:
         before = (_WIDTH_BEFORE[platform], _WIDTH_BEFORE[platform])
-        latency_s = _chain_s(mesh, _product_and_sum, before) - _chain_s(mesh, _product, before)
+        latency_s = _chain_s(mesh, _product_and_mean, before) - _chain_s(mesh, _product, before)
         reduce_s = _chain_s(mesh, _mean_of_all, (reduced,)) - latency_s
     sent = 2 * (1 - 1 / len(devices)) * 4 * reduced
     memory_bytes_per_s = 8 * streamed / stream_s
@@ -153,7 +153,7 @@ def _streamed(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x * 0.999)
 
 
-def _product_and_sum(x: jax.Array) -> jax.Array:
+def _product_and_mean(x: jax.Array) -> jax.Array:
     """Multiply as `_product` does, and replace one element by its mean over all devices."""
     x = _product(x)
     return x.at[0, 0].set(jax.lax.pmean(x[0, 0], "all"))

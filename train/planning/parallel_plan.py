@@ -1,7 +1,7 @@
 """The plans that `python -m train.plan` chooses from: meshes and all that depends on them.
 
 A plan sets every value that changes how fast a step is, how much memory it takes, or both, and no
-value that changes a result. What the user fixed on the command line stays as it is.
+value that changes a result. Values that the user sets on the command line are kept.
 """
 
 import dataclasses

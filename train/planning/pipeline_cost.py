@@ -1,4 +1,4 @@
-"""Composes the time of a pipeline from the times of its layers, tick by tick.
+"""Estimates the time of a pipeline from its ticks, and counts the activations that it keeps.
 
 All stages wait for the busiest one in each tick. The bytes of sends between stages are not counted:
 they run behind the layers.
@@ -119,7 +119,7 @@ def _ticks(
     num_stages: int, num_microbatches: int, name: str, num_chunks: int, remat: str
 ) -> _TickWork:
     counts = _tick_counts(num_stages, num_microbatches, name, num_chunks, remat)
-    splits = any(WEIGHT_GRADIENT in operations for stages in counts for operations in stages)
+    splits = splits_backward(name, num_chunks)
     width = max(map(len, counts))
     work = np.zeros((len(counts), width, 4))
     has_head = np.zeros((len(counts), width))

@@ -1,9 +1,11 @@
-"""Composes the time and the memory of a plan from those of its layers.
+"""Estimates the time and the memory of a plan from the times and the memory of its layers.
 
-layers of one microbatch (scaled_times.py) ─┐
-schedule's ticks (pipeline_cost.py) ────────┼─> time of the pipeline ─┐
-collectives between replicas ───────────────┴─> what is exposed ──────┼─> step
-parameters per device ────────────────────────> update ───────────────┘
+    layers of one microbatch (scaled_times.py) ─┐
+    schedule's ticks (pipeline_cost.py) ────────┼─> time of the pipeline ─┐
+    collectives between replicas ───────────────┴─> what is exposed ──────┼─> step
+    parameters per device ────────────────────────> update ───────────────┘
+
+These composed costs only decide which plans are compiled.
 """
 
 import dataclasses
@@ -253,18 +255,20 @@ class PlanCosts:
 
     def may_fit(self, plan: ParallelPlan, most_bytes: float) -> bool:
         """Return whether the memory of a plan is at most this."""
+        # Activations in flight take long to count, and the state alone is often too large.
         return self._state_bytes(plan) <= most_bytes and self.memory_bytes(plan) <= most_bytes
 
     def memory_bytes(self, plan: ParallelPlan) -> float:
         """Return the memory of a plan: its state, and what waits for a backward."""
-        kept = self._layers.memory(self.part(plan))
+        part = self.part(plan)
+        kept = self._layers.memory(part)
         activations = kept.activations
         if plan.mesh.pipeline > 1:
             chunks = 1
             if plan.pipeline_remat == "none":
                 if splits_backward(plan.schedule, plan.chunks):
                     # What the input gradient recomputes waits for the weight gradient.
-                    whole = dataclasses.replace(self.part(plan), remat="none")
+                    whole = dataclasses.replace(part, remat="none")
                     activations = self._layers.memory(whole).activations
                 chunks = in_flight(
                     plan.mesh.pipeline, plan.num_microbatches, plan.schedule, plan.chunks

@@ -1,8 +1,10 @@
 """The devices that a run is planned for: GPUs that are only described, or devices of this machine.
 
-described GPUs (train/plan.py)     ──┐
-├──> PlanDevices ──> PlanSearch
-devices of a run (train/build.py)  ──┘
+    described GPUs (train/plan.py)     ──┐
+                                         ├──> PlanDevices ──> PlanSearch
+    devices of a run (train/build.py)  ──┘
+
+They build the runs whose steps are compiled.
 """
 
 import dataclasses

@@ -112,8 +112,8 @@ class PlanSearch:
             remat=config.train.remat if "train.remat" in fixed else "none",
         )
         self._costs = PlanCosts(config, devices.machine, self._layers)
-        self.plans: list[ParallelPlan] = []
         self._runs = FittingRuns(config, devices)
+        self.plans: list[ParallelPlan] = []
         self._cuts: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
         self._legal: dict[tuple[int, int], bool] = {}
         self._started = time.monotonic()
@@ -151,7 +151,6 @@ class PlanSearch:
         """
         ranked = self._refine(pool)
         self._say("compiles the best plans whole")
-        self._runs = FittingRuns(self._config, self._devices)
         found = self._compiled(_distinct(ranked)[: _MAX_TRIES * NUM_PLANS], NUM_PLANS, pool)
         if not found:
             found = self._compiled(self._costs.leanest(self.plans, _NUM_LEAN), NUM_PLANS, pool)
@@ -195,6 +194,7 @@ class PlanSearch:
         self._say("no plan fits into device memory; places optimizer state in host memory")
         self._config = with_values(self._config, {"memory.placement": "host"})
         self._costs = PlanCosts(self._config, self._devices.machine, self._layers)
+        self._runs = FittingRuns(self._config, self._devices)
         self.plans = [dataclasses.replace(plan, placement="host") for plan in self.plans]
 
     def cost(self, plan: ParallelPlan) -> PlanCost:

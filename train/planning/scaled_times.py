@@ -107,10 +107,11 @@ class ScaledTimes:
         """Return the number of layers of each of a pipeline's chunks, in layer order."""
         key = num_chunks, is_balanced, shares_vocab
         if key not in self._cuts:
-            even = even_cut(len(self.work.layers), num_chunks)
-            self._cuts[key] = (
-                self.work.balanced(num_chunks, shares_vocab=shares_vocab) if is_balanced else even
-            )
+            if is_balanced:
+                found = self.work.balanced(num_chunks, shares_vocab=shares_vocab)
+            else:
+                found = even_cut(len(self.work.layers), num_chunks)
+            self._cuts[key] = found
         return self._cuts[key]
 
     def busiest(self, num_chunks: int, *, is_balanced: bool, shares_vocab: bool) -> float:
