@@ -79,7 +79,8 @@ class Checkpoints:
         self._directory = CheckpointDirectory(Path(directory).absolute(), config, self._state_files)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._being_saved: Future | None = None
-        self._failure: SaveError | None = None
+        self._failure: SaveError | None = None  # of the newest save
+        self._has_failed = False  # any save
         self._skipped: list[int] = []  # damaged checkpoints, deleted by the next complete save
         #: Value of best_metric by step, for each existing checkpoint; None if it has none.
         self._scores = dict(self._exchange.on_first(self._directory.read_scores))
@@ -135,6 +136,7 @@ class Checkpoints:
             self._exchange.on_first(lambda: self._directory.prepare(path))
         except OSError as error:
             self._failure = self._save_error(step, error)
+            self._has_failed = True
             return False
         written = self._state_files.start_writing(path, state)
         self._being_saved = self._writer.submit(
@@ -252,8 +254,8 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
             self._state_files.close()
-        if self._failure is not None and jax.process_index() == 0:
-            # Threads may have written more files after `commit` removed the failed save.
+        if self._has_failed and jax.process_index() == 0:
+            # Threads may have written more files after `commit` removed a failed save.
             self._directory.remove_half_written()
 
     def _score(self, metrics: Mapping[str, float] | None) -> float | None:
@@ -322,6 +324,7 @@ class Checkpoints:
             self._failure = None
         except SaveError as error:
             self._failure = error
+            self._has_failed = True
 
     def _save_error(self, step: int, error: OSError) -> SaveError:
         path = self._directory.path / str(step)
