@@ -35,7 +35,11 @@ def options_without_machine_code() -> dict[str, str]:
         return {}
     # From jax 0.11 on, XLA calls a library instead, unless it may not.
     mode = "LIB_NV_JIT_LINK_MODE_DISABLED"
-    return {"xla_gpu_cuda_data_dir": folder.name, "xla_gpu_libnvjitlink_mode": mode}
+    return {
+        "xla_gpu_cuda_data_dir": folder.name,
+        "xla_gpu_libnvjitlink_mode": mode,
+        "xla_backend_optimization_level": "0",  # of each kernel's code, which XLA still generates
+    }
 
 
 @functools.cache

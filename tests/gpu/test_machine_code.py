@@ -1,6 +1,7 @@
 """Tests of steps that are compiled without machine code."""
 
 import concurrent.futures
+import functools
 import subprocess
 from pathlib import Path
 
@@ -32,9 +33,11 @@ def test_assembler_writes_an_empty_file_at_once(tmp_path):
     assert "Cuda compilation tools, release" in version.stdout  # as XLA asks for it
 
 
-def test_threads_share_one_assembler():
-    machine_code._folder.cache_clear()
+def test_threads_share_one_assembler(monkeypatch):
+    fresh = functools.cache(machine_code._folder.__wrapped__)
+    monkeypatch.setattr(machine_code, "_folder", fresh)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = [*pool.map(lambda _: options_without_machine_code(), range(8))]
     assert all(options == found[0] for options in found)
     assert Path(found[0]["xla_gpu_cuda_data_dir"], "bin", "ptxas").exists()
+    fresh().cleanup()

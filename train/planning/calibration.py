@@ -7,8 +7,11 @@ kind. All devices are busy during every measurement, because simulated devices s
 """
 
 import dataclasses
+import functools
 import json
 import math
+import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +37,10 @@ _WIDTH = {"cpu": 512, "gpu": 8192}
 _STREAMED = {"cpu": 2**23, "gpu": 2**27}
 _REDUCED = {"cpu": 2**19, "gpu": 2**26}
 _CHAIN = 50
+#: Turns in which two chains are compared whose times differ by little.
+_TURNS = 21
+#: Numbers in an array that the C library does not keep when it is freed.
+_ALLOCATED = 2**24
 #: Width of the products between collectives whose latency is measured. Simulated devices take turns
 #: on the cores, so that a collective waits longer if there is work before it.
 _WIDTH_BEFORE = {"cpu": 256, "gpu": 2}
@@ -51,6 +58,7 @@ class Calibration:
         link_bytes_per_s: bytes per second that a device sends in an all-reduce of a large array.
         kernel_s: time of a small operation in a chain of such operations.
         collective_latency_s: time of an all-reduce of one number after a product.
+        allocation_s_per_byte: seconds for each byte of a large array that is allocated; 0 on GPUs.
     """
 
     device_kind: str
@@ -60,10 +68,12 @@ class Calibration:
     link_bytes_per_s: float
     kernel_s: float
     collective_latency_s: float
+    allocation_s_per_byte: float
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, float | int) and not 0 < value < math.inf:
+            least = 0 if name == "allocation_s_per_byte" else sys.float_info.min
+            if isinstance(value, float | int) and not least <= value < math.inf:
                 raise ValueError(f"{_FILE}: {name}={value} must be positive; calibrate again")
 
     def applied(self, machine: Machine) -> Machine:
@@ -76,6 +86,7 @@ class Calibration:
             link_bytes_per_s=self.link_bytes_per_s / LINK_EFFICIENCY,
             kernel_s=self.kernel_s,
             collective_latency_s=self.collective_latency_s,
+            allocation_s_per_byte=self.allocation_s_per_byte,
         )
 
 
@@ -128,7 +139,7 @@ def measure(devices: Sequence[Any]) -> Calibration:
     reduce_s = 0.0
     if len(devices) > 1:
         before = (_WIDTH_BEFORE[platform], _WIDTH_BEFORE[platform])
-        latency_s = _chain_s(mesh, _product_and_mean, before) - _chain_s(mesh, _product, before)
+        latency_s = _added_s(mesh, _product_and_mean, _product, before)
         reduce_s = _chain_s(mesh, _mean_of_all, (reduced,)) - latency_s
     sent = 2 * (1 - 1 / len(devices)) * 4 * reduced
     memory_bytes_per_s = 8 * streamed / stream_s
@@ -140,6 +151,7 @@ def measure(devices: Sequence[Any]) -> Calibration:
         link_bytes_per_s=sent / reduce_s if reduce_s > 0 else memory_bytes_per_s,
         kernel_s=kernel_s,
         collective_latency_s=max(latency_s, kernel_s),
+        allocation_s_per_byte=_allocation_s(mesh) / (4 * _ALLOCATED) if platform == "cpu" else 0.0,
     )
 
 
@@ -171,6 +183,19 @@ def _chain_s(mesh: Mesh, function: Callable, shape: tuple[int, ...]) -> float:
         function: maps a float32 array on one device to one of the same shape.
         shape: shape of the array on one device.
     """
+    call = _chain(mesh, function, shape)
+    return min(_seconds(call) for _ in range(_REPEATS)) / _CHAIN
+
+
+def _added_s(mesh: Mesh, long: Callable, short: Callable, shape: tuple[int, ...]) -> float:
+    """Return how much longer one function takes than another in a chain, as a median of turns."""
+    calls = _chain(mesh, long, shape), _chain(mesh, short, shape)
+    turns = [[_seconds(call) for call in calls] for _ in range(_TURNS)]
+    return statistics.median(more - less for more, less in turns) / _CHAIN
+
+
+def _chain(mesh: Mesh, function: Callable, shape: tuple[int, ...]) -> Callable[[], jax.Array]:
+    """Return a compiled call of a function in a chain; the arguments are those of `_chain_s`."""
     spec = PartitionSpec("all")
 
     def repeated(x: jax.Array) -> jax.Array:
@@ -179,12 +204,33 @@ def _chain_s(mesh: Mesh, function: Callable, shape: tuple[int, ...]) -> float:
     program = jax.jit(
         jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
-    sharding = NamedSharding(mesh, spec)
-    x = jax.device_put(jnp.ones((mesh.size, *shape), jnp.float32), sharding)
-    jax.block_until_ready(program(x))
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(program(x))
-        times.append(time.perf_counter() - start)
-    return min(times) / _CHAIN
+    x = jax.device_put(jnp.ones((mesh.size, *shape), jnp.float32), NamedSharding(mesh, spec))
+    call = functools.partial(program, x)
+    jax.block_until_ready(call())
+    return call
+
+
+def _seconds(call: Callable[[], jax.Array]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def _allocation_s(mesh: Mesh) -> float:
+    """Return how much longer a function takes if it allocates a large array for its result.
+
+    Otherwise the result takes the place of the argument. Large arrays go back to the system when
+    they are freed, which clears the memory before it gives it out again.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec("all"))
+    seconds = []
+    for donated in ((0,), ()):
+        program = jax.jit(_streamed, donate_argnums=donated, out_shardings=sharding)
+        x = jax.device_put(jnp.ones((mesh.size, _ALLOCATED), jnp.float32), sharding)
+        times = []
+        for _ in range(1 + _REPEATS):  # the first call compiles
+            start = time.perf_counter()
+            x = jax.block_until_ready(program(x))
+            times.append(time.perf_counter() - start)
+        seconds.append(min(times[1:]))
+    return max(0.0, seconds[1] - seconds[0])

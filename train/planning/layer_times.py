@@ -79,6 +79,7 @@ class CompiledPart:
         self.part = part
         self._config = config
         self._devices = devices
+        self._times: PartTimes | None = None
 
     @cached_property
     def run(self) -> Run:
@@ -105,9 +106,16 @@ class CompiledPart:
         run = self._devices.assemble_part(with_values(self._config, values), part.num_devices)
         return dataclasses.replace(run, device_budget=math.inf)
 
-    @cached_property
+    @property
     def times(self) -> PartTimes:
         """Predicted times of the compiled step."""
+        # A cached_property has one lock for all objects before Python 3.12: parts that threads
+        # compile would wait for each other.
+        if self._times is None:
+            self._times = self._compiled_times()
+        return self._times
+
+    def _compiled_times(self) -> PartTimes:
         text = self.run.compile_train_step().as_text() or ""
         found = predict(text, dict(self.run.mesh.shape), self._devices.machine)
         # One forward loop per stack. XLA may rename the backward loops when it pipelines their

@@ -90,7 +90,7 @@ def in_flight(num_stages: int, num_microbatches: int, name: str, num_chunks: int
     # More microbatches than this wait for their turn, and keep nothing.
     most = 2 * num_stages + num_microbatches % num_stages
     num_microbatches = min(num_microbatches, most)
-    return max(max_in_flight(make_schedule(name, num_stages, num_microbatches, num_chunks)))
+    return max(max_in_flight(_schedule(name, num_stages, num_microbatches, num_chunks)))
 
 
 @cache
@@ -101,7 +101,11 @@ def splits_backward(name: str, num_chunks: int) -> bool:
         name: value of `pipeline.schedule`.
         num_chunks: value of `pipeline.chunks`.
     """
-    return make_schedule(name, 2, 2, num_chunks).splits_backward()
+    return _schedule(name, 2, 2, num_chunks).splits_backward()
+
+
+#: Making a schedule verifies it, which takes longer than pricing it.
+_schedule = cache(make_schedule)
 
 
 class _TickWork(NamedTuple):
@@ -156,7 +160,7 @@ def _tick_counts(
             stages: counts[0].get(stages, 0.0) * (1 - times) + times * number
             for stages, number in counts[1].items()
         }
-    schedule = make_schedule(name, num_stages, num_microbatches, num_chunks)
+    schedule = _schedule(name, num_stages, num_microbatches, num_chunks)
     config = PipelineConfig(schedule=name, chunks=num_chunks, remat=remat)
     ticks = Ticks.of_plan(plan_execution(schedule, config))
     return dict(collections.Counter(frozenset(stages) for stages in ticks.stages))

@@ -43,7 +43,8 @@ class PlanCost:
     Attributes:
         layers_s: time of all layers, embedding and head, with the pipeline's bubble.
         exposed_s: time for which they wait for collectives between replicas.
-        update_s: time of the optimizer's update, with copies to and from host memory.
+        update_s: time of the optimizer's update, with copies to and from host memory, and of the
+            allocation of the step's memory.
         memory_bytes: memory.
         unknown: parts to compile before the time is known.
     """
@@ -84,6 +85,8 @@ class PlanCosts:
             plan.mesh.model * plan.mesh.pipeline, plan.num_replicas, plan.effective_zero_stage
         )
         update_s += self._host_copies_s(plan)
+        allocated = self._kept_bytes(plan) + self._gradient_bytes(plan)
+        update_s += self._machine.allocation_s_per_byte * allocated
         return PlanCost(
             layers_s=self._layers_s(plan, part, times),
             exposed_s=self._exposed_s(plan, times),
@@ -240,7 +243,7 @@ class PlanCosts:
         # Stages 1 and 2 divide master weights too. They count whole here, as a margin: without it,
         # plans of these stages that do not fit take the places of plans that do.
         weights = 4 / (shards if stage == 3 else 1) + 8 / (shards if stage >= 1 else 1)
-        gradients = 4 / (shards if stage >= 2 else 1)
+        gradients = self._gradient_bytes(plan) / self._params(plan)
         copy = self._compute_bytes / (shards if stage == 3 else 1)
         on_device = weights + gradients + (copy if stage < 3 and self._compute_bytes < 4 else 0)
         if plan.placement != "host":
@@ -253,13 +256,21 @@ class PlanCosts:
         kept = (1 - in_blocks) * (copy + gradients) + updated
         return self._params(plan) * ((1 - optimizer) * on_device + optimizer * kept)
 
+    def _gradient_bytes(self, plan: ParallelPlan) -> float:
+        shards = plan.num_replicas if plan.effective_zero_stage >= 2 else 1
+        return 4 * self._params(plan) / shards
+
     def may_fit(self, plan: ParallelPlan, most_bytes: float) -> bool:
         """Return whether the memory of a plan is at most this."""
         # Activations in flight take long to count, and the state alone is often too large.
         return self._state_bytes(plan) <= most_bytes and self.memory_bytes(plan) <= most_bytes
 
     def memory_bytes(self, plan: ParallelPlan) -> float:
-        """Return the memory of a plan: its state, and what waits for a backward."""
+        """Return the memory of a plan."""
+        return self._state_bytes(plan) + self._kept_bytes(plan)
+
+    def _kept_bytes(self, plan: ParallelPlan) -> float:
+        """Return the bytes of activations that wait for a backward, and of temporary values."""
         part = self.part(plan)
         kept = self._layers.memory(part)
         activations = kept.activations
@@ -274,7 +285,7 @@ class PlanCosts:
                     plan.mesh.pipeline, plan.num_microbatches, plan.schedule, plan.chunks
                 )
             activations *= chunks * max(self._shares(plan))
-        return self._state_bytes(plan) + activations + kept.temporaries
+        return activations + kept.temporaries
 
 
 def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from models.functions import can_share_vocab
@@ -61,6 +61,9 @@ _MOST_LOAD = 1.15
 _MEMORY_TOLERANCE = 1.15
 
 _log = logging.getLogger(__name__)
+
+#: A plan, its composed cost, and its step, which may still be compiled.
+_Pending = tuple[ParallelPlan, PlanCost, concurrent.futures.Future[CompiledStep]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,11 +142,13 @@ class PlanSearch:
                     choices = self._finalists(pool)
                 except DoesNotFit as again:
                     raise ValueError(self._no_memory(again)) from None
-            choices += self._compiled(self._zero_variants(choices[0]), _NUM_VARIANTS, pool)
         return self._sorted(choices)[:NUM_PLANS]
 
     def _finalists(self, pool: concurrent.futures.Executor) -> list[Choice]:
-        """Return the most promising plans that fit, the fastest first.
+        """Return the most promising plans that fit.
+
+        The last of them is compiled together with other ZeRO stages of the best of the others, so
+        that no thread is idle.
 
         Raises:
             DoesNotFit: no plan fits into memory.
@@ -151,25 +156,28 @@ class PlanSearch:
         """
         ranked = self._refine(pool)
         self._say("compiles the best plans whole")
-        found = self._compiled(_distinct(ranked)[: _MAX_TRIES * NUM_PLANS], NUM_PLANS, pool)
+        pairs = iter(_distinct(ranked)[: _MAX_TRIES * NUM_PLANS])
+        found = _choices(self._compile(pairs, NUM_PLANS - 1, pool))
         if not found:
-            found = self._compiled(self._costs.leanest(self.plans, _NUM_LEAN), NUM_PLANS, pool)
+            leanest = self._costs.leanest(self.plans, _NUM_LEAN)
+            found = _choices(self._compile(leanest, NUM_PLANS - 1, pool))
         if not found:
             raise self._runs.error()
-        return self._sorted(found)
+        variants = self._zero_variants(self._sorted(found)[0])
+        others = self._compile(variants, _NUM_VARIANTS, pool) + self._compile(pairs, 1, pool)
+        return found + _choices(others)
 
-    def _compiled(
+    def _compile(
         self,
-        pairs: list[tuple[ParallelPlan, PlanCost]],
+        pairs: Iterable[tuple[ParallelPlan, PlanCost]],
         count: int,
         pool: concurrent.futures.Executor,
-    ) -> list[Choice]:
-        """Compile the first plans that fit, at most `count` of them."""
-        pending = [
+    ) -> list[_Pending]:
+        """Start to compile the first plans that fit, at most `count` of them."""
+        return [
             (plan, cost, pool.submit(self._devices.compile_whole, run))
             for plan, cost, run in self._runs.first(pairs, count)
         ]
-        return [Choice(plan=plan, cost=cost, step=step.result()) for plan, cost, step in pending]
 
     def _zero_variants(self, best: Choice) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return plans that differ from the best only in the ZeRO stage, if they may be faster."""
@@ -324,6 +332,11 @@ class PlanSearch:
 
     def _say(self, text: str) -> None:
         _log.info("plan    %4.0f s  %s", time.monotonic() - self._started, text)
+
+
+def _choices(pending: list[_Pending]) -> list[Choice]:
+    """Wait for the steps of plans."""
+    return [Choice(plan=plan, cost=cost, step=step.result()) for plan, cost, step in pending]
 
 
 def _distinct(ranked: list[tuple[ParallelPlan, PlanCost]]) -> list[tuple[ParallelPlan, PlanCost]]:

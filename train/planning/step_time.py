@@ -36,12 +36,13 @@ _GB_PER_S: dict[str, tuple[float, float, float]] = {
 _NETWORK_GBIT_PER_S = {r"\bV100\b": 50.0, r"\bA100\b": 200.0, "": 400.0}
 # A core of a CPU, as `train.plan --calibrate` measures it on two cores that simulate 8 devices:
 # peak FLOP/s of float32 products, bytes per second in memory and in collectives, least times of an
-# operation and of a collective.
+# operation and of a collective, seconds for each byte that is allocated.
 _CORE_FLOPS_PER_S = 5e10
 _CORE_BYTES_PER_S = 14e9
 _CORE_LINK_BYTES_PER_S = 8e9
 _CORE_KERNEL_S = 2.5e-6
 _CORE_COLLECTIVE_S = 250e-6
+_CORE_ALLOCATION_S_PER_BYTE = 0.6e-9
 # Between processes: gloo over TCP.
 _CPU_NETWORK_BYTES_PER_S = 1e9
 _CPU_NETWORK_LATENCY_S = 1e-3
@@ -124,6 +125,7 @@ def _cpu_machine(kind: str, per_host: int) -> Machine:
         collective_latency_s=_CORE_COLLECTIVE_S / share,
         network_latency_s=_CPU_NETWORK_LATENCY_S,
         shares_cores=per_host > 1,
+        allocation_s_per_byte=_CORE_ALLOCATION_S_PER_BYTE / share,
     )
 
 

@@ -152,6 +152,7 @@ def compile_and_predict(
     compiled = run.compile_train_step()
     compile_s = time.perf_counter() - traced
     text = compiled.as_text() or ""
+    used = memory(compiled)
     return CompiledStep(
         run=run,
         devices=devices,
@@ -160,8 +161,10 @@ def compile_and_predict(
         assumed=assumed,
         trace_s=traced - start,
         compile_s=compile_s,
-        memory=memory(compiled),
-        prediction=predict(text, dict(run.mesh.shape), machine, _ticks(run)),
+        memory=used,
+        prediction=predict(
+            text, dict(run.mesh.shape), machine, _ticks(run), temp_bytes=used.temp_bytes or 0
+        ),
     )
 
 

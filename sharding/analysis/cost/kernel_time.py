@@ -198,7 +198,11 @@ class Costs:
         given_s = given.get("sol" if instruction.opcode == "custom-call" else "indexing-cost-model")
         if given_s is not None and least_s <= given_s <= slowest_s:
             return given_s
-        return max(least_s / MATMUL_EFFICIENCY, num_bytes / (MEMORY_EFFICIENCY * memory))
+        compute_s = least_s / MATMUL_EFFICIENCY
+        moved_s = num_bytes / (MEMORY_EFFICIENCY * memory)
+        if self.machine.shares_cores:
+            return compute_s + moved_s  # a CPU packs the operands before it multiplies
+        return max(compute_s, moved_s)
 
     def _attention_s(self, instruction: Instruction) -> float:
         is_backward = "Backward" in custom_call_target(instruction)

@@ -32,6 +32,8 @@ class Machine:
         shares_cores: whether the devices are simulated on the cores of one CPU. A stage that waits
             then leaves its cores to the others, so a pipeline has no bubble. The rates are those of
             a device while all devices are busy.
+        allocation_s_per_byte: seconds for each byte of memory that a step allocates and gives back.
+            The system clears such memory for every step of simulated devices; a GPU keeps it.
         links: number of links between each two GPUs of a host; None if a switch connects them, so
             that a GPU reaches any other with all its links.
     """
@@ -47,6 +49,7 @@ class Machine:
     collective_latency_s: float = COLLECTIVE_LATENCY_S
     network_latency_s: float = NETWORK_LATENCY_S
     shares_cores: bool = False
+    allocation_s_per_byte: float = 0.0
     links: tuple[tuple[int, ...], ...] | None = None
 
     def peak_flops_per_s(self, dtype: str) -> float:

@@ -103,6 +103,7 @@ def predict(
     mesh_shape: Mapping[str, int],
     machine: Machine,
     ticks: Ticks | None = None,
+    temp_bytes: int = 0,
 ) -> Prediction:
     """Predict the time of a step.
 
@@ -115,6 +116,8 @@ def predict(
         machine: the hardware. Consecutive devices belong to the same host.
         ticks: the operations of the pipeline stages in each tick. Without it, every stage runs
             everything in every tick, so there is no bubble and the predicted step is too long.
+        temp_bytes: bytes that the step allocates on a device and gives back. Allocating them counts
+            as one of the other kernels.
 
     Returns:
         The predicted time and its parts.
@@ -132,9 +135,16 @@ def predict(
     found = collectives_of(module, mesh_shape)
     costs = Costs(module, mesh_shape, machine)
     if ticks is None or not machine.shares_cores:
-        return _predicted(costs, found, ticks)
-    stages = range(len(ticks.stages[0]))
-    return _mean([_predicted(costs, found, ticks.of_stage(stage)) for stage in stages])
+        prediction = _predicted(costs, found, ticks)
+    else:
+        stages = range(len(ticks.stages[0]))
+        prediction = _mean([_predicted(costs, found, ticks.of_stage(stage)) for stage in stages])
+    allocation_s = temp_bytes * machine.allocation_s_per_byte
+    return dataclasses.replace(
+        prediction,
+        step_s=prediction.step_s + allocation_s,
+        other_s=prediction.other_s + allocation_s,
+    )
 
 
 def _predicted(costs: Costs, found: list[Collective], ticks: Ticks | None) -> Prediction:

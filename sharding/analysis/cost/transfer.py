@@ -48,7 +48,7 @@ def transfer_s(
         # A device waits until the others of its group have had their turn on the cores. XLA lets a
         # permutation on CPUs wait for all devices.
         is_whole = kind == "collective-permute" or size >= machine.gpus_per_host
-        share = 1.0 if is_whole else math.log2(size) / math.log2(machine.gpus_per_host)
+        share = 1.0 if is_whole else size / machine.gpus_per_host
         return seconds + share * latency_s
     return max(seconds, latency_s)
 

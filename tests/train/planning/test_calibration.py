@@ -19,6 +19,7 @@ RATES = Calibration(
     link_bytes_per_s=3e9,
     kernel_s=1e-6,
     collective_latency_s=1e-4,
+    allocation_s_per_byte=1e-9,
 )
 
 
@@ -39,6 +40,8 @@ def test_measured_rates_are_stored_and_used_for_the_same_devices(tmp_path, machi
         calibration._WIDTH_BEFORE,
     ):
         monkeypatch.setitem(sizes, "cpu", 64)
+    monkeypatch.setattr(calibration, "_ALLOCATED", 2**12)
+    monkeypatch.setattr(calibration, "_TURNS", 3)
     devices = jax.devices()[:8]
     assert calibrated(machine, devices, tmp_path) == machine  # nothing is stored yet
     found = calibrate(devices, tmp_path / "cache")
@@ -55,6 +58,7 @@ def test_products_of_all_types_are_as_much_faster_as_those_of_float32(machine):
     assert used.peak_flops_per_s("f64") == pytest.approx(0.5e10)
     assert used.memory_bytes_per_s == pytest.approx(1e10)
     assert used.link_bytes_per_s == pytest.approx(4e9)
+    assert used.allocation_s_per_byte == 1e-9
     assert used.shares_cores
 
 
@@ -62,6 +66,7 @@ def test_products_of_all_types_are_as_much_faster_as_those_of_float32(machine):
     ("change", "message"),
     [
         ({"kernel_s": 0.0}, "kernel_s=0.0 must be positive"),
+        ({"allocation_s_per_byte": -1e-9}, "allocation_s_per_byte=-1e-09 must be positive"),
         ({"kernel_s": "fast"}, "machine.json"),
     ],
 )

@@ -125,6 +125,14 @@ def test_stages_on_simulated_devices_leave_their_cores_to_each_other():
         assert one / 2 - sums_s < found < one / 2 + sums_s + ticks_s
 
 
+def test_simulated_devices_allocate_activations_and_gradients_in_every_step():
+    machine = dataclasses.replace(machine_of(TARGET), allocation_s_per_byte=1e-12)
+    costs = PlanCosts(config_of(), machine, GivenLayers())  # pyright: ignore[reportArgumentType]
+    for count, activations in ((1, 1600e9), (16, 100e9)):
+        added_s = costs.cost(plan(count)).step_s - COSTS.cost(plan(count)).step_s
+        assert added_s == pytest.approx(1e-12 * (activations + 1e9 + 4 * PARAMS))
+
+
 def test_recomputed_stages_take_another_forward_and_keep_less():
     kept = COSTS.cost(plan(16, pipeline=2))
     recomputed = COSTS.cost(plan(16, pipeline=2, pipeline_remat="full"))

@@ -1,11 +1,14 @@
 """Tests of the times of single instructions, which follow from their bytes and FLOPs."""
 
+import dataclasses
+
 import pytest
 
 from sharding.analysis.cost import kernel_time, machine
 from sharding.analysis.hlo.flops import ATTENTION_TILE, AttentionWork
 from tests.sharding.analysis.cost.programs import (
     GROUPS,
+    MACHINE,
     US,
     computation,
     config,
@@ -81,6 +84,16 @@ def test_predict_prices_products_with_large_results_by_their_bytes():
     found = step("", product("gemm", 512, 32_000, 8, out="f32", sol=11_424))
     moved = 2 * (512 * 8 + 8 * 32_000) + 4 * 512 * 32_000
     assert found.matmul_s == pytest.approx(moved / 1e12 / kernel_time.MEMORY_EFFICIENCY)
+
+
+def test_predict_adds_flops_and_bytes_of_products_on_shared_cores():
+    shared = dataclasses.replace(MACHINE, shares_cores=True)
+    program = product("gemm", 512, 32_000, 8, out="f32", sol=None)
+    found = step("", program, machine=shared)
+    moved = 2 * (512 * 8 + 8 * 32_000) + 4 * 512 * 32_000
+    moved_s = moved / MACHINE.memory_bytes_per_s / kernel_time.MEMORY_EFFICIENCY
+    flops_s = 2 * 512 * 32_000 * 8 / MACHINE.flops_per_s["bf16"] / kernel_time.MATMUL_EFFICIENCY
+    assert found.matmul_s == pytest.approx(moved_s + flops_s)
 
 
 def test_predict_reads_the_entry_that_fits_a_fusion():

@@ -1,16 +1,30 @@
 """Tests of a prediction as text and as JSON."""
 
+import dataclasses
 import json
 
 import pytest
 
-from sharding.analysis.cost.prediction import format_prediction
+from sharding.analysis.cost.prediction import format_prediction, predict
 from tests.sharding.analysis.cost.programs import (
+    MACHINE,
+    MESH,
+    US,
     done,
     fusion,
     gather,
+    module,
     step,
 )
+
+
+def test_predict_counts_the_allocation_of_memory_that_a_machine_does_not_keep():
+    program = module("", fusion("f", 200))
+    kept = predict(program, MESH, MACHINE, temp_bytes=10**6)
+    assert kept.step_s == pytest.approx(200 * US)
+    machine = dataclasses.replace(MACHINE, allocation_s_per_byte=3e-9)
+    cleared = predict(program, MESH, machine, temp_bytes=10**6)
+    assert cleared.step_s == cleared.other_s == pytest.approx(3200 * US)
 
 
 def test_prediction_as_text_and_json():
