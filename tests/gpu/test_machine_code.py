@@ -40,4 +40,6 @@ def test_threads_share_one_assembler(monkeypatch):
         found = [*pool.map(lambda _: options_without_machine_code(), range(8))]
     assert all(options == found[0] for options in found)
     assert Path(found[0]["xla_gpu_cuda_data_dir"], "bin", "ptxas").exists()
-    fresh().cleanup()
+    folder = fresh()
+    assert folder is not None
+    folder.cleanup()
