@@ -80,14 +80,27 @@ def load(
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
             or the mesh has explicit axes.
     """
-    mesh = jax.sharding.get_mesh()
-    check_automatic(mesh)
     source = read_source(
         path,
         harmless=harmless,
         allow_pickle_weights=allow_pickle_weights,
         allow_import=allow_import,
     )
+    return load_model(source, dtype=dtype)
+
+
+def load_model(source: Source, *, dtype: str = "float32") -> Any:
+    """Load a model that has been opened; see `load`.
+
+    Args:
+        source: The model on disk.
+        dtype: The dtype of the parameters and the computation.
+
+    Raises:
+        ValueError: The model cannot be sharded over the mesh, or the mesh has explicit axes.
+    """
+    mesh = jax.sharding.get_mesh()
+    check_automatic(mesh)
     model = source.abstract()
     graph, state = nnx.split(model)
     params = nnx.to_pure_dict(state)

@@ -43,6 +43,8 @@ class ModelFunctions:
     blocks: Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]
     before: Mapping[str, Callable[[Tree, Tree, Tree], Tree]]
     head: Callable[[Tree, Tree, Tree], tuple[jax.Array, jax.Array, dict]]
+    # (non_stack, x [B, T, D]) -> logits [B, T, V]; None: the model cannot generate text.
+    logits: Callable[[Tree, jax.Array], jax.Array] | None
     num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
     # stack -> paths of the kernels of a block whose products are in float8; see models/layers
     float8_kernels: Mapping[str, tuple[tuple, ...]]
@@ -100,14 +102,15 @@ class ModelFunctions:
 
 
 def functions_of(
-    model: Any, *, remat: str, offload: Sequence[str] = (), in_float8: bool = False
+    model: Any, *, remat: str | None, offload: Sequence[str] = (), in_float8: bool = False
 ) -> ModelFunctions:
     """Return a model's functions.
 
     Args:
         model: the model, which may be abstract and is not modified.
         remat: values of a block's forward pass that are saved for its backward pass: a key of
-            REMAT_POLICIES, or names of activations, separated by commas.
+            REMAT_POLICIES, or names of activations, separated by commas. None: the blocks have no
+            backward pass.
         offload: names of activations that are saved as well, but in host memory.
         in_float8: whether the stacks' linear layers compute in float8; see models/layers/float8.py.
 
@@ -123,7 +126,7 @@ def functions_of(
     non_stack_graph = nnx.split(without_stacks)[0]
     blocks = {}
     first_layer = 0
-    policy = checkpoint_policy(remat, offload)
+    policy = None if remat is None else checkpoint_policy(remat, offload)
     for key, stack in stacks.items():
         blocks[key] = block_function(
             nnx.split(stack.layers)[0], policy, first_layer=first_layer, in_float8=in_float8
@@ -143,6 +146,7 @@ def functions_of(
         blocks=blocks,
         before={key: method(f"before_{key}") for key in stacks if hasattr(model, f"before_{key}")},
         head=method("head"),
+        logits=method("logits") if hasattr(model, "logits") else None,
         num_layers={key: stack.num_layers for key, stack in stacks.items()},
         float8_kernels={
             key: tuple((*path, "kernel") for path in float8_linears(stack.layers))

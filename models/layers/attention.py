@@ -24,6 +24,7 @@ from typing import Literal
 import jax
 
 from models.layers import blocked_attention, cudnn_attention
+from models.layers.kv_cache import attend_with_cache
 from sharding import hardware
 from sharding.ops.heads import over_heads
 
@@ -134,7 +135,10 @@ def attend(
             return cudnn_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options, can_pack=can_pack)
         return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **options)
 
-    return over_heads(run, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
+    def kernel(q_BTNH, k_BSKH, v_BSKH) -> jax.Array:
+        return over_heads(run, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
+
+    return attend_with_cache(kernel, q_BTNH, k_BSKH, v_BSKH, window=window, scale=scale)
 
 
 def select_kernel(

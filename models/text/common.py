@@ -143,7 +143,9 @@ def vocab_logits(
 ) -> jax.Array:
     """Return logits over the vocab without its padding, float32[B, T, V] or wider."""
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD[:vocab_size], preferred_element_type=wide)
+    # Without the padding of the table, each call would copy it.
+    logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=wide)
+    logits = logits[..., :vocab_size]
     return logits if bias_V is None else logits + bias_V[None, None, :vocab_size]
 
 

@@ -170,9 +170,12 @@ class GPT2(nnx.Module):
             Logits float32[B, T, V], V without padding, or activations `[B, T, D]`.
         """
         batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
-        x_BTD = self.final_norm(self.decoder(self.embed(batch), batch))
-        if self.config.head == "none":
-            return x_BTD
+        x_BTD = self.decoder(self.embed(batch), batch)
+        return self.final_norm(x_BTD) if self.config.head == "none" else self.logits(x_BTD)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return logits float32[B, T, V] for the activations after the last block."""
+        x_BTD = self.final_norm(x_BTD)
         return vocab_logits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
 
 

@@ -222,9 +222,11 @@ class Llama(nnx.Module):
         x_BTD = self.embed(batch)
         for stack in (self.decoder, self.windowed_decoder):
             x_BTD = x_BTD if stack is None else stack(x_BTD, batch)
+        return self.final_norm(x_BTD) if self.config.head == "none" else self.logits(x_BTD)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return logits float32[B, T, V] for the activations after the last block."""
         x_BTD = self.final_norm(x_BTD)
-        if self.config.head == "none":
-            return x_BTD
         return vocab_logits(x_BTD, self._table(), vocab_size=self.config.vocab_size)
 
     def _table(self) -> jax.Array:

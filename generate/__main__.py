@@ -1,0 +1,193 @@
+"""Continues prompts with a trained model: `python -m generate --model=DIR --prompt=TEXT`.
+
+    python -m generate --model=runs/gpt2_3d --prompt="def main(" --max_new_tokens=64
+    python -m generate --model=gpt2 --prompts=prompts.jsonl --out=continued.jsonl --mesh=model=2
+
+The model is the directory of a run, one of its checkpoints, or the directory of a Hugging Face
+model. docs/generate.md explains the options.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from convert.from_hf import load_model
+from convert.source import read_source
+from generate.generator import Generator
+from generate.prompts import (
+    Prompt,
+    TextCodec,
+    as_line,
+    as_prompt,
+    codec_of,
+    read_prompts,
+    stop_tokens_of,
+)
+from generate.sampling import Sampling
+from sharding.distributed.startup import start
+from sharding.mesh import AXES, MeshConfig, use_mesh
+from untrusted.files import write_text
+from untrusted.imports import add_allow_import
+from untrusted.messages import sentence_of
+
+_DTYPES = ("float32", "bfloat16", "float64")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code: 0, or 2 after an error."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
+    jax.config.update("jax_enable_x64", args.dtype == "float64")
+    try:
+        _continue(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m generate", allow_abbrev=False)
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a run, a checkpoint, or a Hugging Face model"
+    )
+    parser.add_argument("--prompt", action="append", default=[], help="a text; may be repeated")
+    parser.add_argument(
+        "--prompts", type=Path, help='a file with {"prompt": …} or {"tokens": […]} per line'
+    )
+    parser.add_argument("--out", type=Path, help="write a line of JSON for each continuation")
+    parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--num_samples", type=int, default=1, metavar="N", help="for each prompt")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0 takes the most likely token (greedy)"
+    )
+    parser.add_argument("--top_k", type=int, metavar="N", help="draw from the N most likely tokens")
+    parser.add_argument("--top_p", type=float, default=1.0, help="draw from tokens of this share")
+    parser.add_argument("--min_p", type=float, default=0.0, help="times the highest probability")
+    parser.add_argument("--repetition_penalty", type=float, default=1.0)
+    parser.add_argument("--banned", default="", metavar="A,B", help="ids that are never chosen")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch_size", type=int, default=32, metavar="N", help="rows at a time")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the computation")
+    parser.add_argument("--mesh", default="", metavar="AXIS=N,…", help="such as data=2,model=4")
+    add_allow_import(parser)
+    return parser
+
+
+def _continue(args: argparse.Namespace) -> None:
+    """Load the model, and continue the prompts."""
+    if bool(args.prompt) == (args.prompts is not None):
+        raise ValueError("give either --prompt or --prompts=FILE")
+    sampling = Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        banned=tuple(_numbers("banned", args.banned)),
+        seed=args.seed,
+    )
+    mesh = start(_mesh_of(args.mesh))
+    source = read_source(args.model, allow_import=args.allow_import)
+    codec = codec_of(source)
+    if args.prompts is None:
+        prompts = [as_prompt(text, codec) for text in args.prompt]
+    else:
+        prompts = read_prompts(args.prompts, codec)
+    with use_mesh(mesh):
+        model = load_model(source, dtype=args.dtype)
+        generator = Generator(model, stop=stop_tokens_of(source), batch_size=args.batch_size)
+        began = time.perf_counter()
+        if len(prompts) == args.num_samples == 1 and args.out is None and codec is not None:
+            tokens = generator.stream(
+                prompts[0].tokens, max_new_tokens=args.max_new_tokens, sampling=sampling
+            )
+            count = _print_stream(prompts[0], tokens, codec)
+        else:
+            count = _write_all(args, prompts, codec, generator, sampling)
+        seconds = time.perf_counter() - began
+    rate = f"{count / seconds:,.1f} tokens/s"
+    print(f"{count:,} tokens in {seconds:.1f} s with compilation: {rate}", file=sys.stderr)
+
+
+def _write_all(
+    args: argparse.Namespace,
+    prompts: list[Prompt],
+    codec: TextCodec | None,
+    generator: Generator,
+    sampling: Sampling,
+) -> int:
+    """Continue all prompts, write the continuations, and return the number of new tokens."""
+    num_rows = len(prompts) * args.num_samples
+    done = 0
+
+    def show(size: int) -> None:
+        nonlocal done
+        done += size
+        print(f"\r{done:,} of {num_rows:,} continuations", end="", file=sys.stderr, flush=True)
+
+    found = generator.generate(
+        [prompt.tokens for prompt in prompts],
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        num_samples=args.num_samples,
+        on_batch=show,
+    )
+    print(file=sys.stderr)
+    rows = [prompt for prompt in prompts for _ in range(args.num_samples)]
+    lines = [as_line(*row, codec) for row in zip(rows, found, strict=True)]
+    if args.out is None:
+        print("\n".join(lines))
+    else:
+        write_text(args.out, "\n".join(lines) + "\n")
+    return sum(map(len, found))
+
+
+def _print_stream(prompt: Prompt, tokens: Iterable[int], codec: TextCodec) -> int:
+    """Print a continuation while it grows; return the number of its tokens."""
+    print(prompt.text if prompt.text is not None else codec.decode(prompt.tokens), end="")
+    seen: list[int] = []
+    shown = ""
+    for token in tokens:
+        seen.append(token)
+        text = codec.decode(seen)
+        if not text.endswith("\ufffd"):  # otherwise a character is not complete yet
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(codec.decode(seen)[len(shown) :])
+    return len(seen)
+
+
+def _mesh_of(text: str) -> MeshConfig:
+    """Return the mesh of `--mesh`: one device if the text is empty.
+
+    Raises:
+        ValueError: the text is not a mesh.
+    """
+    sizes: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or not size.isdecimal():
+            raise ValueError(
+                f"--mesh={text}: {part!r} is not one of {', '.join(AXES)} with a size, such as "
+                "model=2"
+            )
+        sizes[axis] = int(size)
+    return MeshConfig(**sizes)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    parts = [part for part in text.split(",") if part]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--{name}={text} must be ids separated by commas, such as 11,13")
+    return [int(part) for part in parts]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

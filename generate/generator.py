@@ -1,0 +1,273 @@
+"""Continues prompts with a causal language model, on the mesh that its parameters are on.
+
+prompts ──by length──> batches ──> prefill ──> decode, many tokens in one compiled loop ──> tokens
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from generate.decoder import Caches, Decoder
+from generate.sampling import Sampling, choose
+from models.text.common import check_token_ids
+from sharding.logical import axis_rules
+from sharding.mesh import REPLICA_AXES
+from sharding.rules import make_rules
+
+Tree = Any
+
+#: Prompts are padded to a multiple of this, so that few programs are compiled.
+_PROMPT_MULTIPLE = 32
+#: Stands for no token in the output.
+_NONE = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _State:
+    """A batch of rows between two tokens.
+
+    Attributes:
+        caches: all tokens of each row but the newest.
+        newest_B: int32, the newest token.
+        positions_B: int32, its position.
+        is_done_B: bool, whether it is a stop token, or the row is padding.
+        seen_BV: bool, tokens that the row has; None without a repetition penalty.
+        rows_B: int32, number of the row in the request.
+        new_BM: int32, the new tokens; -1 for none.
+        count: int32[], number of new tokens of the rows that are not done.
+    """
+
+    caches: Caches
+    newest_B: jax.Array
+    positions_B: jax.Array
+    is_done_B: jax.Array
+    seen_BV: jax.Array | None
+    rows_B: jax.Array
+    new_BM: jax.Array
+    count: jax.Array
+
+
+class Generator:
+    """Continues prompts.
+
+    Args:
+        model: a causal language model, as from `convert.from_hf.load`. Use the generator on the
+            mesh that it was loaded on.
+        stop: ids of tokens that end a text.
+        batch_size: most rows that are continued at the same time; a multiple of the number of
+            replicas of the mesh.
+
+    Raises:
+        ValueError: the model cannot generate text, or `batch_size` does not divide.
+    """
+
+    def __init__(self, model: Any, *, stop: Sequence[int] = (), batch_size: int = 32):
+        mesh = jax.sharding.get_mesh()
+        replicas = int(np.prod([mesh.shape.get(axis, 1) for axis in REPLICA_AXES]))
+        if batch_size < 1 or batch_size % replicas:
+            raise ValueError(
+                f"batch_size={batch_size} must be a positive multiple of the mesh's {replicas} "
+                "replicas"
+            )
+        self._config = model.config
+        self._decoder = Decoder(model)
+        self._stop = tuple(stop)
+        self._batch_size = batch_size
+        self._num_replicas = replicas
+        self._rules = {
+            name: tuple(axis for axis in axes if axis in mesh.shape)
+            for name, axes in make_rules().items()
+        }
+        params = nnx.to_pure_dict(nnx.split(model)[1])
+        self._params = jax.jit(self._decoder.separate)(params)
+        self._begin = jax.jit(self._traced(self._first), static_argnums=(0, 1))
+        self._advance = jax.jit(
+            self._traced(self._further), static_argnums=0, donate_argnames="state"
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        num_samples: int = 1,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> list[list[int]]:
+        """Return the continuation of each prompt, `num_samples` in a row for each.
+
+        A continuation ends with a stop token, or has `max_new_tokens` tokens.
+
+        Args:
+            prompts: token ids, at least one per prompt.
+            max_new_tokens: most tokens of a continuation.
+            sampling: how tokens are chosen; as likely as the model says by default.
+            num_samples: number of continuations of each prompt.
+            on_batch: called with the number of rows of each batch that is complete.
+
+        Raises:
+            ValueError: a prompt is empty, has an unknown token, or is too long for the model.
+        """
+        sampling = sampling or Sampling()
+        self._check(prompts, max_new_tokens, num_samples, sampling)
+        rows = [prompt for prompt in prompts for _ in range(num_samples)]
+        found: list[list[int]] = [[] for _ in rows]
+        for numbers in self._batches(rows):
+            batch = {number: rows[number] for number in numbers}
+            for number, tokens in self._continued(batch, max_new_tokens, sampling).items():
+                found[number] = tokens
+            if on_batch is not None:
+                on_batch(len(numbers))
+        return found
+
+    def stream(
+        self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling | None = None
+    ) -> Iterator[int]:
+        """Yield the tokens of one continuation, each as soon as it is known.
+
+        The arguments, errors and tokens are those of `generate`.
+        """
+        sampling = sampling or Sampling()
+        self._check([prompt], max_new_tokens, 1, sampling)
+        state = self._started({0: prompt}, max_new_tokens, sampling)
+        for count in range(max_new_tokens):
+            state = self._advance(sampling, self._params, count + 1, state=state)
+            token = int(state.new_BM[0, count])
+            if token == _NONE:
+                return
+            yield token
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_samples: int, sampling
+    ) -> None:
+        for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        most = self._config.max_positions
+        for i, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ValueError(f"prompt {i} is empty; give each at least one token")
+            check_token_ids(jnp.asarray(prompt), self._config.vocab_size)
+            if len(prompt) + max_new_tokens > most:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens}, "
+                    f"they are more than the model's {most} positions; shorten one of them"
+                )
+        sampling.check_vocab(self._config.vocab_size)
+
+    def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Yield the numbers of the rows of each batch; rows of similar length are together."""
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        for start in range(0, len(order), self._batch_size):
+            yield order[start : start + self._batch_size]
+
+    def _continued(
+        self, rows: Mapping[int, Sequence[int]], max_new_tokens: int, sampling: Sampling
+    ) -> dict[int, list[int]]:
+        """Return the continuations of one batch: number of the row -> tokens."""
+        state = self._started(rows, max_new_tokens, sampling)
+        state = self._advance(sampling, self._params, max_new_tokens, state=state)
+        new_BM = np.asarray(state.new_BM)
+        return {
+            number: [int(token) for token in new_BM[place] if token != _NONE]
+            for place, number in enumerate(rows)
+        }
+
+    def _started(
+        self, rows: Mapping[int, Sequence[int]], max_new_tokens: int, sampling: Sampling
+    ) -> _State:
+        """Return a batch with the first new token of each row."""
+        # Few batch sizes, so that few programs are compiled: powers of two.
+        size = max(self._num_replicas, 1 << (len(rows) - 1).bit_length())
+        size = min(size, self._batch_size)
+        length = max(map(len, rows.values()))
+        length = -(-length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
+        tokens_BT = np.zeros((size, length), np.int32)
+        lengths_B = np.ones(size, np.int32)
+        rows_B = np.full(size, _NONE, np.int32)
+        for place, (number, prompt) in enumerate(rows.items()):
+            tokens_BT[place, : len(prompt)] = prompt
+            lengths_B[place] = len(prompt)
+            rows_B[place] = number
+        return self._begin(max_new_tokens, sampling, self._params, tokens_BT, lengths_B, rows_B)
+
+    def _first(
+        self,
+        max_new_tokens: int,
+        sampling: Sampling,
+        params: Tree,
+        tokens_BT: jax.Array,
+        lengths_B: jax.Array,
+        rows_B: jax.Array,
+    ) -> _State:
+        """Run the prompts, and choose the first token of each row."""
+        size, length = tokens_BT.shape
+        num_slots = length + max_new_tokens
+        logits_BV, caches = self._decoder.prefill(params, tokens_BT, lengths_B, num_slots)
+        seen_BV = None
+        if sampling.repetition_penalty != 1:
+            is_token_BT = jnp.arange(length) < lengths_B[:, None]
+            ids_BT = jnp.where(is_token_BT, tokens_BT, logits_BV.shape[1])
+            seen_BV = jnp.zeros(logits_BV.shape, bool)
+            seen_BV = seen_BV.at[jnp.arange(size)[:, None], ids_BT].set(True, mode="drop")
+        state = _State(
+            caches=caches,
+            newest_B=tokens_BT[:, 0],
+            positions_B=lengths_B - 1,
+            is_done_B=rows_B == _NONE,
+            seen_BV=seen_BV,
+            rows_B=rows_B,
+            new_BM=jnp.full((size, max_new_tokens), _NONE, jnp.int32),
+            count=jnp.int32(0),
+        )
+        return self._with_next(state, logits_BV, sampling)
+
+    def _further(
+        self, sampling: Sampling, params: Tree, most: jax.Array | int, *, state: _State
+    ) -> _State:
+        """Choose tokens until there are `most`, or until all rows are done."""
+
+        def goes_on(state: _State) -> jax.Array:
+            return (state.count < most) & ~jnp.all(state.is_done_B)
+
+        def step(state: _State) -> _State:
+            logits_BV, caches = self._decoder.decode(
+                params, state.newest_B, state.positions_B, state.caches
+            )
+            return self._with_next(dataclasses.replace(state, caches=caches), logits_BV, sampling)
+
+        return jax.lax.while_loop(goes_on, step, state)
+
+    def _with_next(self, state: _State, logits_BV: jax.Array, sampling: Sampling) -> _State:
+        """Return the state with one more token."""
+        positions_B = state.positions_B + 1
+        newest_B = choose(sampling, logits_BV, state.seen_BV, state.rows_B, positions_B)
+        new_B = jnp.where(state.is_done_B, _NONE, newest_B)
+        seen_BV = state.seen_BV
+        if seen_BV is not None:
+            seen_BV = seen_BV.at[jnp.arange(len(newest_B)), newest_B].set(True)
+        is_stop_B = jnp.isin(newest_B, jnp.array(self._stop, jnp.int32))
+        return dataclasses.replace(
+            state,
+            newest_B=newest_B,
+            positions_B=positions_B,
+            is_done_B=state.is_done_B | is_stop_B,
+            seen_BV=seen_BV,
+            new_BM=state.new_BM.at[:, state.count].set(new_B),
+            count=state.count + 1,
+        )
+
+    def _traced(self, function: Callable) -> Callable:
+        """Return a function whose activations follow the rules of the mesh."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with axis_rules(self._rules):
+                return function(*args, **kwargs)
+
+        return call

@@ -1,0 +1,134 @@
+"""Prompts from the command line or a file, and their continuations as lines of JSON."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from convert.model_on_disk import Source
+from data.text.tokenization.file_tokenizer import FileTokenizer, load_tokenizer_file
+from untrusted.documents import parse_json, read_json
+from untrusted.files import read_text
+from untrusted.messages import shortened
+from untrusted.schema import check
+
+
+class TextCodec:
+    """Turns texts into the tokens that a model was trained on, and back.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer):
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.content)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, with those that the tokenizer puts before each text."""
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
+        return self._tokenizer.decode([*tokens], skip_special_tokens=True)
+
+
+def codec_of(source: Source) -> TextCodec | None:
+    """Return the codec of a model on disk; None if it has no tokenizer."""
+    return (
+        None if source.tokenizer is None else TextCodec(load_tokenizer_file(str(source.tokenizer)))
+    )
+
+
+def stop_tokens_of(source: Source) -> list[int]:
+    """Return the ids of the tokens that end a text.
+
+    They are those of generation_config.json, or else of config.json, or else of the tokenizer.
+
+    Raises:
+        ValueError: they are not numbers.
+    """
+    configs: list[tuple[object, dict[str, Any]]] = []
+    if source.hf_files is not None and (source.hf_files / "generation_config.json").is_file():
+        file = source.hf_files / "generation_config.json"
+        configs.append((file, read_json(file, within=source.hf_files)))
+    configs.append((source.path / "config.json", source.hf_config or {}))
+    for where, config in configs:
+        found = config.get("eos_token_id")
+        if found is not None:
+            check(found, int | list[int], f"{where}: eos_token_id")
+            return [found] if isinstance(found, int) else found
+    if source.tokenizer is None:
+        return []
+    return [load_tokenizer_file(str(source.tokenizer)).eos_id]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+        text: as text; None if it was given as tokens.
+        tokens: as tokens.
+    """
+
+    text: str | None
+    tokens: list[int]
+
+
+def read_prompts(path: Path, codec: TextCodec | None) -> list[Prompt]:
+    """Read a file with a JSON object per line, which has `prompt` (text) or `tokens` (ids).
+
+    Args:
+        path: the file.
+        codec: the tokenizer; None if the model has none.
+
+    Raises:
+        ValueError: a line is something else, or a text needs a tokenizer.
+        OSError: the file cannot be read.
+    """
+    found = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        values = parse_json(line, where)
+        if [*values] not in (["prompt"], ["tokens"]):
+            raise ValueError(
+                f"{where} has the keys {shortened([*values])}; give each line either prompt, a "
+                "text, or tokens, a list of ids"
+            )
+        if "tokens" in values:
+            check(values["tokens"], list[int], f"{where}: tokens")
+            found.append(Prompt(text=None, tokens=values["tokens"]))
+        else:
+            check(values["prompt"], str, f"{where}: prompt")
+            found.append(as_prompt(values["prompt"], codec))
+    if not found:
+        raise ValueError(f"{path} has no prompts; give one per line")
+    return found
+
+
+def as_prompt(text: str, codec: TextCodec | None) -> Prompt:
+    """Return a prompt that is given as text.
+
+    Raises:
+        ValueError: the model has no tokenizer, or the text has no tokens.
+    """
+    if codec is None:
+        raise ValueError("the model has no tokenizer.json; put it beside the model, or pass tokens")
+    tokens = codec.encode(text)
+    if not tokens:
+        raise ValueError(f"the prompt {shortened(text)!r} has no tokens; write at least one word")
+    return Prompt(text=text, tokens=tokens)
+
+
+def as_line(prompt: Prompt, tokens: list[int], codec: TextCodec | None) -> str:
+    """Return a continuation as a line of JSON, with the keys prompt, tokens and text."""
+    text = None if codec is None else codec.decode(tokens)
+    given = prompt.tokens if prompt.text is None else prompt.text
+    return json.dumps({"prompt": given, "tokens": tokens, "text": text}, ensure_ascii=False)

@@ -1,0 +1,197 @@
+"""The keys and values of earlier tokens, which attention reads while a text is generated.
+
+A model's blocks are the same as in training. Within one of these contexts, `attend`
+(models/layers/attention.py) also fills or reads caches, one for each attention of the model in the
+order in which it runs:
+
+    filling   a pass over whole prompts:  kernels as in training; their keys and values are kept
+    reading   a pass over one token a row:  its keys and values are added, and it sees the rest
+
+A cache has room for S tokens and is a ring: position p is in slot p mod S. A sliding window of W
+tokens needs no more than W slots; all other attention needs as many as the longest text has tokens.
+Rows have different lengths, and each counts its own positions from 0.
+
+B batch, T query seq, S slots, N heads, K key-value heads, G = N / K, H head_dim.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from sharding.logical import constrain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Keys and values of one attention.
+
+    Attributes:
+        k_BKSH: keys, after rotary embeddings.
+        v_BKSH: values.
+    """
+
+    k_BKSH: jax.Array
+    v_BKSH: jax.Array
+
+
+class _Filling:
+    """Keeps the keys and values of prompts.
+
+    Args:
+        lengths_B: int32, number of tokens of each row; what follows them is padding.
+        num_slots: slots of a cache without a window.
+    """
+
+    def __init__(self, lengths_B: jax.Array, num_slots: int):
+        self._lengths_B = lengths_B
+        self._num_slots = num_slots
+        self.caches: list[KVCache] = []
+
+    def attend(self, kernel: Callable, q_BTNH, k_BTKH, v_BTKH, window: int | None) -> jax.Array:
+        """Run the kernel, and keep the newest keys and values of each row."""
+        num_slots = min(self._num_slots, window or self._num_slots)
+        slots_S = jnp.arange(num_slots, dtype=jnp.int32)
+        last_B1 = self._lengths_B[:, None] - 1
+        # Empty slots get any token; `reading` masks them.
+        positions_BS = jnp.maximum(_position_in(slots_S, last_B1, num_slots), 0)
+
+        def kept(x_BTKH: jax.Array) -> jax.Array:
+            x_BSKH = jnp.take_along_axis(x_BTKH, positions_BS[..., None, None], axis=1)
+            return constrain(x_BSKH.swapaxes(1, 2), "batch", "kv_heads", None, "head_dim")
+
+        self.caches.append(KVCache(k_BKSH=kept(k_BTKH), v_BKSH=kept(v_BTKH)))
+        return kernel(q_BTNH, k_BTKH, v_BTKH)
+
+
+class _Reading:
+    """Adds the keys and values of one token per row, and lets it see those before it.
+
+    Args:
+        caches: as from `filling`.
+        positions_B: int32, position of the token in each row.
+    """
+
+    def __init__(self, caches: Sequence[KVCache], positions_B: jax.Array):
+        self._old = iter(caches)
+        self._positions_B = positions_B
+        self.caches: list[KVCache] = []
+
+    def attend(self, q_B1NH, k_B1KH, v_B1KH, *, window: int | None, scale: float) -> jax.Array:
+        """Return the attention of the tokens, `[B, 1, N, H]`."""
+        old = next(self._old)
+        num_slots = old.k_BKSH.shape[2]
+        rows_B = jnp.arange(len(self._positions_B))
+        slots_B = self._positions_B % num_slots
+
+        def added(old_BKSH: jax.Array, x_B1KH: jax.Array) -> jax.Array:
+            at = old_BKSH.at[rows_B, :, slots_B]
+            return at.set(x_B1KH[:, 0], mode="promise_in_bounds", unique_indices=True)
+
+        cache = KVCache(k_BKSH=added(old.k_BKSH, k_B1KH), v_BKSH=added(old.v_BKSH, v_B1KH))
+        self.caches.append(cache)
+        last_B1 = self._positions_B[:, None]
+        positions_BS = _position_in(jnp.arange(num_slots, dtype=jnp.int32), last_B1, num_slots)
+        is_visible_BS = positions_BS >= 0
+        if window is not None:
+            is_visible_BS &= positions_BS > last_B1 - window
+        return _attend_to_one(q_B1NH, cache, is_visible_BS, scale)
+
+
+_current: contextvars.ContextVar[_Filling | _Reading | None] = contextvars.ContextVar(
+    "kv_caches", default=None
+)
+
+
+@contextlib.contextmanager
+def filling(lengths_B: jax.Array, num_slots: int) -> Iterator[list[KVCache]]:
+    """Keep the keys and values of all attention that is traced in this context.
+
+    Args:
+        lengths_B: int32[B], number of tokens of each row; padding follows them.
+        num_slots: number of tokens that a row may have in the end.
+
+    Yields:
+        A list that gets a cache for each attention.
+    """
+    with _used(_Filling(lengths_B, num_slots)) as caches:
+        yield caches
+
+
+@contextlib.contextmanager
+def reading(caches: Sequence[KVCache], positions_B: jax.Array) -> Iterator[list[KVCache]]:
+    """Let all attention that is traced in this context see the tokens in caches.
+
+    The model gets one token per row.
+
+    Args:
+        caches: as from `filling` or `reading`.
+        positions_B: int32[B], position of the token in each row.
+
+    Yields:
+        A list that gets a cache for each attention, with the token added.
+    """
+    with _used(_Reading(caches, positions_B)) as caches:
+        yield caches
+
+
+@contextlib.contextmanager
+def _used(found: _Filling | _Reading) -> Iterator[list[KVCache]]:
+    token = _current.set(found)
+    try:
+        yield found.caches
+    finally:
+        _current.reset(token)
+
+
+def attend_with_cache(
+    kernel: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    window: int | None,
+    scale: float,
+) -> jax.Array:
+    """Return causal attention with the caches of the current context, or else the kernel's.
+
+    Args:
+        kernel: attention over whole rows.
+        q_BTNH: queries.
+        k_BSKH: keys.
+        v_BSKH: values.
+        window: as for `models.layers.attention.attend`.
+        scale: factor of the products.
+    """
+    current = _current.get()
+    if current is None:
+        return kernel(q_BTNH, k_BSKH, v_BSKH)
+    if isinstance(current, _Filling):
+        return current.attend(kernel, q_BTNH, k_BSKH, v_BSKH, window)
+    return current.attend(q_BTNH, k_BSKH, v_BSKH, window=window, scale=scale)
+
+
+def _position_in(slots_S: jax.Array, last_B1: jax.Array, num_slots: int) -> jax.Array:
+    """Return int32[B, S]: the newest position up to `last` in each slot; negative if none is."""
+    return last_B1 - (last_B1 - slots_S) % num_slots
+
+
+def _attend_to_one(
+    q_B1NH: jax.Array, cache: KVCache, is_visible_BS: jax.Array, scale: float
+) -> jax.Array:
+    """Return the attention of one query per row, `[B, 1, N, H]`."""
+    batch, _, num_heads, head_dim = q_B1NH.shape
+    num_kv_heads = cache.k_BKSH.shape[1]
+    wide = jnp.promote_types(q_B1NH.dtype, jnp.float32)
+    q_BKGH = q_B1NH.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    logits_BKGS = scale * jnp.einsum(
+        "BKGH,BKSH->BKGS", q_BKGH, cache.k_BKSH, preferred_element_type=wide
+    )
+    logits_BKGS = jnp.where(is_visible_BS[:, None, None], logits_BKGS, -jnp.inf)
+    weights_BKGS = jax.nn.softmax(logits_BKGS, axis=-1).astype(q_B1NH.dtype)
+    y_BKGH = jnp.einsum("BKGS,BKSH->BKGH", weights_BKGS, cache.v_BKSH)
+    return y_BKGH.reshape(q_B1NH.shape)

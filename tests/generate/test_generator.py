@@ -1,0 +1,188 @@
+"""Continuations are those of `transformers.generate`, on every mesh."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from jax.sharding import AxisType
+
+from convert.from_hf import load
+from generate.generator import Generator
+from generate.sampling import Sampling
+from sharding.mesh import AXES
+
+VOCAB = 211
+#: Lengths of the prompts; the window of the Mistral is shorter than most of them.
+LENGTHS = (3, 20, 7, 12, 1, 33, 16, 9)
+NEW = 64
+
+_LLAMA = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "hidden_size": 36,
+    "intermediate_size": 44,
+}
+_MODELS: dict[str, Any] = {
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=VOCAB, n_positions=128, n_layer=3, n_head=4, n_embd=40)
+    ),
+    "opt": lambda: hf.OPTForCausalLM(
+        hf.OPTConfig(
+            vocab_size=VOCAB,
+            max_position_embeddings=128,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            hidden_size=39,
+            word_embed_proj_dim=39,
+            ffn_dim=50,
+        )
+    ),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=10)),
+}
+
+
+def saved(name: str, directory: Path) -> Any:
+    """Save a random model whose continuations have many different tokens; return it."""
+    torch.manual_seed(0)
+    model = _MODELS[name]().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(3)
+    model.save_pretrained(directory)
+    model.generation_config = hf.GenerationConfig(pad_token_id=1)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(2, VOCAB, length).tolist() for length in LENGTHS]
+
+
+def theirs(model: Any, stop: int | None = None, **options: Any) -> list[list[int]]:
+    """Return the greedy continuations of transformers, prompt by prompt."""
+    found = []
+    for prompt in prompts():
+        tokens = torch.tensor([prompt])
+        all_tokens = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=stop,
+            **options,
+        )
+        found.append(all_tokens[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module", params=_MODELS)
+def model(request, tmp_path_factory):
+    """A model of transformers, and the directory that it is saved in."""
+    directory = tmp_path_factory.mktemp(request.param)
+    return saved(request.param, directory), directory
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    return saved("llama", directory), directory
+
+
+def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
+    axes = {axis: sizes.get(axis, 1) for axis in AXES}
+    mesh_axes = [*axes.values()], [*axes]
+    devices = jax.devices()[: int(np.prod([*axes.values()]))]
+    return jax.make_mesh(*mesh_axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def test_greedy_continuations_equal_those_of_transformers(model):
+    reference, directory = model
+    expected = theirs(reference)
+    assert len({token for tokens in expected for token in tokens}) > 10
+    found = Generator(load(directory)).generate(prompts(), max_new_tokens=NEW, sampling=GREEDY)
+    assert found == expected
+
+
+def test_stop_tokens_end_a_continuation(llama):
+    reference, directory = llama
+    stop = theirs(reference)[1][5]
+    expected = theirs(reference, stop)
+    assert 0 < min(map(len, expected)) < NEW == max(map(len, expected))
+    generator = Generator(load(directory), stop=[stop], batch_size=4)
+    assert generator.generate(prompts(), max_new_tokens=NEW, sampling=GREEDY) == expected
+
+
+def test_repetition_penalty_and_banned_tokens_are_those_of_transformers(llama):
+    reference, directory = llama
+    banned = tuple({tokens[0] for tokens in theirs(reference)})
+    options = {"repetition_penalty": 1.3, "bad_words_ids": [[token] for token in banned]}
+    expected = theirs(reference, **options)
+    sampling = dataclasses.replace(GREEDY, repetition_penalty=1.3, banned=banned)
+    found = Generator(load(directory)).generate(prompts(), max_new_tokens=NEW, sampling=sampling)
+    assert found == expected
+
+
+SAMPLED = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3)
+
+
+def test_samples_do_not_depend_on_the_other_rows(llama):
+    model = load(llama[1])
+    together = Generator(model).generate(
+        prompts(), max_new_tokens=16, sampling=SAMPLED, num_samples=2
+    )
+    pairs = Generator(model, batch_size=2).generate(
+        prompts(), max_new_tokens=16, sampling=SAMPLED, num_samples=2
+    )
+    assert together == pairs
+    assert together[0::2] != together[1::2]  # two samples of each prompt
+    other = dataclasses.replace(SAMPLED, seed=4)
+    generator = Generator(model)
+    assert generator.generate(prompts(), max_new_tokens=16, sampling=other) != together[::2]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}], ids=str
+)
+def test_continuations_are_the_same_on_every_mesh(sizes, llama):
+    def continued() -> list[list[list[int]]]:
+        generator = Generator(load(llama[1]))
+        return [
+            generator.generate(prompts(), max_new_tokens=NEW, sampling=sampling)
+            for sampling in (GREEDY, SAMPLED)
+        ]
+
+    alone = continued()
+    with jax.set_mesh(mesh_of(sizes)):
+        assert continued() == alone
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "prompt 1 is empty"),
+        ([VOCAB], {}, f"token id {VOCAB} is not in the vocabulary"),
+        ([5] * 100, {}, "prompt 1 has 100 tokens; .* more than the model's 128 positions"),
+        ([5], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ([5], {"num_samples": 0}, "num_samples=0 must be at least 1"),
+        ([5], {"sampling": Sampling(banned=(VOCAB,))}, f"banned={VOCAB} must be in"),
+    ],
+)
+def test_unusable_requests_are_refused(prompt, options, message, llama):
+    generator = Generator(load(llama[1]))
+    with pytest.raises(ValueError, match=message):
+        generator.generate([[5], prompt], **{"max_new_tokens": NEW} | options)

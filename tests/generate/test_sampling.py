@@ -1,0 +1,73 @@
+"""The distributions that tokens are drawn from are those of transformers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from generate.sampling import Sampling, adjusted, choose
+
+LOGITS = np.random.default_rng(0).normal(scale=3, size=(5, 50)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "warpers"),
+    [
+        (Sampling(temperature=0.7), [hf.TemperatureLogitsWarper(0.7)]),
+        (Sampling(top_k=7), [hf.TopKLogitsWarper(7)]),
+        (Sampling(top_p=0.8), [hf.TopPLogitsWarper(0.8)]),
+        (Sampling(top_p=1e-6), [hf.TopPLogitsWarper(1e-6)]),
+        (Sampling(min_p=0.1), [hf.MinPLogitsWarper(0.1)]),
+        (
+            Sampling(temperature=2.0, top_k=20, top_p=0.9, min_p=0.05),
+            [
+                hf.TemperatureLogitsWarper(2.0),
+                hf.TopKLogitsWarper(20),
+                hf.TopPLogitsWarper(0.9),
+                hf.MinPLogitsWarper(0.05),
+            ],
+        ),
+    ],
+    ids=repr,
+)
+def test_logits_are_adjusted_as_in_transformers(sampling, warpers):
+    expected = torch.from_numpy(LOGITS)
+    for warper in warpers:
+        expected = warper(torch.zeros((5, 1), dtype=torch.long), expected)
+    found = np.asarray(adjusted(sampling, jnp.asarray(LOGITS), None))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    count = 20_000
+    sampling = Sampling(temperature=0.8, top_k=4, seed=5)
+    logits = jnp.asarray(LOGITS[:1])
+    wanted = np.asarray(jax.nn.softmax(adjusted(sampling, logits, None)))[0]
+    rows = jnp.arange(count, dtype=jnp.int32)
+    drawn = choose(sampling, jnp.tile(logits, (count, 1)), None, rows, jnp.zeros_like(rows))
+    shares = np.bincount(np.asarray(drawn), minlength=50) / count
+    assert np.abs(shares - wanted).max() < 4 * np.sqrt(0.25 / count)
+    assert set(np.flatnonzero(shares)) == set(np.flatnonzero(wanted))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0 must be 0 or positive"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
+        ({"min_p": 2.0}, r"min_p=2.0 must be in \[0, 1\]"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be positive"),
+        ({"seed": -1}, r"seed=-1 must be in \[0, 2\*\*32\)"),
+    ],
+)
+def test_settings_out_of_range_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**values)
+
+
+def test_a_vocabulary_may_not_be_banned_as_a_whole():
+    with pytest.raises(ValueError, match="banned contains every token"):
+        Sampling(banned=(0, 1)).check_vocab(2)
