@@ -15,6 +15,7 @@ FOLDERS = (
     "launch",
     "benchmarks",
     "train",
+    "generate",
     "convert",
     "models",
     "data",

@@ -188,6 +188,7 @@ class Generator:
         size = min(size, self._batch_size)
         length = max(map(len, rows.values()))
         length = -(-length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
+        length = min(length, self._config.max_positions)
         tokens_BT = np.zeros((size, length), np.int32)
         lengths_B = np.ones(size, np.int32)
         rows_B = np.full(size, _NONE, np.int32)
@@ -208,7 +209,7 @@ class Generator:
     ) -> _State:
         """Run the prompts, and choose the first token of each row."""
         size, length = tokens_BT.shape
-        num_slots = length + max_new_tokens
+        num_slots = min(length + max_new_tokens, self._config.max_positions)
         logits_BV, caches = self._decoder.prefill(params, tokens_BT, lengths_B, num_slots)
         seen_BV = None
         if sampling.repetition_penalty != 1:

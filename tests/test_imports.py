@@ -34,6 +34,7 @@ MAY_IMPORT = {
     ),
     "convert": ("models", "data", "checkpoint", "sharding", "fields", "untrusted"),
     "train": ("convert", "models", "data", "checkpoint", "sharding", "fields", "untrusted"),
+    "generate": ("convert", "models", "data", "checkpoint", "sharding", "fields", "untrusted"),
     "configs": ("train.config.defaults",),
     "launch": (
         "train",

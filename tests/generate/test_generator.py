@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from convert.from_hf import load
 from generate.generator import Generator
 from generate.sampling import Sampling
+from sharding.analysis.memory import memory
 from sharding.mesh import AXES
 
 VOCAB = 211
@@ -21,7 +22,7 @@ VOCAB = 211
 LENGTHS = (3, 20, 7, 12, 1, 33, 16, 9)
 NEW = 64
 
-_LLAMA = {
+_LLAMA: dict[str, Any] = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 128,
     "num_hidden_layers": 2,
@@ -87,7 +88,13 @@ def theirs(model: Any, stop: int | None = None, **options: Any) -> list[list[int
     return found
 
 
-@pytest.fixture(scope="module", params=_MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.thorough] if name in ("opt", "qwen3") else [])
+        for name in _MODELS
+    ],
+)
 def model(request, tmp_path_factory):
     """A model of transformers, and the directory that it is saved in."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -169,6 +176,16 @@ def test_continuations_are_the_same_on_every_mesh(sizes, llama):
     alone = continued()
     with jax.set_mesh(mesh_of(sizes)):
         assert continued() == alone
+
+
+def test_decoding_copies_no_cache(llama):
+    generator = Generator(load(llama[1]))
+    rows = dict(enumerate(prompts()))
+    state = generator._started(rows, NEW, GREEDY)
+    (cache, *_) = state.caches
+    step = generator._advance.lower(GREEDY, generator._params, NEW, state=state).compile()
+    temporary = memory(step).temp_bytes
+    assert temporary is not None and temporary < cache.k_BKSH.nbytes
 
 
 @pytest.mark.parametrize(

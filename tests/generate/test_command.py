@@ -1,0 +1,124 @@
+"""The command `python -m generate`: models, prompts, output, errors."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from data.text.tokenization.byte_tokenizer import ByteTokenizer
+from generate.__main__ import main
+from tests.runs import TINY, arguments
+from train import main as train
+
+NEW = "--max_new_tokens=12"
+GREEDY = "--temperature=0"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A Hugging Face model with a tokenizer of bytes."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    tokenizer = ByteTokenizer(has_special_tokens=True)
+    config = hf.GPT2Config(
+        vocab_size=tokenizer.vocab_size, n_positions=64, n_layer=2, n_head=2, n_embd=32
+    )
+    model = hf.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(4)
+    model.generation_config.eos_token_id = tokenizer.eos_id
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
+    return path
+
+
+def lines(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_prompts_of_a_file_are_continued_as_in_transformers(directory, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def main("}\n\n{"tokens": [104, 105]}\n', encoding="utf-8")
+    out = tmp_path / "out.jsonl"
+    arguments = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", NEW, GREEDY]
+    assert main(arguments) == 0
+    found = lines(out.read_text(encoding="utf-8"))
+    assert [line["prompt"] for line in found] == ["def main(", [104, 105]]
+    model: Any = hf.GPT2LMHeadModel.from_pretrained(directory)
+    for line, prompt in zip(found, (list(b"def main("), [104, 105]), strict=True):
+        tokens = torch.tensor([prompt])
+        expected = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False
+        )
+        assert line["tokens"] == expected[0, len(prompt) :].tolist()
+        assert isinstance(line["text"], str)
+
+
+def test_one_prompt_is_printed_with_its_continuation(directory, capsys, tmp_path):
+    prompt = "--prompt=héllo"
+    assert main([f"--model={directory}", prompt, NEW, GREEDY]) == 0
+    printed, log = capsys.readouterr()
+    assert main([f"--model={directory}", prompt, NEW, GREEDY, f"--out={tmp_path / 'out'}"]) == 0
+    (line,) = lines((tmp_path / "out").read_text(encoding="utf-8"))
+    assert printed == f"héllo{line['text']}\n"
+    assert "12 tokens in" in log and "tokens/s" in log
+
+
+def test_samples_are_as_many_as_asked_for_and_the_same_on_a_mesh(directory, capsys):
+    options = [f"--model={directory}", "--prompt=a", "--prompt=bc", "--num_samples=3", NEW]
+    assert main([*options, "--seed=1"]) == 0
+    alone = lines(capsys.readouterr().out)
+    assert [line["prompt"] for line in alone] == ["a"] * 3 + ["bc"] * 3
+    assert len({tuple(line["tokens"]) for line in alone}) == 6
+    assert main([*options, "--seed=1", "--mesh=data=2,model=2"]) == 0
+    assert lines(capsys.readouterr().out) == alone
+
+
+def test_a_run_continues_prompts_with_its_own_tokenizer(tmp_path, corpus_overrides, capsys):
+    workdir = tmp_path / "run"
+    assert train.main(arguments(workdir, (*TINY, *corpus_overrides, "train.num_steps=2"))) == 0
+    capsys.readouterr()
+    assert main([f"--model={workdir}", "--prompt=def", "--prompt=x", NEW, GREEDY]) == 0
+    found = lines(capsys.readouterr().out)
+    assert [line["prompt"] for line in found] == ["def", "x"]
+    assert all(line["tokens"] for line in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give either --prompt or --prompts=FILE"),
+        (["--prompt="], "has no tokens"),
+        (["--prompt=a", "--mesh=rows=2"], "'rows=2' is not one of pipeline, data"),
+        (["--prompt=a", "--mesh=data=3", "--batch_size=4"], "batch_size=4 must be a positive"),
+        (["--prompt=a", "--banned=x"], "--banned=x must be ids"),
+        (["--prompt=a", "--top_p=2"], "top_p=2.0 must be in"),
+        (["--prompt=a", "--max_new_tokens=64"], "more than the model's 64 positions"),
+    ],
+)
+def test_unusable_options_end_in_one_sentence(options, message, directory, capsys):
+    assert main([f"--model={directory}", *options]) == 2
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and message in error
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "prompts.jsonl:1 is not valid JSON"),
+        ("[]", "prompts.jsonl:1 must contain a JSON object"),
+        ('{"text": "a"}', "prompts.jsonl:1 has the keys"),
+        ('{"prompt": 3}', "prompts.jsonl:1: prompt is 3, but"),
+        ('{"tokens": ["a"]}', "prompts.jsonl:1: tokens is"),
+        ("", "has no prompts"),
+    ],
+)
+def test_unusable_lines_are_named(line, message, directory, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(line, encoding="utf-8")
+    assert main([f"--model={directory}", f"--prompts={prompts}"]) == 2
+    assert message in capsys.readouterr().err
