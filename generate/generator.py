@@ -14,7 +14,6 @@ from flax import nnx
 
 from generate.decoder import Caches, Decoder
 from generate.sampling import Sampling, choose
-from models.text.common import check_token_ids
 from sharding.logical import axis_rules
 from sharding.mesh import REPLICA_AXES
 from sharding.rules import make_rules
@@ -153,7 +152,12 @@ class Generator:
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(f"prompt {i} is empty; give each at least one token")
-            check_token_ids(jnp.asarray(prompt), self._config.vocab_size)
+            for token in (min(prompt), max(prompt)):
+                if not 0 <= token < self._config.vocab_size:
+                    raise ValueError(
+                        f"prompt {i} has the token id {token}, but the model's ids are 0 to "
+                        f"{self._config.vocab_size - 1}; use the tokenizer of the model"
+                    )
             if len(prompt) + max_new_tokens > most:
                 raise ValueError(
                     f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens}, "
@@ -184,7 +188,8 @@ class Generator:
     ) -> _State:
         """Return a batch with the first new token of each row."""
         # Few batch sizes, so that few programs are compiled: powers of two.
-        size = max(self._num_replicas, 1 << (len(rows) - 1).bit_length())
+        size = 1 << (len(rows) - 1).bit_length()
+        size = -(-size // self._num_replicas) * self._num_replicas
         size = min(size, self._batch_size)
         length = max(map(len, rows.values()))
         length = -(-length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE

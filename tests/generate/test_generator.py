@@ -170,11 +170,13 @@ def test_samples_do_not_depend_on_the_other_rows(llama):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}], ids=str
+    "sizes",
+    [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}, {"data": 3}],
+    ids=str,
 )
 def test_continuations_are_the_same_on_every_mesh(sizes, llama):
     def continued() -> list[list[list[int]]]:
-        generator = Generator(load(llama[1]))
+        generator = Generator(load(llama[1]), batch_size=12)
         return [
             generator.generate(prompts(), max_new_tokens=NEW, sampling=sampling)
             for sampling in (GREEDY, SAMPLED)
@@ -199,7 +201,9 @@ def test_decoding_copies_no_cache(llama):
     ("prompt", "options", "message"),
     [
         ([], {}, "prompt 1 is empty"),
-        ([VOCAB], {}, f"token id {VOCAB} is not in the vocabulary"),
+        ([3, VOCAB], {}, f"prompt 1 has the token id {VOCAB}, but the model's ids are 0 to 210"),
+        ([3, -1], {}, "prompt 1 has the token id -1"),
+        ([2**40], {}, "prompt 1 has the token id 1099511627776"),
         ([5] * 100, {}, "prompt 1 has 100 tokens; .* more than the model's 128 positions"),
         ([5], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ([5], {"num_samples": 0}, "num_samples=0 must be at least 1"),
