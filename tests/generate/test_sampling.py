@@ -30,7 +30,7 @@ LOGITS = np.random.default_rng(0).normal(scale=3, size=(5, 50)).astype(np.float3
             ],
         ),
     ],
-    ids=repr,
+    ids=["temperature", "top_k", "top_p", "tiny top_p", "min_p", "all"],
 )
 def test_logits_are_adjusted_as_in_transformers(sampling, warpers):
     expected = torch.from_numpy(LOGITS)
