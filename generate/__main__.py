@@ -8,6 +8,7 @@ model. docs/generate.md explains the options.
 """
 
 import argparse
+import dataclasses
 import logging
 import sys
 import time
@@ -19,6 +20,7 @@ import jax
 
 from convert.from_hf import load_model
 from convert.source import read_source
+from generate.beam_search import Beams
 from generate.generator import Generator
 from generate.prompts import (
     Prompt,
@@ -37,6 +39,7 @@ from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
 
 _DTYPES = ("float32", "bfloat16", "float64")
+_EARLY_STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetition_penalty", type=float, default=1.0)
     parser.add_argument("--banned", default="", metavar="A,B", help="ids that are never chosen")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_beams", type=int, metavar="N", help="search with N beams")
+    parser.add_argument("--length_penalty", type=float, default=1.0, help="of beams")
+    parser.add_argument(
+        "--early_stopping", choices=_EARLY_STOPPING, default="false", help="when beams end"
+    )
     parser.add_argument("--batch_size", type=int, default=32, metavar="N", help="rows at a time")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the computation")
     parser.add_argument("--mesh", default="", metavar="AXIS=N,…", help="such as data=2,model=4")
@@ -93,6 +101,7 @@ def _continue(args: argparse.Namespace) -> None:
         banned=tuple(_numbers("banned", args.banned)),
         seed=args.seed,
     )
+    beams = _beams_of(args, sampling)
     mesh = start(_mesh_of(args.mesh))
     source = read_source(args.model, allow_import=args.allow_import)
     codec = codec_of(source)
@@ -104,13 +113,16 @@ def _continue(args: argparse.Namespace) -> None:
         model = load_model(source, dtype=args.dtype)
         generator = Generator(model, stop=stop_tokens_of(source), batch_size=args.batch_size)
         began = time.perf_counter()
-        if len(prompts) == args.num_samples == 1 and args.out is None and codec is not None:
+        is_one = len(prompts) == args.num_samples == 1 and beams is None
+        if is_one and args.out is None and codec is not None:
             tokens = generator.stream(
                 prompts[0].tokens, max_new_tokens=args.max_new_tokens, sampling=sampling
             )
             count = _print_stream(prompts[0], tokens, codec)
         else:
-            count = _write_all(args, prompts, codec, generator, sampling)
+            count = _write_all(
+                args, prompts, codec, generator, sampling if beams is None else beams
+            )
         seconds = time.perf_counter() - began
     rate = f"{count / seconds:,.1f} tokens/s"
     print(f"{count:,} tokens in {seconds:.1f} s with compilation: {rate}", file=sys.stderr)
@@ -121,7 +133,7 @@ def _write_all(
     prompts: list[Prompt],
     codec: TextCodec | None,
     generator: Generator,
-    sampling: Sampling,
+    how: Sampling | Beams,
 ) -> int:
     """Continue all prompts, write the continuations, and return the number of new tokens."""
     num_rows = len(prompts) * args.num_samples
@@ -132,13 +144,18 @@ def _write_all(
         done += size
         print(f"\r{done:,} of {num_rows:,} continuations", end="", file=sys.stderr, flush=True)
 
-    found = generator.generate(
-        [prompt.tokens for prompt in prompts],
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        num_samples=args.num_samples,
-        on_batch=show,
-    )
+    tokens = [prompt.tokens for prompt in prompts]
+    most = args.max_new_tokens
+    if isinstance(how, Beams):
+        found = generator.beam_search(tokens, max_new_tokens=most, beams=how, on_batch=show)
+    else:
+        found = generator.generate(
+            tokens,
+            max_new_tokens=most,
+            sampling=how,
+            num_samples=args.num_samples,
+            on_batch=show,
+        )
     print(file=sys.stderr)
     rows = [prompt for prompt in prompts for _ in range(args.num_samples)]
     lines = [as_line(*row, codec) for row in zip(rows, found, strict=True)]
@@ -162,6 +179,27 @@ def _print_stream(prompt: Prompt, tokens: Iterable[int], codec: TextCodec) -> in
             shown = text
     print(codec.decode(seen)[len(shown) :])
     return len(seen)
+
+
+def _beams_of(args: argparse.Namespace, sampling: Sampling) -> Beams | None:
+    """Return how beams are searched; None without `--num_beams`.
+
+    Raises:
+        ValueError: an option that only random choices have is set too.
+    """
+    if args.num_beams is None:
+        return None
+    plain = dataclasses.replace(sampling, temperature=1.0, seed=0)
+    if plain != Sampling() or args.num_samples != 1:
+        raise ValueError(
+            f"--num_beams={args.num_beams} searches for the most likely continuation; leave out "
+            "top_k, top_p, min_p, repetition_penalty, banned and num_samples"
+        )
+    return Beams(
+        num_beams=args.num_beams,
+        length_penalty=args.length_penalty,
+        early_stopping=_EARLY_STOPPING[args.early_stopping],
+    )
 
 
 def _mesh_of(text: str) -> MeshConfig:

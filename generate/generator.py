@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from generate.beam_search import NONE, Beams, BeamSearch
 from generate.decoder import Caches, Decoder
 from generate.sampling import Sampling, choose
 from sharding.logical import axis_rules
@@ -22,8 +23,6 @@ Tree = Any
 
 #: Prompts are padded to a multiple of this, so that few programs are compiled.
 _PROMPT_MULTIPLE = 32
-#: Stands for no token in the output.
-_NONE = -1
 
 
 @jax.tree_util.register_dataclass
@@ -85,9 +84,14 @@ class Generator:
         }
         params = nnx.to_pure_dict(nnx.split(model)[1])
         self._params = jax.jit(self._decoder.separate)(params)
-        self._begin = jax.jit(self._traced(self._first), static_argnums=(0, 1))
+        self._begin = jax.jit(self._traced(self._first), static_argnums=(0, 1, 2))
         self._advance = jax.jit(
             self._traced(self._further), static_argnums=0, donate_argnames="state"
+        )
+        search = BeamSearch(self._decoder, self._stop)
+        self._first_beams = jax.jit(self._traced(search.first), static_argnums=(0, 1, 2))
+        self._other_beams = jax.jit(
+            self._traced(search.rest), static_argnums=0, donate_argnames="state"
         )
 
     def generate(
@@ -114,13 +118,53 @@ class Generator:
             ValueError: a prompt is empty, has an unknown token, or is too long for the model.
         """
         sampling = sampling or Sampling()
-        self._check(prompts, max_new_tokens, num_samples, sampling)
+        self._check(prompts, max_new_tokens)
+        sampling.check_vocab(self._config.vocab_size)
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} must be at least 1")
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
         found: list[list[int]] = [[] for _ in rows]
         for numbers in self._batches(rows):
             batch = {number: rows[number] for number in numbers}
             for number, tokens in self._continued(batch, max_new_tokens, sampling).items():
                 found[number] = tokens
+            if on_batch is not None:
+                on_batch(len(numbers))
+        return found
+
+    def beam_search(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        beams: Beams,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> list[list[int]]:
+        """Return the best continuation of each prompt that a beam search finds.
+
+        Args:
+            prompts: token ids, at least one per prompt.
+            max_new_tokens: most tokens of a continuation.
+            beams: how beams are searched.
+            on_batch: called with the number of prompts of each batch that is complete.
+
+        Raises:
+            ValueError: see `generate`.
+        """
+        self._check(prompts, max_new_tokens)
+        found: list[list[int]] = [[] for _ in prompts]
+        for numbers in self._batches(prompts):
+            tokens_BT, lengths_B = self._padded([prompts[number] for number in numbers])
+            num_slots = self._num_slots(tokens_BT, max_new_tokens)
+            is_prompt_B = np.arange(len(lengths_B)) < len(numbers)
+            state = self._first_beams(
+                max_new_tokens, num_slots, beams, self._params, tokens_BT, lengths_B, is_prompt_B
+            )
+            state = self._other_beams(beams, self._params, state=state)
+            for number, tokens in zip(numbers, np.asarray(state.ended_BKM)[:, 0], strict=False):
+                ends = np.flatnonzero(np.isin(tokens, [*self._stop, NONE]))
+                stop = len(tokens) if not len(ends) else ends[0] + (tokens[ends[0]] != NONE)
+                found[number] = tokens[:stop].tolist()
             if on_batch is not None:
                 on_batch(len(numbers))
         return found
@@ -133,21 +177,19 @@ class Generator:
         The arguments, errors and tokens are those of `generate`.
         """
         sampling = sampling or Sampling()
-        self._check([prompt], max_new_tokens, 1, sampling)
+        self._check([prompt], max_new_tokens)
+        sampling.check_vocab(self._config.vocab_size)
         state = self._started({0: prompt}, max_new_tokens, sampling)
         for count in range(max_new_tokens):
             state = self._advance(sampling, self._params, count + 1, state=state)
             token = int(state.new_BM[0, count])
-            if token == _NONE:
+            if token == NONE:
                 return
             yield token
 
-    def _check(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_samples: int, sampling
-    ) -> None:
-        for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
         most = self._config.max_positions
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -163,7 +205,6 @@ class Generator:
                     f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens}, "
                     f"they are more than the model's {most} positions; shorten one of them"
                 )
-        sampling.check_vocab(self._config.vocab_size)
 
     def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Yield the numbers of the rows of each batch; rows of similar length are together."""
@@ -179,7 +220,7 @@ class Generator:
         state = self._advance(sampling, self._params, max_new_tokens, state=state)
         new_BM = np.asarray(state.new_BM)
         return {
-            number: [int(token) for token in new_BM[place] if token != _NONE]
+            number: [int(token) for token in new_BM[place] if token != NONE]
             for place, number in enumerate(rows)
         }
 
@@ -187,25 +228,44 @@ class Generator:
         self, rows: Mapping[int, Sequence[int]], max_new_tokens: int, sampling: Sampling
     ) -> _State:
         """Return a batch with the first new token of each row."""
-        # Few batch sizes, so that few programs are compiled: powers of two.
+        tokens_BT, lengths_B = self._padded([*rows.values()])
+        rows_B = np.full(len(lengths_B), NONE, np.int32)
+        rows_B[: len(rows)] = [*rows]
+        return self._begin(
+            max_new_tokens,
+            self._num_slots(tokens_BT, max_new_tokens),
+            sampling,
+            self._params,
+            tokens_BT,
+            lengths_B,
+            rows_B,
+        )
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a batch, int32[B, T], and the lengths of its rows, int32[B].
+
+        There are few batch sizes and lengths, so that few programs are compiled.
+        """
         size = 1 << (len(rows) - 1).bit_length()
         size = -(-size // self._num_replicas) * self._num_replicas
         size = min(size, self._batch_size)
-        length = max(map(len, rows.values()))
+        length = max(map(len, rows))
         length = -(-length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
         length = min(length, self._config.max_positions)
         tokens_BT = np.zeros((size, length), np.int32)
         lengths_B = np.ones(size, np.int32)
-        rows_B = np.full(size, _NONE, np.int32)
-        for place, (number, prompt) in enumerate(rows.items()):
-            tokens_BT[place, : len(prompt)] = prompt
-            lengths_B[place] = len(prompt)
-            rows_B[place] = number
-        return self._begin(max_new_tokens, sampling, self._params, tokens_BT, lengths_B, rows_B)
+        for place, row in enumerate(rows):
+            tokens_BT[place, : len(row)] = row
+            lengths_B[place] = len(row)
+        return tokens_BT, lengths_B
+
+    def _num_slots(self, tokens_BT: np.ndarray, max_new_tokens: int) -> int:
+        return min(tokens_BT.shape[1] + max_new_tokens, self._config.max_positions)
 
     def _first(
         self,
         max_new_tokens: int,
+        num_slots: int,
         sampling: Sampling,
         params: Tree,
         tokens_BT: jax.Array,
@@ -214,7 +274,6 @@ class Generator:
     ) -> _State:
         """Run the prompts, and choose the first token of each row."""
         size, length = tokens_BT.shape
-        num_slots = min(length + max_new_tokens, self._config.max_positions)
         logits_BV, caches = self._decoder.prefill(params, tokens_BT, lengths_B, num_slots)
         seen_BV = None
         if sampling.repetition_penalty != 1:
@@ -226,10 +285,10 @@ class Generator:
             caches=caches,
             newest_B=tokens_BT[:, 0],
             positions_B=lengths_B - 1,
-            is_done_B=rows_B == _NONE,
+            is_done_B=rows_B == NONE,
             seen_BV=seen_BV,
             rows_B=rows_B,
-            new_BM=jnp.full((size, max_new_tokens), _NONE, jnp.int32),
+            new_BM=jnp.full((size, max_new_tokens), NONE, jnp.int32),
             count=jnp.int32(0),
         )
         return self._with_next(state, logits_BV, sampling)
@@ -254,7 +313,7 @@ class Generator:
         """Return the state with one more token."""
         positions_B = state.positions_B + 1
         newest_B = choose(sampling, logits_BV, state.seen_BV, state.rows_B, positions_B)
-        new_B = jnp.where(state.is_done_B, _NONE, newest_B)
+        new_B = jnp.where(state.is_done_B, NONE, newest_B)
         seen_BV = state.seen_BV
         if seen_BV is not None:
             seen_BV = seen_BV.at[jnp.arange(len(newest_B)), newest_B].set(True)

@@ -88,9 +88,32 @@ def test_a_run_continues_prompts_with_its_own_tokenizer(tmp_path, corpus_overrid
     assert all(line["tokens"] for line in found)
 
 
+def test_beams_are_searched(directory, capsys):
+    arguments = [f"--model={directory}", "--prompt=ab", NEW, "--num_beams=3"]
+    assert main([*arguments, "--length_penalty=2", "--early_stopping=never"]) == 0
+    (line,) = lines(capsys.readouterr().out)
+    model: Any = hf.GPT2LMHeadModel.from_pretrained(directory)
+    tokens = torch.tensor([list(b"ab")])
+    expected = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=12,
+        do_sample=False,
+        num_beams=3,
+        length_penalty=2.0,
+        early_stopping="never",
+    )
+    assert line["tokens"] == expected[0, 2:].tolist()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--prompt=a", "--num_beams=2", "--top_k=3"],
+            "--num_beams=2 searches for the most likely",
+        ),
+        (["--prompt=a", "--num_beams=0"], "num_beams=0 must be at least 1"),
         ([], "give either --prompt or --prompts=FILE"),
         (["--prompt="], "has no tokens"),
         (["--prompt=a", "--mesh=rows=2"], "'rows=2' is not one of pipeline, data"),

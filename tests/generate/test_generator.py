@@ -12,6 +12,7 @@ import transformers as hf
 from jax.sharding import AxisType
 
 from convert.from_hf import load
+from generate.beam_search import Beams
 from generate.generator import Generator
 from generate.sampling import Sampling
 from sharding.analysis.memory import memory
@@ -21,6 +22,7 @@ VOCAB = 211
 #: Lengths of the prompts; the window of the Mistral is shorter than most of them.
 LENGTHS = (3, 20, 7, 12, 1, 33, 16, 9)
 NEW = 64
+PAD = 1
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -62,7 +64,7 @@ def saved(name: str, directory: Path) -> Any:
             if weight.ndim > 1:
                 weight.mul_(3)
     model.save_pretrained(directory)
-    model.generation_config = hf.GenerationConfig(pad_token_id=1)
+    model.generation_config = hf.GenerationConfig(pad_token_id=PAD)
     return model
 
 
@@ -72,20 +74,23 @@ def prompts() -> list[list[int]]:
 
 
 def theirs(model: Any, stop: int | None = None, **options: Any) -> list[list[int]]:
-    """Return the greedy continuations of transformers, prompt by prompt."""
-    found = []
-    for prompt in prompts():
-        tokens = torch.tensor([prompt])
-        all_tokens = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=NEW,
-            do_sample=False,
-            eos_token_id=stop,
-            **options,
-        )
-        found.append(all_tokens[0, len(prompt) :].tolist())
-    return found
+    """Return the continuations of transformers, without random choices.
+
+    Its prompts are padded on the left.
+    """
+    width = max(LENGTHS)
+    rows = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts()]
+    masks = [[0] * (width - length) + [1] * length for length in LENGTHS]
+    found = model.generate(
+        torch.tensor(rows),
+        attention_mask=torch.tensor(masks),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=stop,
+        **options,
+    )
+    continuations = found[:, width:].tolist()
+    return [row[: row.index(stop) + 1] if stop in row else row for row in continuations]
 
 
 @pytest.fixture(
@@ -185,6 +190,80 @@ def test_continuations_are_the_same_on_every_mesh(sizes, llama):
     alone = continued()
     with jax.set_mesh(mesh_of(sizes)):
         assert continued() == alone
+
+
+def expected_beams(model: Any, beams: Beams, stop: int) -> list[list[int]]:
+    return theirs(
+        model,
+        stop,
+        num_beams=beams.num_beams,
+        length_penalty=beams.length_penalty,
+        early_stopping=beams.early_stopping,
+    )
+
+
+def a_stop_token(tokens: list[list[int]]) -> int:
+    """Return a token that some of the greedy continuations contain, not at once."""
+    found = [token for row in tokens for token in row[4:]]
+    return max(sorted(set(found)), key=found.count)
+
+
+@pytest.mark.thorough
+def test_beams_of_every_family_equal_those_of_transformers(model):
+    reference, directory = model
+    stop = a_stop_token(theirs(reference))
+    beams = Beams(num_beams=4)
+    generator = Generator(load(directory), stop=[stop])
+    expected = expected_beams(reference, beams, stop)
+    assert generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams) == expected
+
+
+@pytest.mark.parametrize(
+    "beams",
+    [
+        Beams(num_beams=3, early_stopping=True),
+        pytest.param(Beams(num_beams=2, length_penalty=2.5), marks=pytest.mark.thorough),
+        pytest.param(Beams(num_beams=3, length_penalty=0.0), marks=pytest.mark.thorough),
+        pytest.param(
+            Beams(num_beams=3, length_penalty=-1.0, early_stopping="never"),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            Beams(num_beams=5, length_penalty=0.7, early_stopping="never"),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=str,
+)
+def test_beams_end_as_those_of_transformers(beams, llama, greedy):
+    reference, directory = llama
+    stop = a_stop_token(greedy)
+    expected = expected_beams(reference, beams, stop)
+    assert beams.length_penalty > 1 or len({len(tokens) for tokens in expected}) > 1
+    # The last batch is filled up with rows that are no prompts.
+    generator = Generator(load(directory), stop=[stop], batch_size=3)
+    assert generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams) == expected
+
+
+@pytest.mark.thorough
+def test_beams_are_the_same_on_a_mesh(llama):
+    beams = Beams(num_beams=4)
+    alone = Generator(load(llama[1])).beam_search(prompts(), max_new_tokens=NEW, beams=beams)
+    with jax.set_mesh(mesh_of({"pipeline": 2, "data": 2, "model": 2})):
+        generator = Generator(load(llama[1]))
+        assert generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams) == alone
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_beams": 0}, "num_beams=0 must be at least 1"),
+        ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping='soon' must be True, False"),
+    ],
+)
+def test_unusable_beams_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        Beams(**values)
 
 
 def test_decoding_copies_no_cache(llama):
