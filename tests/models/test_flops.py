@@ -18,7 +18,13 @@ B = 3
 S = 11
 T = 7
 VOCAB = 50
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "num_layers": 2, "num_heads": 4, "embed_dim": 24}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "vocab_multiple": VOCAB,  # the padding of a table is multiplied, but does not count
+    "num_layers": 2,
+    "num_heads": 4,
+    "embed_dim": 24,
+}
 OF_BERT: dict[str, Any] = SIZES | {"max_positions": 16, "mlp_dim": 40, "dropout": 0.0}
 OF_LLAMA: dict[str, Any] = SIZES | {
     "max_positions": 16,
