@@ -110,8 +110,12 @@ def _continue(args: argparse.Namespace) -> None:
     else:
         prompts = read_prompts(args.prompts, codec)
     with use_mesh(mesh):
-        model = load_model(source, dtype=args.dtype)
-        generator = Generator(model, stop=stop_tokens_of(source), batch_size=args.batch_size)
+        # The generator has copies of the parameters, so nothing else may keep them.
+        generator = Generator(
+            load_model(source, dtype=args.dtype),
+            stop=stop_tokens_of(source),
+            batch_size=args.batch_size,
+        )
         began = time.perf_counter()
         is_one = len(prompts) == args.num_samples == 1 and beams is None
         if is_one and args.out is None and codec is not None:
