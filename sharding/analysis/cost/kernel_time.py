@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from sharding.analysis.cost.machine import Machine
-from sharding.analysis.cost.memory_traffic import array_bytes, moved_bytes
+from sharding.analysis.cost.memory_traffic import array_bytes, moved_bytes, scatters_in_place
 from sharding.analysis.cost.transfer import transfer_s
 from sharding.analysis.hlo import asynchrony, device_groups
 from sharding.analysis.hlo.flops import AttentionWork, attention_work, product_flops
@@ -144,7 +144,7 @@ class Costs:
         flops = self._flops(instruction)
         if flops:
             return self._kernel("matmul", self._product_s(instruction, flops))
-        given = entries(instruction)
+        given = {} if scatters_in_place(self.module, instruction) else entries(instruction)
         seconds = given.get(
             "indexing-cost-model", None if _is_triton(instruction) else given.get("")
         )

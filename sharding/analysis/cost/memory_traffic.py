@@ -1,11 +1,14 @@
 """Counts the bytes that a kernel moves to and from device memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sharding.analysis.hlo.instruction import Instruction, Type, arrays_of
 from sharding.analysis.hlo.module import Module
 
 _SLICES = ("dynamic-slice", "slice", "gather")
+#: Instructions whose result is their first operand with parts replaced -> the operand with the
+#: parts.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 def moved_bytes(module: Module, instruction: Instruction) -> int:
@@ -17,7 +20,7 @@ def moved_bytes(module: Module, instruction: Instruction) -> int:
     """
     if instruction.opcode in _SLICES:
         return 2 * sum(array.bytes for array in arrays_of(instruction.type))
-    if instruction.opcode == "dynamic-update-slice":
+    if instruction.opcode in _UPDATES:
         return 2 * _update_bytes(instruction)
     if instruction.opcode not in ("fusion", "fusion-start") or not instruction.called:
         return array_bytes(instruction)
@@ -31,7 +34,7 @@ def moved_bytes(module: Module, instruction: Instruction) -> int:
         total += _read_bytes(parameter, readers)
     root = body[-1] if body else instruction
     output = instruction.type if instruction.opcode == "fusion" else root.type
-    updates = [inner for inner in body if inner.opcode == "dynamic-update-slice"]
+    updates = _updates(body)
     if updates and (root.opcode == "tuple" or root in updates):
         return total + sum(_update_bytes(update) for update in updates)
     return total + _result_bytes(instruction, output)
@@ -46,15 +49,41 @@ def _read_bytes(source: Instruction, readers: Mapping[str, list[Instruction]]) -
             part += sum(array.bytes for array in arrays_of(reader.type))
         elif reader.opcode == "bitcast":
             part += _read_bytes(reader, readers)
-        elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == source.name:
+        elif reader.opcode in _UPDATES and reader.operands[0] == source.name:
             part += 0  # updated in place, so the rest is not read
         else:
             return whole
     return min(part, whole)
 
 
+def scatters_in_place(module: Module, instruction: Instruction) -> bool:
+    """Return whether a fusion replaces parts of one of its operands at computed places.
+
+    XLA's estimate for such a fusion is the time to copy the whole operand.
+    """
+    if instruction.opcode != "fusion" or not instruction.called:
+        return False
+    body = module.computations.get(instruction.called[0], [])
+    return any(update.opcode == "scatter" for update in _updates(body))
+
+
+def _updates(body: Sequence[Instruction]) -> list[Instruction]:
+    """Return the instructions of a fusion that replace parts of an array.
+
+    A scatter into an array that the fusion makes itself, such as zeros, writes all of it.
+    """
+    parameters = {inner.name for inner in body if inner.opcode == "parameter"}
+    return [
+        inner
+        for inner in body
+        if inner.opcode == "dynamic-update-slice"
+        or (inner.opcode == "scatter" and inner.operands[0] in parameters)
+    ]
+
+
 def _update_bytes(update: Instruction) -> int:
-    return sum(array.bytes for array in arrays_of(update.operand_types[1]))
+    operand = update.operand_types[_UPDATES[update.opcode]]
+    return sum(array.bytes for array in arrays_of(operand))
 
 
 def array_bytes(instruction: Instruction) -> int:

@@ -1,0 +1,158 @@
+"""Predicts how fast a GPU generates text: `python -m benchmarks.decode --target=h100:1x1`.
+
+    python -m benchmarks.decode --config=configs/llama.py:3-8b --target=h100:1x1 --batch=1,32,256
+    python -m benchmarks.decode --docs
+
+The pass over one token per row (`Decoder.decode` in generate/decoder.py, with a greedy choice) is
+compiled for a GPU that need not be present, and its time is predicted as that of a training step.
+The limit is the time in which the GPU reads the parameters and all slots of the caches once. With
+--docs, the command writes the table of docs/generate.md from benchmarks/results/decode.json.
+"""
+
+import argparse
+import json
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from benchmarks.harness import docs_page, report
+from generate.decoder import Decoder
+from sharding import hardware
+from sharding.analysis.cost.prediction import predict
+from sharding.analysis.memory import memory
+from sharding.analysis.targets import Target, parse_target
+from sharding.mesh import use_mesh
+from train.compile import load_config, run_for
+from train.config.overrides import parse_overrides
+from train.config.schema import validate_config
+from train.planning.step_time import machine_of
+from untrusted.messages import sentence_of
+
+_ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results" / "decode.json"
+_DOCS = _ROOT / "docs" / "generate.md"
+_PROMPT = 8
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code: 0, or 2 after an error."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", allow_abbrev=False)
+    parser.add_argument("--config", default="configs/llama.py:3-8b")
+    parser.add_argument("--target", default="h100:1x1", help="one GPU")
+    parser.add_argument("--batch", default="1,32,256", help="numbers of rows")
+    parser.add_argument("--length", type=int, default=1024, help="slots of a row's caches")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--docs", action="store_true", help="write docs/generate.md")
+    args, others = parser.parse_known_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
+    if args.docs:
+        found = json.loads(_RESULTS.read_text(encoding="utf-8"))
+        text = _DOCS.read_text(encoding="utf-8")
+        table = docs_page.markdown(rows_of(found))
+        _DOCS.write_text(docs_page.with_tables(text, {"decode": table}, _DOCS), encoding="utf-8")
+        return 0
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        target = parse_target(args.target)
+        if target.num_devices != 1:
+            raise ValueError(f"--target={args.target} has {target.num_devices} GPUs; give it one")
+        config = load_config(args.config, parse_overrides(others))
+        model = run_for(validate_config(config), target).model
+        sizes = [int(size) for size in args.batch.split(",")]
+        passes = [predicted(model, target, size, args.length) for size in sizes]
+    except (ValueError, OSError) as error:
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
+        return 2
+    command = shlex.join(["python", "-m", "benchmarks.decode", *(argv or sys.argv[1:])])
+    figures = {"command": command, "versions": report.versions(), "target": target.name}
+    figures |= {"config": args.config, "length": args.length, "passes": passes}
+    text = json.dumps(figures, indent=1, allow_nan=False) + "\n"
+    print(text, end="")
+    if args.out is not None:
+        args.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+def predicted(model: Any, target: Target, batch_size: int, num_slots: int) -> dict[str, Any]:
+    """Return the predicted time of a pass over one token per row, in bfloat16, and its limit.
+
+    Args:
+        model: a causal language model, which may be abstract.
+        target: one GPU.
+        batch_size: number of rows.
+        num_slots: number of slots of a row's caches.
+    """
+    decoder = Decoder(model)
+    mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
+        nnx.to_pure_dict(nnx.split(model)[1]),
+    )
+    params = placed(jax.eval_shape(decoder.separate, params))
+    tokens_BT = jax.ShapeDtypeStruct((batch_size, _PROMPT), jnp.int32)
+    rows_B = placed(jax.ShapeDtypeStruct((batch_size,), jnp.int32))
+
+    def prefill(params, tokens_BT, lengths_B):
+        return decoder.prefill(params, tokens_BT, lengths_B, num_slots)
+
+    caches = placed(jax.eval_shape(prefill, params, tokens_BT, rows_B)[1])
+
+    def step(params, tokens_B, positions_B, caches):
+        logits_BV, caches = decoder.decode(params, tokens_B, positions_B, caches)
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), positions_B + 1, caches
+
+    with hardware.use(hardware.hardware_of(target.devices()[0])), use_mesh(mesh):
+        traced = jax.jit(step, donate_argnums=(1, 2, 3)).trace(params, rows_B, rows_B, caches)
+    compiled = target.compile(traced, mesh, [])
+    machine = machine_of(target)
+    prediction = predict(compiled.as_text() or "", dict(mesh.shape), machine)
+    used = memory(compiled)
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, caches)))
+    # A pass reads one row of the token embedding for each row of the batch.
+    if not getattr(model.config, "tie_embeddings", True):
+        num_bytes -= 2 * model.token_embedding.size
+    limit_s = num_bytes / machine.memory_bytes_per_s
+    return {
+        "batch_size": batch_size,
+        "predicted_s": prediction.step_s,
+        "limit_s": limit_s,
+        "tokens_per_s": batch_size / prediction.step_s,
+        "limit_tokens_per_s": batch_size / limit_s,
+        "temp_bytes": used.temp_bytes,
+        "argument_bytes": used.argument_bytes,
+    }
+
+
+def rows_of(figures: dict[str, Any]) -> list[list[str]]:
+    """Return the table of docs/generate.md."""
+    table = [["batch", "time of a token", "tokens/s", "limit", "of the limit", "memory"]]
+    for each in figures["passes"]:
+        share = each["limit_s"] / each["predicted_s"]
+        gib = (each["argument_bytes"] + each["temp_bytes"]) / 2**30
+        table.append(
+            [
+                str(each["batch_size"]),
+                f"{1e3 * each['predicted_s']:.2f} ms",
+                f"{each['tokens_per_s']:,.0f}",
+                f"{each['limit_tokens_per_s']:,.0f}",
+                f"{share:.0%}",
+                f"{gib:.1f} GiB",
+            ]
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""The predicted rates of text generation, and their table in docs/generate.md."""
+
+import json
+
+import pytest
+
+from benchmarks import decode
+
+FIGURES = json.loads(decode._RESULTS.read_text(encoding="utf-8"))
+
+
+def test_docs_have_the_table_of_the_stored_figures():
+    text = decode._DOCS.read_text(encoding="utf-8")
+    for row in decode.rows_of(FIGURES):
+        assert f"| {' | '.join(row)} |" in text
+
+
+@pytest.mark.parametrize("each", FIGURES["passes"], ids=lambda each: str(each["batch_size"]))
+def test_decoding_reaches_most_of_the_memory_bandwidth(each):
+    assert 0.7 <= each["limit_s"] / each["predicted_s"] <= 1
+    assert each["tokens_per_s"] == pytest.approx(each["batch_size"] / each["predicted_s"])
+
+
+def test_target_must_be_one_gpu(capsys):
+    assert decode.main(["--target=h100:1x2"]) == 2
+    assert "--target=h100:1x2 has 2 GPUs; give it one" in capsys.readouterr().err
