@@ -48,6 +48,7 @@ MAY_IMPORT = {
     ),
     "benchmarks": (
         "train",
+        "generate",
         "convert",
         "models",
         "data",
