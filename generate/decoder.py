@@ -32,7 +32,8 @@ class Decoder:
         model: the model, which may be abstract.
 
     Raises:
-        ValueError: the model does not predict the next token.
+        ValueError: the model does not predict the next token, or the frequencies of its rotary
+            embeddings depend on the length of a text.
     """
 
     def __init__(self, model: Any):
@@ -42,6 +43,13 @@ class Decoder:
             raise ValueError(
                 f"{type(model).__name__} cannot generate text: it has no method `logits`, or "
                 "causal_lm is not among its objectives"
+            )
+        scaling = getattr(model.config, "rope_scaling", None) or {}
+        if scaling.get("rope_type") == "longrope":
+            raise ValueError(
+                "model.rope_scaling: with rope_type='longrope', the frequencies depend on the "
+                "length of the text, which changes while it is generated; export the model and "
+                "generate with transformers or vLLM"
             )
 
     def separate(self, params: dict[str, Tree]) -> dict[str, Tree]:

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from flax import nnx
 from jax.sharding import AxisType
 
 from convert.from_hf import load
 from generate.beam_search import Beams
 from generate.generator import Generator
 from generate.sampling import Sampling
+from models.text.bert import Bert, BertConfig
+from models.text.llama import Llama, LlamaConfig
 from sharding.analysis.memory import memory
 from sharding.mesh import AXES
 
@@ -264,6 +267,23 @@ def test_beams_are_the_same_on_a_mesh(llama):
 def test_unusable_beams_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         Beams(**values)
+
+
+def test_models_that_cannot_generate_are_refused():
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_positions": 8, "num_layers": 1}
+    sizes |= {"num_heads": 1, "embed_dim": 4, "mlp_dim": 4}
+    bert = BertConfig(**sizes, head="masked_lm")
+    with pytest.raises(ValueError, match="Bert cannot generate text"):
+        Generator(Bert(bert, rngs=nnx.Rngs(0)))
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0],
+        "long_factor": [2.0],
+        "original_max_position_embeddings": 4,
+    }
+    config = LlamaConfig(**sizes, num_kv_heads=1, head_dim=2, rope_scaling=scaling)
+    with pytest.raises(ValueError, match="rope_type='longrope', the frequencies depend"):
+        Generator(Llama(config, rngs=nnx.Rngs(0)))
 
 
 def test_decoding_copies_no_cache(llama):
