@@ -4,9 +4,10 @@
     python -m benchmarks.decode --docs
 
 The pass over one token per row (`Decoder.decode` in generate/decoder.py, with a greedy choice) is
-compiled for a GPU that need not be present, and its time is predicted as that of a training step.
-The limit is the time in which the GPU reads the parameters and all slots of the caches once. With
---docs, the command writes the table of docs/generate.md from benchmarks/results/decode.json.
+compiled for a GPU that need not be present, and its time is predicted in the same way as that of a
+training step. The limit is the time in which the GPU reads the parameters and all slots of the
+caches once. With --docs, the command writes the table of docs/generate.md from
+benchmarks/results/decode.json.
 """
 
 import argparse

@@ -136,7 +136,6 @@ class Checkpoints:
             self._exchange.on_first(lambda: self._directory.prepare(path))
         except OSError as error:
             self._failure = self._save_error(step, error)
-            self._has_failed = True
             return False
         written = self._state_files.start_writing(path, state)
         self._being_saved = self._writer.submit(
@@ -324,9 +323,9 @@ class Checkpoints:
             self._failure = None
         except SaveError as error:
             self._failure = error
-            self._has_failed = True
 
     def _save_error(self, step: int, error: OSError) -> SaveError:
+        self._has_failed = True
         path = self._directory.path / str(step)
         reason = reason_of(error)
         logger.error("Checkpoint %s could not be saved: %s.", path, reason)

@@ -27,7 +27,7 @@ from convert.source import load_params, read_source
 from data.text.tokenization.file_tokenizer import MAX_FILE_BYTES
 from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig, check_automatic
-from sharding.rules import make_rules, partition_specs, shardings
+from sharding.rules import partition_specs, rules_on, shardings
 from untrusted.files import copy_file, write_text
 from untrusted.messages import sentence_of
 
@@ -208,11 +208,7 @@ def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:
     if mesh.empty:
         device = SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(lambda _: device, params)
-    rules = {
-        name: tuple(axis for axis in axes if axis in mesh.shape)
-        for name, axes in make_rules().items()
-    }
-    specs = partition_specs(params, logical_axes(model), rules, mesh)
+    specs = partition_specs(params, logical_axes(model), rules_on(mesh), mesh)
     return shardings(mesh, specs)
 
 

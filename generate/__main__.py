@@ -27,9 +27,9 @@ from generate.prompts import (
     TextCodec,
     as_line,
     as_prompt,
-    codec_of,
     read_prompts,
     stop_tokens_of,
+    tokenizer_of,
 )
 from generate.sampling import Sampling
 from sharding.distributed.startup import start
@@ -104,7 +104,8 @@ def _continue(args: argparse.Namespace) -> None:
     beams = _beams_of(args, sampling)
     mesh = start(_mesh_of(args.mesh))
     source = read_source(args.model, allow_import=args.allow_import)
-    codec = codec_of(source)
+    tokenizer = tokenizer_of(source)
+    codec = None if tokenizer is None else TextCodec(tokenizer)
     if args.prompts is None:
         prompts = [as_prompt(text, codec) for text in args.prompt]
     else:
@@ -113,7 +114,7 @@ def _continue(args: argparse.Namespace) -> None:
         # The generator has copies of the parameters, so nothing else may keep them.
         generator = Generator(
             load_model(source, dtype=args.dtype),
-            stop=stop_tokens_of(source),
+            stop=stop_tokens_of(source, tokenizer),
             batch_size=args.batch_size,
         )
         began = time.perf_counter()

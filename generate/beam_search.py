@@ -6,7 +6,7 @@
                                       the best K that have ended <───────────────────┘
 
 C is (1 + number of stop tokens) · K, so that K beams are left even if all others end. The scores,
-the length penalty and the end of the search are those of `transformers.generate`.
+the length penalty and the rule that ends the search are the same as in `transformers.generate`.
 
 B prompts, K beams, R = B · K rows, C candidates, V vocab, M new tokens.
 

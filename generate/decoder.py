@@ -53,7 +53,7 @@ class Decoder:
             )
 
     def separate(self, params: dict[str, Tree]) -> dict[str, Tree]:
-        """Return the parameters with those of each layer as arrays of their own."""
+        """Split the stacked parameters into separate arrays for each layer."""
         parts = self._functions.split(params)
         stacks = {
             name: [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count)]

@@ -17,7 +17,7 @@ from generate.decoder import Caches, Decoder
 from generate.sampling import Sampling, choose
 from sharding.logical import axis_rules
 from sharding.mesh import REPLICA_AXES
-from sharding.rules import make_rules
+from sharding.rules import rules_on
 
 Tree = Any
 
@@ -78,10 +78,7 @@ class Generator:
         self._stop = tuple(stop)
         self._batch_size = batch_size
         self._num_replicas = replicas
-        self._rules = {
-            name: tuple(axis for axis in axes if axis in mesh.shape)
-            for name, axes in make_rules().items()
-        }
+        self._rules = rules_on(mesh)
         params = nnx.to_pure_dict(nnx.split(model)[1])
         self._params = jax.jit(self._decoder.separate)(params)
         self._begin = jax.jit(self._traced(self._first), static_argnums=(0, 1, 2))
@@ -174,7 +171,7 @@ class Generator:
     ) -> Iterator[int]:
         """Yield the tokens of one continuation, each as soon as it is known.
 
-        The arguments, errors and tokens are those of `generate`.
+        Takes the same arguments as `generate`, raises the same errors, and yields the same tokens.
         """
         sampling = sampling or Sampling()
         self._check([prompt], max_new_tokens)

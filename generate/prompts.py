@@ -37,20 +37,23 @@ class TextCodec:
         return self._tokenizer.decode([*tokens], skip_special_tokens=True)
 
 
-def codec_of(source: Source) -> TextCodec | None:
-    """Return the codec of a model on disk; None if it has no tokenizer."""
-    return (
-        None if source.tokenizer is None else TextCodec(load_tokenizer_file(str(source.tokenizer)))
-    )
+def tokenizer_of(source: Source) -> FileTokenizer | None:
+    """Return the tokenizer of a model on disk; None if it has none."""
+    return None if source.tokenizer is None else load_tokenizer_file(str(source.tokenizer))
 
 
-def stop_tokens_of(source: Source) -> list[int]:
+def stop_tokens_of(source: Source, tokenizer: FileTokenizer | None) -> list[int]:
     """Return the ids of the tokens that end a text.
 
-    They are those of generation_config.json, or else of config.json, or else of the tokenizer.
+    generation_config.json lists them, or else config.json. If neither does, the end-of-text token
+    of the tokenizer ends a text.
+
+    Args:
+        source: the model on disk.
+        tokenizer: its tokenizer, from `tokenizer_of`.
 
     Raises:
-        ValueError: they are not numbers.
+        ValueError: the ids in a file are not numbers.
     """
     configs: list[tuple[object, dict[str, Any]]] = []
     if source.hf_files is not None and (source.hf_files / "generation_config.json").is_file():
@@ -62,9 +65,7 @@ def stop_tokens_of(source: Source) -> list[int]:
         if found is not None:
             check(found, int | list[int], f"{where}: eos_token_id")
             return [found] if isinstance(found, int) else found
-    if source.tokenizer is None:
-        return []
-    return [load_tokenizer_file(str(source.tokenizer)).eos_id]
+    return [] if tokenizer is None else [tokenizer.eos_id]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

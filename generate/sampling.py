@@ -4,8 +4,8 @@
                                                     │
                 temperature ── top-k ── top-p ── min-p ── draw
 
-The order is that of `transformers.generate`. A row's random numbers depend on the seed, on the
-number of the row in the request, and on the position of the token, so neither the mesh nor the
+The order is the same as in `transformers.generate`. A row's random numbers depend on the seed, on
+the number of the row in the request, and on the position of the token, so neither the mesh nor the
 other rows change them.
 
 B batch, V vocab.
@@ -105,7 +105,7 @@ def choose(
 def adjusted(sampling: Sampling, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
     """Return the logits that a token is drawn from: -inf for tokens that cannot be drawn.
 
-    The arguments are those of `choose`.
+    Takes the same arguments as `choose`.
     """
     if sampling.repetition_penalty != 1 and seen_BV is not None:
         factor = jnp.where(

@@ -67,6 +67,14 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
     return rules
 
 
+def rules_on(mesh: AnyMesh) -> Rules:
+    """Return the default rules for a mesh, which may have only some of our axes."""
+    return {
+        name: tuple(axis for axis in axes if axis in mesh.shape)
+        for name, axes in make_rules().items()
+    }
+
+
 def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMesh) -> Any:
     """Return the PartitionSpec of every parameter, checked against the mesh.
 

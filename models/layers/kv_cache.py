@@ -7,9 +7,9 @@ order in which it runs:
     filling   a pass over whole prompts:  kernels as in training; their keys and values are kept
     reading   a pass over one token a row:  its keys and values are added, and it sees the rest
 
-A cache has room for S tokens and is a ring: position p is in slot p mod S. A sliding window of W
-tokens needs no more than W slots; all other attention needs as many as the longest text has tokens.
-Rows have different lengths, and each counts its own positions from 0.
+A cache has room for S tokens and is a ring: position p is in slot p mod S. Attention with a sliding
+window of W tokens needs at most W slots; other attention needs a slot for each token. Rows have
+different lengths, and each counts its own positions from 0.
 
 B batch, T query seq, S slots, N heads, K key-value heads, G = N / K, H head_dim.
 """

@@ -1,4 +1,4 @@
-"""Continuations are those of `transformers.generate`, on every mesh."""
+"""Continuations equal those of `transformers.generate`, on every mesh."""
 
 import dataclasses
 from pathlib import Path

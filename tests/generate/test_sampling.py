@@ -1,4 +1,4 @@
-"""The distributions that tokens are drawn from are those of transformers."""
+"""Tokens are drawn from the same distributions as in transformers."""
 
 import jax
 import jax.numpy as jnp

@@ -195,7 +195,7 @@ def _added_s(mesh: Mesh, long: Callable, short: Callable, shape: tuple[int, ...]
 
 
 def _chain(mesh: Mesh, function: Callable, shape: tuple[int, ...]) -> Callable[[], jax.Array]:
-    """Return a compiled call of a function in a chain; the arguments are those of `_chain_s`."""
+    """Compile a chain of calls, and return a function that runs it; arguments as in `_chain_s`."""
     spec = PartitionSpec("all")
 
     def repeated(x: jax.Array) -> jax.Array:

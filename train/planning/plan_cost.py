@@ -85,13 +85,14 @@ class PlanCosts:
             plan.mesh.model * plan.mesh.pipeline, plan.num_replicas, plan.effective_zero_stage
         )
         update_s += self._host_copies_s(plan)
-        allocated = self._kept_bytes(plan) + self._gradient_bytes(plan)
+        kept = self._kept_bytes(plan)
+        allocated = kept + self._gradient_bytes(plan)
         update_s += self._machine.allocation_s_per_byte * allocated
         return PlanCost(
             layers_s=self._layers_s(plan, part, times),
             exposed_s=self._exposed_s(plan, times),
             update_s=update_s,
-            memory_bytes=self.memory_bytes(plan),
+            memory_bytes=self._state_bytes(plan) + kept,
             unknown=tuple(self._layers.unknown(part)),
         )
 
