@@ -39,8 +39,8 @@ from train.config.overrides import Override, parse_overrides
 from train.config.schema import RunConfig
 from train.planning.calibration import calibrate
 from train.planning.explanation import (
-    first_tried_as_json,
-    first_tried_as_text,
+    not_compiled_as_json,
+    not_compiled_as_text,
     plans_as_json,
     plans_as_text,
 )
@@ -95,6 +95,7 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     per_host = devices.machine.gpus_per_host
     search = PlanSearch(config, devices, fixed, args.max_microbatches)
     choices = search.best()
+    runners_up = search.runners_up(choices)
     tried = search.first_tried()
     budget_bytes = devices.budget.device_bytes
     if args.out is not None:
@@ -107,11 +108,12 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     if args.json:
         found = {"target": args.target, "num_devices": devices.count}
         found["plans"] = plans_as_json(choices, per_host)
-        found["first_tried"] = first_tried_as_json(tried, choices, budget_bytes)
+        found["runners_up"] = not_compiled_as_json(runners_up, choices, budget_bytes)
+        found["first_tried"] = not_compiled_as_json(tried, choices, budget_bytes)
         return json.dumps(found)
     options = " ".join(_option(key, value) for key, value in choices[0].plan.settings().items())
-    others_tried = first_tried_as_text(tried, choices, budget_bytes)
-    parts = [plans_as_text(choices, per_host), others_tried, options]
+    not_compiled = not_compiled_as_text(runners_up, tried, choices, budget_bytes)
+    parts = [plans_as_text(choices, per_host), not_compiled, options]
     return "\n\n".join(part for part in parts if part)
 
 

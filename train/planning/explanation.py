@@ -9,7 +9,7 @@ from typing import Any
 from sharding.analysis.cost.prediction import CollectiveTime, Prediction
 from sharding.analysis.cost.transfer import crosses_hosts
 from train.planning.memory.budget import size
-from train.planning.plan_limits import FirstTried
+from train.planning.plan_limits import NotCompiled
 from train.planning.plan_search import Choice
 
 #: Parts of a step -> their names in a sentence.
@@ -62,30 +62,47 @@ def plans_as_text(choices: Sequence[Choice], gpus_per_host: int) -> str:
     return "\n".join([*lines, *reasons])
 
 
-def first_tried_as_text(
-    found: Sequence[FirstTried], choices: Sequence[Choice], budget_bytes: float
+def not_compiled_as_text(
+    runners_up: Sequence[NotCompiled],
+    first_tried: Sequence[NotCompiled],
+    choices: Sequence[Choice],
+    budget_bytes: float,
 ) -> str:
-    """Say why the meshes that one would try first are not among the plans; "" if they are.
+    """Say why other plans are slower, and why meshes that one would try first are not among them.
 
     Args:
-        found: these meshes.
+        runners_up: plans that complete the table.
+        first_tried: these meshes.
         choices: the plans that were compiled, the fastest first.
         budget_bytes: memory that a step may use on a device.
     """
-    known = {choice.plan.mesh for choice in choices}
-    lines = [
-        f"{each.plan or each.mesh}: {_why_not(each, choices[0], budget_bytes)}"
-        for each in found
-        if each.mesh not in known
-    ]
-    heads = ["Meshes to try first, which are not among these (composed, not compiled):"]
-    return "\n".join([*heads, *lines]) if lines else ""
+    known = {choice.plan.mesh for choice in choices} | {each.mesh for each in runners_up}
+    parts = {
+        "Slower, by composed times alone, which are shorter than those of whole steps:": runners_up,
+        "Meshes to try first, which are not among these (composed, not compiled):": [
+            each for each in first_tried if each.mesh not in known
+        ],
+    }
+    blocks = []
+    for heading, found in parts.items():
+        lines = [
+            f"{each.plan or each.mesh}: {_why_not(each, choices[0], budget_bytes)}"
+            for each in found
+        ]
+        blocks += ["\n".join([heading, *lines])] * (len(lines) > 0)
+    return "\n\n".join(blocks)
 
 
-def first_tried_as_json(
-    found: Sequence[FirstTried], choices: Sequence[Choice], budget_bytes: float
+def not_compiled_as_json(
+    found: Sequence[NotCompiled], choices: Sequence[Choice], budget_bytes: float
 ) -> list[dict[str, Any]]:
-    """Return these meshes for `json.dumps`; arguments as for `first_tried_as_text`."""
+    """Return plans for `json.dumps`; docs/plan.md lists the keys.
+
+    Args:
+        found: the plans.
+        choices: the plans that were compiled, the fastest first.
+        budget_bytes: memory that a step may use on a device.
+    """
     return [
         {
             "mesh": each.mesh.sizes,
@@ -98,8 +115,8 @@ def first_tried_as_json(
     ]
 
 
-def _why_not(tried: FirstTried, best: Choice, budget_bytes: float) -> str:
-    """Return what a mesh loses to the best plan, by their composed costs; "" if nothing."""
+def _why_not(tried: NotCompiled, best: Choice, budget_bytes: float) -> str:
+    """Return what a plan loses to the best one, by their composed costs; "" if nothing."""
     if tried.plan is None or tried.cost is None:
         return "it does not divide the model or the batch, or contradicts what is fixed"
     if tried.cost.memory_bytes > budget_bytes:

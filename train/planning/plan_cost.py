@@ -291,3 +291,12 @@ class PlanCosts:
 
 def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
     return pair[1].step_s
+
+
+def distinct(ranked: list[tuple[ParallelPlan, PlanCost]]) -> list[tuple[ParallelPlan, PlanCost]]:
+    """Return the first plan for each combination of mesh, schedule and microbatches."""
+    found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+    for plan, cost in ranked:
+        key = (plan.mesh, plan.schedule, plan.chunks, plan.num_microbatches)
+        found.setdefault(key, (plan, cost))
+    return [*found.values()]

@@ -26,12 +26,12 @@ _NEAR_EXAMPLES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FirstTried:
-    """A mesh that one would try first, and its fastest plan, which has not been compiled.
+class NotCompiled:
+    """A plan that has not been compiled whole, but is explained.
 
     Attributes:
         mesh: the mesh.
-        plan: the fastest of its plans, of those that fit if any does; None if no plan is legal.
+        plan: one of its fastest plans, of those that fit if any does; None if no plan is legal.
         cost: the composed cost of the plan.
     """
 
@@ -47,7 +47,7 @@ def first_tried(
     num_devices: int,
     per_host: int,
     budget_bytes: float,
-) -> list[FirstTried]:
+) -> list[NotCompiled]:
     """Return the meshes that one would try first: data only, and `model` within a host.
 
     Args:
@@ -71,7 +71,7 @@ def first_tried(
             plan, least = min(costed, key=lambda pair: pair[1].memory_bytes)
         else:
             plan = least = None
-        found.append(FirstTried(mesh=mesh, plan=plan, cost=least))
+        found.append(NotCompiled(mesh=mesh, plan=plan, cost=least))
     return found
 
 

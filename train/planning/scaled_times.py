@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from sharding.analysis.cost.kernel_time import MEMORY_EFFICIENCY
+from sharding.pipeline.config import BALANCED
 from sharding.pipeline.stack_layout import even_cut
 from train.config.schema import RunConfig
 from train.planning.layer_times import CompiledPart, Part, PartMemory
@@ -40,6 +41,11 @@ _RECOMPUTED_BY_NAMES = 0.15
 #: parameters are cast once.
 _UPDATE_BYTES = 42
 _OPTIMIZER_BYTES = 30
+#: An even cut of the layers is tried alone if its busiest stage has at most this times the work of
+#: the busiest stage of a balanced cut.
+_MOST_IMBALANCE = 1.03
+#: A balanced cut is tried if its busiest stage has at most this times the mean work of the stages.
+_MOST_LOAD = 1.15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +125,21 @@ class ScaledTimes:
         counts = self.cut(num_chunks, is_balanced=is_balanced, shares_vocab=shares_vocab)
         found = self.work.per_virtual_stage(counts, shares_vocab=shares_vocab)
         return max(found) * num_chunks / sum(found)
+
+    def cuts_to_try(self, num_chunks: int, share_vocab: bool) -> list[tuple[str, ...]]:
+        """Return values of `pipeline.layers_per_stage` that are worth trying.
+
+        Args:
+            num_chunks: number of chunks of the pipeline.
+            share_vocab: value of `pipeline.share_vocab`.
+        """
+        even = self.busiest(num_chunks, is_balanced=False, shares_vocab=share_vocab)
+        balanced = self.busiest(num_chunks, is_balanced=True, shares_vocab=share_vocab)
+        divides = len(self.work.layers) % num_chunks == 0
+        found: list[tuple[str, ...]] = [()] * divides
+        helps = not divides or even > _MOST_IMBALANCE * balanced
+        found += [BALANCED] * (helps and balanced <= _MOST_LOAD)
+        return found
 
     @cached_property
     def memory_rate(self) -> float:

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.train.planning.test_parallel_plan import config_of, space
-from train.planning.explanation import first_tried_as_text
+from train.planning.explanation import not_compiled_as_text
 from train.planning.memory.budget import Budget, Needs
 from train.planning.parallel_plan import ParallelPlan, PlanSpace
 from train.planning.plan_cost import PlanCost
@@ -128,6 +128,6 @@ def test_mesh_that_cannot_be_used_says_why():
     assert found[1].plan is None
     best = next(plan for plan in plans if plan.mesh.pipeline == 4)
     choice = dataclasses.make_dataclass("Choice", ["plan", "cost"])(best, cost(best))
-    text = first_tried_as_text(found, [choice], 2**20)
+    text = not_compiled_as_text([], found, [choice], 2**20)
     assert "data=8, " in text and "its leanest plan takes 8.00 GiB a device, of 1.0 MiB" in text
     assert "data=2 × model=4: it does not divide the model or the batch" in text
